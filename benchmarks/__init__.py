@@ -1,0 +1,1 @@
+"""Benchmarks: each is ``python -m benchmarks.NAME [--quick] [--json FILE] [--samples DIR]`` from the repository's root."""
