@@ -1,0 +1,33 @@
+"""The one exception tree. A message says what is wrong, where, and what to do next."""
+
+
+class KeepstepError(Exception):
+    """Root of every error that keepstep raises on purpose."""
+
+
+class UsageError(KeepstepError):
+    """A flag, argument or configuration value cannot be used (exit code 2)."""
+
+
+class LayoutError(KeepstepError):
+    """Parallel sizes, orders or group memberships that contradict each other."""
+
+
+class RingError(KeepstepError):
+    """A ring file or descriptor that is no ring of ours, is cut short, or has another version."""
+
+
+class WireError(KeepstepError):
+    """A peer sent what the protocol does not allow; the connection is closed, nothing else is harmed."""
+
+
+class AuthenticationError(WireError):
+    """A peer did not prove that it holds the run's secret."""
+
+
+class FaultError(KeepstepError):
+    """A fault sentence that cannot be parsed or carried out."""
+
+
+class RunError(KeepstepError):
+    """A run that cannot be started, found or read."""

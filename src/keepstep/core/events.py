@@ -1,0 +1,58 @@
+"""What a worker records: operations (collective, point-to-point) and phases, each with a start and an end.
+
+The numbers are part of the ring's binary format (``native/ring.hpp``): append, never renumber.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+
+
+class Kind(IntEnum):
+    """What sort of record it is."""
+
+    COLLECTIVE = 1
+    P2P = 2
+    PHASE = 3
+
+
+class Op(IntEnum):
+    """The operation of a COLLECTIVE or P2P record."""
+
+    ALLREDUCE = 1
+    BROADCAST = 2
+    REDUCE = 3
+    ALLGATHER = 4
+    REDUCE_SCATTER = 5
+    ALLTOALL = 6
+    GATHER = 7
+    SCATTER = 8
+    BARRIER = 9
+    SEND = 10
+    RECV = 11
+
+
+class Phase(IntEnum):
+    """What a rank is doing; the ``op`` of a PHASE record. FORWARD is what runs outside every recorded phase."""
+
+    STARTUP = 0
+    FORWARD = 1
+    BACKWARD = 2
+    OPTIMIZER = 3
+    DATA = 4
+    EVALUATION = 5
+    CHECKPOINT = 6
+    GC = 7
+
+
+class Flag(IntFlag):
+    """Bits of a record's ``flags``."""
+
+    NONE = 0
+    ASYNC = 1  # the caller did not wait in the call itself
+    END_BY_WAIT = 2  # the end is when the caller's wait returned, not when the transfer ended
+    FAILED = 4  # the operation ended with an error
+    SYNC_KNOWN = 8  # ASYNC is known to be right or wrong (torch told), not guessed
+
+
+WORLD_PEER = -1  # `peer` of a record that has none

@@ -1,0 +1,80 @@
+"""Diagnoses and incidents: what is decided, and what is kept of it under ``RUN/incidents/NNNN.json``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+INCIDENT_SCHEMA = 1
+
+IncidentKind = Literal["slow", "hang", "crash", "desync"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Two ends of a network path, as ranks and as node names."""
+
+    ranks: tuple[int, int]
+    nodes: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """Who is to blame: a ``rank`` or a ``link``, never both."""
+
+    rank: int | None = None
+    link: Link | None = None
+    node: str = ""
+    stage: str = ""  # where in the step: "forward", "backward", "optimizer", "data", pipeline stage when known
+    slowdown: float = 0.0  # its own time over its healthy time; 0 where it does not apply
+    confidence: Literal["high", "medium", "low"] = "low"
+    cause: str = ""  # "compute", "cpu quota", "data loading", "network", "process died", "stopped", "never entered", ...
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a locator concludes from the evidence it was given."""
+
+    kind: IncidentKind
+    culprits: tuple[Culprit, ...]
+    victims: tuple[int, ...]
+    evidence: tuple[str, ...]
+    missing: tuple[str, ...]  # what would be needed to say more
+    summary: str = ""  # e.g. the operation that everybody waits in
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What was done (or advised) about an incident."""
+
+    name: str
+    expected_cost_s: float | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """One incident of a run, from onset to relief. Times are Unix seconds on the controller's host."""
+
+    number: int
+    kind: IncidentKind
+    onset_step: int | None
+    detected_step: int | None
+    relief_step: int | None
+    job_slowdown: float | None  # iteration time over its healthy value; None for hangs and crashes
+    culprits: tuple[Culprit, ...]
+    victims: tuple[int, ...]
+    evidence: tuple[str, ...]
+    missing: tuple[str, ...]
+    actions: tuple[Action, ...] = ()
+    status: Literal["open", "relieved", "transient", "ended"] = "open"
+    summary: str = ""
+    iteration_before_s: float | None = None
+    iteration_after_s: float | None = None
+    stuck_s: float | None = None
+    ranks_reporting: int = 0
+    world_size: int = 0
+    detected_unix_s: float = 0.0
+    closed_unix_s: float | None = None
+    schema: int = INCIDENT_SCHEMA

@@ -1,0 +1,121 @@
+"""What agents tell about iterations: sums per (group, operation, peer), never raw events.
+
+Times are seconds on the clock of the node that made them (``CLOCK_MONOTONIC``) unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """A process group as its members see it. ``name`` is the same on all members and unique in a job."""
+
+    name: str
+    members: tuple[int, ...]  # global ranks, in group order
+    backend: str = ""
+    desc: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSummary:
+    """All operations of one kind that one rank ran in one iteration on one group (and peer, if point-to-point)."""
+
+    group: str
+    op: int  # core.events.Op
+    peer: int  # global rank; -1 for collectives
+    count: int
+    bytes: int  # sum over the operations
+    first_seq: int  # sequence number in the stream of the first of them
+    start_s: float  # mean start, from the iteration's start
+    end_s: float  # mean end, from the iteration's start
+    busy_s: float  # sum of end - start
+    blocked_s: float  # sum of the time the rank is known to have waited in it
+    fastest_s: float  # shortest end - start: what the last to arrive sees, close to the transfer itself
+
+
+@dataclass(frozen=True, slots=True)
+class IterationSummary:
+    """One iteration of one rank.
+
+    ``self_s`` is the time in which the rank waited for nobody: the iteration less the union of its waits (operations
+    it was blocked in; operations in flight where blocking cannot be told from overlap) and less the pauses below.
+    """
+
+    rank: int
+    step: int
+    start_s: float
+    duration_s: float  # pauses (evaluation, checkpoint) already taken out: what the script's own step clock shows
+    self_s: float
+    blocked_s: float
+    data_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    gc_s: float = 0.0
+    evaluation_s: float = 0.0
+    checkpoint_s: float = 0.0
+    streams: tuple[StreamSummary, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpInFlight:
+    """An operation that a rank entered and has not left."""
+
+    group: str
+    op: int
+    peer: int
+    seq: int
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamProgress:
+    """How far one rank is in one stream: how many operations it started and completed."""
+
+    group: str
+    op: int  # of the last one started
+    peer: int
+    started: int
+    completed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """Where a rank is now: the evidence for hangs. Times on the node's clock."""
+
+    rank: int
+    alive: bool
+    step: int
+    phase: int  # core.events.Phase
+    phase_since_s: float
+    progress: int  # grows with every record and every end
+    last_progress_s: float
+    now_s: float
+    in_flight: tuple[OpInFlight, ...] = ()
+    streams: tuple[StreamProgress, ...] = ()
+    process_state: str = ""  # R, S, D, T, Z as in /proc/PID/stat; empty when the process is gone
+    stack: str = ""  # Python stack where it can be had
+
+
+@dataclass(frozen=True, slots=True)
+class ClockSample:
+    """One completed operation of one rank, picked by the same rule on every member, to compare node clocks with."""
+
+    group: str
+    op: int
+    peer: int
+    seq: int
+    rank: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostCause:
+    """A cause outside the training process that an agent saw for a rank (or its whole node: ``rank`` = -1)."""
+
+    rank: int
+    cause: str  # "cpu quota" | "run queue" | "memory pressure" | ...
+    share: float  # of the wall time lost to it, 0 to 1
+    detail: str = ""

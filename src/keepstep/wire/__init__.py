@@ -1,0 +1,1 @@
+"""Messages between launcher, agent and controller: typed, framed, authenticated."""

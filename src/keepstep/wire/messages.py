@@ -1,0 +1,177 @@
+"""The messages. One connection per agent or launcher; after the handshake both sides send tagged msgpack structs.
+
+A message never carries raw events. Unknown fields are ignored, so a newer minor version may add some.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from keepstep.core.finding import Finding
+from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, OpInFlight, RankState
+
+PROTOCOL = 1
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, omit_defaults=True):
+    """Root of everything that crosses a connection after the handshake."""
+
+
+# --- node to controller -------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """First message of a connection."""
+
+    role: str  # "agent" | "launcher" | "client"
+    node: str  # host name
+    node_rank: int  # -1: not yet given one (a launcher that joins)
+    pid: int
+    incarnation: int = 0
+    protocol: int = PROTOCOL
+
+
+class Join(Message, frozen=True):
+    """A launcher asks to take part: the rendezvous. Answered by ``Placement`` when all nodes are here."""
+
+    node: str
+    address: str  # where the other nodes reach this one
+    nproc: int  # ranks that it will run
+    free_port: int  # free on this node at the moment: MASTER_PORT if it becomes node 0
+    node_rank: int = -1  # wished for; -1: in order of joining
+    min_nodes: int = 1
+    max_nodes: int = 1
+
+
+class Groups(Message, frozen=True):
+    """Process groups that a rank has made since the last such message."""
+
+    rank: int
+    groups: tuple[GroupInfo, ...]
+
+
+class RankBeat(msgspec.Struct, frozen=True, array_like=True):
+    """One rank in a heartbeat."""
+
+    rank: int
+    step: int  # last finished step; -1 before the first
+    phase: int  # core.events.Phase
+    progress: int
+    iteration_s: float = 0.0  # last finished iteration; 0 before the first
+    self_s: float = 0.0
+    idle_s: float = 0.0  # since the last progress
+    alive: bool = True
+    in_flight: OpInFlight | None = None  # the one entered first
+
+
+class Heartbeat(Message, frozen=True):
+    """Once a second from every agent."""
+
+    node_rank: int
+    sequence: int
+    sent_s: float  # node's CLOCK_MONOTONIC
+    ranks: tuple[RankBeat, ...]
+    clock: tuple[ClockSample, ...] = ()
+    causes: tuple[HostCause, ...] = ()
+    dropped: int = 0  # ring records that were dropped or lost so far
+
+
+class Found(Message, frozen=True):
+    """A finding, pushed at once."""
+
+    finding: Finding
+
+
+class Profile(Message, frozen=True):
+    """Answer to ``ProfileRequest``; ``iterations`` of all local ranks, oldest first."""
+
+    request: int
+    node_rank: int
+    iterations: tuple[IterationSummary, ...]
+    clock: tuple[ClockSample, ...] = ()
+    causes: tuple[HostCause, ...] = ()
+
+
+class States(Message, frozen=True):
+    """Answer to ``StateRequest``."""
+
+    request: int
+    node_rank: int
+    states: tuple[RankState, ...]
+    clock: tuple[ClockSample, ...] = ()
+
+
+class Ended(Message, frozen=True):
+    """A launcher's workers have all ended. ``exit_code`` as the launcher will return it."""
+
+    node_rank: int
+    exit_code: int
+    message: str = ""
+
+
+class Bye(Message, frozen=True):
+    """The peer goes on purpose; its silence is no sign of death."""
+
+    reason: str = ""
+
+
+# --- controller to node -------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """Answer to ``Hello``."""
+
+    controller_pid: int
+    heartbeat_s: float = 1.0
+    protocol: int = PROTOCOL
+
+
+class Placement(Message, frozen=True):
+    """The rank table, as far as a launcher needs it to start its workers."""
+
+    node_rank: int
+    first_rank: int
+    world_size: int
+    node_count: int
+    master_addr: str
+    master_port: int
+    incarnation: int = 0
+    nodes: tuple[str, ...] = ()  # host name of every node, by node rank
+
+
+class ProfileRequest(Message, frozen=True):
+    """Send the iteration summaries of steps ``first_step`` to ``last_step`` (both included) that you still have."""
+
+    request: int
+    first_step: int
+    last_step: int
+
+
+class StateRequest(Message, frozen=True):
+    """Send where your ranks are now. ``stacks``: with Python stacks where they can be had."""
+
+    request: int
+    stacks: bool = False
+
+
+class SaveRings(Message, frozen=True):
+    """Save the rings of your ranks under the run's folder (they are evidence)."""
+
+    incident: int = 0
+
+
+class Stop(Message, frozen=True):
+    """To launchers: end your workers and return ``exit_code``."""
+
+    exit_code: int
+    reason: str
+
+
+class Refused(Message, frozen=True):
+    """The controller will not have this peer; the reason is for its operator."""
+
+    reason: str
+
+
+ToController = Hello | Join | Groups | Heartbeat | Found | Profile | States | Ended | Bye
+ToNode = Welcome | Placement | ProfileRequest | StateRequest | SaveRings | Stop | Refused
