@@ -9,7 +9,7 @@ import os
 
 def activate() -> None:
     """Install the probe when ``keepstep run`` started this process; otherwise do nothing. Never raises."""
-    if "KEEPSTEP_RUN_DIR" not in os.environ or "KEEPSTEP_RING_FD" not in os.environ:
+    if "KEEPSTEP_RUN_DIR" not in os.environ:
         return
     try:
         from keepstep.capture import install
