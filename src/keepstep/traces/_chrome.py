@@ -1,0 +1,123 @@
+"""Chrome Trace Event JSON (gzipped) that Perfetto opens: pid = rank, complete events strictly nested on each track.
+
+Format: the public "Trace Event Format" document; only ``X`` (complete), ``M`` (metadata) and ``i`` (instant) are used.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from keepstep.core.events import Kind, Op, Phase
+from keepstep.core.summary import GroupInfo
+
+_OPS = {int(op): op.name for op in Op}
+_PHASES = {int(phase): phase.name.lower() for phase in Phase}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One bar of the trace. Times in microseconds; ``track`` groups bars, ``lane`` is made here."""
+
+    track: str
+    name: str
+    start_us: float
+    end_us: float
+    args: dict[str, Any]
+
+
+def write_chrome_trace(out: Path, ranks: Mapping[int, Iterable[Span]], instants: Iterable[tuple[float, str]] = ()) -> int:
+    """Write the spans of each rank to ``out`` (gzip whatever the name); returns the number of bars.
+
+    ``instants`` are (microseconds, text) marks for the whole job, e.g. the onset of an incident.
+    """
+    encoder = msgspec.json.Encoder()
+    count = 0
+    with gzip.open(out, "wb", compresslevel=5) as file:
+        file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        first = True
+        for event in _events(ranks, instants):
+            file.write(b"" if first else b",\n")
+            file.write(encoder.encode(event))
+            first = False
+            count += event["ph"] == "X"
+        file.write(b"\n]}\n")
+    return count
+
+
+def spans_of(records: Any, groups: list[GroupInfo], *, shift_ns: int, now_ns: int) -> Iterator[Span]:
+    """Spans of ring records (numpy array of ``keepstep.ring.RECORD``).
+
+    ``shift_ns`` is added to every time (from the node's monotonic clock to the trace's); an operation still in flight
+    ends at ``now_ns`` (same clock as the records) and says so.
+    """
+    for row in records:
+        kind, op = int(row["kind"]), int(row["op"])
+        start_ns, end_ns = int(row["start_ns"]), int(row["end_ns"])
+        args: dict[str, Any] = {}
+        if kind == Kind.PHASE:
+            track, name = "phases", _PHASES.get(op, f"phase {op}")
+        else:
+            group = int(row["group"])
+            known = groups[group].name if 0 <= group < len(groups) else str(group)
+            name = _OPS.get(op, f"op {op}")
+            peer = int(row["peer"])
+            track = f"group {known}" if kind == Kind.COLLECTIVE else "point-to-point"
+            args = {"group": known, "seq": int(row["seq"]), "bytes": int(row["bytes"])}
+            if kind == Kind.P2P:
+                args["peer"] = peer
+                name = f"{name} {'to' if op == Op.SEND else 'from'} {peer}"
+        if end_ns == 0:
+            end_ns, args["in_flight"] = max(now_ns, start_ns), True
+        yield Span(track, name, (start_ns + shift_ns) / 1e3, (end_ns + shift_ns) / 1e3, args)
+
+
+def _events(ranks: Mapping[int, Iterable[Span]], instants: Iterable[tuple[float, str]]) -> Iterator[dict[str, Any]]:
+    for time_us, text in instants:
+        yield {"ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": time_us, "name": text}
+    for rank in sorted(ranks):
+        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+        yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
+        yield from _rank_events(rank, ranks[rank])
+
+
+def _rank_events(rank: int, spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
+    tracks: dict[str, list[Span]] = {}
+    for span in spans:
+        tracks.setdefault(span.track, []).append(span)
+    tid = 0
+    for track in sorted(tracks, key=lambda name: (name != "phases", name)):
+        lanes: list[list[float]] = []  # per lane, the ends of the bars that are still open: nested, innermost last
+        for span in sorted(tracks[track], key=lambda s: (s.start_us, -s.end_us)):
+            lane = _place(lanes, span)
+            yield {
+                "ph": "X",
+                "pid": rank,
+                "tid": tid + lane,
+                "ts": span.start_us,
+                "dur": max(span.end_us - span.start_us, 0.0),
+                "name": span.name,
+                "cat": span.track,
+                "args": span.args,
+            }
+        for lane in range(len(lanes)):
+            label = track if lane == 0 else f"{track} (+{lane})"
+            yield {"ph": "M", "pid": rank, "tid": tid + lane, "name": "thread_name", "args": {"name": label}}
+        tid += max(len(lanes), 1)
+
+
+def _place(lanes: list[list[float]], span: Span) -> int:
+    """First lane where the bar neither overlaps nor crosses another: overlapping operations get lanes of their own."""
+    for index, open_ends in enumerate(lanes):
+        while open_ends and open_ends[-1] <= span.start_us:
+            open_ends.pop()
+        if not open_ends or span.end_us <= open_ends[-1]:
+            open_ends.append(span.end_us)
+            return index
+    lanes.append([span.end_us])
+    return len(lanes) - 1
