@@ -1,7 +1,7 @@
 """`make demo`: a real 4-rank GPT training (2 data-parallel replicas × 2 pipeline stages) under `keepstep run`.
 
-One rank, drawn by lot, is made slow for a while; keepstep is not told which. The accelerator is emulated by a calibrated
-sleep per layer, so that four ranks run on two cores; processes, sockets, collectives and gradients are real.
+One rank, drawn by lot, is made slow for a while; keepstep is not told which. The accelerator is emulated by a
+calibrated sleep per layer, so that four ranks run on two cores; processes, sockets, collectives and gradients are real.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def main() -> int:
         str(EXAMPLES / "gpt" / "train.py"),
         "--dp", "2", "--pp", "2", "--steps", str(STEPS), "--emulate-compute-ms", "20", "--fault", fault,
     ]  # fmt: skip
-    print(f"demo: 4 ranks, DP2 x PP2, emulated compute; about {STEPS} steps. Somewhere a rank will slow down.\n")
+    print(
+        f"demo: 4 ranks, DP2 x PP2, emulated compute; about {STEPS} steps. Somewhere a rank will slow down.\n"
+    )
     code = subprocess.call(command)
     if code:
         print(f"demo: the job ended with {code}; its logs are in {run_dir}", file=sys.stderr)

@@ -36,7 +36,15 @@ def plot_step_times(
 
     figure, axes = pyplot.subplots(figsize=(10, 4), layout="constrained")
     x = [row[0] for row in table]
-    axes.fill_between(x, [r[1] for r in table], [r[3] for r in table], color=_BAND, alpha=0.6, lw=0, label="range over ranks")
+    axes.fill_between(
+        x,
+        [r[1] for r in table],
+        [r[3] for r in table],
+        color=_BAND,
+        alpha=0.6,
+        lw=0,
+        label="range over ranks",
+    )
     axes.plot(x, [r[2] for r in table], color=_LINE, lw=1.2, label="median over ranks")
     for incident in incidents:
         _draw_incident(axes, incident, x[-1])
@@ -61,8 +69,15 @@ def _draw_incident(axes: Any, incident: Incident, last_step: int) -> None:
     if incident.relief_step is not None:
         axes.axvline(incident.relief_step, color=_MARK, lw=1, ls=":")
     text = f"{incident.number:04d} {incident.kind}"
-    axes.annotate(text, (onset, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -10), textcoords="offset points",
-                  fontsize=8, color=_INK)
+    axes.annotate(
+        text,
+        (onset, 1.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(3, -10),
+        textcoords="offset points",
+        fontsize=8,
+        color=_INK,
+    )
 
 
 def _by_step(points: Iterable[tuple[int, int, float]]) -> dict[int, list[float]]:

@@ -31,7 +31,9 @@ class Span:
     args: dict[str, Any]
 
 
-def write_chrome_trace(out: Path, ranks: Mapping[int, Iterable[Span]], instants: Iterable[tuple[float, str]] = ()) -> int:
+def write_chrome_trace(
+    out: Path, ranks: Mapping[int, Iterable[Span]], instants: Iterable[tuple[float, str]] = ()
+) -> int:
     """Write the spans of each rank to ``out`` (gzip whatever the name); returns the number of bars.
 
     ``instants`` are (microseconds, text) marks for the whole job, e.g. the onset of an incident.
@@ -77,7 +79,9 @@ def spans_of(records: Any, groups: list[GroupInfo], *, shift_ns: int, now_ns: in
         yield Span(track, name, (start_ns + shift_ns) / 1e3, (end_ns + shift_ns) / 1e3, args)
 
 
-def _events(ranks: Mapping[int, Iterable[Span]], instants: Iterable[tuple[float, str]]) -> Iterator[dict[str, Any]]:
+def _events(
+    ranks: Mapping[int, Iterable[Span]], instants: Iterable[tuple[float, str]]
+) -> Iterator[dict[str, Any]]:
     for time_us, text in instants:
         yield {"ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": time_us, "name": text}
     for rank in sorted(ranks):
@@ -92,7 +96,9 @@ def _rank_events(rank: int, spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
         tracks.setdefault(span.track, []).append(span)
     tid = 0
     for track in sorted(tracks, key=lambda name: (name != "phases", name)):
-        lanes: list[list[float]] = []  # per lane, the ends of the bars that are still open: nested, innermost last
+        lanes: list[
+            list[float]
+        ] = []  # per lane, the ends of the bars that are still open: nested, innermost last
         for span in sorted(tracks[track], key=lambda s: (s.start_us, -s.end_us)):
             lane = _place(lanes, span)
             yield {

@@ -96,4 +96,6 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:
-        raise RunError(f"{path}: not the JSON that keepstep writes ({error}); the file was cut or edited") from error
+        raise RunError(
+            f"{path}: not the JSON that keepstep writes ({error}); the file was cut or edited"
+        ) from error

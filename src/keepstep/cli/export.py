@@ -1,0 +1,60 @@
+"""``keepstep export``: a run's events as a Chrome trace."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from keepstep.core.errors import RingError, RunError
+from keepstep.report.incidents import read_incidents
+from keepstep.ring import RingReader
+from keepstep.traces import Run, open_run, write_chrome_trace
+from keepstep.traces.chrome import Span, spans_of
+
+
+def export(
+    run: Annotated[str, typer.Argument(help="The run's folder, or its name under ./runs.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write, e.g. trace.json.gz.")],
+) -> int:
+    """Write the recorded operations and phases of all ranks; open the file at https://ui.perfetto.dev."""
+    opened = open_run(run)
+    rings = opened.rings()
+    if not rings:
+        raise RunError(
+            f"{run}: no rings saved yet; they are saved at each incident and at the end of the job"
+        )
+    ranks: dict[int, list[Span]] = {}
+    for rank, path in rings.items():
+        try:
+            ranks[rank] = list(_spans(path))
+        except RingError as error:
+            print(f"keepstep: rank {rank} left out: {error}", file=sys.stderr)
+    count = write_chrome_trace(output, ranks, _marks(opened))
+    print(f"wrote {output}: {count} bars of {len(ranks)} ranks", file=sys.stderr)
+    return 0
+
+
+def _spans(path: Path) -> Iterator[Span]:
+    reader = RingReader(str(path))
+    header = reader.header
+    live = path.is_relative_to("/proc")
+    records = reader.snapshot()
+    last_ns = int(max(records["start_ns"].max(), records["end_ns"].max())) if len(records) else 0
+    now_ns = time.monotonic_ns() if live else last_ns
+    yield from spans_of(
+        records, reader.groups(), shift_ns=header.realtime_ns - header.monotonic_ns, now_ns=now_ns
+    )
+
+
+def _marks(run: Run) -> Iterator[tuple[float, str]]:
+    """Onset and relief of the incidents, placed at the start of their step on rank 0's clock."""
+    starts = {row.step: row.start_unix_s for row in run.iterations() if row.rank == 0}
+    for incident in read_incidents(run.path / "incidents"):
+        for step, word in ((incident.onset_step, "onset"), (incident.relief_step, "relief")):
+            if step is not None and step in starts:
+                yield starts[step] * 1e6, f"incident {incident.number:04d} {incident.kind}: {word}"

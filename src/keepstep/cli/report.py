@@ -1,0 +1,60 @@
+"""``keepstep report``: the verdicts of a run, one incident or all, as text, JSON or a plot."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from keepstep.core.errors import UsageError
+from keepstep.core.incident import Incident
+from keepstep.report.incidents import incident_to_json, read_incidents
+from keepstep.report.verdict import render
+from keepstep.traces import Run, open_run
+
+
+def report(
+    run: Annotated[str, typer.Argument(help="The run's folder, or its name under ./runs.")],
+    incident: Annotated[int | None, typer.Argument(help="Number of one incident; all when left out.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, one incident a line.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the step times into FILE (.png or .svg).")
+    ] = None,
+) -> int:
+    """Print the incidents of a run, newest last. Exit code 0: healthy, 1: something was found, 2: cannot tell."""
+    opened = open_run(run)
+    known = read_incidents(opened.path / "incidents")
+    chosen = known if incident is None else [one for one in known if one.number == incident]
+    if incident is not None and not chosen:
+        numbers = ", ".join(str(one.number) for one in known) or "none"
+        raise UsageError(f"{run}: no incident {incident} (incidents of this run: {numbers})")
+    if json:
+        for one in chosen:
+            sys.stdout.write(incident_to_json(one, indent=0).decode() + "\n")
+    else:
+        _print_text(opened, chosen)
+    if plot is not None:
+        _draw(opened, chosen, plot)
+    return 1 if chosen else 0
+
+
+def _print_text(run: Run, incidents: list[Incident]) -> None:
+    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    for one in incidents:
+        print(render(one, color=color))
+        print()
+    if not incidents:
+        steps = {row.step for row in run.iterations()}
+        span = f"{len(steps)} steps ({min(steps)} to {max(steps)})" if steps else "no finished step yet"
+        print(f"healthy: {span}, no incident")
+
+
+def _draw(run: Run, incidents: list[Incident], out: Path) -> None:
+    from keepstep.report.plot import plot_step_times
+
+    points = ((row.rank, row.step, row.duration_s) for row in run.iterations())
+    data = plot_step_times(points, incidents, out, title=run.path.name)
+    print(f"wrote {out} and its data {data}", file=sys.stderr)
