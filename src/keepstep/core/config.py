@@ -1,0 +1,156 @@
+"""Settings and where they come from: default < file (TOML) < environment (``KEEPSTEP_*``) < flag.
+
+A room declares its settings beside the code that uses them, as a tuple of ``Setting``; ``resolve`` gives each
+one its value and its origin. In the file a setting stands in the table of its room::
+
+    [run]
+    runs_dir = "/scratch/runs"
+    join_timeout_s = 600
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from keepstep.core.errors import UsageError
+
+Value = str | int | float | bool
+
+CONFIG_FILE = "KEEPSTEP_CONFIG"
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. The default's type is its type; a name with a unit ends in it (``_s``, ``_bytes``)."""
+
+    table: str  # table of the TOML file, which is the room's or verb's name
+    name: str
+    default: Value
+    text: str  # what it does, one line
+
+    @property
+    def key(self) -> str:
+        """``table.name``, as in the file and in messages."""
+        return f"{self.table}.{self.name}"
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that sets it."""
+        return f"KEEPSTEP_{self.name.upper()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A setting with the value in force and its origin: ``default``, a path, a variable or ``flag``."""
+
+    setting: Setting
+    value: Value
+    origin: str
+
+
+def config_path(environ: Mapping[str, str]) -> Path | None:
+    """The file to read: ``$KEEPSTEP_CONFIG``, ``./keepstep.toml``, or the user's own; None without.
+
+    Raises:
+        UsageError: ``$KEEPSTEP_CONFIG`` names a file that is not there.
+    """
+    named = environ.get(CONFIG_FILE)
+    if named:
+        if not os.path.isfile(named):
+            raise UsageError(f"{CONFIG_FILE}={named}: no such file; correct it or unset the variable")
+        return Path(named)
+    home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or "/") / ".config")
+    for path in (Path("keepstep.toml"), home / "keepstep" / "config.toml"):
+        if path.is_file():
+            return path
+    return None
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        UsageError: it cannot be read or is no TOML.
+    """
+    # Loaded here so that a run without a configuration file does not pay for a parser.
+    try:
+        import tomllib  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError:
+        import tomli as tomllib  # pyright: ignore[reportMissingImports]
+    try:
+        with open(path, "rb") as file:
+            return cast("dict[str, Any]", tomllib.load(file))  # pyright: ignore[reportUnknownMemberType]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {error}; correct the file or point {CONFIG_FILE} at another") from None
+
+
+def resolve(
+    settings: Sequence[Setting],
+    *,
+    environ: Mapping[str, str],
+    flags: Mapping[str, Value | None] | None = None,
+    path: Path | None = None,
+) -> dict[str, Resolved]:
+    """Every setting by name. ``flags`` is what the command line said (None: nothing); ``path`` the file.
+
+    Raises:
+        UsageError: a value of the wrong type, or a key in these settings' tables that is none of them.
+    """
+    tables = read_file(path) if path else {}
+    known = {setting.key for setting in settings}
+    for table in {setting.table for setting in settings}:
+        entries = tables.get(table, {})
+        if not isinstance(entries, dict):
+            raise UsageError(f"{path}: {table} is no table; write [{table}] on a line of its own")
+        for name in cast("dict[str, Any]", entries):
+            if f"{table}.{name}" not in known:
+                raise UsageError(f"{path}: no setting {table}.{name}; see `keepstep config show`")
+    return {setting.name: _resolve(setting, tables, environ, flags or {}, path) for setting in settings}
+
+
+def _resolve(
+    setting: Setting,
+    tables: Mapping[str, Any],
+    environ: Mapping[str, str],
+    flags: Mapping[str, Value | None],
+    path: Path | None,
+) -> Resolved:
+    flag = flags.get(setting.name)
+    if flag is not None:
+        return Resolved(setting, flag, "flag")
+    text = environ.get(setting.variable)
+    if text is not None:
+        return Resolved(setting, _from_text(setting, text), setting.variable)
+    table = tables.get(setting.table, {})
+    if setting.name in table:
+        return Resolved(setting, _from_file(setting, table[setting.name], path), str(path))
+    return Resolved(setting, setting.default, "default")
+
+
+def _from_text(setting: Setting, text: str) -> Value:
+    kind = type(setting.default)
+    if kind is bool:
+        word = text.strip().lower()
+        if word in _TRUE or word in _FALSE:
+            return word in _TRUE
+        raise UsageError(f"{setting.variable}={text!r}: say 1 or 0")
+    try:
+        return kind(text)
+    except ValueError:
+        raise UsageError(f"{setting.variable}={text!r}: not a number; unset it or give one") from None
+
+
+def _from_file(setting: Setting, value: object, path: Path | None) -> Value:
+    kind = type(setting.default)
+    if isinstance(value, bool) == (kind is bool):
+        if isinstance(value, kind):
+            return value
+        if kind is float and isinstance(value, int):
+            return float(value)
+    raise UsageError(f"{path}: {setting.key} = {value!r} is no {kind.__name__}; correct the file")

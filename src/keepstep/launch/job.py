@@ -1,0 +1,361 @@
+"""What one ``keepstep run`` is asked to do, checked: the command line and the settings become a ``Job``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from keepstep.core.config import Resolved, config_path, resolve
+from keepstep.core.errors import UsageError
+from keepstep.launch import flags
+from keepstep.launch.devices import worker_count
+from keepstep.launch.settings import SETTINGS
+
+STDOUT, STDERR = 1, 2
+DEFAULT_RENDEZVOUS_PORT = 29400
+DEFAULT_MASTER_PORT = 29500
+_OWN_FLAGS = ("watch", "secret_file", "tls_cert", "tls_key", "tls_ca", "controller_listen")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A host (name or address) and a TCP port; port 0 means any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files (PEM) for mutual TLS."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Where the workers' output goes. Masks: ``STDOUT`` | ``STDERR``, by local rank."""
+
+    redirects: tuple[int, ...]
+    tees: tuple[int, ...]
+    shown: frozenset[int] | None  # local ranks shown on the console; None: all
+    stdout_words: tuple[str, ...]
+    stderr_words: tuple[str, ...]
+    log_dir: Path | None
+    prefix: str | None  # template of a tee's line prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """How the nodes of a job meet."""
+
+    endpoint: Endpoint | None  # None: one node, nobody to meet
+    backend: Literal["static", "c10d"]
+    node_rank: int  # the one asked for; -1: in order of joining
+    is_host: bool | None  # None: decided by comparing the endpoint's host with this machine
+    local_addr: str
+    join_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checked request to run a script on this node's share of a job."""
+
+    script: str
+    arguments: tuple[str, ...]
+    entry: Literal["script", "module", "program"]
+    nproc: int
+    min_nodes: int
+    max_nodes: int
+    role: str
+    run_id: str  # TORCHELASTIC_RUN_ID
+    rendezvous: Rendezvous
+    master_addr: str
+    master_port: int  # 0: any free one
+    max_restarts: int
+    signals: tuple[signal.Signals, ...]
+    shutdown_timeout_s: float
+    virtual_local_rank: bool
+    streams: Streams
+    run_dir: Path | None
+    runs_dir: Path
+    name: str
+    node: str
+    watch: bool
+    secret_file: Path | None
+    tls: Tls | None
+    controller_listen: Endpoint | None
+    ring_records: int
+    linger_s: float
+    quiet: bool
+    verbose: bool
+    dry_run: bool
+    remarks: tuple[str, ...]  # what is worth saying with -v
+    warnings: tuple[str, ...]  # what is worth saying always
+
+
+def job_from_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Job:
+    """Parse and check everything that was asked for.
+
+    Raises:
+        UsageError: something of it cannot be used; the message says which flag and what to write.
+    """
+    given = flags.parse(argv, environ)
+    settings = resolve(
+        SETTINGS,
+        environ=environ,
+        flags={name: getattr(given, name) for name in _OWN_FLAGS},
+        path=config_path(environ),
+    )
+    return _job(given, settings, environ)
+
+
+def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: Mapping[str, str]) -> Job:
+    value = {name: item.value for name, item in settings.items()}
+    min_nodes, max_nodes = node_range(given.nnodes)
+    nproc = worker_count(given.nproc_per_node, environ)
+    alone = given.standalone or (
+        max_nodes == 1
+        and given.rdzv_backend == "static"
+        and not given.rdzv_endpoint
+        and given.master_port is None
+    )
+    if given.standalone and max_nodes > 1:
+        raise UsageError(f"--standalone --nnodes {given.nnodes}: one node only; use --rdzv-endpoint for more")
+    if given.max_restarts < 0:
+        raise UsageError(f"--max-restarts {given.max_restarts}: give 0 or more")
+    if given.max_restarts > 0 and max_nodes > 1:
+        raise UsageError(
+            f"--max-restarts {given.max_restarts} --nnodes {given.nnodes}: restarts in place work on one node "
+            "so far; use --max-restarts 0 and let the scheduler start the job again"
+        )
+    return Job(
+        script=given.training_script,
+        arguments=tuple(given.training_script_args),
+        entry=_entry(given),
+        nproc=nproc,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        role=given.role,
+        run_id=str(uuid.uuid4()) if alone else given.rdzv_id,
+        rendezvous=_rendezvous(given, max_nodes, float(value["join_timeout_s"])),
+        master_addr="127.0.0.1" if alone else given.master_addr.strip("[]"),
+        master_port=0 if alone else _master_port(given),
+        max_restarts=given.max_restarts,
+        signals=_signals(given.signals_to_handle),
+        shutdown_timeout_s=_shutdown_timeout(given, environ),
+        virtual_local_rank=given.virtual_local_rank,
+        streams=_streams(given, nproc, environ),
+        run_dir=Path(given.run_dir).absolute() if given.run_dir else None,
+        runs_dir=Path(str(value["runs_dir"])).absolute(),
+        name=_name(given),
+        node=str(value["node_name"]) or os.uname().nodename,
+        watch=bool(value["watch"]),
+        secret_file=Path(str(value["secret_file"])).absolute() if value["secret_file"] else None,
+        tls=_tls(value),
+        controller_listen=parse_endpoint("--controller-listen", str(value["controller_listen"]), 0)
+        if value["controller_listen"]
+        else None,
+        ring_records=int(value["ring_records"]),
+        linger_s=float(value["linger_s"]),
+        quiet=given.quiet,
+        verbose=given.verbose,
+        dry_run=given.dry_run,
+        remarks=tuple(flags.without_meaning(given)),
+        warnings=_warnings(given),
+    )
+
+
+def node_range(text: str) -> tuple[int, int]:
+    """``N`` or ``MIN:MAX`` as (min, max).
+
+    Raises:
+        UsageError: neither, or not 0 < MIN <= MAX.
+    """
+    match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text)
+    if match:
+        low = int(match[1])
+        high = int(match[2] or low)
+        if 0 < low <= high:
+            return low, high
+    raise UsageError(f"--nnodes {text}: give a number of nodes, or MIN:MAX with 0 < MIN <= MAX")
+
+
+def parse_endpoint(flag: str, text: str, default_port: int | None) -> Endpoint:
+    """``HOST``, ``HOST:PORT``, ``[V6]:PORT`` as an endpoint.
+
+    Raises:
+        UsageError: it is none of them, or the port is missing and has no default.
+    """
+    match = re.fullmatch(r"\s*(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]\s]+))(?::([0-9]+))?\s*", text)
+    if not match:
+        raise UsageError(f"{flag} {text}: give HOST:PORT (an IPv6 address in brackets)")
+    port = int(match[3]) if match[3] is not None else default_port
+    if port is None or port > 65535:
+        raise UsageError(f"{flag} {text}: give a port from 1 to 65535 after the host, as HOST:PORT")
+    return Endpoint(match[1] or match[2], port)
+
+
+def stream_masks(flag: str, text: str, nproc: int) -> tuple[int, ...]:
+    """``3`` or ``0:1,1:3`` as one mask for each local rank.
+
+    Raises:
+        UsageError: it has another form.
+    """
+    if re.fullmatch("[0-3]", text):
+        return (int(text),) * nproc
+    if not re.fullmatch("([0-9]+:[0-3],)*[0-9]+:[0-3]", text):
+        raise UsageError(f"{flag} {text}: give 0, 1 (stdout), 2 (stderr) or 3 (both), or LOCAL_RANK:N,...")
+    masks = [0] * nproc
+    for pair in text.split(","):
+        rank, mask = pair.split(":")
+        if int(rank) < nproc:
+            masks[int(rank)] = int(mask)
+    return tuple(masks)
+
+
+def _entry(given: argparse.Namespace) -> Literal["script", "module", "program"]:
+    if given.run_path:
+        return "script"
+    if given.module and given.no_python:
+        raise UsageError("--no-python and --module exclude each other: leave one out")
+    return "module" if given.module else "program" if given.no_python else "script"
+
+
+def _name(given: argparse.Namespace) -> str:
+    name = given.name or Path(given.training_script).stem
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
+
+
+def _master_port(given: argparse.Namespace) -> int:
+    # As torchrun: the port counts where the rendezvous is static; c10d brings its own.
+    if given.rdzv_backend != "static":
+        return 0
+    return DEFAULT_MASTER_PORT if given.master_port is None else given.master_port
+
+
+def _rendezvous(given: argparse.Namespace, max_nodes: int, join_timeout_s: float) -> Rendezvous:
+    backend = given.rdzv_backend
+    if backend not in ("static", "c10d"):
+        raise UsageError(
+            f"--rdzv-backend {backend}: nodes meet at keepstep's controller; "
+            "use --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+        )
+    conf = _rendezvous_conf(given.rdzv_conf)
+    timeout = conf.get("join_timeout") or conf.get("timeout")
+    try:
+        timeout_s = float(timeout) if timeout else join_timeout_s
+    except ValueError:
+        raise UsageError(f"--rdzv-conf {given.rdzv_conf}: the timeout is no number of seconds") from None
+    endpoint = None
+    if max_nodes > 1:
+        endpoint = _meeting_point(given)
+        if backend == "static" and not 0 <= given.node_rank < max_nodes:
+            raise UsageError(
+                f"--node-rank {given.node_rank} --nnodes {given.nnodes}: give 0 to {max_nodes - 1}"
+            )
+    is_host = conf.get("is_host")
+    return Rendezvous(
+        endpoint=endpoint,
+        backend=backend,
+        node_rank=(given.node_rank if max_nodes > 1 else 0) if backend == "static" else -1,
+        is_host=is_host.lower() in ("1", "true", "t", "yes", "y") if is_host else None,
+        local_addr=given.local_addr or "",
+        join_timeout_s=timeout_s,
+    )
+
+
+def _meeting_point(given: argparse.Namespace) -> Endpoint:
+    if given.rdzv_endpoint:
+        port = DEFAULT_RENDEZVOUS_PORT if given.rdzv_backend == "c10d" else None
+        return parse_endpoint("--rdzv-endpoint", given.rdzv_endpoint, port)
+    if given.rdzv_backend == "static":
+        return Endpoint(given.master_addr.strip("[]"), given.master_port or DEFAULT_MASTER_PORT)
+    raise UsageError(
+        f"--nnodes {given.nnodes} --rdzv-backend c10d: say where the nodes meet, --rdzv-endpoint HOST:PORT"
+    )
+
+
+def _rendezvous_conf(text: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
+    if any(not key.strip() or not value for key, _, value in pairs):
+        raise UsageError(f"--rdzv-conf {text}: write key=value,key=value")
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _signals(text: str) -> tuple[signal.Signals, ...]:
+    found: list[signal.Signals] = []
+    for name in (word.strip() for word in text.split(",") if word.strip()):
+        value = getattr(signal, name, None)
+        if not isinstance(value, signal.Signals) or value in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+            raise UsageError(f"--signals-to-handle {text}: {name} is no signal that can be handled")
+        found.append(value)
+    return tuple(found)
+
+
+def _shutdown_timeout(given: argparse.Namespace, environ: Mapping[str, str]) -> float:
+    seconds: Any = given.shutdown_timeout
+    if seconds is None:
+        seconds = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 30
+    try:
+        if float(seconds) >= 0:
+            return float(seconds)
+    except ValueError:
+        pass
+    raise UsageError(f"--shutdown-timeout {seconds}: give a number of seconds, 0 or more")
+
+
+def _streams(given: argparse.Namespace, nproc: int, environ: Mapping[str, str]) -> Streams:
+    shown = None
+    if given.local_ranks_filter:
+        if not re.fullmatch(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*", given.local_ranks_filter):
+            raise UsageError(f"--local-ranks-filter {given.local_ranks_filter}: give local ranks, as 0,1,2")
+        shown = frozenset(map(int, given.local_ranks_filter.split(",")))
+    if given.log_dir and os.path.isfile(given.log_dir):
+        raise UsageError(f"--log-dir {given.log_dir}: that is a file; give a folder")
+    return Streams(
+        redirects=stream_masks("--redirects", given.redirects, nproc),
+        tees=stream_masks("--tee", given.tee, nproc),
+        shown=shown,
+        stdout_words=tuple(given.duplicate_stdout_filters or ()),
+        stderr_words=tuple(given.duplicate_stderr_filters or ()),
+        log_dir=Path(given.log_dir).absolute() if given.log_dir else None,
+        prefix=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+    )
+
+
+def _tls(value: Mapping[str, Any]) -> Tls | None:
+    files = {name: str(value[name]) for name in ("tls_cert", "tls_key", "tls_ca")}
+    if not any(files.values()):
+        return None
+    for name, file in files.items():
+        if not os.path.isfile(file):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"{flag} {file or '(missing)'}: mutual TLS needs --tls-cert, --tls-key and --tls-ca"
+            )
+    return Tls(*(Path(file).absolute() for file in files.values()))
+
+
+def _warnings(given: argparse.Namespace) -> tuple[str, ...]:
+    if given.numa_binding:
+        return (f"--numa-binding {given.numa_binding} is not carried out: workers run unbound",)
+    return ()
+
+
+def interpreter(environ: Mapping[str, str]) -> str:
+    """The Python that runs the script: ``$PYTHON_EXEC``, else the one that runs us (as torchrun)."""
+    return environ.get("PYTHON_EXEC") or sys.executable

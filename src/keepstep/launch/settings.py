@@ -1,0 +1,19 @@
+"""The launcher's settings: what a site sets once in a file or the environment, not on every command line."""
+
+from __future__ import annotations
+
+from keepstep.core.config import Setting
+
+SETTINGS = (
+    Setting("run", "runs_dir", "runs", "folder in which run folders are made"),
+    Setting("run", "watch", True, "watch the job (off: run it only; flag --no-watch)"),
+    Setting("run", "node_name", "", "name of this node in verdicts; empty: the host name"),
+    Setting("run", "secret_file", "", "file (0600) with the secret that the processes of a run share"),
+    Setting("run", "tls_cert", "", "certificate (PEM) of this node; with tls_key and tls_ca: mutual TLS"),
+    Setting("run", "tls_key", "", "private key (PEM) of this node"),
+    Setting("run", "tls_ca", "", "certificate authority (PEM) that signed the nodes' certificates"),
+    Setting("run", "controller_listen", "", "HOST:PORT the controller listens on; empty: the endpoint"),
+    Setting("run", "ring_records", 65536, "records of 64 bytes in each worker's ring"),
+    Setting("run", "join_timeout_s", 600.0, "how long to wait for the other nodes at the start"),
+    Setting("run", "linger_s", 10.0, "how long agent and controller may take after the workers ended"),
+)
