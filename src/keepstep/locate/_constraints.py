@@ -1,0 +1,179 @@
+"""What each operation says about the offset between the clocks of two nodes."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from keepstep.core.events import Op
+from keepstep.core.summary import ClockSample
+
+SYNCHRONISING = frozenset({Op.ALLREDUCE, Op.ALLGATHER, Op.REDUCE_SCATTER, Op.BARRIER, Op.ALLTOALL})
+FROM_ROOT = frozenset({Op.BROADCAST, Op.SCATTER})
+TO_ROOT = frozenset({Op.REDUCE, Op.GATHER})
+
+_Key = tuple[str, int, int, int]  # group, sequence number, sender, receiver; -1 for collectives
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """One operation: low <= x[node] - x[hub] <= high, with x what to add to a clock. Seconds."""
+
+    low_s: float
+    high_s: float
+    middle_s: float  # from the ends, which are nearly at once; nan where they need not be
+    time_s: float  # on the node's clock
+
+    @property
+    def guess_s(self) -> float:
+        """Any finite value that fits roughly."""
+        for value in (self.middle_s, (self.low_s + self.high_s) / 2, self.low_s, self.high_s):
+            if math.isfinite(value):
+                return value
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """All constraints by (hub, node), in breadth-first order from the reference."""
+
+    reference: str
+    pairs: Mapping[tuple[str, str], Sequence[Constraint]]
+    mismatched: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What one node saw of one operation: over its ranks the last start, the first end, the mean end."""
+
+    start_s: float
+    end_s: float
+    mean_end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """An operation that several nodes took part in. Every starter's start comes before every ender's end."""
+
+    marks: Mapping[str, _Mark]
+    starters: frozenset[str]
+    enders: frozenset[str]
+
+
+def constraints_between_nodes(samples: Mapping[str, Sequence[ClockSample]]) -> Constraints:
+    """Match the samples of all nodes and bound the offsets between each operation's hub and its other members.
+
+    The hub is the member nearest the reference node, so the work is linear in the number of samples.
+    """
+    shared, mismatched = _match(samples)
+    per_node: dict[str, list[int]] = {}
+    for number, operation in enumerate(shared):
+        for node in operation.marks:
+            per_node.setdefault(node, []).append(number)
+    notes = (f"{mismatched} operations have samples that do not fit together",) if mismatched else ()
+    if not per_node:
+        return Constraints(min(samples, default=""), {}, mismatched, notes)
+    reference = min(per_node, key=lambda node: (-len(per_node[node]), node))
+    pairs: dict[tuple[str, str], list[Constraint]] = {}
+    seen_nodes, seen_operations = {reference}, set[int]()
+    queue = deque([reference])
+    while queue:
+        hub = queue.popleft()
+        for number in per_node[hub]:
+            if number in seen_operations:
+                continue
+            seen_operations.add(number)
+            for node in shared[number].marks:
+                if node == hub:
+                    continue
+                constraint = _between(shared[number], hub, node)
+                if constraint is None:
+                    continue
+                pairs.setdefault((hub, node), []).append(constraint)
+                if node not in seen_nodes:
+                    seen_nodes.add(node)
+                    queue.append(node)
+    return Constraints(reference, pairs, mismatched, notes)
+
+
+def _match(samples: Mapping[str, Sequence[ClockSample]]) -> tuple[list[_Shared], int]:
+    operations: dict[_Key, list[tuple[str, ClockSample]]] = {}
+    for node, rows in samples.items():
+        for row in rows:
+            operations.setdefault(_key(row), []).append((node, row))
+    shared: list[_Shared] = []
+    mismatched = 0
+    for rows in operations.values():
+        if all(node == rows[0][0] for node, _ in rows):
+            continue
+        operation = _shared(rows)
+        if operation is None:
+            mismatched += 1
+        else:
+            shared.append(operation)
+    return shared, mismatched
+
+
+def _key(row: ClockSample) -> _Key:
+    if row.op == Op.SEND:
+        return row.group, row.seq, row.rank, row.peer
+    if row.op == Op.RECV:
+        return row.group, row.seq, row.peer, row.rank
+    return row.group, row.seq, -1, -1
+
+
+def _shared(rows: Sequence[tuple[str, ClockSample]]) -> _Shared | None:
+    """The operation the rows are of; None when they cannot be of one."""
+    first = rows[0][1]
+    p2p = first.op in (Op.SEND, Op.RECV)
+    ranks = {row.rank for _, row in rows}
+    if len(ranks) != len(rows) or any(row.end_s < row.start_s for _, row in rows):
+        return None
+    if p2p:
+        if {row.op for _, row in rows} != {Op.SEND, Op.RECV}:
+            return None
+    elif any(row.op != first.op for _, row in rows):
+        return None
+    by_node: dict[str, list[ClockSample]] = {}
+    for node, row in rows:
+        by_node.setdefault(node, []).append(row)
+    marks = {
+        node: _Mark(
+            max(row.start_s for row in here),
+            min(row.end_s for row in here),
+            sum(row.end_s for row in here) / len(here),
+        )
+        for node, here in by_node.items()
+    }
+    everybody = frozenset(marks)
+    if first.op in SYNCHRONISING:
+        return _Shared(marks, everybody, everybody)
+    if p2p:
+        return _Shared(marks, _nodes_with(rows, Op.SEND), _nodes_with(rows, Op.RECV))
+    root = frozenset(node for node, row in rows if row.rank == row.peer)
+    if first.op in FROM_ROOT:
+        return _Shared(marks, root, everybody - root)
+    if first.op in TO_ROOT:
+        return _Shared(marks, everybody - root, root)
+    return _Shared(marks, frozenset(), frozenset())
+
+
+def _nodes_with(rows: Sequence[tuple[str, ClockSample]], op: Op) -> frozenset[str]:
+    return frozenset(node for node, row in rows if row.op == op)
+
+
+def _between(operation: _Shared, hub: str, node: str) -> Constraint | None:
+    here, there = operation.marks[hub], operation.marks[node]
+    low, high, middle = -math.inf, math.inf, math.nan
+    if hub in operation.starters and node in operation.enders:
+        low = here.start_s - there.end_s
+    if node in operation.starters and hub in operation.enders:
+        high = here.end_s - there.start_s
+    if math.isfinite(low) and math.isfinite(high):
+        middle = here.mean_end_s - there.mean_end_s
+    if math.isinf(low) and math.isinf(high):
+        return None
+    return Constraint(low, high, middle, there.end_s)

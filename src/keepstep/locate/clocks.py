@@ -1,0 +1,306 @@
+"""Offsets and drift between the clocks of nodes, from operations that several nodes took part in.
+
+An operation that synchronises its members cannot end anywhere before it has started everywhere; a receive cannot
+end before its send has started. Each operation so bounds the offset between two clocks from one or both sides, with
+no assumption on delays. The bounds of many operations are intersected (Marzullo's algorithm, so that a mismatched
+pair of samples is outvoted) and propagated from a reference node (shortest paths over difference constraints).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from keepstep.core.summary import ClockSample
+from keepstep.locate._constraints import Constraint, constraints_between_nodes
+
+Floats = npt.NDArray[np.float64]
+
+MAX_DRIFT = 2e-4  # seconds per second: beyond what an undisciplined quartz and NTP's slewing do together
+_BUCKETS = 32
+_GRID = 41
+_MIN_SPAN_S = 5.0
+_MAX_ROUNDS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class NodeClock:
+    """One node's clock against the reference: reference time = t + offset_s + drift * (t - at_s)."""
+
+    offset_s: float
+    drift: float  # seconds per second
+    at_s: float  # on the node's clock
+    bound_s: float  # the offset's greatest possible error at ``at_s``; infinite when nothing bounds it
+    drift_bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffsets:
+    """The clocks of all nodes against ``reference``. Unknown nodes have offset 0 and an infinite bound."""
+
+    reference: str
+    nodes: Mapping[str, NodeClock]
+    contradictions: int = 0  # operations that cannot be true together with the others
+    notes: tuple[str, ...] = ()
+
+    def offset_s(self, node: str, at_s: float | None = None) -> float:
+        """What to add to ``node``'s clock to get the reference's.
+
+        ``at_s`` is a time on the node's clock; without it, the newest sample's.
+        """
+        clock = self.nodes.get(node)
+        if clock is None:
+            return 0.0
+        return clock.offset_s + (0.0 if at_s is None else clock.drift * (at_s - clock.at_s))
+
+    def bound_s(self, node: str, at_s: float | None = None) -> float:
+        """The greatest possible error of `offset_s`, in seconds."""
+        clock = self.nodes.get(node)
+        if clock is None:
+            return math.inf
+        return clock.bound_s + (0.0 if at_s is None else clock.drift_bound * abs(at_s - clock.at_s))
+
+    def to_reference_s(self, node: str, time_s: float) -> float:
+        """A time on ``node``'s clock as time on the reference's."""
+        return time_s + self.offset_s(node, time_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    """The offset between two nodes (``x[node] - x[hub]``) at one instant."""
+
+    hub: str
+    node: str
+    estimate_s: float
+    low_s: float
+    high_s: float
+    drift: float
+    drift_bound: float
+    rejected: int
+    used: int
+
+
+def estimate_offsets(
+    samples: Mapping[str, Sequence[ClockSample]], *, window_s: float = 300.0, max_drift: float = MAX_DRIFT
+) -> ClockOffsets:
+    """The clocks of all nodes against one of them (the one that shares most operations, then the first by name).
+
+    Args:
+        samples: per node the completed operations of its ranks, times in seconds on the node's own clock. Samples
+            without a counterpart elsewhere are ignored.
+        window_s: only samples this close to the node's newest are used, so that drift may be taken as constant.
+        max_drift: no two clocks drift apart faster, in seconds per second.
+    """
+    recent = {node: _recent(rows, window_s) for node, rows in samples.items()}
+    found = constraints_between_nodes({node: rows for node, rows in recent.items() if rows})
+    names = sorted(samples)
+    if not found.pairs:
+        reference = found.reference or (names[0] if names else "")
+        alone = {reference: NodeClock(0.0, 0.0, 0.0, 0.0, 0.0)} if reference else {}
+        unknown = [name for name in names if name != reference]
+        notes = (f"no operation connects {len(unknown)} nodes with {reference}",) if unknown else ()
+        return ClockOffsets(reference, alone, found.mismatched, notes + found.notes)
+    newest = {node: max(row.end_s for row in rows) for node, rows in recent.items() if rows}
+    coarse = _coarse_offsets(found.reference, found.pairs)
+    at_reference_s = max(newest[node] + offset for node, offset in coarse.items())
+    edges = [
+        _fit(hub, node, rows, at_reference_s - coarse[node], max_drift)
+        for (hub, node), rows in found.pairs.items()
+    ]
+    clocks = _propagate(found.reference, edges, {n: at_reference_s - offset for n, offset in coarse.items()})
+    rejected = sum(edge.rejected for edge in edges)
+    notes = list(found.notes)
+    notes.extend(
+        f"clocks of {edge.hub} and {edge.node}: "
+        f"{edge.rejected} of {edge.used + edge.rejected} operations contradict the rest"
+        for edge in edges
+        if edge.rejected
+    )
+    lost = [name for name in names if name not in clocks]
+    if lost:
+        notes.append(f"no operation connects {len(lost)} nodes with {found.reference}: {', '.join(lost[:4])}")
+    return ClockOffsets(found.reference, clocks, rejected + found.mismatched, tuple(notes))
+
+
+def _recent(rows: Sequence[ClockSample], window_s: float) -> list[ClockSample]:
+    newest = max((row.end_s for row in rows), default=0.0)
+    return [row for row in rows if row.end_s >= newest - window_s]
+
+
+def _coarse_offsets(
+    reference: str, pairs: Mapping[tuple[str, str], Sequence[Constraint]]
+) -> dict[str, float]:
+    """Offsets without regard to drift: good enough to name one instant on all clocks. Pairs come hub first."""
+    offsets = {reference: 0.0}
+    for (hub, node), rows in pairs.items():
+        if node not in offsets:
+            offsets[node] = offsets[hub] + float(np.median([row.guess_s for row in rows]))
+    return offsets
+
+
+def _fit(hub: str, node: str, rows: Sequence[Constraint], at_s: float, max_drift: float) -> _Edge:
+    age = np.array([row.time_s for row in rows]) - at_s
+    low = np.array([row.low_s for row in rows])
+    high = np.array([row.high_s for row in rows])
+    middle = np.array([row.middle_s for row in rows])
+    kept = np.ones(len(rows), dtype=np.bool_)
+    fit = _feasible(age, low, high, max_drift)
+    if fit is None:
+        slope = _slope(age, middle, max_drift)
+        flat_low, flat_high = low - slope * age, high - slope * age
+        bottom, top, agreeing = _overlap(flat_low, flat_high)
+        kept = (flat_low <= top) & (flat_high >= bottom)
+        fit = _feasible(age[kept], low[kept], high[kept], max_drift) if 2 * agreeing > len(rows) else None
+    if fit is None:
+        fit = _Feasible(-math.inf, math.inf, -max_drift, max_drift)
+    slope = min(max(_slope(age[kept], middle[kept], max_drift), fit.drift_low), fit.drift_high)
+    estimate = _estimate((middle - slope * age)[kept], fit, rows)
+    drift_bound = max(fit.drift_high - slope, slope - fit.drift_low)
+    used = int(kept.sum())
+    return _Edge(hub, node, estimate, fit.low_s, fit.high_s, slope, drift_bound, len(rows) - used, used)
+
+
+def _estimate(middles: Floats, fit: _Feasible, rows: Sequence[Constraint]) -> float:
+    """The median of the ends, which are nearly at once, kept within what is possible."""
+    ends = middles[np.isfinite(middles)]
+    if len(ends):
+        return min(max(float(np.median(ends)), fit.low_s), fit.high_s)
+    if math.isfinite(fit.low_s) and math.isfinite(fit.high_s):
+        return (fit.low_s + fit.high_s) / 2
+    for side in (fit.low_s, fit.high_s):
+        if math.isfinite(side):
+            return side
+    return rows[-1].guess_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Feasible:
+    """All offsets at age 0 and all drifts that no operation rules out."""
+
+    low_s: float
+    high_s: float
+    drift_low: float
+    drift_high: float
+
+
+def _feasible(age: Floats, low: Floats, high: Floats, max_drift: float) -> _Feasible | None:
+    """Every line ``offset + drift * age`` between the bounds; None when there is none.
+
+    For a given drift the possible offsets are one interval, and its length is concave in the drift: a grid, refined
+    once around what is possible, is enough. Widened by a grid step, so that nothing possible is left out.
+    """
+    coarse = _scan(age, low, high, -max_drift, max_drift)
+    fine = _scan(age, low, high, max(coarse.left, -max_drift), min(coarse.right, max_drift))
+    if not fine.possible:
+        return None
+    slack = (fine.right - fine.left) / (_GRID - 1) * float(np.max(np.abs(age)))
+    return _Feasible(
+        fine.low_s - slack, fine.high_s + slack, max(fine.left, -max_drift), min(fine.right, max_drift)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    """The possible drifts of a grid (a step more on both sides) and the offsets possible with them."""
+
+    possible: bool
+    left: float
+    right: float
+    low_s: float
+    high_s: float
+
+
+def _scan(age: Floats, low: Floats, high: Floats, left: float, right: float) -> _Scan:
+    drifts = np.linspace(left, right, _GRID)
+    bottoms: Floats = np.max(low[None, :] - drifts[:, None] * age[None, :], axis=1)
+    tops: Floats = np.min(high[None, :] - drifts[:, None] * age[None, :], axis=1)
+    gaps = tops - bottoms
+    here = np.flatnonzero(gaps >= 0)
+    if len(here) == 0:
+        here = np.array([int(np.argmax(gaps))])
+    step = (right - left) / (_GRID - 1)
+    return _Scan(
+        bool(np.any(gaps >= 0)),
+        float(drifts[here[0]]) - step,
+        float(drifts[here[-1]]) + step,
+        float(np.min(bottoms[here])),
+        float(np.max(tops[here])),
+    )
+
+
+def _slope(age: Floats, middle: Floats, max_drift: float) -> float:
+    """Drift by Theil and Sen over the medians of time buckets; 0 when there is too little to tell."""
+    known = np.isfinite(middle)
+    age, middle = age[known], middle[known]
+    if len(age) < 8 or float(np.ptp(age)) < _MIN_SPAN_S:
+        return 0.0
+    parts = np.array_split(np.argsort(age), min(_BUCKETS, len(age) // 2))
+    x = np.array([float(np.median(age[part])) for part in parts])
+    y = np.array([float(np.median(middle[part])) for part in parts])
+    first, second = np.triu_indices(len(x), 1)
+    apart = x[second] - x[first]
+    slope = (
+        float(np.median((y[second] - y[first])[apart > 0] / apart[apart > 0])) if np.any(apart > 0) else 0.0
+    )
+    return min(max(slope, -max_drift), max_drift)
+
+
+def _overlap(low: Floats, high: Floats) -> tuple[float, float, int]:
+    """The interval that most of the given ones cover, and how many do (Marzullo 1984)."""
+    edges = np.concatenate([low, high])
+    closing = np.concatenate([np.zeros(len(low), dtype=np.int64), np.ones(len(high), dtype=np.int64)])
+    order = np.lexsort((closing, edges))
+    depth = np.cumsum(1 - 2 * closing[order])
+    best = int(np.argmax(depth))
+    return float(edges[order[best]]), float(edges[order[best + 1]]), int(depth[best])
+
+
+def _propagate(reference: str, edges: Sequence[_Edge], at_s: Mapping[str, float]) -> dict[str, NodeClock]:
+    tree = _tightest_tree(reference, edges)
+    index = {name: position for position, name in enumerate(tree)}
+    usable = [edge for edge in edges if edge.hub in index and edge.node in index]
+    hub = np.array([index[edge.hub] for edge in usable])
+    node = np.array([index[edge.node] for edge in usable])
+    lower = np.array([edge.low_s for edge in usable])
+    upper = np.array([edge.high_s for edge in usable])
+    low: Floats = np.full(len(tree), -math.inf)
+    high: Floats = np.full(len(tree), math.inf)
+    low[0] = high[0] = 0.0
+    for _ in range(_MAX_ROUNDS):
+        old_low, old_high = np.array(low), np.array(high)
+        np.maximum.at(low, node, low[hub] + lower)
+        np.minimum.at(high, node, high[hub] + upper)
+        np.maximum.at(low, hub, low[node] - upper)
+        np.minimum.at(high, hub, high[node] - lower)
+        if np.array_equal(old_low, low) and np.array_equal(old_high, high):
+            break
+        if np.any(low > high):  # a cycle contradicts itself: keep what is still possible
+            low, high = old_low, old_high
+            break
+    clocks: dict[str, NodeClock] = {}
+    for name, (estimate, drift, drift_bound) in tree.items():
+        bottom, top = float(low[index[name]]), float(high[index[name]])
+        offset = min(max(estimate, bottom), top)
+        bound = max(top - offset, offset - bottom)
+        clocks[name] = NodeClock(offset, drift, at_s[name], bound, drift_bound)
+    return clocks
+
+
+def _tightest_tree(reference: str, edges: Sequence[_Edge]) -> dict[str, tuple[float, float, float]]:
+    """Per node offset, drift and drift bound, along the tightest edge from a node nearer the reference."""
+    into: dict[str, list[_Edge]] = {}
+    for edge in edges:
+        into.setdefault(edge.node, []).append(edge)
+    tree = {reference: (0.0, 0.0, 0.0)}
+    for node, candidates in into.items():  # in breadth-first order: hubs are placed before their nodes
+        placed = [edge for edge in candidates if edge.hub in tree]
+        if node in tree or not placed:
+            continue
+        best = min(placed, key=lambda edge: edge.high_s - edge.low_s)
+        offset, drift, drift_bound = tree[best.hub]
+        tree[node] = (offset + best.estimate_s, drift + best.drift, drift_bound + best.drift_bound)
+    return tree
