@@ -1,0 +1,86 @@
+"""When a rank evaluates: from ``model.eval()`` until the model trains again.
+
+``eval()`` is also called on teachers, on frozen batch norms and on models built for later, so it counts only for a
+module that was in training mode in a process that has stepped an optimizer. A module that is still in evaluation mode
+when the next backward runs is frozen, not evaluated, and is never taken for an evaluation again.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from functools import wraps
+from typing import Any
+
+from keepstep.capture.recorder import Operation, Recorder
+from keepstep.core.events import Phase
+
+
+class Evaluation:
+    """The evaluation in progress, if there is one."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.trained = False  # an optimizer has stepped
+        self._recorder = recorder
+        self._operation: Operation | None = None
+        self._evaluated: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._frozen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._in_train = False
+
+    def eval(self, original: Any) -> Any:
+        """``nn.Module.eval`` that begins an evaluation."""
+
+        @wraps(original)
+        def evaluate(module: Any) -> Any:
+            if self.trained and self._recorder.start is not None and not self._in_train:
+                self._enter(module)
+            return original(module)
+
+        return evaluate
+
+    def train(self, original: Any) -> Any:
+        """``nn.Module.train`` that ends it; it calls itself for every submodule, of which only the root counts."""
+
+        @wraps(original)
+        def train(module: Any, mode: bool = True) -> Any:
+            if self._in_train or not self.trained or threading.get_ident() != self._recorder.thread:
+                return original(module, mode)
+            self._in_train = True
+            try:
+                return original(module, mode)
+            finally:
+                self._in_train = False
+                if mode:
+                    self.end_if_over()
+
+        return train
+
+    def end_if_over(self) -> None:
+        """End it when the model is back in training mode or gone."""
+        if self._operation is None:
+            return
+        modules = list(self._evaluated)
+        if not modules or any(module.training for module in modules):
+            self._end()
+
+    def end_by_backward(self) -> None:
+        """A gradient is computed: whatever is still in evaluation mode is frozen."""
+        if self._operation is None:
+            return
+        for module in list(self._evaluated):
+            if not module.training:
+                self._frozen.add(module)
+        self._end()
+
+    def _enter(self, module: Any) -> None:
+        if not module.training or module in self._frozen or threading.get_ident() != self._recorder.thread:
+            return
+        self._evaluated.add(module)
+        if self._operation is None:
+            self._operation = self._recorder.phase(Phase.EVALUATION)
+
+    def _end(self) -> None:
+        operation, self._operation = self._operation, None
+        self._evaluated.clear()
+        if operation is not None:
+            operation()

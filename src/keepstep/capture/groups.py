@@ -1,0 +1,84 @@
+"""Process groups as they are made: name, members as global ranks, backend; and what an end means on them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+
+from keepstep.capture.recorder import NO_GROUP, Recorder
+
+# Backends that move data on the host: there a completed Work is a completed transfer. Elsewhere it is an enqueued one.
+HOST_BACKENDS = frozenset({"gloo", "mpi", "ucc"})
+
+
+class CapturedGroup:
+    """One process group of this process."""
+
+    __slots__ = ("_reference", "host_devices", "host_only", "ident", "members")
+
+    def __init__(
+        self, ident: int, members: tuple[int, ...], backends: dict[str, str], reference: Any
+    ) -> None:
+        self.ident = ident
+        self.members = members
+        self.host_devices = frozenset(d for d, name in backends.items() if name in HOST_BACKENDS)
+        self.host_only = len(backends) > 0 and len(self.host_devices) == len(backends)
+        self._reference = reference
+
+    def global_rank(self, group_rank: int) -> int:
+        """Global rank of a member; the group rank itself where members are not known."""
+        return self.members[group_rank] if 0 <= group_rank < len(self.members) else group_rank
+
+
+def backends_of(group: Any) -> dict[str, str]:
+    """Device type -> backend name (lower case) of a process group."""
+    return {
+        device.type: str(group._get_backend(device).name()).lower()  # the enum's name where it wraps another
+        for device in group._device_types
+    }
+
+
+class Groups:
+    """Looks groups up by identity, holding none of them alive."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._captured: dict[int, CapturedGroup] = {}
+        self._made: Counter[str] = Counter()
+
+    def of(self, group: Any) -> CapturedGroup:
+        """The captured group; captured now if its making was missed."""
+        found = self._captured.get(id(group))
+        return self.capture(group, None) if found is None else found
+
+    def capture(self, group: Any, ranks: list[int] | None) -> CapturedGroup:
+        """Write a group to the ring. ``ranks``: global ranks in group order, empty for the world, None to look them up."""
+        key = id(group)
+        found = self._captured.get(key)
+        if found is not None:
+            return found
+        members = _registered_members(group) if ranks is None else tuple(ranks) or tuple(range(group.size()))
+        backends = backends_of(group)
+        writer = self._recorder.writer
+        ident = NO_GROUP
+        if writer is not None:
+            name = self._unique(str(group.group_name))
+            backend = ",".join(f"{device}:{name}" for device, name in sorted(backends.items()))
+            ident = writer.group(name, members, backend, str(group.group_desc))
+        captured = self._captured
+        reference = weakref.ref(group, lambda _: captured.pop(key, None))
+        captured[key] = made = CapturedGroup(ident, members, backends, reference)
+        return made
+
+    def _unique(self, name: str) -> str:
+        # torch gives the names of destroyed groups again; every member counts the same re-makings.
+        self._made[name] += 1
+        return name if self._made[name] == 1 else f"{name}#{self._made[name]}"
+
+
+def _registered_members(group: Any) -> tuple[int, ...]:
+    known = torch.distributed.distributed_c10d._world.pg_group_ranks.get(group, {})
+    return tuple(sorted(known, key=known.__getitem__))

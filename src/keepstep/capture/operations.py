@@ -1,0 +1,239 @@
+"""Records the operations of a process group: the table of methods, what each moves, and when each ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from types import MethodType
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from keepstep.capture.groups import CapturedGroup, Groups
+from keepstep.capture.patches import Patches
+from keepstep.capture.recorder import Operation, Recorder, Start
+from keepstep.capture.sites import Sites
+from keepstep.capture.works import RecordedWork, WaitedWork
+from keepstep.core.events import WORLD_PEER, Flag, Kind, Op
+
+
+class Caller(IntEnum):
+    """Who calls, and so who waits for the Work and how."""
+
+    PYTHON = 0  # waits through the Work it is given; ``opts.asyncOp`` tells whether in the same call
+    NATIVE = 1  # C++ that waits through the Work (functional collectives, coalesced broadcast)
+    REDUCER = 2  # DDP's reducer: waits for the Work's future, in C++
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One method of ``ProcessGroup``: ``measure(group_size, args)`` gives its bytes, the same on every member."""
+
+    op: Op
+    measure: Callable[[int, tuple[Any, ...]], int]
+    kind: Kind = Kind.COLLECTIVE
+    peer_at: int = -1  # index of the peer's group rank among the arguments
+
+
+def _nbytes(tensors: Any) -> int:
+    if isinstance(tensors, (list, tuple)):
+        total = 0
+        for tensor in tensors:  # pyright: ignore[reportUnknownVariableType]
+            total += _nbytes(tensor)
+        return total
+    return tensors.nbytes
+
+
+def _first(_: int, args: tuple[Any, ...]) -> int:
+    return _nbytes(args[0])
+
+
+def _second(_: int, args: tuple[Any, ...]) -> int:
+    return _nbytes(args[1])
+
+
+def _first_of_each_member(size: int, args: tuple[Any, ...]) -> int:
+    return size * _nbytes(args[0])
+
+
+def _second_of_each_member(size: int, args: tuple[Any, ...]) -> int:
+    return size * _nbytes(args[1])
+
+
+def _nothing(_: int, __: tuple[Any, ...]) -> int:
+    return 0
+
+
+# Bytes: the whole buffer that the members share or move (input or output, whichever is the larger); gather and scatter:
+# one member's part; all-to-all: what this rank sends. Old and new names of the same operation stand side by side.
+METHODS: dict[str, Method] = {
+    "allreduce": Method(Op.ALLREDUCE, _first),
+    "allreduce_coalesced": Method(Op.ALLREDUCE, _first),
+    "broadcast": Method(Op.BROADCAST, _first),
+    "reduce": Method(Op.REDUCE, _first),
+    "allgather": Method(Op.ALLGATHER, _second_of_each_member),
+    "allgather_coalesced": Method(Op.ALLGATHER, _second_of_each_member),
+    "_allgather_base": Method(Op.ALLGATHER, _first),
+    "all_gather_single": Method(Op.ALLGATHER, _first),
+    "allgather_into_tensor_coalesced": Method(Op.ALLGATHER, _first),
+    "all_gather_single_coalesced": Method(Op.ALLGATHER, _first),
+    "reduce_scatter": Method(Op.REDUCE_SCATTER, _first_of_each_member),
+    "_reduce_scatter_base": Method(Op.REDUCE_SCATTER, _second),
+    "reduce_scatter_single": Method(Op.REDUCE_SCATTER, _second),
+    "reduce_scatter_tensor_coalesced": Method(Op.REDUCE_SCATTER, _second),
+    "reduce_scatter_single_coalesced": Method(Op.REDUCE_SCATTER, _second),
+    "gather": Method(Op.GATHER, _second),
+    "scatter": Method(Op.SCATTER, _first),
+    "alltoall_base": Method(Op.ALLTOALL, _second),
+    "all_to_all_single": Method(Op.ALLTOALL, _second),
+    "alltoall": Method(Op.ALLTOALL, _second),
+    "barrier": Method(Op.BARRIER, _nothing),
+    "monitored_barrier": Method(Op.BARRIER, _nothing),
+    "send": Method(Op.SEND, _first, Kind.P2P, 1),
+    "recv": Method(Op.RECV, _first, Kind.P2P, 1),
+    "recv_anysource": Method(Op.RECV, _first, Kind.P2P),
+}
+
+
+class Ending(IntEnum):
+    """What tells that an operation is over."""
+
+    RETURN = 0  # the call's return: device backends, whose transfer is seen elsewhere
+    WAIT = 1  # the return of the caller's wait
+    FUTURE = 2  # the Work's future, on the backend's thread
+    FUTURE_OR_WAIT = 3  # the future; the wait tells only from when the caller was blocked
+
+
+def _plan(captured: CapturedGroup, method: Method, args: tuple[Any, ...], caller: Caller) -> tuple[int, int]:
+    """Flags and ending of a call.
+
+    A future's callback runs on the backend's thread and must take the interpreter's lock there, which costs more than
+    everything else together: it is asked for only where nobody is seen to wait at once.
+    """
+    if not captured.host_only and not _on_host(captured, args):
+        return Flag.END_BY_WAIT, Ending.RETURN
+    if method.kind == Kind.P2P:
+        return Flag.END_BY_WAIT, Ending.WAIT
+    if caller == Caller.REDUCER:
+        return Flag.ASYNC | Flag.SYNC_KNOWN, Ending.FUTURE
+    if caller == Caller.NATIVE:
+        return Flag.ASYNC | Flag.SYNC_KNOWN | Flag.END_BY_WAIT, Ending.WAIT
+    asynchronous = (
+        getattr(args[-1], "asyncOp", None) if args else None
+    )  # options come last; not in every version
+    if asynchronous is None:
+        return Flag.NONE, Ending.FUTURE_OR_WAIT
+    if asynchronous:
+        return Flag.ASYNC | Flag.SYNC_KNOWN, Ending.FUTURE_OR_WAIT
+    return Flag.SYNC_KNOWN, Ending.WAIT
+
+
+def _on_host(captured: CapturedGroup, args: tuple[Any, ...]) -> bool:
+    """Whether a group of several backends moves these tensors on the host."""
+    tensors: Any = args[0] if args else None
+    while isinstance(tensors, (list, tuple)) and tensors:
+        tensors = tensors[0]  # pyright: ignore[reportUnknownVariableType]
+    device = getattr(tensors, "device", None)
+    return device is not None and device.type in captured.host_devices
+
+
+class Operations:
+    """Makes the recorded form of each method of ``ProcessGroup``."""
+
+    def __init__(self, recorder: Recorder, groups: Groups, sites: Sites) -> None:
+        self.reduced: Callable[[Operation], None] | None = None  # told of every operation of DDP's reducer
+        self._recorder = recorder
+        self._groups = groups
+        self._sites = sites
+        self._calls: dict[str, Callable[..., Any]] = {}
+
+    def install(self, patches: Patches) -> None:
+        """Record every call that Python code makes on a native process group."""
+        for name, method in METHODS.items():
+            if name not in vars(ProcessGroup):
+                continue  # each torch version has the old names, the new ones, or both
+            patches.replace(
+                ProcessGroup, name, lambda original, n=name, m=method: self._recorded(n, original, m)
+            )
+
+    def call(self, name: str, group: Any, args: tuple[Any, ...], caller: Caller) -> Any:
+        """Run the method ``name`` of a native group, recorded."""
+        return self._calls[name](group, args, {}, caller)
+
+    def _recorded(self, name: str, original: Any, method: Method) -> _RecordedMethod:
+        recorder, begin, finish = self._recorder, self._begin, self._finish
+
+        def call(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: Caller) -> Any:
+            start = recorder.start
+            if start is None:
+                return original(group, *args, **kwargs)
+            try:
+                operation, ending = begin(start, group, method, args, kwargs, caller)
+            except Exception as error:
+                recorder.stumbled(error)
+                return original(group, *args, **kwargs)
+            try:
+                work = original(group, *args, **kwargs)
+            except BaseException:
+                operation.fail()
+                raise
+            return finish(work, operation, ending)
+
+        self._calls[name] = call
+        return _RecordedMethod(original, call)
+
+    def _begin(
+        self,
+        start: Start,
+        group: Any,
+        method: Method,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        caller: Caller,
+    ) -> tuple[Operation, int]:
+        captured = self._groups.of(group)
+        if kwargs:
+            args = (*args, *kwargs.values())
+        flags, ending = _plan(captured, method, args, caller)
+        try:
+            nbytes = method.measure(len(captured.members), args)
+            peer = captured.global_rank(args[method.peer_at]) if method.peer_at >= 0 else WORLD_PEER
+        except (AttributeError, IndexError, RuntimeError, TypeError):
+            nbytes, peer = 0, WORLD_PEER  # sparse, or arguments that torch itself is about to refuse
+        return start(method.kind, method.op, captured.ident, peer, nbytes, flags, self._sites.here()), ending
+
+    def _finish(self, work: Any, operation: Operation, ending: int) -> Any:
+        if work is None or ending == Ending.RETURN:
+            operation()
+            return work
+        if ending == Ending.WAIT:
+            return WaitedWork(work, operation)
+        try:
+            work.get_future().add_done_callback(operation)
+        except RuntimeError:  # a backend without futures
+            return WaitedWork(work, operation)
+        if ending == Ending.FUTURE:
+            if self.reduced is not None:
+                self.reduced(operation)
+            return work
+        return RecordedWork(work, operation)
+
+
+class _RecordedMethod:
+    """Binds to native groups only: a Python subclass of ProcessGroup must find torch's own method under its overrides."""
+
+    def __init__(self, original: Any, call: Callable[..., Any]) -> None:
+        self._original = original
+
+        def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+            return call(group, args, kwargs, Caller.PYTHON)
+
+        method.__name__ = original.__name__
+        method.__doc__ = original.__doc__
+        self._method = method
+
+    def __get__(self, group: Any, owner: Any = None) -> Any:
+        if type(group) is ProcessGroup:
+            return MethodType(self._method, group)
+        return self._original.__get__(group, owner)

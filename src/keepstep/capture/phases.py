@@ -1,0 +1,188 @@
+"""What the rank is doing: optimizer step, backward, data loading, evaluation, checkpoint, garbage collection.
+
+Marks to watch by, not commit points: a step that GradScaler skips makes none, a fused optimizer makes one also for a
+step that it skips.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
+
+from keepstep.capture.evaluation import Evaluation
+from keepstep.capture.patches import Patches
+from keepstep.capture.recorder import Operation, Recorder
+from keepstep.core.events import Phase
+
+_OLDEST = 2  # the garbage collections that take long; those of younger generations are many and short
+
+
+class Phases:
+    """The phases in progress, one of each kind at most: what nests inside its own kind is counted once."""
+
+    def __init__(self, recorder: Recorder, patches: Patches) -> None:
+        self.backwards = 0  # outermost ones begun so far
+        self.nested = 0  # backwards inside the one in progress
+        self._recorder = recorder
+        self._patches = patches
+        self._evaluation = Evaluation(recorder)
+        self._backward: Operation | None = None
+        self._stepped_in_backward = False
+        self._step: tuple[int, int, Operation] | None = None  # optimizer, backwards before it, record
+        self._open: dict[Phase, Operation] = {}
+        self._saving_watched = False
+
+    @property
+    def in_plain_backward(self) -> bool:
+        """Inside a backward that has no other backward inside it."""
+        return self._backward is not None and self.nested == 0
+
+    def install(self) -> None:
+        """Hook every phase; what this torch lacks is noted in ``patches.missing``."""
+        patches = self._patches
+        patches.replace(torch.autograd, "_engine_run_backward", self._run_backward)
+        patches.register(self._optimizer_hooks)
+        patches.replace(dataloader.DataLoader, "__iter__", self._spanning(Phase.DATA))
+        patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._spanning(Phase.DATA))
+        patches.replace(torch.nn.Module, "eval", self._evaluation.eval)
+        patches.replace(torch.nn.Module, "train", self._evaluation.train)
+        patches.replace(torch, "save", self._spanning(Phase.CHECKPOINT))
+        patches.replace(torch.serialization, "save", self._spanning(Phase.CHECKPOINT))
+        patches.register(self._collection_callback)
+
+    def _spanning(self, phase: Phase) -> Callable[[Any], Any]:
+        """Records calls of the training thread as a phase; other threads prefetch and save beside the training."""
+        recorder, open_phases = self._recorder, self._open
+
+        def make(original: Any) -> Any:
+            @wraps(original)
+            def spanned(*args: Any, **kwargs: Any) -> Any:
+                if phase in open_phases or threading.get_ident() != recorder.thread:
+                    return original(*args, **kwargs)
+                self._evaluation.end_if_over()
+                operation = recorder.phase(phase)
+                if operation is None:
+                    return original(*args, **kwargs)
+                open_phases[phase] = operation
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    open_phases.pop(phase, None)
+                    operation()
+
+            return spanned
+
+        return make
+
+    def _run_backward(self, original: Any) -> Any:
+        recorder = self._recorder
+
+        @wraps(original)
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            if self._backward is not None:
+                self.nested += 1
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self.nested -= 1
+            if recorder.start is None:
+                return original(*args, **kwargs)
+            self._evaluation.end_by_backward()
+            self.backwards += 1
+            operation = self._backward = recorder.phase(Phase.BACKWARD)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._backward = None
+                if operation is not None:
+                    operation()
+                if self._stepped_in_backward:
+                    self._mark_step_in_backward()
+
+        return run_backward
+
+    def _optimizer_hooks(self) -> Callable[[], None]:
+        handles = (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        )
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return remove
+
+    def _before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if self._recorder.start is None and not self._recorder.claim():
+            return
+        if self._backward is not None:
+            self._stepped_in_backward = True
+            return
+        if self._step is not None:
+            known, backwards, abandoned = self._step
+            if known != id(optimizer) and backwards == self.backwards:
+                return  # an optimizer that steps others inside its own step
+            abandoned.fail()  # it raised, so that its end was never told
+        self._watch_saving()
+        self._evaluation.end_by_backward()
+        self._evaluation.trained = True
+        self._recorder.thread = threading.get_ident()
+        operation = self._recorder.phase(Phase.OPTIMIZER)
+        self._step = None if operation is None else (id(optimizer), self.backwards, operation)
+
+    def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if self._step is not None and self._step[0] == id(optimizer):
+            operation = self._step[2]
+            self._step = None
+            operation()
+
+    def _mark_step_in_backward(self) -> None:
+        """Optimizers that step inside backward do so once per parameter: one mark for all of them, after it."""
+        self._stepped_in_backward = False
+        operation = self._recorder.phase(Phase.OPTIMIZER)
+        if operation is not None:
+            operation()
+
+    def _watch_saving(self) -> None:
+        """Hook distributed checkpoints once the script has imported them: it is no small import."""
+        if self._saving_watched:
+            return
+        saver = sys.modules.get("torch.distributed.checkpoint.state_dict_saver")
+        package = sys.modules.get("torch.distributed.checkpoint")
+        if saver is None or package is None or "save" not in vars(package):
+            return
+        self._saving_watched = True
+        # The inner function is found also by those who imported ``save`` itself before this.
+        self._patches.replace(saver, "_save_state_dict", self._spanning(Phase.CHECKPOINT))
+        for owner in (saver, package):
+            for name in ("save", "async_save"):
+                self._patches.replace(owner, name, self._spanning(Phase.CHECKPOINT))
+
+    def _collection_callback(self) -> Callable[[], None]:
+        gc.callbacks.append(self._collecting)
+
+        def remove() -> None:
+            if self._collecting in gc.callbacks:
+                gc.callbacks.remove(self._collecting)
+
+        return remove
+
+    def _collecting(self, when: str, info: dict[str, int]) -> None:
+        if info.get("generation") != _OLDEST:
+            return
+        operation = self._open.pop(Phase.GC, None)
+        if operation is not None:
+            operation()
+        if when == "start":
+            started = self._recorder.phase(Phase.GC)
+            if started is not None:
+                self._open[Phase.GC] = started

@@ -1,0 +1,102 @@
+"""Puts the parts of the probe together and into torch."""
+
+from __future__ import annotations
+
+import os
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from keepstep.capture import death
+from keepstep.capture.groups import Groups
+from keepstep.capture.operations import Operations
+from keepstep.capture.patches import Patches
+from keepstep.capture.phases import Phases
+from keepstep.capture.recorder import Recorder
+from keepstep.capture.reducer import ReducerWaits
+from keepstep.capture.sites import Sites
+from keepstep.capture.twins import Twins
+
+_current: Probe | None = None
+
+
+class Probe:
+    """The probe of this process: put in once, switched on and off at will (benches do)."""
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self.recorder = Recorder() if recorder is None else recorder
+        self._patches = Patches()
+        self._lasting = Patches()  # what must go on working while switched off: C++ may hold twins
+        self._groups = Groups(self.recorder)
+        sites = Sites(self.recorder, os.path.dirname(torch.__file__))
+        self._operations = Operations(self.recorder, self._groups, sites)
+        self._phases = Phases(self.recorder, self._patches)
+        self._twins = Twins(self.recorder, self._operations)
+        self._operations.reduced = ReducerWaits(self._phases).add
+
+    def install(self) -> None:
+        """Hook torch. What this version of torch lacks is noted in the ring's sites table."""
+        self._operations.install(self._patches)
+        self._phases.install()
+        self._twins.install(self._lasting)
+        self._lasting.replace(distributed_c10d, "_new_process_group_helper", self._capturing)
+        self.recorder.notes = [f"keepstep: not watched: {name}" for name in self.missing]
+        self.recorder.on_give_up = self._patches.take_out
+        os.register_at_fork(after_in_child=self.recorder.stop)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Hooks that this torch does not have."""
+        return (*self._patches.missing, *self._lasting.missing)
+
+    def switch(self, on: bool) -> None:
+        """Record or not from here on; off, torch's own functions are back in their places. Groups stay known."""
+        self.recorder.pause(not on)
+        if on:
+            self._patches.put_in()
+        else:
+            self._patches.take_out()
+
+    def remove(self) -> None:
+        """Take everything out and let go of the ring (tests)."""
+        writer = self.recorder.writer
+        self.recorder.stop()
+        self._patches.take_out()
+        self._lasting.take_out()
+        if writer is not None:
+            writer.close()
+
+    def _capturing(self, original: Any) -> Any:
+        @wraps(original)
+        def new_process_group(*args: Any, **kwargs: Any) -> Any:
+            made = original(*args, **kwargs)
+            if self.recorder.claim():
+                self._capture(made, args, kwargs)
+            return made
+
+        return new_process_group
+
+    def _capture(self, made: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            group = made[0]
+            ranks = args[2] if len(args) > 2 else kwargs.get("global_ranks_in_group")
+            if isinstance(group, torch.distributed.ProcessGroup) and ranks is not None:
+                self._groups.capture(group, list(ranks))
+        except Exception as error:
+            self.recorder.stumbled(error)
+
+
+def install() -> None:
+    """Put the probe into this process; a second call does nothing."""
+    global _current
+    if _current is None:
+        _current = Probe()
+        _current.install()
+        death.install()
+
+
+def current() -> Probe | None:
+    """The probe that :func:`install` put in."""
+    return _current

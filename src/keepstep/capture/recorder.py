@@ -1,0 +1,121 @@
+"""The worker's side of the ring: claimed at the first record, given up at the first sign of trouble."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from keepstep.core.events import WORLD_PEER, Kind, Phase
+
+NO_GROUP = -1
+MAX_STUMBLES = 32
+
+
+class Operation(Protocol):
+    """One record between its start and its end (``keepstep.ring``'s native object)."""
+
+    @property
+    def ended(self) -> bool: ...
+    def __call__(self, *_: object) -> None: ...
+    def waiting(self, *_: object) -> None: ...
+    def fail(self, *_: object) -> None: ...
+
+
+Start = Callable[[int, int, int, int, int, int, int], Operation]
+
+
+class Writer(Protocol):
+    """What the probe needs of ``keepstep.ring.RingWriter``."""
+
+    def start(
+        self, kind: int, op: int, group: int, peer: int, nbytes: int, flags: int, site: int
+    ) -> Operation: ...
+    def group(self, name: str, members: Sequence[int], backend: str, desc: str) -> int: ...
+    def site(self, text: str) -> int: ...
+    def close(self) -> None: ...
+
+
+def open_ring() -> Writer:
+    """Claim the ring the launcher made for this rank. Raises ``RingError``, ``KeyError`` or ``ValueError``."""
+    from keepstep.ring import RingWriter
+
+    return RingWriter(
+        os.environ["KEEPSTEP_RING"],
+        rank=int(os.environ.get("RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        incarnation=int(os.environ.get("KEEPSTEP_INCARNATION", "0")),
+    )
+
+
+class Recorder:
+    """Hands out records while the process is watched.
+
+    ``start`` is the ring's own function while recording and None otherwise: callers look once, so that nothing of ours
+    runs in a process that is not watched (helper processes, forked children, the time before the first record).
+    """
+
+    def __init__(self, open_writer: Callable[[], Writer] = open_ring) -> None:
+        self.start: Start | None = None
+        self.writer: Writer | None = None
+        self.given_up = False
+        self.stumbles = 0
+        self.thread = 0  # the training thread: who made the first group or stepped last
+        self.on_give_up: Callable[[], None] = lambda: None
+        self.notes: Iterable[str] = ()  # written to the sites table once, for whoever reads the ring
+        self._open_writer = open_writer
+        self._paused = False
+        self._claiming = threading.Lock()
+
+    def claim(self) -> bool:
+        """Open the ring if that was not tried yet; True when this process is watched. Never raises."""
+        if self.writer is not None:
+            return True
+        with self._claiming:
+            if self.writer is None and not self.given_up:
+                self._open()
+        return self.writer is not None
+
+    def _open(self) -> None:
+        try:
+            self.writer = self._open_writer()
+            for note in self.notes:
+                self.writer.site(note)
+        except Exception as error:
+            self.give_up(f"{type(error).__name__}: {error}")
+            return
+        self.thread = threading.get_ident()
+        if not self._paused:
+            self.start = self.writer.start
+
+    def give_up(self, reason: str) -> None:
+        """Train on unwatched, and say so once."""
+        if self.given_up:
+            return
+        self.stop()
+        print(f"keepstep: this process trains unwatched: {reason}", file=sys.stderr, flush=True)
+        self.on_give_up()
+
+    def stumbled(self, error: Exception) -> None:
+        """Leave out what we could not record, and tell the ring's reader once what it was."""
+        self.stumbles += 1
+        if self.writer is not None and self.stumbles <= MAX_STUMBLES:
+            self.writer.site(f"keepstep: not recorded: {type(error).__name__}: {error}")
+
+    def stop(self) -> None:
+        """Record nothing more (also in a forked child: the ring belongs to its parent)."""
+        self.given_up = True
+        self.start = None
+        self.writer = None
+
+    def pause(self, paused: bool) -> None:
+        """Stop or go on recording; the ring stays claimed."""
+        self._paused = paused
+        self.start = None if paused or self.writer is None else self.writer.start
+
+    def phase(self, phase: Phase) -> Operation | None:
+        """Start a phase record; None while not recording."""
+        start = self.start
+        return None if start is None else start(Kind.PHASE, phase, NO_GROUP, WORLD_PEER, 0, 0, 0)

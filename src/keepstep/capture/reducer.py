@@ -1,0 +1,39 @@
+"""When a rank waits for DDP's gradients: the reducer waits in C++, where no Work tells it.
+
+It does so at the very end of a backward, in a final callback of the autograd engine. Ours, queued when the first bucket
+is reduced, runs right before it: there the gradients are computed, and what is not yet reduced is waited for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import Variable
+
+from keepstep.capture.phases import Phases
+from keepstep.capture.recorder import Operation
+
+
+class ReducerWaits:
+    """Stamps the start of the wait on the reducer's operations that are still in flight when gradients are done."""
+
+    def __init__(self, phases: Phases) -> None:
+        self._phases = phases
+        self._queued_in = 0  # number of the backward our callback was queued in
+        self._reducing: list[Operation] = []
+
+    def add(self, operation: Operation) -> None:
+        """Take an operation that the reducer has just begun."""
+        # Inside a nested backward (re-entrant activation checkpoints) the callback would run too early.
+        if not self._phases.in_plain_backward or torch._C._current_graph_task_id() < 0:
+            return
+        if self._queued_in != self._phases.backwards:
+            self._queued_in = self._phases.backwards
+            self._reducing.clear()
+            Variable._execution_engine.queue_callback(self._gradients_done)
+        self._reducing.append(operation)
+
+    def _gradients_done(self) -> None:
+        for operation in self._reducing:
+            if not operation.ended:
+                operation.waiting()
+        self._reducing.clear()

@@ -1,0 +1,63 @@
+"""Which line of the user's code led to an operation; each line's text goes to the ring once."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from types import CodeType
+
+from keepstep.capture.recorder import Recorder
+
+MAX_FRAMES = 48  # deeper than any framework nests between the user's line and a collective
+MAX_KNOWN = 8192  # bounds our memory in a program that makes code as it runs
+
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class Sites:
+    """Call :meth:`here` for the ring's id of the innermost line that is neither torch, nor us, nor the standard library."""
+
+    def __init__(self, recorder: Recorder, torch_folder: str) -> None:
+        self._recorder = recorder
+        self._torch = torch_folder
+        self._foreign: dict[CodeType, bool] = {}
+        self._known: dict[tuple[CodeType, int], int] = {}
+
+    def here(self) -> int:
+        """Site id of the caller's user code; 0 when there is none."""
+        frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+        foreign = self._foreign
+        for _ in range(MAX_FRAMES):
+            code = frame.f_code
+            is_foreign = foreign.get(code)
+            if is_foreign is None:
+                is_foreign = self._judge(code)
+            if not is_foreign:
+                key = (code, frame.f_lasti)
+                site = self._known.get(key)
+                return self._enter(key, frame.f_lineno) if site is None else site
+            outer = frame.f_back
+            if outer is None:
+                return 0
+            frame = outer
+        return 0
+
+    def _judge(self, code: CodeType) -> bool:
+        name = code.co_filename
+        is_foreign = (
+            name.startswith((self._torch, _OWN, "<"))
+            or (name.startswith(_STDLIB) and "site-packages" not in name)
+        )  # fmt: skip
+        if len(self._foreign) < MAX_KNOWN:
+            self._foreign[code] = is_foreign
+        return is_foreign
+
+    def _enter(self, key: tuple[CodeType, int], line: int) -> int:
+        writer = self._recorder.writer
+        if writer is None or len(self._known) >= MAX_KNOWN:
+            return 0
+        code = key[0]
+        site = self._known[key] = writer.site(f"{code.co_filename}:{line} {code.co_name}")
+        return site

@@ -1,0 +1,188 @@
+"""Recording twins: what C++ callers are given in the place of a process group, because they see no Python methods.
+
+DDP's reducer, the coalesced broadcast and the functional collectives (DTensor, tensor parallelism, compiled graphs) call
+a group in C++. A Python subclass of ``ProcessGroup`` with the same backends is called back by them; it passes each call
+to the native group, recorded. Python code never sees a twin: it gets the native group wherever it asks for one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from keepstep.capture.groups import backends_of
+from keepstep.capture.operations import Caller, Operations
+from keepstep.capture.patches import Patches
+from keepstep.capture.recorder import Recorder
+
+# What torch's C++ trampoline hands to Python; anything else reaches the same backends unrecorded.
+OVERRIDABLE = (
+    "allgather",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall_base",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced",
+    "send",
+    "recv",
+)
+
+_BACKEND_TYPES = {
+    "gloo": ProcessGroup.BackendType.GLOO,
+    "mpi": ProcessGroup.BackendType.MPI,
+    "ucc": ProcessGroup.BackendType.UCC,
+}
+
+
+class Twin(ProcessGroup):
+    """Calls the native group, recorded. Keeps it alive, as the C++ caller would have done."""
+
+    def __init__(self, native: Any, call: Callable[..., Any], caller: Caller) -> None:
+        super().__init__(native.rank(), native.size())  # with a store it would not be open to overrides
+        self.native = native
+        self.call = call
+        self.caller = caller
+        backends = backends_of(native)
+        for device, name in backends.items():
+            backend = native._get_backend(torch.device(device))
+            self._register_backend(torch.device(device), _BACKEND_TYPES[name], backend)
+        self._set_default_backend(_BACKEND_TYPES[next(iter(backends.values()))])
+
+
+def _override(name: str) -> Callable[..., Any]:
+    def override(self: Twin, *args: Any) -> Any:
+        return self.call(name, self.native, args, self.caller)
+
+    override.__name__ = name
+    return override
+
+
+for _name in OVERRIDABLE:
+    if _name in vars(ProcessGroup):
+        setattr(Twin, _name, _override(_name))
+
+
+class Twins:
+    """Hands twins to C++, and the native group back to Python."""
+
+    def __init__(self, recorder: Recorder, operations: Operations) -> None:
+        self._recorder = recorder
+        self._operations = operations
+        self._registered: dict[str, Twin] = {}  # torch's own registry does not keep its groups alive
+
+    def of(self, group: Any, caller: Caller) -> Any:
+        """A twin of ``group``; the group itself where it is not recorded or not on host backends only."""
+        if self._recorder.start is None or type(group) is not ProcessGroup:
+            return group
+        try:
+            captured_names = backends_of(group).values()
+            if not captured_names or not _BACKEND_TYPES.keys() >= set(captured_names):
+                return group  # C++ asks such groups for their store, which a twin cannot have
+            return Twin(group, self._operations.call, caller)
+        except Exception as error:
+            self._recorder.stumbled(error)
+            return group
+
+    def install(self, patches: Patches) -> None:
+        """Put twins where C++ callers get their groups. These stay in while recording is switched off."""
+        patches.replace(dist, "Reducer", self._reducer)
+        for name in ("_broadcast_coalesced", "_verify_params_across_processes"):
+            patches.replace(dist, name, self._called_with_twin)
+        native = torch._C._distributed_c10d
+        for name, make in (
+            ("_register_process_group", self._register),
+            ("_unregister_process_group", self._unregister),
+            ("_unregister_all_process_groups", self._unregister_all),
+            ("_resolve_process_group", self._resolve),
+        ):
+            original = vars(native).get(name)
+            if original is None:
+                patches.missing.append(f"torch._C._distributed_c10d.{name}")
+                continue
+            ours = make(original)
+            for module in _holders(name, original):
+                patches.replace(module, name, lambda _, ours=ours: ours)
+
+    def _reducer(self, original: Any) -> Any:
+        twins = self
+
+        class Reducer(original):
+            """DDP's reducer, given a twin of its group."""
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                own = {name: self._twin_of(argument) for name, argument in kwargs.items()}
+                super().__init__(*(self._twin_of(argument) for argument in args), **own)
+
+            def _twin_of(self, argument: Any) -> Any:
+                if type(argument) is not ProcessGroup:
+                    return argument
+                self._twin = twins.of(
+                    argument, Caller.REDUCER
+                )  # C++ alone would not keep its Python half alive
+                return self._twin
+
+            if hasattr(original, "_update_process_group"):
+
+                def _update_process_group(self, group: Any) -> None:
+                    super()._update_process_group(self._twin_of(group))
+
+        Reducer.__module__ = original.__module__
+        Reducer.__qualname__ = original.__qualname__
+        return Reducer
+
+    def _called_with_twin(self, original: Any) -> Any:
+        def called(group: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(self.of(group, Caller.NATIVE), *args, **kwargs)
+
+        return called
+
+    def _register(self, original: Any) -> Any:
+        def register(name: str, group: Any) -> None:
+            self._recorder.claim()
+            twin = self.of(group, Caller.NATIVE)
+            original(name, twin)
+            if twin is not group:
+                self._registered[name] = twin
+
+        return register
+
+    def _unregister(self, original: Any) -> Any:
+        def unregister(name: str) -> None:
+            self._registered.pop(name, None)
+            original(name)
+
+        return unregister
+
+    def _unregister_all(self, original: Any) -> Any:
+        def unregister_all() -> None:
+            self._registered.clear()
+            original()
+
+        return unregister_all
+
+    def _resolve(self, original: Any) -> Any:
+        def resolve(name: str) -> Any:
+            group = original(name)
+            return group.native if type(group) is Twin else group
+
+        return resolve
+
+
+def _holders(name: str, original: Any) -> list[Any]:
+    """Modules that hold a function of torch's C++ part under its own name, torch's first."""
+    return [
+        module
+        for module_name, module in list(sys.modules.items())
+        if module_name.startswith("torch.") and vars(module).get(name) is original
+    ] or [distributed_c10d]

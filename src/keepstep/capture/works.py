@@ -1,0 +1,56 @@
+"""The Work that the caller gets instead of torch's own: the same in everything, but it stamps when it is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import Work
+
+from keepstep.capture.recorder import Operation
+
+
+class RecordedWork(Work):
+    """Forwards to the native Work. The operation ends when the wait returns, unless a future ended it before."""
+
+    def __init__(self, native: Any, operation: Operation) -> None:
+        super().__init__()
+        self.native = native
+        self.operation = operation
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        operation = self.operation
+        operation.waiting()
+        try:
+            result = self.native.wait(*args, **kwargs)
+        except BaseException:
+            operation.fail()
+            raise
+        operation()
+        return result
+
+    def is_completed(self) -> bool:
+        completed = self.native.is_completed()
+        if completed:
+            self.operation()
+        return completed
+
+
+class WaitedWork(RecordedWork):
+    """A Work whose end nothing but its wait tells: one that is dropped without a wait ends when it is dropped."""
+
+    def __del__(self) -> None:
+        self.operation()
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def forward(self: RecordedWork, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.native, name)(*args, **kwargs)
+
+    forward.__name__ = name
+    return forward
+
+
+for _name, _attribute in list(vars(Work).items()):
+    if not _name.startswith(("__", "_pybind11")) and _name not in vars(RecordedWork) and _name != "unbox":
+        setattr(RecordedWork, _name, _forwarded(_name))
