@@ -1,0 +1,95 @@
+"""The records of one rank between two cuts: starts as they come, ends stamped in when they come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepstep.core.events import Kind, Phase
+
+Rows = NDArray[Any]  # structured, the ring's RECORD fields
+_MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9))
+
+
+class EventBuffer:
+    """Records in ticket order. ``add`` is cheap (called 20 times a second); the work is done in ``gather``."""
+
+    __slots__ = ("_finished", "_limit", "_rows", "_started", "count")
+
+    def __init__(self, limit: int = 1 << 17) -> None:
+        self._rows: Rows | None = None
+        self._started: list[Rows] = []
+        self._finished: list[Rows] = []
+        self.count = 0
+        self._limit = limit
+
+    def add(self, started: Rows, finished: Rows) -> bool:
+        """Take a batch; False when the oldest records had to go because nothing was cut for too long."""
+        if len(started):
+            self._started.append(started)
+            self.count += len(started)
+        if len(finished):
+            self._finished.append(finished)
+        if self.count <= self._limit:
+            return True
+        rows = self.gather()
+        self._keep(rows[len(rows) // 2 :])
+        return False
+
+    def gather(self) -> Rows:
+        """All records, with every end that is known. Valid until the next call of any method."""
+        parts = self._started if self._rows is None else [self._rows, *self._started]
+        if not parts:
+            return np.zeros(0, self._finished[0].dtype if self._finished else np.dtype([("ticket", "u8")]))
+        if self._started or self._finished:
+            rows = np.concatenate(parts)
+            tickets = rows["ticket"]
+            if len(tickets) > 1 and bool((tickets[1:] <= tickets[:-1]).any()):
+                rows = rows[np.unique(tickets, return_index=True)[1]]
+            self._stamp(rows)
+            self._keep(rows)
+        assert self._rows is not None
+        return self._rows
+
+    def drop_before(self, edge_ns: int) -> None:
+        """Forget what began and ended before ``edge_ns``; what was still in flight then stays."""
+        rows = self.gather()
+        if len(rows):
+            ends = rows["end_ns"]
+            self._keep(rows[(rows["start_ns"] >= edge_ns) | (ends == 0) | (ends > edge_ns)])
+
+    def clear(self) -> None:
+        self._rows, self.count = None, 0
+        self._started.clear()
+        self._finished.clear()
+
+    def _keep(self, rows: Rows) -> None:
+        self._rows, self.count = rows, len(rows)
+        self._started.clear()
+        self._finished.clear()
+
+    def _stamp(self, rows: Rows) -> None:
+        if not self._finished or not len(rows):
+            return
+        ended = np.concatenate(self._finished) if len(self._finished) > 1 else self._finished[0]
+        place = np.searchsorted(rows["ticket"], ended["ticket"])
+        place[place == len(rows)] = 0
+        known = rows["ticket"][place] == ended["ticket"]
+        rows[place[known]] = ended[known]
+
+
+def is_symbol(rows: Rows) -> NDArray[np.bool_]:
+    """Which records make up the sequence that repeats every iteration: communication and begun backward passes."""
+    kinds = rows["kind"]
+    return (kinds != Kind.PHASE) | (rows["op"] == Phase.BACKWARD)
+
+
+def symbols(rows: Rows) -> NDArray[np.uint64]:
+    """One number per record that is the same for the same (kind, operation, group, peer, bytes)."""
+    place = (rows["op"].astype(np.uint64) << np.uint64(8)) | rows["kind"]
+    place |= rows["group"].astype(np.uint64) << np.uint64(16)
+    return (
+        (place * _MIX[0]) ^ (rows["bytes"] * _MIX[1]) ^ (rows["peer"].astype(np.int64).astype(np.uint64) * _MIX[2])
+    )

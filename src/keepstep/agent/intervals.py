@@ -1,0 +1,68 @@
+"""Unions of time intervals, on arrays of nanoseconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Times = NDArray[np.int64]
+_NONE: Times = np.zeros(0, np.int64)
+
+
+class Union:
+    """A set of disjoint, sorted intervals with their measure, made from intervals in any order that may overlap."""
+
+    __slots__ = ("_before", "ends", "starts", "total_ns")
+
+    def __init__(self, starts: NDArray[Any], ends: NDArray[Any]) -> None:
+        real = ends > starts
+        if not real.all():
+            starts, ends = starts[real], ends[real]
+        if len(starts) > 1:
+            order = np.argsort(starts, kind="stable")
+            starts, reach = starts[order], np.maximum.accumulate(ends[order])
+            new = np.flatnonzero(starts[1:] > reach[:-1])
+            self.starts: Times = np.concatenate((starts[:1], starts[new + 1]))
+            self.ends: Times = np.concatenate((reach[new], reach[-1:]))
+        else:
+            self.starts, self.ends = starts, ends
+        lengths = np.cumsum(self.ends - self.starts)
+        self.total_ns = int(lengths[-1]) if len(lengths) else 0
+        self._before = np.concatenate(([0], lengths)) if len(lengths) else _NONE
+
+    @staticmethod
+    def empty() -> Union:
+        return Union(_NONE, _NONE)
+
+    def until(self, times: NDArray[Any]) -> Times:
+        """Nanoseconds of the set that lie before each of ``times``."""
+        if not len(self.starts):
+            return np.zeros(len(times), np.int64)
+        place = np.searchsorted(self.starts, times, "right") - 1
+        inside = np.minimum(times, self.ends[place]) - self.starts[place]
+        return np.where(place < 0, 0, self._before[place] + inside)
+
+    def within(self, starts: NDArray[Any], ends: NDArray[Any]) -> Times:
+        """Nanoseconds of the set that lie in each interval."""
+        return self.until(ends) - self.until(starts)
+
+    def joined(self, other: Union) -> Union:
+        """This set and ``other``."""
+        if not other.total_ns:
+            return self
+        if not self.total_ns:
+            return other
+        return Union(np.concatenate((self.starts, other.starts)), np.concatenate((self.ends, other.ends)))
+
+    def less(self, other: Union) -> int:
+        """Nanoseconds of this set that do not lie in ``other``."""
+        if not self.total_ns or not other.total_ns:
+            return self.total_ns
+        return self.total_ns - int(other.within(self.starts, self.ends).sum())
+
+
+def clipped(starts: NDArray[Any], ends: NDArray[Any], low: int, high: int) -> tuple[Times, Times]:
+    """The parts of the intervals within [low, high]; empty ones come out with end <= start."""
+    return np.maximum(starts, low), np.minimum(ends, high)

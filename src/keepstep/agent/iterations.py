@@ -1,0 +1,310 @@
+"""Cuts the events of one rank into iterations.
+
+An iteration ends with the end of its last optimizer step; what comes after (data loading, logging) belongs to the next.
+Evaluation and checkpoints, and the communication in them, are pauses: they are taken out. Steps are numbered by the
+ring's own count of optimizer phases, so that every rank, and an agent that came later, gives a step the same number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepstep.agent.custom import CustomLoop
+from keepstep.agent.events import EventBuffer, Rows, is_symbol, symbols
+from keepstep.agent.intervals import Union, clipped
+from keepstep.agent.markers import StepMarkers
+from keepstep.agent.usual import UsualSequence
+from keepstep.core.events import Kind, Phase
+
+WARM_UP_STEPS = 5
+QUIET_NS = 50_000_000
+_FIRST_SEQ = 1  # the ring counts from 1
+_MAX_OPEN = 256
+_NOTHING_NEW = frozenset({Phase.OPTIMIZER, Phase.GC})
+_PAUSES = (Phase.EVALUATION, Phase.CHECKPOINT)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """One iteration of one rank, with its records; times in ns on the node's clock.
+
+    ``rows``: records that began in it and outside its pauses, and earlier ones that were still in flight; an end of 0
+    or after ``end_ns`` means that it was in flight when the iteration ended. ``whole``: no record of it was lost.
+    """
+
+    step: int
+    start_ns: int
+    end_ns: int
+    rows: Rows
+    pauses: Union
+    evaluation_ns: int = 0
+    checkpoint_ns: int = 0
+    warm_up: bool = False
+    whole: bool = True
+
+    @property
+    def duration_ns(self) -> int:
+        """The iteration without its pauses: what the script's own step clock shows."""
+        return self.end_ns - self.start_ns - self.pauses.total_ns
+
+
+@dataclass(slots=True)
+class _Marker:
+    """A finished optimizer step."""
+
+    number: int  # 0 is the job's first
+    ticket: int
+    start_ns: int
+    end_ns: int
+    thread: int
+
+
+class IterationCutter:
+    """Feed it what the ring gives; it returns the iterations that ended.
+
+    An iteration is cut as soon as its optimizer step has ended, once it is known how many optimizer steps an iteration
+    has; before that, when something new began or 50 ms passed. ``renumbered`` counts how often that knowledge changed:
+    earlier iterations are then of another length and should be forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.renumbered = 0
+        self.step = -1  # the last finished one
+        self._buffer = EventBuffer()
+        self._markers: list[_Marker] = []
+        self._open: dict[int, tuple[int, int]] = {}  # ticket of a begun phase: code, start
+        self._last_new_ns = 0
+        self._learned = StepMarkers()
+        self._usual = UsualSequence()
+        self._custom = CustomLoop()
+        self._seen_optimizer = False
+        self._seen_backward = False
+        self._edge_ns: int | None = None
+        self._edge_number = -1
+        self._edge_ticket = -1
+        self._whole = True
+        self._provisional = 0
+
+    def feed(self, started: Rows, finished: Rows, lost: int, now_ns: int) -> list[Cut]:
+        """Take a batch of the ring at ``now_ns``; return the iterations that it completes, in order."""
+        if not self._buffer.add(started, finished) or lost:
+            self._whole = False
+        custom = not self._seen_optimizer
+        self._note_phases(started, finished)
+        if not self._seen_optimizer:
+            return self._feed_custom(now_ns)
+        if custom and self._edge_ns is not None:  # what was cut so far were no iterations
+            self._edge_ns, self._usual = None, UsualSequence()
+            self.renumbered += 1
+        cuts: list[Cut] = []
+        while (last := self._ended(now_ns)) is not None:
+            cut = self._cut(last)
+            if cut is not None:
+                self.step = cut.step
+                cuts.append(cut)
+        return cuts
+
+    def phase(self) -> tuple[int, int]:
+        """The innermost phase that is open, or FORWARD (STARTUP before the first step), and when it began (0: unknown)."""
+        if self._open:
+            return self._open[max(self._open)]
+        return (Phase.FORWARD if self._edge_ns is not None else Phase.STARTUP), 0
+
+    def _note_phases(self, started: Rows, finished: Rows) -> None:
+        kinds = started["kind"]
+        fresh = started[kinds == Kind.PHASE]
+        if len(fresh):
+            for ticket, op, start in zip(
+                fresh["ticket"].tolist(), fresh["op"].tolist(), fresh["start_ns"].tolist(), strict=True
+            ):
+                self._open[ticket] = op, start
+                self._seen_backward = self._seen_backward or op == Phase.BACKWARD
+                self._seen_optimizer = self._seen_optimizer or op == Phase.OPTIMIZER
+                if op not in _NOTHING_NEW:
+                    self._last_new_ns = max(self._last_new_ns, start)
+            while len(self._open) > _MAX_OPEN:
+                del self._open[min(self._open)]
+        ended = finished[finished["kind"] == Kind.PHASE]
+        if not len(ended):
+            return
+        steps = ended["op"] == Phase.OPTIMIZER
+        for ticket in ended["ticket"].tolist():
+            self._open.pop(ticket, None)
+        for row in ended[steps]:
+            marker = _Marker(
+                int(row["seq"]) - _FIRST_SEQ,
+                int(row["ticket"]),
+                int(row["start_ns"]),
+                int(row["end_ns"]),
+                int(row["thread"]),
+            )
+            self._seen_optimizer = True
+            if marker.number > self._edge_number:
+                self._markers.append(marker)
+        if bool(steps.any()):
+            self._markers.sort(key=lambda marker: marker.number)
+
+    def _ended(self, now_ns: int) -> int | None:
+        """How many of the waiting markers make up an iteration that is over; None when none is."""
+        if not self._markers:
+            return None
+        per_step = self._learned.per_step
+        if not per_step:
+            return self._ended_provisionally(now_ns)
+        for place, marker in enumerate(self._markers):
+            if (marker.number - self._learned.offset) % per_step == per_step - 1:
+                return None if self._begun_before(marker.end_ns, Phase.OPTIMIZER) else place + 1
+        return None
+
+    def _ended_provisionally(self, now_ns: int) -> int | None:
+        """Several optimizer steps in a row, with no backward pass (or communication) between, count as one."""
+        rows = self._buffer.gather()
+        if self._seen_backward:
+            between = (rows["kind"] == Kind.PHASE) & (rows["op"] == Phase.BACKWARD)
+        else:
+            between = rows["kind"] != Kind.PHASE
+        tickets = rows["ticket"][between]
+        count = 1
+        while count < len(self._markers):
+            span = np.searchsorted(tickets, [self._markers[count - 1].ticket, self._markers[count].ticket])
+            if span[1] > span[0]:
+                return count
+            count += 1
+        end_ns = max(marker.end_ns for marker in self._markers)
+        if self._begun_before(end_ns, Phase.OPTIMIZER) or self._begun_before(end_ns, Phase.BACKWARD):
+            return None
+        over = self._last_new_ns >= end_ns or now_ns - end_ns >= QUIET_NS
+        return count if over else None
+
+    def _begun_before(self, time_ns: int, phase: Phase) -> bool:
+        return any(code == phase and start < time_ns for code, start in self._open.values())
+
+    def _cut(self, count: int) -> Cut | None:
+        """Cut after the first ``count`` markers; None for a part of an iteration (attached late, markers lost)."""
+        taken, self._markers = self._markers[:count], self._markers[count:]
+        end_ns = max(marker.end_ns for marker in taken)
+        last = taken[-1]
+        rows = self._buffer.gather()
+        begun = rows[rows["start_ns"] < end_ns]
+        start_ns = self._edge_ns if self._edge_ns is not None else _first_activity(begun, end_ns)
+        pauses, evaluation_ns, checkpoint_ns, begun = self._without_pauses(begun, start_ns, end_ns, taken)
+        step, follows = self._number(taken)
+        complete = follows and (self._edge_ns is not None or taken[0].number == 0)
+        whole = self._whole
+        self._edge_ns, self._edge_number, self._edge_ticket = end_ns, last.number, last.ticket
+        self._whole = True
+        self._buffer.drop_before(end_ns)
+        before = self._numbering()
+        if self._learned.learn() and self._numbering() != before:
+            self.renumbered += 1
+        if not complete:
+            return None
+        warm_up = step < WARM_UP_STEPS
+        return Cut(step, start_ns, end_ns, begun, pauses, evaluation_ns, checkpoint_ns, warm_up, whole)
+
+    def _number(self, taken: list[_Marker]) -> tuple[int, bool]:
+        """The step's number, and whether no marker is missing since the last cut."""
+        last = taken[-1].number
+        if self._learned.per_step:
+            step = (last - self._learned.offset) // self._learned.per_step
+        else:
+            self._provisional = self._provisional or len(taken)
+            step = last // self._provisional
+        return step, last - self._edge_number == len(taken)
+
+    def _numbering(self) -> tuple[int, int]:
+        return self._learned.per_step or self._provisional, self._learned.offset
+
+    def _teach(self, begun: Rows, taken: list[_Marker]) -> None:
+        """Give the learner what came before each marker since the one before."""
+        before = self._edge_ticket
+        content = begun[is_symbol(begun)]
+        tickets, numbers = content["ticket"], symbols(content)
+        backward = content["kind"] == Kind.PHASE
+        for marker in taken:
+            low, high = np.searchsorted(tickets, [before + 1, marker.ticket])
+            self._learned.add(marker.number, numbers[low:high], bool(backward[low:high].any()))
+            before = marker.ticket
+
+    def _feed_custom(self, now_ns: int) -> list[Cut]:
+        """No optimizer step was ever seen: a loop of the user's own, cut by its communication alone."""
+        cuts: list[Cut] = []
+        for end_ns, step in self._custom.edges(self._buffer, now_ns):
+            rows = self._buffer.gather()
+            begun = rows[rows["start_ns"] < end_ns]
+            if self._edge_ns is not None and len(begun):
+                cut = self._custom_cut(step, self._edge_ns, end_ns, begun)
+                self.step = step
+                cuts.append(cut)
+            self._edge_ns, self._whole = end_ns, True
+            self._buffer.drop_before(end_ns)
+        return cuts
+
+    def _custom_cut(self, step: int, start_ns: int, end_ns: int, begun: Rows) -> Cut:
+        pauses, evaluation_ns, checkpoint_ns, begun = self._without_pauses(begun, start_ns, end_ns, None)
+        warm_up = step < WARM_UP_STEPS
+        return Cut(step, start_ns, end_ns, begun, pauses, evaluation_ns, checkpoint_ns, warm_up, self._whole)
+
+    def _without_pauses(
+        self, begun: Rows, start_ns: int, end_ns: int, taken: list[_Marker] | None
+    ) -> tuple[Union, int, int, Rows]:
+        """The iteration's pauses (all, evaluation, checkpoint) and the records outside them."""
+        pauses, evaluation_ns, checkpoint_ns = _pauses(begun, start_ns, end_ns, taken[-1] if taken else None)
+        if pauses.total_ns:
+            begun = _outside(begun, pauses)
+        if taken:
+            self._teach(begun, taken)
+        content = begun[is_symbol(begun) & (begun["start_ns"] >= start_ns)]
+        unmarked = self._usual.pause_ns(symbols(content), content["start_ns"], start_ns + pauses.total_ns, end_ns)
+        if unmarked:
+            pauses, unmarked = _with_unmarked(pauses, start_ns, unmarked)
+            begun = _outside(begun, pauses)
+        return pauses, evaluation_ns + unmarked, checkpoint_ns, begun
+
+
+def _first_activity(rows: Rows, end_ns: int) -> int:
+    """Where the first iteration begins: after the start-up where that is marked, else with the first record."""
+    startup = rows[(rows["kind"] == Kind.PHASE) & (rows["op"] == Phase.STARTUP)]
+    if len(startup) and int(startup["end_ns"].max()) > 0:
+        return min(int(startup["end_ns"].max()), end_ns)
+    return int(rows["start_ns"].min()) if len(rows) else end_ns
+
+
+def _pauses(rows: Rows, start_ns: int, end_ns: int, last: _Marker | None) -> tuple[Union, int, int]:
+    """Evaluation and checkpoint phases of the training thread within the iteration: their union, and each one's time."""
+    phases = rows["kind"] == Kind.PHASE
+    unions: list[Union] = []
+    for code in _PAUSES:
+        found = rows[phases & (rows["op"] == code)]
+        if last is not None and len(found):
+            # Work in other threads (asynchronous checkpoints) holds nothing up, and a "pause" in which the optimizer
+            # stepped is none (a model left in eval mode).
+            ends = found["end_ns"]
+            held = (ends == 0) | (ends > last.start_ns)
+            found = found[(found["thread"] == last.thread) & ~(held & (found["start_ns"] < last.start_ns))]
+        if not len(found):
+            unions.append(Union.empty())
+            continue
+        ends = np.where(found["end_ns"] == 0, end_ns, found["end_ns"])
+        unions.append(Union(*clipped(found["start_ns"], ends, start_ns, end_ns)))
+    evaluation, checkpoint = unions
+    return evaluation.joined(checkpoint), evaluation.less(checkpoint), checkpoint.total_ns
+
+
+def _with_unmarked(pauses: Union, start_ns: int, length_ns: int) -> tuple[Union, int]:
+    """Add a pause of ``length_ns`` (the marked pauses before it not counted) at the iteration's start."""
+    end_ns = start_ns + length_ns + pauses.total_ns
+    begin = Union(np.array([start_ns], np.int64), np.array([end_ns], np.int64))
+    joined = pauses.joined(begin)
+    return joined, joined.total_ns - pauses.total_ns
+
+
+def _outside(rows: Rows, pauses: Union) -> Rows:
+    """The records that did not begin in a pause (the pause's own record aside)."""
+    starts: NDArray[np.int64] = rows["start_ns"]
+    place = np.searchsorted(pauses.starts, starts, "right") - 1
+    inside = (place >= 0) & (starts < pauses.ends[place])
+    return rows[~inside]

@@ -1,0 +1,59 @@
+"""The usual sequence of an iteration, and what came before it when one iteration had more.
+
+An evaluation that nothing marks (no ``model.eval()``) still communicates: its symbols come before the usual ones. The
+time they took is a pause, so that the iteration's time stays what the script's own step clock shows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+_KNOWN = 3
+_SEQUENCES = 8
+_SHARE = 0.05  # of the usual time: a shorter excess is a log line's all-reduce, which the script's clock counts too
+
+
+class UsualSequence:
+    """Learns the most common sequence of symbols and how long after the iteration's start it begins."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._contents: dict[int, NDArray[np.uint64]] = {}
+        self._leads: deque[int] = deque(maxlen=9)
+        self._usual = 0
+
+    def pause_ns(self, content: NDArray[np.uint64], starts: NDArray[np.int64], start_ns: int, end_ns: int) -> int:
+        """Take an iteration's symbols and when they began; return the length of the unmarked pause it began with.
+
+        ``start_ns`` to ``end_ns`` is the iteration without the pauses that were marked.
+        """
+        kind = hash(content.tobytes())
+        usual = self._contents.get(self._usual)
+        if usual is not None and kind != self._usual and self._counts[self._usual] >= _KNOWN:
+            extra = len(content) - len(usual)
+            if extra > 0 and len(usual) and bool((content[extra:] == usual).all()):
+                lead = int(median(self._leads)) if self._leads else 0
+                pause = int(starts[extra]) - lead - start_ns
+                return pause if pause > _SHARE * (end_ns - start_ns - pause) else 0
+        self._count(kind, content)
+        if kind == self._usual and len(starts):
+            self._leads.append(int(starts[0]) - start_ns)
+        return 0
+
+    def _count(self, kind: int, content: NDArray[np.uint64]) -> None:
+        if kind not in self._counts and len(self._counts) >= _SEQUENCES:
+            rarest = min(self._counts, key=self._counts.__getitem__)
+            del self._counts[rarest]
+            del self._contents[rarest]
+        self._contents.setdefault(kind, content)
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        if self._counts[kind] >= 64:  # halve, so that a job that changes for good gets a new usual sequence
+            self._counts = {known: count // 2 for known, count in self._counts.items()}
+        best = max(self._counts, key=self._counts.__getitem__)
+        if self._usual not in self._counts or self._counts[best] > self._counts[self._usual]:
+            self._usual = best
+            self._leads.clear()
