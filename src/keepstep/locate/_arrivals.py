@@ -1,0 +1,101 @@
+"""Who arrives last at the collectives of one rank: a check on a verdict, from waits and, where they allow, clocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from keepstep.core.events import Op
+from keepstep.core.summary import GroupInfo, IterationSummary
+from keepstep.locate.clocks import ClockOffsets
+
+_MAX_PEERS = 64  # of a large group, enough to compare with
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """``last``: whether the rank arrives after its peers; None when its groups do not tell."""
+
+    last: bool | None
+    text: tuple[str, ...]
+
+
+def arrival_evidence(
+    summaries: Sequence[IterationSummary],
+    rank: int,
+    groups: Mapping[str, GroupInfo],
+    nodes: Mapping[int, str],
+    offsets: ClockOffsets | None,
+) -> Arrival:
+    """Compare the rank's time in its collectives with its peers': who waits least has arrived last."""
+    own = [
+        (stream.group, stream.op)
+        for s in summaries
+        if s.rank == rank
+        for stream in s.streams
+        if stream.peer < 0
+    ]
+    streams = {key for key in own if key[0] in groups and len(groups[key[0]].members) > 1}
+    if not streams:
+        return Arrival(None, ())
+    peers = {key: _sample(groups[key[0]].members, rank) for key in streams}
+    busy: dict[tuple[str, int], dict[int, list[float]]] = {key: {} for key in streams}
+    starts: dict[tuple[str, int], dict[int, list[float]]] = {key: {} for key in streams}
+    wanted = set[int]().union(*peers.values())
+    for summary in summaries:
+        if summary.rank not in wanted:
+            continue
+        for stream in summary.streams:
+            key = (stream.group, stream.op)
+            if stream.peer >= 0 or key not in streams or summary.rank not in peers[key] or stream.count == 0:
+                continue
+            busy[key].setdefault(summary.rank, []).append(stream.busy_s / stream.count)
+            starts[key].setdefault(summary.rank, []).append(summary.start_s + stream.start_s)
+    compared: list[tuple[float, float, tuple[str, int]]] = []
+    for key in streams:
+        others = [float(np.median(values)) for peer, values in busy[key].items() if peer != rank]
+        if others and rank in busy[key]:
+            compared.append((float(np.median(busy[key][rank])), float(np.median(others)), key))
+    if not compared:
+        return Arrival(None, ())
+    mine, theirs, key = max(compared, key=lambda row: abs(row[1] - row[0]))
+    name = f"{key[0]} {Op(key[1]).name}"
+    text = [f"{name}: rank {rank} is in it {mine * 1e3:.1f} ms, its peers {theirs * 1e3:.1f} ms"]
+    late = _lateness(starts[key], rank, nodes, offsets)
+    if late is not None:
+        text.append(
+            f"{name}: rank {rank} arrives {late[0] * 1e3:.1f} ms after its peers (clocks to {late[1] * 1e3:.1f} ms)"
+        )
+    return Arrival(mine < theirs, tuple(text))
+
+
+def _sample(members: Sequence[int], rank: int) -> frozenset[int]:
+    step = max(1, len(members) // _MAX_PEERS)
+    return frozenset(members[::step]) | {rank}
+
+
+def _lateness(
+    starts: Mapping[int, Sequence[float]], rank: int, nodes: Mapping[int, str], offsets: ClockOffsets | None
+) -> tuple[float, float] | None:
+    """How long after its peers' median the rank arrives, and the clocks' bound; None when that does not tell."""
+    times: dict[int, float] = {}
+    bound = 0.0
+    here = nodes.get(rank, "")
+    rounds = min(len(values) for values in starts.values())
+    for peer, values in starts.items():
+        node, at_s = nodes.get(peer, ""), float(np.median(values[:rounds]))
+        if node != here:
+            if offsets is None:
+                return None
+            bound = max(bound, offsets.bound_s(node, at_s))
+        times[peer] = at_s if offsets is None else offsets.to_reference_s(node, at_s)
+    if offsets is not None and bound > 0:
+        bound += offsets.bound_s(here)
+    others = [time for peer, time in times.items() if peer != rank]
+    if not others or math.isinf(bound):
+        return None
+    late = times[rank] - float(np.median(others))
+    return (late, bound) if late > bound else None

@@ -1,0 +1,202 @@
+"""From transfers that grew to the pair of nodes between which the path is slow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from keepstep.core.incident import Culprit, Link
+from keepstep.core.ranges import fold_nodes, fold_ranks
+from keepstep.core.summary import GroupInfo, IterationSummary
+from keepstep.locate._transfers import Path, Transfer, collective_transfers, message_transfers
+from keepstep.locate.clocks import ClockOffsets
+
+MIN_RATIO = 1.3  # of a transfer to its healthy time
+MIN_SHARE = 0.15  # of the job's slowdown that a path must account for
+_FAST_RATIO = 1.15  # a path this near its healthy time is not the slow one
+_MAX_PAIRS_NODES = 16
+_MAX_LINKS = 4
+
+_Pair = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class SlowLinks:
+    """Links to blame, evidence, and what is missing to say more. ``share``: of the slowdown that they explain."""
+
+    culprits: tuple[Culprit, ...] = ()
+    evidence: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    summary: str = ""
+    share: float = 0.0
+
+
+def transfers_since(
+    before: Sequence[IterationSummary],
+    after: Sequence[IterationSummary],
+    groups: Mapping[str, GroupInfo],
+    nodes: Mapping[int, str],
+    offsets: ClockOffsets | None,
+) -> list[Transfer]:
+    """All paths' transfers, healthy and now."""
+    old, new = collective_transfers(before, groups), collective_transfers(after, groups)
+    found = [
+        Transfer(path, groups[path.group].members, count, nbytes, old[path][0], seconds)
+        for path, (seconds, count, nbytes) in new.items()
+        if path in old
+    ]
+    return found + message_transfers(before, after, nodes, offsets)
+
+
+def transfers_against_peers(
+    after: Sequence[IterationSummary], groups: Mapping[str, GroupInfo]
+) -> list[Transfer]:
+    """Groups against the comparable ones (same operation, members, count and bytes), for want of a healthy time.
+
+    GREYHOUND §4.3 calls these comparable clusters. Groups without a peer are left out.
+    """
+    clusters: dict[tuple[int, int, int, int], list[tuple[Path, float, float, float]]] = {}
+    for path, (seconds, count, nbytes) in collective_transfers(after, groups).items():
+        alike = (path.op, len(groups[path.group].members), round(count), round(nbytes))
+        clusters.setdefault(alike, []).append((path, seconds, count, nbytes))
+    found: list[Transfer] = []
+    for rows in clusters.values():
+        if len(rows) < 2:
+            continue
+        usual = sorted(seconds for _, seconds, _, _ in rows)[(len(rows) - 1) // 2]
+        found.extend(
+            Transfer(path, groups[path.group].members, count, nbytes, usual, seconds)
+            for path, seconds, count, nbytes in rows
+        )
+    return found
+
+
+def blame_links(transfers: Sequence[Transfer], nodes: Mapping[int, str], slowdown_s: float) -> SlowLinks:
+    """The node pairs whose slowness explains the transfers that grew.
+
+    A pair is named when messages or groups of just two nodes show it, or when only one pair is common to all slow
+    paths and absent from the fast ones. Otherwise nobody is named, and ``missing`` says between whom to test.
+    """
+    floor = max(MIN_SHARE * slowdown_s, 1e-4)
+    slow = [
+        t for t in transfers if t.gain_s >= max(floor, 2 * t.error_s * t.count) and _is_slow(t, slowdown_s)
+    ]
+    if not slow:
+        return SlowLinks()
+    slow.sort(key=lambda t: -t.gain_s)
+    spans = {t.path: tuple(sorted({nodes.get(rank, "") for rank in t.ranks})) for t in transfers}
+    evidence = tuple(_describe(t) for t in slow[:3])
+    share = min(slow[0].gain_s / slowdown_s, 9.99) if slowdown_s > 0 else 0.0
+    summary = f"transfers on {slow[0].path} are slow"
+    direct = [t for t in slow if len(spans[t.path]) <= 2]
+    if direct:
+        culprits = _named(direct, slow, spans, nodes, share)
+        return SlowLinks(culprits, evidence, (), summary, share)
+    pair, rest = _common_pair(slow, transfers, spans)
+    if pair is not None:
+        culprit = _culprit(
+            pair, slow[0], nodes, "medium", "the only pair common to all slow groups and no fast one"
+        )
+        return SlowLinks((culprit,), evidence, (), summary, share)
+    missing = (
+        f"which pair of {fold_nodes(rest)} is slow: {slow[0].path} spans all of them; test them pair by pair",
+    )
+    return SlowLinks((), evidence, missing, summary, share)
+
+
+def _is_slow(transfer: Transfer, slowdown_s: float) -> bool:
+    # a message's healthy time may be mostly waiting: then its growth tells, not the ratio
+    return transfer.ratio >= MIN_RATIO or (transfer.path.source >= 0 and transfer.gain_s >= 0.5 * slowdown_s)
+
+
+def _named(
+    direct: Sequence[Transfer],
+    slow: Sequence[Transfer],
+    spans: Mapping[Path, tuple[str, ...]],
+    nodes: Mapping[int, str],
+    share: float,
+) -> tuple[Culprit, ...]:
+    """Pairs in order of the time they cost, until every slow path contains one of them."""
+    cost: dict[tuple[str, ...], float] = {}
+    for transfer in direct:
+        cost[spans[transfer.path]] = cost.get(spans[transfer.path], 0.0) + transfer.gain_s
+    chosen: list[tuple[str, ...]] = []
+    open_paths = list(slow)
+    greatest = max(cost.values())
+    for span in sorted(cost, key=lambda s: -cost[s]):
+        explained = [t for t in open_paths if set(span) <= set(spans[t.path])]
+        if not explained or cost[span] < 0.25 * greatest or len(chosen) == _MAX_LINKS:
+            continue
+        chosen.append(span)
+        open_paths = [t for t in open_paths if t not in explained]
+    confidence: Literal["high", "medium"] = "high" if share >= 0.5 else "medium"
+    hub = _common_node(chosen)
+    detail = f"every slow pair has {hub}: its own connection is the likely cause" if hub else ""
+    culprits: list[Culprit] = []
+    for span in chosen:
+        worst = max((t for t in direct if spans[t.path] == span), key=lambda t: t.gain_s)
+        culprits.append(_culprit((span[0], span[-1]), worst, nodes, confidence, detail, hub))
+    return tuple(culprits)
+
+
+def _common_node(spans: Sequence[tuple[str, ...]]) -> str:
+    if len(spans) < 2:
+        return ""
+    common = set(spans[0]).intersection(*spans[1:])
+    return common.pop() if len(common) == 1 else ""
+
+
+def _common_pair(
+    slow: Sequence[Transfer], transfers: Sequence[Transfer], spans: Mapping[Path, tuple[str, ...]]
+) -> tuple[_Pair | None, list[str]]:
+    """The pair, if only one can be; and the nodes among which it must be."""
+    common = sorted(set(spans[slow[0].path]).intersection(*(spans[t.path] for t in slow[1:])))
+    if len(common) < 2 or len(common) > _MAX_PAIRS_NODES:
+        return None, common or list(spans[slow[0].path])
+    weight = min(t.nbytes for t in slow) / 4
+    cleared = {
+        spans[t.path]
+        for t in transfers
+        if len(spans[t.path]) == 2 and t.ratio <= _FAST_RATIO and t.nbytes >= weight
+    }
+    left = [pair for pair in itertools.combinations(common, 2) if pair not in cleared]
+    return (left[0] if len(left) == 1 else None), sorted({node for pair in left for node in pair}) or common
+
+
+def _culprit(
+    pair: _Pair,
+    transfer: Transfer,
+    nodes: Mapping[int, str],
+    confidence: Literal["high", "medium", "low"],
+    detail: str,
+    node: str = "",
+) -> Culprit:
+    first, second = _ends(pair, transfer, nodes)
+    link = Link((first, second), (nodes.get(first, pair[0]), nodes.get(second, pair[1])))
+    told = transfer.path.source < 0 or transfer.ratio >= 2.0  # else the healthy time is mostly waiting
+    slowdown = round(transfer.ratio, 2) if told else 0.0
+    return Culprit(None, link, node, "transfer", slowdown, confidence, "network", detail)
+
+
+def _ends(pair: _Pair, transfer: Transfer, nodes: Mapping[int, str]) -> tuple[int, int]:
+    if transfer.path.source >= 0:
+        return transfer.path.source, transfer.path.target
+    first = next(rank for rank in transfer.ranks if nodes.get(rank, "") == pair[0])
+    second = next(rank for rank in transfer.ranks if nodes.get(rank, "") == pair[1] and rank != first)
+    return first, second
+
+
+def _describe(transfer: Transfer) -> str:
+    if transfer.path.source >= 0:
+        longer = (transfer.after_s - transfer.before_s) * 1e3
+        return (
+            f"{transfer.path}: a message takes {longer:+.1f} ms longer, {transfer.count:.0f} per iteration, "
+            f"{transfer.nbytes / 1e6:.2g} MB each"
+        )
+    return (
+        f"{transfer.path} (ranks {fold_ranks(transfer.ranks)}): after the last arrival "
+        f"{transfer.before_s * 1e3:.1f} -> {transfer.after_s * 1e3:.1f} ms per operation, "
+        f"{transfer.nbytes / 1e6:.2g} MB each"
+    )

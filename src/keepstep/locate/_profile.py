@@ -1,0 +1,59 @@
+"""Medians per rank over a few iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from keepstep.core.summary import IterationSummary
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+FIELDS = ("duration_s", "self_s", "blocked_s", "data_s", "backward_s", "optimizer_s", "gc_s")
+_MAD_TO_SIGMA = 1.4826
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Per rank (ascending) the medians over its iterations; arrays of shape (ranks,), seconds."""
+
+    ranks: Ints
+    counts: Ints  # iterations of each rank
+    duration_s: Floats
+    self_s: Floats
+    blocked_s: Floats
+    data_s: Floats
+    backward_s: Floats
+    optimizer_s: Floats
+    gc_s: Floats
+    noise_s: Floats  # robust standard deviation of self_s from iteration to iteration
+
+    def at(self, ranks: Ints) -> Profile:
+        """The profile of some of the ranks, which must all be in it."""
+        where = np.searchsorted(self.ranks, ranks)
+        return Profile(*(getattr(self, name)[where] for name in self.__slots__))
+
+
+def profile(summaries: Sequence[IterationSummary]) -> Profile:
+    """Medians and noise of every rank that has at least one iteration."""
+    ranks = np.array([summary.rank for summary in summaries], dtype=np.int64)
+    order = np.argsort(ranks, kind="stable")
+    known, first, counts = np.unique(ranks[order], return_index=True, return_counts=True)
+    width = int(counts.max(initial=0))
+    column = np.arange(len(order)) - np.repeat(first, counts)
+    row = np.repeat(np.arange(len(known)), counts)
+    medians: dict[str, Floats] = {}
+    noise: Floats = np.zeros(len(known))
+    for name in FIELDS:
+        values = np.array([getattr(summary, name) for summary in summaries], dtype=np.float64)[order]
+        table = np.full((len(known), width), np.nan)
+        table[row, column] = values
+        middle: Floats = np.nanmedian(table, axis=1) if width else np.zeros(0)
+        medians[name] = middle
+        if name == "self_s" and width:
+            noise = _MAD_TO_SIGMA * np.nanmedian(np.abs(table - middle[:, None]), axis=1)
+    return Profile(ranks=known, counts=counts, noise_s=noise, **medians)

@@ -1,0 +1,191 @@
+"""How long the transfers themselves took: after the last member arrived, in every group and between every pair."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from keepstep.core.events import Op
+from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
+from keepstep.locate.clocks import MAX_DRIFT, ClockOffsets
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A collective stream of a group, or (``source`` >= 0) the messages from one rank to another."""
+
+    group: str
+    op: int
+    source: int = -1
+    target: int = -1
+
+    def __str__(self) -> str:
+        if self.source >= 0:
+            return f"rank {self.source} to rank {self.target}"
+        return f"{self.group} {Op(self.op).name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One path's transfers, healthy and now; medians over iterations."""
+
+    path: Path
+    ranks: tuple[int, ...]
+    count: float  # operations per iteration
+    nbytes: float  # per operation
+    before_s: float  # per operation, an upper bound
+    after_s: float
+    error_s: float = 0.0  # what clocks may add to the difference
+
+    @property
+    def gain_s(self) -> float:
+        """What the path takes longer, seconds per iteration."""
+        return (self.after_s - self.before_s) * self.count
+
+    @property
+    def ratio(self) -> float:
+        """How many times longer a transfer takes."""
+        return self.after_s / self.before_s if self.before_s > 0 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """Per operation means of one pair in one iteration.
+
+    The latency is the receive's end less the send's start, on uncorrected clocks.
+    """
+
+    latency_s: float
+    receiving_s: float
+    count: int
+    nbytes: float
+    at_s: float
+
+
+_Step = tuple[Path, int]
+
+
+def collective_transfers(
+    summaries: Sequence[IterationSummary], groups: Mapping[str, GroupInfo]
+) -> dict[Path, tuple[float, float, float]]:
+    """Per path (seconds per operation, operations per iteration, bytes per operation), medians over iterations.
+
+    The member that arrives last waits for nobody, so the shortest mean of the members bounds the transfer from
+    above. Iterations in which a member of a group is missing say nothing about that group.
+    """
+    seen: dict[_Step, list[StreamSummary]] = {}
+    for summary in summaries:
+        for stream in summary.streams:
+            if stream.peer < 0 and stream.count > 0:
+                seen.setdefault((Path(stream.group, stream.op), summary.step), []).append(stream)
+    rows: dict[Path, list[tuple[float, float, float]]] = {}
+    for (path, _), streams in seen.items():
+        info = groups.get(path.group)
+        if info is None or len(info.members) < 2 or len(streams) < len(info.members):
+            continue
+        count = min(stream.count for stream in streams)
+        shortest = min(stream.busy_s / stream.count for stream in streams)
+        rows.setdefault(path, []).append((shortest, float(count), streams[0].bytes / streams[0].count))
+    return {path: _medians(values) for path, values in rows.items()}
+
+
+def message_transfers(
+    before: Sequence[IterationSummary],
+    after: Sequence[IterationSummary],
+    nodes: Mapping[int, str],
+    offsets: ClockOffsets | None,
+) -> list[Transfer]:
+    """Every pair's messages, before and after.
+
+    A transfer is no longer than the receive, and no longer than from the send's start to the receive's end. Of the
+    latter the *growth* is known without comparing clocks, but for their drift; so the smaller growth is the transfer's.
+    """
+    old, new = _messages(before), _messages(after)
+    transfers: list[Transfer] = []
+    for path, rows in new.items():
+        if path not in old:
+            continue
+        healthy, now = old[path], rows
+        grown, error = _latency_growth(path, healthy, now, nodes, offsets)
+        receiving_before = float(np.median([row.receiving_s for row in healthy]))
+        receiving_growth = float(np.median([row.receiving_s for row in now])) - receiving_before
+        base = min(receiving_before, _healthy_latency(path, healthy, nodes, offsets))
+        growth = min(grown, receiving_growth)
+        count = float(np.median([row.count for row in now]))
+        nbytes = float(np.median([row.nbytes for row in now]))
+        ends = (path.source, path.target)
+        transfers.append(Transfer(path, ends, count, nbytes, base, base + growth, error))
+    return transfers
+
+
+def _messages(summaries: Sequence[IterationSummary]) -> dict[Path, list[_Message]]:
+    sends: dict[tuple[str, int, int, int], tuple[StreamSummary, float]] = {}
+    receives: dict[tuple[str, int, int, int], tuple[StreamSummary, float]] = {}
+    for summary in summaries:
+        for stream in summary.streams:
+            if stream.count == 0:
+                continue
+            if stream.op == Op.SEND:
+                sends[stream.group, summary.rank, stream.peer, summary.step] = (stream, summary.start_s)
+            elif stream.op == Op.RECV:
+                receives[stream.group, stream.peer, summary.rank, summary.step] = (stream, summary.start_s)
+    rows: dict[Path, list[_Message]] = {}
+    for key, (receive, receiver_s) in receives.items():
+        if key not in sends:
+            continue
+        send, sender_s = sends[key]
+        if (send.count, send.first_seq) != (receive.count, receive.first_seq):
+            continue
+        group, source, target, _ = key
+        latency = (receiver_s + receive.end_s) - (sender_s + send.start_s)
+        message = _Message(
+            latency, receive.busy_s / receive.count, receive.count, send.bytes / send.count, receiver_s
+        )
+        rows.setdefault(Path(group, int(Op.SEND), source, target), []).append(message)
+    return rows
+
+
+def _latency_growth(
+    path: Path,
+    before: Sequence[_Message],
+    after: Sequence[_Message],
+    nodes: Mapping[int, str],
+    offsets: ClockOffsets | None,
+) -> tuple[float, float]:
+    """(growth, its error by clocks), in seconds."""
+    then, now = (float(np.median([row.latency_s for row in rows])) for rows in (before, after))
+    source, target = nodes.get(path.source, ""), nodes.get(path.target, "")
+    if source == target:
+        return now - then, 0.0
+    elapsed = float(np.median([row.at_s for row in after]) - np.median([row.at_s for row in before]))
+    drift, error = 0.0, 2 * MAX_DRIFT
+    if offsets is not None and source in offsets.nodes and target in offsets.nodes:
+        one, other = offsets.nodes[source], offsets.nodes[target]
+        drift, error = other.drift - one.drift, other.drift_bound + one.drift_bound
+    return now - then + drift * elapsed, error * abs(elapsed)
+
+
+def _healthy_latency(
+    path: Path, rows: Sequence[_Message], nodes: Mapping[int, str], offsets: ClockOffsets | None
+) -> float:
+    """From the send's start to the receive's end, where the clocks are known better than that; else infinite."""
+    latency, at_s = (
+        float(np.median(values)) for values in ([r.latency_s for r in rows], [r.at_s for r in rows])
+    )
+    source, target = nodes.get(path.source, ""), nodes.get(path.target, "")
+    if source == target:
+        return max(latency, 0.0)
+    if offsets is None or source not in offsets.nodes or target not in offsets.nodes:
+        return math.inf
+    at_source_s = at_s + offsets.offset_s(target, at_s) - offsets.offset_s(source)
+    shift = offsets.offset_s(target, at_s) - offsets.offset_s(source, at_source_s)
+    bound = offsets.bound_s(target, at_s) + offsets.bound_s(source, at_source_s)
+    return latency + shift if latency + shift > 2 * bound else math.inf
+
+
+def _medians(values: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    table = np.array(values)
+    return float(np.median(table[:, 0])), float(np.median(table[:, 1])), float(np.median(table[:, 2]))
