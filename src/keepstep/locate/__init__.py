@@ -1,1 +1,19 @@
 """Which rank, link or stage is to blame? Pure: numpy and core only, no I/O, no clock."""
+
+from keepstep.locate.clocks import ClockOffsets, NodeClock, estimate_offsets
+from keepstep.locate.crash import locate_crash
+from keepstep.locate.hang import locate_hang
+from keepstep.locate.infer import GroupRole, InferredLayout, infer_layout
+from keepstep.locate.slow import locate_slow
+
+__all__ = [
+    "ClockOffsets",
+    "GroupRole",
+    "InferredLayout",
+    "NodeClock",
+    "estimate_offsets",
+    "infer_layout",
+    "locate_crash",
+    "locate_hang",
+    "locate_slow",
+]

@@ -1,0 +1,181 @@
+"""Who died first: the others die of it, with errors about their connections."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from keepstep.core.events import Phase
+from keepstep.core.finding import Finding
+from keepstep.core.incident import Culprit, Diagnosis
+from keepstep.core.ranges import fold_ranks
+from keepstep.core.summary import RankState
+from keepstep.locate.clocks import ClockOffsets
+
+
+_SAME_MOMENT_S = 0.5
+_MAX_CULPRITS = 64
+
+_OF_ANOTHER = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|closed by (the )?(remote )?peer|broken pipe|socket (was )?closed"
+    r"|processgroup|gloo/transport|nccl (communicator|error|remote)|remote (process|peer)|distbackenderror"
+    r"|watchdog|timed out (waiting|initializing)|store->get|heartbeat|recvvalue|connectfullmesh|end ?of ?file",
+    re.IGNORECASE,
+)
+_ENDED_BY_LAUNCHER = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+
+
+def locate_crash(
+    findings: Sequence[Finding],
+    states: Sequence[RankState] = (),
+    nodes: Mapping[int, str] | None = None,
+    offsets: ClockOffsets | None = None,
+) -> Diagnosis:
+    """Name the process that died first of its own doing; those that lost their connection to it are victims.
+
+    Args:
+        findings: of kind ``crash`` (others are ignored), times on their nodes' clocks.
+        states: ranks that are still there; they count as victims.
+        nodes: node name by rank; findings carry their own.
+        offsets: the nodes' clocks. Without them deaths on different nodes are told apart by their messages.
+    """
+    crashes = _one_per_rank([finding for finding in findings if finding.kind == "crash"])
+    if not crashes:
+        return Diagnosis("crash", (), (), (), ("a finding about a process that died",), "cause unknown")
+    clocks_known = offsets is not None or len({finding.node for finding in crashes}) == 1
+    times = {finding.rank: _time_s(finding, offsets) for finding in crashes}
+    order = sorted(
+        crashes, key=lambda f: (_is_consequence(f), times[f.rank] if clocks_known else 0.0, f.rank)
+    )
+    first = order[0]
+    tolerance_s = _tolerance_s(crashes, offsets)
+    together = [
+        f
+        for f in order
+        if f is first
+        or (
+            _is_consequence(f) == _is_consequence(first)
+            and abs(times[f.rank] - times[first.rank]) <= tolerance_s
+        )
+    ]
+    if _is_consequence(first):
+        together = [first]
+    confidence = _confidence(first, together, crashes)
+    culprits = tuple(_culprit(finding, nodes, confidence) for finding in together[:_MAX_CULPRITS])
+    blamed = {finding.rank for finding in together}
+    died = {finding.rank for finding in crashes}
+    waiting = {state.rank for state in states if state.rank not in died and state.in_flight}
+    victims = tuple(sorted((died | waiting) - blamed))
+    evidence = _evidence(first, together, crashes, times, clocks_known, waiting)
+    missing: list[str] = []
+    if _is_consequence(first):
+        missing.append("the first death: every message is about a lost connection")
+    if not clocks_known and len(together) > 1:
+        missing.append("clock offsets between the nodes: which of the deaths came first cannot be told")
+    return Diagnosis("crash", culprits, victims, evidence, tuple(missing), _headline(first))
+
+
+def _one_per_rank(crashes: Sequence[Finding]) -> list[Finding]:
+    """Agent and launcher may both report a death: the one with a message, then the earlier, counts."""
+    best: dict[int, Finding] = {}
+    for finding in crashes:
+        known = best.get(finding.rank)
+        if known is None or (not finding.message, finding.time_s) < (not known.message, known.time_s):
+            best[finding.rank] = finding
+    return list(best.values())
+
+
+def _is_consequence(finding: Finding) -> bool:
+    """Whether the process died of another's death, or was ended because of it."""
+    if finding.message:
+        return _OF_ANOTHER.search(finding.message) is not None
+    return finding.exit_code in _ENDED_BY_LAUNCHER
+
+
+def _time_s(finding: Finding, offsets: ClockOffsets | None) -> float:
+    return finding.time_s if offsets is None else offsets.to_reference_s(finding.node, finding.time_s)
+
+
+def _tolerance_s(crashes: Sequence[Finding], offsets: ClockOffsets | None) -> float:
+    """Deaths nearer to each other than this cannot be put in order."""
+    if len({finding.node for finding in crashes}) == 1:
+        return _SAME_MOMENT_S
+    if offsets is None:
+        return math.inf
+    return _SAME_MOMENT_S + 2 * max(offsets.bound_s(finding.node, finding.time_s) for finding in crashes)
+
+
+def _confidence(
+    first: Finding, together: Sequence[Finding], crashes: Sequence[Finding]
+) -> Literal["high", "medium", "low"]:
+    if _is_consequence(first):
+        return "low"
+    if len(together) == 1:
+        return "high"
+    return "medium" if 2 * len(together) <= len(crashes) or _same_message(together) else "low"
+
+
+def _same_message(findings: Sequence[Finding]) -> bool:
+    """Equal but for numbers, such as ranks and addresses."""
+    return len({re.sub(r"\d+", "#", finding.message) for finding in findings}) == 1
+
+
+def _culprit(
+    finding: Finding, nodes: Mapping[int, str] | None, confidence: Literal["high", "medium", "low"]
+) -> Culprit:
+    node = finding.node or (nodes or {}).get(finding.rank, "")
+    detail = "; ".join(text for text in (_death(finding), finding.message[:300]) if text)
+    return Culprit(finding.rank, None, node, _phase(finding), 0.0, confidence, "process died", detail)
+
+
+def _death(finding: Finding) -> str:
+    if finding.exit_code > 128:
+        try:
+            return f"killed by {signal.Signals(finding.exit_code - 128).name}"
+        except ValueError:
+            pass
+    return f"exit code {finding.exit_code}"
+
+
+def _phase(finding: Finding) -> str:
+    try:
+        return Phase(finding.phase).name.lower()
+    except ValueError:
+        return ""
+
+
+def _headline(first: Finding) -> str:
+    reason = f": {first.message[:120]}" if first.message else ""
+    return f"rank {first.rank} died ({_death(first)}){reason}"
+
+
+def _evidence(
+    first: Finding,
+    together: Sequence[Finding],
+    crashes: Sequence[Finding],
+    times: Mapping[int, float],
+    clocks_known: bool,
+    waiting: set[int],
+) -> tuple[str, ...]:
+    lines = [f"rank {first.rank}: {_death(first)} at step {first.step}"]
+    if len(together) > 1:
+        alike = (
+            "with the same error: it looks like the program"
+            if _same_message(together)
+            else "at the same moment"
+        )
+        lines.append(f"ranks {fold_ranks(f.rank for f in together)} died {alike}")
+    later = [finding for finding in crashes if finding not in together]
+    lost = [finding.rank for finding in later if _is_consequence(finding)]
+    if lost:
+        lines.append(f"ranks {fold_ranks(lost)} lost their connections to it or were ended")
+    own = [f.rank for f in later if not _is_consequence(f)]
+    if own and clocks_known:
+        after = min(times[rank] for rank in own) - times[first.rank]
+        lines.append(f"ranks {fold_ranks(own)} died {after:.1f} s or more later with errors of their own")
+    if waiting:
+        lines.append(f"ranks {fold_ranks(waiting)} are left waiting in operations")
+    return tuple(lines)

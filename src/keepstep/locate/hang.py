@@ -1,0 +1,335 @@
+"""Who holds everybody up: the roots of the wait-for graph (MegaTrace §III-C, "Locate hang issue").
+
+A rank in an operation waits for the members that have not entered it. The culprit waits for nobody: it is in no
+operation, or its process is stopped or dead. Where all members are in and none gets out, the transfer is stuck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from keepstep.core.events import Op, Phase
+from keepstep.core.incident import Culprit, Diagnosis, IncidentKind, Link
+from keepstep.core.ranges import fold_nodes, fold_ranks
+from keepstep.core.summary import GroupInfo, RankState
+from keepstep.locate._waiting import Pending, pending_operations
+from keepstep.locate.clocks import ClockOffsets
+
+_MAX_CULPRITS = 64
+_FEW = 4  # more roots than this are hardly all at fault
+_STOPPED = ("T", "t")
+
+Confidence = Literal["high", "medium", "low"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Evidence:
+    """What is known of the hang; ``blocked`` are the ranks that wait in some operation."""
+
+    states: Mapping[int, RankState]
+    pending: Sequence[Pending]
+    nodes: Mapping[int, str]
+    silent_nodes: frozenset[str]
+    offsets: ClockOffsets | None
+
+    @property
+    def silent(self) -> list[int]:
+        return sorted(set(self.nodes) - set(self.states))
+
+
+@dataclass(frozen=True, slots=True)
+class _Roots:
+    ranks: tuple[int, ...]
+    blocked: frozenset[int]
+    sure: bool  # found with every wait taken as one, not by leaving some out
+
+
+def locate_hang(
+    states: Sequence[RankState],
+    groups: Mapping[str, GroupInfo],
+    nodes: Mapping[int, str],
+    silent_nodes: Collection[str] = (),
+    offsets: ClockOffsets | None = None,
+) -> Diagnosis:
+    """Name who never entered, stopped, died or entered something else; a stuck transfer when all have entered.
+
+    Args:
+        states: where the ranks are; those that did not tell may be missing.
+        groups: the process groups by name.
+        nodes: node name by rank, of all ranks of the job.
+        silent_nodes: nodes whose agent does not answer.
+        offsets: the nodes' clocks; used to order ranks that stopped, not needed.
+    """
+    by_rank = {state.rank: state for state in states}
+    pending = pending_operations([state for state in states if state.alive], groups)
+    known = _Evidence(by_rank, _with_dead(pending, by_rank), nodes, frozenset(silent_nodes), offsets)
+    gone = [state.rank for state in states if not state.alive or state.process_state in _STOPPED]
+    if gone:
+        return _gone(known, sorted(gone))
+    mixed = next((p for p in known.pending if len(p.ops) > 1 and p.collective), None)
+    if mixed is not None:
+        return _desync(known, mixed)
+    roots = _roots(known)
+    if roots.ranks:
+        return _never_entered(known, roots)
+    return _no_root(known, roots)
+
+
+def _with_dead(pending: Sequence[Pending], by_rank: Mapping[int, RankState]) -> list[Pending]:
+    """A dead process enters nothing: its place in ``unknown`` (its state was left out) is among the absent."""
+    dead = {rank for rank, state in by_rank.items() if not state.alive}
+    if not dead:
+        return list(pending)
+    return [
+        Pending(
+            p.group, p.ops, p.seq, p.source, p.target, p.waiting, p.firm,
+            (*p.absent, *(r for r in p.unknown if r in dead)), tuple(r for r in p.unknown if r not in dead),
+            p.through, p.stuck_s,
+        )
+        for p in pending
+    ]  # fmt: skip
+
+
+def _roots(known: _Evidence) -> _Roots:
+    """Ranks that others wait for and that wait for nobody themselves.
+
+    An asynchronous operation in flight looks like a wait. When that leaves nobody to blame (everybody waits for
+    somebody), the doubtful waits are left out: first sends, then what a rank entered before it went on to other things.
+    """
+    blocking = [p for p in known.pending if not p.entered_by_all]
+    awaited = {rank for p in blocking for rank in p.absent}
+    blocked: frozenset[int] = frozenset()
+    for level in range(3):
+        blocked = frozenset(
+            rank
+            for p in blocking
+            if not (level >= 1 and p.one_sided)
+            for rank in (p.firm if level >= 2 else p.waiting)
+        ) | frozenset(rank for p in known.pending if p.entered_by_all and p.through == 0 for rank in p.firm)
+        ranks = tuple(sorted(awaited - blocked))
+        if ranks:
+            return _Roots(ranks, blocked, level == 0)
+    return _Roots((), blocked, False)
+
+
+def _never_entered(known: _Evidence, roots: _Roots) -> Diagnosis:
+    waited_for: dict[int, int] = {}
+    for p in known.pending:
+        for rank in p.absent:
+            waited_for[rank] = waited_for.get(rank, 0) + len(p.waiting)
+    order = sorted(roots.ranks, key=lambda rank: (-waited_for[rank], _last_progress(known, rank)))
+    first = next(p for p in known.pending if order[0] in p.absent)
+    if len(order) > _FEW and 2 * len(order) > len(known.states):
+        return _hardly_any_entered(known, order, first)
+    confidence: Confidence = "high" if roots.sure else "medium"
+    if len(order) > _FEW:
+        confidence = "low"
+    elif known.silent:
+        confidence = "medium"
+    culprits = tuple(_culprit(known, rank, first, confidence) for rank in order[:_MAX_CULPRITS])
+    graph = f"wait-for graph has {_roots_text(order)}"
+    return _diagnosis(known, culprits, set(order), first, (graph, *_progress_lines(known, order)))
+
+
+def _hardly_any_entered(known: _Evidence, order: Sequence[int], first: Pending) -> Diagnosis:
+    """Most ranks are on their way and a few wait: nobody is singled out."""
+    phases = sorted({_phase(known.states[rank]) for rank in order} - {""})
+    told = f"ranks {fold_ranks(order)} have not entered {first}; they are in {', '.join(phases) or 'no known phase'}"
+    missing = ("what most ranks are busy with: none of it goes through a process group",)
+    return _diagnosis(known, (), set(), first, (told,), missing)
+
+
+def _gone(known: _Evidence, gone: Sequence[int]) -> Diagnosis:
+    """Dead and stopped processes explain what waits for them, whatever they were in."""
+    first = next((p for p in known.pending if set(gone) & {*p.absent, *p.waiting}), None)
+    order = sorted(gone, key=lambda rank: (_last_progress(known, rank), rank))
+    culprits = tuple(_culprit(known, rank, first, "high") for rank in order[:_MAX_CULPRITS])
+    return _diagnosis(known, culprits, set(gone), first, _progress_lines(known, order))
+
+
+def _desync(known: _Evidence, mixed: Pending) -> Diagnosis:
+    """Different operations under one sequence number: the fewer are the culprits."""
+    entered: dict[int, list[int]] = {}
+    for rank, state in known.states.items():
+        for flight in state.in_flight:
+            if flight.group == mixed.group and flight.peer < 0 and flight.seq == mixed.seq:
+                entered.setdefault(flight.op, []).append(rank)
+                break
+        else:
+            for stream in state.streams:
+                if stream.group == mixed.group and stream.peer < 0 and stream.started == mixed.seq:
+                    entered.setdefault(stream.op, []).append(rank)
+    by_size = sorted(entered, key=lambda op: (len(entered[op]), op))
+    odd = sorted(rank for op in by_size[:-1] for rank in entered[op])
+    tie = len(entered[by_size[0]]) == len(entered[by_size[-1]])
+    told = ", ".join(f"ranks {fold_ranks(entered[op])} in {Op(op).name}" for op in reversed(by_size))
+    confidence: Confidence = "low" if tie else "high"
+    culprits = tuple(_culprit(known, rank, mixed, confidence, "entered another operation") for rank in odd)
+    missing = ("which of the two is meant: as many ranks entered one as the other",) if tie else ()
+    return _diagnosis(known, culprits, set(odd), mixed, (told,), missing, "desync")
+
+
+def _no_root(known: _Evidence, roots: _Roots) -> Diagnosis:
+    for p in known.pending:
+        if p.unknown:
+            return _silent(known, p)
+    stuck = [p for p in known.pending if p.entered_by_all and p.through == 0]
+    if stuck:
+        return _transfer(known, stuck)
+    unfinished = [p for p in known.pending if p.entered_by_all and p.through > len(p.waiting)]
+    if unfinished:
+        ranks = sorted({rank for p in unfinished for rank in p.waiting})
+        culprits = tuple(
+            _culprit(known, r, unfinished[0], "medium", "did not finish") for r in ranks[:_MAX_CULPRITS]
+        )
+        told = f"{unfinished[0].through} members are through {unfinished[0]}"
+        return _diagnosis(known, culprits, set(ranks), unfinished[0], (told,))
+    circle = sorted(roots.blocked)
+    if circle:
+        ops = [str(p) for p in known.pending if p.absent][:2]
+        missing = ("which rank left the common order of operations: each of these waits for another of them",)
+        told = f"ranks {fold_ranks(circle)} wait for each other: {'; '.join(ops)}"
+        return _diagnosis(known, (), set(), known.pending[0], (told,), missing, "desync")
+    phases = sorted({_phase(state) for state in known.states.values()})
+    told = f"no rank is in an operation; phases: {', '.join(phases) or 'none told'}"
+    missing = ("what all ranks wait for: none of it goes through a process group",)
+    return _diagnosis(known, (), set(), None, (told,), missing)
+
+
+def _silent(known: _Evidence, p: Pending) -> Diagnosis:
+    """Everybody who told something waits; only those who told nothing are left."""
+    order = [rank for rank in known.silent if rank in p.unknown]
+    culprits = tuple(
+        Culprit(
+            rank, None, known.nodes.get(rank, ""), "", 0.0,
+            "medium" if known.nodes.get(rank, "") in known.silent_nodes else "low", "silent",
+            f"told nothing; all others wait, last of all for {p}",
+        )
+        for rank in order[:_MAX_CULPRITS]
+    )  # fmt: skip
+    missing = (f"states of ranks {fold_ranks(order)}: reach their nodes by another way",)
+    return _diagnosis(known, culprits, set(order), p, (), missing)
+
+
+def _transfer(known: _Evidence, stuck: Sequence[Pending]) -> Diagnosis:
+    """All are in and nobody gets out: the network, between two nodes where there are only two."""
+    first = min(stuck, key=lambda p: (not p.collective, -p.stuck_s)) if stuck[0].collective else stuck[0]
+    ranks = first.waiting if first.collective else (first.source, first.target)
+    names = sorted({known.nodes.get(rank, "") for rank in ranks})
+    told = f"all {len(ranks)} members entered {first}, none is through"
+    if len(names) == 2 or len(ranks) == 2:
+        one = ranks[0]
+        elsewhere = [rank for rank in ranks if known.nodes.get(rank, "") != known.nodes.get(one, "")]
+        other = elsewhere[0] if elsewhere else ranks[1]
+        link = Link((one, other), (known.nodes.get(one, ""), known.nodes.get(other, "")))
+        culprit = Culprit(
+            None, link, "", "transfer", 0.0, "medium", "network", "all entered, nothing comes through"
+        )
+        return _diagnosis(known, (culprit,), {one, other}, first, (told,))
+    missing = (f"between which of {fold_nodes(names)} nothing comes through: test them pair by pair",)
+    return _diagnosis(known, (), set(), first, (told,), missing)
+
+
+def _diagnosis(
+    known: _Evidence,
+    culprits: tuple[Culprit, ...],
+    blamed: set[int],
+    main: Pending | None,
+    evidence: Sequence[str],
+    missing: tuple[str, ...] = (),
+    kind: IncidentKind = "hang",
+) -> Diagnosis:
+    victims = tuple(sorted({rank for p in known.pending for rank in p.waiting} - blamed))
+    lines = [f"{len(known.states)}/{max(len(known.nodes), len(known.states))} ranks reporting"]
+    if main is not None and blamed:
+        direct = _direct(known, blamed)
+        lines.append(f"{direct} ranks wait for them directly, {max(len(victims) - direct, 0)} through others")
+    silent = known.silent
+    if silent and not missing:
+        missing = (f"states of ranks {fold_ranks(silent)}",)
+    summary = f"{main} stuck {main.stuck_s:.0f} s" if main is not None else ""
+    return Diagnosis(kind, culprits, victims, (*lines, *evidence), missing, summary)
+
+
+def _culprit(
+    known: _Evidence, rank: int, p: Pending | None, confidence: Confidence, cause: str = ""
+) -> Culprit:
+    state = known.states[rank]
+    phase = _phase(state)
+    detail: list[str] = []
+    if p is not None and rank in p.absent:
+        detail.append(f"never entered {p}")
+    if state.alive and not cause:
+        detail.append(f"in {phase} for {max(state.now_s - state.phase_since_s, 0):.0f} s")
+    frame = _innermost_frame(state.stack)
+    if frame:
+        detail.append(f"at {frame}")
+    return Culprit(
+        rank,
+        None,
+        known.nodes.get(rank, ""),
+        phase,
+        0.0,
+        confidence,
+        cause or _cause(state, phase),
+        "; ".join(detail),
+    )
+
+
+def _cause(state: RankState, phase: str) -> str:
+    if not state.alive:
+        return "process died"
+    if state.process_state in _STOPPED:
+        return "stopped"
+    doing = {"S": "asleep", "D": "stuck in the kernel", "R": "busy"}.get(state.process_state)
+    return f"{doing} in {phase}" if doing else "never entered"
+
+
+def _phase(state: RankState) -> str:
+    try:
+        return Phase(state.phase).name.lower()
+    except ValueError:
+        return ""
+
+
+def _innermost_frame(stack: str) -> str:
+    """The first line of a stack that names a place; py-spy and faulthandler both print the innermost first."""
+    for line in stack.splitlines():
+        text = line.strip()
+        if ".py" in text:
+            return text[:120]
+    return ""
+
+
+def _direct(known: _Evidence, blamed: set[int]) -> int:
+    return len(
+        {rank for p in known.pending if not blamed.isdisjoint(p.absent) for rank in p.waiting} - blamed
+    )
+
+
+def _last_progress(known: _Evidence, rank: int) -> float:
+    """When the rank last did something, on the reference clock where clocks are known."""
+    state = known.states[rank]
+    if known.offsets is None:
+        return state.last_progress_s - state.now_s
+    return known.offsets.to_reference_s(known.nodes.get(rank, ""), state.last_progress_s)
+
+
+def _progress_lines(known: _Evidence, order: Sequence[int]) -> tuple[str, ...]:
+    lines: list[str] = []
+    for rank in order[:3]:
+        state = known.states[rank]
+        ago = max(state.now_s - state.last_progress_s, 0.0)
+        process = f", process state {state.process_state}" if state.process_state else ", process gone"
+        lines.append(
+            f"rank {rank}: last progress {ago:.1f} s ago, in {_phase(state) or 'no known phase'}{process}"
+        )
+    return tuple(lines)
+
+
+def _roots_text(order: Sequence[int]) -> str:
+    return (
+        f"one root, rank {order[0]}" if len(order) == 1 else f"{len(order)} roots, ranks {fold_ranks(order)}"
+    )
