@@ -22,7 +22,6 @@ from keepstep.core.events import Kind, Phase
 WARM_UP_STEPS = 5
 QUIET_NS = 50_000_000
 _FIRST_SEQ = 1  # the ring counts from 1
-_MAX_OPEN = 256
 _NOTHING_NEW = frozenset({Phase.OPTIMIZER, Phase.GC})
 _PAUSES = (Phase.EVALUATION, Phase.CHECKPOINT)
 
@@ -70,13 +69,15 @@ class IterationCutter:
     earlier iterations are then of another length and should be forgotten.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, records: int = 65536) -> None:
         self.renumbered = 0
         self.step = -1  # the last finished one
         self._buffer = EventBuffer()
         self._markers: list[_Marker] = []
         self._open: dict[int, tuple[int, int]] = {}  # ticket of a begun phase: code, start
+        self._records = records  # slots of the ring: an older phase's end will never be told
         self._last_new_ns = 0
+        self._last_end_ns = 0  # of a phase
         self._learned = StepMarkers()
         self._usual = UsualSequence()
         self._custom = CustomLoop()
@@ -109,9 +110,11 @@ class IterationCutter:
 
     def phase(self) -> tuple[int, int]:
         """The innermost phase that is open, or FORWARD (STARTUP before the first step), and when it began (0: unknown)."""
+        if self._edge_ns is None:
+            return Phase.STARTUP, 0
         if self._open:
             return self._open[max(self._open)]
-        return (Phase.FORWARD if self._edge_ns is not None else Phase.STARTUP), 0
+        return Phase.FORWARD, self._last_end_ns
 
     def _note_phases(self, started: Rows, finished: Rows) -> None:
         kinds = started["kind"]
@@ -125,11 +128,13 @@ class IterationCutter:
                 self._seen_optimizer = self._seen_optimizer or op == Phase.OPTIMIZER
                 if op not in _NOTHING_NEW:
                     self._last_new_ns = max(self._last_new_ns, start)
-            while len(self._open) > _MAX_OPEN:
-                del self._open[min(self._open)]
+            oldest = int(fresh["ticket"][-1]) - self._records
+            for ticket in [ticket for ticket in self._open if ticket < oldest]:
+                del self._open[ticket]
         ended = finished[finished["kind"] == Kind.PHASE]
         if not len(ended):
             return
+        self._last_end_ns = max(self._last_end_ns, int(ended["end_ns"].max()))
         steps = ended["op"] == Phase.OPTIMIZER
         for ticket in ended["ticket"].tolist():
             self._open.pop(ticket, None)

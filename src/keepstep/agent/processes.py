@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,28 +32,54 @@ def state_of(process: ProcessId, proc: Path = PROC) -> str:
     return fields[0] if fields is not None and int(fields[19]) == process.started else ""
 
 
-def carries(pid: int, name: str, value: str, proc: Path = PROC) -> bool:
-    """Whether the process was started with environment variable ``name`` = ``value``."""
+def carriers(environment: Mapping[str, Container[str]], proc: Path = PROC) -> list[int]:
+    """Pids of the processes that were started with, for each name, one of its values. Only what we may read is found."""
+    return [
+        int(entry.name) for entry in proc.iterdir() if entry.name.isdigit() and _carries(entry, environment)
+    ]
+
+
+def kill_carriers(environment: Mapping[str, Container[str]], patience_s: float = 2.0) -> int:
+    """SIGKILL every process (but this one) that ``carriers`` finds, until there is none; how many were killed.
+
+    A process is held by a descriptor while its environment is read again, so a pid that was reused meanwhile is safe.
+    """
+    killed: set[int] = set()
+    deadline_s = time.monotonic() + patience_s
+    while time.monotonic() < deadline_s:
+        found = [pid for pid in carriers(environment) if pid != os.getpid()]
+        if not found:
+            break
+        for pid in found:
+            if _kill_if_carries(pid, environment):
+                killed.add(pid)
+        time.sleep(0.02)
+    return len(killed)
+
+
+def _kill_if_carries(pid: int, environment: Mapping[str, Container[str]]) -> bool:
     try:
-        content = (proc / str(pid) / "environ").read_bytes()
+        descriptor = os.pidfd_open(pid)
     except OSError:
         return False
-    return f"{name}={value}".encode() in content.split(b"\0")
-
-
-def kill_group(process: ProcessId, proc: Path = PROC) -> bool:
-    """SIGKILL the process and the process group that it leads; False when it is gone already."""
-    if not state_of(process, proc):
-        return False
     try:
-        leads = os.getpgid(process.pid) == process.pid
-        if leads:
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            os.kill(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
+        if not _carries(PROC / str(pid), environment):
+            return False
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except OSError:
         return False
+    finally:
+        os.close(descriptor)
     return True
+
+
+def _carries(entry: Path, environment: Mapping[str, Container[str]]) -> bool:
+    try:
+        content = (entry / "environ").read_bytes()
+    except OSError:
+        return False
+    found = dict(pair.split("=", 1) for pair in content.decode(errors="replace").split("\0") if "=" in pair)
+    return all(found.get(name) is not None and found[name] in values for name, values in environment.items())
 
 
 def _stat(pid: int, proc: Path) -> list[str] | None:

@@ -1,0 +1,62 @@
+"""The agent's command line. Its launcher writes it; nobody types it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.core.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What ``python -m keepstep.agent`` was given."""
+
+    run_dir: Path
+    controller: tuple[str, int]
+    secret_file: Path
+    node: str
+    node_rank: int
+    rings: dict[int, str]  # path by rank
+    tls: tuple[str, str, str] | None  # certificate, key, authority
+
+
+def parse(words: Sequence[str] | None = None) -> Arguments:
+    """Read the command line. Raises UsageError for values that cannot be used; argparse exits for the rest."""
+    from keepstep.wire.address import parse_address
+    from keepstep.wire.tls import TlsPaths
+
+    parser = argparse.ArgumentParser("keepstep.agent", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--controller", required=True, metavar="HOST:PORT")
+    parser.add_argument("--secret-file", required=True, type=Path)
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--node-rank", required=True, type=int)
+    parser.add_argument("--ring", required=True, action="append", metavar="RANK=PATH")
+    for name in ("--tls-cert", "--tls-key", "--tls-ca"):
+        parser.add_argument(name)
+    given = parser.parse_args(words)
+    paths = TlsPaths.of(given.tls_cert, given.tls_key, given.tls_ca)
+    return Arguments(
+        run_dir=given.run_dir.absolute(),
+        controller=parse_address(given.controller),
+        secret_file=given.secret_file,
+        node=given.node,
+        node_rank=given.node_rank,
+        rings=_rings(given.ring),
+        tls=(paths.cert, paths.key, paths.ca) if paths is not None else None,
+    )
+
+
+def _rings(words: Sequence[str]) -> dict[int, str]:
+    rings: dict[int, str] = {}
+    for word in words:
+        rank, equals, path = word.partition("=")
+        if not equals or not path or not rank.isascii() or not rank.isdigit():
+            raise UsageError(f"--ring {word}: wants RANK=PATH, for example 3=/proc/4711/fd/9")
+        if int(rank) in rings:
+            raise UsageError(f"--ring {word}: rank {rank} has a ring already ({rings[int(rank)]})")
+        rings[int(rank)] = path
+    return rings

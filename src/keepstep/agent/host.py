@@ -1,0 +1,91 @@
+"""What the kernel counts for a worker: time it waited for a CPU, and time its cgroup was kept from running."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.agent.processes import PROC
+
+_MOUNTS = PROC / "self" / "mountinfo"
+
+
+@dataclass(frozen=True, slots=True)
+class CpuCounters:
+    """Counters of one worker; all only grow. Seconds, but for the periods."""
+
+    running_s: float  # main thread on a CPU
+    runnable_s: float  # main thread ready, waiting for a CPU
+    periods: int  # cgroup quota periods that passed
+    throttled_periods: int  # those in which the quota ran out
+    throttled_s: float  # time the cgroup was kept off its CPUs
+
+
+def cpu_counters(pid: int, quota: Path | None, proc: Path = PROC) -> CpuCounters | None:
+    """The counters of ``pid`` now; ``quota`` is its ``cpu.stat`` file (``quota_file``). None when it is gone."""
+    try:
+        words = (proc / str(pid) / "schedstat").read_text().split()
+        running_ns, runnable_ns = int(words[0]), int(words[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    periods, throttled_periods, throttled_s = _throttling(quota) if quota is not None else (0, 0, 0.0)
+    return CpuCounters(running_ns * 1e-9, runnable_ns * 1e-9, periods, throttled_periods, throttled_s)
+
+
+def quota_file(pid: int, proc: Path = PROC, mounts: Path = _MOUNTS) -> Path | None:
+    """The ``cpu.stat`` of the cgroup (v2, or v1's cpu controller) that limits ``pid``; None when none does.
+
+    A quota may be set on any ancestor; the nearest one that counts periods is taken.
+    """
+    try:
+        groups = (proc / str(pid) / "cgroup").read_text().splitlines()
+        mounted = mounts.read_text().splitlines()
+    except OSError:
+        return None
+    for line in groups:
+        parts = line.split(":", 2)
+        if len(parts) != 3:
+            continue
+        if "cpu" in parts[1].split(",") or (parts[0] == "0" and not parts[1]):
+            top = _mount(mounted, parts[1])
+            found = _nearest(top, parts[2]) if top is not None else None
+            if found is not None:
+                return found
+    return None
+
+
+def _mount(mounted: Sequence[str], controllers: str) -> tuple[Path, str] | None:
+    """Where a hierarchy is mounted, and which of its folders is mounted there (containers see a part)."""
+    for line in mounted:
+        before, _, after = line.partition(" - ")
+        fields, tail = before.split(), after.split()
+        if len(fields) < 5 or len(tail) < 3:
+            continue
+        wanted = tail[0] == "cgroup2" if not controllers else tail[0] == "cgroup" and "cpu" in tail[2].split(",")
+        if wanted:
+            return Path(fields[4]), fields[3]
+    return None
+
+
+def _nearest(top: tuple[Path, str], group: str) -> Path | None:
+    mount, root = top
+    inside = group.removeprefix(root) if root != "/" and group.startswith(root) else group
+    folder = mount / inside.strip("/")
+    while True:
+        file = folder / "cpu.stat"
+        if _throttling(file)[0] > 0:
+            return file
+        if folder in (mount, folder.parent):
+            return None
+        folder = folder.parent
+
+
+def _throttling(file: Path) -> tuple[int, int, float]:
+    """(periods, throttled periods, throttled seconds) of a ``cpu.stat``; zeros where it cannot be read."""
+    try:
+        counts = {name: int(value) for name, value in (line.split() for line in file.read_text().splitlines())}
+    except (OSError, ValueError):
+        return 0, 0, 0.0
+    seconds = counts["throttled_usec"] * 1e-6 if "throttled_usec" in counts else counts.get("throttled_time", 0) * 1e-9
+    return counts.get("nr_periods", 0), counts.get("nr_throttled", 0), seconds

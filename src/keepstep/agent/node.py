@@ -1,0 +1,254 @@
+"""The agent of one node: polls the rings of its ranks and answers the controller. Files and time, but no sockets."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from keepstep.agent.processes import ProcessId, identify, state_of
+from keepstep.agent.sensors import HostSensors
+from keepstep.agent.states import operations_in_flight, python_stack, rank_state
+from keepstep.agent.steplog import StepLog
+from keepstep.agent.track import RankTrack
+from keepstep.core.errors import RingError
+from keepstep.core.summary import ClockSample, GroupInfo, IterationSummary, RankState
+from keepstep.ring import RingHeader, RingReader
+from keepstep.wire.messages import (
+    Found,
+    Groups,
+    Heartbeat,
+    Message,
+    Profile,
+    ProfileRequest,
+    RankBeat,
+    StateRequest,
+    States,
+)
+
+logger = logging.getLogger("keepstep.agent")
+
+_REOPEN_NS = 2_000_000_000
+_SILENT_NS = 1_000_000_000
+
+
+@dataclass(slots=True)
+class _Ring:
+    """One rank's ring and what is known of the process that writes it."""
+
+    rank: int
+    path: str
+    track: RankTrack
+    reader: RingReader | None = None
+    header: RingHeader | None = None
+    process: ProcessId | None = None
+    complaint: str = ""
+    next_try_ns: int = 0
+    ended: bool = False  # its process is gone or closed the ring
+    groups: int = 0  # of them told
+    told: set[tuple[str, tuple[int, ...]]] = field(default_factory=set[tuple[str, tuple[int, ...]]])
+
+
+class NodeAgent:
+    """``poll`` 20 times a second, ``heartbeat`` once a second; messages for the controller go to ``send``."""
+
+    def __init__(
+        self,
+        rings: Mapping[int, str],
+        node: str,
+        node_rank: int,
+        run_dir: Path,
+        send: Callable[[Message], None],
+    ) -> None:
+        self._node, self._node_rank, self._run_dir, self._send = node, node_rank, run_dir, send
+        self._rings = [_Ring(rank, path, RankTrack(rank, node, rings)) for rank, path in sorted(rings.items())]
+        self._local = frozenset(rings)
+        self._log = StepLog(run_dir / "nodes" / str(node_rank) / "iterations.jsonl", self._local)
+        self._sensors = HostSensors()
+        self._sequence = 0
+
+    def poll(self, now_ns: int) -> bool:
+        """Read every ring; True when any had something new."""
+        busy = False
+        for ring in self._rings:
+            try:
+                busy = self._poll_ring(ring, now_ns) or busy
+            except (RingError, OSError) as error:
+                self._complain(ring, f"{error}", now_ns)
+        return busy
+
+    def heartbeat(self, now_ns: int) -> Heartbeat:
+        """The node's state for the controller; looks at the processes and flushes the log, too."""
+        beats = tuple(self._beat(ring, now_ns) for ring in self._rings)
+        self._sensors.look(now_ns * 1e-9, {ring.rank: ring.process for ring in self._rings if ring.process is not None})
+        clock: list[ClockSample] = []
+        for ring in self._rings:
+            clock.extend(ring.track.clock.drain())
+        self._log.sync()
+        self._sequence += 1
+        dropped = sum(ring.track.lost + (ring.header.dropped if ring.header else 0) for ring in self._rings)
+        return Heartbeat(
+            self._node_rank, self._sequence, now_ns * 1e-9, beats, tuple(clock), self._sensors.causes(), dropped
+        )
+
+    def again(self) -> list[Message]:
+        """What a new controller must hear after the greeting: groups, and findings that still hold."""
+        messages: list[Message] = []
+        for ring in self._rings:
+            ring.told.clear()
+        for ring in self._rings:
+            messages.extend(self._new_groups(ring))
+        messages.extend(Found(finding) for ring in self._rings for finding in ring.track.standing.values())
+        return messages
+
+    def profile(self, request: ProfileRequest) -> Profile:
+        """The iterations asked for, oldest first."""
+        found: list[IterationSummary] = []
+        clock: list[ClockSample] = []
+        for ring in self._rings:
+            history = ring.track.history
+            found.extend(one for one in history if request.first_step <= one.step <= request.last_step)
+            clock.extend(ring.track.clock.recent())
+        found.sort(key=lambda one: (one.step, one.rank))
+        return Profile(request.request, self._node_rank, tuple(found), tuple(clock), self._sensors.causes())
+
+    async def states(self, request: StateRequest) -> States:
+        """Where every rank is now."""
+        stacks: dict[int, str] = {}
+        if request.stacks:
+            for ring in self._rings:
+                if ring.process is not None and not ring.ended:
+                    stacks[ring.rank] = await python_stack(ring.process.pid)
+        now_ns = time.monotonic_ns()
+        self.poll(now_ns)
+        states = [self._state(ring, now_ns, stacks.get(ring.rank, "")) for ring in self._rings]
+        clock = [sample for ring in self._rings for sample in ring.track.clock.recent()]
+        return States(
+            request.request, self._node_rank, tuple(state for state in states if state is not None), tuple(clock)
+        )
+
+    def save_rings(self) -> int:
+        """Save every ring that can be read under ``RUN/rings``; how many were."""
+        folder = self._run_dir / "rings"
+        folder.mkdir(parents=True, exist_ok=True)
+        saved = 0
+        for ring in self._rings:
+            if ring.reader is None or ring.header is None or not ring.header.pid:
+                continue
+            try:
+                ring.reader.save(folder / f"rank-{ring.rank:05d}.ring")
+                saved += 1
+            except (RingError, OSError) as error:
+                logger.warning("rank %d: its ring could not be saved: %s", ring.rank, error)
+        return saved
+
+    def close(self) -> None:
+        """Write what is open."""
+        self._log.close()
+
+    def _poll_ring(self, ring: _Ring, now_ns: int) -> bool:
+        if ring.reader is None:
+            if now_ns < ring.next_try_ns:
+                return False
+            ring.reader = RingReader(ring.path)
+        header = ring.reader.header
+        if not header.pid:
+            return False
+        if ring.header is None or (header.pid, header.incarnation) != (ring.header.pid, ring.header.incarnation):
+            self._attach(ring, header)
+        ring.header = header
+        batch = ring.reader.poll()
+        track = ring.track
+        taken = track.take(batch.started, batch.finished, batch.lost, now_ns, ring.reader.groups)
+        if len(track.groups) > ring.groups:
+            for message in self._new_groups(ring):
+                self._send(message)
+        for iteration in taken.iterations:
+            self._log.add(iteration, _unix_s(header, iteration.start_s))
+        for finding in taken.findings:
+            self._send(Found(finding))
+        if not ring.ended and (found := track.look(now_ns)) is not None:
+            ring.ended = self._gone(ring)
+            if not ring.ended:  # a death is the launcher's to tell
+                logger.info("rank %d: %s", ring.rank, found)
+                self._send(Found(found))
+        return len(batch.started) + len(batch.finished) > 0
+
+    def _attach(self, ring: _Ring, header: RingHeader) -> None:
+        """A process claimed the ring: begin anew for it."""
+        if ring.header is not None:
+            ring.reader = RingReader(ring.path)
+        ring.track = RankTrack(ring.rank, self._node, self._local, header.records)
+        ring.process = identify(header.pid)
+        ring.told.clear()
+        ring.groups = 0
+        ring.ended, ring.complaint = False, ""
+        logger.info("rank %d: process %d, incarnation %d", ring.rank, header.pid, header.incarnation)
+        if header.rank != ring.rank:
+            logger.warning("rank %d: its ring is written by rank %d", ring.rank, header.rank)
+
+    def _complain(self, ring: _Ring, complaint: str, now_ns: int) -> None:
+        ring.reader, ring.next_try_ns = None, now_ns + _REOPEN_NS
+        if complaint != ring.complaint:
+            ring.complaint = complaint
+            logger.warning("rank %d is not watched: %s", ring.rank, complaint)
+
+    def _new_groups(self, ring: _Ring) -> list[Message]:
+        """Groups of the rank that no rank of this node has told yet: their members are in them."""
+        told = {key for other in self._rings for key in other.told}
+        fresh: list[GroupInfo] = []
+        for group in ring.track.groups:
+            key = group.name, group.members
+            if key not in told:
+                fresh.append(group)
+            ring.told.add(key)
+        ring.groups = len(ring.track.groups)
+        return [Groups(ring.rank, tuple(fresh))] if fresh else []
+
+    def _gone(self, ring: _Ring) -> bool:
+        return ring.header is not None and self._process_state(ring) in ("", "Z", "X")
+
+    def _process_state(self, ring: _Ring) -> str:
+        return state_of(ring.process) if ring.process is not None else ""
+
+    def _beat(self, ring: _Ring, now_ns: int) -> RankBeat:
+        track = ring.track
+        gone = self._gone(ring)
+        ring.ended = gone or (ring.header is not None and ring.header.closed)
+        phase, _ = track.phase()
+        idle_ns = now_ns - track.last_progress_ns if track.last_progress_ns else 0
+        first = None
+        if idle_ns > _SILENT_NS and ring.reader is not None and not gone:
+            flying = operations_in_flight(ring.reader.in_flight(), track.groups)
+            first = flying[0] if flying else None
+        latest = track.latest
+        return RankBeat(
+            ring.rank,
+            track.step,
+            phase,
+            track.progress,
+            latest.duration_s if latest else 0.0,
+            latest.self_s if latest else 0.0,
+            max(idle_ns, 0) * 1e-9,
+            not gone,
+            first,
+        )
+
+    def _state(self, ring: _Ring, now_ns: int, stack: str) -> RankState | None:
+        """None for a rank whose ring cannot be read."""
+        if ring.reader is None:
+            return None
+        state = self._process_state(ring)
+        if ring.header is None:  # not claimed yet: the script is still on its way to its first record
+            state = "?"
+        try:
+            return rank_state(ring.track, ring.reader.in_flight(), ring.reader.streams(), state, now_ns, stack)
+        except (RingError, OSError) as error:
+            self._complain(ring, str(error), now_ns)
+            return None
+
+
+def _unix_s(header: RingHeader, monotonic_s: float) -> float:
+    return header.realtime_ns * 1e-9 + (monotonic_s - header.monotonic_ns * 1e-9)

@@ -1,0 +1,190 @@
+"""The agent as a process: event loop, connection, signals, and what it owes the node when its launcher dies."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+from keepstep.agent.arguments import Arguments
+from keepstep.agent.node import NodeAgent
+from keepstep.agent.processes import kill_carriers
+from keepstep.wire.client import Client, connect
+from keepstep.wire.loops import run
+from keepstep.wire.messages import Bye, Hello, Message, ProfileRequest, Refused, SaveRings, StateRequest, Welcome
+from keepstep.wire.secret import read_secret
+from keepstep.wire.tls import TlsPaths, client_context
+
+logger = logging.getLogger("keepstep.agent")
+
+_POLL_S = 0.05
+_SLOWEST_POLL_S = 0.2
+_IDLE_POLL_S = 0.1
+_QUIET_POLLS = 100
+_CPU_SHARE = 0.018  # of one core; polls get rarer above it
+_PR_SET_PDEATHSIG = 1
+
+
+class Program:
+    """Runs a ``NodeAgent`` until its launcher is gone or it is told to end."""
+
+    def __init__(self, arguments: Arguments, parent: int) -> None:
+        self._arguments = arguments
+        self._parent = parent
+        self._stop = asyncio.Event()
+        self._client: Client | None = None
+        self._heartbeat_s = 1.0
+        self._interval_s = _POLL_S
+        self._quiet = 0
+        self._next_beat_s = 0.0
+        self._cpu_s, self._cpu_since_s = time.process_time(), time.monotonic()
+        self._failure: Exception | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._agent = NodeAgent(
+            arguments.rings, arguments.node, arguments.node_rank, arguments.run_dir, self._send
+        )
+
+    async def main(self) -> None:
+        """Until SIGTERM, SIGINT or the launcher's death."""
+        arguments = self._arguments
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        tls = client_context(TlsPaths(*arguments.tls)) if arguments.tls is not None else None
+        self._client = connect(
+            arguments.controller,
+            read_secret(arguments.secret_file),
+            role="agent",
+            greet=self._greet,
+            message=self._received,
+            connected=lambda: logger.info("connected to the controller at %s:%d", *arguments.controller),
+            disconnected=lambda: logger.info("the connection to the controller is lost"),
+            tls=tls,
+        )
+        self._tick()
+        await self._stop.wait()
+        await self._end()
+        if self._failure is not None:
+            raise self._failure
+
+    def _send(self, message: Message) -> None:
+        if self._client is not None:
+            self._client.send(message)
+
+    def _greet(self) -> Iterator[Message]:
+        arguments = self._arguments
+        yield Hello("agent", arguments.node, arguments.node_rank, os.getpid())
+        yield from self._agent.again()
+
+    def _received(self, message: Message) -> None:
+        if isinstance(message, ProfileRequest):
+            self._agent.poll(time.monotonic_ns())
+            self._send(self._agent.profile(message))
+        elif isinstance(message, StateRequest):
+            self._later(message)
+        elif isinstance(message, SaveRings):
+            logger.info("%d rings saved for incident %d", self._agent.save_rings(), message.incident)
+        elif isinstance(message, Welcome):
+            self._heartbeat_s = min(max(message.heartbeat_s, 0.05), 60.0)
+        elif isinstance(message, Refused):
+            logger.error("the controller refuses this agent: %s", message.reason)
+
+    def _later(self, request: StateRequest) -> None:
+        async def answer() -> None:
+            self._send(await self._agent.states(request))
+
+        task = asyncio.create_task(answer())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _tick(self) -> None:
+        """One look at the rings; comes again by itself until the end."""
+        if self._stop.is_set():
+            return
+        begun_s = time.monotonic()
+        if os.getppid() != self._parent:
+            self._stop.set()
+            return
+        try:
+            busy = self._agent.poll(time.monotonic_ns())
+            if begun_s >= self._next_beat_s:
+                self._beat(begun_s)
+        except Exception as error:
+            self._failure = error
+            self._stop.set()
+            return
+        self._quiet = 0 if busy else self._quiet + 1
+        interval_s = max(self._interval_s, _IDLE_POLL_S) if self._quiet > _QUIET_POLLS else self._interval_s
+        spent_s = time.monotonic() - begun_s
+        asyncio.get_running_loop().call_later(max(interval_s - spent_s, 0.002), self._tick)
+
+    def _beat(self, now_s: float) -> None:
+        self._send(self._agent.heartbeat(time.monotonic_ns()))
+        self._next_beat_s = max(self._next_beat_s + self._heartbeat_s, now_s)
+        cpu_s = time.process_time()
+        self._adapt((cpu_s - self._cpu_s) / max(now_s - self._cpu_since_s, 1e-9))
+        self._cpu_s, self._cpu_since_s = cpu_s, now_s
+
+    def _adapt(self, share: float) -> None:
+        """Poll less often while that costs more than its budget; more often again when there is room."""
+        if share > _CPU_SHARE:
+            self._interval_s = min(self._interval_s * 1.25, _SLOWEST_POLL_S)
+        elif share < 0.7 * _CPU_SHARE:
+            self._interval_s = max(self._interval_s / 1.1, _POLL_S)
+
+    async def _end(self) -> None:
+        orphaned = os.getppid() != self._parent
+        if orphaned:
+            logger.warning("the launcher (process %d) is gone: ending its workers", self._parent)
+            killed = kill_carriers(
+                {
+                    "KEEPSTEP_RING": frozenset(self._arguments.rings.values()),
+                    "KEEPSTEP_RUN_DIR": frozenset({str(self._arguments.run_dir)}),
+                }
+            )
+            logger.warning("%d processes killed", killed)
+        self._agent.poll(time.monotonic_ns())
+        logger.info("%d rings saved", self._agent.save_rings())
+        if self._client is not None:
+            self._send(self._agent.heartbeat(time.monotonic_ns()))
+            self._send(Bye("the launcher is gone" if orphaned else "told to end"))
+            await self._client.drained(0.5)
+            await self._client.close()
+        self._agent.close()
+
+
+def _launcher_is_gone(arguments: Arguments) -> bool:
+    """Whether it died before this process could ask to be told: rings in a memfd are reached through its maker."""
+    makers = {path.split("/")[2] for path in arguments.rings.values() if path.startswith("/proc/")}
+    return any(not os.path.exists(f"/proc/{maker}") for maker in makers)
+
+
+def serve(arguments: Arguments) -> int:
+    """Be the agent; the exit code. The launcher's death ends it (also when it happens right at the start)."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if _launcher_is_gone(arguments):
+        parent = -1
+    folder = arguments.run_dir / "nodes" / str(arguments.node_rank)
+    folder.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(
+        filename=folder / "agent.log",
+        format="%(asctime)s %(process)d %(levelname)s %(message)s",
+        level=logging.INFO,
+        force=True,
+    )
+    logger.info("agent of node %d (%s), ranks %s", arguments.node_rank, arguments.node, sorted(arguments.rings))
+
+    async def main() -> None:
+        await Program(arguments, parent).main()
+
+    try:
+        run(main())
+    except Exception:
+        logger.exception("the agent ends")
+        return 1
+    return 0

@@ -1,0 +1,100 @@
+"""``iterations.jsonl``: one line per finished step of the node, in a file that stays below 64 MiB (and one older one)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from keepstep.core.summary import IterationSummary
+
+LIMIT_BYTES = 64 << 20
+_TAIL_BYTES = 1 << 16
+_STEPS_OPEN = 16
+
+
+class StepLog:
+    """Collects the iterations of the node's ranks and writes a step when all of them have it, or later ones do.
+
+    Opened again (by an agent that was restarted) it goes on after the last line that is there.
+    """
+
+    def __init__(self, path: Path, ranks: Collection[int], limit_bytes: int = LIMIT_BYTES) -> None:
+        self._path, self._ranks, self._limit = path, len(ranks), limit_bytes
+        self._open: dict[int, dict[str, dict[str, float]]] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._written_to = _last_times(path)
+        self._file = path.open("ab", buffering=1 << 16)
+        self._size = self._file.tell()
+
+    def add(self, iteration: IterationSummary, start_unix_s: float) -> None:
+        """Take one iteration; what an earlier agent has written already is left out."""
+        rank = str(iteration.rank)
+        if start_unix_s <= self._written_to.get(rank, 0.0):
+            return
+        step = self._open.setdefault(iteration.step, {})
+        if rank in step:  # the job was restarted: what is open belongs to the incarnation before
+            self.flush()
+            step = self._open.setdefault(iteration.step, {})
+        step[rank] = {
+            "t": round(start_unix_s, 6),
+            "d": round(iteration.duration_s, 6),
+            "self": round(iteration.self_s, 6),
+            "blocked": round(iteration.blocked_s, 6),
+            "eval": round(iteration.evaluation_s, 6),
+            "ckpt": round(iteration.checkpoint_s, 6),
+        }
+        if len(step) == self._ranks:
+            self._write_until(iteration.step)
+        elif len(self._open) > _STEPS_OPEN:
+            self._write_until(min(self._open))
+
+    def flush(self) -> None:
+        """Write every open step as far as it is known."""
+        if self._open:
+            self._write_until(max(self._open))
+
+    def sync(self) -> None:
+        """Hand what is written to the kernel."""
+        self._file.flush()
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
+
+    def _write_until(self, last: int) -> None:
+        for step in sorted(number for number in self._open if number <= last):
+            line = json.dumps({"step": step, "ranks": self._open.pop(step)}, separators=(",", ":")).encode() + b"\n"
+            if self._size + len(line) > self._limit:
+                self._rotate()
+            self._file.write(line)
+            self._size += len(line)
+
+    def _rotate(self) -> None:
+        self._file.close()
+        os.replace(self._path, self._path.with_suffix(".1.jsonl"))
+        self._file = self._path.open("ab", buffering=1 << 16)
+        self._size = 0
+
+
+def _last_times(path: Path) -> dict[str, float]:
+    """Per rank, the start of the last step in the file; a line cut short at its end is removed."""
+    try:
+        with path.open("r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - _TAIL_BYTES))
+            tail = file.read()
+            whole, _, rest = tail.rpartition(b"\n")
+            if rest:
+                file.truncate(end - len(rest))
+    except OSError:
+        return {}
+    times: dict[str, float] = {}
+    for line in whole.split(b"\n")[1 if end > _TAIL_BYTES else 0 :]:
+        try:
+            for rank, found in json.loads(line)["ranks"].items():
+                times[rank] = max(times.get(rank, 0.0), float(found["t"]))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return times

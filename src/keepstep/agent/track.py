@@ -1,0 +1,127 @@
+"""Everything an agent knows of one rank: from the ring's batches to summaries, findings and a heartbeat's line."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from keepstep.agent.clocks import ClockSampler
+from keepstep.agent.events import Rows
+from keepstep.agent.iterations import Cut, IterationCutter
+from keepstep.agent.summarise import summarise
+from keepstep.agent.watch import RankWatch
+from keepstep.core.finding import Finding
+from keepstep.core.summary import GroupInfo, IterationSummary
+
+HISTORY = 256
+
+
+@dataclass(slots=True)
+class Taken:
+    """What one batch led to."""
+
+    iterations: list[IterationSummary] = field(default_factory=list[IterationSummary])
+    findings: list[Finding] = field(default_factory=list[Finding])
+
+
+class RankTrack:
+    """One incarnation of one rank. No I/O: batches and times in, summaries and findings out.
+
+    ``history``: the last 256 iterations of which no record was lost. ``standing``: the findings that still hold.
+    """
+
+    def __init__(self, rank: int, node: str, local: Collection[int], records: int = 65536) -> None:
+        self.rank = rank
+        self.progress = 0
+        self.last_progress_ns = 0
+        self.lost = 0
+        self.groups: list[GroupInfo] = []
+        self.history: deque[IterationSummary] = deque(maxlen=HISTORY)
+        self.latest: IterationSummary | None = None
+        self.standing: dict[str, Finding] = {}
+        self.clock = ClockSampler(rank, local)
+        self._cutter = IterationCutter(records)
+        self._watch = RankWatch(rank, node)
+        self._names: dict[int, str] = {}
+        self._renumbered = 0
+        self._caught_up = False
+
+    @property
+    def step(self) -> int:
+        """The last finished step; -1 before the first."""
+        return self._cutter.step
+
+    def phase(self) -> tuple[int, int]:
+        """The rank's phase and since when (ns; the last progress where nothing else is known)."""
+        phase, since_ns = self._cutter.phase()
+        return phase, since_ns or self.last_progress_ns
+
+    def take(
+        self, started: Rows, finished: Rows, lost: int, now_ns: int, groups: Callable[[], Sequence[GroupInfo]]
+    ) -> Taken:
+        """Take a batch of the ring. ``groups()`` is asked when a record names a group that is not known yet.
+
+        The first batch is the past: what it would have found and what no longer holds is not told again.
+        """
+        taken = Taken()
+        if len(started) or len(finished):
+            self._count(started, finished)
+            if len(started) and int(started["group"].max()) >= len(self.groups):
+                self._know(groups())
+            self.clock.take(finished)
+        self.lost += lost
+        for cut in self._cutter.feed(started, finished, lost, now_ns):
+            self._iteration(cut, now_ns, taken)
+        if self._cutter.renumbered != self._renumbered:
+            self._renumbered = self._cutter.renumbered
+            self.history.clear()
+            self._watch.forget_iterations()
+            self.standing.pop("slow", None)
+        self._note(taken.findings)
+        if not self._caught_up:
+            self._caught_up = True
+            taken.findings = list(self.standing.values())
+        return taken
+
+    def look(self, now_ns: int) -> Finding | None:
+        """Whether the rank makes progress; to be asked about 20 times a second while its process lives."""
+        if not self.progress:
+            return None
+        phase, _ = self._cutter.phase()
+        found = self._watch.progress(now_ns * 1e-9, self.progress, phase, self.step)
+        if found is not None:
+            self._note([found])
+        return found
+
+    def _count(self, started: Rows, finished: Rows) -> None:
+        self.progress += len(started) + len(finished)
+        if len(started):
+            self.last_progress_ns = max(self.last_progress_ns, int(started["start_ns"].max()))
+        if len(finished):
+            self.last_progress_ns = max(self.last_progress_ns, int(finished["end_ns"].max()))
+
+    def _know(self, groups: Sequence[GroupInfo]) -> None:
+        self.groups = list(groups)
+        self._names = {number: group.name for number, group in enumerate(self.groups)}
+        self.clock.know(self.groups)
+
+    def _iteration(self, cut: Cut, now_ns: int, taken: Taken) -> None:
+        summary = summarise(cut, self.rank, self._names)
+        self.latest = summary
+        taken.iterations.append(summary)
+        if cut.whole:
+            self.history.append(summary)
+        if not cut.warm_up:
+            found = self._watch.iteration(cut.step, summary.duration_s, now_ns * 1e-9)
+            if found is not None:
+                taken.findings.append(found)
+
+    def _note(self, findings: list[Finding]) -> None:
+        for finding in findings:
+            if finding.kind in ("slow", "hang"):
+                self.standing[finding.kind] = finding
+            elif finding.kind == "relief":
+                self.standing.pop("slow", None)
+            elif finding.kind == "resumed":
+                self.standing.pop("hang", None)
