@@ -56,7 +56,11 @@ class Checkpoints:
         state = {"step": step, "model": model, "optimizer": optimizer.state_dict()}
         if self.kind == "dcp":
             # every rank's shards under its own name: what a restart with the same layout needs
-            dcp.save({f"rank{self.rank}": state}, storage_writer=SlowWriter(self.folder, self.seconds))
+            folder = self.folder / f"step-{step}"
+            dcp.save({f"rank{self.rank}": state}, storage_writer=SlowWriter(folder, self.seconds))
+            if self.rank == 0:
+                for older in set(self.folder.glob("step-*")) - {folder}:
+                    shutil.rmtree(older, ignore_errors=True)
             return
         partial = self.folder / f"rank{self.rank}.partial"
         with open(partial, "wb") as file:

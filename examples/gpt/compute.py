@@ -114,7 +114,7 @@ class Leave(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, span: Span) -> Tensor:
         ctx.span = span
         span.compute.end("forward", span.began)
-        return x.view_as(x)
+        return x.clone()  # FSDP2 wants no view here
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -228,6 +228,7 @@ def main() -> None:
     else:
         train(job, chosen, rank, None)
     job.checkpoints.remove()
+    dist.barrier()  # nobody closes connections that a peer still uses
     dist.destroy_process_group()
 
 

@@ -1,0 +1,156 @@
+"""Real injection inside a training process: the script calls the hooks, the faults of its rank happen.
+
+Without the sentences of this rank every hook returns at once. What was done is logged, one JSON line each, to the file
+named by ``KEEPSTEP_FAULT_LOG`` (nothing that judges reads it).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from keepstep.core.errors import FaultError
+from keepstep.faults.grammar import PLACES, Fault, Hang, Kill, Raise, RankFault, Slow, SlowData, Stop
+
+_FOREVER_S = 10 * 365 * 86400.0
+
+# Runs in a process of its own: the stopped one cannot wake itself. Ends early when the target is gone.
+_STOPPER = """
+import os, signal, sys, time
+pid, seconds = int(sys.argv[1]), float(sys.argv[2])
+try:
+    os.kill(pid, signal.SIGSTOP)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(min(0.05, max(0.0, end - time.monotonic())))
+        os.kill(pid, 0)
+    os.kill(pid, signal.SIGCONT)
+except ProcessLookupError:
+    pass
+"""
+
+
+class InjectedError(RuntimeError):
+    """What ``raise in rank ...`` raises: not one of keepstep's own errors, it plays the user's."""
+
+
+class Injector:
+    """Carries out the faults of one rank.
+
+    The script calls :meth:`begin_step` at the begin of each step, :meth:`at` when it enters a phase (``forward``,
+    ``backward``, ``optimizer``, ``data``; any number of times), :meth:`fetch` inside its data loader, and asks
+    :meth:`compute_factor` how much longer its compute is to take.
+    """
+
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        rank: int,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        send_signal: Callable[[int, int], None] = os.kill,
+        log_path: str | None = None,
+    ) -> None:
+        """``faults``: of all ranks; those of other ranks are ignored.
+
+        Raises:
+            FaultError: a link fault, which no training process can carry out (see :mod:`keepstep.faults.link`).
+        """
+        mine: list[RankFault] = []
+        for fault in faults:
+            if not isinstance(fault, RankFault):
+                raise FaultError(
+                    f'fault "{fault}": a training process cannot change its host\'s links; '
+                    "inject it from outside with keepstep.faults.link"
+                )
+            if fault.rank == rank:
+                mine.append(fault)
+        self.rank = rank
+        self.step = -1
+        self._faults = tuple(mine)
+        self._done: set[RankFault] = set()
+        self._factor = 1.0
+        self._helpers: list[subprocess.Popen[bytes]] = []
+        self._sleep, self._signal = sleep, send_signal
+        self._log_path = log_path if log_path is not None else os.environ.get("KEEPSTEP_FAULT_LOG")
+
+    def begin_step(self, step: int) -> None:
+        """Step ``step`` begins: stop, kill and raise happen here; slowness starts and ends here.
+
+        Raises:
+            InjectedError: on ``raise in rank ...``.
+        """
+        self.step = step
+        factor = 1.0
+        for fault in self._faults:
+            if isinstance(fault, Slow) and self._covers(fault.step, fault.steps):
+                factor *= fault.factor
+            elif isinstance(fault, Stop | Kill | Raise) and fault.step == step and self._first(fault):
+                self._strike(fault)
+        if factor != self._factor:
+            self._log(f"compute factor {factor:g}")
+        self._factor = factor
+
+    def at(self, phase: str) -> None:
+        """The script enters ``phase``: a hang in it happens here, once."""
+        if phase not in PLACES:
+            raise FaultError(f'no such phase: "{phase}"; expected one of {", ".join(PLACES)}')
+        for fault in self._faults:
+            if (
+                isinstance(fault, Hang)
+                and fault.place == phase
+                and fault.step == self.step
+                and self._first(fault)
+            ):
+                self._log(str(fault))
+                self._sleep(_FOREVER_S if fault.seconds is None else fault.seconds)
+
+    def fetch(self) -> None:
+        """The data loader makes a batch: a slow loader is slow here."""
+        for fault in self._faults:
+            if isinstance(fault, SlowData) and self._covers(fault.step, fault.steps):
+                if self._first(fault):
+                    self._log(str(fault))
+                self._sleep(fault.seconds)
+
+    def compute_factor(self) -> float:
+        """How many times its healthy time this rank's compute takes in the present step; 1.0 when healthy."""
+        return self._factor
+
+    def _covers(self, first: int, steps: int | None) -> bool:
+        return self.step >= first and (steps is None or self.step < first + steps)
+
+    def _first(self, fault: RankFault) -> bool:
+        if fault in self._done:
+            return False
+        self._done.add(fault)
+        return True
+
+    def _strike(self, fault: Stop | Kill | Raise) -> None:
+        self._log(str(fault))
+        if isinstance(fault, Raise):
+            raise InjectedError(f"injected: {fault}")
+        if isinstance(fault, Kill):
+            self._signal(os.getpid(), signal.SIGKILL)
+        elif fault.seconds is None:
+            self._signal(os.getpid(), signal.SIGSTOP)
+        else:
+            self._helpers.append(stop_for(os.getpid(), fault.seconds))
+
+    def _log(self, what: str) -> None:
+        if not self._log_path:
+            return
+        line = {"unix_s": round(time.time(), 6), "rank": self.rank, "step": self.step, "did": what}
+        with open(self._log_path, "a", encoding="utf-8") as log:
+            log.write(json.dumps(line) + "\n")
+
+
+def stop_for(pid: int, seconds: float) -> subprocess.Popen[bytes]:
+    """SIGSTOP process ``pid`` and SIGCONT it ``seconds`` later, by a process of its own, which is returned."""
+    command = [sys.executable, "-I", "-S", "-c", _STOPPER, str(pid), str(seconds)]
+    return subprocess.Popen(command, start_new_session=True, close_fds=True)

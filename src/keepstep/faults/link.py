@@ -1,0 +1,203 @@
+"""Link faults on live interfaces with ``tc`` and ``ip``: one pair of hosts, a whole host, or the link taken down.
+
+Everything is undone: when the context ends, and at the interpreter's exit. Needs root.
+"""
+
+from __future__ import annotations
+
+import atexit
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from keepstep.core.errors import FaultError
+from keepstep.faults.grammar import LinkFault, SlowLink
+
+_UNLIMITED = "40gbit"  # what htb needs as a rate for everything that is not to be slowed
+_DEFAULT_CLASS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """A host's network interface: its name, IPv4 address, and the network namespace it lives in (None: this one)."""
+
+    name: str
+    address: str
+    namespace: str | None = None
+
+
+def run_command(command: Sequence[str]) -> None:
+    """Run ``tc`` or ``ip``. Raises :class:`FaultError` with the command and what it said."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except FileNotFoundError:
+        raise FaultError(f"{command[0]} is not installed: install iproute2 to inject link faults") from None
+    if done.returncode:
+        said = done.stderr.strip() or f"exit code {done.returncode}"
+        raise FaultError(f"{' '.join(command)}: {said} (link faults need root)")
+
+
+@dataclass
+class _Shaping:
+    """What is on one interface now."""
+
+    whole: bool = False
+    classes: set[int] = field(default_factory=set[int])
+
+
+class LinkInjector:
+    """Carries out link faults between named hosts.
+
+    Use as a context manager: leaving it undoes whatever is still in force.
+    """
+
+    def __init__(
+        self,
+        hosts: Mapping[str, Interface],
+        *,
+        run: Callable[[Sequence[str]], None] = run_command,
+    ) -> None:
+        self._hosts = dict(hosts)
+        self._run = run
+        self._shaping: dict[str, _Shaping] = {}
+        self._lock = threading.Lock()
+        self._active = ExitStack()
+
+    def __enter__(self) -> LinkInjector:
+        atexit.register(self._active.close)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._active.close()
+        atexit.unregister(self._active.close)
+
+    @contextmanager
+    def inject(self, fault: LinkFault) -> Generator[None, None, None]:
+        """The fault is in force while the context is; its own times are not looked at (see :meth:`play`)."""
+        with ExitStack() as undo:
+            self._apply(fault, undo)
+            yield
+
+    def begin(self, fault: LinkFault) -> None:
+        """The fault is in force until this injector's context ends."""
+        self._apply(fault, self._active)
+
+    def play(self, faults: Sequence[LinkFault], sleep: Callable[[float], None] = time.sleep) -> None:
+        """Carry out the faults at their times, counted from this call; returns after the last one is undone.
+
+        A fault without an end stays in force until the injector's context ends.
+        """
+        due: list[tuple[float, int, LinkFault]] = []
+        for fault in faults:
+            due.append((fault.at_s, 1, fault))
+            if fault.seconds is not None:
+                due.append((fault.at_s + fault.seconds, 0, fault))
+        running: dict[LinkFault, ExitStack] = {}
+        now = 0.0
+        with ExitStack() as stack:
+            for moment, begins, fault in sorted(due, key=lambda item: item[:2]):
+                sleep(moment - now)
+                now = moment
+                if begins and fault.seconds is None:
+                    self.begin(fault)
+                elif begins:
+                    running[fault] = stack.enter_context(ExitStack())
+                    self._apply(fault, running[fault])
+                else:
+                    running[fault].close()
+
+    def _interface(self, host: str) -> Interface:
+        if host not in self._hosts:
+            known = ", ".join(sorted(self._hosts))
+            raise FaultError(f'no host "{host}" to inject a link fault on; there are: {known}')
+        return self._hosts[host]
+
+    def _apply(self, fault: LinkFault, undo: ExitStack) -> None:
+        interface = self._interface(fault.host)
+        if isinstance(fault, SlowLink):
+            if fault.peer is None:
+                self._slow_host(fault.host, interface, fault.rate, undo)
+                return
+            peer = self._interface(fault.peer)
+            self._slow_towards(fault.host, interface, peer.address, fault.rate, undo)
+            self._slow_towards(fault.peer, peer, interface.address, fault.rate, undo)
+        else:
+            self._run(_ip(interface, "link", "set", "dev", interface.name, "down"))
+            undo.callback(self._run, _ip(interface, "link", "set", "dev", interface.name, "up"))
+
+    def _slow_host(self, host: str, interface: Interface, rate: str, undo: ExitStack) -> None:
+        with self._lock:
+            shaping = self._shaping.setdefault(host, _Shaping())
+            if shaping.whole or shaping.classes:
+                raise FaultError(f"the link of {host} is slowed already; wait for that to end")
+            limits = ("rate", rate, "burst", "64kb", "latency", "400ms")
+            self._run(_tc(interface, "qdisc", "add", "dev", interface.name, "root", "tbf", *limits))
+            shaping.whole = True
+        undo.callback(self._clear, host, interface, None)
+
+    def _slow_towards(
+        self, host: str, interface: Interface, destination: str, rate: str, undo: ExitStack
+    ) -> None:
+        device = ("dev", interface.name)
+        with self._lock:
+            shaping = self._shaping.setdefault(host, _Shaping())
+            if shaping.whole:
+                raise FaultError(f"the link of {host} is slowed already; wait for that to end")
+            if not shaping.classes:
+                root = ("root", "handle", "1:", "htb", "default", str(_DEFAULT_CLASS))
+                self._run(_tc(interface, "qdisc", "add", *device, *root))
+                undo_root = ("qdisc", "del", *device, "root")
+                try:
+                    everything = ("parent", "1:", "classid", f"1:{_DEFAULT_CLASS}", "htb", "rate", _UNLIMITED)
+                    self._run(_tc(interface, "class", "add", *device, *everything))
+                except FaultError:
+                    self._run(_tc(interface, *undo_root))
+                    raise
+            number = max(shaping.classes, default=9) + 1
+            shaping.classes.add(number)
+        undo.callback(self._clear, host, interface, number)
+        slow = ("parent", "1:", "classid", f"1:{number}", "htb", "rate", rate, "ceil", rate)
+        self._run(_tc(interface, "class", "add", *device, *slow))
+        match = ("u32", "match", "ip", "dst", f"{destination}/32", "flowid", f"1:{number}")
+        self._run(
+            _tc(
+                interface,
+                "filter",
+                "add",
+                *device,
+                "protocol",
+                "ip",
+                "parent",
+                "1:",
+                "prio",
+                str(number),
+                *match,
+            )
+        )
+
+    def _clear(self, host: str, interface: Interface, number: int | None) -> None:
+        device = ("dev", interface.name)
+        with self._lock:
+            shaping = self._shaping[host]
+            if number is not None:
+                shaping.classes.discard(number)
+            if shaping.classes and number is not None:
+                of_filter = ("parent", "1:", "protocol", "ip", "prio", str(number))
+                self._run(_tc(interface, "filter", "del", *device, *of_filter))
+                self._run(_tc(interface, "class", "del", *device, "classid", f"1:{number}"))
+                return
+            shaping.whole = False
+            self._run(_tc(interface, "qdisc", "del", *device, "root"))
+
+
+def _tc(interface: Interface, *arguments: str) -> list[str]:
+    where = ["-netns", interface.namespace] if interface.namespace else []
+    return ["tc", *where, *arguments]
+
+
+def _ip(interface: Interface, *arguments: str) -> list[str]:
+    where = ["-netns", interface.namespace] if interface.namespace else []
+    return ["ip", *where, *arguments]
