@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -34,10 +35,8 @@ def install() -> None:
     def excepthook(kind: type[BaseException], error: BaseException, origin: TracebackType | None) -> object:
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if path and os.getpid() == process and not issubclass(kind, KeyboardInterrupt):
-            try:
+            with suppress(Exception):  # nothing of ours may hide the user's error
                 write_error_file(path, error)
-            except Exception:  # nothing of ours may hide the user's error
-                pass
         return previous(kind, error, origin)
 
     sys.excepthook = excepthook

@@ -6,8 +6,7 @@ import weakref
 from collections import Counter
 from typing import Any
 
-import torch
-
+from keepstep.capture.internals import backends_of, registered_members
 from keepstep.capture.recorder import NO_GROUP, Recorder
 
 # Backends that move data on the host: there a completed Work is a completed transfer. Elsewhere it is an enqueued one.
@@ -33,14 +32,6 @@ class CapturedGroup:
         return self.members[group_rank] if 0 <= group_rank < len(self.members) else group_rank
 
 
-def backends_of(group: Any) -> dict[str, str]:
-    """Device type -> backend name (lower case) of a process group."""
-    return {
-        device.type: str(group._get_backend(device).name()).lower()  # the enum's name where it wraps another
-        for device in group._device_types
-    }
-
-
 class Groups:
     """Looks groups up by identity, holding none of them alive."""
 
@@ -55,12 +46,15 @@ class Groups:
         return self.capture(group, None) if found is None else found
 
     def capture(self, group: Any, ranks: list[int] | None) -> CapturedGroup:
-        """Write a group to the ring. ``ranks``: global ranks in group order, empty for the world, None to look them up."""
+        """Write a group to the ring.
+
+        ``ranks``: global ranks in group order, empty for the world, None to look them up.
+        """
         key = id(group)
         found = self._captured.get(key)
         if found is not None:
             return found
-        members = _registered_members(group) if ranks is None else tuple(ranks) or tuple(range(group.size()))
+        members = registered_members(group) if ranks is None else tuple(ranks) or tuple(range(group.size()))
         backends = backends_of(group)
         writer = self._recorder.writer
         ident = NO_GROUP
@@ -77,8 +71,3 @@ class Groups:
         # torch gives the names of destroyed groups again; every member counts the same re-makings.
         self._made[name] += 1
         return name if self._made[name] == 1 else f"{name}#{self._made[name]}"
-
-
-def _registered_members(group: Any) -> tuple[int, ...]:
-    known = torch.distributed.distributed_c10d._world.pg_group_ranks.get(group, {})
-    return tuple(sorted(known, key=known.__getitem__))

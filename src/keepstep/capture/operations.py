@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import ProcessGroup
 
@@ -105,36 +105,46 @@ class Ending(IntEnum):
     FUTURE_OR_WAIT = 3  # the future; the wait tells only from when the caller was blocked
 
 
-def _plan(captured: CapturedGroup, method: Method, args: tuple[Any, ...], caller: Caller) -> tuple[int, int]:
+# Flags and ending of a call; made here because an enum's "|" costs more than the record.
+_DEVICE = (int(Flag.END_BY_WAIT), Ending.RETURN)
+_P2P = (int(Flag.END_BY_WAIT), Ending.WAIT)
+_REDUCED = (int(Flag.ASYNC | Flag.SYNC_KNOWN), Ending.FUTURE)
+_WAITED_IN_NATIVE = (int(Flag.ASYNC | Flag.SYNC_KNOWN | Flag.END_BY_WAIT), Ending.WAIT)
+_UNTOLD = (int(Flag.NONE), Ending.FUTURE_OR_WAIT)
+_ASYNC = (int(Flag.ASYNC | Flag.SYNC_KNOWN), Ending.FUTURE_OR_WAIT)
+_SYNC = (int(Flag.SYNC_KNOWN), Ending.WAIT)
+
+
+def _plan(
+    captured: CapturedGroup, method: Method, args: tuple[Any, ...], caller: Caller
+) -> tuple[int, Ending]:
     """Flags and ending of a call.
 
     A future's callback runs on the backend's thread and must take the interpreter's lock there, which costs more than
     everything else together: it is asked for only where nobody is seen to wait at once.
     """
     if not captured.host_only and not _on_host(captured, args):
-        return Flag.END_BY_WAIT, Ending.RETURN
-    if method.kind == Kind.P2P:
-        return Flag.END_BY_WAIT, Ending.WAIT
-    if caller == Caller.REDUCER:
-        return Flag.ASYNC | Flag.SYNC_KNOWN, Ending.FUTURE
-    if caller == Caller.NATIVE:
-        return Flag.ASYNC | Flag.SYNC_KNOWN | Flag.END_BY_WAIT, Ending.WAIT
+        return _DEVICE
+    if method.kind is Kind.P2P:
+        return _P2P
+    if caller is Caller.REDUCER:
+        return _REDUCED
+    if caller is Caller.NATIVE:
+        return _WAITED_IN_NATIVE
     asynchronous = (
         getattr(args[-1], "asyncOp", None) if args else None
     )  # options come last; not in every version
     if asynchronous is None:
-        return Flag.NONE, Ending.FUTURE_OR_WAIT
-    if asynchronous:
-        return Flag.ASYNC | Flag.SYNC_KNOWN, Ending.FUTURE_OR_WAIT
-    return Flag.SYNC_KNOWN, Ending.WAIT
+        return _UNTOLD
+    return _ASYNC if asynchronous else _SYNC
 
 
 def _on_host(captured: CapturedGroup, args: tuple[Any, ...]) -> bool:
     """Whether a group of several backends moves these tensors on the host."""
     tensors: Any = args[0] if args else None
     while isinstance(tensors, (list, tuple)) and tensors:
-        tensors = tensors[0]  # pyright: ignore[reportUnknownVariableType]
-    device = getattr(tensors, "device", None)
+        tensors = cast("list[Any]", tensors)[0]
+    device = getattr(cast(Any, tensors), "device", None)
     return device is not None and device.type in captured.host_devices
 
 
@@ -191,7 +201,7 @@ class Operations:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         caller: Caller,
-    ) -> tuple[Operation, int]:
+    ) -> tuple[Operation, Ending]:
         captured = self._groups.of(group)
         if kwargs:
             args = (*args, *kwargs.values())
@@ -203,17 +213,17 @@ class Operations:
             nbytes, peer = 0, WORLD_PEER  # sparse, or arguments that torch itself is about to refuse
         return start(method.kind, method.op, captured.ident, peer, nbytes, flags, self._sites.here()), ending
 
-    def _finish(self, work: Any, operation: Operation, ending: int) -> Any:
-        if work is None or ending == Ending.RETURN:
+    def _finish(self, work: Any, operation: Operation, ending: Ending) -> Any:
+        if work is None or ending is Ending.RETURN:
             operation()
             return work
-        if ending == Ending.WAIT:
+        if ending is Ending.WAIT:
             return WaitedWork(work, operation)
         try:
             work.get_future().add_done_callback(operation)
         except RuntimeError:  # a backend without futures
             return WaitedWork(work, operation)
-        if ending == Ending.FUTURE:
+        if ending is Ending.FUTURE:
             if self.reduced is not None:
                 self.reduced(operation)
             return work
@@ -221,7 +231,7 @@ class Operations:
 
 
 class _RecordedMethod:
-    """Binds to native groups only: a Python subclass of ProcessGroup must find torch's own method under its overrides."""
+    """Binds to native groups only: a Python subclass must find torch's own method under its overrides."""
 
     def __init__(self, original: Any, call: Callable[..., Any]) -> None:
         self._original = original

@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 
+def _own(owner: Any, name: str) -> Any:
+    """The attribute as it stands in the class or module itself, unbound; None where there is none."""
+    attributes: dict[str, Any] = owner.__dict__
+    return attributes.get(name)
+
+
 @dataclass(slots=True)
 class _Replacement:
     owner: Any
@@ -15,12 +21,12 @@ class _Replacement:
     ours: Any
 
     def put_in(self) -> None:
-        if vars(self.owner).get(self.name) is self.original:
+        if _own(self.owner, self.name) is self.original:
             setattr(self.owner, self.name, self.ours)
 
     def take_out(self) -> None:
         # Somebody may have replaced it again on top of us: then ours stays beneath and passes through.
-        if vars(self.owner).get(self.name) is self.ours:
+        if _own(self.owner, self.name) is self.ours:
             setattr(self.owner, self.name, self.original)
 
 
@@ -50,7 +56,7 @@ class Patches:
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Put ``make(original)`` in the place of ``owner.name``; note it as missing where there is none."""
-        original = vars(owner).get(name)
+        original = _own(owner, name)
         if original is None:
             self.missing.append(f"{getattr(owner, '__name__', owner)}.{name}")
             return

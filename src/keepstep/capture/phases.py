@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import dataloader
+from torch.utils.data import DataLoader
 
 from keepstep.capture.evaluation import Evaluation
+from keepstep.capture.internals import LOADER_ITERATOR
 from keepstep.capture.patches import Patches
 from keepstep.capture.recorder import Operation, Recorder
 from keepstep.core.events import Phase
@@ -31,6 +32,9 @@ class Phases:
     def __init__(self, recorder: Recorder, patches: Patches) -> None:
         self.backwards = 0  # outermost ones begun so far
         self.nested = 0  # backwards inside the one in progress
+        self.gradients_ready: Callable[[], None] = lambda: (
+            None
+        )  # called at the end of a backward that did not raise
         self._recorder = recorder
         self._patches = patches
         self._evaluation = Evaluation(recorder)
@@ -50,8 +54,8 @@ class Phases:
         patches = self._patches
         patches.replace(torch.autograd, "_engine_run_backward", self._run_backward)
         patches.register(self._optimizer_hooks)
-        patches.replace(dataloader.DataLoader, "__iter__", self._spanning(Phase.DATA))
-        patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._spanning(Phase.DATA))
+        patches.replace(DataLoader, "__iter__", self._spanning(Phase.DATA))
+        patches.replace(LOADER_ITERATOR, "__next__", self._spanning(Phase.DATA))
         patches.replace(torch.nn.Module, "eval", self._evaluation.eval)
         patches.replace(torch.nn.Module, "train", self._evaluation.train)
         patches.replace(torch, "save", self._spanning(Phase.CHECKPOINT))
@@ -99,7 +103,9 @@ class Phases:
             self.backwards += 1
             operation = self._backward = recorder.phase(Phase.BACKWARD)
             try:
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
+                self.gradients_ready()
+                return result
             finally:
                 self._backward = None
                 if operation is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -38,13 +39,20 @@ class Probe:
 
     def install(self) -> None:
         """Hook torch. What this version of torch lacks is noted in the ring's sites table."""
-        self._operations.install(self._patches)
-        self._phases.install()
-        self._twins.install(self._lasting)
+        self._part("operations", lambda: self._operations.install(self._patches))
+        self._part("phases", self._phases.install)
+        self._part("calls from C++", lambda: self._twins.install(self._lasting))
         self._lasting.replace(distributed_c10d, "_new_process_group_helper", self._capturing)
         self.recorder.notes = [f"keepstep: not watched: {name}" for name in self.missing]
         self.recorder.on_give_up = self._patches.take_out
         os.register_at_fork(after_in_child=self.recorder.stop)
+
+    def _part(self, name: str, install: Callable[[], None]) -> None:
+        """One part that this torch does not let in must not take the others with it."""
+        try:
+            install()
+        except Exception as error:
+            self._patches.missing.append(f"{name}: {type(error).__name__}: {error}")
 
     @property
     def missing(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class Sites:
-    """Call :meth:`here` for the ring's id of the innermost line that is neither torch, nor us, nor the standard library."""
+    """Finds the innermost line that belongs neither to torch, nor to us, nor to the standard library."""
 
     def __init__(self, recorder: Recorder, torch_folder: str) -> None:
         self._recorder = recorder

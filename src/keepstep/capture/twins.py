@@ -1,21 +1,25 @@
 """Recording twins: what C++ callers are given in the place of a process group, because they see no Python methods.
 
-DDP's reducer, the coalesced broadcast and the functional collectives (DTensor, tensor parallelism, compiled graphs) call
-a group in C++. A Python subclass of ``ProcessGroup`` with the same backends is called back by them; it passes each call
-to the native group, recorded. Python code never sees a twin: it gets the native group wherever it asks for one.
+DDP's reducer, the coalesced broadcast and the functional collectives (DTensor, tensor parallelism, compiled graphs)
+call a group in C++. A Python subclass of ``ProcessGroup`` with the same backends is called back by them; it passes each
+call to the native group, recorded. Python code never sees a twin: it gets the native group wherever it asks for one.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
-from keepstep.capture.groups import backends_of
+from keepstep.capture.internals import (
+    NATIVE_C10D,
+    backends_of,
+    holders,
+    make_trampoline,
+    share_backends,
+)
 from keepstep.capture.operations import Caller, Operations
 from keepstep.capture.patches import Patches
 from keepstep.capture.recorder import Recorder
@@ -49,15 +53,11 @@ class Twin(ProcessGroup):
     """Calls the native group, recorded. Keeps it alive, as the C++ caller would have done."""
 
     def __init__(self, native: Any, call: Callable[..., Any], caller: Caller) -> None:
-        super().__init__(native.rank(), native.size())  # with a store it would not be open to overrides
+        make_trampoline(self, native.rank(), native.size())
         self.native = native
         self.call = call
         self.caller = caller
-        backends = backends_of(native)
-        for device, name in backends.items():
-            backend = native._get_backend(torch.device(device))
-            self._register_backend(torch.device(device), _BACKEND_TYPES[name], backend)
-        self._set_default_backend(_BACKEND_TYPES[next(iter(backends.values()))])
+        share_backends(native, self, _BACKEND_TYPES)
 
 
 def _override(name: str) -> Callable[..., Any]:
@@ -86,8 +86,8 @@ class Twins:
         if self._recorder.start is None or type(group) is not ProcessGroup:
             return group
         try:
-            captured_names = backends_of(group).values()
-            if not captured_names or not _BACKEND_TYPES.keys() >= set(captured_names):
+            backends = set(backends_of(group).values())
+            if not backends or not backends <= _BACKEND_TYPES.keys():
                 return group  # C++ asks such groups for their store, which a twin cannot have
             return Twin(group, self._operations.call, caller)
         except Exception as error:
@@ -99,19 +99,18 @@ class Twins:
         patches.replace(dist, "Reducer", self._reducer)
         for name in ("_broadcast_coalesced", "_verify_params_across_processes"):
             patches.replace(dist, name, self._called_with_twin)
-        native = torch._C._distributed_c10d
         for name, make in (
             ("_register_process_group", self._register),
             ("_unregister_process_group", self._unregister),
             ("_unregister_all_process_groups", self._unregister_all),
             ("_resolve_process_group", self._resolve),
         ):
-            original = vars(native).get(name)
+            original = vars(NATIVE_C10D).get(name)
             if original is None:
                 patches.missing.append(f"torch._C._distributed_c10d.{name}")
                 continue
             ours = make(original)
-            for module in _holders(name, original):
+            for module in holders(name, original):
                 patches.replace(module, name, lambda _, ours=ours: ours)
 
     def _reducer(self, original: Any) -> Any:
@@ -122,7 +121,8 @@ class Twins:
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 own = {name: self._twin_of(argument) for name, argument in kwargs.items()}
-                super().__init__(*(self._twin_of(argument) for argument in args), **own)
+                native: Any = super()
+                native.__init__(*(self._twin_of(argument) for argument in args), **own)
 
             def _twin_of(self, argument: Any) -> Any:
                 if type(argument) is not ProcessGroup:
@@ -135,7 +135,8 @@ class Twins:
             if hasattr(original, "_update_process_group"):
 
                 def _update_process_group(self, group: Any) -> None:
-                    super()._update_process_group(self._twin_of(group))
+                    native: Any = super()
+                    native._update_process_group(self._twin_of(group))
 
         Reducer.__module__ = original.__module__
         Reducer.__qualname__ = original.__qualname__
@@ -177,12 +178,3 @@ class Twins:
             return group.native if type(group) is Twin else group
 
         return resolve
-
-
-def _holders(name: str, original: Any) -> list[Any]:
-    """Modules that hold a function of torch's C++ part under its own name, torch's first."""
-    return [
-        module
-        for module_name, module in list(sys.modules.items())
-        if module_name.startswith("torch.") and vars(module).get(name) is original
-    ] or [distributed_c10d]

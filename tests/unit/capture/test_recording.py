@@ -1,0 +1,267 @@
+"""The parts of the probe that need no process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from keepstep.capture import death
+from keepstep.capture.evaluation import Evaluation
+from keepstep.capture.operations import METHODS
+from keepstep.capture.patches import Patches
+from keepstep.capture.recorder import Recorder
+from keepstep.capture.sites import Sites
+from keepstep.capture.works import RecordedWork, WaitedWork
+from keepstep.core.errors import RingError
+from keepstep.core.events import Kind, Op, Phase
+
+
+class FakeOperation:
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name, self.ended = log, name, False
+
+    def __call__(self, *_: object) -> None:
+        if not self.ended:
+            self.log.append(f"end {self.name}")
+        self.ended = True
+
+    def waiting(self, *_: object) -> None:
+        self.log.append(f"wait {self.name}")
+
+    def fail(self, *_: object) -> None:
+        if not self.ended:
+            self.log.append(f"fail {self.name}")
+        self.ended = True
+
+
+class FakeWriter:
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.texts: list[str] = [""]
+
+    def start(
+        self, kind: int, op: int, group: int, peer: int, nbytes: int, flags: int, site: int
+    ) -> FakeOperation:
+        name = Phase(op).name if kind == Kind.PHASE else Op(op).name
+        self.log.append(f"start {name}")
+        return FakeOperation(self.log, name)
+
+    def group(self, name: str, members: Sequence[int], backend: str, desc: str) -> int:
+        return 0
+
+    def site(self, text: str) -> int:
+        self.texts.append(text)
+        return len(self.texts) - 1
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+def claimed() -> tuple[Recorder, FakeWriter]:
+    writer = FakeWriter()
+    recorder = Recorder(lambda: writer)
+    assert recorder.claim()
+    return recorder, writer
+
+
+def test_nothing_is_recorded_before_the_claim_nor_after_the_end() -> None:
+    writer = FakeWriter()
+    recorder = Recorder(lambda: writer)
+    assert recorder.phase(Phase.DATA) is None
+    assert recorder.claim()
+    assert recorder.claim()
+    assert recorder.phase(Phase.DATA) is not None
+    recorder.pause(True)
+    assert recorder.phase(Phase.DATA) is None
+    recorder.pause(False)
+    assert recorder.phase(Phase.DATA) is not None
+    recorder.stop()
+    assert recorder.phase(Phase.DATA) is None
+    assert not recorder.claim()
+
+
+def test_a_ring_that_cannot_be_claimed_is_tried_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    tried: list[int] = []
+
+    def refuse() -> Any:
+        tried.append(1)
+        raise RingError("ring /x: claimed by process 7, which still runs")
+
+    gone: list[int] = []
+    recorder = Recorder(refuse)
+    recorder.on_give_up = lambda: gone.append(1)
+    assert not recorder.claim()
+    assert not recorder.claim()
+    assert (tried, gone) == ([1], [1])
+    said = capsys.readouterr().err
+    assert said.count("keepstep: this process trains unwatched") == 1
+    assert "claimed by process 7" in said
+
+
+def test_what_cannot_be_recorded_is_noted_but_not_without_bound() -> None:
+    recorder, writer = claimed()
+    for number in range(1000):
+        recorder.stumbled(ValueError(f"odd {number}"))
+    assert recorder.stumbles == 1000
+    assert 1 < len(writer.texts) < 50
+
+
+def test_patches_go_in_and_out_and_leave_later_ones_alone() -> None:
+    module: Any = types.SimpleNamespace(__name__="module", f=lambda: "torch")
+    patches = Patches()
+    patches.replace(module, "f", lambda original: lambda: f"ours({original()})")
+    patches.replace(module, "absent", lambda original: original)
+    assert patches.missing == ["module.absent"]
+    assert module.f() == "ours(torch)"
+    patches.take_out()
+    assert module.f() == "torch"
+    patches.put_in()
+    assert module.f() == "ours(torch)"
+    ours = module.f
+    module.f = lambda: f"theirs({ours()})"
+    patches.take_out()
+    assert module.f() == "theirs(ours(torch))"
+
+
+class FakeWork:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.waited: list[Any] = []
+
+    def wait(self, *args: Any) -> bool:
+        self.waited.append(args)
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def result(self) -> str:
+        return "result"
+
+
+def test_a_work_is_stamped_when_it_is_waited_for() -> None:
+    log: list[str] = []
+    native = FakeWork()
+    work = RecordedWork(native, FakeOperation(log, "op"))
+    assert isinstance(work, torch.distributed.Work)
+    assert work.wait(3) is True
+    assert native.waited == [(3,)]
+    assert work.result() == "result"
+    assert log == ["wait op", "end op"]
+
+
+def test_a_failed_wait_raises_the_same_error() -> None:
+    log: list[str] = []
+    work = WaitedWork(FakeWork(RuntimeError("peer")), FakeOperation(log, "op"))
+    with pytest.raises(RuntimeError, match="peer"):
+        work.wait()
+    del work
+    assert log == ["wait op", "fail op"]
+
+
+def test_a_work_nobody_waits_for_ends_when_it_is_dropped_or_seen_complete() -> None:
+    log: list[str] = []
+    WaitedWork(FakeWork(), FakeOperation(log, "dropped"))
+    seen = RecordedWork(FakeWork(), FakeOperation(log, "seen"))
+    assert seen.is_completed()
+    assert log == ["end dropped", "end seen"]
+
+
+def evaluation() -> tuple[Evaluation, FakeWriter, Any, Any]:
+    recorder, writer = claimed()
+    watched = Evaluation(recorder)
+    watched.trained = True
+    return watched, writer, watched.eval(nn.Module.eval), watched.train(nn.Module.train)
+
+
+def test_evaluation_lasts_until_the_model_trains_again() -> None:
+    watched, writer, evaluate, train = evaluation()
+    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
+    evaluate(model)
+    evaluate(model)
+    assert not model.training
+    train(model[1])  # dropout that stays random while evaluating
+    assert writer.log == ["start EVALUATION"]
+    train(model)
+    assert model.training
+    assert writer.log == ["start EVALUATION", "end EVALUATION"]
+    watched.end_by_backward()
+    assert writer.log == ["start EVALUATION", "end EVALUATION"]
+
+
+def test_a_frozen_part_is_no_evaluation() -> None:
+    watched, writer, evaluate, _ = evaluation()
+    norm = nn.BatchNorm1d(2)
+    for _ in range(3):
+        norm.train()
+        evaluate(norm)
+        watched.end_by_backward()
+    assert writer.log == ["start EVALUATION", "end EVALUATION"]
+
+
+def test_an_evaluated_copy_that_is_gone_ends_the_evaluation() -> None:
+    watched, writer, evaluate, _ = evaluation()
+    copy = nn.Linear(1, 1)
+    evaluate(copy)
+    del copy
+    watched.end_if_over()
+    assert writer.log == ["start EVALUATION", "end EVALUATION"]
+
+
+def test_a_model_built_for_evaluation_before_any_step_is_none() -> None:
+    watched, writer, evaluate, _ = evaluation()
+    watched.trained = False
+    evaluate(nn.Linear(1, 1))
+    assert writer.log == []
+
+
+def test_a_site_is_the_users_line_and_entered_once() -> None:
+    recorder, writer = claimed()
+    sites = Sites(recorder, os.path.dirname(torch.__file__))
+
+    def operation() -> int:  # stands for the method of ours that asks
+        return sites.here()
+
+    found = {operation() for _ in range(3)}
+    assert len(found) == 1
+    other = operation()
+    assert other not in found
+    assert writer.texts[other].startswith(__file__)
+    assert "test_a_site_is_the_users_line" in writer.texts[other]
+
+
+def test_bytes_of_each_operation() -> None:
+    t = torch.zeros(4)
+    assert METHODS["allreduce"].measure(2, ([t, t],)) == 32
+    assert METHODS["allreduce"].measure(2, (t,)) == 16
+    assert METHODS["allgather"].measure(4, ([[t] * 4], [t])) == 64
+    assert METHODS["all_gather_single"].measure(4, (torch.zeros(16), t)) == 64
+    assert METHODS["reduce_scatter"].measure(4, ([t], [[t] * 4])) == 64
+    assert METHODS["_reduce_scatter_base"].measure(4, (t, torch.zeros(16))) == 64
+    assert METHODS["gather"].measure(4, ([], [t])) == 16
+    assert METHODS["scatter"].measure(4, ([t], [])) == 16
+    assert METHODS["barrier"].measure(4, ()) == 0
+
+
+def test_an_error_file_has_torchs_form_and_is_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    try:
+        raise ValueError("bad shard")
+    except ValueError as error:
+        death.write_error_file(str(path), error)
+        left = json.loads(path.read_text())
+        assert left["message"]["message"] == "ValueError: bad shard"
+        assert set(left["message"]["extraInfo"]) == {"py_callstack", "timestamp"}
+        assert "test_an_error_file" in left["message"]["extraInfo"]["py_callstack"]
+        with pytest.raises(FileExistsError):
+            death.write_error_file(str(path), error)
