@@ -1,0 +1,312 @@
+"""Online change points in a series of iteration times.
+
+The question of GREYHOUND section 4.2 (has the iteration time changed for good, and by at least 10 %?) answered
+by a robust run test in place of Bayesian run lengths, which measured worse (``benchmarks/changepoint.py``). The
+mean of the last 3 to 24 deviations from the regime's median is compared with the distance that healthy
+iterations of this very job pass so rarely that chance explains the run less than once in some million
+iterations. That distance is an empirical quantile of the residuals where there are enough of them, and a
+cautious extrapolation where there are not, so heavy tails and skew widen it by themselves; correlation of
+neighbours widens it too. Deviations are clipped so that no one or two iterations can carry a run: garbage
+collection and checkpoints do not count as evidence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import NormalDist, median
+from typing import Literal
+
+from keepstep.detect.noise import Correlation, SortedWindow
+
+ChangeKind = Literal["onset", "relief", "drift"]
+
+_NORMAL = NormalDist()
+# (iterations looked at, how many of them at least must lie beyond for the run to count)
+_TESTS = ((3, 3), (4, 3), (6, 5), (8, 6), (12, 9), (16, 12), (24, 17))
+_REACH = 24
+# Iterations after which a shift too small to report is taken in as the regime's level.
+_SETTLE = 12
+# Beyond this a value is no measurement, and its square no float.
+_ABSURD = 1e150
+# Returning from a slow regime to the level before needs less proof than leaving it: relief is what comes next.
+_RELIEF_Z = 3.7
+
+
+@dataclass(frozen=True, slots=True)
+class ChangePoint:
+    """A lasting change of the iteration time.
+
+    ``index`` is the first iteration of the new regime and ``detected_at`` the iteration whose time gave the
+    proof, both counted from 0 over every call of ``update`` (warm-up and missing values included). ``before``
+    and ``after`` are robust means of the two regimes in seconds, ``ratio`` is after / before. ``kind``:
+    ``onset`` (slower), ``relief`` (faster), ``drift`` (steps too small to report that added up; ``ratio`` tells
+    the direction). ``confidence`` in [0, 1] bounds the posterior probability that the change is real, at one
+    change expected in 10,000 iterations.
+    """
+
+    index: int
+    detected_at: int
+    before: float
+    after: float
+    ratio: float
+    confidence: float
+    kind: ChangeKind
+
+
+class ChangePointDetector:
+    """Feed one iteration time after another; each lasting change is reported once, onset and relief alike.
+
+    ``warmup``: iterations ignored at the start. ``min_change``: a change of the level by less than this share
+    of it is not reported by itself, only once such changes add up to it (``drift``); the share is of the faster
+    of the two levels, so that a slowdown and its relief pass alike. 0 reports every significant change and
+    takes values of any sign. ``false_alarm``: chance per iteration that noise alone passes one of the tests.
+    ``window``: residuals remembered, hence memory; ``level_window``: iterations the level is the median of.
+
+    A value that is no time (NaN, infinite, or with ``min_change`` above 0 zero or negative) counts as an
+    iteration but is otherwise skipped. Time per update does not depend on how many came before.
+    """
+
+    def __init__(
+        self,
+        *,
+        warmup: int = 5,
+        min_change: float = 0.10,
+        false_alarm: float = 5e-7,
+        window: int = 500,
+        level_window: int = 200,
+    ) -> None:
+        if (
+            warmup < 0
+            or not 0 <= min_change < 1
+            or not 0 < false_alarm < 0.1
+            or window < 50
+            or level_window < 20
+        ):
+            raise ValueError(
+                "ChangePointDetector needs warmup >= 0, 0 <= min_change < 1, 0 < false_alarm < 0.1, window >= 50 and "
+                f"level_window >= 20; got {warmup=}, {min_change=}, {false_alarm=}, {window=}, {level_window=}"
+            )
+        self._warmup = warmup
+        self._min_change = min_change
+        self._z = -_NORMAL.inv_cdf(false_alarm)
+        self._scale = 0.0
+        self._inflation: dict[int, float] = {}
+        self._healthy = math.inf
+        self._index = -1
+        self._recent: deque[tuple[int, float]] = deque(maxlen=2 * _REACH)
+        self._waiting: deque[tuple[int, float]] = deque()
+        self._level = SortedWindow(level_window)
+        self._residuals = SortedWindow(window)
+        self._correlation = Correlation()
+        self._anchor = math.nan
+        self._anchor_count = 0
+        self._last_residual = 0.0
+
+    @property
+    def level(self) -> float:
+        """Robust mean of the present regime in seconds; NaN before the first iterations after the warm-up."""
+        return self._level.median()
+
+    def update(self, seconds: float) -> ChangePoint | None:
+        """Take the next iteration's time; return the change it proves, if any."""
+        self._index += 1
+        if (
+            self._index < self._warmup
+            or not abs(seconds) < _ABSURD
+            or (self._min_change > 0 and seconds <= 0)
+        ):
+            return None
+        self._recent.append((self._index, seconds))
+        self._waiting.append((self._index, seconds))
+        found = self._test(seconds) or self._drift()
+        if found is None:
+            self._absorb()
+        return found
+
+    def _absorb(self) -> None:
+        """Let iterations old enough not to belong to an undetected change into level and residuals."""
+        lag = min(_REACH, max(3, len(self._level) // 3))
+        while len(self._waiting) > lag or (self._waiting and len(self._level) < 3):
+            index, seconds = self._waiting.popleft()
+            self._level.push(seconds, index)
+            if len(self._level) < 4:
+                continue
+            level = self._level.median()
+            residual = seconds - level
+            ahead = self._waiting[0][1] - level if self._waiting else 0.0
+            wide = 6 * self._scale
+            # A lone spike (garbage collection, checkpoint) says nothing about the tail that runs are judged by.
+            lone = len(self._residuals) >= 20 and abs(residual) > wide > 2 * max(
+                abs(ahead), abs(self._last_residual)
+            )
+            if not lone:
+                self._residuals.push(residual, index)
+                if len(self._residuals) < 64 or index % 8 == 0:
+                    self._refresh()
+                self._correlation.push(residual, self._scale)
+            self._last_residual = residual
+            if len(self._level) > self._anchor_count and self._anchor_count < 64:
+                self._anchor, self._anchor_count = level, len(self._level)
+
+    def _refresh(self) -> None:
+        """Recompute the noise scale: root mean square of residuals clipped at three quartile scales."""
+        values = self._residuals.values
+        quarter = len(values) // 4
+        reach = 3 * (values[-1 - quarter] - values[quarter]) / 1.349
+        square = reach * reach
+        self._inflation = {length: self._correlation.inflation(length) for length, _ in _TESTS}
+        self._inflation[0] = self._correlation.inflation(len(self._level))
+        self._scale = math.sqrt(sum(min(value * value, square) for value in values) / len(values)) * 1.01
+
+    def _tail(self, z: float, upward: bool) -> float:
+        """The distance from the level that healthy iterations pass as rarely as a normal one passes ``z`` sigma."""
+        values = self._residuals.values
+        n = len(values)
+        rank = _NORMAL.cdf(-z) * (n + 1)
+        edge = 3.0 if n >= 60 else 2.0
+        place = int(max(rank, edge)) - 1
+        part = max(rank, edge) - 1 - place
+        if upward:
+            distance = values[-1 - place] + part * (values[-2 - place] - values[-1 - place])
+        else:
+            distance = part * (values[place] - values[place + 1]) - values[place]
+        if rank >= edge:
+            return distance
+        slope = max(distance / -_NORMAL.inv_cdf(edge / (n + 1)), self._scale)
+        return slope * z * (1 + 2 / n)
+
+    def _test(self, seconds: float) -> ChangePoint | None:
+        """Look at the latest runs on the side of the level on which the newest iteration lies."""
+        count = len(self._level)
+        if count < 3 or len(self._residuals) < 8:
+            return None
+        level = self._level.median()
+        sign = 1.0 if seconds > level else -1.0
+        z_needed = self._z
+        if sign < 0 and self._healthy < level:
+            z_needed = min(z_needed, _RELIEF_Z)
+        latest = [sign * (value - level) for _, value in self._recent][-_REACH:]
+        floor = 0.5 * self._min_change * level
+        for length, hits in _TESTS:
+            if len(latest) < length:
+                break
+            run = latest[-length:]
+            if sum(run) <= floor * length:
+                continue
+            noise = math.sqrt(self._inflation[length] / length + 1.57 * self._inflation[0] / count)
+            needed = max(floor, self._tail(z_needed * noise, sign > 0))
+            if _clipped_mean(run, hits, needed) > needed:
+                z = sum(run) / length / max(needed, 1e-300) * self._z
+                found = self._verify(level, sign, _NORMAL.cdf(-min(z, 37.0)))
+                if found is not None:
+                    return found
+        return None
+
+    def _verify(self, level: float, sign: float, chance: float) -> ChangePoint | None:
+        """Estimate onset and new level; report, keep waiting, or take a small change in silently."""
+        values = list(self._recent)
+        after = median(value for _, value in values[-3:])
+        taken = values
+        for _ in range(2):
+            taken = values[_split(values, level, after) :]
+            after = _robust_mean([value for _, value in taken])
+        ratio = after / level if level else math.inf
+        if sign * (after - level) < self._min_change * min(level, after) or len(taken) < 3:
+            if len(taken) >= _SETTLE:
+                self._begin(taken, 1.0)
+            return None
+        change = ChangePoint(
+            taken[0][0],
+            self._index,
+            level,
+            after,
+            ratio,
+            _posterior(chance),
+            "onset" if sign > 0 else "relief",
+        )
+        self._begin(taken, ratio if self._min_change > 0 else 1.0)
+        self._healthy = level if sign > 0 and self._min_change > 0 else math.inf
+        self._anchor, self._anchor_count = after, len(taken)
+        return change
+
+    def _begin(self, taken: list[tuple[int, float]], ratio: float) -> None:
+        """Start a regime at the first of ``taken``; residuals of the last one serve, scaled, until it has its own."""
+        self._level.clear()
+        self._waiting.clear()
+        for index, value in taken:
+            self._level.push(value, index)
+        if ratio != 1.0:
+            self._residuals.scale(ratio)
+            self._scale *= ratio
+        self._recent.clear()
+        self._recent.extend(taken)
+        self._last_residual = 0.0
+
+    def _drift(self) -> ChangePoint | None:
+        """Compare the level with the one last reported: small changes taken in silently must not add up unseen."""
+        count = len(self._level)
+        if self._min_change == 0 or self._anchor_count < 8 or count < 8:
+            return None
+        level = self._level.median()
+        moved = abs(level - self._anchor)
+        if moved < self._min_change * min(self._anchor, level):
+            return None
+        inflation = self._correlation.inflation(count)
+        error = 1.25 * self._scale * math.sqrt(inflation * (1 / count + 1 / self._anchor_count))
+        if moved < 5 * error:
+            return None
+        values = list(self._level.order)
+        taken = values[_split(values, self._anchor, level) :]
+        before, self._anchor = self._anchor, level
+        self._healthy = before if level > before else math.inf
+        chance = _NORMAL.cdf(-moved / error) if error else 0.0
+        self._begin(taken, 1.0)
+        self._anchor_count = len(taken)
+        return ChangePoint(
+            taken[0][0], self._index, before, level, level / before, _posterior(chance), "drift"
+        )
+
+
+def change_points(series: Iterable[float], detector: ChangePointDetector) -> list[ChangePoint]:
+    """Every change ``detector`` reports over ``series``."""
+    return [found for found in map(detector.update, series) if found is not None]
+
+
+def _clipped_mean(run: list[float], hits: int, needed: float) -> float:
+    """Mean of ``run``, clipped so that it passes ``needed`` only if about ``hits`` values lie near or beyond it."""
+    cap = 1.1 * needed * len(run) / hits
+    low = 0.0 if len(run) <= 8 else -needed
+    total = sum(min(cap, max(low, value)) for value in run)
+    second, top = sorted(run)[-2:]
+    if top > 2 * max(second, 0.0):
+        # A value far beyond all others is an outlier, no part of a run.
+        total -= min(cap, top)
+    return total / len(run)
+
+
+def _split(values: list[tuple[int, float]], before: float, after: float) -> int:
+    """Index into ``values`` where the suffix that looks more like ``after`` than ``before`` most likely begins."""
+    middle, span = (before + after) / 2, after - before
+    best, start, total = -math.inf, len(values) - 1, 0.0
+    for place in range(len(values) - 1, -1, -1):
+        total += min(0.5, max(-0.5, (values[place][1] - middle) / span)) if span else 0.0
+        if total > best:
+            best, start = total, place
+    return start
+
+
+def _robust_mean(values: list[float]) -> float:
+    """Mean of ``values`` with each pulled in to three scales around their median (scale: median absolute deviation)."""
+    centre = median(values)
+    reach = 3 * 1.4826 * median(abs(value - centre) for value in values)
+    return math.fsum(min(centre + reach, max(centre - reach, value)) for value in values) / len(values)
+
+
+def _posterior(chance: float) -> float:
+    """Bound on the probability of a change, given the chance of such a run under noise (Sellke et al. 2001)."""
+    chance = max(chance, 1e-300)
+    factor = 1 / (-math.e * chance * math.log(chance)) if chance < 1 / math.e else 1.0
+    return factor * 1e-4 / (1 - 1e-4 + factor * 1e-4)
