@@ -1,1 +1,111 @@
-"""Messages between launcher, agent and controller: typed, framed, authenticated."""
+"""Messages between launcher, agent and controller: typed, framed, authenticated.
+
+A node's side (agent or launcher), on its event loop::
+
+    from keepstep import wire
+
+    client = wire.connect(
+        wire.parse_address("10.0.0.1:29400"),
+        wire.read_secret(secret_file),           # refuses a file that others can read
+        role="agent",                            # or "launcher"
+        greet=lambda: [wire.Hello("agent", node, node_rank, os.getpid()), *groups_so_far, *findings_that_still_hold],
+        message=on_message,                      # Welcome, ProfileRequest, StateRequest, SaveRings, Stop ...
+        connected=lambda: ..., disconnected=lambda: ..., trouble=lambda error, attempt: ...,
+        tls=wire.client_context(paths) if paths else None,
+    )
+    client.send(wire.Heartbeat(...))             # never blocks, never raises; queued (bounded) while unconnected
+    await client.drained(1.0); await client.close()
+
+``greet`` is called at every (re)connection and must say everything that a controller process that knows nothing needs:
+Hello, then for a launcher Join (with ``node_rank`` as placed, once it is) and Ended when that has happened, for an
+agent Groups and the findings that still hold. Delivery is at most once per connection; repeating is harmless.
+
+Outside an event loop (a launcher that polls): :class:`BackgroundClient`, the same in a thread of its own.
+
+The controller's side is ``serve``. ``wire.run(main())`` runs a coroutine on uvloop where it is installed.
+"""
+
+from keepstep.wire.address import parse_address
+from keepstep.wire.background import BackgroundClient
+from keepstep.wire.channel import ClientChannel, Ends, Role, ServerChannel, encode
+from keepstep.wire.client import Client, ClientLimits, connect
+from keepstep.wire.counters import Counters
+from keepstep.wire.loops import loop_factory, run
+from keepstep.wire.messages import (
+    PROTOCOL,
+    Bye,
+    Ended,
+    Found,
+    Groups,
+    Heartbeat,
+    Hello,
+    Join,
+    Message,
+    Placement,
+    Profile,
+    ProfileRequest,
+    RankBeat,
+    Refused,
+    SaveRings,
+    StateRequest,
+    States,
+    Stop,
+    ToController,
+    ToNode,
+    Welcome,
+)
+from keepstep.wire.secret import read_secret, write_secret
+from keepstep.wire.server import Connection, Server, ServerCallbacks, ServerLimits, serve
+from keepstep.wire.tls import TlsPaths, client_context, server_context
+from keepstep.wire.violation import REASONS, Reason, Unproven, Violation
+
+__all__ = [
+    "PROTOCOL",
+    "REASONS",
+    "BackgroundClient",
+    "Bye",
+    "Client",
+    "ClientChannel",
+    "ClientLimits",
+    "Connection",
+    "Counters",
+    "Ended",
+    "Ends",
+    "Found",
+    "Groups",
+    "Heartbeat",
+    "Hello",
+    "Join",
+    "Message",
+    "Placement",
+    "Profile",
+    "ProfileRequest",
+    "RankBeat",
+    "Reason",
+    "Refused",
+    "Role",
+    "SaveRings",
+    "Server",
+    "ServerCallbacks",
+    "ServerChannel",
+    "ServerLimits",
+    "StateRequest",
+    "States",
+    "Stop",
+    "TlsPaths",
+    "ToController",
+    "ToNode",
+    "Unproven",
+    "Violation",
+    "Welcome",
+    "client_context",
+    "connect",
+    "encode",
+    "loop_factory",
+    "parse_address",
+    "read_secret",
+    "run",
+    "serve",
+    "server_context",
+    "write_secret",
+]

@@ -173,5 +173,8 @@ class Refused(Message, frozen=True):
     reason: str
 
 
+AgentMessage = Hello | Groups | Heartbeat | Found | Profile | States | Bye
+LauncherMessage = Hello | Join | Found | Ended | Bye
+ClientMessage = Hello | Bye
 ToController = Hello | Join | Groups | Heartbeat | Found | Profile | States | Ended | Bye
 ToNode = Welcome | Placement | ProfileRequest | StateRequest | SaveRings | Stop | Refused

@@ -1,0 +1,345 @@
+"""One end of a connection without any I/O: bytes in, messages and bytes out.
+
+Handshake (each a length-prefixed msgpack struct of at most 1 KiB)::
+
+    client  Open(protocol, role, nonce, addresses as the client sees them)
+    server  Challenge(protocol, nonce, proof)     proof  = HMAC-SHA256(secret, "server proof" + transcript)
+    client  Proof(proof)                          proof  = HMAC-SHA256(secret, "client proof" + transcript)
+
+The transcript is the bytes of Open and of the server's nonce and protocol, so both proofs cover both nonces, the
+role, the version and the addresses. From the same transcript each direction gets its own key, and each later frame is
+``code (16) | number (8) | message``, the code being keyed BLAKE2b over number and message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from keepstep.wire.framing import LENGTH_BYTES, FrameBuffer, frame
+from keepstep.wire.messages import (
+    PROTOCOL,
+    AgentMessage,
+    ClientMessage,
+    LauncherMessage,
+    Message,
+    ToNode,
+)
+from keepstep.wire.violation import Unproven, Violation
+
+Role = Literal["agent", "launcher", "client"]
+
+HANDSHAKE_LIMIT = 1024
+NONCE_BYTES = 32
+CODE_BYTES = 16
+NUMBER_BYTES = 8
+SEAL_BYTES = CODE_BYTES + NUMBER_BYTES
+MIB = 1 << 20
+
+# What a proven peer may send in one frame; an agent's profile of many iterations is the longest.
+LIMITS: dict[str, int] = {"agent": 64 * MIB, "launcher": 2 * MIB, "client": 64 << 10}
+SERVER_LIMIT = 16 * MIB  # what the controller may send: a placement that names every node
+
+_DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    "agent": msgspec.msgpack.Decoder(AgentMessage),
+    "launcher": msgspec.msgpack.Decoder(LauncherMessage),
+    "client": msgspec.msgpack.Decoder(ClientMessage),
+}
+_FROM_SERVER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToNode)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Open(msgspec.Struct, frozen=True, tag="keepstep-open", array_like=True):
+    """First bytes of a connection, from the client."""
+
+    protocol: int
+    role: str
+    nonce: bytes
+    local: str  # "host:port" of the client's end, as it sees it
+    remote: str  # of the server's end
+
+
+class Challenge(msgspec.Struct, frozen=True, tag="keepstep-challenge", array_like=True):
+    """The server's answer: its nonce and its own proof."""
+
+    protocol: int
+    nonce: bytes
+    proof: bytes
+
+
+class Proof(msgspec.Struct, frozen=True, tag="keepstep-proof", array_like=True):
+    """The client's proof; sealed frames follow."""
+
+    proof: bytes
+
+
+class Denied(msgspec.Struct, frozen=True, tag="keepstep-denied", array_like=True):
+    """Why the server closes. Unproven: for the operator's eyes, nothing is decided by it."""
+
+    reason: str
+
+
+_handshake_to_server: msgspec.msgpack.Decoder[Open | Proof] = msgspec.msgpack.Decoder(Open | Proof)
+_handshake_to_client: msgspec.msgpack.Decoder[Challenge | Denied] = msgspec.msgpack.Decoder(
+    Challenge | Denied
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Both ends of a connection as one side sees them, "host:port"."""
+
+    local: str
+    remote: str
+
+
+def random_nonce() -> bytes:
+    """32 unpredictable bytes."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def _keyed(secret: bytes, label: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(secret, label + b"\0" + transcript, "sha256")
+
+
+class _Sealer:
+    """Codes for one direction: keyed BLAKE2b over the frame's number and message."""
+
+    __slots__ = ("_state", "number")
+
+    def __init__(self, key: bytes) -> None:
+        self._state = hashlib.blake2b(key=key, digest_size=CODE_BYTES)
+        self.number = 0
+
+    def seal(self, body: bytes) -> bytes:
+        """A whole frame, length first."""
+        numbered = self.number.to_bytes(NUMBER_BYTES, "big") + body
+        self.number += 1
+        state = self._state.copy()
+        state.update(numbered)
+        length = CODE_BYTES + len(numbered)
+        return length.to_bytes(LENGTH_BYTES, "big") + state.digest() + numbered
+
+    def open(self, sealed: bytes | bytearray) -> bytes | bytearray:
+        """The message in a frame's body. Raises Violation when the code or the number is wrong."""
+        if len(sealed) <= SEAL_BYTES:
+            raise Violation("malformed", f"a sealed frame of {len(sealed)} bytes, shorter than its seal")
+        state = self._state.copy()
+        state.update(sealed[CODE_BYTES:])
+        if not hmac.compare_digest(state.digest(), sealed[:CODE_BYTES]):
+            raise Violation("tampered", "a frame's code does not fit its bytes")
+        number = int.from_bytes(sealed[CODE_BYTES:SEAL_BYTES], "big")
+        if number != self.number:
+            if number < self.number:
+                raise Violation("replayed", f"frame {number} again, expected {self.number}")
+            raise Violation("reordered", f"frame {number} before {self.number}")
+        self.number = number + 1
+        return sealed[SEAL_BYTES:]
+
+
+class _Channel:
+    """What both ends share: frames, sealing, and refusing everything after the first violation."""
+
+    __slots__ = (
+        "_broken",
+        "_decoder",
+        "_frames",
+        "_in",
+        "_nonce",
+        "_out",
+        "_secret",
+        "ends",
+        "established",
+        "role",
+    )
+
+    def __init__(self, secret: bytes, role: str, ends: Ends, nonce: bytes) -> None:
+        self._secret = secret
+        self._nonce = nonce
+        self._frames = FrameBuffer(HANDSHAKE_LIMIT)
+        self._in: _Sealer | None = None
+        self._out: _Sealer | None = None
+        self._decoder: msgspec.msgpack.Decoder[Any] | None = None
+        self._broken = False
+        self.role = role
+        self.ends = ends
+        self.established = False
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes of an unfinished frame held at the moment."""
+        return len(self._frames)
+
+    def receive(self, data: bytes) -> tuple[list[Message], bytes]:
+        """Take received bytes; returns the messages in them and the bytes to send in answer.
+
+        Raises:
+            Violation: the peer broke the protocol; the connection must be closed, later calls raise again.
+        """
+        if self._broken:
+            raise Violation("malformed", "bytes after the connection was refused")
+        messages: list[Message] = []
+        answer = b""
+        frames = self._frames
+        try:
+            frames.feed(data)
+            while (body := frames.take()) is not None:
+                if self._in is None:
+                    answer += self._handshake(body)
+                else:
+                    messages.append(self._decode(self._in.open(body)))
+        except Violation:
+            self._broken = True
+            frames.clear()
+            raise
+        return messages, answer
+
+    def send(self, message: Message) -> bytes:
+        """The bytes of one message. Only when ``established``."""
+        assert self._out is not None, "send() before the handshake is done"
+        return self._out.seal(_encoder.encode(message))
+
+    def send_encoded(self, body: bytes) -> bytes:
+        """As ``send``, for a message that was encoded once for many peers."""
+        assert self._out is not None, "send_encoded() before the handshake is done"
+        return self._out.seal(body)
+
+    def _decode(self, body: bytes | bytearray) -> Message:
+        assert self._decoder is not None
+        try:
+            message: Message = self._decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise Violation(
+                "malformed", f"no message that a peer of role {self.role} may send: {error}"
+            ) from error
+        return message
+
+    def _handshake(self, body: bytes | bytearray) -> bytes:
+        raise NotImplementedError
+
+    def _agree(
+        self, transcript: bytes, *, is_server: bool, limit: int, decoder: msgspec.msgpack.Decoder[Any]
+    ) -> None:
+        to_server = _Sealer(_keyed(self._secret, b"key to server", transcript))
+        to_client = _Sealer(_keyed(self._secret, b"key to client", transcript))
+        self._in, self._out = (to_server, to_client) if is_server else (to_client, to_server)
+        self._frames.limit = limit + SEAL_BYTES
+        self._decoder = decoder
+        self.established = True
+
+
+def _transcript(opening: bytes | bytearray, server_nonce: bytes) -> bytes:
+    return (
+        len(opening).to_bytes(LENGTH_BYTES, "big")
+        + bytes(opening)
+        + PROTOCOL.to_bytes(4, "big")
+        + server_nonce
+    )
+
+
+class ServerChannel(_Channel):
+    """The controller's end. ``role`` is what the client says it is, once it has said so."""
+
+    __slots__ = ("_check_addresses", "_transcript")
+
+    def __init__(
+        self,
+        secret: bytes,
+        ends: Ends,
+        *,
+        check_addresses: bool = True,
+        nonce: Callable[[], bytes] = random_nonce,
+    ) -> None:
+        super().__init__(secret, "", ends, nonce())
+        self._check_addresses = check_addresses
+        self._transcript = b""
+
+    def _handshake(self, body: bytes | bytearray) -> bytes:
+        try:
+            message = _handshake_to_server.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise Violation("malformed", f"not a handshake of keepstep: {error}") from error
+        if isinstance(message, Open):
+            return self._challenge(message, body)
+        if not self._transcript:
+            raise Unproven("unauthenticated", "a proof before the challenge")
+        if not hmac.compare_digest(_keyed(self._secret, b"client proof", self._transcript), message.proof):
+            raise Unproven("unauthenticated", "the peer does not hold this run's secret")
+        self._agree(self._transcript, is_server=True, limit=LIMITS[self.role], decoder=_DECODERS[self.role])
+        return b""
+
+    def _challenge(self, message: Open, body: bytes | bytearray) -> bytes:
+        if self._transcript:
+            raise Violation("malformed", "a second opening on one connection")
+        if message.protocol != PROTOCOL:
+            raise Violation(
+                "version",
+                f"the peer speaks protocol {message.protocol}, this controller {PROTOCOL}; use one version",
+            )
+        if message.role not in LIMITS or len(message.nonce) != NONCE_BYTES:
+            raise Violation("malformed", "an opening with an unknown role or a nonce of the wrong length")
+        if self._check_addresses and (message.local, message.remote) != (self.ends.remote, self.ends.local):
+            raise Violation(
+                "address",
+                f"the peer means the connection {message.local} to {message.remote}, this one is {self.ends.remote} "
+                f"to {self.ends.local}; addresses that are translated on the way need --allow-translated-addresses",
+            )
+        self.role = message.role
+        self._transcript = _transcript(body, self._nonce)
+        proof = _keyed(self._secret, b"server proof", self._transcript)
+        return frame(_encoder.encode(Challenge(PROTOCOL, self._nonce, proof)))
+
+    def denial(self, violation: Violation) -> bytes:
+        """Bytes that tell a peer without proof why it is refused; empty once it has proved itself."""
+        if self.established:
+            return b""
+        return frame(_encoder.encode(Denied(f"{violation.reason}: {violation}"[:400])))
+
+
+class ClientChannel(_Channel):
+    """A node's end."""
+
+    __slots__ = ("_opening",)
+
+    def __init__(
+        self, secret: bytes, role: Role, ends: Ends, *, nonce: Callable[[], bytes] = random_nonce
+    ) -> None:
+        super().__init__(secret, role, ends, nonce())
+        self._opening = b""
+
+    def open(self) -> bytes:
+        """The first bytes to send."""
+        self._opening = _encoder.encode(
+            Open(PROTOCOL, self.role, self._nonce, self.ends.local, self.ends.remote)
+        )
+        return frame(self._opening)
+
+    def _handshake(self, body: bytes | bytearray) -> bytes:
+        try:
+            message = _handshake_to_client.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise Violation("malformed", f"not a handshake of keepstep: {error}") from error
+        if isinstance(message, Denied):
+            raise Violation("denied", f"the controller refused: {message.reason}")
+        if message.protocol != PROTOCOL:
+            raise Violation(
+                "version", f"the controller speaks protocol {message.protocol}, this node {PROTOCOL}"
+            )
+        if len(message.nonce) != NONCE_BYTES:
+            raise Violation("malformed", "a challenge with a nonce of the wrong length")
+        transcript = _transcript(self._opening, message.nonce)
+        if not hmac.compare_digest(_keyed(self._secret, b"server proof", transcript), message.proof):
+            raise Unproven("unauthenticated", "the server does not hold this run's secret")
+        self._agree(transcript, is_server=False, limit=SERVER_LIMIT, decoder=_FROM_SERVER)
+        return frame(_encoder.encode(Proof(_keyed(self._secret, b"client proof", transcript))))
+
+
+def encode(message: Message) -> bytes:
+    """The msgpack bytes of a message, without framing: for ``send_encoded`` to many peers."""
+    return _encoder.encode(message)

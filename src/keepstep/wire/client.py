@@ -1,0 +1,300 @@
+"""A node's side of the wire: connects, proves itself, and comes back for ever when the controller is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import ssl
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import cast
+
+from keepstep.wire.address import end_host, end_name, notice_dead_host
+from keepstep.wire.channel import ClientChannel, Ends, Role
+from keepstep.wire.counters import Counters
+from keepstep.wire.messages import Heartbeat, Message, Profile, States
+from keepstep.wire.violation import Violation
+
+logger = logging.getLogger("keepstep.wire")
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """Waiting and bounds of a client."""
+
+    handshake_s: float = 5.0
+    first_wait_s: float = 0.05  # before the second attempt; doubles, with jitter
+    longest_wait_s: float = 5.0
+    heartbeats: int = 4  # kept while unconnected, newest
+    messages: int = 4096  # other messages kept while unconnected
+    unsent_bytes: int = 8 << 20  # handed to the kernel late: above it messages wait in the queue
+
+
+def _nothing() -> None:
+    return
+
+
+def _no_trouble(error: Exception, attempt: int) -> None:
+    del error, attempt
+
+
+class _Attempt(asyncio.Protocol):
+    """One connection of a client."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.transport: asyncio.Transport | None = None
+        self.channel: ClientChannel | None = None
+        self.closed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self.writable = True
+        self._violation: Violation | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(high=self._client.limits.unsent_bytes)
+        notice_dead_host(transport.get_extra_info("socket"))
+        ends = Ends(
+            end_name(transport.get_extra_info("sockname")), end_name(transport.get_extra_info("peername"))
+        )
+        self.channel = self._client.new_channel(ends)
+        self.transport.write(self.channel.open())
+
+    def data_received(self, data: bytes) -> None:
+        channel, transport = self.channel, self.transport
+        if channel is None or transport is None or self._violation is not None:
+            return
+        was_established = channel.established
+        try:
+            messages, answer = channel.receive(data)
+        except Violation as violation:
+            self._violation = violation
+            transport.abort()
+            return
+        if answer:
+            transport.write(answer)
+        if channel.established and not was_established:
+            self._client.established(self)
+        for message in messages:
+            self._client.received(message)
+
+    def pause_writing(self) -> None:
+        self.writable = False
+
+    def resume_writing(self) -> None:
+        self.writable = True
+        self._client.flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        if not self.closed.done():
+            self.closed.set_result(
+                self._violation or Violation("lost", str(exc) if exc else "the controller closed")
+            )
+
+
+class Client:
+    """A connection that is made again whenever it breaks. Made by ``connect``; all calls on its event loop.
+
+    ``greet()`` is asked for the first messages of every connection: Hello, and whatever the controller must hear again
+    because it may be a new process (Join; Groups; findings that still hold).
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: bytes,
+        *,
+        role: Role,
+        greet: Callable[[], Iterable[Message]],
+        message: Callable[[Message], None],
+        connected: Callable[[], None] = _nothing,
+        disconnected: Callable[[], None] = _nothing,
+        trouble: Callable[[Exception, int], None] = _no_trouble,
+        tls: ssl.SSLContext | None = None,
+        limits: ClientLimits | None = None,
+        jitter: random.Random | None = None,
+    ) -> None:
+        self.limits = limits or ClientLimits()
+        self.counters = Counters()
+        self._host, self._port, self._secret = host, port, secret
+        self._role: Role = role
+        self._greet, self._message = greet, message
+        self._connected, self._disconnected, self._trouble = connected, disconnected, trouble
+        self._tls = tls
+        self._jitter = jitter or random.Random()
+        self._attempt: _Attempt | None = None
+        self._heartbeats: deque[Message] = deque(maxlen=self.limits.heartbeats)
+        self._queue: deque[Message] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+
+    @property
+    def connected(self) -> bool:
+        """The controller has proved itself and so have we."""
+        return self._attempt is not None
+
+    @property
+    def queued(self) -> int:
+        """Messages that wait for the connection."""
+        return len(self._queue) + len(self._heartbeats)
+
+    def start(self) -> None:
+        """Begin to connect (``connect`` does it)."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def send(self, message: Message) -> None:
+        """Send now, or when connected again. Never blocks, never raises.
+
+        Without a connection the newest 4 heartbeats are kept, no answers (the question has gone with the connection),
+        and of everything else up to 4096 messages, the oldest dropped first and counted.
+        """
+        attempt = self._attempt
+        if attempt is not None and attempt.writable:
+            self._write(attempt, message)
+        elif isinstance(message, Heartbeat):
+            self.counters.dropped += len(self._heartbeats) == self._heartbeats.maxlen
+            self._heartbeats.append(message)
+        elif isinstance(message, Profile | States) and attempt is None:
+            self.counters.dropped += 1
+        else:
+            if len(self._queue) >= self.limits.messages:
+                self._queue.popleft()
+                self.counters.dropped += 1
+            self._queue.append(message)
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Wait until everything has been handed to the kernel; False when that took longer than ``timeout_s``."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        while loop.time() < deadline_s:
+            attempt = self._attempt
+            transport = attempt.transport if attempt is not None else None
+            if transport is not None and not self.queued and transport.get_write_buffer_size() == 0:
+                return True
+            await asyncio.sleep(0.005)
+        return False
+
+    async def close(self) -> None:
+        """Close and do not come back. What is queued is sent if there is a connection."""
+        self._closing = True
+        attempt = self._attempt
+        if attempt is not None and attempt.transport is not None:
+            self.flush()
+            attempt.transport.close()
+            await asyncio.wait([attempt.closed], timeout=1.0)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    # Called by attempts.
+
+    def new_channel(self, ends: Ends) -> ClientChannel:
+        return ClientChannel(self._secret, self._role, ends)
+
+    def established(self, attempt: _Attempt) -> None:
+        self._attempt = attempt
+        self.counters.connections += 1
+        for message in self._greet():
+            self._write(attempt, message)
+        self.flush()
+        self._connected()
+
+    def received(self, message: Message) -> None:
+        self.counters.messages_in += 1
+        self._message(message)
+
+    def flush(self) -> None:
+        """Send what waits, heartbeats last."""
+        for queue in (self._queue, self._heartbeats):
+            while queue and self._attempt is not None and self._attempt.writable:
+                self._write(self._attempt, queue.popleft())
+
+    def _write(self, attempt: _Attempt, message: Message) -> None:
+        if attempt.transport is None or attempt.channel is None or attempt.transport.is_closing():
+            return
+        attempt.transport.write(attempt.channel.send(message))
+        self.counters.messages_out += 1
+
+    async def _run(self) -> None:
+        failures = 0
+        while not self._closing:
+            error, was_connected = await self._one_connection()
+            if self._closing:
+                return
+            failures = 1 if was_connected else failures + 1
+            self._say(error)
+            self._trouble(error, failures)
+            wait_s = min(self.limits.longest_wait_s, self.limits.first_wait_s * 2 ** min(failures - 1, 16))
+            await asyncio.sleep(wait_s * self._jitter.uniform(0.5, 1.0))
+
+    async def _one_connection(self) -> tuple[Exception, bool]:
+        loop = asyncio.get_running_loop()
+        made: _Attempt | None = None
+        try:
+            connecting = loop.create_connection(lambda: _Attempt(self), self._host, self._port, ssl=self._tls)
+            _, made = await asyncio.wait_for(connecting, self.limits.handshake_s)
+            timer = loop.call_later(self.limits.handshake_s, self._give_up, made)
+            error = await made.closed
+            timer.cancel()
+        except asyncio.TimeoutError:
+            return Violation(
+                "handshake-timeout", f"no connection within {self.limits.handshake_s:g} s"
+            ), False
+        except OSError as failure:  # refused, unreachable, unknown host, TLS
+            return failure, False
+        finally:
+            was_connected = made is not None and self._attempt is made
+            if was_connected:
+                self._attempt = None
+                self._disconnected()
+            elif made is not None and made.transport is not None:
+                made.transport.abort()
+        return error, was_connected
+
+    def _give_up(self, attempt: _Attempt) -> None:
+        if attempt is not self._attempt and attempt.transport is not None:
+            attempt.transport.abort()
+
+    def _say(self, error: Exception) -> None:
+        reason = error.reason if isinstance(error, Violation) else "lost"
+        peer = f"{self._host}:{self._port}"
+        if self.counters.refuse(reason, end_host(peer), asyncio.get_running_loop().time()):
+            logger.warning("no connection to the controller at %s: %s; trying again", peer, error)
+
+
+def connect(
+    address: tuple[str, int],
+    secret: bytes,
+    *,
+    role: Role,
+    greet: Callable[[], Iterable[Message]],
+    message: Callable[[Message], None],
+    connected: Callable[[], None] = _nothing,
+    disconnected: Callable[[], None] = _nothing,
+    trouble: Callable[[Exception, int], None] = _no_trouble,
+    tls: ssl.SSLContext | None = None,
+    limits: ClientLimits | None = None,
+) -> Client:
+    """Begin to connect to the controller, and go on for ever; returns at once. See :class:`Client`.
+
+    ``trouble(error, attempt)`` is told of every failed attempt (``attempt`` counts from 1 since the last connection):
+    a launcher may give up after some; an agent never does.
+    """
+    client = Client(
+        address[0],
+        address[1],
+        secret,
+        role=role,
+        greet=greet,
+        message=message,
+        connected=connected,
+        disconnected=disconnected,
+        trouble=trouble,
+        tls=tls,
+        limits=limits,
+    )
+    client.start()
+    return client

@@ -1,0 +1,75 @@
+"""The run's secret: a file that only its owner can read; never an argument or environment variable."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from keepstep.core.errors import AuthenticationError
+
+SECRET_BYTES = 32
+_LARGEST_FILE_BYTES = 4096
+
+
+def write_secret(path: str | os.PathLike[str]) -> bytes:
+    """Make a new secret of 32 random bytes, write it in hex to ``path`` with mode 0600, and return it.
+
+    Raises:
+        AuthenticationError: there is a file already, or the folder cannot be written to.
+    """
+    secret = secrets.token_bytes(SECRET_BYTES)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError as error:
+        raise AuthenticationError(
+            f"{path}: there is a secret already; use it, or remove it to begin a new run"
+        ) from error
+    except OSError as error:
+        raise AuthenticationError(f"{path}: cannot write the run's secret: {error.strerror}") from error
+    with os.fdopen(descriptor, "w") as file:
+        os.fchmod(descriptor, 0o600)
+        file.write(secret.hex() + "\n")
+    return secret
+
+
+def read_secret(path: str | os.PathLike[str]) -> bytes:
+    """Read a secret that ``write_secret`` wrote (or any 32 to 2048 bytes in hex).
+
+    Raises:
+        AuthenticationError: the file is missing, readable by others, owned by another user, or holds no secret.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise AuthenticationError(
+            f"{path}: cannot read the run's secret: {error.strerror}; every node needs the secret file of the run "
+            f"(copy it, or put the run folder on a shared file system)"
+        ) from error
+    with os.fdopen(descriptor, "rb") as file:
+        _refuse_shared(Path(path), os.fstat(descriptor))
+        text = file.read(_LARGEST_FILE_BYTES + 1)
+    try:
+        secret = bytes.fromhex(text.decode("ascii").strip())
+    except ValueError:
+        secret = b""
+    if len(secret) < SECRET_BYTES or len(text) > _LARGEST_FILE_BYTES:
+        raise AuthenticationError(
+            f"{path}: is no secret: wants at least {SECRET_BYTES} bytes as hexadecimal digits "
+            f"(make one with: openssl rand -hex {SECRET_BYTES})"
+        )
+    return secret
+
+
+def _refuse_shared(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise AuthenticationError(f"{path}: is not a regular file; the secret must be one, with mode 0600")
+    if status.st_mode & 0o077:
+        raise AuthenticationError(
+            f"{path}: can be read or written by others (mode {stat.S_IMODE(status.st_mode):04o}); run: chmod 600 {path}"
+        )
+    if status.st_uid not in (os.geteuid(), 0):
+        raise AuthenticationError(
+            f"{path}: belongs to user {status.st_uid}, not to you ({os.geteuid()}); copy it as your own with mode 0600"
+        )

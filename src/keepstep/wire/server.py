@@ -1,0 +1,251 @@
+"""The controller's side of the wire: accepts, authenticates, hands messages over, refuses what is not allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from keepstep.wire.address import end_host, end_name, notice_dead_host
+from keepstep.wire.channel import Ends, ServerChannel
+from keepstep.wire.counters import Counters
+from keepstep.wire.messages import Message
+from keepstep.wire.violation import Reason, Violation
+
+logger = logging.getLogger("keepstep.wire")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """Bounds against peers that misbehave."""
+
+    handshake_s: float = 5.0  # from the connection to the proof
+    unproven: int = 2048  # connections without proof; the oldest makes room for the next
+    unsent_bytes: int = 32 << 20  # to one peer, before it counts as a slow reader
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCallbacks:
+    """What the server calls, always on its event loop. They must not raise."""
+
+    message: Callable[[Connection, Message], None]
+    opened: Callable[[Connection], None]  # the peer has proved itself
+    closed: Callable[[Connection, str], None]  # only for peers that were opened
+
+
+class Connection(asyncio.Protocol):
+    """One peer. ``number`` is unique within the server's life; ``role`` is proven."""
+
+    __slots__ = ("_channel", "_server", "_timer", "_transport", "number", "peer", "reason")
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._channel: ServerChannel | None = None
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.number = server.next_number()
+        self.peer = "?"
+        self.reason = ""
+
+    @property
+    def role(self) -> str:
+        """ "agent", "launcher" or "client"."""
+        return self._channel.role if self._channel else ""
+
+    def send(self, message: Message) -> None:
+        """Queue a message; dropped when the connection is closed."""
+        self._write(lambda channel: channel.send(message))
+
+    def send_encoded(self, body: bytes) -> None:
+        """As ``send``, for ``wire.encode(message)``: one encoding for many peers."""
+        self._write(lambda channel: channel.send_encoded(body))
+
+    def close(self, reason: str = "") -> None:
+        """Send what is queued, then close."""
+        self.reason = self.reason or reason
+        if self._transport is not None:
+            self._transport.close()
+
+    def refuse(self, violation: Violation) -> None:
+        """Count, log once per host and minute, and drop the connection."""
+        transport, channel = self._transport, self._channel
+        if transport is None or self.reason:
+            return
+        self.reason = violation.reason
+        self._server.refused(violation, self.peer)
+        if channel is not None and (denial := channel.denial(violation)):
+            transport.write(denial)
+            transport.close()
+        else:
+            transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        notice_dead_host(transport.get_extra_info("socket"))
+        self.peer = end_name(transport.get_extra_info("peername"))
+        ends = Ends(end_name(transport.get_extra_info("sockname")), self.peer)
+        self._channel = self._server.new_channel(ends)
+        self._timer = self._server.await_proof(self)
+
+    def data_received(self, data: bytes) -> None:
+        channel = self._channel
+        if channel is None or self.reason:
+            return
+        was_established = channel.established
+        try:
+            messages, answer = channel.receive(data)
+        except Violation as violation:
+            self.refuse(violation)
+            return
+        if answer and self._transport is not None:
+            self._transport.write(answer)
+        if channel.established and not was_established:
+            self._server.proven(self)
+        if messages:
+            self._server.deliver(self, messages, len(data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        established = self._channel is not None and self._channel.established
+        self._transport = None
+        if not established and not self.reason:
+            self.reason = "unauthenticated"
+            self._server.count(
+                "unauthenticated", self.peer, "left without a proof: holds another secret, or none"
+            )
+        self._server.gone(self, established, self.reason or (str(exc) if exc else "closed by the peer"))
+
+    def stop_timer(self) -> None:
+        """The proof has come, or the connection has gone."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _write(self, seal: Callable[[ServerChannel], bytes]) -> None:
+        transport, channel = self._transport, self._channel
+        if transport is None or channel is None or self.reason or not channel.established:
+            return
+        transport.write(seal(channel))
+        self._server.counters.messages_out += 1
+        if transport.get_write_buffer_size() > self._server.limits.unsent_bytes:
+            self.refuse(Violation("slow-reader", f"{self.peer} does not read what it is sent"))
+
+
+class Server:
+    """Listens until ``close``. Made by ``serve``."""
+
+    def __init__(
+        self,
+        secret: bytes,
+        callbacks: ServerCallbacks,
+        *,
+        limits: ServerLimits | None = None,
+        check_addresses: bool = True,
+    ) -> None:
+        self.limits = limits or ServerLimits()
+        self.counters = Counters()
+        self._secret = secret
+        self._callbacks = callbacks
+        self._check_addresses = check_addresses
+        self._loop = asyncio.get_running_loop()
+        self._listener: asyncio.Server | None = None
+        self._unproven: OrderedDict[int, Connection] = OrderedDict()
+        self._proven: dict[int, Connection] = {}
+        self._numbers = 0
+
+    @property
+    def port(self) -> int:
+        """The port it listens on (useful when 0 was asked for)."""
+        assert self._listener is not None
+        return int(self._listener.sockets[0].getsockname()[1])
+
+    @property
+    def unproven(self) -> int:
+        """Connections that have not proved themselves yet."""
+        return len(self._unproven)
+
+    async def listen(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+        """Bind to this address and no other."""
+        self._listener = await self._loop.create_server(
+            lambda: Connection(self),
+            host,
+            port,
+            ssl=tls,
+            backlog=4096,
+            reuse_address=True,
+            ssl_handshake_timeout=self.limits.handshake_s if tls else None,
+        )
+
+    async def close(self) -> None:
+        """Stop listening and close every connection."""
+        if self._listener is not None:
+            self._listener.close()
+        for connection in [*self._unproven.values(), *self._proven.values()]:
+            connection.close("the controller ends")
+        while self._unproven or self._proven:
+            await asyncio.sleep(0.005)
+
+    # Called by connections.
+
+    def next_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def new_channel(self, ends: Ends) -> ServerChannel:
+        return ServerChannel(self._secret, ends, check_addresses=self._check_addresses)
+
+    def await_proof(self, connection: Connection) -> asyncio.TimerHandle:
+        self.counters.connections += 1
+        self._unproven[connection.number] = connection
+        if len(self._unproven) > self.limits.unproven:
+            oldest = next(iter(self._unproven.values()))
+            oldest.refuse(
+                Violation("crowded-out", f"more than {self.limits.unproven} connections without proof")
+            )
+            self._unproven.pop(oldest.number, None)
+        late = Violation("handshake-timeout", f"no proof within {self.limits.handshake_s:g} s")
+        return self._loop.call_later(self.limits.handshake_s, connection.refuse, late)
+
+    def proven(self, connection: Connection) -> None:
+        connection.stop_timer()
+        self._unproven.pop(connection.number, None)
+        self._proven[connection.number] = connection
+        self._callbacks.opened(connection)
+
+    def deliver(self, connection: Connection, messages: list[Message], received_bytes: int) -> None:
+        self.counters.messages_in += len(messages)
+        self.counters.bytes_in += received_bytes
+        for message in messages:
+            self._callbacks.message(connection, message)
+
+    def refused(self, violation: Violation, peer: str) -> None:
+        self.count(violation.reason, peer, str(violation))
+
+    def count(self, reason: Reason, peer: str, message: str) -> None:
+        if self.counters.refuse(reason, end_host(peer), self._loop.time()):
+            logger.warning("refused %s (%s): %s", peer, reason, message)
+
+    def gone(self, connection: Connection, established: bool, reason: str) -> None:
+        connection.stop_timer()
+        self._unproven.pop(connection.number, None)
+        if self._proven.pop(connection.number, None) is not None and established:
+            self._callbacks.closed(connection, reason)
+
+
+async def serve(
+    host: str,
+    port: int,
+    secret: bytes,
+    callbacks: ServerCallbacks,
+    *,
+    tls: ssl.SSLContext | None = None,
+    limits: ServerLimits | None = None,
+    check_addresses: bool = True,
+) -> Server:
+    """Listen on ``host:port`` (0: any free port) and no other address. Raises OSError when it cannot be bound."""
+    server = Server(secret, callbacks, limits=limits, check_addresses=check_addresses)
+    await server.listen(host, port, tls)
+    return server
