@@ -89,7 +89,12 @@ def test_summaries_add_up_as_by_hand(records: list[dict]) -> None:
     keys = {(int(r["group"]), int(r["op"]), int(r["peer"])) for r in table}
     assert {({"a": 0, "b": 1}[s.group], s.op, s.peer) for s in summary.streams} == keys
     for stream in summary.streams:
-        mine = [r for r in table if ({0: "a", 1: "b"}[int(r["group"])], int(r["op"]), int(r["peer"])) == (stream.group, stream.op, stream.peer)]
+        mine = [
+            r
+            for r in table
+            if ({0: "a", 1: "b"}[int(r["group"])], int(r["op"]), int(r["peer"]))
+            == (stream.group, stream.op, stream.peer)
+        ]
         lengths = [(int(r["end_ns"]) or end) - int(r["start_ns"]) for r in mine]
         assert stream.count == len(mine)
         assert stream.bytes == sum(int(r["bytes"]) for r in mine)
@@ -110,7 +115,11 @@ PROGRAMS = {
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(sorted(PROGRAMS)), st.lists(st.integers(1, 700), min_size=1, max_size=8), st.integers(0, 3))
+@given(
+    st.sampled_from(sorted(PROGRAMS)),
+    st.lists(st.integers(1, 700), min_size=1, max_size=8),
+    st.integers(0, 3),
+)
 def test_how_often_the_ring_is_polled_does_not_change_what_is_cut(
     name: str, gaps_ms: list[int], number: int
 ) -> None:

@@ -21,7 +21,9 @@ _KEPT = 512
 _FIRST_STRIDE = 16
 _LAST_STRIDE = 1 << 14
 # After any of these the end on one member comes after the start on every other (or the one other).
-_ORDERING = frozenset({Op.ALLREDUCE, Op.ALLGATHER, Op.REDUCE_SCATTER, Op.ALLTOALL, Op.BARRIER, Op.SEND, Op.RECV})
+_ORDERING = frozenset(
+    {Op.ALLREDUCE, Op.ALLGATHER, Op.REDUCE_SCATTER, Op.ALLTOALL, Op.BARRIER, Op.SEND, Op.RECV}
+)
 
 
 class ClockSampler:

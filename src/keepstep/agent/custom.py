@@ -17,7 +17,9 @@ _FIRST_LOOK = 48
 _LAST_LOOK = 1 << 15
 _PERIODS = 6
 _AGREEMENT = 0.97
-_SPAN_NS = 3_000_000_000  # the first step of a pipeline also repeats itself: give its optimizer time to show up
+_SPAN_NS = (
+    3_000_000_000  # the first step of a pipeline also repeats itself: give its optimizer time to show up
+)
 _QUIET_NS = 50_000_000
 
 
@@ -51,7 +53,9 @@ class CustomLoop:
         if period is None or len(rows) < _PERIODS * period.length:
             return False
         length = period.length
-        settled = numbers[len(numbers) // 4 :]  # micro-batches repeat inside a step, but not through all of it
+        settled = numbers[
+            len(numbers) // 4 :
+        ]  # micro-batches repeat inside a step, but not through all of it
         if float((settled[length:] == settled[:-length]).mean()) < _AGREEMENT:
             return False
         recent = rows[len(rows) - (_PERIODS - 1) * length :]

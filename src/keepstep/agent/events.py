@@ -91,5 +91,7 @@ def symbols(rows: Rows) -> NDArray[np.uint64]:
     place = (rows["op"].astype(np.uint64) << np.uint64(8)) | rows["kind"]
     place |= rows["group"].astype(np.uint64) << np.uint64(16)
     return (
-        (place * _MIX[0]) ^ (rows["bytes"] * _MIX[1]) ^ (rows["peer"].astype(np.int64).astype(np.uint64) * _MIX[2])
+        (place * _MIX[0])
+        ^ (rows["bytes"] * _MIX[1])
+        ^ (rows["peer"].astype(np.int64).astype(np.uint64) * _MIX[2])
     )

@@ -62,7 +62,9 @@ def _mount(mounted: Sequence[str], controllers: str) -> tuple[Path, str] | None:
         fields, tail = before.split(), after.split()
         if len(fields) < 5 or len(tail) < 3:
             continue
-        wanted = tail[0] == "cgroup2" if not controllers else tail[0] == "cgroup" and "cpu" in tail[2].split(",")
+        wanted = (
+            tail[0] == "cgroup2" if not controllers else tail[0] == "cgroup" and "cpu" in tail[2].split(",")
+        )
         if wanted:
             return Path(fields[4]), fields[3]
     return None
@@ -84,8 +86,14 @@ def _nearest(top: tuple[Path, str], group: str) -> Path | None:
 def _throttling(file: Path) -> tuple[int, int, float]:
     """(periods, throttled periods, throttled seconds) of a ``cpu.stat``; zeros where it cannot be read."""
     try:
-        counts = {name: int(value) for name, value in (line.split() for line in file.read_text().splitlines())}
+        counts = {
+            name: int(value) for name, value in (line.split() for line in file.read_text().splitlines())
+        }
     except (OSError, ValueError):
         return 0, 0, 0.0
-    seconds = counts["throttled_usec"] * 1e-6 if "throttled_usec" in counts else counts.get("throttled_time", 0) * 1e-9
+    seconds = (
+        counts["throttled_usec"] * 1e-6
+        if "throttled_usec" in counts
+        else counts.get("throttled_time", 0) * 1e-9
+    )
     return counts.get("nr_periods", 0), counts.get("nr_throttled", 0), seconds

@@ -263,7 +263,9 @@ class IterationCutter:
         if taken:
             self._teach(begun, taken)
         content = begun[is_symbol(begun) & (begun["start_ns"] >= start_ns)]
-        unmarked = self._usual.pause_ns(symbols(content), content["start_ns"], start_ns + pauses.total_ns, end_ns)
+        unmarked = self._usual.pause_ns(
+            symbols(content), content["start_ns"], start_ns + pauses.total_ns, end_ns
+        )
         if unmarked:
             pauses, unmarked = _with_unmarked(pauses, start_ns, unmarked)
             begun = _outside(begun, pauses)

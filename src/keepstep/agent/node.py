@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keepstep.agent.processes import ProcessId, identify, state_of
+from keepstep.agent.processes import ProcessId, alive, identify, state_of
 from keepstep.agent.sensors import HostSensors
 from keepstep.agent.states import operations_in_flight, python_stack, rank_state
 from keepstep.agent.steplog import StepLog
@@ -63,7 +63,9 @@ class NodeAgent:
         send: Callable[[Message], None],
     ) -> None:
         self._node, self._node_rank, self._run_dir, self._send = node, node_rank, run_dir, send
-        self._rings = [_Ring(rank, path, RankTrack(rank, node, rings)) for rank, path in sorted(rings.items())]
+        self._rings = [
+            _Ring(rank, path, RankTrack(rank, node, rings)) for rank, path in sorted(rings.items())
+        ]
         self._local = frozenset(rings)
         self._log = StepLog(run_dir / "nodes" / str(node_rank) / "iterations.jsonl", self._local)
         self._sensors = HostSensors()
@@ -82,7 +84,9 @@ class NodeAgent:
     def heartbeat(self, now_ns: int) -> Heartbeat:
         """The node's state for the controller; looks at the processes and flushes the log, too."""
         beats = tuple(self._beat(ring, now_ns) for ring in self._rings)
-        self._sensors.look(now_ns * 1e-9, {ring.rank: ring.process for ring in self._rings if ring.process is not None})
+        self._sensors.look(
+            now_ns * 1e-9, {ring.rank: ring.process for ring in self._rings if ring.process is not None}
+        )
         clock: list[ClockSample] = []
         for ring in self._rings:
             clock.extend(ring.track.clock.drain())
@@ -90,7 +94,13 @@ class NodeAgent:
         self._sequence += 1
         dropped = sum(ring.track.lost + (ring.header.dropped if ring.header else 0) for ring in self._rings)
         return Heartbeat(
-            self._node_rank, self._sequence, now_ns * 1e-9, beats, tuple(clock), self._sensors.causes(), dropped
+            self._node_rank,
+            self._sequence,
+            now_ns * 1e-9,
+            beats,
+            tuple(clock),
+            self._sensors.causes(),
+            dropped,
         )
 
     def again(self) -> list[Message]:
@@ -126,7 +136,10 @@ class NodeAgent:
         states = [self._state(ring, now_ns, stacks.get(ring.rank, "")) for ring in self._rings]
         clock = [sample for ring in self._rings for sample in ring.track.clock.recent()]
         return States(
-            request.request, self._node_rank, tuple(state for state in states if state is not None), tuple(clock)
+            request.request,
+            self._node_rank,
+            tuple(state for state in states if state is not None),
+            tuple(clock),
         )
 
     def save_rings(self) -> int:
@@ -156,7 +169,10 @@ class NodeAgent:
         header = ring.reader.header
         if not header.pid:
             return False
-        if ring.header is None or (header.pid, header.incarnation) != (ring.header.pid, ring.header.incarnation):
+        if ring.header is None or (header.pid, header.incarnation) != (
+            ring.header.pid,
+            ring.header.incarnation,
+        ):
             self._attach(ring, header)
         ring.header = header
         batch = ring.reader.poll()
@@ -208,7 +224,7 @@ class NodeAgent:
         return [Groups(ring.rank, tuple(fresh))] if fresh else []
 
     def _gone(self, ring: _Ring) -> bool:
-        return ring.header is not None and self._process_state(ring) in ("", "Z", "X")
+        return ring.header is not None and (ring.process is None or not alive(ring.process))
 
     def _process_state(self, ring: _Ring) -> str:
         return state_of(ring.process) if ring.process is not None else ""
@@ -244,7 +260,9 @@ class NodeAgent:
         if ring.header is None:  # not claimed yet: the script is still on its way to its first record
             state = "?"
         try:
-            return rank_state(ring.track, ring.reader.in_flight(), ring.reader.streams(), state, now_ns, stack)
+            return rank_state(
+                ring.track, ring.reader.in_flight(), ring.reader.streams(), state, now_ns, stack
+            )
         except (RingError, OSError) as error:
             self._complain(ring, str(error), now_ns)
             return None

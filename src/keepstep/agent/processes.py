@@ -32,6 +32,11 @@ def state_of(process: ProcessId, proc: Path = PROC) -> str:
     return fields[0] if fields is not None and int(fields[19]) == process.started else ""
 
 
+def alive(process: ProcessId, proc: Path = PROC) -> bool:
+    """Whether it still runs (or is stopped); a zombie does not."""
+    return state_of(process, proc) not in ("", "Z", "X")
+
+
 def carriers(environment: Mapping[str, Container[str]], proc: Path = PROC) -> list[int]:
     """Pids of the processes that were started with, for each name, one of its values. Only what we may read is found."""
     return [

@@ -10,14 +10,10 @@ import signal
 import time
 from collections.abc import Iterator
 
+from keepstep import wire
 from keepstep.agent.arguments import Arguments
 from keepstep.agent.node import NodeAgent
-from keepstep.agent.processes import kill_carriers
-from keepstep.wire.client import Client, connect
-from keepstep.wire.loops import run
-from keepstep.wire.messages import Bye, Hello, Message, ProfileRequest, Refused, SaveRings, StateRequest, Welcome
-from keepstep.wire.secret import read_secret
-from keepstep.wire.tls import TlsPaths, client_context
+from keepstep.agent.processes import alive, identify, kill_carriers
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -26,6 +22,7 @@ _SLOWEST_POLL_S = 0.2
 _IDLE_POLL_S = 0.1
 _QUIET_POLLS = 100
 _CPU_SHARE = 0.018  # of one core; polls get rarer above it
+_DYING_S = 0.05
 _PR_SET_PDEATHSIG = 1
 
 
@@ -35,8 +32,9 @@ class Program:
     def __init__(self, arguments: Arguments, parent: int) -> None:
         self._arguments = arguments
         self._parent = parent
+        self._launcher = identify(parent)
         self._stop = asyncio.Event()
-        self._client: Client | None = None
+        self._client: wire.Client | None = None
         self._heartbeat_s = 1.0
         self._interval_s = _POLL_S
         self._quiet = 0
@@ -54,10 +52,10 @@ class Program:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        tls = client_context(TlsPaths(*arguments.tls)) if arguments.tls is not None else None
-        self._client = connect(
+        tls = wire.client_context(wire.TlsPaths(*arguments.tls)) if arguments.tls is not None else None
+        self._client = wire.connect(
             arguments.controller,
-            read_secret(arguments.secret_file),
+            wire.read_secret(arguments.secret_file),
             role="agent",
             greet=self._greet,
             message=self._received,
@@ -71,29 +69,29 @@ class Program:
         if self._failure is not None:
             raise self._failure
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: wire.Message) -> None:
         if self._client is not None:
             self._client.send(message)
 
-    def _greet(self) -> Iterator[Message]:
+    def _greet(self) -> Iterator[wire.Message]:
         arguments = self._arguments
-        yield Hello("agent", arguments.node, arguments.node_rank, os.getpid())
+        yield wire.Hello("agent", arguments.node, arguments.node_rank, os.getpid())
         yield from self._agent.again()
 
-    def _received(self, message: Message) -> None:
-        if isinstance(message, ProfileRequest):
+    def _received(self, message: wire.Message) -> None:
+        if isinstance(message, wire.ProfileRequest):
             self._agent.poll(time.monotonic_ns())
             self._send(self._agent.profile(message))
-        elif isinstance(message, StateRequest):
+        elif isinstance(message, wire.StateRequest):
             self._later(message)
-        elif isinstance(message, SaveRings):
+        elif isinstance(message, wire.SaveRings):
             logger.info("%d rings saved for incident %d", self._agent.save_rings(), message.incident)
-        elif isinstance(message, Welcome):
+        elif isinstance(message, wire.Welcome):
             self._heartbeat_s = min(max(message.heartbeat_s, 0.05), 60.0)
-        elif isinstance(message, Refused):
+        elif isinstance(message, wire.Refused):
             logger.error("the controller refuses this agent: %s", message.reason)
 
-    def _later(self, request: StateRequest) -> None:
+    def _later(self, request: wire.StateRequest) -> None:
         async def answer() -> None:
             self._send(await self._agent.states(request))
 
@@ -136,8 +134,15 @@ class Program:
         elif share < 0.7 * _CPU_SHARE:
             self._interval_s = max(self._interval_s / 1.1, _POLL_S)
 
+    def _orphaned(self) -> bool:
+        return os.getppid() != self._parent or self._launcher is None or not alive(self._launcher)
+
     async def _end(self) -> None:
-        orphaned = os.getppid() != self._parent
+        orphaned = self._orphaned()
+        if not orphaned:
+            # The signal that tells of the launcher's death may come a moment before the death can be seen.
+            await asyncio.sleep(_DYING_S)
+            orphaned = self._orphaned()
         if orphaned:
             logger.warning("the launcher (process %d) is gone: ending its workers", self._parent)
             killed = kill_carriers(
@@ -151,7 +156,7 @@ class Program:
         logger.info("%d rings saved", self._agent.save_rings())
         if self._client is not None:
             self._send(self._agent.heartbeat(time.monotonic_ns()))
-            self._send(Bye("the launcher is gone" if orphaned else "told to end"))
+            self._send(wire.Bye("the launcher is gone" if orphaned else "told to end"))
             await self._client.drained(0.5)
             await self._client.close()
         self._agent.close()
@@ -177,13 +182,15 @@ def serve(arguments: Arguments) -> int:
         level=logging.INFO,
         force=True,
     )
-    logger.info("agent of node %d (%s), ranks %s", arguments.node_rank, arguments.node, sorted(arguments.rings))
+    logger.info(
+        "agent of node %d (%s), ranks %s", arguments.node_rank, arguments.node, sorted(arguments.rings)
+    )
 
     async def main() -> None:
         await Program(arguments, parent).main()
 
     try:
-        run(main())
+        wire.run(main())
     except Exception:
         logger.exception("the agent ends")
         return 1

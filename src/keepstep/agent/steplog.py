@@ -12,6 +12,7 @@ from keepstep.core.summary import IterationSummary
 LIMIT_BYTES = 64 << 20
 _TAIL_BYTES = 1 << 16
 _STEPS_OPEN = 16
+_SAME_S = 1e-5  # times are written in microseconds
 
 
 class StepLog:
@@ -31,7 +32,7 @@ class StepLog:
     def add(self, iteration: IterationSummary, start_unix_s: float) -> None:
         """Take one iteration; what an earlier agent has written already is left out."""
         rank = str(iteration.rank)
-        if start_unix_s <= self._written_to.get(rank, 0.0):
+        if start_unix_s <= self._written_to.get(rank, 0.0) + _SAME_S:
             return
         step = self._open.setdefault(iteration.step, {})
         if rank in step:  # the job was restarted: what is open belongs to the incarnation before
@@ -65,7 +66,10 @@ class StepLog:
 
     def _write_until(self, last: int) -> None:
         for step in sorted(number for number in self._open if number <= last):
-            line = json.dumps({"step": step, "ranks": self._open.pop(step)}, separators=(",", ":")).encode() + b"\n"
+            line = (
+                json.dumps({"step": step, "ranks": self._open.pop(step)}, separators=(",", ":")).encode()
+                + b"\n"
+            )
             if self._size + len(line) > self._limit:
                 self._rotate()
             self._file.write(line)

@@ -26,7 +26,9 @@ class UsualSequence:
         self._leads: deque[int] = deque(maxlen=9)
         self._usual = 0
 
-    def pause_ns(self, content: NDArray[np.uint64], starts: NDArray[np.int64], start_ns: int, end_ns: int) -> int:
+    def pause_ns(
+        self, content: NDArray[np.uint64], starts: NDArray[np.int64], start_ns: int, end_ns: int
+    ) -> int:
         """Take an iteration's symbols and when they began; return the length of the unmarked pause it began with.
 
         ``start_ns`` to ``end_ns`` is the iteration without the pauses that were marked.

@@ -110,7 +110,9 @@ class Rank:
         self.now += length
         self._work += length
 
-    def record(self, kind: int, op: int, *, group: int = -1, peer: int = -1, size: int = 0, flags: int = 0) -> dict[str, int]:
+    def record(
+        self, kind: int, op: int, *, group: int = -1, peer: int = -1, size: int = 0, flags: int = 0
+    ) -> dict[str, int]:
         stream = (kind, op if kind != COLLECTIVE else 0, group, peer)
         self.counts[stream] = self.counts.get(stream, 0) + 1
         row = dict(
@@ -133,7 +135,16 @@ class Rank:
         self.compute(ms)
         self.end(row)
 
-    def collective(self, op: int, members: tuple[int, ...], *, group: int, size: int, asynchronous: bool, known: bool = True) -> Operation:
+    def collective(
+        self,
+        op: int,
+        members: tuple[int, ...],
+        *,
+        group: int,
+        size: int,
+        asynchronous: bool,
+        known: bool = True,
+    ) -> Operation:
         flags = (ASYNC if asynchronous else 0) | (SYNC_KNOWN if known else 0)
         row = self.record(COLLECTIVE, op, group=group, size=size, flags=flags)
         return self._arrive(row, ((group, members, row["seq"]), len(members)))
@@ -258,7 +269,9 @@ def ddp(
                     rank.compute(60 / buckets)
                     if micro == accumulate - 1:
                         size = 1000 + bucket
-                        pending.append(rank.collective(ALLREDUCE, everyone, group=DP, size=size, asynchronous=True))
+                        pending.append(
+                            rank.collective(ALLREDUCE, everyone, group=DP, size=size, asynchronous=True)
+                        )
                 done = rank.now
                 for operation in pending:
                     operation.waited_ns = done if waits_seen else 0
@@ -319,7 +332,9 @@ def fsdp2(steps: int, layers: int = 4) -> Callable[[Rank], Iterator[Operation]]:
         everyone = tuple(range(rank.job.world))
 
         def gather(layer: int) -> Operation:
-            return rank.collective(ALLGATHER, everyone, group=DP, size=2000 + layer, asynchronous=True, known=False)
+            return rank.collective(
+                ALLGATHER, everyone, group=DP, size=2000 + layer, asynchronous=True, known=False
+            )
 
         for _ in range(steps):
             rank.step_begins()
@@ -339,7 +354,9 @@ def fsdp2(steps: int, layers: int = 4) -> Callable[[Rank], Iterator[Operation]]:
                 rank.compute(30)
                 if scattered is not None:
                     yield scattered
-                scattered = rank.collective(REDUCE_SCATTER, everyone, group=DP, size=3000 + layer, asynchronous=True, known=False)
+                scattered = rank.collective(
+                    REDUCE_SCATTER, everyone, group=DP, size=3000 + layer, asynchronous=True, known=False
+                )
             assert scattered is not None
             yield scattered
             rank.end(row)
@@ -368,7 +385,9 @@ def pipeline(
 
         def reduce_inside() -> Iterator[Operation]:
             if tensor > 1:
-                yield rank.collective(ALLREDUCE, tp_group, group=TP + 10 * tp_first, size=64, asynchronous=False)
+                yield rank.collective(
+                    ALLREDUCE, tp_group, group=TP + 10 * tp_first, size=64, asynchronous=False
+                )
 
         def forward() -> Iterator[Operation]:
             if before is not None:
@@ -405,7 +424,9 @@ def pipeline(
                 yield rank.waiting(operation)
             sent.clear()
             if data > 1:
-                yield rank.collective(ALLREDUCE, dp_group, group=DP + 10 * dp_first, size=9000, asynchronous=False)
+                yield rank.collective(
+                    ALLREDUCE, dp_group, group=DP + 10 * dp_first, size=9000, asynchronous=False
+                )
             if bare:
                 rank.compute(40)
             else:

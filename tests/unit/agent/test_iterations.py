@@ -52,7 +52,9 @@ def test_cuts_every_iteration_as_the_script_counts_and_times_it(loop: str, perio
         assert all(cut.whole for cut in cuts)
         assert [cut.warm_up for cut in cuts] == [step < WARM_UP_STEPS for step in range(len(cuts))]
         for cut in cuts[1:]:
-            assert cut.duration_ns / 1e9 == pytest.approx(rank.clock[cut.step], rel=0.02 if "not marked" in loop else 0.005)
+            assert cut.duration_ns / 1e9 == pytest.approx(
+                rank.clock[cut.step], rel=0.02 if "not marked" in loop else 0.005
+            )
 
 
 def test_pauses_are_told_apart_and_their_communication_left_out() -> None:

@@ -129,7 +129,10 @@ def _cut(rows: list[dict[str, int]], end_ms: int) -> Cut:
         ),
         (
             "two at once count once",
-            [{"start_ns": 10, "end_ns": 30, "flags": g.ASYNC}, {"start_ns": 20, "end_ns": 50, "flags": g.ASYNC}],
+            [
+                {"start_ns": 10, "end_ns": 30, "flags": g.ASYNC},
+                {"start_ns": 20, "end_ns": 50, "flags": g.ASYNC},
+            ],
             40,
         ),
         ("begun before the iteration", [{"start_ns": -20, "end_ns": 10, "flags": g.ASYNC}], 10),
@@ -141,7 +144,10 @@ def test_when_a_rank_waits(why: str, rows: list[dict[str, int]], waited_ms: int)
 
 
 def test_what_the_thread_began_meanwhile_is_not_counted_as_blocked_in_the_stream() -> None:
-    rows = [{"start_ns": 10, "end_ns": 30, "flags": g.ASYNC}, {"start_ns": 20, "end_ns": 50, "flags": g.ASYNC}]
+    rows = [
+        {"start_ns": 10, "end_ns": 30, "flags": g.ASYNC},
+        {"start_ns": 20, "end_ns": 50, "flags": g.ASYNC},
+    ]
     one = summarise(_cut(rows, 100), 0, {0: "dp"})
     assert one.streams[0].busy_s * 1e3 == pytest.approx(50)
     assert one.streams[0].blocked_s * 1e3 == pytest.approx(10 + 30)
