@@ -1,0 +1,131 @@
+"""Reads a ring: live, while its process writes it, or after its death, or from a saved copy."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from keepstep.core.summary import GroupInfo
+from keepstep.ring._native import Reader
+
+Rows = npt.NDArray[np.void]
+
+RECORD: np.dtype[np.void] = np.dtype(
+    {
+        "names": [
+            "ticket", "start_ns", "end_ns", "wait_ns", "bytes", "seq", "peer", "thread", "site", "group", "kind", "op", "flags",
+        ],
+        "formats": ["u8", "i8", "i8", "i8", "u8", "u4", "i4", "u4", "u4", "i2", "u1", "u1", "u2"],
+        "offsets": [0, 8, 16, 24, 32, 40, 44, 48, 52, 56, 58, 59, 60],
+        "itemsize": 64,
+    }
+)  # fmt: skip
+"""One operation or phase. ``end_ns`` 0: in flight; ``wait_ns`` 0: no wait seen; times on the node's CLOCK_MONOTONIC."""
+
+STREAM: np.dtype[np.void] = np.dtype(
+    {
+        "names": ["started", "completed", "last_start_ns", "last_end_ns", "peer", "group", "kind", "op"],
+        "formats": ["u8", "u8", "i8", "i8", "i4", "i2", "u1", "u1"],
+        "offsets": [0, 8, 16, 24, 32, 36, 38, 39],
+        "itemsize": 40,
+    }
+)
+"""One (group, peer, direction): operations started (= last ``seq``) and completed; ``op`` of the last one started."""
+
+_NO_RECORDS: Rows = np.empty(0, RECORD)
+
+
+@dataclass(frozen=True, slots=True)
+class RingHeader:
+    """Who writes the ring. An unclaimed ring has rank -1 and pid 0."""
+
+    rank: int
+    world_size: int
+    pid: int
+    incarnation: int
+    monotonic_ns: int  # the two clocks of the node, read together when the ring was claimed
+    realtime_ns: int
+    records: int  # slots
+    closed: bool  # the writer ended orderly
+    dropped: int  # records that found no slot
+    written: int  # tickets given out so far, the dropped ones included
+    late: int = 0  # ends that came when their record was already overwritten
+    overflowed: int = 0  # groups, sites and streams that found no room in their tables
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What came since the last poll. A record that began and ended in between is in both arrays."""
+
+    started: Rows  # RECORD, shape (n,)
+    finished: Rows  # RECORD, shape (m,); ``end_ns`` is set
+    lost: int  # records that this reader never got: overwritten, dropped or never finished being written
+    unfinished: int = 0  # records once in ``started`` that were overwritten before their end was seen
+
+
+class RingReader:
+    """Reads one ring from a path or descriptor. Any number of readers may read the same ring, each at its own pace.
+
+    Raises RingError (what is wrong, and where) for what is no ring, cut short, torn or of another version. Reading
+    begins with the oldest record still there.
+    """
+
+    def __init__(self, where: str | os.PathLike[str] | int) -> None:
+        self._native = Reader(where)
+
+    @property
+    def header(self) -> RingHeader:
+        """The header now."""
+        return RingHeader(*self._native.header())
+
+    def writer_lives(self) -> bool:
+        """Whether the process that claimed the ring still runs; False for a saved copy."""
+        return self._native.writer_lives()
+
+    def poll(self) -> Batch:
+        """What is new since the last call: each record once in ``started`` and, when it has ended, once in ``finished``.
+
+        Costs time in proportion to what is new. Records come in ticket order but for those that a slow thread was
+        still writing at the last poll.
+        """
+        started, finished, lost, unfinished = self._native.poll()
+        return Batch(_records(started), _records(finished), lost, unfinished)
+
+    def snapshot(self) -> Rows:
+        """All valid records now, in ticket order (RECORD)."""
+        return _records(self._native.snapshot(False))
+
+    def in_flight(self) -> Rows:
+        """The records of ``snapshot`` that have no end (RECORD)."""
+        return _records(self._native.snapshot(True))
+
+    def streams(self) -> Rows:
+        """One row per (group, peer, direction) that was used (STREAM)."""
+        return np.frombuffer(self._native.streams(), STREAM)
+
+    def groups(self) -> list[GroupInfo]:
+        """The process groups; the index is the ``group`` of a record."""
+        return [GroupInfo(*group) for group in self._native.groups()]
+
+    def sites(self) -> list[str]:
+        """The call sites; the index is the ``site`` of a record, 0 is the unknown one."""
+        return self._native.sites()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the ring as it is now to a file that RingReader opens; the file appears whole or not at all."""
+        target = Path(path)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            partial.write_bytes(self._native.content())
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _records(packed: bytearray | None) -> np.ndarray[Any, np.dtype[np.void]]:
+    return np.frombuffer(packed, RECORD) if packed else _NO_RECORDS
