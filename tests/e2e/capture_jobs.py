@@ -185,6 +185,14 @@ def _masked(error: BaseException) -> str:
     return re.sub(r"\d+|0x[0-9a-f]+", "N", f"{type(error).__module__}.{type(error).__name__}: {error}")
 
 
+def _raised(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return _masked(error)
+    return "nothing"
+
+
 def peer_dies(rank: int, _: int) -> Any:
     """Rank 1 dies; what rank 0 sees in a plain call and in a backward."""
     model = nn.parallel.DistributedDataParallel(_model())
@@ -192,13 +200,7 @@ def peer_dies(rank: int, _: int) -> Any:
     dist.barrier()
     if rank == 1:
         os._exit(0)
-    seen = []
-    for call in (lambda: dist.all_reduce(torch.ones(4)), loss.backward):
-        try:
-            call()
-            seen.append("nothing")
-        except Exception as error:
-            seen.append(_masked(error))
+    seen = [_raised(lambda: dist.all_reduce(torch.ones(4))), _raised(loss.backward)]
     # Which of the messages about a lost connection comes is up to the moment; which type, is not.
     return {"seen": [text.split(":")[0] for text in seen], "full": seen}
 

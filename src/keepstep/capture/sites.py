@@ -48,8 +48,9 @@ class Sites:
         name = code.co_filename
         is_foreign = (
             name.startswith((self._torch, _OWN, "<"))
+            or name.endswith("typing_extensions.py")  # its decorators stand around torch's functions
             or (name.startswith(_STDLIB) and "site-packages" not in name)
-        )  # fmt: skip
+        )
         if len(self._foreign) < MAX_KNOWN:
             self._foreign[code] = is_foreign
         return is_foreign
