@@ -1,0 +1,1 @@
+"""What people read: verdicts, incident files, plots."""

@@ -1,0 +1,62 @@
+"""Incidents as JSON: what ``RUN/incidents/NNNN.json`` holds, checked when it is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from keepstep.core.errors import RunError
+from keepstep.core.incident import INCIDENT_SCHEMA, Incident
+
+SCHEMA_ID = "https://keepstep.dev/schema/incident.json"
+
+
+class _Version(msgspec.Struct):
+    schema: int
+
+
+_decoder = msgspec.json.Decoder(Incident)
+_version_decoder = msgspec.json.Decoder(_Version)
+
+
+def incident_to_json(incident: Incident, *, indent: int = 2) -> bytes:
+    """One JSON object in UTF-8; ``indent`` 0 gives one line."""
+    encoded = msgspec.json.encode(incident)
+    return msgspec.json.format(encoded, indent=indent) if indent else encoded
+
+
+def incident_from_json(data: bytes, *, where: str = "incident") -> Incident:
+    """The inverse of ``incident_to_json``; ``where`` names the file in errors.
+
+    Raises:
+        RunError: not an incident, or written by a newer keepstep.
+    """
+    try:
+        version = _version_decoder.decode(data).schema
+        if version > INCIDENT_SCHEMA:
+            raise RunError(
+                f"{where}: written with incident schema {version}, this keepstep reads up to {INCIDENT_SCHEMA}; "
+                f"read it with the keepstep that wrote it, or a newer one"
+            )
+        return _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise RunError(f"{where}: is no incident of keepstep: {error}") from error
+
+
+def read_incidents(folder: Path) -> list[Incident]:
+    """All incidents under ``RUN/incidents``, by number; none when there is no such folder.
+
+    Raises:
+        RunError: a file in it is no incident, or newer than this keepstep.
+    """
+    paths = sorted(folder.glob("[0-9]*.json"))
+    found = [incident_from_json(path.read_bytes(), where=str(path)) for path in paths]
+    return sorted(found, key=lambda incident: incident.number)
+
+
+def incident_schema() -> dict[str, Any]:
+    """The JSON schema of an incident, made from the dataclasses: ``docs/reference/incident-schema.json``."""
+    schema = msgspec.json.schema(Incident)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID, **schema}

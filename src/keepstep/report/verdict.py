@@ -1,0 +1,199 @@
+"""The verdict: what happened, who is to blame, who only waits, how it is known, what is done, what to type next."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Literal
+
+from keepstep.core.incident import Culprit, Incident
+from keepstep.core.ranges import fold_ranks
+
+WIDTH = 120
+_LABEL = 10
+_RIGHT = 74  # column at which the second half of a line begins
+_FOLDED = 64  # longest list of folded ranks that is printed
+_CULPRITS = 8
+_ORDER = {"high": 0, "medium": 1, "low": 2}
+_STYLES = {"slow": "33;1", "hang": "31;1", "crash": "31;1", "desync": "31;1", "culprit": "1", "dim": "2"}
+
+
+def render(incident: Incident, *, color: bool = False, world: int | None = None, run: str = "RUN") -> str:
+    """The verdict as text of at most 120 columns, without a newline at its end.
+
+    Args:
+        incident: what is known.
+        color: with ANSI colours; the caller heeds ``NO_COLOR`` and whether it is a terminal.
+        world: number of ranks of the job, where the incident does not say.
+        run: the run's name, for the command in the last line.
+    """
+    size = world or incident.world_size
+    lines = [_line(incident.kind.upper(), _headline(incident))]
+    lines += _culprits(incident)
+    lines += _victims(incident, size)
+    lines += _evidence(incident, size)
+    if incident.missing and incident.culprits:
+        lines += _wrapped("missing", "; ".join(incident.missing))
+    lines += _actions(incident)
+    if incident.status != "open":
+        lines.append(_line("status", _closing(incident)))
+    lines.append(_line("next", f"keepstep report {run} {incident.number:04d}"))
+    return "\n".join(_colored(line) if color else line for line in lines)
+
+
+def render_closing(incident: Incident, *, color: bool = False) -> str:
+    """One line for an incident that is over."""
+    word = {"relieved": "RELIEF", "transient": "TRANSIENT", "ended": "ENDED"}.get(incident.status, "OPEN")
+    named = _short(incident)
+    line = _line(word, f"{_closing(incident)}  incident {incident.number:04d} ({incident.kind}, {named})")[
+        :WIDTH
+    ]
+    return f"\x1b[32;1m{line[:_LABEL]}\x1b[0m{line[_LABEL:]}" if color else line
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<{_LABEL}}{text}".rstrip()
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    pieces = textwrap.wrap(text, WIDTH - _LABEL, break_long_words=True, break_on_hyphens=False) or [""]
+    return [_line(label if index == 0 else "", piece) for index, piece in enumerate(pieces)]
+
+
+def _beside(label: str, left: str, right: str) -> list[str]:
+    """``right`` in its own column when both fit on a line, else after ``left``."""
+    column = max(_RIGHT - _LABEL, len(left) + 2)
+    if not right:
+        return _wrapped(label, left)
+    if _LABEL + column + len(right) <= WIDTH:
+        return [_line(label, f"{left:<{column}}{right}")]
+    return [*_wrapped(label, left), _line("", right)]
+
+
+def _headline(incident: Incident) -> str:
+    parts: list[str] = []
+    if incident.onset_step is not None:
+        parts.append(f"step {incident.onset_step}")
+    if incident.kind == "slow":
+        before, after = incident.iteration_before_s, incident.iteration_after_s
+        if before and after:
+            factor = incident.job_slowdown or after / before
+            parts.append(f"iteration {_seconds(before)} → {_seconds(after)} (×{factor:.2f})")
+        elif incident.job_slowdown:
+            parts.append(f"iteration ×{incident.job_slowdown:.2f}")
+        if incident.detected_step is not None and incident.onset_step is not None:
+            parts.append(f"seen at step {incident.detected_step}")
+    if incident.summary:
+        parts.append(incident.summary)
+    if incident.stuck_s is not None:
+        parts.append(f"stuck {incident.stuck_s:.0f} s")
+    return _cut("  ".join(parts), WIDTH - _LABEL)
+
+
+def _culprits(incident: Incident) -> list[str]:
+    if not incident.culprits:
+        missing = "; ".join(incident.missing)
+        return _wrapped("culprit", f"cause unknown; missing: {missing}" if missing else "cause unknown")
+    lines: list[str] = []
+    for index, culprit in enumerate(incident.culprits[:_CULPRITS]):
+        lines += _wrapped("culprit" if index == 0 else "", _culprit(culprit))
+    hidden = incident.culprits[_CULPRITS:]
+    if hidden:
+        ranks = fold_ranks(one.rank for one in hidden if one.rank is not None)
+        lines.append(
+            _line("", _cut(f"and {len(hidden)} more" + (f": ranks {ranks}" if ranks else ""), WIDTH - _LABEL))
+        )
+    return lines
+
+
+def _culprit(culprit: Culprit) -> str:
+    parts = [_who(culprit)]
+    what = culprit.cause or "cause unknown"
+    if culprit.slowdown > 0:
+        what += f" ×{culprit.slowdown:.1f}"
+    parts.append("; ".join(filter(None, (what, culprit.detail, culprit.stage and f"in {culprit.stage}"))))
+    return "  ".join(parts)
+
+
+def _who(culprit: Culprit) -> str:
+    if culprit.link is not None:
+        (first, second), (here, there) = culprit.link.ranks, culprit.link.nodes
+        return f"link {here} ↔ {there}  (rank {first} ↔ {second})"
+    if culprit.rank is not None:
+        return f"rank {culprit.rank}  {culprit.node}".rstrip()
+    return f"node {culprit.node}" if culprit.node else "somebody"
+
+
+def _short(incident: Incident) -> str:
+    return ", ".join(_who(one).replace("  ", " ") for one in incident.culprits[:2]) or "cause unknown"
+
+
+def _victims(incident: Incident, world: int) -> list[str]:
+    count = len(incident.victims)
+    if count == 0:
+        return []
+    folded = fold_ranks(incident.victims)
+    verb = "waiting" if incident.kind in ("hang", "slow", "desync") else "ended with it"
+    if len(folded) <= _FOLDED:
+        noun = "rank" if count == 1 else "ranks"
+        share = f" ({count} of {world})" if world else ""
+        return [_line("victims", f"{noun} {folded} {verb}{share}")]
+    return [_line("victims", f"{count} ranks {verb}")]
+
+
+def _evidence(incident: Incident, world: int) -> list[str]:
+    confidence = _confidence(incident.culprits)
+    right = f"confidence {confidence}" if confidence else ""
+    told = f"{incident.ranks_reporting}/{world} ranks reporting" if world and incident.ranks_reporting else ""
+    parts = [part for part in (told, *incident.evidence[:1]) if part]
+    if not parts and not right:
+        return []
+    lines = _beside("evidence", ", ".join(parts), right)
+    for more in incident.evidence[1:6]:
+        lines += _wrapped("", more)
+    return lines
+
+
+def _confidence(culprits: Sequence[Culprit]) -> Literal["high", "medium", "low", ""]:
+    if not culprits:
+        return ""
+    return min((one.confidence for one in culprits), key=lambda word: _ORDER[word])
+
+
+def _actions(incident: Incident) -> list[str]:
+    if not incident.actions:
+        return [_line("action", "none (watching only)")]
+    lines: list[str] = []
+    for index, action in enumerate(incident.actions):
+        left = f"{action.name}, {action.detail}" if action.detail else action.name
+        cost = "" if action.expected_cost_s is None else f"expected cost {action.expected_cost_s:.0f} s"
+        lines += _beside("action" if index == 0 else "", left, cost)
+    return lines
+
+
+def _closing(incident: Incident) -> str:
+    if incident.status == "ended":
+        return "over with the job, or by what came after it"
+    if incident.status == "transient":
+        return "gone before it was located"
+    at = f"step {incident.relief_step}" if incident.relief_step is not None else "unknown step"
+    if incident.kind == "slow" and incident.onset_step is not None and incident.relief_step is not None:
+        return f"{at}  over after {incident.relief_step - incident.onset_step} steps"
+    return f"{at}  over"
+
+
+def _seconds(value: float) -> str:
+    if value >= 100:
+        return f"{value:.0f} s"
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _colored(line: str) -> str:
+    label, rest = line[:_LABEL], line[_LABEL:]
+    word = label.strip().lower()
+    style = _STYLES.get(word, _STYLES["dim"])
+    return f"\x1b[{style}m{label}\x1b[0m{rest}" if label.strip() else line
