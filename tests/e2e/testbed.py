@@ -164,7 +164,8 @@ class Testbed:
 
     __test__ = False
 
-    def __init__(self, clock_offsets_s: Sequence[int]) -> None:
+    def __init__(self, clock_offsets_s: Sequence[int], rate: str | None = None) -> None:
+        self.rate = rate
         self.prefix = f"{_PREFIX}{os.getpid()}"
         self.hosts = {
             f"node-{letter}": Host(f"node-{letter}", f"{self.prefix}-{letter}", f"10.77.0.{number}", offset)
@@ -190,6 +191,9 @@ class Testbed:
         _do("ip", "netns", "add", host.namespace)
         _do("ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
         _do("ip", "link", "set", outside, "master", self.prefix, "up")
+        if self.rate:  # towards the host, on the bridge's side: eth0 itself stays free for faults
+            _do("tc", "qdisc", "add", "dev", outside, "root", "tbf", "rate", self.rate, "burst", "64kb",
+                "latency", "400ms")  # fmt: skip
         _do(*inside, "address", "add", f"{host.address}/24", "dev", "eth0")
         _do(*inside, "link", "set", "eth0", "up")
         _do(*inside, "link", "set", "lo", "up")
@@ -265,10 +269,15 @@ def remove_stale() -> list[str]:
 
 
 @contextmanager
-def four_hosts(clock_offsets_s: Sequence[int] = (0, 5 * HOURS, 11 * HOURS, 30 * HOURS)) -> Iterator[Testbed]:
-    """Hosts ``node-a`` to ``node-d``, each with clocks that many seconds ahead of this machine's (up to 8 hosts)."""
+def four_hosts(
+    clock_offsets_s: Sequence[int] = (0, 5 * HOURS, 11 * HOURS, 30 * HOURS), *, rate: str | None = None
+) -> Iterator[Testbed]:
+    """Hosts ``node-a`` to ``node-d``, each with clocks that many seconds ahead of this machine's (up to 8 hosts).
+
+    ``rate``: what each host can receive, as tc writes it (``200mbit``); unlimited without.
+    """
     remove_stale()
-    bed = Testbed(clock_offsets_s)
+    bed = Testbed(clock_offsets_s, rate)
     try:
         bed.build()
         with bed.links:

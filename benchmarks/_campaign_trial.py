@@ -1,0 +1,268 @@
+"""Runs one real job of a fault campaign and gathers what keepstep wrote about it.
+
+What was injected, and when, stays outside of the run's folder: in the plan and in the fault log beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAIN = ROOT / "examples" / "gpt" / "train.py"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One seed of one case: what to run and what is then true."""
+
+    arguments: Sequence[str]  # of train.py, without --fault and --step-times
+    truth: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # rank, onset, relief, ... as the case's judge needs it
+    fault: str = ""
+    nproc: int = 4
+    timeout_s: float = 150.0
+    end_on: str = ""  # the job is interrupted 2 s after an incident of this kind
+    kill: str = ""  # "agent" or "controller": killed at step truth["kill_step"]
+    slow_link: tuple[str, str, str] | None = None  # host, host, rate: on the namespace testbed
+
+
+@dataclass
+class Outcome:
+    """What happened, and what keepstep made of it."""
+
+    exit_code: int
+    wall_s: float
+    timed_out: bool
+    incidents: list[dict[str, Any]]
+    script: dict[int, list[float]]  # rank to the script's own step times
+    watched: dict[int, dict[int, float]]  # rank to {step: keepstep's iteration time}
+    ends: dict[int, float]  # step to the Unix time when its last rank had finished it, by keepstep
+    faults: list[dict[str, Any]]  # what the injector did
+    left_over: list[str]  # processes that outlived the launcher
+    notes: dict[str, Any]
+    console: str
+
+
+class Live:
+    """The run while it runs: where it stands, and ways to disturb it."""
+
+    def __init__(self, folder: Path, launchers: Sequence[subprocess.Popen[bytes]]) -> None:
+        self.run, self.folder, self.launchers = folder / "run", folder, launchers
+        self.notes: dict[str, Any] = {}
+
+    def steps(self) -> int:
+        """Steps that rank 0 has finished, by its own clock."""
+        with suppress(OSError):
+            return (self.folder / "steps-0.jsonl").read_bytes().count(b"\n")
+        return 0
+
+    def incidents(self, kind: str) -> bool:
+        return any(incident.get("kind") == kind for incident in read_incidents(self.run))
+
+    def companion(self, program: str) -> int:
+        """The process number of this run's agent or controller; 0 when there is none."""
+        for pid, line in processes_of(self.run).items():
+            if f"keepstep.{program}" in line:
+                return pid
+        return 0
+
+    def kill(self, program: str) -> None:
+        pid = self.companion(program)
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+        self.notes["killed"] = pid
+
+    def interrupt(self) -> None:
+        for launcher in self.launchers:
+            launcher.send_signal(signal.SIGINT)
+
+
+def read_incidents(run: Path) -> list[dict[str, Any]]:
+    """All incidents of a run, in their order; one that is just being written is left out."""
+    found: list[dict[str, Any]] = []
+    for path in sorted((run / "incidents").glob("[0-9]*.json")):
+        with suppress(OSError, json.JSONDecodeError):
+            found.append(json.loads(path.read_text()))
+    return found
+
+
+def processes_of(run: Path) -> dict[int, str]:
+    """Processes that name the run's folder in their command line or environment, zombies left out."""
+    wanted = str(run).encode()
+    found: dict[int, str] = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        with suppress(OSError):
+            line = (folder / "cmdline").read_bytes()
+            if line and (wanted in line or wanted in (folder / "environ").read_bytes()):
+                found[int(folder.name)] = line.replace(b"\0", b" ").decode(errors="replace")
+    return found
+
+
+def run_trial(plan: Plan, folder: Path) -> Outcome:
+    """Run the plan's job in ``folder`` (its run folder is ``folder/run``) to its end and gather the outcome."""
+    if plan.slow_link is None:
+        return _run(plan, folder, lambda command, env, log: [_start(command, env, log)])
+    from tests.e2e.testbed import four_hosts
+
+    host, peer, rate = plan.slow_link
+    with four_hosts(rate=str(plan.truth["healthy_rate"])) as bed:
+
+        def start(command: list[str], env: dict[str, str], log: Any) -> list[subprocess.Popen[bytes]]:
+            env["GLOO_SOCKET_IFNAME"] = "eth0"
+            return [_start(each.command(command), env, log) for each in bed.hosts.values()]
+
+        from keepstep.faults import SlowLink
+
+        slowing = bed.links.inject(SlowLink(host, peer, rate))
+        return _run(plan, folder, start, slowing)
+
+
+def _start(command: Sequence[str], env: Mapping[str, str], log: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _command(plan: Plan, folder: Path) -> list[str]:
+    where = ["--nproc-per-node", str(plan.nproc), "--run-dir", str(folder / "run")]
+    if plan.slow_link is not None:
+        port = 20000 + random.Random(str(folder)).randrange(9000)
+        where += ["--nnodes", "4", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"node-a:{port}"]
+        where += ["--rdzv-id", "campaign"]
+    script = [str(TRAIN), *plan.arguments, "--step-times", str(folder / "steps-{rank}.jsonl")]
+    if plan.fault:
+        script += ["--fault", plan.fault]
+    return [sys.executable, "-m", "keepstep.cli", "run", *where, *script]
+
+
+def _run(
+    plan: Plan, folder: Path, start: Callable[..., list[subprocess.Popen[bytes]]], slowing: Any = None
+) -> Outcome:
+    folder.mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, "KEEPSTEP_FAULT_LOG": str(folder / "faults.jsonl"), "PYTHONUNBUFFERED": "1"}
+    began = time.monotonic()
+    with open(folder / "console.txt", "wb") as log:
+        launchers = start(_command(plan, folder), env, log)
+        live = Live(folder, launchers)
+        timed_out = _watch(plan, live, began + plan.timeout_s, slowing)
+    wall_s = time.monotonic() - began
+    left_over = _end_left_overs(live.run)
+    codes = [launcher.returncode for launcher in launchers]
+    return Outcome(
+        exit_code=next((code for code in codes if code), 0),
+        wall_s=round(wall_s, 1),
+        timed_out=timed_out,
+        incidents=read_incidents(live.run),
+        script=_script_times(folder),
+        **_watched(live.run),
+        faults=_json_lines(folder / "faults.jsonl"),
+        left_over=left_over,
+        notes=live.notes,
+        console=(folder / "console.txt").read_text(errors="replace")[-4000:],
+    )
+
+
+def _watch(plan: Plan, live: Live, deadline: float, slowing: Any) -> bool:
+    """Disturb the run as planned and wait for its end; True when it had to be ended."""
+    interrupt_at = float("inf")
+    while any(launcher.poll() is None for launcher in live.launchers):
+        now = time.monotonic()
+        if plan.kill and "killed" not in live.notes and live.steps() >= plan.truth["kill_step"]:
+            live.kill(plan.kill)
+        if "killed" in live.notes and not live.notes.get("successor"):
+            found = live.companion(plan.kill)
+            live.notes["successor"] = found if found != live.notes["killed"] else 0
+        if slowing is not None:
+            _slow_as_planned(plan, live, slowing)
+        if plan.end_on and interrupt_at == float("inf") and live.incidents(plan.end_on):
+            interrupt_at = now + 2
+        if now > interrupt_at:
+            live.interrupt()
+            interrupt_at = now + 15
+        if now > deadline:
+            _end(live.launchers)
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _slow_as_planned(plan: Plan, live: Live, slowing: Any) -> None:
+    steps = live.steps()
+    if "onset" not in live.notes and steps >= plan.truth["onset"]:
+        slowing.__enter__()
+        live.notes["onset"] = live.steps()
+    elif "onset" in live.notes and "relief" not in live.notes and steps >= plan.truth["relief"]:
+        slowing.__exit__(None, None, None)
+        live.notes["relief"] = live.steps()
+
+
+def _end(launchers: Sequence[subprocess.Popen[bytes]]) -> None:
+    for number, seconds in ((signal.SIGINT, 10), (signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        for launcher in launchers:
+            if launcher.poll() is None:
+                launcher.send_signal(number)
+        with suppress(subprocess.TimeoutExpired):
+            for launcher in launchers:
+                launcher.wait(seconds)
+            return
+
+
+def _end_left_overs(run: Path) -> list[str]:
+    """Processes that are still there 2 s after their launcher; they are named, then killed."""
+    for _ in range(20):
+        found = processes_of(run)
+        if not found:
+            return []
+        time.sleep(0.1)
+    for pid in found:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return [line[:200] for line in found.values()]
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            with suppress(json.JSONDecodeError):
+                lines.append(json.loads(line))
+    return lines
+
+
+def _script_times(folder: Path) -> dict[int, list[float]]:
+    return {
+        int(path.stem.split("-")[1]): [line["seconds"] for line in _json_lines(path)]
+        for path in sorted(folder.glob("steps-*.jsonl"))
+    }
+
+
+def _watched(run: Path) -> dict[str, Any]:
+    watched: dict[int, dict[int, float]] = {}
+    ends: dict[int, float] = {}
+    for path in sorted(run.glob("nodes/*/iterations*.jsonl")):
+        for line in _json_lines(path):
+            step = int(line["step"])
+            for rank, cells in line["ranks"].items():
+                watched.setdefault(int(rank), {})[step] = float(cells["d"])
+                end = float(cells["t"]) + float(cells["d"]) + cells.get("eval", 0.0) + cells.get("ckpt", 0.0)
+                ends[step] = max(ends.get(step, 0.0), end)
+    return {"watched": watched, "ends": ends}
