@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,4 +78,4 @@ def cover(annotations: Sequence[Collection[int]], predicted: Iterable[int], leng
 
 def _segments(marks: Iterable[int], length: int) -> list[tuple[int, int]]:
     edges = sorted({0, length, *(mark for mark in marks if 0 < mark < length)})
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))

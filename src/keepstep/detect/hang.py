@@ -1,0 +1,148 @@
+"""No progress: a rank that has stood still for longer than this job has ever paused in that phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepstep.core.events import Phase
+
+_MARKED_PAUSES = frozenset({Phase.EVALUATION, Phase.CHECKPOINT, Phase.GC})
+_GAPS_NEEDED = 3
+_STEPS_NEEDED = 2
+_GENERATION = 512
+
+
+@dataclass(frozen=True, slots=True)
+class NoProgress:
+    """Nothing has happened since ``since_s`` (the caller's clock), for ``stuck_s``, over ``limit_s``, in ``phase``."""
+
+    since_s: float
+    stuck_s: float
+    limit_s: float
+    phase: Phase
+
+
+class HangDetector:
+    """Tells, for one rank, when a pause is longer than twice the longest that is usual for its phase.
+
+    Gaps between changes of the progress count are remembered per phase (the longest of the last 512 to
+    1,024). The limit is twice that, but at least ``floor_s``. Pauses that were never seen get more:
+
+    - until two steps are done, everything (imports, compilation, a first step of a minute):
+      ``startup_limit_s``;
+    - a phase with fewer than three gaps, such as the first evaluation or checkpoint: ``pause_limit_s`` where
+      the phase is marked or data loading, since such pauses end by themselves;
+    - outside every marked phase (``Phase.FORWARD``, where an evaluation or a checkpoint that nobody marked
+      hides) and while ``waiting`` for other ranks (who may be writing a checkpoint): ``pause_limit_s``, until
+      three pauses of a quarter of that or more were seen, after which twice the longest is trusted.
+
+    Backward and the optimizer step hold no such pauses: there the strict limit holds as soon as three gaps
+    are known, and before that ``pause_limit_s``. A pause that was reported and ended by itself counts as
+    usual from the second time on.
+    """
+
+    def __init__(
+        self,
+        *,
+        startup_limit_s: float = 600.0,
+        floor_s: float = 1.0,
+        pause_limit_s: float = 30.0,
+    ) -> None:
+        if not 0 < floor_s <= pause_limit_s <= startup_limit_s:
+            raise ValueError(
+                "HangDetector needs 0 < floor_s <= pause_limit_s <= startup_limit_s; "
+                f"got {floor_s=}, {pause_limit_s=}, {startup_limit_s=}"
+            )
+        self._startup_limit_s = startup_limit_s
+        self._floor_s = floor_s
+        self._pause_limit_s = pause_limit_s
+        self._gaps: dict[Phase, _Gaps] = {}
+        self._over_limit_once: dict[Phase, float] = {}
+        self._progress: int | None = None
+        self._since_s = 0.0
+        self._phase = Phase.STARTUP
+        self._step: int | None = None
+        self._steps = 0
+        self._stuck: NoProgress | None = None
+
+    @property
+    def stuck(self) -> NoProgress | None:
+        """The report that still stands; None again as soon as the rank moves (relief)."""
+        return self._stuck
+
+    def limit_s(self, phase: Phase, *, waiting: bool = False) -> float:
+        """How long the rank may stand still in ``phase`` before it is reported, seconds."""
+        if self._steps < _STEPS_NEEDED:
+            return self._startup_limit_s
+        gaps = self._gaps.get(phase, _NO_GAPS)
+        usual = max(self._floor_s, 2 * gaps.longest_s)
+        if gaps.count < _GAPS_NEEDED:
+            return max(usual, self._pause_limit_s)
+        if (phase == Phase.FORWARD or waiting) and gaps.pauses < _GAPS_NEEDED:
+            return max(usual, self._pause_limit_s)
+        return usual
+
+    def observe(
+        self, now_s: float, progress: int, phase: Phase, *, step: int | None = None, waiting: bool = False
+    ) -> NoProgress | None:
+        """Look at the rank at ``now_s``; report once per standstill that it is over the limit.
+
+        ``progress``: a count that grows with whatever the rank does (records written, operations ended).
+        ``phase``: what it is in. ``step``: its step count; without it a change out of ``Phase.OPTIMIZER``
+        counts as the end of a step. ``waiting``: it is blocked in an operation that others have not entered,
+        so its standstill accuses them, not it.
+        """
+        if step is not None:
+            self._steps += max(0, step - self._step) if self._step is not None else 0
+            self._step = step
+        elif self._phase == Phase.OPTIMIZER and phase != Phase.OPTIMIZER:
+            self._steps += 1
+        if progress != self._progress:
+            if self._progress is not None:
+                self._moved(max(0.0, now_s - self._since_s))
+            self._progress, self._since_s, self._phase, self._stuck = progress, now_s, phase, None
+            return None
+        self._phase = phase
+        stuck_s = now_s - self._since_s
+        limit_s = self.limit_s(phase, waiting=waiting)
+        if self._stuck is not None or stuck_s <= limit_s:
+            return None
+        self._stuck = NoProgress(self._since_s, stuck_s, limit_s, phase)
+        return self._stuck
+
+    def _moved(self, gap_s: float) -> None:
+        if self._stuck is not None:
+            before = self._over_limit_once.get(self._phase)
+            self._over_limit_once[self._phase] = gap_s
+            if before is None:
+                return
+            gap_s = min(gap_s, before)
+        if self._steps >= _STEPS_NEEDED or self._phase in _MARKED_PAUSES:
+            self._gaps.setdefault(self._phase, _Gaps()).add(gap_s, self._pause_limit_s / 4)
+
+
+class _Gaps:
+    """The longest gap of one phase over two generations of gaps, so that an early freak is forgotten."""
+
+    __slots__ = ("_current_s", "_in_generation", "_previous_s", "count", "pauses")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.pauses = 0
+        self._current_s = self._previous_s = 0.0
+        self._in_generation = 0
+
+    @property
+    def longest_s(self) -> float:
+        return max(self._current_s, self._previous_s)
+
+    def add(self, gap_s: float, pause_s: float) -> None:
+        self.count += 1
+        self.pauses += gap_s >= pause_s
+        if self._in_generation == _GENERATION:
+            self._previous_s, self._current_s, self._in_generation = self._current_s, 0.0, 0
+        self._current_s = max(self._current_s, gap_s)
+        self._in_generation += 1
+
+
+_NO_GAPS = _Gaps()
