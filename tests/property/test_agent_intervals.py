@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.agent.intervals import Union
+from keepstep.agent.intervals import NOTHING, Union
 from keepstep.agent.iterations import Cut, IterationCutter
 from keepstep.agent.summarise import summarise
 
@@ -70,7 +70,7 @@ def test_summaries_add_up_as_by_hand(records: list[dict]) -> None:
             "group": one["group"], "op": one["op"], "peer": one["peer"], "flags": one["flags"], "kind": 1, "thread": 1,
         }.items():  # fmt: skip
             table[name][place] = value
-    summary = summarise(Cut(0, 0, end, table, Union.empty()), 3, {0: "a", 1: "b"})
+    summary = summarise(Cut(0, 0, end, table, NOTHING), 3, {0: "a", 1: "b"})
 
     seen_groups = {int(r["group"]) for r in table if r["flags"] == 9 and r["wait_ns"]}
     waiting: set[int] = set()

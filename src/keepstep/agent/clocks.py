@@ -20,6 +20,8 @@ MOST_PER_GROUP = 8
 _KEPT = 512
 _FIRST_STRIDE = 16
 _LAST_STRIDE = 1 << 14
+_MOST_UNSEEN = 8192
+_PHASE, _P2P = int(Kind.PHASE), int(Kind.P2P)
 # After any of these the end on one member comes after the start on every other (or the one other).
 _ORDERING = frozenset(
     {Op.ALLREDUCE, Op.ALLGATHER, Op.REDUCE_SCATTER, Op.ALLTOALL, Op.BARRIER, Op.SEND, Op.RECV}
@@ -40,6 +42,8 @@ class ClockSampler:
         self._collective = np.zeros(0, np.bool_)
         self._p2p = np.zeros(0, np.bool_)
         self._waiting: list[ClockSample] = []
+        self._unseen: list[Rows] = []
+        self._unseen_count = 0
         self._counts: dict[int, int] = {}
         self._kept: deque[ClockSample] = deque(maxlen=_KEPT)
 
@@ -55,14 +59,23 @@ class ClockSampler:
         self._mask[: len(old)] = old
 
     def take(self, finished: Rows) -> None:
-        """Look through completed records."""
-        if not len(finished) or not bool(self._p2p.any()):
+        """Take completed records; they are looked through once a second, together."""
+        if len(finished):
+            self._unseen.append(finished)
+            self._unseen_count += len(finished)
+            if self._unseen_count > _MOST_UNSEEN:
+                self._look()
+
+    def _look(self) -> None:
+        unseen, self._unseen, self._unseen_count = self._unseen, [], 0
+        if not unseen or not bool(self._p2p.any()):
             return
+        finished = np.concatenate(unseen)
         group: NDArray[np.int16] = finished["group"]
         kinds = finished["kind"]
-        known = (group >= 0) & (group < len(self._mask)) & (kinds != Kind.PHASE)
+        known = (group >= 0) & (group < len(self._mask)) & (kinds != _PHASE)
         place = np.where(known, group, 0)
-        useful = np.where(kinds == Kind.P2P, self._p2p[place], self._collective[place])
+        useful = np.where(kinds == _P2P, self._p2p[place], self._collective[place])
         picked = finished[known & useful & ((finished["seq"] & self._mask[place]) == 0)]
         for row in picked.tolist() if len(picked) else ():
             self._pick(dict(zip(picked.dtype.names or (), row, strict=True)))
@@ -73,7 +86,7 @@ class ClockSampler:
         self._counts[group] = count
         if count > MOST_PER_GROUP or row["op"] not in _ORDERING or row["flags"] & Flag.FAILED:
             return
-        if row["kind"] == Kind.P2P and row["peer"] in self._local:
+        if row["kind"] == _P2P and row["peer"] in self._local:
             return
         sample = ClockSample(
             self._names[group],
@@ -89,6 +102,7 @@ class ClockSampler:
 
     def drain(self) -> tuple[ClockSample, ...]:
         """The samples since the last call (made once a second); adapts the strides to what came."""
+        self._look()
         for group in range(len(self._mask)):
             count, mask = self._counts.get(group, 0), int(self._mask[group])
             if count > MOST_PER_GROUP and mask < _LAST_STRIDE - 1:
@@ -101,4 +115,5 @@ class ClockSampler:
 
     def recent(self) -> tuple[ClockSample, ...]:
         """The last few hundred samples, oldest first."""
+        self._look()
         return tuple(self._kept)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from keepstep.core.events import Kind, Phase
 
 Rows = NDArray[Any]  # structured, the ring's RECORD fields
+_PHASE, _BACKWARD = int(Kind.PHASE), int(Phase.BACKWARD)
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9))
 
 
@@ -83,7 +84,7 @@ class EventBuffer:
 def is_symbol(rows: Rows) -> NDArray[np.bool_]:
     """Which records make up the sequence that repeats every iteration: communication and begun backward passes."""
     kinds = rows["kind"]
-    return (kinds != Kind.PHASE) | (rows["op"] == Phase.BACKWARD)
+    return (kinds != _PHASE) | (rows["op"] == _BACKWARD)
 
 
 def symbols(rows: Rows) -> NDArray[np.uint64]:

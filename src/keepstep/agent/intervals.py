@@ -17,9 +17,13 @@ class Union:
     __slots__ = ("_before", "ends", "starts", "total_ns")
 
     def __init__(self, starts: NDArray[Any], ends: NDArray[Any]) -> None:
-        real = ends > starts
-        if not real.all():
-            starts, ends = starts[real], ends[real]
+        if len(starts):
+            real = ends > starts
+            if not real.all():
+                starts, ends = starts[real], ends[real]
+        if not len(starts):
+            self.starts, self.ends, self.total_ns, self._before = _NONE, _NONE, 0, _NONE
+            return
         if len(starts) > 1:
             order = np.argsort(starts, kind="stable")
             starts, reach = starts[order], np.maximum.accumulate(ends[order])
@@ -28,13 +32,9 @@ class Union:
             self.ends: Times = np.concatenate((reach[new], reach[-1:]))
         else:
             self.starts, self.ends = starts, ends
-        lengths = np.cumsum(self.ends - self.starts)
-        self.total_ns = int(lengths[-1]) if len(lengths) else 0
-        self._before = np.concatenate(([0], lengths)) if len(lengths) else _NONE
-
-    @staticmethod
-    def empty() -> Union:
-        return Union(_NONE, _NONE)
+        self._before: Times = np.zeros(len(self.starts) + 1, np.int64)
+        np.cumsum(self.ends - self.starts, out=self._before[1:])
+        self.total_ns = int(self._before[-1])
 
     def until(self, times: NDArray[Any]) -> Times:
         """Nanoseconds of the set that lie before each of ``times``."""
@@ -61,6 +61,9 @@ class Union:
         if not self.total_ns or not other.total_ns:
             return self.total_ns
         return self.total_ns - int(other.within(self.starts, self.ends).sum())
+
+
+NOTHING = Union(_NONE, _NONE)
 
 
 def clipped(starts: NDArray[Any], ends: NDArray[Any], low: int, high: int) -> tuple[Times, Times]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from keepstep.agent.custom import CustomLoop
 from keepstep.agent.events import EventBuffer, Rows, is_symbol, symbols
-from keepstep.agent.intervals import Union, clipped
+from keepstep.agent.intervals import NOTHING, Union, clipped
 from keepstep.agent.markers import StepMarkers
 from keepstep.agent.usual import UsualSequence
 from keepstep.core.events import Kind, Phase
@@ -22,8 +22,13 @@ from keepstep.core.events import Kind, Phase
 WARM_UP_STEPS = 5
 QUIET_NS = 50_000_000
 _FIRST_SEQ = 1  # the ring counts from 1
-_NOTHING_NEW = frozenset({Phase.OPTIMIZER, Phase.GC})
-_PAUSES = (Phase.EVALUATION, Phase.CHECKPOINT)
+# Plain numbers: members of enumerations cost more to look up and compare than the arrays they are compared with.
+_PHASE = int(Kind.PHASE)
+_STARTUP, _FORWARD, _BACKWARD, _OPTIMIZER = (
+    int(code) for code in (Phase.STARTUP, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+)
+_NOTHING_NEW = frozenset({_OPTIMIZER, int(Phase.GC)})
+_PAUSES = (int(Phase.EVALUATION), int(Phase.CHECKPOINT))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +92,8 @@ class IterationCutter:
         self._edge_number = -1
         self._edge_ticket = -1
         self._whole = True
+        self._last_pause_ns = 0  # when an evaluation or checkpoint began last
+        self._paused_before_ns = 0  # pauses that began earlier are over and belong to earlier iterations
         self._provisional = 0
 
     def feed(self, started: Rows, finished: Rows, lost: int, now_ns: int) -> list[Cut]:
@@ -111,34 +118,38 @@ class IterationCutter:
     def phase(self) -> tuple[int, int]:
         """The innermost phase that is open, or FORWARD (STARTUP before the first step), and when it began (0: unknown)."""
         if self._edge_ns is None:
-            return Phase.STARTUP, 0
+            return _STARTUP, 0
         if self._open:
             return self._open[max(self._open)]
-        return Phase.FORWARD, self._last_end_ns
+        return _FORWARD, self._last_end_ns
 
     def _note_phases(self, started: Rows, finished: Rows) -> None:
-        kinds = started["kind"]
-        fresh = started[kinds == Kind.PHASE]
-        if len(fresh):
+        place = np.flatnonzero(started["kind"] == _PHASE)
+        if len(place):
+            fresh = started[place]
             for ticket, op, start in zip(
                 fresh["ticket"].tolist(), fresh["op"].tolist(), fresh["start_ns"].tolist(), strict=True
             ):
                 self._open[ticket] = op, start
-                self._seen_backward = self._seen_backward or op == Phase.BACKWARD
-                self._seen_optimizer = self._seen_optimizer or op == Phase.OPTIMIZER
+                self._seen_backward = self._seen_backward or op == _BACKWARD
+                self._seen_optimizer = self._seen_optimizer or op == _OPTIMIZER
+                if op in _PAUSES:
+                    self._last_pause_ns = start
                 if op not in _NOTHING_NEW:
                     self._last_new_ns = max(self._last_new_ns, start)
             oldest = int(fresh["ticket"][-1]) - self._records
             for ticket in [ticket for ticket in self._open if ticket < oldest]:
                 del self._open[ticket]
-        ended = finished[finished["kind"] == Kind.PHASE]
-        if not len(ended):
-            return
+        place = np.flatnonzero(finished["kind"] == _PHASE)
+        if len(place):
+            self._note_ends(finished[place])
+
+    def _note_ends(self, ended: Rows) -> None:
         self._last_end_ns = max(self._last_end_ns, int(ended["end_ns"].max()))
-        steps = ended["op"] == Phase.OPTIMIZER
         for ticket in ended["ticket"].tolist():
             self._open.pop(ticket, None)
-        for row in ended[steps]:
+        steps = ended[ended["op"] == _OPTIMIZER]
+        for row in steps:
             marker = _Marker(
                 int(row["seq"]) - _FIRST_SEQ,
                 int(row["ticket"]),
@@ -149,7 +160,7 @@ class IterationCutter:
             self._seen_optimizer = True
             if marker.number > self._edge_number:
                 self._markers.append(marker)
-        if bool(steps.any()):
+        if len(steps):
             self._markers.sort(key=lambda marker: marker.number)
 
     def _ended(self, now_ns: int) -> int | None:
@@ -161,16 +172,16 @@ class IterationCutter:
             return self._ended_provisionally(now_ns)
         for place, marker in enumerate(self._markers):
             if (marker.number - self._learned.offset) % per_step == per_step - 1:
-                return None if self._begun_before(marker.end_ns, Phase.OPTIMIZER) else place + 1
+                return None if self._begun_before(marker.end_ns, _OPTIMIZER) else place + 1
         return None
 
     def _ended_provisionally(self, now_ns: int) -> int | None:
         """Several optimizer steps in a row, with no backward pass (or communication) between, count as one."""
         rows = self._buffer.gather()
         if self._seen_backward:
-            between = (rows["kind"] == Kind.PHASE) & (rows["op"] == Phase.BACKWARD)
+            between = (rows["kind"] == _PHASE) & (rows["op"] == _BACKWARD)
         else:
-            between = rows["kind"] != Kind.PHASE
+            between = rows["kind"] != _PHASE
         tickets = rows["ticket"][between]
         count = 1
         while count < len(self._markers):
@@ -179,12 +190,12 @@ class IterationCutter:
                 return count
             count += 1
         end_ns = max(marker.end_ns for marker in self._markers)
-        if self._begun_before(end_ns, Phase.OPTIMIZER) or self._begun_before(end_ns, Phase.BACKWARD):
+        if self._begun_before(end_ns, _OPTIMIZER) or self._begun_before(end_ns, _BACKWARD):
             return None
         over = self._last_new_ns >= end_ns or now_ns - end_ns >= QUIET_NS
         return count if over else None
 
-    def _begun_before(self, time_ns: int, phase: Phase) -> bool:
+    def _begun_before(self, time_ns: int, phase: int) -> bool:
         return any(code == phase and start < time_ns for code, start in self._open.values())
 
     def _cut(self, count: int) -> Cut | None:
@@ -228,7 +239,7 @@ class IterationCutter:
         before = self._edge_ticket
         content = begun[is_symbol(begun)]
         tickets, numbers = content["ticket"], symbols(content)
-        backward = content["kind"] == Kind.PHASE
+        backward = content["kind"] == _PHASE
         for marker in taken:
             low, high = np.searchsorted(tickets, [before + 1, marker.ticket])
             self._learned.add(marker.number, numbers[low:high], bool(backward[low:high].any()))
@@ -257,9 +268,12 @@ class IterationCutter:
         self, begun: Rows, start_ns: int, end_ns: int, taken: list[_Marker] | None
     ) -> tuple[Union, int, int, Rows]:
         """The iteration's pauses (all, evaluation, checkpoint) and the records outside them."""
-        pauses, evaluation_ns, checkpoint_ns = _pauses(begun, start_ns, end_ns, taken[-1] if taken else None)
-        if pauses.total_ns:
-            begun = _outside(begun, pauses)
+        pauses, evaluation_ns, checkpoint_ns = NOTHING, 0, 0
+        if self._last_pause_ns >= self._paused_before_ns:
+            pauses, evaluation_ns, checkpoint_ns = _pauses(begun, start_ns, end_ns, taken[-1] if taken else None)
+            begun = _outside(begun, pauses) if pauses.total_ns else begun
+            going_on = [start for code, start in self._open.values() if code in _PAUSES and start < end_ns]
+            self._paused_before_ns = min([end_ns, *going_on])
         if taken:
             self._teach(begun, taken)
         content = begun[is_symbol(begun) & (begun["start_ns"] >= start_ns)]
@@ -274,7 +288,7 @@ class IterationCutter:
 
 def _first_activity(rows: Rows, end_ns: int) -> int:
     """Where the first iteration begins: after the start-up where that is marked, else with the first record."""
-    startup = rows[(rows["kind"] == Kind.PHASE) & (rows["op"] == Phase.STARTUP)]
+    startup = rows[(rows["kind"] == _PHASE) & (rows["op"] == _STARTUP)]
     if len(startup) and int(startup["end_ns"].max()) > 0:
         return min(int(startup["end_ns"].max()), end_ns)
     return int(rows["start_ns"].min()) if len(rows) else end_ns
@@ -282,7 +296,7 @@ def _first_activity(rows: Rows, end_ns: int) -> int:
 
 def _pauses(rows: Rows, start_ns: int, end_ns: int, last: _Marker | None) -> tuple[Union, int, int]:
     """Evaluation and checkpoint phases of the training thread within the iteration: their union, and each one's time."""
-    phases = rows["kind"] == Kind.PHASE
+    phases = rows["kind"] == _PHASE
     unions: list[Union] = []
     for code in _PAUSES:
         found = rows[phases & (rows["op"] == code)]
@@ -293,7 +307,7 @@ def _pauses(rows: Rows, start_ns: int, end_ns: int, last: _Marker | None) -> tup
             held = (ends == 0) | (ends > last.start_ns)
             found = found[(found["thread"] == last.thread) & ~(held & (found["start_ns"] < last.start_ns))]
         if not len(found):
-            unions.append(Union.empty())
+            unions.append(NOTHING)
             continue
         ends = np.where(found["end_ns"] == 0, end_ns, found["end_ns"])
         unions.append(Union(*clipped(found["start_ns"], ends, start_ns, end_ns)))

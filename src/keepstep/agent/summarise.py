@@ -29,9 +29,16 @@ from keepstep.agent.iterations import Cut
 from keepstep.core.events import Flag, Kind, Phase
 from keepstep.core.summary import IterationSummary, StreamSummary
 
-_KNOWN_ASYNC = np.uint16(Flag.ASYNC | Flag.SYNC_KNOWN)
+# Plain numbers: members of enumerations cost more to look up and compare than the arrays they are compared with.
+_PHASE = int(Kind.PHASE)
+_GC, _OPTIMIZER, _DATA, _BACKWARD = (
+    int(code) for code in (Phase.GC, Phase.OPTIMIZER, Phase.DATA, Phase.BACKWARD)
+)
+_ASYNC = int(Flag.ASYNC)
+_END_BY_WAIT = int(Flag.END_BY_WAIT)
+_KNOWN_ASYNC = int(Flag.ASYNC | Flag.SYNC_KNOWN)
 # What a moment that lies in several phases is counted as: the first of these.
-_PHASES = (Phase.GC, Phase.OPTIMIZER, Phase.DATA, Phase.BACKWARD)
+_PHASES = (_GC, _OPTIMIZER, _DATA, _BACKWARD)
 
 
 def summarise(cut: Cut, rank: int, groups: Mapping[int, str]) -> IterationSummary:
@@ -42,22 +49,24 @@ def summarise(cut: Cut, rank: int, groups: Mapping[int, str]) -> IterationSummar
     streams' times count as if the pauses had come before the iteration's start.
     """
     rows = cut.rows
-    communicates = rows["kind"] != Kind.PHASE
+    communicates = rows["kind"] != _PHASE
     operations = rows[communicates]
-    waits = Union(*clipped(*waited(operations, cut.end_ns), cut.start_ns, cut.end_ns))
-    taken = cut.pauses.joined(waits)
+    begin, until = waited(operations, cut.end_ns)
+    taken = Union(*clipped(begin, until, cut.start_ns, cut.end_ns)).joined(cut.pauses)
     self_ns = cut.end_ns - cut.start_ns - taken.total_ns
     own = dict.fromkeys(_PHASES, 0)
     if len(operations) < len(rows):
         phases = rows[~communicates]
         codes = phases["op"]
+        present = set(codes.tolist())
         for phase in _PHASES:
-            found = phases[codes == phase]
-            if len(found):
-                ends = np.where(found["end_ns"] == 0, cut.end_ns, found["end_ns"])
-                span = Union(*clipped(found["start_ns"], ends, cut.start_ns, cut.end_ns))
-                own[phase] = span.less(taken)
-                taken = taken.joined(span)
+            if phase not in present:
+                continue
+            found = phases[codes == phase] if len(present) > 1 else phases
+            ends = np.where(found["end_ns"] == 0, cut.end_ns, found["end_ns"])
+            span = Union(*clipped(found["start_ns"], ends, cut.start_ns, cut.end_ns))
+            own[phase] = span.less(taken)
+            taken = taken.joined(span)
     return IterationSummary(
         rank=rank,
         step=cut.step,
@@ -65,13 +74,13 @@ def summarise(cut: Cut, rank: int, groups: Mapping[int, str]) -> IterationSummar
         duration_s=cut.duration_ns * 1e-9,
         self_s=self_ns * 1e-9,
         blocked_s=(cut.duration_ns - self_ns) * 1e-9,
-        data_s=own[Phase.DATA] * 1e-9,
-        backward_s=own[Phase.BACKWARD] * 1e-9,
-        optimizer_s=own[Phase.OPTIMIZER] * 1e-9,
-        gc_s=own[Phase.GC] * 1e-9,
+        data_s=own[_DATA] * 1e-9,
+        backward_s=own[_BACKWARD] * 1e-9,
+        optimizer_s=own[_OPTIMIZER] * 1e-9,
+        gc_s=own[_GC] * 1e-9,
         evaluation_s=cut.evaluation_ns * 1e-9,
         checkpoint_s=cut.checkpoint_ns * 1e-9,
-        streams=_streams(operations, cut, groups),
+        streams=_streams(operations, begin, until, cut, groups),
     )
 
 
@@ -88,7 +97,7 @@ def waited(operations: Rows, end_ns: int) -> tuple[Times, Times]:
 def _would_be_seen(operations: Rows, seen: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Which operations' waits, had there been any, would have been seen."""
     flags = operations["flags"]
-    certain = (flags & Flag.END_BY_WAIT) != 0
+    certain = (flags & _END_BY_WAIT) != 0
     asynchronous = (flags & _KNOWN_ASYNC) == _KNOWN_ASYNC
     if bool(asynchronous.any()):
         groups = operations["group"]
@@ -96,20 +105,26 @@ def _would_be_seen(operations: Rows, seen: NDArray[np.bool_]) -> NDArray[np.bool
     return certain
 
 
-def _streams(operations: Rows, cut: Cut, groups: Mapping[int, str]) -> tuple[StreamSummary, ...]:
-    operations = operations[operations["start_ns"] >= cut.start_ns]
+def _streams(
+    operations: Rows, begin: Times, until: Times, cut: Cut, groups: Mapping[int, str]
+) -> tuple[StreamSummary, ...]:
     if not len(operations):
         return ()
+    begin = _surely_blocked(operations, begin, until)
+    fresh = operations["start_ns"] >= cut.start_ns
+    if not fresh.all():
+        operations, begin, until = operations[fresh], begin[fresh], until[fresh]
+        if not len(operations):
+            return ()
     key = operations["group"].astype(np.int64) << 40
     key |= operations["op"].astype(np.int64) << 32
     key |= operations["peer"].astype(np.int64) & 0xFFFFFFFF
     order = np.argsort(key, kind="stable")
-    operations, key = operations[order], key[order]
+    operations, key, begin, until = operations[order], key[order], begin[order], until[order]
     first = np.concatenate(([0], np.flatnonzero(key[1:] != key[:-1]) + 1))
     counts = np.diff(np.concatenate((first, [len(key)])))
     starts = operations["start_ns"]
     ends = np.where(operations["end_ns"] == 0, cut.end_ns, operations["end_ns"])
-    begin, until = _blocked(operations, cut.end_ns)
     length = ends - starts
     origin_ns = cut.end_ns - cut.duration_ns
     paused = cut.pauses.total_ns > 0
@@ -159,17 +174,17 @@ def _without(pauses: Union, times: NDArray[np.int64]) -> Times:
     return times + (pauses.total_ns - pauses.until(times))
 
 
-def _blocked(operations: Rows, end_ns: int) -> tuple[Times, Times]:
-    """As ``waited``, but without what the same thread provably did while the operation was in flight."""
-    begin, until = waited(operations, end_ns)
-    guessed = ((operations["flags"] & Flag.ASYNC) != 0) & (begin == operations["start_ns"]) & (until > begin)
-    if not bool(guessed.any()):
-        return begin, until
+def _surely_blocked(operations: Rows, begin: Times, until: Times) -> Times:
+    """``begin`` of ``waited`` without what the same thread provably did while the operation was in flight."""
+    guessed = ((operations["flags"] & _ASYNC) != 0) & (begin == operations["start_ns"]) & (until > begin)
+    if not guessed.any():
+        return begin
+    begin = begin.copy()
     threads = operations["thread"]
-    for thread in np.unique(threads[guessed]).tolist():
+    for thread in set(threads[guessed].tolist()):
         here = threads == thread
         begun = np.sort(operations["start_ns"][here])
         mine = guessed & here
         last = begun[np.maximum(np.searchsorted(begun, until[mine], "left") - 1, 0)]
         begin[mine] = np.maximum(begin[mine], np.minimum(last, until[mine]))
-    return begin, until
+    return begin

@@ -97,7 +97,7 @@ class RankTrack:
     def _count(self, started: Rows, finished: Rows) -> None:
         self.progress += len(started) + len(finished)
         if len(started):
-            self.last_progress_ns = max(self.last_progress_ns, int(started["start_ns"].max()))
+            self.last_progress_ns = max(self.last_progress_ns, int(started["start_ns"][-1]))
         if len(finished):
             self.last_progress_ns = max(self.last_progress_ns, int(finished["end_ns"].max()))
 

@@ -9,7 +9,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from keepstep.agent.intervals import Union
+from keepstep.agent.intervals import NOTHING, Union
 from keepstep.agent.iterations import Cut, IterationCutter
 from keepstep.agent.summarise import summarise
 from keepstep.core.summary import IterationSummary
@@ -107,7 +107,7 @@ def _cut(rows: list[dict[str, int]], end_ms: int) -> Cut:
     for place, row in enumerate(rows):
         for name, value in {"kind": g.COLLECTIVE, "op": g.ALLREDUCE, "thread": 1, **row}.items():
             table[name][place] = value * (g.MS if name.endswith("_ns") else 1)
-    return Cut(0, 0, end_ms * g.MS, table, Union.empty())
+    return Cut(0, 0, end_ms * g.MS, table, NOTHING)
 
 
 @pytest.mark.parametrize(
