@@ -263,6 +263,8 @@ def _rendezvous(given: argparse.Namespace, max_nodes: int, join_timeout_s: float
     endpoint = None
     if max_nodes > 1:
         endpoint = _meeting_point(given)
+        if endpoint.port == 0:
+            raise UsageError(f"--rdzv-endpoint {given.rdzv_endpoint}: give a port that all nodes know")
         if backend == "static" and not 0 <= given.node_rank < max_nodes:
             raise UsageError(
                 f"--node-rank {given.node_rank} --nnodes {given.nnodes}: give 0 to {max_nodes - 1}"

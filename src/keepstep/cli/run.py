@@ -1,0 +1,117 @@
+"""``keepstep run``: torchrun's command line; the launcher does the rest. Imports neither typer nor torch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from keepstep.launch import addresses, run_folder
+from keepstep.launch.guard import Guard
+from keepstep.launch.job import Endpoint, Job, job_from_command_line
+from keepstep.launch.placement import COOKIE, Place, worker_plans
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the job; returns its exit code.
+
+    Raises:
+        UsageError: the command line or a setting cannot be used.
+        RunError: the run folder cannot be used.
+    """
+    environ = dict(os.environ)
+    job = job_from_command_line(argv, environ)
+    folder = run_folder.folder_of(job, environ, time.time())
+    if job.dry_run:
+        print(json.dumps(plan(job, folder, environ), indent=2))
+        return 0
+    for text in job.warnings if not job.verbose else (*job.warnings, *job.remarks):
+        print(f"keepstep: {text}", file=sys.stderr)
+    hosts_controller = _hosts_controller(job)
+    folder = run_folder.create(job, folder, first=hosts_controller)
+    cookie = secrets.token_hex(8)
+    guard = Guard(f"{COOKIE}={cookie}")
+    code = asyncio.run(_run(job, folder, guard, cookie, environ, hosts_controller))
+    guard.close()
+    return code
+
+
+async def _run(
+    job: Job, folder: Path, guard: Guard, cookie: str, environ: Mapping[str, str], hosts_controller: bool
+) -> int:
+    from keepstep.launch.launcher import Launcher
+
+    return await Launcher(job, folder, guard, cookie, environ).run(hosts_controller=hosts_controller)
+
+
+_claims: list[Any] = []  # held for as long as the process lives
+
+
+def _hosts_controller(job: Job) -> bool:
+    """Whether this launcher starts the controller: node 0, or the one on the rendezvous endpoint's host."""
+    rendezvous = job.rendezvous
+    if rendezvous.endpoint is None:
+        return True
+    if rendezvous.backend == "static":
+        return rendezvous.node_rank == 0
+    if rendezvous.is_host is not None:
+        return rendezvous.is_host
+    if not addresses.is_this_host(rendezvous.endpoint.host):
+        return False
+    claim = addresses.claim_host(rendezvous.endpoint.port)
+    _claims.append(claim)
+    return claim is not None
+
+
+def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
+    """What would be started, for ``--dry-run``. On several nodes the place is assumed: equal nodes, in order."""
+    from keepstep.launch.companions import agent_command, controller_command
+
+    rendezvous = job.rendezvous
+    node_rank = max(rendezvous.node_rank, 0)
+    alone = rendezvous.endpoint is None
+    place = Place(
+        node_rank=node_rank,
+        first_rank=node_rank * job.nproc,
+        world_size=job.max_nodes * job.nproc,
+        node_count=job.max_nodes,
+        master_addr=job.master_addr if alone or rendezvous.backend == "static" else rendezvous_host(job),
+        master_port=job.master_port if alone else 0,
+    )
+    logs = folder / "logs"
+    errors = {
+        local: str(logs / f"rank-{place.first_rank + local:05d}" / "error.json") for local in range(job.nproc)
+    }
+    secret = run_folder.secret_path(job, folder, Path.home())
+    meeting = rendezvous.endpoint or Endpoint("127.0.0.1", 0)
+    rings = {place.first_rank + local: "/proc/LAUNCHER/fd/N" for local in range(job.nproc)}
+    return {
+        "run_dir": str(folder),
+        "secret_file": str(secret),
+        "place": "known" if alone else "assumed",
+        "remarks": [*job.warnings, *job.remarks],
+        "controller": controller_command(job, folder, secret, job.controller_listen or meeting)
+        if job.watch or not alone
+        else None,
+        "agent": agent_command(job, folder, secret, meeting, node_rank, rings) if job.watch else None,
+        "workers": [
+            {
+                "rank": worker.rank,
+                "local_rank": worker.local_rank,
+                "command": list(worker.command),
+                "environment": dict(worker.environment),
+            }
+            for worker in worker_plans(job, place, environ, error_files=errors)
+        ],
+    }
+
+
+def rendezvous_host(job: Job) -> str:
+    """The host the nodes meet at."""
+    return job.rendezvous.endpoint.host if job.rendezvous.endpoint else job.master_addr

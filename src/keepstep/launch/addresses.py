@@ -1,0 +1,108 @@
+"""Which host an address means: this one or another, and how the others reach us."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+
+from keepstep.core.errors import RunError
+from keepstep.launch.job import Endpoint
+
+
+def resolve(host: str) -> list[str]:
+    """The numeric addresses of a host, IPv4 first.
+
+    Raises:
+        RunError: the name is unknown.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
+    except OSError as error:
+        raise RunError(f"{host}: {error.strerror or error}; correct the host or use its address") from None
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return sorted(addresses, key=lambda address: ":" in address)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host can reach the (numeric) address."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_this_host(host: str) -> bool:
+    """Whether a name or address is this machine's: its own name, or an address that can be bound here."""
+    if host in ("localhost", os.uname().nodename):
+        return True
+    try:
+        return any(_can_bind(address) for address in resolve(host))
+    except RunError:
+        return False
+
+
+def _can_bind(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+            return True
+        except OSError:
+            return False
+
+
+def address_towards(address: str) -> str:
+    """Our address on the way to ``address`` (no packet is sent); the loopback one where there is no way."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def listen_address(endpoint: Endpoint) -> str:
+    """The address to bind for others that connect to ``endpoint``.
+
+    Where this host's own name leads to its loopback address (a habit of some distributions), others see another
+    address behind it: the one on the way out.
+    """
+    addresses = resolve(endpoint.host)
+    outside = [address for address in addresses if not is_loopback(address)]
+    if outside:
+        return outside[0]
+    named_loopback = endpoint.host == "localhost" or _is_numeric(endpoint.host)
+    return addresses[0] if named_loopback else address_towards("192.0.2.1")
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+        return True
+    except ValueError:
+        return False
+
+
+def free_port(address: str) -> int:
+    """A TCP port that nobody listens on at the moment."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            probe.bind(("::" if family == socket.AF_INET6 else "", 0))
+        return int(probe.getsockname()[1])
+
+
+def claim_host(port: int) -> socket.socket | None:
+    """Become the one launcher of this machine that hosts the rendezvous at ``port``; None when another has.
+
+    The claim is a name in the kernel (abstract socket) that goes with the returned socket or the process.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0keepstep-rendezvous-{port}")
+        return claim
+    except OSError:
+        claim.close()
+        return None

@@ -1,0 +1,192 @@
+"""The programs beside the workers: controller and agent. When one dies it is started again; training goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from keepstep.core.errors import RunError
+from keepstep.launch.guard import Guard
+from keepstep.launch.job import Endpoint, Job
+from keepstep.launch.placement import COOKIE, RING, RUN_DIR
+from keepstep.launch.processes import Child, Processes, end_group, signal_group
+
+FIRST_WAIT_S = 0.1
+LONGEST_WAIT_S = 10.0
+TRIES = 8
+STEADY_S = 60.0  # one that lived this long is given all its tries again
+
+
+def environment() -> dict[str, str]:
+    """The launcher's own, less what marks a process as a worker."""
+    return {name: value for name, value in os.environ.items() if name not in (COOKIE, RING, RUN_DIR)}
+
+
+class Companion:
+    """One program that is kept running. ``command`` is asked anew for each start."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[], Sequence[str]],
+        processes: Processes,
+        guard: Guard,
+        *,
+        gave_up: Callable[[str], None],
+        log: Path | None = None,
+        ready: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """``log``: file for its stdout and stderr. ``ready``: is told the first line of its stdout, a JSON object."""
+        self._name = name
+        self._command = command
+        self._processes = processes
+        self._guard = guard
+        self._gave_up = gave_up
+        self._log = log
+        self._ready = ready
+        self._child: Child | None = None
+        self._failures = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopping = False
+        self._ended = asyncio.Event()
+        self._ended.set()
+        self._line = b""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process, None while there is none."""
+        return self._child.pid if self._child else None
+
+    def start(self) -> None:
+        """Start it and keep it running."""
+        self._timer = None
+        output = None
+        try:
+            if self._log:
+                self._log.parent.mkdir(parents=True, exist_ok=True)
+                output = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._child = self._processes.start(
+                self._name,
+                self._command(),
+                environment(),
+                on_exit=self._exited,
+                death_signal=signal.SIGTERM,  # it has something to save; the guard sees to it that it ends
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if self._ready else output,
+                stderr=output,
+            )
+        except (OSError, RunError) as error:
+            self._again(str(error))
+            return
+        finally:
+            if output is not None:
+                os.close(output)
+        self._guard.add(self._child.pid, at_once=False)
+        self._ended.clear()
+        if self._child.stdout:
+            self._line = b""
+            os.set_blocking(self._child.stdout.fileno(), False)
+            asyncio.get_running_loop().add_reader(self._child.stdout.fileno(), self._read, self._child)
+
+    async def stop(self, patience_s: float) -> None:
+        """End it: SIGTERM, and SIGKILL after ``patience_s``."""
+        self._stopping = True
+        if self._timer:
+            self._timer.cancel()
+        child = self._child
+        if child is None:
+            return
+        end_group(child.pid, signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self._ended.wait(), patience_s)
+        except asyncio.TimeoutError:
+            signal_group(child.pid, signal.SIGKILL)
+            await self._ended.wait()
+
+    async def wait_ended(self) -> None:
+        """Until it does not run (any more)."""
+        await self._ended.wait()
+
+    def _exited(self, child: Child) -> None:
+        if child.stdout:
+            asyncio.get_running_loop().remove_reader(child.stdout.fileno())
+            child.stdout.close()
+        signal_group(child.pid, signal.SIGKILL)
+        self._guard.remove(child.pid)
+        self._child = None
+        self._ended.set()
+        if not self._stopping:
+            if child.ended_s - child.started_s >= STEADY_S:
+                self._failures = 0
+            self._again(f"ended with status {child.status}")
+
+    def _again(self, reason: str) -> None:
+        self._failures += 1
+        if self._failures > TRIES:
+            self._gave_up(reason)
+            return
+        wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._failures - 1))
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self.start)
+
+    def _read(self, child: Child) -> None:
+        assert child.stdout is not None
+        try:
+            data = os.read(child.stdout.fileno(), 4096)
+        except BlockingIOError:
+            return
+        if not data:
+            asyncio.get_running_loop().remove_reader(child.stdout.fileno())
+            return
+        if b"\n" in self._line:
+            return
+        self._line += data
+        if b"\n" in self._line and self._ready:
+            try:
+                said: Any = json.loads(self._line.split(b"\n")[0])
+            except ValueError:
+                said = None
+            if isinstance(said, dict) and said.get("ready"):  # pyright: ignore[reportUnknownMemberType]
+                self._ready(said)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def controller_command(job: Job, folder: Path, secret: Path, listen: Endpoint) -> list[str]:
+    """How the controller is started."""
+    return [
+        *(sys.executable, "-m", "keepstep.control"),
+        *("--run-dir", str(folder)),
+        *("--listen", str(listen)),
+        *("--secret-file", str(secret)),
+        *("--nodes", str(job.max_nodes)),
+        *_tls(job),
+    ]
+
+
+def agent_command(
+    job: Job, folder: Path, secret: Path, controller: Endpoint, node_rank: int, rings: dict[int, str]
+) -> list[str]:
+    """How the agent is started; ``rings`` are paths by rank."""
+    command = [
+        *(sys.executable, "-m", "keepstep.agent"),
+        *("--run-dir", str(folder)),
+        *("--controller", str(controller)),
+        *("--secret-file", str(secret)),
+        *("--node", job.node),
+        *("--node-rank", str(node_rank)),
+        *_tls(job),
+    ]
+    for rank, path in sorted(rings.items()):
+        command += ["--ring", f"{rank}={path}"]
+    return command
+
+
+def _tls(job: Job) -> list[str]:
+    if job.tls is None:
+        return []
+    return ["--tls-cert", str(job.tls.cert), "--tls-key", str(job.tls.key), "--tls-ca", str(job.tls.ca)]

@@ -1,0 +1,526 @@
+"""The life of one run on one node, from the first process to the exit code. Start reading at ``Launcher.run``.
+
+One thread, one event loop, no polling while nothing is teed. Watching is optional at every point: whatever of it
+fails is said once, and the job runs on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from keepstep import __version__
+from keepstep.core.errors import KeepstepError, RunError
+from keepstep.core.finding import Finding
+from keepstep.launch import addresses, root_cause, run_folder
+from keepstep.launch.companions import Companion, agent_command, controller_command
+from keepstep.launch.guard import Guard
+from keepstep.launch.job import STDERR, STDOUT, Endpoint, Job
+from keepstep.launch.placement import COOKIE, INCARNATION, RING, RUN_DIR, Place, worker_plans
+from keepstep.launch.processes import Processes
+from keepstep.launch.streams import Follower, WorkerStreams, line_prefix, worker_streams
+from keepstep.launch.workers import Workers, sweep
+
+if TYPE_CHECKING:
+    from keepstep.launch.link import Link
+    from keepstep.wire import Stop
+
+T = TypeVar("T")
+
+TEE_INTERVAL_S = 0.1
+CANNOT_START = 2
+_EXIT_BARRIER_S = 300.0
+_CONTROLLER_READY_S = 30.0
+_DRAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How an incarnation ended. ``number``: the signal to end what still runs with."""
+
+    kind: str  # "finished" | "failed" | "signal" | "stopped"
+    code: int
+    reason: str
+    number: signal.Signals = signal.SIGTERM
+
+
+class Launcher:
+    """Owns everything that one run starts on this node."""
+
+    def __init__(self, job: Job, folder: Path, guard: Guard, cookie: str, environ: Mapping[str, str]) -> None:
+        self._job = job
+        self._folder = folder
+        self._guard = guard
+        self._environ = {**environ, COOKIE: cookie}
+        self._processes = Processes()
+        self._logs = run_folder.LogFiles(folder, job.streams.log_dir, job.run_id)
+        self._secret = run_folder.secret_path(job, folder, Path.home())
+        self._controller: Companion | None = None
+        self._controller_at: Endpoint | None = None
+        self._controller_ready = asyncio.Event()
+        self._controller_lost = ""
+        self._agent: Companion | None = None
+        self._link: Link | None = None
+        self._place: Place | None = None
+        self._rings: dict[int, int] = {}  # descriptor by rank
+        self._workers: Workers | None = None
+        self._followers: list[Follower] = []
+        self._filter_files: list[int] = []
+        self._outcome: asyncio.Future[_Outcome] = asyncio.get_running_loop().create_future()
+        self._kill_now = asyncio.Event()
+        self._job_over = asyncio.Event()  # the controller said Stop
+        self._stop_code = 0
+        self._signalled: signal.Signals | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._hosts_controller = False
+        self._started_unix_s = time.time()
+
+    async def run(self, *, hosts_controller: bool) -> int:
+        """Run the job's share of this node; returns the exit code."""
+        self._hosts_controller = hosts_controller
+        self._handle_signals()
+        try:
+            place = await self._find_place()
+            outcome = await self._incarnations(place)
+        except _EndedEarly as early:
+            outcome = early.outcome
+        except KeepstepError as error:
+            self._warn(str(error))
+            outcome = _Outcome("failed", CANNOT_START, str(error))
+        if self._workers:
+            await self._workers.end(signal.SIGTERM, self._job.shutdown_timeout_s, self._kill_now)
+        self._stop_following()
+        return await self._say_goodbye(outcome)
+
+    # Before the workers.
+
+    async def _find_place(self) -> Place:
+        job = self._job
+        if job.rendezvous.endpoint is None:
+            port = job.master_port or addresses.free_port("127.0.0.1")
+            place = Place(0, 0, job.nproc, 1, job.master_addr, port)
+            if job.watch:
+                self._try_watching(self._start_controller)
+            return place
+        endpoint = job.rendezvous.endpoint
+        if self._hosts_controller:
+            self._start_controller()
+            await self._until(self._controller_is_ready())
+        else:
+            self._controller_at = Endpoint(addresses.resolve(endpoint.host)[0], endpoint.port)
+        self._connect()
+        assert self._link is not None
+        return await self._until(self._link.join(job.rendezvous.join_timeout_s))
+
+    async def _until(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for ``work``, or stop waiting when a signal ends the job."""
+        task = asyncio.get_running_loop().create_task(work)
+        waits: list[asyncio.Future[Any]] = [task, self._outcome]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise _EndedEarly(self._outcome.result())
+
+    def _try_watching(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except (KeepstepError, OSError, ImportError) as error:
+            self._warn(f"the job is not watched: {error}")
+
+    def _start_controller(self) -> None:
+        job = self._job
+        listen = job.controller_listen
+        if listen is None:
+            endpoint = job.rendezvous.endpoint
+            listen = (
+                Endpoint(addresses.listen_address(endpoint), endpoint.port)
+                if endpoint
+                else Endpoint("127.0.0.1", 0)
+            )
+        self._controller_at = listen
+        run_folder.ensure_secret(self._secret)
+
+        def ready(said: dict[str, object]) -> None:
+            assert self._controller_at is not None
+            port = said.get("port")
+            if isinstance(port, int):
+                # Started again it must be found at the same place.
+                self._controller_at = replace(self._controller_at, port=port)
+            if not self._controller_ready.is_set():
+                self._controller_ready.set()
+                self._note(f"controller at {self._controller_at}")
+                self._describe()
+                if job.rendezvous.endpoint is None:
+                    self._try_watching(self._connect)
+                    self._try_watching(self._start_agent)
+
+        def command() -> list[str]:
+            assert self._controller_at is not None
+            return controller_command(job, self._folder, self._secret, self._controller_at)
+
+        def gave_up(reason: str) -> None:
+            self._controller_lost = reason
+            self._controller_ready.set()
+            self._warn(
+                f"the controller {reason} again and again (see {self._folder}/controller.log): no verdicts"
+            )
+
+        self._controller = Companion(
+            "controller", command, self._processes, self._guard, gave_up=gave_up, ready=ready
+        )
+        self._controller.start()
+
+    async def _controller_is_ready(self) -> None:
+        try:
+            await asyncio.wait_for(self._controller_ready.wait(), _CONTROLLER_READY_S)
+        except asyncio.TimeoutError:
+            self._controller_lost = "is not ready"
+        if self._controller_lost:
+            raise RunError(
+                f"the controller at {self._controller_at} {self._controller_lost}: the nodes cannot meet; "
+                "is the port of --rdzv-endpoint taken?"
+            )
+
+    def _connect(self) -> None:
+        from keepstep import wire
+        from keepstep.launch.link import Link
+
+        assert self._controller_at is not None
+        job, rendezvous = self._job, self._job.rendezvous
+        address = addresses.resolve(self._controller_at.host)[0]
+        own = rendezvous.local_addr or addresses.address_towards(address)
+        join = wire.Join(
+            node=job.node,
+            address=own,
+            nproc=job.nproc,
+            free_port=self._place.master_port if self._place else addresses.free_port(own),
+            node_rank=rendezvous.node_rank,
+            min_nodes=job.min_nodes,
+            max_nodes=job.max_nodes,
+        )
+        endpoint = replace(self._controller_at, host=address)
+        self._link = Link(job, endpoint, self._secret, join, stopped=self._on_stop)
+        if self._place:
+            self._link.placed(self._place)
+            self._link.open()
+
+    # The workers.
+
+    async def _incarnations(self, place: Place) -> _Outcome:
+        restarts = 0
+        while True:
+            self._place = place
+            self._start_workers(place, restarts)
+            outcome = await self._outcome
+            assert self._workers is not None
+            stuck = await self._workers.end(outcome.number, self._job.shutdown_timeout_s, self._kill_now)
+            for child in stuck:
+                self._warn(
+                    f"{child.name} (process {child.pid}) does not end even when killed: stuck in the kernel"
+                )
+            await self._sweep()
+            self._stop_following()
+            if outcome.kind != "failed":
+                return outcome
+            if restarts >= self._job.max_restarts or self._signalled or self._job_over.is_set():
+                return self._explain(outcome)
+            restarts += 1
+            failure = root_cause.first(self._workers.failures)
+            self._say(
+                f"rank {failure.rank}: {failure.message}; restart {restarts} of {self._job.max_restarts}"
+            )
+            await self._stop_agent()
+            place = replace(
+                place,
+                incarnation=place.incarnation + 1,
+                master_port=self._job.master_port or addresses.free_port("127.0.0.1"),
+            )
+            self._outcome = asyncio.get_running_loop().create_future()
+
+    def _start_workers(self, place: Place, restarts: int) -> None:
+        job = self._job
+        watching = self._make_rings(place) if job.watch else {}
+        ranks = {local_rank: place.first_rank + local_rank for local_rank in range(job.nproc)}
+        error_files = {
+            local: str(self._logs.error_file(rank, local, restarts)) for local, rank in ranks.items()
+        }
+        plans = worker_plans(
+            job,
+            place,
+            self._environ,
+            error_files=error_files,
+            restart_count=restarts,
+            watching=watching,
+        )
+        streams = {
+            local: worker_streams(job, self._logs, rank, local, restarts) for local, rank in ranks.items()
+        }
+        self._workers = Workers(
+            plans, streams, self._processes, self._guard, failed=self._on_failure, finished=self._on_finish
+        )
+        self._follow(streams, ranks, restarts)
+        self._workers.start({k: v for k, v in self._environ.items() if k not in (RING, RUN_DIR, INCARNATION)})
+        self._describe()
+        if self._controller_at and (self._controller_ready.is_set() or job.rendezvous.endpoint):
+            if self._link:
+                self._link.placed(place)
+            else:
+                self._try_watching(self._connect)
+            self._try_watching(self._start_agent)
+        first, last = place.first_rank, place.first_rank + job.nproc - 1
+        watched = f"watched, run folder {self._folder}" if self._rings else f"run folder {self._folder}"
+        self._say(f"ranks {first}-{last} of {place.world_size} on {job.node}: {watched}")
+
+    def _make_rings(self, place: Place) -> dict[int, dict[str, str]]:
+        """A ring for each worker; empty, with a word about it, when rings cannot be made."""
+        for descriptor in self._rings.values():
+            os.close(descriptor)
+        self._rings = {}
+        try:
+            from keepstep.ring import create
+
+            for local_rank in range(self._job.nproc):
+                self._rings[place.first_rank + local_rank] = create(self._job.ring_records)
+        except (KeepstepError, OSError, ImportError, ValueError) as error:
+            self._warn(f"the workers train unwatched, no ring can be made: {error}")
+            return {}
+        return {
+            rank - place.first_rank: {
+                RUN_DIR: str(self._folder),
+                RING: self._ring_path(rank),
+                INCARNATION: str(place.incarnation),
+            }
+            for rank in self._rings
+        }
+
+    def _ring_path(self, rank: int) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._rings[rank]}"
+
+    def _start_agent(self) -> None:
+        if self._agent or not self._rings or self._place is None or self._controller_at is None:
+            return
+        place, controller = self._place, self._controller_at
+        rings = {rank: self._ring_path(rank) for rank in self._rings}
+
+        def gave_up(reason: str) -> None:
+            self._warn(f"the agent {reason} again and again (see {log}): this node trains on unwatched")
+
+        log = self._folder / "nodes" / str(place.node_rank) / "agent.log"
+        self._agent = Companion(
+            "agent",
+            lambda: agent_command(self._job, self._folder, self._secret, controller, place.node_rank, rings),
+            self._processes,
+            self._guard,
+            gave_up=gave_up,
+            log=log,
+        )
+        self._agent.start()
+
+    async def _stop_agent(self) -> None:
+        if self._agent:
+            await self._agent.stop(self._job.linger_s)
+            self._agent = None
+
+    def _follow(self, streams: Mapping[int, WorkerStreams], ranks: Mapping[int, int], restarts: int) -> None:
+        wanted = self._job.streams
+        targets = {STDOUT: (1, wanted.stdout_words, "stdout"), STDERR: (2, wanted.stderr_words, "stderr")}
+        for stream, (descriptor, words, name) in targets.items():
+            shown = Follower(descriptor)
+            followers = [shown]
+            if words:
+                path = self._logs.attempt(restarts) / f"filtered_{name}.log"
+                self._filter_files.append(
+                    os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                )
+                followers.append(Follower(self._filter_files[-1], words))
+            for local_rank, of_worker in streams.items():
+                prefix = line_prefix(self._job, ranks[local_rank], local_rank)
+                for follower in followers:
+                    if stream in of_worker.shown:
+                        follower.follow(of_worker.shown[stream], prefix, from_start=False)
+            self._followers += [follower for follower in followers if follower.busy]
+        if self._followers:
+            task = asyncio.get_running_loop().create_task(self._keep_following())
+            self._tasks.add(task)
+
+    async def _keep_following(self) -> None:
+        while True:
+            await asyncio.sleep(TEE_INTERVAL_S)
+            for follower in self._followers:
+                follower.pump()
+
+    def _stop_following(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._tasks.clear()
+        for follower in self._followers:
+            follower.pump(last=True)
+        self._followers = []
+        for descriptor in self._filter_files:
+            os.close(descriptor)
+        self._filter_files = []
+
+    # What happens.
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGCHLD, self._on_child)
+        for number in self._job.signals:
+            # Started under nohup: what was ignored stays ignored.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_child(self) -> None:
+        if self._guard.pid in self._processes.reap():
+            self._guard.start()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._outcome.done() and number == signal.SIGINT:
+            self._kill_now.set()  # the second Ctrl-C, or one while the job is ending anyway
+        self._signalled = self._signalled or number
+        self._settle(_Outcome("signal", 128 + number, f"signal {number.name}", number))
+
+    def _on_failure(self, failure: root_cause.Failure) -> None:
+        if self._link:
+            self._link.found(self._finding(failure))
+        self._settle(_Outcome("failed", failure.exit_code, f"rank {failure.rank}: {failure.message}"))
+
+    def _on_finish(self) -> None:
+        self._settle(_Outcome("finished", 0, "finished"))
+
+    def _on_stop(self, stop: Stop) -> None:
+        self._stop_code = stop.exit_code
+        self._job_over.set()
+        self._settle(_Outcome("stopped", stop.exit_code, stop.reason))
+
+    def _settle(self, outcome: _Outcome) -> None:
+        if not self._outcome.done():
+            self._outcome.set_result(outcome)
+
+    def _finding(self, failure: root_cause.Failure) -> Finding:
+        return Finding(
+            kind="crash",
+            rank=failure.rank,
+            node=self._job.node,
+            time_s=time.monotonic() - (time.time() - failure.unix_s),
+            step=-1,
+            exit_code=failure.exit_code,
+            message=failure.message,
+        )
+
+    # After the workers.
+
+    def _explain(self, outcome: _Outcome) -> _Outcome:
+        """Say why the job failed; the exit code is that of the failure that came first."""
+        assert self._workers is not None
+        failures = self._workers.failures
+        root = root_cause.first(failures)
+        print(root_cause.render(self._job.script, self._job.node, failures), file=sys.stderr, flush=True)
+        target = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if target:
+            root_cause.hand_up(root, target)
+        if self._link:
+            for failure in failures[1:]:
+                self._link.found(self._finding(failure))
+        return replace(outcome, code=root.exit_code, reason=f"rank {root.rank}: {root.message}")
+
+    async def _sweep(self) -> None:
+        ours = {self._guard.pid}
+        ours |= {other.pid for other in (self._controller, self._agent) if other and other.pid}
+        await sweep(frozenset(ours), self._kill_now)
+
+    async def _say_goodbye(self, outcome: _Outcome) -> int:
+        """Tell the controller, wait for the other nodes, end what is beside the workers; returns the exit code."""
+        if outcome.kind == "stopped" and outcome.code:
+            self._say(f"the job was ended: {outcome.reason}")
+        if self._link:
+            self._link.ended(outcome.code, outcome.reason)
+            await self._link.drained(_DRAIN_S)
+            await self._wait_for_others(outcome)
+        await self._stop_agent()
+        if self._link:
+            await self._link.close()
+        if self._controller:
+            await self._controller.stop(self._job.linger_s)
+        await self._sweep()
+        for descriptor in self._rings.values():
+            os.close(descriptor)
+        self._rings = {}
+        code = self._stop_code if outcome.kind == "finished" and self._stop_code else outcome.code
+        if self._hosts_controller:
+            ending = {"exit_code": code, "reason": outcome.reason, "ended_unix_s": time.time()}
+            self._write("end.json", ending)
+        return code
+
+    async def _wait_for_others(self, outcome: _Outcome) -> None:
+        """The job is over when all nodes are: the controller says so, and node 0 keeps it alive until then."""
+        assert self._link is not None
+        if self._place is None or self._place.node_count == 1 or self._job_over.is_set():
+            return
+        patience_s = _EXIT_BARRIER_S if outcome.kind == "finished" else self._job.linger_s
+        gone = asyncio.ensure_future(self._link.lost(self._job.linger_s))
+        over = asyncio.ensure_future(self._job_over.wait())
+        kill = asyncio.ensure_future(self._kill_now.wait())
+        waits: list[asyncio.Future[Any]] = [gone, over, kill]
+        await asyncio.wait(waits, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    # Words and files.
+
+    def _describe(self) -> None:
+        if not self._hosts_controller:
+            return
+        job, place = self._job, self._place
+        self._write(
+            "run.json",
+            {
+                "id": self._folder.name,
+                "argv": [job.script, *job.arguments],
+                "script": job.script,
+                "nodes": place.node_count if place else job.max_nodes,
+                "nproc": job.nproc,
+                "world_size": place.world_size if place else None,
+                "started_unix_s": self._started_unix_s,
+                "version": __version__,
+                "controller": str(self._controller_at) if self._controller_at else None,
+                "host": os.uname().nodename,
+                "launcher": run_folder.process_mark(os.getpid()),
+                "secret_file": str(self._secret),
+                "rings": {str(rank): self._ring_path(rank) for rank in self._rings},
+            },
+        )
+
+    def _write(self, name: str, content: Mapping[str, object]) -> None:
+        try:
+            run_folder.write_json(self._folder / name, content)
+        except OSError as error:
+            self._warn(f"{self._folder / name}: cannot be written: {error.strerror}")
+
+    def _say(self, text: str) -> None:
+        if not self._job.quiet:
+            print(f"keepstep: {text}", file=sys.stderr, flush=True)
+
+    def _note(self, text: str) -> None:
+        if self._job.verbose:
+            self._say(text)
+
+    def _warn(self, text: str) -> None:
+        print(f"keepstep: {text}", file=sys.stderr, flush=True)
+
+
+class _EndedEarly(Exception):
+    """A signal or the controller ended the job before there were workers."""
+
+    def __init__(self, outcome: _Outcome) -> None:
+        super().__init__(outcome.reason)
+        self.outcome = outcome

@@ -1,0 +1,166 @@
+"""Starting, noticing the death of, and ending the launcher's children.
+
+Every child leads its own session and process group, and is killed by the kernel when the launcher dies. The launcher
+adopts orphans of its children (``PR_SET_CHILD_SUBREAPER``), so that it can end and reap them too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO
+
+from keepstep.core.errors import RunError
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(eq=False, slots=True)
+class Child:
+    """A child process; ``status`` is None while it lives, then as ``subprocess``: exit code, or -N for signal N."""
+
+    name: str
+    pid: int
+    started_s: float  # CLOCK_MONOTONIC
+    status: int | None = None
+    ended_s: float = 0.0
+    stdout: IO[bytes] | None = None
+    _popen: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not been reaped yet."""
+        return self.status is None
+
+
+def exit_code(status: int) -> int:
+    """A child's status as a shell returns it: 128 + N when signal N ended it."""
+    return status if status >= 0 else 128 - status
+
+
+class Processes:
+    """All children of this launcher. ``reap`` is to be called on every SIGCHLD."""
+
+    def __init__(self) -> None:
+        self._children: dict[int, Child] = {}
+        self._on_exit: dict[int, Callable[[Child], None]] = {}
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        on_exit: Callable[[Child], None],
+        death_signal: signal.Signals = signal.SIGKILL,
+        stdin: int | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
+    ) -> Child:
+        """Start a program; ``on_exit`` is called from ``reap`` once it has ended.
+
+        Args:
+            environment: the whole environment of the child.
+            death_signal: what the kernel sends the child when the launcher dies.
+
+        Raises:
+            RunError: the program cannot be started.
+        """
+        launcher = os.getpid()
+
+        def bind_to_launcher() -> None:
+            _libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
+            if os.getppid() != launcher:  # it died between fork and prctl
+                os._exit(1)
+
+        try:
+            popen = subprocess.Popen(
+                list(command),
+                env=dict(environment),
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+                # The launcher has one thread, so running Python between fork and exec is safe.
+                preexec_fn=bind_to_launcher,
+            )
+        except OSError as error:
+            raise RunError(
+                f"{name}: cannot start {command[0]}: {error.strerror}; check the path and its mode"
+            ) from None
+        child = Child(name, popen.pid, time.monotonic(), stdout=popen.stdout, _popen=popen)
+        self._children[child.pid] = child
+        self._on_exit[child.pid] = on_exit
+        return child
+
+    def reap(self) -> list[int]:
+        """Collect every child that has ended, in the order in which the kernel tells; returns unknown pids."""
+        unknown: list[int] = []
+        while True:
+            try:
+                pid, raw = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return unknown
+            if pid == 0:
+                return unknown
+            child = self._children.pop(pid, None)
+            if child is None:
+                unknown.append(pid)
+                continue
+            child.status = os.waitstatus_to_exitcode(raw)
+            child.ended_s = time.monotonic()
+            if child._popen is not None:  # pyright: ignore[reportPrivateUsage]
+                child._popen.returncode = child.status  # pyright: ignore[reportPrivateUsage]
+            self._on_exit.pop(pid)(child)
+
+
+def signal_group(leader: int, number: int) -> bool:
+    """Send a signal to a process group; False when nobody is in it."""
+    try:
+        os.killpg(leader, number)
+        return True
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # only members that have changed their user are left
+        return False
+
+
+def end_group(leader: int, number: int) -> bool:
+    """Ask a process group to end; members that are stopped are woken, so that they can."""
+    asked = signal_group(leader, number)
+    if asked and number != signal.SIGKILL:
+        signal_group(leader, signal.SIGCONT)
+    return asked
+
+
+def descendants(root: int, apart_from: frozenset[int] = frozenset()) -> list[int]:
+    """Living processes below ``root`` (zombies left out), found through ``/proc``; those below ``apart_from`` too."""
+    children: dict[int, list[int]] = {}
+    dead: set[int] = set()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+        except (OSError, ValueError):
+            continue
+        children.setdefault(int(parent), []).append(int(entry))
+        if state in (b"Z", b"X"):
+            dead.add(int(entry))
+    found: list[int] = []
+    pending = [root]
+    while pending:
+        for pid in children.get(pending.pop(), ()):
+            if pid not in apart_from:
+                found.append(pid)
+                pending.append(pid)
+    return [pid for pid in found if pid not in dead]

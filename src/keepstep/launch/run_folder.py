@@ -1,0 +1,195 @@
+"""The run's folder as the launcher makes and keeps it: ``run.json``, the secret, log paths, ``end.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keepstep.core.errors import AuthenticationError, RunError
+from keepstep.launch.job import Job
+
+# What a run leaves in its folder; a later run in the same folder moves exactly these aside.
+_CONTENT = (
+    "run.json",
+    "secret",
+    "status.json",
+    "end.json",
+    "controller.log",
+    "incidents",
+    "nodes",
+    "rings",
+    "logs",
+)
+
+
+def folder_of(job: Job, environ: Mapping[str, str], now_s: float) -> Path:
+    """Where this run is kept: ``--run-dir``, else a folder named after the job's id or the time.
+
+    On several nodes the name must come out the same everywhere, so it is ``--rdzv-id`` or the Slurm job's number
+    where there is one.
+    """
+    if job.run_dir:
+        return job.run_dir
+    if job.rendezvous.endpoint:
+        if job.run_id != "none":
+            return job.runs_dir / _as_name(job.run_id)
+        slurm = environ.get("SLURM_JOB_ID")
+        if slurm:
+            again = environ.get("SLURM_RESTART_COUNT", "0")
+            return job.runs_dir / f"{slurm}{'' if again == '0' else f'.{again}'}-{job.name}"
+    return job.runs_dir / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now_s))}-{job.name}"
+
+
+def _as_name(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "-" for c in text).strip(".-") or "run"
+
+
+def create(job: Job, path: Path, *, first: bool) -> Path:
+    """Make the folder; the launcher of node 0 (``first``) also moves an earlier run's content aside.
+
+    Without ``--run-dir`` a name that is taken gets a number appended.
+
+    Raises:
+        RunError: the folder cannot be made or written, or a run that still lives is in it.
+    """
+    try:
+        if job.run_dir is None and not job.rendezvous.endpoint:
+            return _create_new(path)
+        path.mkdir(parents=True, exist_ok=True)
+        if first:
+            _move_aside(path)
+        return path
+    except OSError as error:
+        raise RunError(
+            f"{path}: cannot make the run folder: {error.strerror}; name another with --run-dir"
+        ) from None
+
+
+def _create_new(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for number in range(1, 1000):
+        candidate = path if number == 1 else path.with_name(f"{path.name}.{number}")
+        try:
+            candidate.mkdir()
+            return candidate
+        except FileExistsError:
+            continue
+    raise RunError(f"{path}: a thousand runs have this name; give another with --name or --run-dir")
+
+
+def _move_aside(path: Path) -> None:
+    described = path / "run.json"
+    if not described.exists():
+        # A run that died before it was described may have left its secret, which is of no use to anybody.
+        (path / "secret").unlink(missing_ok=True)
+        return
+    try:
+        record: Any = json.loads(described.read_text())
+    except ValueError:
+        record = None
+    here = isinstance(record, dict) and record.get("host") == os.uname().nodename
+        raise RunError(
+            f"{path}: the run of process {record['launcher']['pid']} lives there; give another --run-dir"
+        )
+    previous = path / "previous"
+    previous.mkdir(exist_ok=True)
+    number = 1
+    while (previous / str(number)).exists():
+        number += 1
+    aside = previous / str(number)
+    aside.mkdir()
+    for name in _CONTENT:
+        if (path / name).exists():
+            (path / name).rename(aside / name)
+
+
+def process_mark(pid: int) -> dict[str, int]:
+    """A process so that it is not confused with a later one of the same number: pid and start (clock ticks)."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return {"pid": pid, "start_ticks": int(file.read().rpartition(b")")[2].split()[19])}
+
+
+def _lives(mark: Any) -> bool:
+    try:
+        return process_mark(int(mark["pid"])) == mark
+    except (OSError, TypeError, KeyError, ValueError, IndexError):
+        return False
+
+
+def secret_path(job: Job, folder: Path, home: Path) -> Path:
+    """The file with the secret: ``--secret-file``; ``RUN/secret`` on one node or with ``--run-dir``; else the user's.
+
+    Nodes that were given a run folder find the secret in it when the folder is on a shared file system.
+    """
+    if job.secret_file:
+        return job.secret_file
+    if job.rendezvous.endpoint is None or job.run_dir:
+        return folder / "secret"
+    return home / ".config" / "keepstep" / "secret"
+
+
+def ensure_secret(path: Path) -> None:
+    """Make the secret file (0600) unless it is there; it appears whole, also for other nodes.
+
+    Raises:
+        AuthenticationError: it cannot be made.
+    """
+    from keepstep.wire.secret import write_secret
+
+    if path.exists():
+        return
+    draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        draft.unlink(missing_ok=True)
+        write_secret(draft)
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise AuthenticationError(
+            f"{path}: cannot make the secret: {error.strerror}; name a file with --secret-file"
+        ) from None
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write ``content`` so that a reader sees the old file or the new one, never half of it. OSError passes."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(content, indent=2) + "\n")
+    draft.replace(path)
+
+
+class LogFiles:
+    """Paths of the workers' logs: ``RUN/logs/rank-00003/``, or torchrun's layout under ``--log-dir``."""
+
+    def __init__(self, folder: Path, log_dir: Path | None, run_id: str) -> None:
+        self._folder = folder / "logs"
+        self._log_dir = log_dir / f"{_as_name(run_id)}_{folder.name}" if log_dir else None
+
+    def of(self, rank: int, local_rank: int, attempt: int) -> Path:
+        """The folder of one worker; made if need be."""
+        path = self._folder / f"rank-{rank:05d}"
+        if self._log_dir:
+            path = self.attempt(attempt) / str(local_rank)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def attempt(self, attempt: int) -> Path:
+        """The folder for what belongs to no single worker."""
+        path = self._log_dir / f"attempt_{attempt}" if self._log_dir else self._folder
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def error_file(self, rank: int, local_rank: int, attempt: int) -> Path:
+        """Where the worker writes its error; an earlier attempt's file is kept beside it with the attempt's number."""
+        path = self.of(rank, local_rank, attempt) / "error.json"
+        if path.exists():
+            path.replace(path.with_name(f"error.{attempt - 1}.json"))
+        return path

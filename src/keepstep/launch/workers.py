@@ -1,0 +1,158 @@
+"""The workers of one node and one incarnation: started together, watched, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from keepstep.launch.guard import Guard
+from keepstep.launch.placement import WorkerPlan
+from keepstep.launch.processes import Child, Processes, descendants, end_group, signal_group
+from keepstep.launch.root_cause import Failure, examine
+from keepstep.launch.streams import WorkerStreams, open_for_worker
+
+_SWEEP_PATIENCE_S = 5.0
+_UNKILLABLE_S = 10.0
+
+
+class Workers:
+    """One incarnation's workers. ``failed`` is called at the first failure, ``finished`` when all ended well."""
+
+    def __init__(
+        self,
+        plans: Sequence[WorkerPlan],
+        streams: Mapping[int, WorkerStreams],
+        processes: Processes,
+        guard: Guard,
+        *,
+        failed: Callable[[Failure], None],
+        finished: Callable[[], None],
+    ) -> None:
+        self._plans = plans
+        self._streams = streams
+        self._processes = processes
+        self._guard = guard
+        self._failed = failed
+        self._finished = finished
+        self._children: dict[int, Child] = {}  # by local rank
+        self._asked: set[int] = set()  # signals that we sent to end them
+        self._all_ended = asyncio.Event()
+        self.failures: list[Failure] = []
+
+    def start(self, environ: Mapping[str, str]) -> None:
+        """Start them all.
+
+        Raises:
+            RunError: one cannot be started; those that were are to be ended with ``end``.
+        """
+        for plan in self._plans:
+            streams = self._streams[plan.local_rank]
+            stdout = open_for_worker(streams.stdout)
+            stderr = open_for_worker(streams.stderr)
+            try:
+                child = self._processes.start(
+                    f"rank {plan.rank}",
+                    plan.command,
+                    {**environ, **plan.environment},
+                    on_exit=lambda child, plan=plan: self._exited(plan, child),
+                    stdout=stdout,
+                    stderr=stderr,
+                )
+            finally:
+                for descriptor in (stdout, stderr):
+                    if descriptor is not None:
+                        os.close(descriptor)
+            self._guard.add(child.pid, at_once=True)
+            self._children[plan.local_rank] = child
+
+    @property
+    def alive(self) -> list[Child]:
+        """Workers that have not ended."""
+        return [child for child in self._children.values() if child.alive]
+
+    def ask(self, number: int) -> None:
+        """Send a signal to every worker that lives, with its whole process group."""
+        self._asked.add(number)
+        for child in self.alive:
+            end_group(child.pid, number)
+
+    async def end(self, number: int, patience_s: float, kill_now: asyncio.Event) -> list[Child]:
+        """End all workers: signal ``number``, then SIGKILL after ``patience_s`` or once ``kill_now`` is set.
+
+        Returns those that even SIGKILL did not end (stuck in the kernel).
+        """
+        if self.alive:
+            self.ask(number)
+            await _either(self._all_ended, kill_now, patience_s)
+        if self.alive:
+            self.ask(signal.SIGKILL)
+            await _either(self._all_ended, None, _UNKILLABLE_S)
+        for child in self._children.values():
+            if not child.alive:
+                signal_group(child.pid, signal.SIGKILL)
+                self._guard.remove(child.pid)
+        return self.alive
+
+    def _exited(self, plan: WorkerPlan, child: Child) -> None:
+        if child.status != 0 and not self._ended_by_us(child):
+            failure = self._examine(plan, child)
+            self.failures.append(failure)
+            if len(self.failures) == 1 and not self._asked:
+                self._failed(failure)
+        if not self.alive and len(self._children) == len(self._plans):
+            self._all_ended.set()
+            if not self.failures and not self._asked:
+                self._finished()
+
+    def _ended_by_us(self, child: Child) -> bool:
+        return any(child.status in (-number, 128 + number) for number in self._asked)
+
+    def _examine(self, plan: WorkerPlan, child: Child) -> Failure:
+        assert child.status is not None
+        return examine(
+            plan.rank,
+            plan.local_rank,
+            child.pid,
+            child.status,
+            time.time() - (time.monotonic() - child.ended_s),
+            Path(plan.environment["TORCHELASTIC_ERROR_FILE"]),
+            self._streams[plan.local_rank].stderr,
+        )
+
+
+async def _either(first: asyncio.Event, second: asyncio.Event | None, timeout_s: float) -> None:
+    """Until one of the events is set or the time is over."""
+    waits = [asyncio.ensure_future(event.wait()) for event in (first, second) if event is not None]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def sweep(apart_from: frozenset[int], kill_now: asyncio.Event) -> None:
+    """End what workers left behind: data loaders, helpers, whatever the launcher adopted from them."""
+    deadline_s = time.monotonic() + _SWEEP_PATIENCE_S
+    asked: set[int] = set()
+    while left := descendants(os.getpid(), apart_from):
+        urgent = kill_now.is_set() or time.monotonic() >= deadline_s
+        for pid in left:
+            if urgent or pid not in asked:
+                _signal(pid, signal.SIGKILL if urgent else signal.SIGTERM)
+                asked.add(pid)
+        if time.monotonic() >= deadline_s + _UNKILLABLE_S:
+            return
+        await asyncio.sleep(0.02)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+        if number != signal.SIGKILL:
+            os.kill(pid, signal.SIGCONT)
+    except OSError:
+        return
