@@ -347,7 +347,7 @@ class Reader {
     }
     for (; cursor_ < next; ++cursor_) {
       const Found found = take(cursor_, progress);
-      if (found == Found::not_yet && gaps_.size() < layout_.records)
+      if (found == Found::not_yet && live_ && gaps_.size() < layout_.records)
         gaps_.push_back(cursor_);
       else if (found != Found::valid)
         ++progress.lost;

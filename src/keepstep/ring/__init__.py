@@ -4,7 +4,11 @@
 ``/proc/PID/fd/N``) or from a saved file. See ``docs/design/ring.md``.
 """
 
-from keepstep.ring._native import Operation, RingWriter, create
+from keepstep.ring._native import (  # pyright: ignore[reportMissingModuleSource]
+    Operation,
+    RingWriter,
+    create,
+)
 from keepstep.ring.reader import RECORD, STREAM, Batch, RingHeader, RingReader
 
 __all__ = ["RECORD", "STREAM", "Batch", "Operation", "RingHeader", "RingReader", "RingWriter", "create"]

@@ -61,7 +61,7 @@ class RingWriter:
         flags: int = 0,
         site: int = 0,
     ) -> Operation:
-        """Publish the start of an operation. What finds no slot, or has numbers that do not fit, is dropped and counted."""
+        """Publish the start of an operation. What finds no slot, or does not fit its field, is dropped and counted."""
 
     def close(self) -> None:
         """No more records; tells readers that the end was orderly. The claim stays until this object goes."""

@@ -11,30 +11,52 @@ import numpy as np
 import numpy.typing as npt
 
 from keepstep.core.summary import GroupInfo
-from keepstep.ring._native import Reader
+from keepstep.ring._native import Reader  # pyright: ignore[reportMissingModuleSource]
 
 Rows = npt.NDArray[np.void]
 
-RECORD: np.dtype[np.void] = np.dtype(
-    {
-        "names": [
-            "ticket", "start_ns", "end_ns", "wait_ns", "bytes", "seq", "peer", "thread", "site", "group", "kind", "op", "flags",
-        ],
-        "formats": ["u8", "i8", "i8", "i8", "u8", "u4", "i4", "u4", "u4", "i2", "u1", "u1", "u2"],
-        "offsets": [0, 8, 16, 24, 32, 40, 44, 48, 52, 56, 58, 59, 60],
-        "itemsize": 64,
-    }
-)  # fmt: skip
+_RECORD_FIELDS = {
+    "ticket": ("u8", 0),
+    "start_ns": ("i8", 8),
+    "end_ns": ("i8", 16),
+    "wait_ns": ("i8", 24),
+    "bytes": ("u8", 32),
+    "seq": ("u4", 40),
+    "peer": ("i4", 44),
+    "thread": ("u4", 48),
+    "site": ("u4", 52),
+    "group": ("i2", 56),
+    "kind": ("u1", 58),
+    "op": ("u1", 59),
+    "flags": ("u2", 60),
+}
+_STREAM_FIELDS = {
+    "started": ("u8", 0),
+    "completed": ("u8", 8),
+    "last_start_ns": ("i8", 16),
+    "last_end_ns": ("i8", 24),
+    "peer": ("i4", 32),
+    "group": ("i2", 36),
+    "kind": ("u1", 38),
+    "op": ("u1", 39),
+}
+
+
+def _dtype(fields: dict[str, tuple[str, int]], row_bytes: int) -> np.dtype[np.void]:
+    return np.dtype(
+        {
+            "names": list(fields),
+            "formats": [kind for kind, _ in fields.values()],
+            "offsets": [offset for _, offset in fields.values()],
+            "itemsize": row_bytes,
+        }
+    )
+
+
+RECORD = _dtype(_RECORD_FIELDS, 64)
 """One operation or phase. ``end_ns`` 0: in flight; ``wait_ns`` 0: no wait seen; times on the node's CLOCK_MONOTONIC."""
 
-STREAM: np.dtype[np.void] = np.dtype(
-    {
-        "names": ["started", "completed", "last_start_ns", "last_end_ns", "peer", "group", "kind", "op"],
-        "formats": ["u8", "u8", "i8", "i8", "i4", "i2", "u1", "u1"],
-        "offsets": [0, 8, 16, 24, 32, 36, 38, 39],
-        "itemsize": 40,
-    }
-)
+STREAM = _dtype(_STREAM_FIELDS, 40)
 """One (group, peer, direction): operations started (= last ``seq``) and completed; ``op`` of the last one started."""
 
 _NO_RECORDS: Rows = np.empty(0, RECORD)
@@ -55,7 +77,7 @@ class RingHeader:
     dropped: int  # records that found no slot
     written: int  # tickets given out so far, the dropped ones included
     late: int = 0  # ends that came when their record was already overwritten
-    overflowed: int = 0  # groups, sites and streams that found no room in their tables
+    overflowed: int = 0  # groups, sites and operations' streams that found no room in their tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +110,10 @@ class RingReader:
         return self._native.writer_lives()
 
     def poll(self) -> Batch:
-        """What is new since the last call: each record once in ``started`` and, when it has ended, once in ``finished``.
+        """What is new since the last call.
 
-        Costs time in proportion to what is new. Records come in ticket order but for those that a slow thread was
-        still writing at the last poll.
+        Each record comes once in ``started`` and, when it has ended, once in ``finished``. Costs time in proportion to
+        what is new. Records come in ticket order but for those that a slow thread was still writing at the last poll.
         """
         started, finished, lost, unfinished = self._native.poll()
         return Batch(_records(started), _records(finished), lost, unfinished)
