@@ -1,0 +1,30 @@
+"""The job's controller: hears agents and launchers, places nodes, turns findings into incidents and verdicts.
+
+Start reading in ``controller.py`` (messages and time in, effects out, no I/O); ``server.py`` is the rim around it.
+"""
+
+from keepstep.control.controller import Controller, Settings
+from keepstep.control.effects import (
+    Disconnect,
+    Effect,
+    Exit,
+    Say,
+    Send,
+    StorePlacement,
+    WriteIncident,
+)
+from keepstep.control.locators import LibraryLocators, Locators
+
+__all__ = [
+    "Controller",
+    "Disconnect",
+    "Effect",
+    "Exit",
+    "LibraryLocators",
+    "Locators",
+    "Say",
+    "Send",
+    "Settings",
+    "StorePlacement",
+    "WriteIncident",
+]

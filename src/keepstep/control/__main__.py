@@ -1,0 +1,90 @@
+"""``python -m keepstep.control``: the controller as a program, started by the launcher of node 0."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from keepstep import wire
+from keepstep.control.controller import Settings
+from keepstep.control.server import ControlServer, Options
+from keepstep.core.errors import KeepstepError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def parse(argv: list[str]) -> Options:
+    """The command line. Raises UsageError for addresses and TLS paths that cannot be used."""
+    parser = argparse.ArgumentParser(
+        prog="python -m keepstep.control", description="The controller of one run."
+    )
+    parser.add_argument("--run-dir", type=Path, required=True, help="the run's folder")
+    parser.add_argument(
+        "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="this address and no other"
+    )
+    parser.add_argument("--secret-file", type=Path, required=True, help="the run's secret, mode 0600")
+    parser.add_argument("--nodes", type=int, default=1, help="launchers to wait for")
+    parser.add_argument("--join-timeout", type=float, default=600.0, metavar="SECONDS")
+    parser.add_argument(
+        "--last-call", type=float, default=30.0, metavar="SECONDS", help="for more than the minimum"
+    )
+    parser.add_argument("--tls-cert")
+    parser.add_argument("--tls-key")
+    parser.add_argument("--tls-ca")
+    parser.add_argument(
+        "--allow-translated-addresses",
+        action="store_true",
+        help="accept nodes whose addresses are rewritten on the way (NAT): weaker against relays",
+    )
+    parser.add_argument("--log-file", type=Path, help="default: controller.log in the run's folder")
+    parser.add_argument(
+        "--no-parent", action="store_true", help="do not end with the process that started it"
+    )
+    arguments = parser.parse_args(argv)
+    host, port = wire.parse_address(arguments.listen)
+    settings = Settings(nodes=arguments.nodes, join_s=arguments.join_timeout, last_call_s=arguments.last_call)
+    run_dir: Path = arguments.run_dir.resolve()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(
+        filename=arguments.log_file or run_dir / "controller.log",
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    return Options(
+        run_dir=run_dir,
+        host=host,
+        port=port,
+        secret_file=arguments.secret_file,
+        settings=settings,
+        tls=wire.TlsPaths.of(arguments.tls_cert, arguments.tls_key, arguments.tls_ca),
+        check_addresses=not arguments.allow_translated_addresses,
+        watch_parent=not arguments.no_parent,
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Runs until the job is over; 0 then and on SIGTERM, 2 when it cannot start."""
+    parent = os.getppid()
+    try:
+        options = parse(argv)
+        if options.watch_parent:
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            if os.getppid() != parent:
+                return 0
+
+        async def serve() -> int:
+            return await ControlServer(options, parent=parent).main()
+
+        return wire.run(serve())
+    except KeepstepError as error:
+        print(f"keepstep: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

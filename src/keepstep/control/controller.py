@@ -1,0 +1,519 @@
+"""The controller's core: a message, who sent it and the time in; what to send, write and print out. No I/O, no clock.
+
+The rim calls ``connected``, ``message``, ``disconnected`` and, ten times a second, ``tick``; each returns effects to be
+carried out in order. Everything here is soft: after a restart agents and launchers say again who they are, which
+groups they know and what still holds; incident numbers and open incidents come from the files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from keepstep.control.cluster import Cluster, Node
+from keepstep.control.crash_case import CrashCase
+from keepstep.control.effects import Disconnect, Effect, Exit, Say, Send, StorePlacement, WriteIncident
+from keepstep.control.hang_case import HangCase
+from keepstep.control.locators import LibraryLocators, Locators
+from keepstep.control.questions import Question
+from keepstep.control.rendezvous import MOST_NODES, MOST_RANKS, Launcher, Placed, Rendezvous
+from keepstep.control.slow_case import SlowCase
+from keepstep.core.finding import Finding
+from keepstep.core.incident import Action, Incident
+from keepstep.wire.messages import (
+    PROTOCOL,
+    Bye,
+    Ended,
+    Found,
+    Groups,
+    Heartbeat,
+    Hello,
+    Join,
+    Message,
+    Placement,
+    Profile,
+    ProfileRequest,
+    Refused,
+    SaveRings,
+    StateRequest,
+    States,
+    Stop,
+    Welcome,
+)
+
+_MOST_SLOW_CASES = 16
+_SAVE_ALL_RANKS = 1024
+_STALL_S = 1.0  # a tick this late means that we slept, not the agents
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Waiting times in seconds, and the number of nodes that the job was started for."""
+
+    nodes: int = 1
+    heartbeat_s: float = 1.0
+    silent_s: float = 3.0  # without a heartbeat: the agent is silent
+    lost_s: float = 3.0  # neither agent nor launcher connected: the node is lost
+    answer_s: float = 1.0  # longest wait for profiles and states
+    join_s: float = 600.0
+    last_call_s: float = 30.0
+    grace_s: float = 1.0  # from the last launcher's end to our own
+
+
+@dataclass(slots=True)
+class _Peer:
+    role: str
+    hello: Hello | None = None
+    node: Node | None = None
+    launcher: Launcher | None = None
+
+
+class Controller:
+    """One job's controller. Implements :class:`keepstep.control.desk.Desk` for its cases."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        locators: Locators | None = None,
+        unix_s: Callable[[float], float] = lambda now_s: now_s,
+        pid: int = 0,
+    ) -> None:
+        self.settings = settings
+        self.cluster = Cluster()
+        self.locators: Locators = locators or LibraryLocators()
+        self.rendezvous = Rendezvous(settings.nodes, join_s=settings.join_s, last_call_s=settings.last_call_s)
+        self.ignored = 0  # messages that made no sense in their place
+        self._unix_s, self._pid = unix_s, pid
+        self._peers: dict[int, _Peer] = {}
+        self._effects: list[Effect] = []
+        self._slow: list[SlowCase] = []
+        self._hang: HangCase | None = None
+        self._crash: CrashCase | None = None
+        self._changes: deque[int] = deque(maxlen=64)
+        self._newest_number = 0
+        self._requests = 0
+        self._profiles: dict[int, Question[Profile]] = {}
+        self._states: dict[int, Question[States]] = {}
+        self._launchers: dict[Launcher, Ended | Bye | None] = {}
+        self._stop: Stop | None = None
+        self._over_s: float | None = None
+        self._exited = False
+        self._ticked_s: float | None = None
+        self._quiet_until_s = 0.0
+
+    # --- what the rim calls ---------------------------------------------------------------------------------------
+
+    def restore(
+        self, incidents: Iterable[Incident], placements: Sequence[tuple[str, int, Placement]] = ()
+    ) -> None:
+        """Continue a run that an earlier controller process began: its numbers, open incidents and rank table."""
+        for incident in incidents:
+            self._newest_number = max(self._newest_number, incident.number)
+            if incident.onset_step is not None:
+                self._changes.append(incident.onset_step)
+            if incident.status != "open":
+                continue
+            if incident.kind == "slow":
+                self._slow.append(SlowCase(self, incident))
+            elif incident.kind == "crash":
+                self._crash = CrashCase(self, incident)
+            else:
+                self._hang = HangCase(self, incident)
+        if placements:
+            table = {Launcher(node, pid): placement for node, pid, placement in placements}
+            self.rendezvous.restore(table)
+            self._placed(table)
+
+    def connected(self, peer: int, role: str) -> None:
+        """A peer has proved that it is of ours, in this role."""
+        self._peers[peer] = _Peer(role)
+
+    def disconnected(self, peer: int, now_s: float) -> list[Effect]:
+        """A connection has gone."""
+        gone = self._peers.pop(peer, None)
+        if gone is None:
+            return []
+        node = gone.node
+        if gone.launcher is not None:
+            self.rendezvous.leave(gone.launcher, peer)
+        if node is not None:
+            if node.agent == peer:
+                node.agent = None
+            if node.launcher == peer:
+                node.launcher = None
+            if node.agent is None and node.launcher is None:
+                node.lost_s = now_s
+        return self._taken()
+
+    def message(self, peer: int, message: Message, now_s: float) -> list[Effect]:
+        """One message from a connected peer."""
+        sender = self._peers.get(peer)
+        if sender is None:
+            return []
+        if type(message) is Heartbeat:
+            self._heartbeat(peer, sender, message, now_s)
+            return self._taken() if self._effects else []
+        if isinstance(message, Hello):
+            self._hello(peer, sender, message, now_s)
+        elif sender.hello is None:
+            self._refuse(peer, "say Hello first")
+        elif isinstance(message, Found):
+            self._found(message.finding, sender, now_s)
+        elif isinstance(message, Groups):
+            self.cluster.learn_groups(message.groups)
+        elif isinstance(message, Profile):
+            self._profile(sender, message, now_s)
+        elif isinstance(message, States):
+            self._state(sender, message, now_s)
+        elif isinstance(message, Join):
+            self._join(peer, sender, message, now_s)
+        elif isinstance(message, Ended):
+            self._ended(sender, message, now_s)
+        elif isinstance(message, Bye):
+            self._bye(sender, message)
+        return self._taken()
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Time passes; call it about ten times a second."""
+        if self._ticked_s is not None and now_s - self._ticked_s > _STALL_S:
+            self._quiet_until_s = now_s + self.settings.silent_s
+        self._ticked_s = now_s
+        self._answer_joins(self.rendezvous.tick(now_s))
+        self._watch_nodes(now_s)
+        for number in [n for n, question in self._profiles.items() if question.due(now_s)]:
+            self._decide_profiles(number, now_s)
+        for number in [n for n, question in self._states.items() if question.due(now_s)]:
+            self._decide_states(number, now_s)
+        for case in self._cases():
+            case.tick(now_s)
+        self._sweep()
+        if self._over_s is not None and now_s - self._over_s >= self.settings.grace_s and not self._exited:
+            self.end(now_s)
+            code = self._stop.exit_code if self._stop else 0
+            self._effects.append(Exit(code, self._stop.reason if self._stop else "all launchers have ended"))
+            self._exited = True
+        return self._taken()
+
+    def end(self, now_s: float) -> list[Effect]:
+        """The job is over (or we are told to go with it): decide what waits, close what is open."""
+        if self._crash is not None:
+            self._crash.decide(now_s)
+        for case in self._cases():
+            case.end(now_s)
+        self._slow, self._hang, self._crash = [], None, None
+        return self._taken()
+
+    @property
+    def open_incidents(self) -> list[Incident]:
+        """Incidents without an end."""
+        found = [case.incident for case in self._cases() if case.incident is not None]
+        return sorted(found, key=lambda incident: incident.number)
+
+    @property
+    def newest_number(self) -> int:
+        """The highest incident number given out in this run."""
+        return self._newest_number
+
+    @property
+    def over(self) -> bool:
+        """All launchers have ended."""
+        return self._over_s is not None
+
+    # --- what the cases call (Desk) -------------------------------------------------------------------------------
+
+    def ask_profiles(self, first_step: int, last_step: int, now_s: float) -> int:
+        number, agents = self._request()
+        self._profiles[number] = Question(number, set(agents), now_s + self.settings.answer_s)
+        self._effects.append(Send(tuple(agents.values()), ProfileRequest(number, first_step, last_step)))
+        return number
+
+    def ask_states(self, stacks: bool, now_s: float) -> int:
+        number, agents = self._request()
+        self._states[number] = Question(number, set(agents), now_s + self.settings.answer_s)
+        self._effects.append(Send(tuple(agents.values()), StateRequest(number, stacks)))
+        return number
+
+    def next_number(self) -> int:
+        self._newest_number += 1
+        return self._newest_number
+
+    def publish(self, incident: Incident, say: Literal["verdict", "closes", ""]) -> None:
+        self._effects.append(WriteIncident(incident))
+        if say:
+            self._effects.append(Say(incident, say))
+        if say == "verdict":
+            self._save_rings(incident)
+        if incident.onset_step is not None and incident.kind == "slow":
+            self._changes.append(
+                incident.onset_step if incident.relief_step is None else incident.relief_step
+            )
+
+    def unix_s(self, now_s: float) -> float:
+        return self._unix_s(now_s)
+
+    def clocks(self) -> Any:
+        try:
+            return self.locators.offsets(self.cluster.clock_samples())
+        except Exception:  # without clocks the locators still have durations
+            return None
+
+    def previous_change(self, step: int) -> int:
+        return max((change for change in self._changes if change < step), default=-1)
+
+    # --- peers ----------------------------------------------------------------------------------------------------
+
+    def _hello(self, peer: int, sender: _Peer, hello: Hello, now_s: float) -> None:
+        if hello.protocol != PROTOCOL:
+            self._refuse(
+                peer, f"this controller speaks protocol {PROTOCOL}, {hello.node} speaks {hello.protocol}"
+            )
+            return
+        if hello.role != sender.role or hello.node_rank >= MOST_NODES:
+            self._refuse(peer, f"{hello.node} said role {hello.role!r} and node rank {hello.node_rank}")
+            return
+        sender.hello = hello
+        if sender.role == "launcher":
+            sender.launcher = Launcher(hello.node, hello.pid)
+            self._launchers.setdefault(sender.launcher, None)
+        self._effects.append(Send((peer,), Welcome(self._pid, self.settings.heartbeat_s)))
+        if hello.node_rank < 0 or sender.role == "client":
+            return
+        node = sender.node = self.cluster.node(hello.node_rank, hello.node)
+        node.lost_s = None
+        if sender.role == "launcher":
+            node.launcher = peer
+            return
+        if node.agent_pid != hello.pid:
+            node.agent_pid, node.agent_starts = hello.pid, node.agent_starts + 1
+        node.agent, node.left = peer, False
+        node.heard_s, node.silent = now_s, False
+
+    def _heartbeat(self, peer: int, sender: _Peer, beat: Heartbeat, now_s: float) -> None:
+        node = sender.node
+        if node is None:
+            self._refuse(peer, "say Hello first")
+        elif node.agent == peer and (not beat.ranks or 0 <= beat.ranks[0].rank < MOST_RANKS):
+            self.cluster.heard(node, beat, now_s)
+        else:
+            self.ignored += 1
+
+    def _join(self, peer: int, sender: _Peer, join: Join, now_s: float) -> None:
+        if sender.launcher is None:
+            self._refuse(peer, "only launchers join")
+            return
+        self._answer_joins(self.rendezvous.join(sender.launcher, join, peer, now_s))
+        if self._stop is not None:
+            self._effects.append(Send((peer,), self._stop))
+
+    def _answer_joins(self, placed: Placed) -> None:
+        if placed.is_new:
+            table = self.rendezvous.placements
+            self._placed(table)
+            self._effects.append(
+                StorePlacement(tuple((one.node, one.pid, placement) for one, placement in table.items()))
+            )
+        for peer, placement in placed.answers:
+            sender = self._peers.get(peer)
+            if sender is not None and sender.launcher is not None:
+                node = sender.node = self.cluster.node(placement.node_rank, sender.launcher.node)
+                node.launcher, node.lost_s = peer, None
+            self._effects.append(Send((peer,), placement))
+        for peer, reason in placed.refusals:
+            self._refuse(peer, reason)
+
+    def _placed(self, table: dict[Launcher, Placement]) -> None:
+        for launcher, placement in table.items():
+            self._launchers.setdefault(launcher, None)
+            self.cluster.world_size = placement.world_size
+            self.cluster.node(placement.node_rank, launcher.node).first_rank = placement.first_rank
+
+    def _refuse(self, peer: int, reason: str) -> None:
+        self.ignored += 1
+        self._effects += [Send((peer,), Refused(reason)), Disconnect(peer, reason)]
+
+    def _watch_nodes(self, now_s: float) -> None:
+        if now_s < self._quiet_until_s:
+            return
+        for node in self.cluster.nodes.values():
+            if node.left:
+                continue
+            if node.heard_s is not None and now_s - node.heard_s > self.settings.silent_s:
+                node.silent = True
+            if node.lost_s is not None and now_s - node.lost_s > self.settings.lost_s and not self.over:
+                node.lost_s = None
+                self._crash_case().lost(node.name, node.ranks, now_s)
+
+    # --- the end of the job ---------------------------------------------------------------------------------------
+
+    def _ended(self, sender: _Peer, ended: Ended, now_s: float) -> None:
+        if sender.launcher is None:
+            return
+        self._launchers[sender.launcher] = ended
+        if sender.node is not None:
+            sender.node.left = True
+        if ended.exit_code != 0 and self._stop is None:
+            self._fail(sender, ended, now_s)
+        self._consider_over(now_s)
+
+    def _bye(self, sender: _Peer, bye: Bye) -> None:
+        if sender.node is not None and (sender.role == "launcher" or sender.node.launcher is None):
+            sender.node.left = True
+        if sender.launcher is not None and self._launchers.get(sender.launcher) is None:
+            self._launchers[sender.launcher] = bye
+
+    def _fail(self, sender: _Peer, ended: Ended, now_s: float) -> None:
+        """One node failed: the others end with the exit code of who failed first."""
+        code = ended.exit_code
+        if self._crash is not None:
+            self._crash.decide(now_s)
+            code = self._crash.exit_code or code
+        node = sender.hello.node if sender.hello else "?"
+        self._stop = Stop(code, f"node {node} failed: {ended.message}"[:500])
+        if self._crash is not None:
+            self._crash.acted(Action("stop the job", None, f"exit code {code}"))
+        self._tell_launchers(self._stop)
+
+    def _consider_over(self, now_s: float) -> None:
+        expected = self.rendezvous.placements or self._launchers
+        if self._over_s is not None or any(self._launchers.get(one) is None for one in expected):
+            return
+        self._over_s = now_s
+        if self._stop is None:
+            self._tell_launchers(Stop(0, "all nodes have finished"))
+
+    def _tell_launchers(self, stop: Stop) -> None:
+        peers = tuple(number for number, peer in self._peers.items() if peer.launcher is not None)
+        self._effects.append(Send(peers, stop))
+
+    # --- findings -------------------------------------------------------------------------------------------------
+
+    def _found(self, finding: Finding, sender: _Peer, now_s: float) -> None:
+        if not 0 <= finding.rank < MOST_RANKS or not _is_finite(finding):
+            self.ignored += 1
+            return
+        kind = finding.kind
+        if kind == "crash":
+            self._crash_found(finding, now_s)
+        elif self._crash is not None or self._stop is not None or self.over:
+            return  # what happens after a death is its consequence
+        elif kind == "slow":
+            self._slow_found(finding, now_s)
+        elif kind == "relief":
+            for case in self._slow:
+                if not case.closed and case.relieved_by(finding):
+                    case.relief(finding, now_s)
+        elif kind == "hang":
+            if self._hang is None or self._hang.closed:
+                self._hang = HangCase(self)
+            self._hang.found(finding, now_s)
+        elif kind == "resumed":
+            if self._hang is not None and not self._hang.closed:
+                self._hang.resumed(finding, now_s)
+        elif kind != "exit":
+            self.ignored += 1
+
+    def _slow_found(self, finding: Finding, now_s: float) -> None:
+        if finding.onset_step < 0:
+            self.ignored += 1
+            return
+        for case in self._slow:
+            if not case.closed and case.takes(finding):
+                case.found(finding, now_s)
+                return
+        if len(self._slow) >= _MOST_SLOW_CASES:
+            self._slow[-1].found(finding, now_s)
+            return
+        case = SlowCase(self)
+        self._slow.append(case)
+        case.found(finding, now_s)
+
+    def _crash_found(self, finding: Finding, now_s: float) -> None:
+        if self.over:
+            return
+        self._crash_case().found(finding, now_s)
+        for case in [*self._slow, *([self._hang] if self._hang else [])]:
+            case.end(now_s)
+        self._sweep()
+
+    def _crash_case(self) -> CrashCase:
+        if self._crash is None or self._crash.closed:
+            self._crash = CrashCase(self)
+        return self._crash
+
+    # --- answers --------------------------------------------------------------------------------------------------
+
+    def _request(self) -> tuple[int, dict[int, int]]:
+        self._requests += 1
+        return self._requests, self.cluster.agents()
+
+    def _profile(self, sender: _Peer, profile: Profile, now_s: float) -> None:
+        question = self._profiles.get(profile.request)
+        if question is None or sender.node is None:
+            return
+        sender.node.clock.extend(profile.clock)
+        if profile.causes:
+            sender.node.causes, sender.node.causes_s = profile.causes, now_s
+        question.answer(sender.node.rank, profile, len(profile.iterations))
+        if not question.awaited:
+            self._decide_profiles(profile.request, now_s)
+
+    def _state(self, sender: _Peer, states: States, now_s: float) -> None:
+        question = self._states.get(states.request)
+        if question is None or sender.node is None:
+            return
+        sender.node.clock.extend(states.clock)
+        question.answer(sender.node.rank, states, len(states.states))
+        if not question.awaited:
+            self._decide_states(states.request, now_s)
+
+    def _decide_profiles(self, number: int, now_s: float) -> None:
+        question = self._profiles.pop(number)
+        for case in self._slow:
+            if case.question == number and not case.closed:
+                case.profiles(question.answers, len(question.awaited), now_s)
+        self._sweep()
+
+    def _decide_states(self, number: int, now_s: float) -> None:
+        question = self._states.pop(number)
+        case = self._hang
+        if case is not None and case.question == number and not case.closed:
+            case.states(question.answers, len(question.awaited), now_s)
+        self._sweep()
+
+    def _cases(self) -> list[SlowCase | HangCase | CrashCase]:
+        cases: list[SlowCase | HangCase | CrashCase] = [case for case in self._slow if not case.closed]
+        if self._hang is not None and not self._hang.closed:
+            cases.append(self._hang)
+        if self._crash is not None and not self._crash.closed:
+            cases.append(self._crash)
+        return cases
+
+    def _sweep(self) -> None:
+        if any(case.closed for case in self._slow):
+            self._slow = [case for case in self._slow if not case.closed]
+        if self._hang is not None and self._hang.closed:
+            self._hang = None
+        if self._crash is not None and self._crash.closed:
+            self._crash = None
+
+    def _save_rings(self, incident: Incident) -> None:
+        agents = self.cluster.agents()
+        if self.cluster.known_ranks > _SAVE_ALL_RANKS:
+            named = {culprit.node for culprit in incident.culprits}
+            named |= {node for one in incident.culprits if one.link for node in one.link.nodes}
+            agents = {rank: peer for rank, peer in agents.items() if self.cluster.nodes[rank].name in named}
+        if agents:
+            self._effects.append(Send(tuple(agents.values()), SaveRings(incident.number)))
+
+    def _taken(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+
+def _is_finite(finding: Finding) -> bool:
+    values = (getattr(finding, field.name) for field in fields(finding))
+    return all(math.isfinite(value) for value in values if isinstance(value, float))

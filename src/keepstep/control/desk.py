@@ -1,0 +1,55 @@
+"""What an incident's case may ask of the controller."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+from keepstep.control.cluster import Cluster
+from keepstep.control.locators import Locators
+from keepstep.core.incident import Diagnosis, Incident, IncidentKind
+
+
+class Desk(Protocol):
+    """The controller as its cases see it."""
+
+    cluster: Cluster
+    locators: Locators
+
+    def ask_profiles(self, first_step: int, last_step: int, now_s: float) -> int:
+        """Ask all agents for iterations; the number the answers will come under."""
+        ...
+
+    def ask_states(self, stacks: bool, now_s: float) -> int:
+        """Ask all agents where their ranks are; the number the answers will come under."""
+        ...
+
+    def next_number(self) -> int:
+        """A number for a new incident, never given out before in this run."""
+        ...
+
+    def publish(self, incident: Incident, say: Literal["verdict", "closes", ""]) -> None:
+        """Write the incident and, if wanted, print it."""
+        ...
+
+    def unix_s(self, now_s: float) -> float:
+        """Unix time of a moment on the controller's clock."""
+        ...
+
+    def clocks(self) -> Any:
+        """Clock offsets as the locators understand them; None when they cannot be told."""
+        ...
+
+    def previous_change(self, step: int) -> int:
+        """The last step before ``step`` at which another incident began or ended; -1 when there is none."""
+        ...
+
+
+def unlocated(kind: IncidentKind, error: Exception) -> Diagnosis:
+    """When a locator fails: an incident without a culprit is better than none."""
+    return Diagnosis(kind, (), (), (), (f"a location: it failed with {type(error).__name__}: {error}"[:200],))
+
+
+def same_culprits(one: Incident, other: Diagnosis) -> bool:
+    """They blame the same ranks and links with no more confidence."""
+    blamed = {(culprit.rank, culprit.link, culprit.confidence) for culprit in one.culprits}
+    return blamed == {(culprit.rank, culprit.link, culprit.confidence) for culprit in other.culprits}

@@ -1,0 +1,58 @@
+"""What the controller's core wants done by its rim."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from keepstep.core.incident import Incident
+from keepstep.wire.messages import Message, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send one message to some peers (numbers of connections)."""
+
+    peers: tuple[int, ...]
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Close a peer's connection once what was sent to it has left."""
+
+    peer: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteIncident:
+    """Write or rewrite ``RUN/incidents/NNNN.json`` and its text."""
+
+    incident: Incident
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Print: a whole ``verdict``, or the line that ``closes`` an incident."""
+
+    incident: Incident
+    what: Literal["verdict", "closes"]
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlacement:
+    """Keep the rank table for the next controller process of this run."""
+
+    placements: tuple[tuple[str, int, Placement], ...]  # node name, launcher's process, placement
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """The job is over: end the controller."""
+
+    exit_code: int
+    reason: str
+
+
+Effect = Send | Disconnect | WriteIncident | Say | StorePlacement | Exit

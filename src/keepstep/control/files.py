@@ -1,0 +1,66 @@
+"""The run's folder as the controller writes it: every file appears whole, by renaming."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from keepstep.core.errors import RunError
+from keepstep.core.incident import Incident
+from keepstep.report.incidents import incident_to_json, read_incidents
+from keepstep.report.verdict import render
+from keepstep.wire.messages import Placement
+
+Placements = tuple[tuple[str, int, Placement], ...]
+
+_placements = msgspec.json.Decoder(Placements)
+
+
+class RunFiles:
+    """Reads and writes the controller's part of a run's folder. Raises OSError when it cannot write."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._incidents = folder / "incidents"
+
+    def incidents(self) -> list[Incident]:
+        """What an earlier controller of this run wrote. Raises RunError for files that are none of ours."""
+        return read_incidents(self._incidents)
+
+    def numbers(self) -> int:
+        """The highest incident number there is, readable or not: numbers are never used twice."""
+        taken = [int(path.stem) for path in self._incidents.glob("[0-9]*.json") if path.stem.isdigit()]
+        return max(taken, default=0)
+
+    def placements(self) -> Placements:
+        """The rank table that an earlier controller of this run gave out; empty when there is none."""
+        path = self.folder / "placement.json"
+        try:
+            return _placements.decode(path.read_bytes())
+        except FileNotFoundError:
+            return ()
+        except msgspec.MsgspecError as error:
+            raise RunError(f"{path}: is no rank table of keepstep: {error}") from error
+
+    def write_incident(self, incident: Incident) -> None:
+        """``incidents/NNNN.json`` and ``NNNN.txt``."""
+        self._incidents.mkdir(parents=True, exist_ok=True)
+        name = f"{incident.number:04d}"
+        self._write(self._incidents / f"{name}.txt", (render(incident, run=self.folder.name) + "\n").encode())
+        self._write(self._incidents / f"{name}.json", incident_to_json(incident))
+
+    def write_placements(self, placements: Placements) -> None:
+        """``placement.json``."""
+        self._write(self.folder / "placement.json", msgspec.json.encode(placements))
+
+    def write_status(self, status: msgspec.Struct) -> None:
+        """``status.json``."""
+        self._write(self.folder / "status.json", msgspec.json.encode(status))
+
+    @staticmethod
+    def _write(path: Path, content: bytes) -> None:
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_bytes(content)
+        beside.replace(path)

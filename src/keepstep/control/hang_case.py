@@ -1,0 +1,170 @@
+"""A hang from the first finding to resumption: the states of all ranks are asked for, and asked again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from keepstep.control.desk import Desk, same_culprits, unlocated
+from keepstep.core.finding import Finding
+from keepstep.core.incident import Diagnosis, Incident
+from keepstep.core.summary import RankState
+from keepstep.wire.messages import States
+
+_AGAIN_S = 2.0  # while it is not confirmed
+_SHARPEN_S = (3.0, 10.0, 30.0)  # after the verdict
+_TRIES = 3
+_MOST_TRIES = 15
+
+
+class HangCase:
+    """One hang, or ranks in different collectives (``desync``). ``incident`` is None until it is confirmed."""
+
+    kind = "hang"
+
+    def __init__(self, desk: Desk, incident: Incident | None = None) -> None:
+        self._desk = desk
+        self.incident = incident
+        self.closed = False
+        self.question: int | None = None
+        self._stuck: dict[int, Finding] = {}
+        self._resumed: set[int] = set()
+        self._first_s: float | None = None  # when the first finding came, on our clock
+        self._stuck_s = incident.stuck_s or 0.0 if incident else 0.0
+        self._limit_s = 0.0
+        self._step = -1
+        self._tries = 0
+        self._sharpened = len(_SHARPEN_S) if incident else 0
+        self._asked_s = 0.0
+        self._verdict_s = 0.0
+
+    def found(self, finding: Finding, now_s: float) -> None:
+        """One more rank makes no progress; the first asks all where they are."""
+        if finding.rank in self._stuck:
+            return
+        self._stuck[finding.rank] = finding
+        self._resumed.discard(finding.rank)
+        self._step = max(self._step, finding.step)
+        if self._first_s is None:
+            self._first_s = now_s
+            self._stuck_s, self._limit_s = finding.stuck_s, finding.limit_s
+            if self.incident is None:
+                self._ask(stacks=False, now_s=now_s)
+
+    def resumed(self, finding: Finding, now_s: float) -> None:
+        """One rank goes on; a majority of those that were stuck closes the case."""
+        self._resumed.add(finding.rank)
+        if 2 * len(self._resumed) <= max(len(self._stuck), 1):
+            return
+        self.closed = True
+        if self.incident is not None:
+            self.incident = replace(
+                self.incident,
+                relief_step=max(finding.step, 0),
+                status="relieved",
+                stuck_s=self._stuck_for(now_s),
+                closed_unix_s=self._desk.unix_s(now_s),
+            )
+            self._desk.publish(self.incident, "closes")
+
+    def states(self, answers: Sequence[States], unanswered: int, now_s: float) -> None:
+        """Decide with what the agents have sent."""
+        self.question = None
+        states = [state for answer in answers for state in answer.states]
+        if self.incident is None:
+            self._tries += 1
+            going = self._going_on(states)
+            if going and all(rank in going for rank in self._stuck):
+                self.closed = True
+                return
+            if not self._confirmed(states, going):
+                self.closed = self._tries >= _MOST_TRIES
+                return
+        self._decide(states, unanswered, now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Ask again when it is time."""
+        if self.closed or self.question is not None:
+            return
+        if self.incident is None:
+            if now_s - self._asked_s >= _AGAIN_S:
+                self._ask(stacks=False, now_s=now_s)
+        elif self._sharpened < len(_SHARPEN_S) and now_s - self._verdict_s >= _SHARPEN_S[self._sharpened]:
+            self._sharpened += 1
+            self._ask(stacks=True, now_s=now_s)
+
+    def end(self, now_s: float) -> None:
+        """The job ended, or a crash came after it."""
+        self.closed = True
+        if self.incident is not None:
+            self.incident = replace(
+                self.incident,
+                status="ended",
+                stuck_s=self._stuck_for(now_s),
+                closed_unix_s=self._desk.unix_s(now_s),
+            )
+            self._desk.publish(self.incident, "")
+
+    def _ask(self, *, stacks: bool, now_s: float) -> None:
+        self._asked_s = now_s
+        self.question = self._desk.ask_states(stacks, now_s)
+
+    def _stuck_for(self, now_s: float) -> float:
+        return self._stuck_s + (now_s - self._first_s if self._first_s is not None else 0.0)
+
+    def _going_on(self, states: Sequence[RankState]) -> set[int]:
+        """Ranks that have made progress since they were found stuck, or lately if they were not."""
+        going: set[int] = set()
+        for state in states:
+            finding = self._stuck.get(state.rank)
+            if finding is not None:
+                moved = state.last_progress_s > finding.time_s
+            else:
+                moved = state.alive and state.now_s - state.last_progress_s < 0.5 * self._limit_s
+            if moved:
+                going.add(state.rank)
+        return going
+
+    def _confirmed(self, states: Sequence[RankState], going: set[int]) -> bool:
+        return not states or 2 * len(going) < len(states) or self._tries >= _TRIES
+
+    def _decide(self, states: Sequence[RankState], unanswered: int, now_s: float) -> None:
+        desk = self._desk
+        diagnosis = self._locate(states)
+        old = self.incident
+        if old is not None and old.culprits and not diagnosis.culprits:
+            return  # what was known is better
+        missing = diagnosis.missing
+        if unanswered:
+            missing = (*missing, f"states of {unanswered} nodes: their agents did not answer in time")
+        incident = Incident(
+            number=old.number if old else desk.next_number(),
+            kind="desync" if diagnosis.kind == "desync" else "hang",
+            onset_step=old.onset_step if old else self._step + 1,
+            detected_step=old.detected_step if old else self._step + 1,
+            relief_step=None,
+            job_slowdown=None,
+            culprits=diagnosis.culprits,
+            victims=diagnosis.victims,
+            evidence=diagnosis.evidence,
+            missing=missing,
+            summary=diagnosis.summary,
+            stuck_s=self._stuck_for(now_s),
+            ranks_reporting=len({state.rank for state in states}),
+            world_size=desk.cluster.known_ranks,
+            detected_unix_s=old.detected_unix_s if old else desk.unix_s(now_s),
+        )
+        if old is None:
+            self._verdict_s = now_s
+        self.incident = incident
+        desk.publish(incident, "" if old is not None and same_culprits(old, diagnosis) else "verdict")
+
+    def _locate(self, states: Sequence[RankState]) -> Diagnosis:
+        desk = self._desk
+        cluster = desk.cluster
+        try:
+            return desk.locators.hang(
+                states, cluster.groups, cluster.node_of, cluster.silent_nodes(), desk.clocks()
+            )
+        except Exception as error:
+            return unlocated("hang", error)

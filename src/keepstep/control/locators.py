@@ -1,0 +1,96 @@
+"""The locating functions that the controller calls, as one object: tests and simulations give their own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from keepstep.core.finding import Finding
+from keepstep.core.incident import Diagnosis
+from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, RankState
+
+
+class Locators(Protocol):
+    """Pure functions: evidence in, diagnosis out. ``clocks`` is what ``offsets`` returned, or None."""
+
+    def offsets(self, samples: Mapping[str, Sequence[ClockSample]]) -> Any:
+        """Clock offsets between the nodes."""
+        ...
+
+    def slow(
+        self,
+        before: Sequence[IterationSummary],
+        after: Sequence[IterationSummary],
+        groups: Mapping[str, GroupInfo],
+        nodes: Mapping[int, str],
+        clocks: Any,
+        causes: Sequence[HostCause],
+    ) -> Diagnosis:
+        """Who makes the job slower."""
+        ...
+
+    def hang(
+        self,
+        states: Sequence[RankState],
+        groups: Mapping[str, GroupInfo],
+        nodes: Mapping[int, str],
+        silent_nodes: Collection[str],
+        clocks: Any,
+    ) -> Diagnosis:
+        """Who keeps the others waiting."""
+        ...
+
+    def crash(
+        self,
+        findings: Sequence[Finding],
+        states: Sequence[RankState],
+        nodes: Mapping[int, str],
+        clocks: Any,
+    ) -> Diagnosis:
+        """Who died first."""
+        ...
+
+
+class LibraryLocators:
+    """``keepstep.locate``, imported when first needed: numpy is not in the controller's start."""
+
+    def offsets(self, samples: Mapping[str, Sequence[ClockSample]]) -> Any:
+        from keepstep.locate import estimate_offsets
+
+        return estimate_offsets(samples)
+
+    def slow(
+        self,
+        before: Sequence[IterationSummary],
+        after: Sequence[IterationSummary],
+        groups: Mapping[str, GroupInfo],
+        nodes: Mapping[int, str],
+        clocks: Any,
+        causes: Sequence[HostCause],
+    ) -> Diagnosis:
+        from keepstep.locate import locate_slow
+
+        return locate_slow(before, after, groups, nodes, clocks, causes)
+
+    def hang(
+        self,
+        states: Sequence[RankState],
+        groups: Mapping[str, GroupInfo],
+        nodes: Mapping[int, str],
+        silent_nodes: Collection[str],
+        clocks: Any,
+    ) -> Diagnosis:
+        from keepstep.locate import locate_hang
+
+        return locate_hang(states, groups, nodes, silent_nodes, clocks)
+
+    def crash(
+        self,
+        findings: Sequence[Finding],
+        states: Sequence[RankState],
+        nodes: Mapping[int, str],
+        clocks: Any,
+    ) -> Diagnosis:
+        from keepstep.locate import locate_crash
+
+        return locate_crash(findings, states, nodes, clocks)

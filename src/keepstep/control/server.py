@@ -1,0 +1,214 @@
+"""The rim around the core: sockets, files, time and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import ssl
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from keepstep import wire
+from keepstep.control.controller import Controller, Settings
+from keepstep.control.effects import Disconnect, Effect, Exit, Say, Send, StorePlacement, WriteIncident
+from keepstep.control.files import RunFiles
+from keepstep.control.status import interval_s, status_of
+from keepstep.core.errors import RunError
+from keepstep.core.incident import Incident
+from keepstep.report.verdict import render, render_closing
+
+logger = logging.getLogger("keepstep.control")
+
+_TICK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says."""
+
+    run_dir: Path
+    host: str
+    port: int
+    secret_file: Path
+    settings: Settings
+    tls: wire.TlsPaths | None = None
+    check_addresses: bool = True
+    watch_parent: bool = True
+
+
+class ControlServer:
+    """One controller process. ``main`` runs until the job is over, SIGTERM, or the parent's death."""
+
+    def __init__(self, options: Options, *, parent: int) -> None:
+        self._options = options
+        self._parent = parent
+        self._files = RunFiles(options.run_dir)
+        self._wall_offset_s = time.time() - time.monotonic()
+        self._controller = Controller(options.settings, unix_s=self._unix_s, pid=os.getpid())
+        self._server: wire.Server | None = None
+        self._connections: dict[int, wire.Connection] = {}
+        self._done = asyncio.Event()
+        self._next_status_s = 0.0
+        self._failures = 0
+        self._color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+
+    async def main(self) -> int:
+        """Serve; returns the process's exit code."""
+        options = self._options
+        self._restore()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._done.set)
+        tls = wire.server_context(options.tls) if options.tls is not None else None
+        self._server = await self._listen(wire.read_secret(options.secret_file), tls)
+        print(msgspec.json.encode({"ready": True, "port": self._server.port}).decode(), flush=True)
+        loop.call_later(_TICK_S, self._tick)
+        await self._done.wait()
+        self._carry_out(self._controller.end(time.monotonic()))
+        self._write_status(time.monotonic())
+        await self._server.close()
+        return 0
+
+    async def _listen(self, secret: bytes, tls: ssl.SSLContext | None) -> wire.Server:
+        options = self._options
+        callbacks = wire.ServerCallbacks(message=self._message, opened=self._opened, closed=self._closed)
+        try:
+            return await wire.serve(
+                options.host,
+                options.port,
+                secret,
+                callbacks,
+                tls=tls,
+                check_addresses=options.check_addresses,
+            )
+        except OSError as error:
+            raise RunError(
+                f"the controller cannot listen on {options.host}:{options.port}: {error.strerror or error}; "
+                f"give another address with --rdzv-endpoint, or end what uses it"
+            ) from error
+
+    def _restore(self) -> None:
+        incidents: list[Incident] = []
+        try:
+            incidents = self._files.incidents()
+        except RunError as error:
+            logger.warning("%s; numbers go on after it", error)
+        newest = self._files.numbers()
+        self._controller.restore(incidents, self._placements())
+        while self._controller.newest_number < newest:
+            self._controller.next_number()
+
+    def _placements(self) -> tuple[tuple[str, int, wire.Placement], ...]:
+        try:
+            return self._files.placements()
+        except RunError as error:
+            logger.warning("%s; the launchers join anew", error)
+            return ()
+
+    # From the wire. An error in the core must not end the server: it is logged, counted, and the next message comes.
+
+    def _opened(self, connection: wire.Connection) -> None:
+        self._connections[connection.number] = connection
+        self._controller.connected(connection.number, connection.role)
+
+    def _closed(self, connection: wire.Connection, reason: str) -> None:
+        self._connections.pop(connection.number, None)
+        logger.info("%s at %s has gone: %s", connection.role, connection.peer, reason)
+        self._guarded(lambda: self._controller.disconnected(connection.number, time.monotonic()))
+
+    def _message(self, connection: wire.Connection, message: wire.Message) -> None:
+        try:
+            effects = self._controller.message(connection.number, message, time.monotonic())
+            if effects:
+                self._carry_out(effects)
+        except Exception:
+            self._failed()
+
+    def _guarded(self, call: Callable[[], list[Effect]]) -> None:
+        try:
+            self._carry_out(call())
+        except Exception:
+            self._failed()
+
+    def _failed(self) -> None:
+        self._failures += 1
+        if self._failures <= 100:
+            logger.exception("an error of keepstep itself; going on")
+
+    # By time.
+
+    def _tick(self) -> None:
+        if self._done.is_set():
+            return
+        if self._options.watch_parent and os.getppid() != self._parent:
+            logger.info("the launcher (process %d) is gone", self._parent)
+            self._done.set()
+            return
+        now_s = time.monotonic()
+        self._guarded(lambda: self._controller.tick(now_s))
+        if now_s >= self._next_status_s:
+            self._next_status_s = now_s + interval_s(self._controller)
+            self._write_status(now_s)
+        asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+
+    def _write_status(self, now_s: float) -> None:
+        assert self._server is not None
+        counters = {**self._server.counters.as_dict(), "errors": self._failures}
+        try:
+            self._files.write_status(status_of(self._controller, now_s, self._unix_s(now_s), counters))
+        except OSError as error:
+            logger.warning("status.json cannot be written: %s", error)
+
+    def _unix_s(self, now_s: float) -> float:
+        return now_s + self._wall_offset_s
+
+    # Effects.
+
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._send(effect)
+            elif isinstance(effect, WriteIncident):
+                self._keep(lambda incident=effect.incident: self._files.write_incident(incident))
+            elif isinstance(effect, Say):
+                self._say(effect)
+            elif isinstance(effect, StorePlacement):
+                self._keep(lambda placements=effect.placements: self._files.write_placements(placements))
+            elif isinstance(effect, Disconnect):
+                connection = self._connections.get(effect.peer)
+                if connection is not None:
+                    connection.close(effect.reason)
+            elif isinstance(effect, Exit):  # pyright: ignore[reportUnnecessaryIsInstance]
+                logger.info("the job is over (%d): %s", effect.exit_code, effect.reason)
+                self._done.set()
+
+    def _send(self, effect: Send) -> None:
+        body = wire.encode(effect.message)
+        for peer in effect.peers:
+            connection = self._connections.get(peer)
+            if connection is not None:
+                connection.send_encoded(body)
+
+    def _keep(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            logger.error("%s: cannot be written: %s", error.filename, error.strerror)
+
+    def _say(self, effect: Say) -> None:
+        run = self._options.run_dir.name
+        if effect.what == "verdict":
+            text = render(effect.incident, color=self._color, run=run) + "\n"
+        else:
+            text = render_closing(effect.incident, color=self._color)
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except OSError:
+            return  # nobody reads it any more; it is in the run's folder

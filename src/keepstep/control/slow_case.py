@@ -1,0 +1,293 @@
+"""A slowdown from the first finding to relief: tracking, profiling, verdict, sharpened, relieved or transient."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+from keepstep.control.desk import Desk, same_culprits, unlocated
+from keepstep.core.finding import Finding
+from keepstep.core.incident import Diagnosis, Incident
+from keepstep.core.summary import IterationSummary
+from keepstep.wire.messages import Profile
+
+NEAR_STEPS = 3  # findings with onsets this close are about one cause
+SHARPEN_STEPS = 3
+BEFORE_STEPS = 16
+_LARGE_WORLD = 4096
+_BEFORE_STEPS_LARGE = 4
+_CONFIRM_RATIO = 1.08  # of all ranks' iteration times, when fewer than half of the ranks have said anything
+_OWN_RATIO = 1.10
+_SHARPEN_S = 60.0  # sharpen after this long when steps do not come
+_UNCONFIRMED_TRIES = 3
+_QUIET_STEPS = 10  # steps at the old pace that prove relief when no finding says so
+_PACE_NODES = 64
+_MOST_ONSETS = 4096
+
+
+class SlowCase:
+    """One slowdown. ``incident`` is None until it is confirmed; ``closed`` when nothing more can come of it."""
+
+    kind = "slow"
+
+    def __init__(self, desk: Desk, incident: Incident | None = None) -> None:
+        self._desk = desk
+        self.incident = incident
+        self.closed = False
+        self.question: int | None = None
+        self._slow: set[int] = set()
+        self._relieved: set[int] = set()
+        self._onsets: Counter[int] = Counter()
+        self._relief_steps: Counter[int] = Counter()
+        self._before: list[float] = []
+        self._after: list[float] = []
+        self._tries = 0
+        self._sharpened = incident is not None
+        self._asked_s = 0.0
+        self._asked_step = -1
+        self._detected_step = -1
+        self._pace_since: tuple[int, float] | None = None
+        if incident is not None:
+            self._onsets[incident.onset_step or 0] += 1
+            self._detected_step = incident.detected_step or 0
+            self._before = [incident.iteration_before_s] if incident.iteration_before_s else []
+            self._after = [incident.iteration_after_s] if incident.iteration_after_s else []
+
+    @property
+    def onset_step(self) -> int:
+        """Median of what the ranks say."""
+        return _middle(self._onsets)
+
+    def takes(self, finding: Finding) -> bool:
+        """A ``slow`` finding about this cause: near the onset, or while the change is still being felt out."""
+        onset = finding.onset_step
+        latest = max(self.onset_step, self._detected_step if self._detected_step >= 0 else onset)
+        return self.onset_step - NEAR_STEPS <= onset <= latest + NEAR_STEPS
+
+    def found(self, finding: Finding, now_s: float) -> None:
+        """One more rank says that it is slow; the first begins the profiling."""
+        if finding.rank in self._slow:
+            return
+        first = not self._slow
+        self._slow.add(finding.rank)
+        self._relieved.discard(finding.rank)
+        if len(self._onsets) < _MOST_ONSETS:
+            self._onsets[finding.onset_step] += 1
+        if len(self._before) < _MOST_ONSETS and finding.before_s > 0 and finding.after_s > 0:
+            self._before.append(finding.before_s)
+            self._after.append(finding.after_s)
+        if self.incident is None and first:
+            self._detected_step = finding.step
+            self._ask(now_s)
+
+    def relieved_by(self, finding: Finding) -> bool:
+        """A ``relief`` finding that speaks of this slowdown: back below the middle between before and after."""
+        if finding.onset_step <= self.onset_step or not self._before:
+            return False
+        return finding.after_s < (median(self._before) + median(self._after)) / 2
+
+    def relief(self, finding: Finding, now_s: float) -> None:
+        """One rank is relieved; a majority of those that were slow closes the case."""
+        if finding.rank in self._relieved:
+            return
+        self._relieved.add(finding.rank)
+        if len(self._relief_steps) < _MOST_ONSETS:
+            self._relief_steps[finding.onset_step] += 1
+        if 2 * len(self._relieved) > max(len(self._slow), 1):
+            self._close(_middle(self._relief_steps), now_s)
+
+    def profiles(self, answers: Sequence[Profile], unanswered: int, now_s: float) -> None:
+        """Decide with what the agents have sent."""
+        self.question = None
+        onset = self.onset_step
+        rows = [row for answer in answers for row in answer.iterations if _is_sane(row)]
+        before = [row for row in rows if row.step < onset]
+        after = [row for row in rows if row.step >= onset]
+        if self.incident is None and not self._confirmed(before, after):
+            self._tries += 1
+            self.closed = self._tries >= _UNCONFIRMED_TRIES
+            return
+        self._decide(before, after, unanswered, now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Ask again when it is time; notice relief that no finding told of."""
+        if self.closed or self.question is not None:
+            return
+        newest = self._desk.cluster.newest_step
+        waited = newest >= self._asked_step + SHARPEN_STEPS or now_s - self._asked_s >= _SHARPEN_S
+        if waited and (self.incident is None or not self._sharpened):
+            self._sharpened = self.incident is not None
+            self._ask(now_s)
+        elif self.incident is not None and self._sharpened:
+            self._watch_pace(now_s)
+
+    def end(self, now_s: float) -> None:
+        """The job ended, or a crash came after it."""
+        self.closed = True
+        if self.incident is not None:
+            self.incident = replace(self.incident, status="ended", closed_unix_s=self._desk.unix_s(now_s))
+            self._desk.publish(self.incident, "")
+
+    def _ask(self, now_s: float) -> None:
+        onset = self.onset_step
+        reach = BEFORE_STEPS if self._desk.cluster.known_ranks <= _LARGE_WORLD else _BEFORE_STEPS_LARGE
+        first = max(onset - reach, 0)
+        changed = self._desk.previous_change(onset - NEAR_STEPS)
+        if changed < onset:
+            first = max(first, min(changed + 1, onset - NEAR_STEPS))
+        newest = max(self._desk.cluster.newest_step, self._detected_step)
+        last = max(newest, onset) if newest < onset + 4 * reach else onset + 4 * reach
+        self._asked_step, self._asked_s = newest, now_s
+        self.question = self._desk.ask_profiles(first, last + 1, now_s)
+
+    def _confirmed(self, before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> bool:
+        if 2 * len(self._slow) >= max(self._desk.cluster.known_ranks, 1):
+            return True
+        ratios = _ratios(before, after)
+        if ratios and median(ratios.values()) >= _CONFIRM_RATIO:
+            return True
+        own = [ratios[rank] for rank in self._slow if rank in ratios]
+        return self._tries > 0 and bool(own) and min(own) >= _OWN_RATIO
+
+    def _decide(
+        self,
+        before: Sequence[IterationSummary],
+        after: Sequence[IterationSummary],
+        unanswered: int,
+        now_s: float,
+    ) -> None:
+        desk = self._desk
+        diagnosis = self._locate(before, after, now_s)
+        old = self.incident
+        if old is not None and old.culprits and not diagnosis.culprits:
+            return  # what was known is better
+        before_s, after_s = _pace(before) or _middle_s(self._before), _pace(after) or _middle_s(self._after)
+        missing = diagnosis.missing
+        if unanswered:
+            missing = (*missing, f"profiles of {unanswered} nodes: their agents did not answer in time")
+        incident = Incident(
+            number=old.number if old else desk.next_number(),
+            kind="slow",
+            onset_step=self.onset_step,
+            detected_step=old.detected_step if old else self._detected_step,
+            relief_step=None,
+            job_slowdown=after_s / before_s if before_s and after_s else None,
+            culprits=diagnosis.culprits,
+            victims=diagnosis.victims,
+            evidence=diagnosis.evidence,
+            missing=missing,
+            summary=diagnosis.summary,
+            iteration_before_s=before_s,
+            iteration_after_s=after_s,
+            ranks_reporting=len({row.rank for row in after}),
+            world_size=desk.cluster.known_ranks,
+            detected_unix_s=old.detected_unix_s if old else desk.unix_s(now_s),
+        )
+        self.incident = incident
+        desk.publish(incident, "" if old is not None and same_culprits(old, diagnosis) else "verdict")
+
+    def _locate(
+        self, before: Sequence[IterationSummary], after: Sequence[IterationSummary], now_s: float
+    ) -> Diagnosis:
+        desk = self._desk
+        cluster = desk.cluster
+        try:
+            return desk.locators.slow(
+                before, after, cluster.groups, cluster.node_of, desk.clocks(), cluster.causes(now_s)
+            )
+        except Exception as error:
+            return unlocated("slow", error)
+
+    def _close(self, relief_step: int, now_s: float) -> None:
+        self.closed = True
+        old = self.incident
+        if old is None:
+            if 2 * len(self._slow) < max(self._desk.cluster.known_ranks, 1):
+                return  # a lone rank's slowdown that went by itself
+            old = self._transient(now_s)
+        status = "transient" if not old.culprits and not self._sharpened else "relieved"
+        self.incident = replace(
+            old, relief_step=relief_step, status=status, closed_unix_s=self._desk.unix_s(now_s)
+        )
+        self._desk.publish(self.incident, "closes")
+
+    def _transient(self, now_s: float) -> Incident:
+        desk = self._desk
+        before_s, after_s = _middle_s(self._before), _middle_s(self._after)
+        return Incident(
+            number=desk.next_number(),
+            kind="slow",
+            onset_step=self.onset_step,
+            detected_step=self._detected_step,
+            relief_step=None,
+            job_slowdown=after_s / before_s if before_s and after_s else None,
+            culprits=(),
+            victims=(),
+            evidence=(f"{len(self._slow)} ranks slowed down together",),
+            missing=("profiles: it was over before they came",),
+            iteration_before_s=before_s,
+            iteration_after_s=after_s,
+            ranks_reporting=len(self._slow),
+            world_size=desk.cluster.known_ranks,
+            detected_unix_s=desk.unix_s(now_s),
+        )
+
+    def _watch_pace(self, now_s: float) -> None:
+        """Relief by heartbeats alone, for agents that began anew and do not know that it was slow."""
+        incident = self.incident
+        if incident is None or not incident.iteration_before_s or not incident.iteration_after_s:
+            return
+        times: list[float] = []
+        for node in list(self._desk.cluster.nodes.values())[:_PACE_NODES]:
+            if node.beat is not None and not node.silent:
+                times += [one.iteration_s for one in node.beat.ranks[:1] if one.iteration_s > 0]
+        step = self._desk.cluster.newest_step
+        bar_s = incident.iteration_before_s + 0.3 * (incident.iteration_after_s - incident.iteration_before_s)
+        if not times or median(times) > bar_s:
+            self._pace_since = None
+        elif self._pace_since is None:
+            self._pace_since = (step, now_s)
+        elif step - self._pace_since[0] >= _QUIET_STEPS and now_s - self._pace_since[1] >= _QUIET_STEPS:
+            self._close(self._pace_since[0], now_s)
+
+
+def _is_sane(row: IterationSummary) -> bool:
+    return math.isfinite(row.duration_s) and math.isfinite(row.self_s) and row.duration_s >= 0
+
+
+def _pace(rows: Sequence[IterationSummary]) -> float | None:
+    """Median over ranks of the ranks' median iteration time."""
+    by_rank: dict[int, list[float]] = {}
+    for row in rows:
+        by_rank.setdefault(row.rank, []).append(row.duration_s)
+    return median(median(times) for times in by_rank.values()) if by_rank else None
+
+
+def _ratios(before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> dict[int, float]:
+    old: dict[int, list[float]] = {}
+    new: dict[int, list[float]] = {}
+    for rows, into in ((before, old), (after, new)):
+        for row in rows:
+            into.setdefault(row.rank, []).append(row.duration_s)
+    return {
+        rank: median(new[rank]) / median(times)
+        for rank, times in old.items()
+        if rank in new and median(times) > 0
+    }
+
+
+def _middle(steps: Counter[int]) -> int:
+    """The median of counted steps; -1 for none."""
+    half, seen = sum(steps.values()) / 2, 0
+    for step in sorted(steps):
+        seen += steps[step]
+        if seen >= half:
+            return step
+    return -1
+
+
+def _middle_s(times: Sequence[float]) -> float | None:
+    return median(times) if times else None

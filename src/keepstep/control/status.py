@@ -1,0 +1,86 @@
+"""What ``RUN/status.json`` says, once a second: every node, every rank, what is open, what was refused."""
+
+from __future__ import annotations
+
+import msgspec
+
+from keepstep.control.controller import Controller
+from keepstep.wire.messages import RankBeat
+
+STATUS_SCHEMA = 1
+_FEW_NODES = 1024
+_RARELY_S = 5.0
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    """One node. ``agent`` and ``launcher``: ``ok``, ``silent``, ``gone`` or ``none`` (never seen)."""
+
+    node_rank: int
+    node: str
+    agent: str
+    launcher: str
+    heard_s_ago: float | None  # since the last heartbeat
+    agent_starts: int
+    dropped: int  # ring records that were lost
+    ranks: tuple[RankBeat, ...]  # rows in the order of ``Status.rank_columns``
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The whole file."""
+
+    schema: int
+    unix_s: float
+    state: str  # "joining", "running", "over"
+    world_size: int
+    newest_step: int
+    open_incidents: tuple[int, ...]
+    nodes: tuple[NodeStatus, ...]
+    rank_columns: tuple[str, ...]
+    counters: dict[str, int]
+
+
+def status_of(controller: Controller, now_s: float, unix_s: float, counters: dict[str, int]) -> Status:
+    """The controller's view at ``now_s``."""
+    cluster = controller.cluster
+    nodes: list[NodeStatus] = []
+    for rank, node in sorted(cluster.nodes.items()):
+        seen = node.heard_s
+        agent = (
+            "silent"
+            if node.silent
+            else "ok"
+            if node.agent is not None
+            else "gone"
+            if node.agent_pid
+            else "none"
+        )
+        beat = node.beat
+        nodes.append(
+            NodeStatus(
+                rank,
+                node.name,
+                agent,
+                "ok" if node.launcher is not None else "gone",
+                None if seen is None else round(max(now_s - seen, 0.0), 3),
+                node.agent_starts,
+                beat.dropped if beat else 0,
+                beat.ranks if beat else (),
+            )
+        )
+    running = bool(controller.rendezvous.placements) or bool(cluster.node_of)
+    return Status(
+        STATUS_SCHEMA,
+        unix_s,
+        "over" if controller.over else "running" if running else "joining",
+        cluster.known_ranks,
+        cluster.newest_step,
+        tuple(incident.number for incident in controller.open_incidents),
+        tuple(nodes),
+        RankBeat.__struct_fields__,
+        {**counters, "ignored": controller.ignored, "refused_groups": cluster.refused_groups},
+    )
+
+
+def interval_s(controller: Controller) -> float:
+    """How often the file is written: once a second, more rarely for very many nodes."""
+    return 1.0 if len(controller.cluster.nodes) <= _FEW_NODES else _RARELY_S
