@@ -88,10 +88,11 @@ def _move_aside(path: Path) -> None:
         (path / "secret").unlink(missing_ok=True)
         return
     try:
-        record: Any = json.loads(described.read_text())
-    except ValueError:
-        record = None
-    here = isinstance(record, dict) and record.get("host") == os.uname().nodename
+        record: dict[str, Any] = json.loads(described.read_text())
+        here = record["host"] == os.uname().nodename
+    except (ValueError, KeyError, TypeError):
+        record, here = {}, False
+    if here and _lives(record.get("launcher")):
         raise RunError(
             f"{path}: the run of process {record['launcher']['pid']} lives there; give another --run-dir"
         )

@@ -1,0 +1,117 @@
+import signal
+from pathlib import Path
+
+import pytest
+
+from keepstep.core.errors import UsageError
+from keepstep.launch.devices import gpu_count, worker_count
+from keepstep.launch.job import Endpoint, job_from_command_line, node_range, parse_endpoint, stream_masks
+
+BARE = {"HOME": "/nowhere"}
+
+
+def job(*words: str, **environ: str):
+    return job_from_command_line([*words, "train.py", "--lr", "1"], {**BARE, **environ})
+
+
+def test_one_node_by_default() -> None:
+    plain = job("--nproc-per-node", "2")
+    assert plain.rendezvous.endpoint is None
+    assert (plain.master_addr, plain.master_port) == ("127.0.0.1", 0)
+    assert (plain.script, plain.arguments, plain.nproc) == ("train.py", ("--lr", "1"), 2)
+    assert len(plain.run_id) == 36  # as torchrun: a fresh id
+    assert plain.shutdown_timeout_s == 30
+    assert plain.signals == (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def test_a_port_given_for_one_node_is_kept_with_the_id() -> None:
+    static = job("--master-port", "1234", "--rdzv-id", "j1")
+    assert (static.master_port, static.run_id) == (1234, "j1")
+
+
+def test_several_nodes_meet_where_torchrun_would() -> None:
+    c10d = job("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node0")
+    assert c10d.rendezvous.endpoint == Endpoint("node0", 29400)
+    assert c10d.rendezvous.node_rank == -1
+    static = job("--nnodes", "2", "--node-rank", "1", "--master-addr", "node0")
+    assert static.rendezvous.endpoint == Endpoint("node0", 29500)
+    assert static.rendezvous.node_rank == 1
+    v6 = job("--nnodes", "2", "--master-addr", "[::1]", "--master-port", "7")
+    assert v6.rendezvous.endpoint == Endpoint("::1", 7)
+    assert str(v6.rendezvous.endpoint) == "[::1]:7"
+
+
+def test_the_join_timeout_comes_from_the_rendezvous_configuration() -> None:
+    assert job("--rdzv-conf", "join_timeout=7,is_host=0").rendezvous.join_timeout_s == 7
+    assert job("--rdzv-conf", "is_host=0").rendezvous.is_host is False
+    assert job(KEEPSTEP_JOIN_TIMEOUT_S="9").rendezvous.join_timeout_s == 9
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--nnodes", "0"], "--nnodes 0"),
+        (["--nnodes", "3:2"], "MIN <= MAX"),
+        (["--nproc-per-node", "0"], "at least 1"),
+        (["--nproc-per-node", "tpu"], "auto, cpu or gpu"),
+        (["--nnodes", "2", "--rdzv-backend", "c10d"], "--rdzv-endpoint HOST:PORT"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h:0"], "give a port"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h"], "HOST:PORT"),
+        (["--nnodes", "2", "--node-rank", "2"], "give 0 to 1"),
+        (["--nnodes", "2", "--max-restarts", "1"], "one node"),
+        (["--rdzv-backend", "etcd"], "--rdzv-backend c10d"),
+        (["--standalone", "--nnodes", "2"], "one node only"),
+        (["-m", "--no-python"], "exclude each other"),
+        (["--redirects", "4"], "LOCAL_RANK:N"),
+        (["--local-ranks-filter", "a"], "as 0,1,2"),
+        (["--signals-to-handle", "SIGKILL"], "SIGKILL"),
+        (["--shutdown-timeout", "-1"], "0 or more"),
+        (["--max-restarts", "-1"], "0 or more"),
+        (["--rdzv-conf", "x"], "key=value"),
+        (["--tls-cert", "/nowhere.pem"], "--tls-cert"),
+        (["--log-dir", __file__], "give a folder"),
+    ],
+)
+def test_what_cannot_be_used_says_what_to_do(words: list[str], says: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        job(*words)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_shutdown_timeout_from_the_environment_as_torchrun() -> None:
+    assert job(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5").shutdown_timeout_s == 5
+    assert job("--shutdown-timeout", "3", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5").shutdown_timeout_s == 3
+
+
+def test_settings_flag_beats_environment(tmp_path: Path) -> None:
+    assert job(KEEPSTEP_WATCH="0").watch is False
+    assert job("--no-watch", KEEPSTEP_WATCH="1").watch is False
+    assert job(KEEPSTEP_NODE_NAME="gpu-7").node == "gpu-7"
+
+
+def test_names_fit_a_folder() -> None:
+    assert job("--name", "a b/../c").name == "a-b-..-c"
+    assert job().name == "train"
+
+
+def test_small_parsers() -> None:
+    assert node_range("2:4") == (2, 4)
+    assert parse_endpoint("--x", "[::1]:5", None) == Endpoint("::1", 5)
+    assert stream_masks("-r", "0:1,1:3,9:3", 3) == (1, 3, 0)
+    for text in ("a:b", "::1", "", "h:99999"):
+        with pytest.raises(UsageError):
+            parse_endpoint("--x", text, 1)
+
+
+def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert gpu_count({}, tmp_path) == 3
+    assert gpu_count({"CUDA_VISIBLE_DEVICES": "2,0"}, tmp_path) == 2
+    assert gpu_count({"CUDA_VISIBLE_DEVICES": "0,7,1"}, tmp_path) == 1  # CUDA stops at the first bad one
+    assert gpu_count({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert gpu_count({"CUDA_VISIBLE_DEVICES": "GPU-ab,MIG-cd"}, tmp_path) == 2
+    assert worker_count("auto", {}, tmp_path) == 3
+    with pytest.raises(UsageError, match="no NVIDIA device"):
+        worker_count("gpu", {}, tmp_path / "empty")

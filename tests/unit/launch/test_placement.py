@@ -1,0 +1,65 @@
+from keepstep.launch.job import job_from_command_line
+from keepstep.launch.placement import Place, worker_command, worker_environment, worker_plans
+
+PLACE = Place(node_rank=1, first_rank=2, world_size=6, node_count=3, master_addr="10.0.0.1", master_port=5000)
+
+
+def job(*words: str):
+    return job_from_command_line(
+        [*words, "train.py", "--rank=${local_rank}", "$$x", "${other}"], {"HOME": "/nowhere"}
+    )
+
+
+def test_ranks_of_a_node_in_the_middle() -> None:
+    env = worker_environment(job("--nproc-per-node", "2", "--role", "t"), PLACE, 1, {}, restart_count=1)
+    assert {
+        name: env[name]
+        for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    } == {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "1",
+        "WORLD_SIZE": "6",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_WORLD_SIZE": "3",
+    }
+    assert (env["ROLE_NAME"], env["ROLE_RANK"], env["ROLE_WORLD_SIZE"]) == ("t", "3", "6")
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("10.0.0.1", "5000")
+    assert env["TORCHELASTIC_RESTART_COUNT"] == "1"
+
+
+def test_threads_are_limited_only_where_nobody_else_did() -> None:
+    assert worker_environment(job("--nproc-per-node", "2"), PLACE, 0, {})["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in worker_environment(
+        job("--nproc-per-node", "2"), PLACE, 0, {"OMP_NUM_THREADS": "4"}
+    )
+    assert "OMP_NUM_THREADS" not in worker_environment(job(), PLACE, 0, {})
+
+
+def test_virtual_local_rank_shows_each_worker_its_device() -> None:
+    virtual = job("--nproc-per-node", "2", "--virtual-local-rank")
+    env = worker_environment(virtual, PLACE, 1, {"CUDA_VISIBLE_DEVICES": "4, 6"})
+    assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"], env["RANK"]) == ("0", "6", "3")
+    assert worker_environment(virtual, PLACE, 1, {})["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_commands() -> None:
+    environ = {"PYTHON_EXEC": "/py"}
+    tail = ("--rank=3", "$$x", "${other}")
+    assert worker_command(job(), 3, environ) == ("/py", "-u", "train.py", *tail)
+    assert worker_command(job("-m"), 3, environ) == ("/py", "-u", "-m", "train.py", *tail)
+    assert worker_command(job("--no-python"), 3, environ) == ("train.py", *tail)
+
+
+def test_plans_carry_error_files_and_rings() -> None:
+    plans = worker_plans(
+        job("--nproc-per-node", "2"),
+        PLACE,
+        {},
+        error_files={0: "/e0", 1: "/e1"},
+        watching={1: {"KEEPSTEP_RING": "/proc/1/fd/9"}},
+    )
+    assert [plan.rank for plan in plans] == [2, 3]
+    assert plans[0].environment["TORCHELASTIC_ERROR_FILE"] == "/e0"
+    assert "KEEPSTEP_RING" not in plans[0].environment
+    assert plans[1].environment["KEEPSTEP_RING"] == "/proc/1/fd/9"

@@ -1,0 +1,92 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from keepstep.core.errors import RunError
+from keepstep.launch import run_folder
+from keepstep.launch.job import job_from_command_line
+
+
+def job(*words: str, **environ: str):
+    return job_from_command_line([*words, "train.py"], {"HOME": "/nowhere", **environ})
+
+
+def test_the_name_is_the_same_on_all_nodes() -> None:
+    two = ("--nnodes", "2", "--rdzv-endpoint", "h:1")
+    assert run_folder.folder_of(job(*two, "--rdzv-id", "a/b"), {}, 0).name == "a-b"
+    slurm = {"SLURM_JOB_ID": "17"}
+    assert run_folder.folder_of(job(*two), slurm, 0).name == "17-train"
+    assert run_folder.folder_of(job(*two), {**slurm, "SLURM_RESTART_COUNT": "2"}, 0).name == "17.2-train"
+    assert run_folder.folder_of(job("--run-dir", "/x"), slurm, 0) == Path("/x")
+
+
+def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
+    made = [run_folder.create(job(), tmp_path / "r" / "x", first=True).name for _ in range(3)]
+    assert made == ["x", "x.2", "x.3"]
+
+
+def test_an_earlier_run_is_moved_aside_and_nothing_else(tmp_path: Path) -> None:
+    wanted = job("--run-dir", str(tmp_path))
+    (tmp_path / "checkpoint.pt").touch()
+    for turn in (1, 2):
+        run_folder.create(wanted, tmp_path, first=True)
+        (tmp_path / "run.json").write_text(json.dumps({"host": "elsewhere", "turn": turn}))
+        (tmp_path / "logs").mkdir()
+    run_folder.create(wanted, tmp_path, first=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.pt", "previous"]
+    assert json.loads((tmp_path / "previous" / "2" / "run.json").read_text())["turn"] == 2
+    assert (tmp_path / "previous" / "1" / "logs").is_dir()
+
+
+def test_a_run_that_lives_is_not_disturbed(tmp_path: Path) -> None:
+    mark = run_folder.process_mark(os.getpid())
+    (tmp_path / "run.json").write_text(json.dumps({"host": os.uname().nodename, "launcher": mark}))
+    with pytest.raises(RunError, match="give another --run-dir"):
+        run_folder.create(job("--run-dir", str(tmp_path)), tmp_path, first=True)
+    run_folder.create(job("--run-dir", str(tmp_path)), tmp_path, first=False)
+    (tmp_path / "run.json").write_text("{")  # cut short: nobody lives there
+    run_folder.create(job("--run-dir", str(tmp_path)), tmp_path, first=True)
+
+
+def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="--run-dir"):
+        run_folder.create(job("--run-dir", str(tmp_path / "file" / "x")), tmp_path / "file" / "x", first=True)
+
+
+def test_where_the_secret_lies(tmp_path: Path) -> None:
+    two = ("--nnodes", "2", "--rdzv-endpoint", "h:1")
+    home = Path("/home/me")
+    assert run_folder.secret_path(job(), tmp_path, home) == tmp_path / "secret"
+    assert run_folder.secret_path(job(*two), tmp_path, home) == home / ".config/keepstep/secret"
+    assert run_folder.secret_path(job(*two, "--run-dir", "/r"), tmp_path, home) == tmp_path / "secret"
+    assert run_folder.secret_path(job(*two, "--secret-file", "/s"), tmp_path, home) == Path("/s")
+
+
+def test_the_secret_is_private_and_made_once(tmp_path: Path) -> None:
+    from keepstep.wire.secret import read_secret
+
+    path = tmp_path / "deep" / "secret"
+    run_folder.ensure_secret(path)
+    made = read_secret(path)
+    run_folder.ensure_secret(path)
+    assert read_secret(path) == made
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [entry.name for entry in path.parent.iterdir()] == ["secret"]
+
+
+def test_log_files_of_attempts(tmp_path: Path) -> None:
+    logs = run_folder.LogFiles(tmp_path, None, "id")
+    error = logs.error_file(3, 1, 0)
+    assert error == tmp_path / "logs/rank-00003/error.json"
+    error.write_text("first")
+    logs.error_file(3, 1, 1)
+    assert (error.parent / "error.0.json").read_text() == "first"
+    assert not error.exists()
+
+
+def test_log_dir_keeps_torchruns_layout(tmp_path: Path) -> None:
+    logs = run_folder.LogFiles(tmp_path / "run", tmp_path / "logs", "my/id")
+    assert logs.error_file(3, 1, 2) == tmp_path / "logs/my-id_run/attempt_2/1/error.json"
