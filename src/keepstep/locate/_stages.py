@@ -45,6 +45,8 @@ def chains(summaries: Sequence[IterationSummary]) -> Chains:
         if first not in stages:
             clear = False
             lengths.append(_walk(first, down, stages))
+    if not lengths:  # everybody sends to everybody: no direction wins
+        return Chains("other", {}, 0, False, groups)
     if not clear and not both_ways:
         return Chains("ring", {}, 0, False, groups)
     return Chains("pipeline", stages, max(lengths), clear and len(set(lengths)) == 1, groups)

@@ -15,7 +15,6 @@ from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import RankState
 from keepstep.locate.clocks import ClockOffsets
 
-
 _SAME_MOMENT_S = 0.5
 _MAX_CULPRITS = 64
 
@@ -115,12 +114,12 @@ def _confidence(
         return "low"
     if len(together) == 1:
         return "high"
-    return "medium" if 2 * len(together) <= len(crashes) or _same_message(together) else "low"
+    return "medium" if 2 * len(together) <= len(crashes) else "low"
 
 
 def _same_message(findings: Sequence[Finding]) -> bool:
     """Equal but for numbers, such as ranks and addresses."""
-    return len({re.sub(r"\d+", "#", finding.message) for finding in findings}) == 1
+    return len({re.sub(r"\d+", "#", finding.message) or finding.rank for finding in findings}) == 1
 
 
 def _culprit(

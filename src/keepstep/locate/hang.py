@@ -99,15 +99,14 @@ def _roots(known: _Evidence) -> _Roots:
     somebody), the doubtful waits are left out: first sends, then what a rank entered before it went on to other things.
     """
     blocking = [p for p in known.pending if not p.entered_by_all]
+    in_transfer = [p for p in known.pending if p.entered_by_all and p.through == 0]
     awaited = {rank for p in blocking for rank in p.absent}
+    told_by_all = not any(p.unknown for p in blocking)
     blocked: frozenset[int] = frozenset()
-    for level in range(3):
-        blocked = frozenset(
-            rank
-            for p in blocking
-            if not (level >= 1 and p.one_sided)
-            for rank in (p.firm if level >= 2 else p.waiting)
-        ) | frozenset(rank for p in known.pending if p.entered_by_all and p.through == 0 for rank in p.firm)
+    # a silent rank or a stuck transfer explains why nobody is left: then only sends are doubted
+    for level in range(3 if told_by_all and not in_transfer else 2):
+        waits = [p for p in blocking if level == 0 or not p.one_sided] + in_transfer
+        blocked = frozenset(rank for p in waits for rank in (p.firm if level == 2 else p.waiting))
         ranks = tuple(sorted(awaited - blocked))
         if ranks:
             return _Roots(ranks, blocked, level == 0)
@@ -162,8 +161,8 @@ def _desync(known: _Evidence, mixed: Pending) -> Diagnosis:
                 if stream.group == mixed.group and stream.peer < 0 and stream.started == mixed.seq:
                     entered.setdefault(stream.op, []).append(rank)
     by_size = sorted(entered, key=lambda op: (len(entered[op]), op))
-    odd = sorted(rank for op in by_size[:-1] for rank in entered[op])
     tie = len(entered[by_size[0]]) == len(entered[by_size[-1]])
+    odd = sorted(rank for op in (by_size if tie else by_size[:-1]) for rank in entered[op])
     told = ", ".join(f"ranks {fold_ranks(entered[op])} in {Op(op).name}" for op in reversed(by_size))
     confidence: Confidence = "low" if tie else "high"
     culprits = tuple(_culprit(known, rank, mixed, confidence, "entered another operation") for rank in odd)
@@ -186,16 +185,51 @@ def _no_root(known: _Evidence, roots: _Roots) -> Diagnosis:
         )
         told = f"{unfinished[0].through} members are through {unfinished[0]}"
         return _diagnosis(known, culprits, set(ranks), unfinished[0], (told,))
-    circle = sorted(roots.blocked)
-    if circle:
-        ops = [str(p) for p in known.pending if p.absent][:2]
-        missing = ("which rank left the common order of operations: each of these waits for another of them",)
-        told = f"ranks {fold_ranks(circle)} wait for each other: {'; '.join(ops)}"
-        return _diagnosis(known, (), set(), known.pending[0], (told,), missing, "desync")
+    if roots.blocked:
+        return _circle(known, sorted(roots.blocked))
     phases = sorted({_phase(state) for state in known.states.values()})
     told = f"no rank is in an operation; phases: {', '.join(phases) or 'none told'}"
     missing = ("what all ranks wait for: none of it goes through a process group",)
     return _diagnosis(known, (), set(), None, (told,), missing)
+
+
+def _circle(known: _Evidence, circle: Sequence[int]) -> Diagnosis:
+    """Ranks that wait for each other have left the common order of operations: who is it?"""
+    open_operations = [p for p in known.pending if p.absent]
+    told = f"ranks {fold_ranks(circle)} wait for each other: {'; '.join(str(p) for p in open_operations[:2])}"
+    odd = _fewer_than_its_company(known, open_operations)
+    suspect = odd if odd is not None else _most_missed(open_operations)
+    if suspect is None:
+        missing = ("which rank left the common order of operations: each of these waits for another of them",)
+        return _diagnosis(known, (), set(), open_operations[0], (told,), missing, "desync")
+    main = next((p for p in open_operations if suspect in p.absent), open_operations[0])
+    culprit = _culprit(known, suspect, main, "medium", "skipped an operation")
+    return _diagnosis(known, (culprit,), {suspect}, main, (told,), (), "desync")
+
+
+def _fewer_than_its_company(known: _Evidence, pending: Sequence[Pending]) -> int | None:
+    """The only rank that has started another number of collectives than all that wait in the same one."""
+    for p in pending:
+        if not p.collective or len(p.waiting) < 3:
+            continue
+        totals: dict[int, list[int]] = {}
+        for rank in p.waiting:
+            total = sum(stream.started for stream in known.states[rank].streams if stream.peer < 0)
+            totals.setdefault(total, []).append(rank)
+        few = min(totals.values(), key=len)
+        if len(totals) == 2 and len(few) == 1:
+            return few[0]
+    return None
+
+
+def _most_missed(pending: Sequence[Pending]) -> int | None:
+    """One that skipped an operation is alone absent from it, while where it went many are absent."""
+    blame: dict[int, float] = {}
+    for p in pending:
+        for rank in p.absent:
+            blame[rank] = max(blame.get(rank, 0.0), len(p.waiting) / len(p.absent))
+    order = sorted(blame, key=lambda rank: -blame[rank])
+    return order[0] if len(order) == 1 or blame[order[0]] >= 1.5 * blame[order[1]] else None
 
 
 def _silent(known: _Evidence, p: Pending) -> Diagnosis:
@@ -305,7 +339,8 @@ def _innermost_frame(stack: str) -> str:
 
 def _direct(known: _Evidence, blamed: set[int]) -> int:
     return len(
-        {rank for p in known.pending if not blamed.isdisjoint(p.absent) for rank in p.waiting} - blamed
+        {rank for p in known.pending if not blamed.isdisjoint(p.absent + p.unknown) for rank in p.waiting}
+        - blamed
     )
 
 

@@ -27,7 +27,8 @@ MIN_PEER_RATIO = 1.15  # the same against peers, when there is no healthy value
 MIN_SHARE = 0.3  # of the job's slowdown that the worst rank must account for
 MIN_JOB_SLOWDOWN = 1.03
 _ENOUGH_SHARE = 0.6  # no need to look at links
-_NOISE_FACTOR = 4.0
+_NOISE_FACTOR = 3.0
+_MOST_NOISE = 0.12  # of self time: what is noisier still must not hide a rank that explains the slowdown
 _USUAL_NOISE = 0.02  # of self time, where too few iterations tell
 _MAX_CULPRITS = 64
 
@@ -55,6 +56,16 @@ class _Growth:
     def share(self) -> Floats:
         """Each rank's gain of self time over the job's slowdown."""
         return self.gain_s / max(self.slowdown_s, 1e-9)
+
+    @property
+    def share_of_all(self) -> float:
+        """What the growth common to all ranks is of the job's; 0 when there is hardly any.
+
+        Ratios, not seconds: when all ranks take twice as long, so do the bubbles between them.
+        """
+        if self.common < MIN_RATIO:
+            return 0.0
+        return (self.common - 1.0) / max(self.job_after_s / self.job_before_s - 1.0, 1e-9)
 
 
 def locate_slow(
@@ -92,7 +103,7 @@ def locate_slow(
     chosen = _slow_ranks(growth)
     explained = float(growth.share[chosen].max(initial=0.0))
     links = SlowLinks()
-    if explained < _ENOUGH_SHARE:
+    if max(explained, growth.share_of_all) < _ENOUGH_SHARE:
         if growth.before is None:
             transfers = transfers_against_peers(after, groups)
         else:
@@ -135,7 +146,7 @@ def _growth(
     then, now = then.at(shared), now.at(shared)
     ratio = now.self_s / np.maximum(then.self_s, 1e-9)
     # a rank's victims do not grow, and up to a third may be slow themselves: the low quantile is what all share
-    common = max(1.0, float(np.quantile(ratio, 0.3)))
+    common = max(1.0, float(np.quantile(ratio, 0.3, method="lower")))
     job_before, job_after = float(np.median(then.duration_s)), float(np.median(now.duration_s))
     slowdown = max(job_after - job_before, 1e-9)
     gain = now.self_s - then.self_s
@@ -157,7 +168,7 @@ def _slow_ranks(growth: _Growth) -> Ints:
     """Positions of the ranks whose own time explains the slowdown, worst first."""
     over_common = growth.gain_s - (growth.common - 1.0) * growth.base_s
     noise = growth.after.noise_s if growth.before is None else growth.before.noise_s
-    noise = np.maximum(np.minimum(noise, 0.2 * growth.base_s), _USUAL_NOISE * growth.base_s)
+    noise = np.maximum(np.minimum(noise, _MOST_NOISE * growth.base_s), _USUAL_NOISE * growth.base_s)
     counts = growth.after.counts.astype(np.float64)
     error = noise * np.sqrt(
         1.6 / np.maximum(counts, 1) + (0 if growth.before is None else 1.6 / growth.before.counts)
@@ -302,8 +313,8 @@ def _nobody(
     if growth.before is not None:
         least, most = float(growth.ratio.min()), float(growth.ratio.max())
         facts = f"own time of all {len(growth.ranks)} ranks x{least:.2f} to x{most:.2f}"
-        together = (growth.common - 1.0) * float(np.median(growth.base_s)) / growth.slowdown_s
-        if growth.common >= MIN_RATIO and together >= MIN_SHARE:
+        together = growth.share_of_all
+        if together >= MIN_SHARE:
             hosts = sorted({cause.cause for cause in causes if cause.share >= 0.05})
             evidence.append(f"{facts}: all ranks alike, {min(together, 1.0):.0%} of the slowdown")
             evidence.extend(f"agents saw {cause}" for cause in hosts)

@@ -96,7 +96,7 @@ class _Run:
         self.events = [[] for _ in range(world)]  # group, op, peer, seq, start, end, bytes
         self.waits = [[] for _ in range(world)]
         self.pending = [[] for _ in range(world)]
-        self.phase_s = [defaultdict(float) for _ in range(world)]
+        self.phases = [defaultdict(list) for _ in range(world)]  # when the rank was in them, waits included
         self.entered = {}
         self.sent = {}
         counters = dict(self.sequence)
@@ -126,8 +126,8 @@ class _Run:
     def do_compute(self, rank, phase, seconds):
         factor = self.conditions.slow.get((rank, phase), 1.0) * self.conditions.everybody
         spent = seconds * factor * max(0.3, self.rng.gauss(1.0, self.job.noise))
+        self.phases[rank][phase].append((self.now[rank], self.now[rank] + spent))
         self.now[rank] += spent
-        self.phase_s[rank][phase] += spent
         return True
 
     def do_send(self, rank, group, peer, nbytes):
@@ -155,7 +155,7 @@ class _Run:
         self.now[rank] = end
         return True
 
-    def do_coll(self, rank, group, op, nbytes, phase="forward"):
+    def do_coll(self, rank, group, op, nbytes):
         seq = self.number(rank, group)
         starts = self.entered.setdefault((group, seq), {})
         starts.setdefault(rank, self.now[rank])
@@ -165,7 +165,6 @@ class _Run:
         end = self.finish(group, seq, nbytes)
         self.events[rank].append((group, op, -1, seq, start, end, nbytes))
         self.waits[rank].append((start, end))
-        self.phase_s[rank][phase] += end - start
         self.counters[rank][group] += 1
         self.now[rank] = end
         return True
@@ -179,7 +178,7 @@ class _Run:
             self.finish(group, seq, nbytes)
         return True
 
-    def do_join(self, rank, phase="backward"):
+    def do_join(self, rank):
         if any(("end", group, seq) not in self.entered for group, _, seq, _, _ in self.pending[rank]):
             return False
         began = self.now[rank]
@@ -191,7 +190,6 @@ class _Run:
                 self.waits[rank].append((wait_start, end))
             self.now[rank] = max(self.now[rank], end)
         self.pending[rank].clear()
-        self.phase_s[rank][phase] += self.now[rank] - began
         return True
 
     def finish(self, group, seq, nbytes):
@@ -215,12 +213,14 @@ class _Run:
                 self.samples[node].append(
                     ClockSample(group, int(op), peer, seq, rank, start + shift, end + shift)
                 )
-        phases = self.phase_s[rank]
+        waits = self.waits[rank]
+        own = {name: _union(spans + waits) - blocked for name, spans in self.phases[rank].items()}
         self.summaries.append(
             IterationSummary(
                 rank, self.step, begin + self.job.offset(rank, begin), duration, duration - blocked, blocked,
-                data_s=phases["data"], backward_s=phases["backward"], optimizer_s=phases["optimizer"],
-                gc_s=phases["gc"], streams=tuple(_stream(key, rows, begin) for key, rows in streams.items()),
+                data_s=own.get("data", 0.0), backward_s=own.get("backward", 0.0), gc_s=own.get("gc", 0.0),
+                optimizer_s=own.get("optimizer", 0.0),
+                streams=tuple(_stream(key, rows, begin) for key, rows in streams.items()),
             )
         )  # fmt: skip
 
@@ -270,7 +270,7 @@ def dp_pp(dp, pp, micro=4, forward=0.02, backward=0.04, own_groups=False, **opti
         warmup = min(pp - stage - 1, micro)
         program = [("compute", "data", 0.002)] + fwd * warmup
         program += (fwd + bwd) * (micro - warmup) + bwd * warmup
-        program += [("coll", f"g{stage}", Op.ALLREDUCE, 8 * MB, "other"), ("compute", "optimizer", 0.004)]
+        program += [("coll", f"g{stage}", Op.ALLREDUCE, 8 * MB), ("compute", "optimizer", 0.004)]
         programs.append(program)
     return Job(programs, groups, **options)
 
@@ -285,14 +285,14 @@ def dp_tp(dp, tp, layers=4, forward=0.01, backward=0.02, **options):
         d, t = divmod(rank, tp)
         program = [("compute", "data", 0.002)]
         for _ in range(layers):
-            program += [("compute", "forward", forward), ("coll", f"t{d}", Op.ALLREDUCE, MB // 4, "forward")]
+            program += [("compute", "forward", forward), ("coll", f"t{d}", Op.ALLREDUCE, MB // 4)]
         for _ in range(layers):
             program += [
                 ("compute", "backward", backward),
-                ("coll", f"t{d}", Op.ALLREDUCE, MB // 4, "backward"),
+                ("coll", f"t{d}", Op.ALLREDUCE, MB // 4),
             ]
-        program += [("coll", f"d{t}", Op.ALLREDUCE, 8 * MB, "other"), ("compute", "optimizer", 0.003)]
-        program += [("coll", "world", Op.ALLREDUCE, 4, "other")]
+        program += [("coll", f"d{t}", Op.ALLREDUCE, 8 * MB), ("compute", "optimizer", 0.003)]
+        program += [("coll", "world", Op.ALLREDUCE, 4)]
         programs.append(program)
     return Job(programs, groups, **options)
 
@@ -310,9 +310,9 @@ def fsdp(world, layers=4, forward=0.01, backward=0.02, group="world", **options)
     """Parameters gathered per layer both ways, gradients scattered in backward."""
     program = [("compute", "data", 0.003)]
     for _ in range(layers):
-        program += [("coll", group, Op.ALLGATHER, 2 * MB, "forward"), ("compute", "forward", forward)]
+        program += [("coll", group, Op.ALLGATHER, 2 * MB), ("compute", "forward", forward)]
     for _ in range(layers):
-        program += [("coll", group, Op.ALLGATHER, 2 * MB, "backward"), ("compute", "backward", backward)]
+        program += [("coll", group, Op.ALLGATHER, 2 * MB), ("compute", "backward", backward)]
         program += [("async", group, Op.REDUCE_SCATTER, 2 * MB)]
     program += [("join",), ("compute", "optimizer", 0.005)]
     return Job([list(program) for _ in range(world)], {group: tuple(range(world))}, **options)

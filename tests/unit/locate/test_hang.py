@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from synthetic_hangs import Stuck
+from synthetic_jobs import ddp, dp_pp, dp_tp, fsdp
+
+from keepstep.core.events import Op, Phase
+from keepstep.core.summary import GroupInfo, OpInFlight, RankState, StreamProgress
+from keepstep.locate import locate_hang
+
+JOBS = {
+    "pp4": lambda: dp_pp(1, 4),
+    "dp2-pp2": lambda: dp_pp(2, 2),
+    "dp4-pp2": lambda: dp_pp(4, 2, own_groups=True),
+    "dp2-tp4": lambda: dp_tp(2, 4),
+    "ddp4": lambda: ddp(4),
+    "fsdp4": lambda: fsdp(4),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("rendezvous", [False, True])
+def test_asleep_anywhere(name, rendezvous):
+    """Every rank, asleep before every instruction of its first two iterations."""
+    job = JOBS[name]()
+    for rank in range(job.world):
+        for position in range(1, 2 * len(job.programs[rank])):
+            late = {rank} if position % 2 else set()
+            stuck = Stuck(job, {rank: position}, rendezvous=rendezvous, iterations=3, late_ends=late)
+            found = locate_hang(stuck.states(hours=2.0), job.infos, job.nodes)
+            assert [c.rank for c in found.culprits] == [rank], (position, found)
+            assert found.kind == "hang"
+            assert rank not in found.victims
+
+
+def test_a_rank_asleep_in_backward_reads_like_this():
+    job = dp_tp(2, 4)
+    position = next(i for i, x in enumerate(job.programs[5]) if x[:2] == ("compute", "backward")) + 1
+    found = locate_hang(Stuck(job, {5: position}).states(), job.infos, job.nodes)
+    culprit = found.culprits[0]
+    assert (culprit.rank, culprit.node, culprit.stage) == (5, "n2", "backward")
+    assert (culprit.cause, culprit.confidence) == ("asleep in backward", "high")
+    assert "never entered group t1 ALLREDUCE seq 5" in culprit.detail
+    assert found.summary == "group t1 ALLREDUCE seq 5 stuck 20 s"
+    assert found.victims == (0, 1, 2, 3, 4, 6, 7)
+    assert found.evidence[:2] == ("8/8 ranks reporting", "4 ranks wait for them directly, 3 through others")
+    assert found.missing == ()
+
+
+@pytest.mark.parametrize(("how", "cause"), [("dead", "process died"), ("stopped", "stopped")])
+@pytest.mark.parametrize("name", JOBS)
+def test_dead_and_stopped_processes(name, how, cause):
+    job = JOBS[name]()
+    for position in range(1, len(job.programs[1]), 3):
+        states = Stuck(job, {1: position}, iterations=3).states(**{how: {1}})
+        found = locate_hang(states, job.infos, job.nodes)
+        assert [(c.rank, c.cause, c.confidence) for c in found.culprits] == [(1, cause, "high")]
+
+
+def test_stopped_inside_an_operation_that_all_have_entered():
+    job = ddp(4)
+    states = Stuck(job, broken=[("world", 2)]).states(stopped={3})
+    found = locate_hang(states, job.infos, job.nodes)
+    assert [c.rank for c in found.culprits] == [3]
+    assert found.victims == (0, 1, 2)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_silent_rank_is_the_last_suspect(name):
+    job = JOBS[name]()
+    for position in range(1, len(job.programs[2]), 4):
+        states = [s for s in Stuck(job, {2: position}, iterations=3).states() if s.rank != 2]
+        found = locate_hang(states, job.infos, job.nodes, silent_nodes=["n1"])
+        assert [(c.rank, c.cause, c.confidence) for c in found.culprits] == [(2, "silent", "medium")]
+        assert any("ranks 2" in text for text in found.missing)
+
+
+def test_the_root_is_found_without_its_victims():
+    job = dp_tp(4, 4)
+    states = [s for s in Stuck(job, {6: 5}).states() if s.rank not in (1, 9, 14)]
+    found = locate_hang(states, job.infos, job.nodes)
+    assert [(c.rank, c.confidence) for c in found.culprits] == [(6, "medium")]
+    assert found.missing == ("states of ranks 1,9,14",)
+
+
+def test_two_asleep_in_different_replicas():
+    job = dp_pp(2, 4)
+    found = locate_hang(Stuck(job, {0: 8, 5: 8}).states(), job.infos, job.nodes)
+    assert {c.rank for c in found.culprits} == {0, 5}
+
+
+@pytest.mark.parametrize("name", ["dp2-pp2", "dp2-tp4", "dp4-pp2"])
+def test_a_transfer_that_does_not_end(name):
+    job = JOBS[name]()
+    for group in ("g0", "g1", "t0", "d1"):
+        if group not in job.groups:
+            continue
+        found = locate_hang(Stuck(job, broken=[(group, 1)]).states(), job.infos, job.nodes)
+        assert all(c.link is not None and c.cause == "network" for c in found.culprits), found
+        nodes = {job.nodes[rank] for rank in job.groups[group]}
+        if len(nodes) == 2:
+            assert set(found.culprits[0].link.nodes) == nodes
+        assert any("none is through" in line for line in found.evidence)
+
+
+def test_a_stuck_group_over_many_nodes_names_nobody():
+    job = ddp(8)
+    found = locate_hang(Stuck(job, broken=[("world", 3)]).states(), job.infos, job.nodes)
+    assert found.culprits == ()
+    assert "n[0-3]" in found.missing[0]
+    assert found.summary.startswith("group world ALLREDUCE seq 3 stuck")
+
+
+def state(rank, flights=(), streams=(), process="S", phase=Phase.BACKWARD, since=10.0):
+    return RankState(
+        rank, True, 3, int(phase), since, 9, since, 30.0, tuple(flights), tuple(streams), process
+    )
+
+
+def test_different_operations_under_one_number():
+    info = {"g": GroupInfo("g", (0, 1, 2))}
+    ops = [Op.ALLREDUCE, Op.ALLREDUCE, Op.BROADCAST]
+    states = [
+        state(r, [OpInFlight("g", int(op), -1, 4, 10.0)], [StreamProgress("g", int(op), -1, 4, 3)])
+        for r, op in enumerate(ops)
+    ]
+    found = locate_hang(states, info, dict.fromkeys(range(3), "n0"))
+    assert found.kind == "desync"
+    assert [c.rank for c in found.culprits] == [2]
+    assert any("ALLREDUCE" in line and "BROADCAST" in line for line in found.evidence)
+    tied = locate_hang(states[1:], {"g": GroupInfo("g", (1, 2))}, {1: "n0", 2: "n0"})
+    assert [(c.rank, c.confidence) for c in tied.culprits] == [(1, "low"), (2, "low")]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_skipped_collective_is_never_blamed_on_another(name):
+    job = JOBS[name]()
+    for rank in range(job.world):
+        for position, instruction in enumerate(job.programs[rank]):
+            if instruction[0] not in ("coll", "async"):
+                continue
+            found = locate_hang(
+                Stuck(job, skips={rank: position}, iterations=3).states(), job.infos, job.nodes
+            )
+            named = [c.rank for c in found.culprits if c.confidence != "low"]
+            assert named in ([rank], []), (rank, instruction, found)
+            assert named or found.missing
+
+
+def test_nobody_in_an_operation():
+    found = locate_hang([state(r, phase=Phase.DATA) for r in range(2)], {}, {0: "n0", 1: "n0"})
+    assert found.culprits == ()
+    assert "no rank is in an operation; phases: data" in found.evidence[-1]
+    assert found.missing
+
+
+def test_nothing_known():
+    found = locate_hang([], {}, {0: "n0", 1: "n1"})
+    assert found.culprits == ()
+    assert found.evidence[0] == "0/2 ranks reporting"
+
+
+def test_one_early_rank_accuses_nobody():
+    info = {"w": GroupInfo("w", tuple(range(16)))}
+    states = [
+        state(
+            0,
+            [OpInFlight("w", int(Op.BARRIER), -1, 1, 10.0)],
+            [StreamProgress("w", int(Op.BARRIER), -1, 1, 0)],
+        )
+    ]
+    states += [state(r, process="R") for r in range(1, 16)]
+    found = locate_hang(states, info, dict.fromkeys(range(16), "n0"))
+    assert found.culprits == ()
+    assert any("ranks 1-15 have not entered" in line for line in found.evidence)
+
+
+def test_the_place_in_the_code_is_told():
+    job = ddp(2)
+    states = Stuck(job, {1: 3}).states()
+    stack = 'Thread 7 (idle): "MainThread"\n    slow_loss (train.py:41)\n    main (train.py:90)\n'
+    states[1] = dataclasses.replace(states[1], stack=stack)
+    found = locate_hang(states, job.infos, job.nodes)
+    assert "at slow_loss (train.py:41)" in found.culprits[0].detail
