@@ -431,7 +431,7 @@ class Launcher:
         if self._link:
             for failure in failures[1:]:
                 self._link.found(self._finding(failure))
-        return replace(outcome, code=root.exit_code, reason=f"rank {root.rank}: {root.message}")
+        return replace(outcome, code=self._workers.exit_code, reason=f"rank {root.rank}: {root.message}")
 
     async def _sweep(self) -> None:
         ours = {self._guard.pid}

@@ -12,7 +12,7 @@ from pathlib import Path
 from keepstep.launch.guard import Guard
 from keepstep.launch.placement import WorkerPlan
 from keepstep.launch.processes import Child, Processes, descendants, end_group, signal_group
-from keepstep.launch.root_cause import Failure, examine
+from keepstep.launch.root_cause import Failure, examine, first
 from keepstep.launch.streams import WorkerStreams, open_for_worker
 
 _SWEEP_PATIENCE_S = 5.0
@@ -41,6 +41,7 @@ class Workers:
         self._children: dict[int, Child] = {}  # by local rank
         self._asked: set[int] = set()  # signals that we sent to end them
         self._all_ended = asyncio.Event()
+        self._interrupted: set[int] = set()  # ranks that failed, but whose status is that of our signal
         self.failures: list[Failure] = []
 
     def start(self, environ: Mapping[str, str]) -> None:
@@ -74,6 +75,12 @@ class Workers:
         """Workers that have not ended."""
         return [child for child in self._children.values() if child.alive]
 
+    @property
+    def exit_code(self) -> int:
+        """The root cause's; the first one seen where the root's own was overwritten by our signal."""
+        root = first(self.failures)
+        return (self.failures[0] if root.rank in self._interrupted else root).exit_code
+
     def ask(self, number: int) -> None:
         """Send a signal to every worker that lives, with its whole process group."""
         self._asked.add(number)
@@ -98,9 +105,14 @@ class Workers:
         return self.alive
 
     def _exited(self, plan: WorkerPlan, child: Child) -> None:
-        if child.status != 0 and not self._ended_by_us(child):
+        if child.status != 0:
             failure = self._examine(plan, child)
-            self.failures.append(failure)
+            by_us = self._ended_by_us(child)
+            # One that we ended while it was going down with an error of its own has failed all the same.
+            if not by_us or failure.error_file:
+                self.failures.append(failure)
+                if by_us:
+                    self._interrupted.add(failure.rank)
             if len(self.failures) == 1 and not self._asked:
                 self._failed(failure)
         if not self.alive and len(self._children) == len(self._plans):
