@@ -1,14 +1,27 @@
 """The event ring of one rank: written by the training process, read by anybody, also after its death.
 
 ``create`` makes one in a memfd, ``RingWriter`` writes it, ``RingReader`` reads it live (by descriptor or
-``/proc/PID/fd/N``) or from a saved file. See ``docs/design/ring.md``.
+``/proc/PID/fd/N``) or from a saved file. See ``docs/design/ring.md``. The reading side needs numpy and is loaded when
+first asked for: launchers and workers only make and write rings.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from keepstep.ring._native import (  # pyright: ignore[reportMissingModuleSource]
     Operation,
     RingWriter,
     create,
 )
-from keepstep.ring.reader import RECORD, STREAM, Batch, RingHeader, RingReader
+
+if TYPE_CHECKING:
+    from keepstep.ring.reader import RECORD, STREAM, Batch, RingHeader, RingReader
 
 __all__ = ["RECORD", "STREAM", "Batch", "Operation", "RingHeader", "RingReader", "RingWriter", "create"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from keepstep.ring import reader
+
+    return getattr(reader, name)
