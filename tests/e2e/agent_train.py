@@ -18,15 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 class EmulatedCompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, values, seconds):
-        ctx.seconds = seconds
+    def forward(ctx, values, seconds, hangs):
+        ctx.seconds, ctx.hangs = seconds, hangs
         time.sleep(seconds)
         return values.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(2 * ctx.seconds)
-        return gradient, None
+        time.sleep(3600 if ctx.hangs else 2 * ctx.seconds)
+        return gradient, None, None
 
 
 def main() -> None:
@@ -50,10 +50,9 @@ def main() -> None:
             model.train()
         began = time.monotonic()
         seconds = 0.02 * (float(slow_factor) if rank == int(slow_rank) and step >= int(slow_from) else 1.0)
-        loss = model(EmulatedCompute.apply(torch.ones(4, 32, requires_grad=True), seconds)).sum()
+        hangs = rank == hang_rank and step == hang_step
+        loss = model(EmulatedCompute.apply(torch.ones(4, 32, requires_grad=True), seconds, hangs)).sum()
         loss.backward()
-        if rank == hang_rank and step == hang_step:
-            time.sleep(3600)
         optimizer.step()
         optimizer.zero_grad()
         clock.append(time.monotonic() - began)

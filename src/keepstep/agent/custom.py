@@ -6,6 +6,8 @@ numbered by the sequence number of the operation before the cut.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -60,9 +62,9 @@ class CustomLoop:
             return False
         recent = rows[len(rows) - (_PERIODS - 1) * length :]
         ends = np.where(recent["end_ns"] == 0, recent["start_ns"], recent["end_ns"])
-        gaps = recent["start_ns"][1:] - np.maximum.accumulate(ends)[:-1]
-        gaps = gaps[: (len(gaps) // length) * length].reshape(-1, length)
-        last = int(np.argmax(np.median(gaps, axis=0)))
+        gaps: NDArray[Any] = recent["start_ns"][1:] - np.maximum.accumulate(ends)[:-1]
+        whole = gaps[: (len(gaps) // length) * length]
+        last = int(np.argmax([np.median(whole[place::length]) for place in range(length)]))
         one = recent[last + 1 : last + 1 + length]
         self._usual = symbols(one)
         self._per_step = int(np.count_nonzero(_streams(one) == _streams(one)[-1]))

@@ -13,13 +13,13 @@ _MOUNTS = PROC / "self" / "mountinfo"
 
 @dataclass(frozen=True, slots=True)
 class CpuCounters:
-    """Counters of one worker; all only grow. Seconds, but for the periods."""
+    """Counters of one worker; all only grow."""
 
-    running_s: float  # main thread on a CPU
-    runnable_s: float  # main thread ready, waiting for a CPU
-    periods: int  # cgroup quota periods that passed
-    throttled_periods: int  # those in which the quota ran out
-    throttled_s: float  # time the cgroup was kept off its CPUs
+    running_ns: int  # main thread on a CPU
+    runnable_ns: int  # main thread ready, waiting for a CPU
+    periods: int = 0  # cgroup quota periods that passed
+    throttled_periods: int = 0  # those in which the quota ran out
+    throttled_us: int = 0  # time the cgroup was kept off its CPUs, summed over these
 
 
 def cpu_counters(pid: int, quota: Path | None, proc: Path = PROC) -> CpuCounters | None:
@@ -29,8 +29,8 @@ def cpu_counters(pid: int, quota: Path | None, proc: Path = PROC) -> CpuCounters
         running_ns, runnable_ns = int(words[0]), int(words[1])
     except (OSError, ValueError, IndexError):
         return None
-    periods, throttled_periods, throttled_s = _throttling(quota) if quota is not None else (0, 0, 0.0)
-    return CpuCounters(running_ns * 1e-9, runnable_ns * 1e-9, periods, throttled_periods, throttled_s)
+    throttling = _throttling(quota) if quota is not None else (0, 0, 0)
+    return CpuCounters(running_ns, runnable_ns, *throttling)
 
 
 def quota_file(pid: int, proc: Path = PROC, mounts: Path = _MOUNTS) -> Path | None:
@@ -83,17 +83,13 @@ def _nearest(top: tuple[Path, str], group: str) -> Path | None:
         folder = folder.parent
 
 
-def _throttling(file: Path) -> tuple[int, int, float]:
-    """(periods, throttled periods, throttled seconds) of a ``cpu.stat``; zeros where it cannot be read."""
+def _throttling(file: Path) -> tuple[int, int, int]:
+    """(periods, throttled periods, throttled microseconds) of a ``cpu.stat``; zeros where it cannot be read."""
     try:
         counts = {
             name: int(value) for name, value in (line.split() for line in file.read_text().splitlines())
         }
     except (OSError, ValueError):
-        return 0, 0, 0.0
-    seconds = (
-        counts["throttled_usec"] * 1e-6
-        if "throttled_usec" in counts
-        else counts.get("throttled_time", 0) * 1e-9
-    )
-    return counts.get("nr_periods", 0), counts.get("nr_throttled", 0), seconds
+        return 0, 0, 0
+    throttled_us = counts.get("throttled_usec", counts.get("throttled_time", 0) // 1000)
+    return counts.get("nr_periods", 0), counts.get("nr_throttled", 0), throttled_us

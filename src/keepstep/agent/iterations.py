@@ -270,7 +270,9 @@ class IterationCutter:
         """The iteration's pauses (all, evaluation, checkpoint) and the records outside them."""
         pauses, evaluation_ns, checkpoint_ns = NOTHING, 0, 0
         if self._last_pause_ns >= self._paused_before_ns:
-            pauses, evaluation_ns, checkpoint_ns = _pauses(begun, start_ns, end_ns, taken[-1] if taken else None)
+            pauses, evaluation_ns, checkpoint_ns = _pauses(
+                begun, start_ns, end_ns, taken[-1] if taken else None
+            )
             begun = _outside(begun, pauses) if pauses.total_ns else begun
             going_on = [start for code, start in self._open.values() if code in _PAUSES and start < end_ns]
             self._paused_before_ns = min([end_ns, *going_on])

@@ -60,11 +60,10 @@ class StepMarkers:
         if found is None or found == self.per_step:
             self._rival = 0
             return False
-        if self.per_step:
-            # A settled count gives way only to one that was found twice while it no longer fits itself.
-            if _agreement(classes, self.per_step) >= _STILL or found != self._rival:
-                self._rival = found
-                return False
+        # A settled count gives way only to one that was found twice while it no longer fits itself.
+        if self.per_step and (_agreement(classes, self.per_step) >= _STILL or found != self._rival):
+            self._rival = found
+            return False
         offset = self._first_of_step(classes, found)
         changed = (found, offset) != (self.per_step, self.offset)
         self.per_step, self.offset, self._rival = found, offset, 0
@@ -90,11 +89,9 @@ class StepMarkers:
         for place, kind in enumerate(classes):
             by_residue.setdefault((first + place) % per_step, Counter())[kind] += 1
         usual = {residue: counts.most_common(1)[0][0] for residue, counts in by_residue.items()}
-        for test in (self._backward.get, lambda kind: len(self._contents[kind]) > 0):
-            starts = [residue for residue in range(per_step) if residue in usual and test(usual[residue])]
-            if starts:
-                return starts[0]
-        return 0
+        after_backward = [residue for residue, kind in sorted(usual.items()) if self._backward[kind]]
+        after_anything = [residue for residue, kind in sorted(usual.items()) if len(self._contents[kind])]
+        return next(iter(after_backward or after_anything), 0)
 
     def _forget(self) -> None:
         alive = {kind for _, kind in self._seen}

@@ -185,7 +185,7 @@ class NodeAgent:
             self._log.add(iteration, _unix_s(header, iteration.start_s))
         for finding in taken.findings:
             self._send(Found(finding))
-        if not ring.ended and (found := track.look(now_ns)) is not None:
+        if not ring.ended and (found := track.look(now_ns, ring.reader.in_flight)) is not None:
             ring.ended = self._gone(ring)
             if not ring.ended:  # a death is the launcher's to tell
                 logger.info("rank %d: %s", ring.rank, found)

@@ -94,6 +94,16 @@ def waited(operations: Rows, end_ns: int) -> tuple[Times, Times]:
     return np.where(~seen & _would_be_seen(operations, seen), ends, begin), ends
 
 
+def blocked(in_flight: Rows) -> bool:
+    """Whether the rank waits in one of these records: not in what it only began and will wait for later."""
+    operations = in_flight[in_flight["kind"] != _PHASE]
+    if not len(operations):
+        return False
+    flags = operations["flags"]
+    later = ((flags & _END_BY_WAIT) != 0) | ((flags & _KNOWN_ASYNC) == _KNOWN_ASYNC)
+    return bool(((operations["wait_ns"] > 0) | ~later).any())
+
+
 def _would_be_seen(operations: Rows, seen: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Which operations' waits, had there been any, would have been seen."""
     flags = operations["flags"]
@@ -128,7 +138,7 @@ def _streams(
     length = ends - starts
     origin_ns = cut.end_ns - cut.duration_ns
     paused = cut.pauses.total_ns > 0
-    sums = np.stack(
+    sums: NDArray[np.int64] = np.stack(
         (
             _without(cut.pauses, starts) if paused else starts - origin_ns,
             _without(cut.pauses, ends) if paused else ends - origin_ns,
@@ -139,7 +149,7 @@ def _streams(
     )
     if paused:
         sums[:2] -= origin_ns
-    totals = np.add.reduceat(sums, first, axis=1)
+    totals: NDArray[np.int64] = np.add.reduceat(sums, first, axis=1)
     fastest = np.minimum.reduceat(length, first)
     heads = operations[first]
     return tuple(
@@ -162,7 +172,7 @@ def _streams(
             heads["peer"].tolist(),
             heads["seq"].tolist(),
             counts.tolist(),
-            totals.T.tolist(),
+            zip(*totals.tolist(), strict=True),
             fastest.tolist(),
             strict=True,
         )
@@ -179,12 +189,12 @@ def _surely_blocked(operations: Rows, begin: Times, until: Times) -> Times:
     guessed = ((operations["flags"] & _ASYNC) != 0) & (begin == operations["start_ns"]) & (until > begin)
     if not guessed.any():
         return begin
-    begin = begin.copy()
+    sure: Times = np.array(begin)
     threads = operations["thread"]
     for thread in set(threads[guessed].tolist()):
         here = threads == thread
         begun = np.sort(operations["start_ns"][here])
         mine = guessed & here
         last = begun[np.maximum(np.searchsorted(begun, until[mine], "left") - 1, 0)]
-        begin[mine] = np.maximum(begin[mine], np.minimum(last, until[mine]))
-    return begin
+        sure[mine] = np.maximum(begin[mine], np.minimum(last, until[mine]))
+    return sure

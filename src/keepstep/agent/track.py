@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from keepstep.agent.clocks import ClockSampler
 from keepstep.agent.events import Rows
 from keepstep.agent.iterations import Cut, IterationCutter
-from keepstep.agent.summarise import summarise
+from keepstep.agent.summarise import blocked, summarise
 from keepstep.agent.watch import RankWatch
 from keepstep.core.finding import Finding
 from keepstep.core.summary import GroupInfo, IterationSummary
 
 HISTORY = 256
+_SEARCH_NS = 300_000_000
 
 
 @dataclass(slots=True)
@@ -46,6 +47,9 @@ class RankTrack:
         self._names: dict[int, str] = {}
         self._renumbered = 0
         self._caught_up = False
+        self._progress_then = 0
+        self._waiting = False
+        self._next_search_ns = 0
 
     @property
     def step(self) -> int:
@@ -84,12 +88,23 @@ class RankTrack:
             taken.findings = list(self.standing.values())
         return taken
 
-    def look(self, now_ns: int) -> Finding | None:
-        """Whether the rank makes progress; to be asked about 20 times a second while its process lives."""
+    def look(self, now_ns: int, in_flight: Callable[[], Rows]) -> Finding | None:
+        """Whether the rank makes progress; to be asked about 20 times a second while its process lives.
+
+        ``in_flight()`` is asked now and then for the ring's records in flight while the rank stands still.
+        """
         if not self.progress:
             return None
+        if self.progress != self._progress_then:
+            self._progress_then, self._waiting, self._next_search_ns = (
+                self.progress,
+                False,
+                now_ns + _SEARCH_NS,
+            )
+        elif now_ns >= self._next_search_ns:
+            self._waiting, self._next_search_ns = blocked(in_flight()), now_ns + _SEARCH_NS
         phase, _ = self._cutter.phase()
-        found = self._watch.progress(now_ns * 1e-9, self.progress, phase, self.step)
+        found = self._watch.progress(now_ns * 1e-9, self.progress, phase, self.step, self._waiting)
         if found is not None:
             self._note([found])
         return found

@@ -20,8 +20,8 @@ class RankWatch:
     def __init__(self, rank: int, node: str) -> None:
         self._rank, self._node = rank, node
         self._hang = HangDetector()
+        self._looked = False
         self._hanging = False
-        self._before_hang = -1
         self.forget_iterations()
 
     def forget_iterations(self) -> None:
@@ -52,23 +52,28 @@ class RankWatch:
             confidence=change.confidence,
         )
 
-    def progress(self, now_s: float, progress: int, phase: int, step: int) -> Finding | None:
-        """How far the rank has come at ``now_s``: a number that grows with every record and every end."""
-        if self._hanging and progress != self._before_hang:
+    def progress(self, now_s: float, progress: int, phase: int, step: int, waiting: bool) -> Finding | None:
+        """How far the rank has come at ``now_s``: a number that grows with every record and every end.
+
+        ``waiting``: it is blocked in an operation.
+        """
+        if not self._looked:  # by an agent that came later: the steps before it count, too
+            self._looked = True
+            self._hang.observe(now_s, progress, Phase.STARTUP, step=-1)
+        stuck = self._hang.observe(now_s, progress, Phase(phase), step=step, waiting=waiting)
+        if stuck is not None:
+            self._hanging = True
+            return Finding(
+                "hang",
+                self._rank,
+                self._node,
+                now_s,
+                step,
+                stuck_s=stuck.stuck_s,
+                limit_s=stuck.limit_s,
+                phase=phase,
+            )
+        if self._hanging and self._hang.stuck is None:
             self._hanging = False
-            self._hang.observe(now_s, progress, Phase(phase))
             return Finding("resumed", self._rank, self._node, now_s, step, phase=phase)
-        stuck = self._hang.observe(now_s, progress, Phase(phase))
-        if stuck is None or self._hanging:
-            return None
-        self._hanging, self._before_hang = True, progress
-        return Finding(
-            "hang",
-            self._rank,
-            self._node,
-            now_s,
-            step,
-            stuck_s=stuck.stuck_s,
-            limit_s=stuck.limit_s,
-            phase=phase,
-        )
+        return None

@@ -9,7 +9,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from keepstep.agent.intervals import NOTHING, Union
+from keepstep.agent.intervals import NOTHING
 from keepstep.agent.iterations import Cut, IterationCutter
 from keepstep.agent.summarise import summarise
 from keepstep.core.summary import IterationSummary
