@@ -87,8 +87,11 @@ def _noise(rng: np.random.Generator, kind: Kind, variant: Variant) -> NDArray[np
         heavy = rng.standard_t(4, LENGTH) / np.sqrt(2)
         noise = np.maximum(0.2, 1 + cov * _correlated(heavy, 0.3))
     if kind == "jitter":
-        for begin in np.flatnonzero(rng.random(LENGTH) < 0.02):
+        # Bursts of one or two iterations, at least five healthy ones apart: more in a row would be a short fail-slow.
+        begin = int(rng.integers(7, 70))
+        while begin < LENGTH:
             noise[begin : begin + rng.integers(1, 3)] *= rng.uniform(1.15, 2.0)
+            begin += int(rng.integers(7, 90))
     elif kind == "gc":
         period = int(rng.integers(12, 30))
         noise[int(rng.integers(period)) :: period] *= rng.uniform(1.2, 1.8)

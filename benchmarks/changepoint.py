@@ -52,7 +52,9 @@ def judge(trace: _workloads.Trace, found: Sequence[Found]) -> tuple[int, int]:
         near = [
             place
             for place, (index, detected_at, ratio) in enumerate(found)
-            if change.begin - 3 <= index and detected_at <= change.end and (ratio > 1) == change.slower
+            if change.begin - 10 <= index
+            and change.begin <= detected_at <= change.end
+            and (ratio > 1) == change.slower
         ]
         missed += not near
         # A gradual change may be reported in several steps, all of them right.

@@ -3,7 +3,7 @@
     python -m benchmarks.probe [--quick] [--json FILE]
 
 Per call: our own code around a Work that is complete at once; and on Gloo, the probe switched on and off in alternating
-rounds within one process, in a group of one rank (what is added shows) and of two (what is left of it beside a transfer).
+rounds within one process, in a group of one rank (where it shows) and of two (beside a real transfer).
 
 Overhead: four ranks train a small transformer with DDP, compute emulated by sleeping so that two cores can carry four
 ranks; probe on and off in alternating blocks of steps, switched by step number on all ranks together. Off, torch's own

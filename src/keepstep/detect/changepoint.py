@@ -16,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from statistics import NormalDist, median
 from typing import Literal
 
@@ -29,6 +30,8 @@ _TESTS = ((3, 3), (4, 3), (6, 5), (8, 6), (12, 9), (16, 12), (24, 17))
 _REACH = 24
 # Iterations after which a shift too small to report is taken in as the regime's level.
 _SETTLE = 12
+# Iterations whose median is the level in the check for drift.
+_DRIFT = 32
 # Beyond this a value is no measurement, and its square no float.
 _ABSURD = 1e150
 # Returning from a slow regime to the level before needs less proof than leaving it: relief is what comes next.
@@ -103,7 +106,8 @@ class ChangePointDetector:
         self._correlation = Correlation()
         self._anchor = math.nan
         self._anchor_count = 0
-        self._last_residual = 0.0
+        self._calm_error = 0.0
+        self._last_residuals = (0.0, 0.0)
 
     @property
     def level(self) -> float:
@@ -136,18 +140,18 @@ class ChangePointDetector:
                 continue
             level = self._level.median()
             residual = seconds - level
-            ahead = self._waiting[0][1] - level if self._waiting else 0.0
-            wide = 6 * self._scale
-            # A lone spike (garbage collection, checkpoint) says nothing about the tail that runs are judged by.
-            lone = len(self._residuals) >= 20 and abs(residual) > wide > 2 * max(
-                abs(ahead), abs(self._last_residual)
-            )
+            # Spikes of one or two iterations (garbage collection, checkpoint) say nothing about the tail that runs of
+            # iterations are judged by.
+            wide = 3 * self._scale
+            before = _leading(self._last_residuals, wide)
+            ahead = _leading([value - level for _, value in islice(self._waiting, 2)], wide)
+            lone = len(self._residuals) >= 20 and abs(residual) > 2 * wide > 0 and before + ahead <= 1
             if not lone:
                 self._residuals.push(residual, index)
                 if len(self._residuals) < 64 or index % 8 == 0:
                     self._refresh()
                 self._correlation.push(residual, self._scale)
-            self._last_residual = residual
+            self._last_residuals = (residual, self._last_residuals[0])
             if len(self._level) > self._anchor_count and self._anchor_count < 64:
                 self._anchor, self._anchor_count = level, len(self._level)
 
@@ -157,9 +161,11 @@ class ChangePointDetector:
         quarter = len(values) // 4
         reach = 3 * (values[-1 - quarter] - values[quarter]) / 1.349
         square = reach * reach
+        self._scale = math.sqrt(sum(min(value * value, square) for value in values) / len(values)) * 1.01
         self._inflation = {length: self._correlation.inflation(length) for length, _ in _TESTS}
         self._inflation[0] = self._correlation.inflation(len(self._level))
-        self._scale = math.sqrt(sum(min(value * value, square) for value in values) / len(values)) * 1.01
+        if abs(self._level.median() - self._anchor) <= 0.25 * self._min_change * self._anchor:
+            self._calm_error = 1.25 * self._scale * math.sqrt(self._correlation.inflation(_DRIFT))
 
     def _tail(self, z: float, upward: bool) -> float:
         """The distance from the level that healthy iterations pass as rarely as a normal one passes ``z`` sigma."""
@@ -198,7 +204,7 @@ class ChangePointDetector:
                 continue
             noise = math.sqrt(self._inflation[length] / length + 1.57 * self._inflation[0] / count)
             needed = max(floor, self._tail(z_needed * noise, sign > 0))
-            if _clipped_mean(run, hits, needed) > needed:
+            if _clipped_mean(run, hits, needed, 6 * self._scale) > needed:
                 z = sum(run) / length / max(needed, 1e-300) * self._z
                 found = self._verify(level, sign, _NORMAL.cdf(-min(z, 37.0)))
                 if found is not None:
@@ -227,6 +233,8 @@ class ChangePointDetector:
             _posterior(chance),
             "onset" if sign > 0 else "relief",
         )
+        if self._min_change > 0:
+            self._calm_error *= ratio
         self._begin(taken, ratio if self._min_change > 0 else 1.0)
         self._healthy = level if sign > 0 and self._min_change > 0 else math.inf
         self._anchor, self._anchor_count = after, len(taken)
@@ -243,28 +251,26 @@ class ChangePointDetector:
             self._scale *= ratio
         self._recent.clear()
         self._recent.extend(taken)
-        self._last_residual = 0.0
+        self._last_residuals = (0.0, 0.0)
 
     def _drift(self) -> ChangePoint | None:
-        """Compare the level with the one last reported: small changes taken in silently must not add up unseen."""
-        count = len(self._level)
-        if self._min_change == 0 or self._anchor_count < 8 or count < 8:
+        """Compare the recent level with the one last reported: small changes taken in silently must not add up unseen."""
+        if self._min_change == 0 or self._index % 4 or self._anchor_count < 32 or len(self._recent) < _DRIFT:
             return None
-        level = self._level.median()
+        values = list(self._recent)
+        level = median(value for _, value in values[-_DRIFT:])
         moved = abs(level - self._anchor)
         if moved < self._min_change * min(self._anchor, level):
             return None
-        inflation = self._correlation.inflation(count)
-        error = 1.25 * self._scale * math.sqrt(inflation * (1 / count + 1 / self._anchor_count))
+        # The noise before anything moved: residuals of a ramp are wide and alike, and would hide it.
+        error = self._calm_error * math.sqrt(1 / _DRIFT + 1 / self._anchor_count)
         if moved < 5 * error:
             return None
-        values = list(self._level.order)
         taken = values[_split(values, self._anchor, level) :]
-        before, self._anchor = self._anchor, level
+        before, self._anchor, self._anchor_count = self._anchor, level, len(taken)
         self._healthy = before if level > before else math.inf
         chance = _NORMAL.cdf(-moved / error) if error else 0.0
         self._begin(taken, 1.0)
-        self._anchor_count = len(taken)
         return ChangePoint(
             taken[0][0], self._index, before, level, level / before, _posterior(chance), "drift"
         )
@@ -275,16 +281,20 @@ def change_points(series: Iterable[float], detector: ChangePointDetector) -> lis
     return [found for found in map(detector.update, series) if found is not None]
 
 
-def _clipped_mean(run: list[float], hits: int, needed: float) -> float:
-    """Mean of ``run``, clipped so that it passes ``needed`` only if about ``hits`` values lie near or beyond it."""
+def _leading(residuals: Iterable[float], wide: float) -> int:
+    """How many of the first ``residuals`` are spikes, up to the first that is none."""
+    return sum(1 for _ in takewhile(lambda residual: abs(residual) > wide, residuals))
+
+
+def _clipped_mean(run: list[float], hits: int, needed: float, spike: float) -> float:
+    """Mean of ``run``, clipped so that it passes ``needed`` only if about ``hits`` values lie near or beyond it.
+
+    Values beyond ``spike`` and twice the third largest are outliers (one or two bad iterations), no part of a run.
+    """
     cap = 1.1 * needed * len(run) / hits
     low = 0.0 if len(run) <= 8 else -needed
-    total = sum(min(cap, max(low, value)) for value in run)
-    second, top = sorted(run)[-2:]
-    if top > 2 * max(second, 0.0):
-        # A value far beyond all others is an outlier, no part of a run.
-        total -= min(cap, top)
-    return total / len(run)
+    outlier = max(spike, 2 * sorted(run)[-3])
+    return sum(min(cap, max(low, value)) for value in run if value <= outlier) / len(run)
 
 
 def _split(values: list[tuple[int, float]], before: float, after: float) -> int:
