@@ -196,6 +196,7 @@ class NodeAgent:
         """A process claimed the ring: begin anew for it."""
         if ring.header is not None:
             ring.reader = RingReader(ring.path)
+            self._log.flush()
         ring.track = RankTrack(ring.rank, self._node, self._local, header.records)
         ring.process = identify(header.pid)
         ring.told.clear()

@@ -1,0 +1,177 @@
+"""The node's agent over real rings: what it says, to whom again, and what it does with rings that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from keepstep.agent.arguments import parse
+from keepstep.agent.node import NodeAgent
+from keepstep.core.errors import UsageError
+from keepstep.core.events import Flag, Kind, Op, Phase
+from keepstep.ring import RingReader, RingWriter, create
+from keepstep.wire import Groups, Message, ProfileRequest, StateRequest
+
+
+class Node:
+    """Two rings of this process, an agent, and what it sent."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.descriptors = [create(256), create(256)]
+        self.paths = {
+            rank: f"/proc/{os.getpid()}/fd/{number}" for rank, number in enumerate(self.descriptors)
+        }
+        self.writers = [
+            RingWriter(number, rank=rank, world_size=4) for rank, number in enumerate(self.descriptors)
+        ]
+        for writer in self.writers:
+            writer.group("world", (0, 1, 2, 3), "gloo", "default")
+        self.sent: list[Message] = []
+        self.run_dir = tmp_path
+        self.agent = self.attach()
+
+    def attach(self) -> NodeAgent:
+        return NodeAgent(self.paths, "here", 0, self.run_dir, self.sent.append)
+
+    def step(self) -> None:
+        for writer in self.writers:
+            backward = writer.start(Kind.PHASE, Phase.BACKWARD)
+            writer.start(Kind.COLLECTIVE, Op.ALLREDUCE, 0, -1, 64, Flag.SYNC_KNOWN)()
+            backward()
+            writer.start(Kind.PHASE, Phase.OPTIMIZER)()
+
+    def poll(self, later_s: float = 0.0) -> bool:
+        return self.agent.poll(time.monotonic_ns() + int(later_s * 1e9))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path)
+    yield made
+    made.agent.close()
+    for number in made.descriptors:
+        os.close(number)
+
+
+def test_steps_are_counted_logged_and_profiled(node: Node) -> None:
+    for _ in range(12):
+        node.step()
+        node.poll(0.1)
+    assert not node.poll(0.1)
+    beat = node.agent.heartbeat(time.monotonic_ns())
+    assert [(one.rank, one.step, one.phase, one.alive) for one in beat.ranks] == [
+        (0, 11, Phase.FORWARD, True),
+        (1, 11, Phase.FORWARD, True),
+    ]
+    assert all(one.iteration_s > 0 and one.progress == 12 * 3 * 2 for one in beat.ranks)
+    log = [json.loads(line) for line in (node.run_dir / "nodes/0/iterations.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == list(range(12))
+    assert abs(log[-1]["ranks"]["0"]["t"] - time.time()) < 60
+    profile = node.agent.profile(ProfileRequest(9, 4, 6))
+    assert (profile.request, [(one.step, one.rank) for one in profile.iterations]) == (
+        9,
+        [(4, 0), (4, 1), (5, 0), (5, 1), (6, 0), (6, 1)],
+    )
+    assert profile.iterations[0].streams[0].group == "world"
+
+
+def test_groups_are_told_once_and_again_to_the_next_controller(node: Node) -> None:
+    node.step()
+    node.poll()
+    told = [message for message in node.sent if isinstance(message, Groups)]
+    assert [(message.rank, [group.members for group in message.groups]) for message in told] == [
+        (0, [(0, 1, 2, 3)])
+    ]
+    assert [type(message) for message in node.agent.again()] == [Groups]
+
+
+def test_states_show_what_is_in_flight(node: Node) -> None:
+    node.step()
+    node.writers[1].start(Kind.PHASE, Phase.BACKWARD)
+    node.writers[1].start(Kind.COLLECTIVE, Op.BARRIER, 0, -1, 0, Flag.SYNC_KNOWN)
+    states = asyncio.run(node.agent.states(StateRequest(5))).states
+    assert [state.in_flight for state in states][0] == ()
+    assert [(op.group, op.op, op.seq) for op in states[1].in_flight] == [("world", Op.BARRIER, 2)]
+    assert [(one.started, one.completed) for one in states[1].streams] == [(2, 1)]
+    assert all(state.alive and state.process_state in "RSD" for state in states)
+
+
+def test_an_agent_that_comes_later_counts_and_logs_on(node: Node) -> None:
+    for _ in range(10):
+        node.step()
+        node.poll(0.1)
+    node.agent.close()
+    node.step()
+    node.agent = node.attach()
+    node.poll(0.1)
+    beat = node.agent.heartbeat(time.monotonic_ns())
+    assert [one.step for one in beat.ranks] == [10, 10]
+    log = [json.loads(line) for line in (node.run_dir / "nodes/0/iterations.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == list(range(11))
+
+
+def test_a_new_process_in_the_same_ring_begins_anew(node: Node) -> None:
+    for _ in range(6):
+        node.step()
+    node.poll(0.1)
+    node.writers[0].close()
+    del node.writers[0]
+    node.writers.insert(0, RingWriter(node.descriptors[0], rank=0, world_size=4, incarnation=1))
+    node.writers[0].group("world", (0, 1, 2, 3), "gloo", "default")
+    node.step()
+    node.poll(0.1)
+    assert [one.step for one in node.agent.heartbeat(time.monotonic_ns()).ranks] == [0, 6]
+
+
+def test_a_ring_that_is_none_is_said_once_and_the_others_go_on(
+    node: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.write_bytes(b"no ring at all" * 1000)
+    node.agent.close()
+    node.paths = {**node.paths, 2: str(foreign), 3: str(tmp_path / "gone")}
+    node.agent = node.attach()
+    node.step()
+    with caplog.at_level(logging.WARNING):
+        for second in range(8):
+            node.poll(second)
+    assert sorted(record.args[0] for record in caplog.records if isinstance(record.args, tuple)) == [2, 3]
+    assert [one.step for one in node.agent.heartbeat(time.monotonic_ns()).ranks] == [0, 0, -1, -1]
+    assert len(asyncio.run(node.agent.states(StateRequest(1))).states) == 2
+
+
+def test_an_unclaimed_ring_is_a_rank_on_its_way(tmp_path: Path) -> None:
+    descriptor = create(64)
+    agent = NodeAgent({0: f"/proc/{os.getpid()}/fd/{descriptor}"}, "here", 0, tmp_path, lambda message: None)
+    for second in range(5):
+        agent.poll(time.monotonic_ns() + second * 10**9)
+    beat = agent.heartbeat(time.monotonic_ns()).ranks[0]
+    assert (beat.step, beat.phase, beat.alive, beat.progress) == (-1, Phase.STARTUP, True, 0)
+    assert agent.save_rings() == 0
+    agent.close()
+    os.close(descriptor)
+
+
+def test_rings_are_saved_where_reports_look_for_them(node: Node) -> None:
+    node.step()
+    node.poll()
+    assert node.agent.save_rings() == 2
+    saved = RingReader(node.run_dir / "rings" / "rank-00001.ring")
+    assert (saved.header.rank, len(saved.snapshot())) == (1, 3)
+
+
+def test_the_command_line_is_checked() -> None:
+    words = ["--run-dir", "r", "--controller", "h:1", "--secret-file", "s", "--node", "n", "--node-rank", "2"]
+    given = parse([*words, "--ring", "0=/proc/1/fd/3", "--ring", "7=/x"])
+    assert (given.controller, given.node_rank, given.rings) == (("h", 1), 2, {0: "/proc/1/fd/3", 7: "/x"})
+    assert given.run_dir.is_absolute()
+    for wrong in (["--ring", "x=/y"], ["--ring", "3"], ["--ring", "1=/a", "--ring", "1=/b"]):
+        with pytest.raises(UsageError, match="--ring"):
+            parse([*words, *wrong])

@@ -1,0 +1,86 @@
+"""iterations.jsonl: a line per step, bounded, and gone on with by the next agent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from keepstep.agent.steplog import StepLog
+from keepstep.core.summary import IterationSummary
+
+
+def iteration(rank: int, step: int) -> IterationSummary:
+    return IterationSummary(rank, step, float(step), 0.5, 0.4, 0.1)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_step_is_written_when_all_ranks_have_it(tmp_path: Path) -> None:
+    path = tmp_path / "nodes" / "0" / "iterations.jsonl"
+    log = StepLog(path, (4, 5))
+    log.add(iteration(4, 0), 100.0)
+    log.add(iteration(4, 1), 101.0)
+    log.add(iteration(5, 0), 100.5)
+    log.sync()
+    assert lines(path) == [
+        {
+            "step": 0,
+            "ranks": {
+                "4": {"t": 100.0, "d": 0.5, "self": 0.4, "blocked": 0.1, "eval": 0.0, "ckpt": 0.0},
+                "5": {"t": 100.5, "d": 0.5, "self": 0.4, "blocked": 0.1, "eval": 0.0, "ckpt": 0.0},
+            },
+        }
+    ]
+    log.close()
+    assert [line["step"] for line in lines(path)] == [0, 1]
+
+
+def test_a_rank_that_falls_behind_does_not_hold_the_log_up_for_ever(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "i.jsonl", (0, 1))
+    for step in range(40):
+        log.add(iteration(0, step), 100.0 + step)
+    log.sync()
+    assert len(lines(tmp_path / "i.jsonl")) == 24
+    log.close()
+
+
+def test_the_next_agent_goes_on_after_the_last_line_and_drops_a_cut_one(tmp_path: Path) -> None:
+    path = tmp_path / "i.jsonl"
+    first = StepLog(path, (0,))
+    for step in range(5):
+        first.add(iteration(0, step), 100.1234567 + step)
+    first.close()
+    with path.open("ab") as file:
+        file.write(b'{"step": 5, "ran')
+    second = StepLog(path, (0,))
+    for step in range(8):
+        second.add(iteration(0, step), 100.1234567 + step)
+    second.close()
+    assert [line["step"] for line in lines(path)] == list(range(8))
+
+
+def test_it_rotates(tmp_path: Path) -> None:
+    path = tmp_path / "i.jsonl"
+    log = StepLog(path, (0,), limit_bytes=2000)
+    for step in range(100):
+        log.add(iteration(0, step), 100.0 + step)
+    log.close()
+    assert path.stat().st_size <= 2000
+    kept = lines(tmp_path / "i.1.jsonl") + lines(path)
+    assert [line["step"] for line in kept] == list(range(100 - len(kept), 100))
+
+
+def test_a_restarted_job_writes_its_steps_again(tmp_path: Path) -> None:
+    path = tmp_path / "i.jsonl"
+    log = StepLog(path, (0, 1))
+    for rank in (0, 1):
+        log.add(iteration(rank, 0), 100.0)
+    log.add(iteration(0, 1), 101.0)
+    log.flush()  # what the agent does when a ring has a new writer
+    for step in (0, 1):
+        for rank in (0, 1):
+            log.add(iteration(rank, step), 200.0 + step)
+    log.close()
+    assert [(line["step"], len(line["ranks"])) for line in lines(path)] == [(0, 2), (1, 1), (0, 2), (1, 2)]

@@ -1,0 +1,60 @@
+"""Findings of one rank: slow and relief with the right steps, hang and resumed once each."""
+
+from __future__ import annotations
+
+import random
+
+from keepstep.agent.watch import RankWatch
+from keepstep.core.events import Phase
+from keepstep.core.finding import Finding
+
+
+def test_slow_and_relief_name_the_steps_at_which_they_began() -> None:
+    noise = random.Random(1)
+    watch = RankWatch(3, "gpu-1")
+    found: list[Finding] = []
+    for step in range(5, 120):
+        seconds = (0.2 if 50 <= step < 80 else 0.1) * noise.uniform(0.98, 1.02)
+        finding = watch.iteration(step, seconds, float(step))
+        if finding is not None:
+            found.append(finding)
+    assert [(one.kind, one.onset_step) for one in found] == [("slow", 50), ("relief", 80)]
+    assert all(one.step - one.onset_step <= 3 for one in found)
+    assert (found[0].rank, found[0].node) == (3, "gpu-1")
+    assert 1.9 < found[0].after_s / found[0].before_s < 2.1
+
+
+def test_a_standstill_in_backward_is_a_hang_once_and_resumes_once() -> None:
+    watch = RankWatch(0, "here")
+    now, progress = 0.0, 0
+    for step in range(10):
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
+            for _ in range(4):
+                now, progress = now + 0.05, progress + 1
+                assert watch.progress(now, progress, phase, step, False) is None
+    found: list[Finding] = []
+    for look in range(200):
+        finding = watch.progress(now + 0.05 * look, progress + 1, Phase.BACKWARD, 9, False)
+        if finding is not None:
+            found.append(finding)
+    assert [(one.kind, one.phase, one.step) for one in found] == [("hang", Phase.BACKWARD, 9)]
+    assert 1.0 <= found[0].limit_s <= found[0].stuck_s < 1.2
+    after = [
+        watch.progress(now + 11 + look, progress + 2 + look, Phase.BACKWARD, 9, False) for look in range(3)
+    ]
+    assert [one.kind for one in after if one is not None] == ["resumed"]
+
+
+def test_the_one_who_waits_for_others_is_given_more_time() -> None:
+    watch = RankWatch(0, "here")
+    for tick in range(100):
+        watch.progress(tick * 0.05, tick, Phase.BACKWARD, tick // 10, False)
+    looks = [watch.progress(5 + tick * 0.1, 100, Phase.BACKWARD, 9, True) for tick in range(200)]
+    assert looks == [None] * 200
+
+
+def test_an_agent_that_comes_later_does_not_wait_as_in_the_start_up() -> None:
+    watch = RankWatch(0, "here")
+    watch.progress(0.0, 500, Phase.BACKWARD, 100, False)
+    looks = [watch.progress(tick * 1.0, 500, Phase.BACKWARD, 100, False) for tick in range(1, 60)]
+    assert [one.kind for one in looks if one is not None] == ["hang"]
