@@ -21,6 +21,7 @@ from keepstep.launch.processes import Child, Processes, end_group, signal_group
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 10.0
 TRIES = 8
+CANNOT_START = 2  # exit code of one that will not do better when tried again
 STEADY_S = 60.0  # one that lived this long is given all its tries again
 
 
@@ -55,6 +56,7 @@ class Companion:
         self._failures = 0
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = False
+        self._was_ready = ready is None
         self._ended = asyncio.Event()
         self._ended.set()
         self._line = b""
@@ -95,6 +97,10 @@ class Companion:
             os.set_blocking(self._child.stdout.fileno(), False)
             asyncio.get_running_loop().add_reader(self._child.stdout.fileno(), self._read, self._child)
 
+    def may_end(self) -> None:
+        """Its work is done: when it ends now, it is not started again."""
+        self._stopping = True
+
     async def stop(self, patience_s: float) -> None:
         """End it: SIGTERM, and SIGKILL after ``patience_s``."""
         self._stopping = True
@@ -110,10 +116,6 @@ class Companion:
             signal_group(child.pid, signal.SIGKILL)
             await self._ended.wait()
 
-    async def wait_ended(self) -> None:
-        """Until it does not run (any more)."""
-        await self._ended.wait()
-
     def _exited(self, child: Child) -> None:
         if child.stdout:
             asyncio.get_running_loop().remove_reader(child.stdout.fileno())
@@ -125,6 +127,8 @@ class Companion:
         if not self._stopping:
             if child.ended_s - child.started_s >= STEADY_S:
                 self._failures = 0
+            if child.status == CANNOT_START and not self._was_ready:
+                self._failures = TRIES
             self._again(f"ended with status {child.status}")
 
     def _again(self, reason: str) -> None:
@@ -153,6 +157,7 @@ class Companion:
             except ValueError:
                 said = None
             if isinstance(said, dict) and said.get("ready"):  # pyright: ignore[reportUnknownMemberType]
+                self._was_ready = True
                 self._ready(said)  # pyright: ignore[reportUnknownArgumentType]
 
 
@@ -164,6 +169,7 @@ def controller_command(job: Job, folder: Path, secret: Path, listen: Endpoint) -
         *("--listen", str(listen)),
         *("--secret-file", str(secret)),
         *("--nodes", str(job.max_nodes)),
+        *("--join-timeout", f"{job.rendezvous.join_timeout_s:g}"),
         *_tls(job),
     ]
 

@@ -168,11 +168,11 @@ class Launcher:
             return controller_command(job, self._folder, self._secret, self._controller_at)
 
         def gave_up(reason: str) -> None:
-            self._controller_lost = reason
-            self._controller_ready.set()
-            self._warn(
-                f"the controller {reason} again and again (see {self._folder}/controller.log): no verdicts"
-            )
+            if job.rendezvous.endpoint and not self._controller_ready.is_set():
+                self._controller_lost = reason
+                self._controller_ready.set()
+                return
+            self._warn(f"the controller {reason} (see {self._folder}/controller.log): no verdicts")
 
         self._controller = Companion(
             "controller", command, self._processes, self._guard, gave_up=gave_up, ready=ready
@@ -235,9 +235,7 @@ class Launcher:
                 return self._explain(outcome)
             restarts += 1
             failure = root_cause.first(self._workers.failures)
-            self._say(
-                f"rank {failure.rank}: {failure.message}; restart {restarts} of {self._job.max_restarts}"
-            )
+            self._say(f"rank {failure.rank}: {failure.text}; restart {restarts} of {self._job.max_restarts}")
             await self._stop_agent()
             place = replace(
                 place,
@@ -312,7 +310,7 @@ class Launcher:
         rings = {rank: self._ring_path(rank) for rank in self._rings}
 
         def gave_up(reason: str) -> None:
-            self._warn(f"the agent {reason} again and again (see {log}): this node trains on unwatched")
+            self._warn(f"the agent {reason} (see {log}): this node trains on unwatched")
 
         log = self._folder / "nodes" / str(place.node_rank) / "agent.log"
         self._agent = Companion(
@@ -392,7 +390,7 @@ class Launcher:
     def _on_failure(self, failure: root_cause.Failure) -> None:
         if self._link:
             self._link.found(self._finding(failure))
-        self._settle(_Outcome("failed", failure.exit_code, f"rank {failure.rank}: {failure.message}"))
+        self._settle(_Outcome("failed", failure.exit_code, f"rank {failure.rank}: {failure.text}"))
 
     def _on_finish(self) -> None:
         self._settle(_Outcome("finished", 0, "finished"))
@@ -400,6 +398,8 @@ class Launcher:
     def _on_stop(self, stop: Stop) -> None:
         self._stop_code = stop.exit_code
         self._job_over.set()
+        if self._controller:
+            self._controller.may_end()
         self._settle(_Outcome("stopped", stop.exit_code, stop.reason))
 
     def _settle(self, outcome: _Outcome) -> None:
@@ -431,7 +431,7 @@ class Launcher:
         if self._link:
             for failure in failures[1:]:
                 self._link.found(self._finding(failure))
-        return replace(outcome, code=self._workers.exit_code, reason=f"rank {root.rank}: {root.message}")
+        return replace(outcome, code=self._workers.exit_code, reason=f"rank {root.rank}: {root.text}")
 
     async def _sweep(self) -> None:
         ours = {self._guard.pid}
@@ -464,10 +464,11 @@ class Launcher:
     async def _wait_for_others(self, outcome: _Outcome) -> None:
         """The job is over when all nodes are: the controller says so, and node 0 keeps it alive until then."""
         assert self._link is not None
-        if self._place is None or self._place.node_count == 1 or self._job_over.is_set():
+        if self._place is None or self._job_over.is_set():
             return
-        patience_s = _EXIT_BARRIER_S if outcome.kind == "finished" else self._job.linger_s
-        gone = asyncio.ensure_future(self._link.lost(self._job.linger_s))
+        alone = self._place.node_count == 1
+        patience_s = self._job.linger_s if alone or outcome.kind != "finished" else _EXIT_BARRIER_S
+        gone = asyncio.ensure_future(self._link.lost(_DRAIN_S if alone else self._job.linger_s))
         over = asyncio.ensure_future(self._job_over.wait())
         kill = asyncio.ensure_future(self._kill_now.wait())
         waits: list[asyncio.Future[Any]] = [gone, over, kill]

@@ -27,9 +27,14 @@ class Failure:
     pid: int
     status: int  # exit code, or -N for signal N
     unix_s: float  # when it failed: when its error file was written, else when it died
-    message: str  # one line
+    message: str  # its error in one line; empty when it left none
     detail: str  # traceback, or what there is
     error_file: Path | None
+
+    @property
+    def text(self) -> str:
+        """What can be said in one line."""
+        return self.message or _by_status(self.status, self.pid)
 
     @property
     def exit_code(self) -> int:
@@ -58,7 +63,7 @@ def examine(
     detail = said
     if status > 0:
         detail += "; its traceback is on stderr above (to keep it: @record on main, or --redirects 3)"
-    return Failure(rank, local_rank, pid, status, died_unix_s, said, detail, None)
+    return Failure(rank, local_rank, pid, status, died_unix_s, "", detail, None)
 
 
 def _by_status(status: int, pid: int) -> str:
@@ -167,7 +172,7 @@ def hand_up(failure: Failure, target: str) -> None:
         content: Any = json.loads(failure.error_file.read_bytes()) if failure.error_file else None
         if not isinstance(content, dict):
             content = {
-                "message": {"message": failure.message, "extraInfo": {"timestamp": str(int(failure.unix_s))}}
+                "message": {"message": failure.text, "extraInfo": {"timestamp": str(int(failure.unix_s))}}
             }
         said = cast("dict[str, Any]", content).get("message")
         if isinstance(said, dict):

@@ -17,6 +17,7 @@ _CONTENT = (
     "run.json",
     "secret",
     "status.json",
+    "placement.json",
     "end.json",
     "controller.log",
     "incidents",

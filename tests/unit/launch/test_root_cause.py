@@ -46,7 +46,11 @@ def test_without_an_error_file_the_last_lines_of_stderr(tmp_path: Path) -> None:
 
 def test_without_anything_the_status(tmp_path: Path) -> None:
     killed = examine(0, 0, 5, -9, 1.0, tmp_path / "none", None)
-    assert (killed.message, killed.exit_code) == ("signal 9 (SIGKILL) received by process 5", 137)
+    assert (killed.message, killed.text, killed.exit_code) == (
+        "",
+        "signal 9 (SIGKILL) received by process 5",
+        137,
+    )
     assert "<NO_OTHER_FAILURES>" in render("t", "h", [killed])
     assert examine(0, 0, 5, -40, 1.0, tmp_path / "none", None).exit_code == 168
 

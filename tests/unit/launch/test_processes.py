@@ -1,0 +1,159 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from keepstep.launch import addresses
+from keepstep.launch.job import Endpoint
+from keepstep.launch.processes import exit_code
+
+
+def alone(code: str, **environ: str) -> str:
+    """Run code in a process of its own: it becomes a subreaper and reaps whatever is its child."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environ},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_exit_codes_are_a_shells() -> None:
+    assert [exit_code(status) for status in (0, 3, -9, -15)] == [0, 3, 137, 143]
+
+
+def test_every_end_is_told_once_with_its_status() -> None:
+    told = alone(
+        """
+        import os, signal, time
+        from keepstep.launch.processes import Processes
+        processes, told = Processes(), []
+        for command in (["true"], ["sh", "-c", "exit 4"], ["sh", "-c", "kill -9 $$"]):
+            processes.start(command[-1], command, os.environ, on_exit=told.append)
+        while len(told) < 3:
+            processes.reap()
+        print(sorted(child.status for child in told), all(not child.alive for child in told))
+        """
+    )
+    assert told == "[-9, 0, 4] True"
+
+
+def test_orphans_are_adopted_and_found() -> None:
+    told = alone(
+        """
+        import os, signal
+        from keepstep.launch.processes import Processes, descendants
+        processes, ended = Processes(), []
+        # setsid: neither the session nor the group of the child that dies.
+        processes.start("parent", ["sh", "-c", "setsid sleep 600 & exit 0"], os.environ, on_exit=ended.append)
+        while not ended:
+            processes.reap()
+        found = []
+        while not found:
+            found = descendants(os.getpid())
+        os.kill(found[0], signal.SIGKILL)
+        while processes.reap() != found:
+            pass
+        print(len(found), descendants(os.getpid()))
+        """
+    )
+    assert told == "1 []"
+
+
+def test_the_guard_ends_groups_and_carriers_of_the_cookie() -> None:
+    told = alone(
+        """
+        import os, signal, subprocess, sys
+        from keepstep.launch.guard import Guard
+        cookie = f"KEEPSTEP_JOB={os.getpid()}"
+        name, value = cookie.split("=")
+        launcher = os.fork()
+        if launcher == 0:
+            guard = Guard(cookie)
+            group = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            carrier = subprocess.Popen(["sleep", "600"], start_new_session=True, env={**os.environ, name: value})
+            quiet = subprocess.DEVNULL
+            stranger = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=quiet, stderr=quiet)
+            guard.add(group.pid, at_once=True)
+            print(group.pid, carrier.pid, stranger.pid, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(launcher, 0)
+        """,
+    )
+    group, carrier, stranger = map(int, told.split())
+
+    def gone(pid: int) -> bool:
+        try:
+            return b") Z " in Path(f"/proc/{pid}/stat").read_bytes()
+        except OSError:
+            return True
+
+    while not (gone(group) and gone(carrier)):
+        pass
+    assert not gone(stranger)
+    os.kill(stranger, signal.SIGKILL)
+
+
+def test_a_companion_that_keeps_dying_is_given_up() -> None:
+    told = alone(
+        """
+        import asyncio, os, signal, sys
+        from keepstep.launch import companions
+        from keepstep.launch.guard import Guard
+        from keepstep.launch.processes import Processes
+
+        companions.FIRST_WAIT_S = 0.0
+        guard = Guard("KEEPSTEP_JOB=none")
+
+        async def main():
+            loop, processes = asyncio.get_running_loop(), Processes()
+            loop.add_signal_handler(signal.SIGCHLD, processes.reap)
+            for command in (["sh", "-c", "exit 1"], ["sh", "-c", "exit 2"], ["/no/such/program"]):
+                starts, gave_up = [], loop.create_future()
+                def one(command=command):
+                    starts.append(1)
+                    return command
+                companions.Companion(
+                    "x", one, processes, guard, gave_up=gave_up.set_result, ready=lambda said: None
+                ).start()
+                reason = await gave_up
+                print(len(starts), reason.splitlines()[0][:22])
+
+        asyncio.run(main())
+        guard.close()
+        """
+    )
+    assert told.splitlines() == [
+        "9 ended with status 1",
+        "1 ended with status 2",
+        "9 x: cannot start /no/su",
+    ]
+
+
+def test_which_hosts_are_this_one() -> None:
+    assert addresses.is_this_host("localhost")
+    assert addresses.is_this_host("127.0.0.1")
+    assert addresses.is_this_host(os.uname().nodename)
+    assert not addresses.is_this_host("192.0.2.1")  # set aside for documentation: nobody's
+
+
+def test_listening_stays_on_the_address_given() -> None:
+    assert addresses.listen_address(Endpoint("127.0.0.1", 1)) == "127.0.0.1"
+    assert addresses.listen_address(Endpoint("localhost", 1)) in ("127.0.0.1", "::1")
+    assert addresses.listen_address(Endpoint("192.0.2.7", 1)) == "192.0.2.7"
+
+
+def test_only_one_launcher_of_a_machine_claims_a_rendezvous() -> None:
+    port = addresses.free_port("127.0.0.1")
+    first = addresses.claim_host(port)
+    assert first is not None
+    assert addresses.claim_host(port) is None
+    first.close()
+    again = addresses.claim_host(port)
+    assert again is not None
+    again.close()
