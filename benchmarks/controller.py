@@ -24,7 +24,7 @@ import psutil
 from benchmarks._report import Line, Report, bench_arguments
 from keepstep import wire
 from keepstep.core.finding import Finding
-from keepstep.core.summary import ClockSample, OpInFlight
+from keepstep.core.summary import ClockSample, IterationSummary, OpInFlight
 
 RANKS = 8
 GOAL = "12,500 agents at 1 Hz on one core with under 60 % of it"
@@ -57,6 +57,12 @@ def heartbeat(node: int, sequence: int, now_s: float, samples: int) -> wire.Hear
     return wire.Heartbeat(node, sequence, now_s, ranks, clock)
 
 
+def iterations(node: int) -> tuple[IterationSummary, ...]:
+    """Four healthy and three slow iterations of one rank, without streams."""
+    durations = [(97 + index, 0.7 if index < 3 else 1.1) for index in range(7)]
+    return tuple(IterationSummary(node * RANKS, step, 0.0, d, d / 2, d / 2) for step, d in durations)
+
+
 class StandIn(asyncio.Protocol):
     """An agent's connection without an agent behind it."""
 
@@ -80,6 +86,8 @@ class StandIn(asyncio.Protocol):
         for message in messages:
             if isinstance(message, wire.Welcome) and not self._ready.done():
                 self._ready.set_result(None)
+            elif isinstance(message, wire.ProfileRequest):
+                self.send(wire.Profile(message.request, self._node, iterations(self._node)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
@@ -205,7 +213,7 @@ async def measure(agents: int, seconds: float, samples: int, report: Report, run
             f"storm of {agents} findings to the verdict",
             round(latency, 2),
             "s",
-            limit=f"no agent answers for its profile, so 1 s of it is the wait for them; {storm_cpu:.2f} s CPU",
+            limit=f"profiles of 1 rank and 7 iterations from each agent; {storm_cpu:.2f} s CPU",
         )
     )
     report.add(Line("controller memory", round(memory), "MiB"))

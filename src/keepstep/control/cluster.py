@@ -49,6 +49,7 @@ class Cluster:
         self.newest_step = -1
         self.refused_groups = 0
         self._members = 0
+        self._home: dict[int, Node] = {}
 
     def node(self, rank: int, name: str) -> Node:
         """The node, made when it was not known."""
@@ -124,6 +125,12 @@ class Cluster:
             for cause in node.causes
         ]
 
+    def step_of(self, rank: int) -> int:
+        """The last step that this rank is known to have finished; -1 when nothing is known."""
+        node = self._home.get(rank)
+        ranks = node.beat.ranks if node is not None and node.beat is not None else ()
+        return next((one.step for one in ranks if one.rank == rank), -1)
+
     def beats(self) -> Iterable[RankBeat]:
         """The last word about every rank."""
         for node in self.nodes.values():
@@ -133,3 +140,4 @@ class Cluster:
     def _claim(self, node: Node) -> None:
         for rank in node.ranks:
             self.node_of[rank] = node.name
+            self._home[rank] = node

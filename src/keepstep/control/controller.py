@@ -241,7 +241,7 @@ class Controller:
         self._newest_number += 1
         return self._newest_number
 
-    def publish(self, incident: Incident, say: Literal["verdict", "closes", ""]) -> None:
+    def publish(self, incident: Incident, say: Literal["verdict", "sharper", "closes", ""]) -> None:
         self._effects.append(WriteIncident(incident))
         if say:
             self._effects.append(Say(incident, say))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep.control.desk import Desk, same_culprits, unlocated
+from keepstep.control.desk import Desk, how_to_say, same_culprits, unlocated
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Diagnosis, Incident
 from keepstep.core.ranges import fold_nodes, fold_ranks
@@ -37,6 +37,8 @@ class CrashCase:
         """One more rank died."""
         if finding.rank in self._findings or len(self._findings) >= _MOST_FINDINGS:
             return
+        if finding.step < 0:  # launchers do not know steps
+            finding = replace(finding, step=self._desk.cluster.step_of(finding.rank) + 1)
         self._findings[finding.rank] = finding
         self._step = max(self._step, finding.step)
         self._began(now_s)
@@ -97,7 +99,7 @@ class CrashCase:
             world_size=desk.cluster.known_ranks,
             detected_unix_s=old.detected_unix_s if old else desk.unix_s(now_s),
         )
-        desk.publish(self.incident, "verdict")
+        desk.publish(self.incident, how_to_say(old, diagnosis))
 
     def acted(self, action: Action) -> None:
         """Note what was done about it."""

@@ -27,7 +27,7 @@ class Desk(Protocol):
         """A number for a new incident, never given out before in this run."""
         ...
 
-    def publish(self, incident: Incident, say: Literal["verdict", "closes", ""]) -> None:
+    def publish(self, incident: Incident, say: Literal["verdict", "sharper", "closes", ""]) -> None:
         """Write the incident and, if wanted, print it."""
         ...
 
@@ -49,7 +49,14 @@ def unlocated(kind: IncidentKind, error: Exception) -> Diagnosis:
     return Diagnosis(kind, (), (), (), (f"a location: it failed with {type(error).__name__}: {error}"[:200],))
 
 
+def how_to_say(old: Incident | None, diagnosis: Diagnosis) -> Literal["verdict", "sharper", ""]:
+    """Print what is new: the first verdict, and later ones only when they blame somebody else or more surely."""
+    if old is None:
+        return "verdict"
+    return "" if same_culprits(old, diagnosis) else "sharper"
+
+
 def same_culprits(one: Incident, other: Diagnosis) -> bool:
-    """They blame the same ranks and links with no more confidence."""
+    """They blame the same ranks and links with the same confidence."""
     blamed = {(culprit.rank, culprit.link, culprit.confidence) for culprit in one.culprits}
     return blamed == {(culprit.rank, culprit.link, culprit.confidence) for culprit in other.culprits}

@@ -34,10 +34,10 @@ class WriteIncident:
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Print: a whole ``verdict``, or the line that ``closes`` an incident."""
+    """Print: a whole ``verdict``, one that is ``sharper`` than an earlier one, or the line that ``closes`` it."""
 
     incident: Incident
-    what: Literal["verdict", "closes"]
+    what: Literal["verdict", "sharper", "closes"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from keepstep.control.desk import Desk, same_culprits, unlocated
+from keepstep.control.desk import Desk, how_to_say, unlocated
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Diagnosis, Incident
 from keepstep.core.summary import RankState
@@ -157,7 +157,7 @@ class HangCase:
         if old is None:
             self._verdict_s = now_s
         self.incident = incident
-        desk.publish(incident, "" if old is not None and same_culprits(old, diagnosis) else "verdict")
+        desk.publish(incident, how_to_say(old, diagnosis))
 
     def _locate(self, states: Sequence[RankState]) -> Diagnosis:
         desk = self._desk

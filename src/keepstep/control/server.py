@@ -204,10 +204,12 @@ class ControlServer:
 
     def _say(self, effect: Say) -> None:
         run = self._options.run_dir.name
-        if effect.what == "verdict":
-            text = render(effect.incident, color=self._color, run=run) + "\n"
-        else:
+        if effect.what == "closes":
             text = render_closing(effect.incident, color=self._color)
+        else:
+            text = render(effect.incident, color=self._color, run=run) + "\n"
+        if effect.what == "sharper":
+            text = f"incident {effect.incident.number:04d}, at a closer look:\n{text}"
         try:
             print(text, file=sys.stderr, flush=True)
         except OSError:

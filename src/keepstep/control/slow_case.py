@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from keepstep.control.desk import Desk, same_culprits, unlocated
+from keepstep.control.desk import Desk, how_to_say, unlocated
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Diagnosis, Incident
 from keepstep.core.summary import IterationSummary
@@ -19,6 +19,7 @@ SHARPEN_STEPS = 3
 BEFORE_STEPS = 16
 _LARGE_WORLD = 4096
 _BEFORE_STEPS_LARGE = 4
+_ENOUGH_RANKS = 256
 _CONFIRM_RATIO = 1.08  # of all ranks' iteration times, when fewer than half of the ranks have said anything
 _OWN_RATIO = 1.10
 _SHARPEN_S = 60.0  # sharpen after this long when steps do not come
@@ -144,13 +145,17 @@ class SlowCase:
         self.question = self._desk.ask_profiles(first, last + 1, now_s)
 
     def _confirmed(self, before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> bool:
-        if 2 * len(self._slow) >= max(self._desk.cluster.known_ranks, 1):
+        if self._many():
             return True
         ratios = _ratios(before, after)
         if ratios and median(ratios.values()) >= _CONFIRM_RATIO:
             return True
         own = [ratios[rank] for rank in self._slow if rank in ratios]
         return self._tries > 0 and bool(own) and min(own) >= _OWN_RATIO
+
+    def _many(self) -> bool:
+        """So many ranks say it that it needs no other proof."""
+        return len(self._slow) >= min(max(self._desk.cluster.known_ranks / 2, 1), _ENOUGH_RANKS)
 
     def _decide(
         self,
@@ -187,7 +192,7 @@ class SlowCase:
             detected_unix_s=old.detected_unix_s if old else desk.unix_s(now_s),
         )
         self.incident = incident
-        desk.publish(incident, "" if old is not None and same_culprits(old, diagnosis) else "verdict")
+        desk.publish(incident, how_to_say(old, diagnosis))
 
     def _locate(
         self, before: Sequence[IterationSummary], after: Sequence[IterationSummary], now_s: float
@@ -205,7 +210,7 @@ class SlowCase:
         self.closed = True
         old = self.incident
         if old is None:
-            if 2 * len(self._slow) < max(self._desk.cluster.known_ranks, 1):
+            if not self._many():
                 return  # a lone rank's slowdown that went by itself
             old = self._transient(now_s)
         status = "transient" if not old.culprits and not self._sharpened else "relieved"

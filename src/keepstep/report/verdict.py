@@ -14,6 +14,7 @@ _LABEL = 10
 _RIGHT = 74  # column at which the second half of a line begins
 _FOLDED = 64  # longest list of folded ranks that is printed
 _CULPRITS = 8
+_EVIDENCE = 6
 _ORDER = {"high": 0, "medium": 1, "low": 2}
 _STYLES = {"slow": "33;1", "hang": "31;1", "crash": "31;1", "desync": "31;1", "culprit": "1", "dim": "2"}
 
@@ -145,12 +146,15 @@ def _evidence(incident: Incident, world: int) -> list[str]:
     confidence = _confidence(incident.culprits)
     right = f"confidence {confidence}" if confidence else ""
     told = f"{incident.ranks_reporting}/{world} ranks reporting" if world and incident.ranks_reporting else ""
-    parts = [part for part in (told, *incident.evidence[:1]) if part]
-    if not parts and not right:
+    items = list(incident.evidence[:_EVIDENCE])
+    if not told and not right and not items:
         return []
-    lines = _beside("evidence", ", ".join(parts), right)
-    for more in incident.evidence[1:6]:
-        lines += _wrapped("", more)
+    first = told
+    if items and len(", ".join(filter(None, (told, items[0])))) <= _RIGHT - _LABEL - 2:
+        first = ", ".join(filter(None, (told, items.pop(0))))
+    lines = _beside("evidence", first, right)
+    for item in items:
+        lines += _wrapped("", item)
     return lines
 
 
@@ -161,6 +165,8 @@ def _confidence(culprits: Sequence[Culprit]) -> Literal["high", "medium", "low",
 
 
 def _actions(incident: Incident) -> list[str]:
+    if not incident.actions and incident.kind == "crash":
+        return [_line("action", "the launchers end the job, or start it again where --max-restarts allows")]
     if not incident.actions:
         return [_line("action", "none (watching only)")]
     lines: list[str] = []
