@@ -289,12 +289,13 @@ def _leading(residuals: Iterable[float], wide: float) -> int:
 def _clipped_mean(run: list[float], hits: int, needed: float, spike: float) -> float:
     """Mean of ``run``, clipped so that it passes ``needed`` only if about ``hits`` values lie near or beyond it.
 
-    Values beyond ``spike`` and twice the third largest are outliers (one or two bad iterations), no part of a run.
+    Values beyond ``spike`` and twice the third largest are outliers (one or two bad iterations) and count as the third.
     """
     cap = 1.1 * needed * len(run) / hits
     low = 0.0 if len(run) <= 8 else -needed
-    outlier = max(spike, 2 * sorted(run)[-3])
-    return sum(min(cap, max(low, value)) for value in run if value <= outlier) / len(run)
+    third = sorted(run)[-3]
+    outlier = max(spike, 2 * third)
+    return sum(min(cap, max(low, value if value <= outlier else third)) for value in run) / len(run)
 
 
 def _split(values: list[tuple[int, float]], before: float, after: float) -> int:
