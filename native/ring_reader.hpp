@@ -345,6 +345,7 @@ class Reader {
       progress.lost += oldest(next) - cursor_;
       cursor_ = oldest(next);
     }
+    progress.started.reserve(progress.started.size() + (next - cursor_));  // one lap at most
     for (; cursor_ < next; ++cursor_) {
       const Found found = take(cursor_, progress);
       if (found == Found::not_yet && live_ && gaps_.size() < layout_.records)
