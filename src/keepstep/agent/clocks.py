@@ -1,7 +1,8 @@
 """Picks the operations that node clocks are compared with, by a rule that every member of a group follows alone.
 
-Operations whose sequence number is a multiple of a power of two are picked; the power follows the group's own rate (about
-one to eight samples a second), and multiples nest, so members whose powers differ for a while still meet in the coarser.
+Operations whose sequence number is a multiple of a power of two are picked; the power follows the group's own rate
+(about one to eight samples a second), and multiples nest, so members whose powers differ for a while still meet in the
+coarser.
 """
 
 from __future__ import annotations

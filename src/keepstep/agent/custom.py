@@ -1,7 +1,7 @@
 """Iterations of loops without an optimizer: cut by the period of their communication and backward passes alone.
 
-The cut is placed after the operation that is followed by the longest gap, which is where such a loop computes. Steps are
-numbered by the sequence number of the operation before the cut.
+The cut is placed after the operation that is followed by the longest gap, which is where such a loop computes. Steps
+are numbered by the sequence number of the operation before the cut.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ _FIRST_LOOK = 48
 _LAST_LOOK = 1 << 15
 _PERIODS = 6
 _AGREEMENT = 0.97
-_SPAN_NS = (
-    3_000_000_000  # the first step of a pipeline also repeats itself: give its optimizer time to show up
-)
+_SPAN_NS = 3_000_000_000  # a pipeline's first step repeats itself, too: its optimizer needs time to show up
 _QUIET_NS = 50_000_000
 
 

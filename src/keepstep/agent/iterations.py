@@ -116,7 +116,7 @@ class IterationCutter:
         return cuts
 
     def phase(self) -> tuple[int, int]:
-        """The innermost phase that is open, or FORWARD (STARTUP before the first step), and when it began (0: unknown)."""
+        """The innermost open phase, or FORWARD (STARTUP before the first step), and when it began (0: unknown)."""
         if self._edge_ns is None:
             return _STARTUP, 0
         if self._open:
@@ -297,7 +297,7 @@ def _first_activity(rows: Rows, end_ns: int) -> int:
 
 
 def _pauses(rows: Rows, start_ns: int, end_ns: int, last: _Marker | None) -> tuple[Union, int, int]:
-    """Evaluation and checkpoint phases of the training thread within the iteration: their union, and each one's time."""
+    """Evaluation and checkpoint phases of the training thread in the iteration: their union, and each one's time."""
     phases = rows["kind"] == _PHASE
     unions: list[Union] = []
     for code in _PAUSES:

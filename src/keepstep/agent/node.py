@@ -75,10 +75,7 @@ class NodeAgent:
         """Read every ring; True when any had something new."""
         busy = False
         for ring in self._rings:
-            try:
-                busy = self._poll_ring(ring, now_ns) or busy
-            except (RingError, OSError) as error:
-                self._complain(ring, f"{error}", now_ns)
+            busy = self._poll_safely(ring, now_ns) or busy
         return busy
 
     def heartbeat(self, now_ns: int) -> Heartbeat:
@@ -160,6 +157,14 @@ class NodeAgent:
     def close(self) -> None:
         """Write what is open."""
         self._log.close()
+
+    def _poll_safely(self, ring: _Ring, now_ns: int) -> bool:
+        """A ring that cannot be read is tried again later; the others go on."""
+        try:
+            return self._poll_ring(ring, now_ns)
+        except (RingError, OSError) as error:
+            self._complain(ring, str(error), now_ns)
+            return False
 
     def _poll_ring(self, ring: _Ring, now_ns: int) -> bool:
         if ring.reader is None:

@@ -38,7 +38,7 @@ def alive(process: ProcessId, proc: Path = PROC) -> bool:
 
 
 def carriers(environment: Mapping[str, Container[str]], proc: Path = PROC) -> list[int]:
-    """Pids of the processes that were started with, for each name, one of its values. Only what we may read is found."""
+    """Pids of the processes that were started with, for each name, one of its values; of those we may look at."""
     return [
         int(entry.name) for entry in proc.iterdir() if entry.name.isdigit() and _carries(entry, environment)
     ]

@@ -1,4 +1,4 @@
-"""``iterations.jsonl``: one line per finished step of the node, in a file that stays below 64 MiB (and one older one)."""
+"""``iterations.jsonl``: one line per finished step of the node; the file stays below 64 MiB, one older is kept."""
 
 from __future__ import annotations
 
@@ -96,9 +96,14 @@ def _last_times(path: Path) -> dict[str, float]:
         return {}
     times: dict[str, float] = {}
     for line in whole.split(b"\n")[1 if end > _TAIL_BYTES else 0 :]:
-        try:
-            for rank, found in json.loads(line)["ranks"].items():
-                times[rank] = max(times.get(rank, 0.0), float(found["t"]))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
+        for rank, start_s in _times_in(line).items():
+            times[rank] = max(times.get(rank, 0.0), start_s)
     return times
+
+
+def _times_in(line: bytes) -> dict[str, float]:
+    """Start of the step by rank; nothing for a line that is none of ours."""
+    try:
+        return {rank: float(found["t"]) for rank, found in json.loads(line)["ranks"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}

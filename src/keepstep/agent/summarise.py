@@ -2,18 +2,19 @@
 
 A rank waits in an operation
 
-- from the start of the wait to its end, where the wait was seen (``wait_ns``; a wait that began after the end is none);
-- not at all, where a wait would have been seen and was not: ends told by the wait (END_BY_WAIT), and operations known to
-  be asynchronous on a group on which other waits were seen in the same iteration (what DDP reduced before its gradients
-  were complete);
+- from the start of the wait to its end, where the wait was seen (``wait_ns``; one that began after the end is none);
+- not at all, where a wait would have been seen and was not: ends told by the wait (END_BY_WAIT), and operations known
+  to be asynchronous on a group on which other waits were seen in the same iteration (what DDP reduced before its
+  gradients were complete);
 - from start to end otherwise: the caller was in the call all along, or it went on and nobody saw where it waited.
 
-The last rule counts overlapped communication as waiting although the rank may have computed meanwhile, and that is meant.
-When a peer slows down, this rank's operations begin no earlier and end later, so their union can only grow: ``self_s`` of
-a victim never grows because of somebody else. Crediting the rank with what it provably did while an operation was in
-flight would credit more in iterations that are longer for another's sake, which breaks exactly that. The rank that is
-slow itself arrives last, its operations are short, and its ``self_s`` grows. ``StreamSummary.blocked_s`` is the finer
-guess: there an operation whose wait was not seen counts from the last thing its thread began before it ended.
+The last rule counts overlapped communication as waiting although the rank may have computed meanwhile, and that is
+meant. When a peer slows down, this rank's operations begin no earlier and end later, so their union can only grow:
+``self_s`` of a victim never grows because of somebody else. Crediting the rank with what it provably did while an
+operation was in flight would credit more in iterations that are longer for another's sake, which breaks exactly that.
+The rank that is slow itself arrives last, its operations are short, and its ``self_s`` grows.
+``StreamSummary.blocked_s`` is the finer guess: there an operation whose wait was not seen counts from the last thing
+its thread began before it ended.
 """
 
 from __future__ import annotations

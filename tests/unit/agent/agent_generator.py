@@ -1,7 +1,7 @@
 """Streams of records as training loops would leave them, from a small simulation of ranks that wait for each other.
 
-Imports nothing of what it tests: the record's layout and all numbers are written out here once more. Times are made, not
-measured. Each rank is a Python generator that yields the operation it waits for; ``play`` runs them to the end.
+Imports nothing of what it tests: the record's layout and all numbers are written out here once more. Times are made,
+not measured. Each rank is a Python generator that yields the operation it waits for; ``play`` runs them to the end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 RECORD = np.dtype(
     {
         "names": [
-            "ticket", "start_ns", "end_ns", "wait_ns", "bytes", "seq", "peer", "thread", "site", "group", "kind", "op", "flags",
+            "ticket", "start_ns", "end_ns", "wait_ns", "bytes", "seq", "peer", "thread", "site", "group", "kind", "op",
+            "flags",
         ],
         "formats": ["u8", "i8", "i8", "i8", "u8", "u4", "i4", "u4", "u4", "i2", "u1", "u1", "u2"],
         "offsets": [0, 8, 16, 24, 32, 40, 44, 48, 52, 56, 58, 59, 60],
@@ -115,10 +116,11 @@ class Rank:
     ) -> dict[str, int]:
         stream = (kind, op if kind != COLLECTIVE else 0, group, peer)
         self.counts[stream] = self.counts.get(stream, 0) + 1
-        row = dict(
-            ticket=len(self.rows), start_ns=self.now, end_ns=0, wait_ns=0, bytes=size, seq=self.counts[stream],
-            peer=peer, thread=7, site=0, group=group, kind=kind, op=op, flags=flags,
-        )  # fmt: skip
+        row = {
+            "ticket": len(self.rows), "start_ns": self.now, "end_ns": 0, "wait_ns": 0, "bytes": size,
+            "seq": self.counts[stream], "peer": peer, "thread": 7, "site": 0, "group": group, "kind": kind, "op": op,
+            "flags": flags,
+        }  # fmt: skip
         self.rows.append(row)
         self.now += 1000
         return row

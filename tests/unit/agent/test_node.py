@@ -97,7 +97,7 @@ def test_states_show_what_is_in_flight(node: Node) -> None:
     node.writers[1].start(Kind.PHASE, Phase.BACKWARD)
     node.writers[1].start(Kind.COLLECTIVE, Op.BARRIER, 0, -1, 0, Flag.SYNC_KNOWN)
     states = asyncio.run(node.agent.states(StateRequest(5))).states
-    assert [state.in_flight for state in states][0] == ()
+    assert states[0].in_flight == ()
     assert [(op.group, op.op, op.seq) for op in states[1].in_flight] == [("world", Op.BARRIER, 2)]
     assert [(one.started, one.completed) for one in states[1].streams] == [(2, 1)]
     assert all(state.alive and state.process_state in "RSD" for state in states)
