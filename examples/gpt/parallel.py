@@ -34,6 +34,7 @@ class Sizes:
     dp_kind: str = "ddp"
     schedule: str = "1f1b"
     microbatches: int = 1
+    rows: int = 8  # of a batch
 
 
 def make_mesh(sizes: Sizes, device_type: str) -> DeviceMesh:
@@ -91,11 +92,30 @@ def build_stages(
     return stages
 
 
+def _boundary(shape: Shape, sizes: Sizes, stage: int, stages: int) -> Tensor:
+    """What crosses from stage ``stage - 1`` to ``stage``, as an empty tensor of that shape."""
+    size = (sizes.rows // sizes.microbatches, shape.sequence)
+    if stage == 0:
+        return torch.empty(size, dtype=torch.long, device="meta")
+    width = shape.vocabulary if stage == stages else shape.dim
+    return torch.empty(*size, width, device="meta", requires_grad=True)
+
+
 def _schedule(
-    stages: list[tuple[int, nn.Module]], sizes: Sizes, mesh: DeviceMesh, device: torch.device
+    stages: list[tuple[int, nn.Module]], shape: Shape, sizes: Sizes, mesh: DeviceMesh, device: torch.device
 ) -> Schedule:
+    count = sizes.pp * len(stages)
     pipe = [
-        PipelineStage(module, index, sizes.pp * len(stages), device, group=mesh.get_group("pp"))
+        PipelineStage(
+            module,
+            index,
+            count,
+            device,
+            # told, not inferred: the trial pass that infers them upsets DDP's reducer
+            input_args=_boundary(shape, sizes, index, count),
+            output_args=_boundary(shape, sizes, index + 1, count),
+            group=mesh.get_group("pp"),
+        )
         for index, module in stages
     ]
     if len(pipe) > 1:
@@ -137,11 +157,16 @@ class Piped:
     """Forward and backward by the pipeline's schedule. Only ranks of the last stage know the loss."""
 
     def __init__(
-        self, stages: list[tuple[int, nn.Module]], sizes: Sizes, mesh: DeviceMesh, device: torch.device
+        self,
+        stages: list[tuple[int, nn.Module]],
+        shape: Shape,
+        sizes: Sizes,
+        mesh: DeviceMesh,
+        device: torch.device,
     ) -> None:
         self.first = stages[0][0] == 0
         self.last = stages[-1][0] == sizes.pp * len(stages) - 1
-        self._make = partial(_schedule, stages, sizes, mesh, device)
+        self._make = partial(_schedule, stages, shape, sizes, mesh, device)
         self._training = self._make()
         self._evaluation: Schedule | None = None
 

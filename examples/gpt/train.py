@@ -104,7 +104,9 @@ class Job:
 
 
 def build(chosen: argparse.Namespace, rank: int, device: torch.device) -> Job:
-    sizes = Sizes(chosen.dp, chosen.tp, chosen.pp, chosen.dp_kind, chosen.schedule, chosen.microbatches)
+    sizes = Sizes(
+        chosen.dp, chosen.tp, chosen.pp, chosen.dp_kind, chosen.schedule, chosen.microbatches, chosen.batch
+    )
     shape = Shape(chosen.layers, chosen.dim, chosen.heads, chosen.seq, VOCABULARY)
     faults = faults_of(chosen.fault, rank)
     compute = Compute(chosen.emulate_compute_ms / 1e3, faults, overlap_host=chosen.tp == 1, device=device)
@@ -112,7 +114,9 @@ def build(chosen: argparse.Namespace, rank: int, device: torch.device) -> Job:
     stages = build_stages(shape, sizes, mesh, compute, device, chosen.seed)
     modules = [module for _, module in stages]
     parameters = [parameter for module in modules for parameter in module.parameters()]
-    model = Piped(stages, sizes, mesh, device) if chosen.pp > 1 else Whole(modules[0], chosen.microbatches)
+    model = (
+        Piped(stages, shape, sizes, mesh, device) if chosen.pp > 1 else Whole(modules[0], chosen.microbatches)
+    )
     replica = mesh.get_local_rank("dp")
     text = standard_library_text()
     edge = len(text) * 9 // 10

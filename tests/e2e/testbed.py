@@ -81,7 +81,7 @@ class Host:
         command = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--time", "--monotonic", offset,
                    "--boottime", offset, "--pid", "--fork", "--kill-child", "--mount-proc",
                    "sh", "-c", 'hostname "$1" && exec sleep infinity', "sh", self.name]  # fmt: skip
-        self._holder = subprocess.Popen(command, preexec_fn=_die_with_parent)
+        self._holder = subprocess.Popen(command, preexec_fn=_die_with_parent, stderr=subprocess.DEVNULL)
         children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children")
         for _ in range(500):
             pids = children.read_text().split()
