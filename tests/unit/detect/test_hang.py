@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import pytest
+
+from keepstep.core.events import Phase
+from keepstep.detect import HangDetector, NoProgress
+
+POLL_S = 0.1
+
+
+class Rank:
+    """A rank seen every 100 ms; ``spend`` lets time go by, with or without progress."""
+
+    def __init__(self, detector: HangDetector) -> None:
+        self.detector = detector
+        self.now_s = 1000.0
+        self.progress = 0
+        self.step = 0
+        self.reports: list[NoProgress] = []
+
+    def spend(self, seconds: float, phase: Phase, *, moving: bool = False, waiting: bool = False) -> None:
+        self.progress += 1
+        for _ in range(max(1, round(seconds / POLL_S))):
+            self.now_s += POLL_S
+            self.progress += moving
+            report = self.detector.observe(self.now_s, self.progress, phase, step=self.step, waiting=waiting)
+            if report is not None:
+                self.reports.append(report)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.spend(0.1, Phase.DATA)
+            self.spend(0.2, Phase.FORWARD)
+            self.spend(0.4, Phase.BACKWARD)
+            self.spend(0.1, Phase.OPTIMIZER)
+            self.step += 1
+
+
+def trained(steps: int = 40) -> Rank:
+    rank = Rank(HangDetector())
+    rank.train(steps)
+    assert rank.reports == []
+    return rank
+
+
+def test_asleep_in_backward_is_reported_once_and_in_time() -> None:
+    rank = trained()
+    began_s, usual_s = rank.now_s, 0.5
+    rank.spend(20.0, Phase.BACKWARD)
+    (report,) = rank.reports
+    assert report.phase == Phase.BACKWARD
+    assert report.since_s == pytest.approx(began_s, abs=0.11)
+    assert report.stuck_s > report.limit_s >= 2 * 0.4
+    assert report.stuck_s <= 2 * usual_s + 1.0
+
+
+def test_relief_withdraws_the_report() -> None:
+    rank = trained()
+    rank.spend(20.0, Phase.BACKWARD)
+    assert rank.detector.stuck == rank.reports[0]
+    rank.train(1)
+    assert rank.detector.stuck is None
+    rank.spend(20.0, Phase.BACKWARD)
+    assert len(rank.reports) == 2
+
+
+def test_a_hang_does_not_teach_patience_the_first_time() -> None:
+    rank = trained()
+    for times in (1, 2):
+        rank.spend(8.0, Phase.BACKWARD)
+        rank.train(2)
+        assert len(rank.reports) == times
+    rank.spend(8.0, Phase.BACKWARD)
+    assert len(rank.reports) == 2
+
+
+def test_a_first_step_of_a_minute() -> None:
+    rank = Rank(HangDetector())
+    rank.spend(20.0, Phase.STARTUP)
+    rank.spend(3.0, Phase.FORWARD, moving=True)
+    rank.spend(60.0, Phase.FORWARD)
+    rank.train(30)
+    assert rank.reports == []
+
+
+def test_a_start_that_never_ends_is_reported_in_the_end() -> None:
+    rank = Rank(HangDetector(startup_limit_s=120.0))
+    rank.spend(130.0, Phase.STARTUP)
+    (report,) = rank.reports
+    assert report.limit_s == 120.0
+
+
+@pytest.mark.parametrize("phase", [Phase.EVALUATION, Phase.FORWARD])
+def test_evaluation_every_20_steps_marked_or_not(phase: Phase) -> None:
+    rank = Rank(HangDetector())
+    for _ in range(5):
+        rank.train(20)
+        rank.spend(6.0, phase)
+    assert rank.reports == []
+
+
+@pytest.mark.parametrize("phase", [Phase.CHECKPOINT, Phase.FORWARD])
+def test_a_checkpoint_of_5_seconds_marked_or_not(phase: Phase) -> None:
+    rank = trained(50)
+    rank.spend(5.0, phase)
+    rank.train(50)
+    assert rank.reports == []
+
+
+def test_waiting_for_a_rank_that_writes_a_checkpoint() -> None:
+    rank = trained()
+    rank.spend(5.0, Phase.BACKWARD, waiting=True)
+    assert rank.reports == []
+
+
+def test_a_hang_in_a_known_checkpoint_is_judged_by_its_usual_length() -> None:
+    rank = Rank(HangDetector())
+    for _ in range(4):
+        rank.train(10)
+        rank.spend(5.0, Phase.CHECKPOINT)
+    rank.train(1)
+    rank.spend(40.0, Phase.CHECKPOINT)
+    (report,) = rank.reports
+    assert report.limit_s == pytest.approx(10.0, abs=0.3)
+
+
+def test_a_hang_outside_marked_phases_is_reported_after_the_pause_limit() -> None:
+    rank = trained()
+    rank.spend(40.0, Phase.FORWARD)
+    (report,) = rank.reports
+    assert report.limit_s == 30.0
+
+
+def test_steps_are_counted_by_the_optimizer_where_nobody_counts_them() -> None:
+    detector = HangDetector()
+    for turn in range(12):
+        detector.observe(turn * 0.1, turn, (Phase.BACKWARD, Phase.OPTIMIZER)[turn % 2])
+    assert detector.limit_s(Phase.BACKWARD) == 1.0
+
+
+def test_a_clock_that_steps_back_does_no_harm() -> None:
+    rank = trained()
+    rank.now_s -= 3600
+    rank.train(5)
+    assert rank.reports == []
+
+
+@pytest.mark.parametrize("options", [{"floor_s": 0.0}, {"pause_limit_s": 0.5}, {"startup_limit_s": 5.0}])
+def test_limits_out_of_order_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="HangDetector needs"):
+        HangDetector(**options)

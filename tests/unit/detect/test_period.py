@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable
+
+import pytest
+
+from keepstep.detect import find_period
+
+DDP = [("all_reduce", "dp", size) for size in (25, 25, 25, 17, 3)]
+MICRO = [("all_gather", "tp", 8), ("reduce_scatter", "tp", 8), ("send", "pp", 4)]
+STEP = MICRO * 8 + [("all_reduce", "dp", 99)]
+NESTED = [
+    (op, f"layer{layer}", 1) for layer in range(4) for op in ("gather", "gather", "scatter") * 3
+] * 2 + [("barrier", "world", 0)]
+
+
+@pytest.mark.parametrize(
+    "pattern", [[("all_reduce", "dp", 1)], DDP, STEP, NESTED], ids=["one", "ddp", "steps", "nested"]
+)
+@pytest.mark.parametrize("cut", [0, 3])
+def test_clean_sequences(pattern: list[Hashable], cut: int) -> None:
+    period = find_period((pattern * 20)[cut:])
+    assert period is not None
+    assert (period.length, period.start) == (len(pattern), 0)
+    assert period.confidence > 0.9
+
+
+def test_a_warm_up_prefix_is_left_out() -> None:
+    prefix = [("broadcast", "world", size) for size in range(50)]
+    period = find_period(prefix + DDP * 20)
+    assert period is not None
+    assert (period.length, period.start) == (5, 50)
+
+
+def test_half_a_percent_of_wrong_records_does_no_harm() -> None:
+    rng = random.Random(3)
+    for pattern in (DDP, STEP, NESTED):
+        symbols = [rng.choice(pattern) if rng.random() < 0.005 else symbol for symbol in pattern * 40]
+        period = find_period(symbols)
+        assert period is not None
+        assert period.length == len(pattern)
+
+
+@pytest.mark.parametrize("symbols", [[], [1], [1, 2, 3, 1, 2, 3, 1], list(range(1000))])
+def test_too_little_or_nothing_to_see(symbols: list[int]) -> None:
+    assert find_period(symbols) is None
+
+
+def test_random_symbols_are_refused() -> None:
+    rng = random.Random(5)
+    assert all(find_period([rng.randrange(4) for _ in range(500)]) is None for _ in range(50))
+
+
+def test_irregular_sizes_are_refused_or_right() -> None:
+    rng = random.Random(6)
+    for _ in range(20):
+        symbols = [
+            ("all_to_all", "ep", rng.randrange(5)) if symbol[0] == "all_gather" else symbol
+            for symbol in STEP * 20
+        ]
+        period = find_period(symbols)
+        assert period is None or period.length == len(STEP)
+
+
+def test_lost_records_do_not_pass_a_micro_batch_for_a_step() -> None:
+    rng = random.Random(7)
+    step = MICRO[:2] * 60 + [("all_reduce", "dp", 99)]
+    period = find_period([symbol for symbol in step * 60 if rng.random() > 0.005])
+    assert period is None or period.length == len(step)
+
+
+def test_markers_make_it_the_whole_step() -> None:
+    pattern = MICRO * 8  # nothing in the calls themselves tells the step from the micro-batch
+    markers = list(range(24, 24 * 20, 24))
+    inner, whole = find_period(pattern * 20), find_period(pattern * 20, markers)
+    assert inner is not None
+    assert whole is not None
+    assert (inner.length, whole.length, whole.start) == (3, 24, 24)
+
+
+def test_markers_see_past_interleaved_evaluation() -> None:
+    symbols: list[Hashable] = []
+    markers: list[int] = []
+    for step in range(40):
+        markers.append(len(symbols))
+        symbols += STEP
+        if step % 5 == 4:
+            symbols += [("all_reduce", "dp", 7)] * 6
+    period = find_period(symbols, markers)
+    assert period is not None
+    assert period.length == len(STEP)
+
+
+def test_markers_with_sizes_that_vary_count_calls() -> None:
+    rng = random.Random(8)
+    symbols = [("all_to_all", "ep", rng.random()) for _ in range(200)]
+    period = find_period(symbols, list(range(0, 201, 10)))
+    assert period is not None
+    assert period.length == 10
+    assert find_period(symbols, sorted(rng.sample(range(200), 20))) is None
+
+
+def test_the_rhythm_of_now_counts() -> None:
+    period = find_period(DDP * 100 + NESTED * 60)
+    assert period is not None
+    assert (period.length, period.start) == (len(NESTED), 500)
+
+
+def test_a_long_sequence() -> None:
+    period = find_period([("op", place % 37, place) for place in range(900)] * 112)
+    assert period is not None
+    assert (period.length, period.start) == (900, 0)
+
+
+@pytest.mark.parametrize("markers", [[3, 2], [-1, 4], [0, 99]])
+def test_markers_that_make_no_sense_are_refused(markers: list[int]) -> None:
+    with pytest.raises(ValueError, match="markers must be sorted"):
+        find_period([1] * 20, markers)
