@@ -1,1 +1,1 @@
-"""Benchmarks: each is ``python -m benchmarks.NAME [--quick] [--json FILE] [--samples DIR]`` from the repository's root."""
+"""Benchmarks: ``python -m benchmarks.NAME [--quick] [--json FILE] [--samples DIR]`` from the repository's root."""

@@ -1,6 +1,7 @@
 """What GREYHOUND (section 7.2) compares: a sliding window, BOCD, and BOCD with the 10 % verification; written anew.
 
-Each takes a series and returns reports (index of the new regime, iteration of detection, ratio after / before).
+Each takes a series and returns reports (index of the new regime, iteration of detection, ratio after /
+before).
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ def sliding_window(series: Sequence[float], width: int = 10) -> list[Report]:
 def bocd(series: Sequence[float], *, verify: bool = False, hazard: float = 1 / 250) -> list[Report]:
     """Bayesian online change points (Adams and MacKay 2007), Gaussian of unknown mean and variance.
 
-    With a constant hazard the probability of run length 0 is the hazard itself whatever comes, so the threshold of 0.9 is
-    put on the probability that the present run began within the last six values. ``verify``: report only when the means
-    before and after differ by 10 %, tried again for as long as the run is young. Run lengths below 1e-4 are pruned.
+    With a constant hazard the probability of run length 0 is the hazard itself whatever comes, so the
+    threshold of 0.9 is put on the probability that the present run began within the last six values.
+    ``verify``: report only when the means before and after differ by 10 %, tried again for as long as the run
+    is young. Run lengths below 1e-4 are pruned.
     """
     model = _RunLengths(np.asarray(series[:20], float), hazard)
     reports: list[Report] = []

@@ -80,14 +80,17 @@ def machine() -> dict[str, Any]:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Python's version, the commit (with a ``+`` when the tree differs from it), and installed versions of ``packages``."""
+    """Python's version, the commit (``+``: the tree differs from it) and the installed versions of ``packages``."""
     found = {"python": platform.python_version(), "commit": _commit()}
-    for package in packages:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
+    found.update((package, _version(package)) for package in packages)
     return found
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _commit() -> str:

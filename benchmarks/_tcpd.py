@@ -1,8 +1,9 @@
 """The Turing Change Point Dataset's two scores, from their definition (van den Burg and Williams, 2020, section 4).
 
-``predicted`` are indices of the first observation of each new segment; the trivial change point 0 is added on both
-sides. F1 matches within ``margin``, precision against all annotators together, recall averaged over annotators; cover is
-the size-weighted best Jaccard overlap of each annotated segment, averaged over annotators.
+``predicted`` are indices of the first observation of each new segment; the trivial change point 0 is added on
+both sides. F1 matches within ``margin``, precision against all annotators together, recall averaged over
+annotators; cover is the size-weighted best Jaccard overlap of each annotated segment, averaged over
+annotators.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Synthetic iteration times with known changes: what real jobs show, without a job.
 
-The generator knows nothing of any detector. Six kinds, each as computation fail-slows (steady iterations, moderate
-factors) and communication fail-slows (noisier, heavy-tailed, correlated, larger factors); half of the traces are healthy.
+The generator knows nothing of any detector. Six kinds, each as computation fail-slows (steady iterations,
+moderate factors) and communication fail-slows (noisier, heavy-tailed, correlated, larger factors); half of
+the traces are healthy.
 """
 
 from __future__ import annotations

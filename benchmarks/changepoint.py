@@ -186,8 +186,8 @@ def false_alarms(report: Report, length: int) -> None:
             "< 1 per 100,000 replayed iterations",
             rate < 1,
             {},
-            f"{_SYNTHETIC}, {iterations:,} iterations; worst of 20 noises: {max(counts, key=lambda name: counts[name])}: "
-            f"{max(counts.values())} in {length:,}",
+            f"{_SYNTHETIC}, {iterations:,} iterations; worst of {len(counts)} noises: "
+            f"{max(counts, key=lambda name: counts[name])}: {max(counts.values())} in {length:,}",
         )
     )
 

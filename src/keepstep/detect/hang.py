@@ -88,13 +88,14 @@ class HangDetector:
         """Look at the rank at ``now_s``; report once per standstill that it is over the limit.
 
         ``progress``: a count that grows with whatever the rank does (records written, operations ended).
-        ``phase``: what it is in. ``step``: its step count; without it a change out of ``Phase.OPTIMIZER``
-        counts as the end of a step. ``waiting``: it is blocked in an operation that others have not entered,
-        so its standstill accuses them, not it.
+        ``phase``: what it is in. ``step``: its step count, negative before the first; without it a change out
+        of ``Phase.OPTIMIZER`` counts as the end of a step. ``waiting``: it is blocked in an operation that
+        others have not entered, so its standstill accuses them, not it.
         """
         if step is not None:
-            self._steps += max(0, step - self._step) if self._step is not None else 0
-            self._step = step
+            if step >= 0:
+                self._steps += max(0, step - self._step) if self._step is not None else 0
+                self._step = step
         elif self._phase == Phase.OPTIMIZER and phase != Phase.OPTIMIZER:
             self._steps += 1
         if progress != self._progress:
