@@ -105,16 +105,14 @@ class Launcher:
         job = self._job
         if job.rendezvous.endpoint is None:
             port = job.master_port or addresses.free_port("127.0.0.1")
-            place = Place(0, 0, job.nproc, 1, job.master_addr, port)
-            if job.watch:
-                self._try_watching(self._start_controller)
-            return place
+            return Place(0, 0, job.nproc, 1, job.master_addr, port)
         endpoint = job.rendezvous.endpoint
         if self._hosts_controller:
             self._start_controller()
             await self._until(self._controller_is_ready())
         else:
             self._controller_at = Endpoint(addresses.resolve(endpoint.host)[0], endpoint.port)
+        self._note(f"joining the other nodes at {self._controller_at}")
         self._connect()
         assert self._link is not None
         return await self._until(self._link.join(job.rendezvous.join_timeout_s))
@@ -268,6 +266,8 @@ class Launcher:
         self._follow(streams, ranks, restarts)
         self._workers.start({k: v for k, v in self._environ.items() if k not in (RING, RUN_DIR, INCARNATION)})
         self._describe()
+        if job.watch and job.rendezvous.endpoint is None and self._controller is None:
+            self._try_watching(self._start_controller)
         if self._controller_at and (self._controller_ready.is_set() or job.rendezvous.endpoint):
             if self._link:
                 self._link.placed(place)
@@ -275,8 +275,9 @@ class Launcher:
                 self._try_watching(self._connect)
             self._try_watching(self._start_agent)
         first, last = place.first_rank, place.first_rank + job.nproc - 1
+        ranks_text = f"rank {first}" if first == last else f"ranks {first}-{last}"
         watched = f"watched, run folder {self._folder}" if self._rings else f"run folder {self._folder}"
-        self._say(f"ranks {first}-{last} of {place.world_size} on {job.node}: {watched}")
+        self._say(f"{ranks_text} of {place.world_size} on {job.node}: {watched}")
 
     def _make_rings(self, place: Place) -> dict[int, dict[str, str]]:
         """A ring for each worker; empty, with a word about it, when rings cannot be made."""

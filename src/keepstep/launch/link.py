@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,8 @@ class Link:
             AuthenticationError: the secret cannot be read (yet).
             UsageError: the certificates cannot be loaded.
         """
+        # What goes wrong on the way is told by ``join`` once, not by the logger at every attempt.
+        logging.getLogger("keepstep.wire").addHandler(logging.NullHandler())
         tls = None
         if self._job.tls:
             paths = wire.TlsPaths(str(self._job.tls.cert), str(self._job.tls.key), str(self._job.tls.ca))

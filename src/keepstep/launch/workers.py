@@ -115,7 +115,7 @@ class Workers:
                     self._interrupted.add(failure.rank)
             if len(self.failures) == 1 and not self._asked:
                 self._failed(failure)
-        if not self.alive and len(self._children) == len(self._plans):
+        if not self.alive and (self._asked or len(self._children) == len(self._plans)):
             self._all_ended.set()
             if not self.failures and not self._asked:
                 self._finished()
