@@ -41,15 +41,17 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
         AuthenticationError: the file is missing, readable by others, owned by another user, or holds no secret.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not hold us
     except OSError as error:
         raise AuthenticationError(
             f"{path}: cannot read the run's secret: {error.strerror}; every node needs the secret file of the run "
             f"(copy it, or put the run folder on a shared file system)"
         ) from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         _refuse_shared(Path(path), os.fstat(descriptor))
-        text = file.read(_LARGEST_FILE_BYTES + 1)
+        text = os.read(descriptor, _LARGEST_FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
     try:
         secret = bytes.fromhex(text.decode("ascii").strip())
     except ValueError:
