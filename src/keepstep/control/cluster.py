@@ -31,7 +31,6 @@ class Node:
     left: bool = False  # said Bye or Ended: its silence means nothing
     silent: bool = False
     beat: Heartbeat | None = None
-    first_rank: int = -1
     ranks: tuple[int, ...] = ()
     causes_s: float = 0.0
     causes: tuple[HostCause, ...] = ()
@@ -70,14 +69,18 @@ class Cluster:
         node.silent = False
         ranks = beat.ranks
         if len(ranks) != len(node.ranks):
-            node.ranks = tuple(one.rank for one in ranks)
-            self._claim(node)
+            self.plays(node, (one.rank for one in ranks))
         if ranks and ranks[0].step > self.newest_step:
             self.newest_step = ranks[0].step
         if beat.clock:
             node.clock.extend(beat.clock)
         if beat.causes:
             node.causes, node.causes_s = beat.causes, now_s
+
+    def plays(self, node: Node, ranks: Iterable[int]) -> None:
+        """These ranks run on this node."""
+        node.ranks = tuple(ranks)
+        self._claim(node)
 
     def learn_groups(self, groups: Iterable[GroupInfo]) -> None:
         """Keep groups not known yet, up to a bound; the first telling of a name counts."""
@@ -99,6 +102,13 @@ class Cluster:
     def known_ranks(self) -> int:
         """Ranks of the job: by the placement, else those that were heard of."""
         return self.world_size or len(self.node_of)
+
+    @property
+    def reporting_ranks(self) -> int:
+        """Ranks whose agent is connected and speaks."""
+        return sum(
+            len(node.ranks) for node in self.nodes.values() if node.agent is not None and not node.silent
+        )
 
     def agents(self) -> dict[int, int]:
         """Peer numbers of connected agents by node rank."""

@@ -326,10 +326,13 @@ class Controller:
             self._refuse(peer, reason)
 
     def _placed(self, table: dict[Launcher, Placement]) -> None:
-        for launcher, placement in table.items():
+        ordered = sorted(table.items(), key=lambda item: item[1].first_rank)
+        ends = [placement.first_rank for _, placement in ordered[1:]] + [ordered[0][1].world_size]
+        self.cluster.world_size = ordered[0][1].world_size
+        for (launcher, placement), end in zip(ordered, ends, strict=True):
             self._launchers.setdefault(launcher, None)
-            self.cluster.world_size = placement.world_size
-            self.cluster.node(placement.node_rank, launcher.node).first_rank = placement.first_rank
+            node = self.cluster.node(placement.node_rank, launcher.node)
+            self.cluster.plays(node, range(placement.first_rank, end))
 
     def _refuse(self, peer: int, reason: str) -> None:
         self.ignored += 1
@@ -474,15 +477,18 @@ class Controller:
         question = self._profiles.pop(number)
         for case in self._slow:
             if case.question == number and not case.closed:
-                case.profiles(question.answers, len(question.awaited), now_s)
+                case.profiles(question.answers, self._names(question.awaited), now_s)
         self._sweep()
 
     def _decide_states(self, number: int, now_s: float) -> None:
         question = self._states.pop(number)
         case = self._hang
         if case is not None and case.question == number and not case.closed:
-            case.states(question.answers, len(question.awaited), now_s)
+            case.states(question.answers, self._names(question.awaited), now_s)
         self._sweep()
+
+    def _names(self, node_ranks: Iterable[int]) -> tuple[str, ...]:
+        return tuple(self.cluster.nodes[rank].name for rank in node_ranks)
 
     def _cases(self) -> list[SlowCase | HangCase | CrashCase]:
         cases: list[SlowCase | HangCase | CrashCase] = [case for case in self._slow if not case.closed]

@@ -95,7 +95,7 @@ class CrashCase:
             missing=diagnosis.missing,
             actions=old.actions if old else (),
             summary=diagnosis.summary,
-            ranks_reporting=desk.cluster.known_ranks,
+            ranks_reporting=desk.cluster.reporting_ranks,
             world_size=desk.cluster.known_ranks,
             detected_unix_s=old.detected_unix_s if old else desk.unix_s(now_s),
         )
@@ -181,7 +181,7 @@ class CrashCase:
                 node=name,
                 confidence="medium",
                 cause="node lost",
-                detail=f"ranks {fold_ranks(ranks)}; host, network or launcher died",
+                detail=f"with ranks {fold_ranks(ranks)}: its host, network or launcher died",
             )
             for name, ranks in sorted(self._lost.items())
         )

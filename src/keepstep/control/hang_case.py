@@ -8,6 +8,7 @@ from dataclasses import replace
 from keepstep.control.desk import Desk, how_to_say, unlocated
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Diagnosis, Incident
+from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import RankState
 from keepstep.wire.messages import States
 
@@ -67,7 +68,7 @@ class HangCase:
             )
             self._desk.publish(self.incident, "closes")
 
-    def states(self, answers: Sequence[States], unanswered: int, now_s: float) -> None:
+    def states(self, answers: Sequence[States], unanswered: Sequence[str], now_s: float) -> None:
         """Decide with what the agents have sent."""
         self.question = None
         states = [state for answer in answers for state in answer.states]
@@ -128,7 +129,7 @@ class HangCase:
     def _confirmed(self, states: Sequence[RankState], going: set[int]) -> bool:
         return not states or 2 * len(going) < len(states) or self._tries >= _TRIES
 
-    def _decide(self, states: Sequence[RankState], unanswered: int, now_s: float) -> None:
+    def _decide(self, states: Sequence[RankState], unanswered: Sequence[str], now_s: float) -> None:
         desk = self._desk
         diagnosis = self._locate(states)
         old = self.incident
@@ -136,7 +137,7 @@ class HangCase:
             return  # what was known is better
         missing = diagnosis.missing
         if unanswered:
-            missing = (*missing, f"states of {unanswered} nodes: their agents did not answer in time")
+            missing = (*missing, f"states of {fold_nodes(unanswered)}: no answer from there in time")
         incident = Incident(
             number=old.number if old else desk.next_number(),
             kind="desync" if diagnosis.kind == "desync" else "hang",

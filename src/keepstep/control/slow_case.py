@@ -11,6 +11,7 @@ from statistics import median
 from keepstep.control.desk import Desk, how_to_say, unlocated
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Diagnosis, Incident
+from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import IterationSummary
 from keepstep.wire.messages import Profile
 
@@ -100,7 +101,7 @@ class SlowCase:
         if 2 * len(self._relieved) > max(len(self._slow), 1):
             self._close(_middle(self._relief_steps), now_s)
 
-    def profiles(self, answers: Sequence[Profile], unanswered: int, now_s: float) -> None:
+    def profiles(self, answers: Sequence[Profile], unanswered: Sequence[str], now_s: float) -> None:
         """Decide with what the agents have sent."""
         self.question = None
         onset = self.onset_step
@@ -161,7 +162,7 @@ class SlowCase:
         self,
         before: Sequence[IterationSummary],
         after: Sequence[IterationSummary],
-        unanswered: int,
+        unanswered: Sequence[str],
         now_s: float,
     ) -> None:
         desk = self._desk
@@ -172,7 +173,7 @@ class SlowCase:
         before_s, after_s = _pace(before) or _middle_s(self._before), _pace(after) or _middle_s(self._after)
         missing = diagnosis.missing
         if unanswered:
-            missing = (*missing, f"profiles of {unanswered} nodes: their agents did not answer in time")
+            missing = (*missing, f"profiles of {fold_nodes(unanswered)}: no answer from there in time")
         incident = Incident(
             number=old.number if old else desk.next_number(),
             kind="slow",

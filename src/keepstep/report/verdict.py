@@ -134,7 +134,7 @@ def _victims(incident: Incident, world: int) -> list[str]:
     if count == 0:
         return []
     folded = fold_ranks(incident.victims)
-    verb = "waiting" if incident.kind in ("hang", "slow", "desync") else "ended with it"
+    verb = "waiting" if incident.kind in ("hang", "slow", "desync") else "lost a peer"
     if len(folded) <= _FOLDED:
         noun = "rank" if count == 1 else "ranks"
         share = f" ({count} of {world})" if world else ""

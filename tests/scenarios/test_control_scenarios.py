@@ -1,0 +1,259 @@
+"""Runs ``control_*.txt``: commands to the controller's core, and below ``----`` what it must do, word for word.
+
+A scenario is rewritten from what the core does with ``KEEPSTEP_REWRITE=1 pytest tests/scenarios``; read the diff.
+Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
+
+    cluster nodes=2 ranks=2 [joined=0]        a controller; with joined, all launchers and agents are connected
+    launcher node=0 [pid=] [wish=] [min=] [max=] [ranks=]     connect, Hello, Join
+    agent node=0                              connect, Hello
+    beat step=10 [node=0]                     a heartbeat of all (or one) connected agents
+    found kind=slow rank=1 step=32 ...        a finding by its agent (crash: launcher); rank=0-3: several
+    profiles [nodes=0,1] rank=1 onset=30      answer the last ProfileRequest
+    states [nodes=0,1] rank=1 idle=40 [going=1]   answer the last StateRequest; rank is not in the collective
+    lose node=0 role=agent                    its connection breaks
+    ended node=0 code=0
+    wait 1.5                                  ticks of 0.1 s
+    restart                                   a new controller process with the files of the old one
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "unit" / "control"))
+
+import control_stand_ins as stand_ins
+
+from keepstep.control import Controller, Effect, Send, Settings, StorePlacement, WriteIncident
+from keepstep.core.finding import Finding
+from keepstep.core.incident import Incident
+from keepstep.core.ranges import expand_ranks
+from keepstep.wire.messages import (
+    Ended,
+    Found,
+    Heartbeat,
+    Hello,
+    Join,
+    Message,
+    Profile,
+    ProfileRequest,
+    RankBeat,
+    StateRequest,
+    States,
+)
+
+SCENARIOS = sorted(Path(__file__).parent.glob("control_*.txt"))
+
+
+class Stage:
+    """The controller's core, with peers that the scenario plays."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.names: dict[int, str] = {}
+        self.written: dict[int, Incident] = {}
+        self.placed: StorePlacement | None = None
+        self.asked: Message | None = None
+        self.nodes = self.ranks = 1
+        self.sequence = 0
+        self.numbers = 0
+        self.controller = self.fresh()
+
+    def fresh(self) -> Controller:
+        self.names = {}
+        settings = Settings(nodes=self.nodes, grace_s=0.5)
+        return Controller(settings, locators=stand_ins.PlainLocators(), unix_s=lambda now_s: 1000.0 + now_s)
+
+    def run(self, line: str) -> list[str]:
+        word, *rest = line.split()
+        if word == "wait":
+            return self.wait(float(rest[0]))
+        options = dict(pair.split("=", 1) for pair in rest)
+        out: list[str] = []
+        for effect in getattr(self, f"do_{word}")(**options):
+            out += self.note(effect)
+        return out
+
+    def note(self, effect: Effect) -> list[str]:
+        if isinstance(effect, WriteIncident):
+            self.written[effect.incident.number] = effect.incident
+        elif isinstance(effect, StorePlacement):
+            self.placed = effect
+        elif isinstance(effect, Send) and isinstance(effect.message, ProfileRequest | StateRequest):
+            self.asked = effect.message
+        return stand_ins.describe(effect, self.names)
+
+    def wait(self, seconds: float) -> list[str]:
+        out: list[str] = []
+        for _ in range(round(seconds * 10)):
+            self.now_s = round(self.now_s + 0.1, 3)
+            lines = [line for effect in self.controller.tick(self.now_s) for line in self.note(effect)]
+            out += [f"at {self.now_s:g}", *lines] if lines else []
+        return out
+
+    def peer(self, name: str) -> int:
+        return next(number for number, known in self.names.items() if known == name)
+
+    def connect(self, name: str, role: str) -> int:
+        self.numbers += 1
+        self.names[self.numbers] = name
+        self.controller.connected(self.numbers, role)
+        return self.numbers
+
+    def say(self, peer: int, *messages: Message) -> list[Effect]:
+        return [effect for one in messages for effect in self.controller.message(peer, one, self.now_s)]
+
+    def agents(self, chosen: str = "") -> list[int]:
+        here = [int(name.removeprefix("agent")) for name in self.names.values() if name.startswith("agent")]
+        return [node for node in sorted(here) if not chosen or str(node) in chosen.split(",")]
+
+    def ranks_of(self, node: int) -> range:
+        return range(node * self.ranks, (node + 1) * self.ranks)
+
+    def do_cluster(self, nodes: str, ranks: str, joined: str = "1") -> list[Effect]:
+        self.nodes, self.ranks = int(nodes), int(ranks)
+        self.controller = self.fresh()
+        if joined == "1":
+            for node in range(self.nodes):
+                self.do_launcher(str(node))
+            for node in range(self.nodes):
+                self.do_agent(str(node))
+            self.placed = StorePlacement(
+                tuple((one.node, one.pid, at) for one, at in self.controller.rendezvous.placements.items())
+            )
+            self.do_beat("0")
+        return []
+
+    def do_launcher(
+        self,
+        node: str,
+        pid: str = "",
+        wish: str = "",
+        min: str = "",
+        max: str = "",
+        ranks: str = "",
+        name: str = "",
+    ) -> list[Effect]:
+        who, process = f"gpu-{node}", int(pid or 100 + int(node))
+        peer = self.connect(name or f"launcher{node}", "launcher")
+        join = Join(
+            who,
+            f"10.0.0.{node}",
+            int(ranks or self.ranks),
+            29500 + int(node),
+            int(wish or node),
+            int(min or self.nodes),
+            int(max or self.nodes),
+        )
+        return self.say(peer, Hello("launcher", who, -1, process), join)
+
+    def do_agent(self, node: str, pid: str = "") -> list[Effect]:
+        peer = self.connect(f"agent{node}", "agent")
+        return self.say(peer, Hello("agent", f"gpu-{node}", int(node), int(pid or 200 + int(node))))
+
+    def do_beat(self, step: str, node: str = "", iteration: str = "0.5") -> list[Effect]:
+        self.sequence += 1
+        out: list[Effect] = []
+        for one in self.agents(node):
+            ranks = tuple(RankBeat(rank, int(step), 2, 100, float(iteration)) for rank in self.ranks_of(one))
+            out += self.say(self.peer(f"agent{one}"), Heartbeat(one, self.sequence, self.now_s, ranks))
+        return out
+
+    def do_found(self, kind: str, rank: str, **fields: str) -> list[Effect]:
+        out: list[Effect] = []
+        for one in expand_ranks(rank):
+            node = one // self.ranks
+            finding = Finding(
+                kind,
+                one,
+                f"gpu-{node}",
+                float(fields.get("time", self.now_s)),
+                int(fields.get("step", -1)),
+                int(fields.get("onset", -1)),
+                float(fields.get("before", 0)),
+                float(fields.get("after", 0)),
+                float(fields.get("stuck", 0)),
+                float(fields.get("limit", 0)),
+                exit_code=int(fields.get("code", 0)),
+                message=fields.get("message", "").replace("_", " "),
+            )
+            out += self.say(self.peer(f"{'launcher' if kind == 'crash' else 'agent'}{node}"), Found(finding))
+        return out
+
+    def do_profiles(
+        self,
+        rank: str,
+        onset: str,
+        nodes: str = "",
+        before: str = "0.5",
+        after: str = "1.0",
+        until: str = "100000",
+    ) -> list[Effect]:
+        asked, out = self.asked, []
+        assert isinstance(asked, ProfileRequest)
+        for node in self.agents(nodes):
+            rows = stand_ins.iterations(
+                self.ranks_of(node),
+                asked.first_step,
+                asked.last_step,
+                onset=int(onset),
+                until=int(until),
+                slow_rank=int(rank),
+                before_s=float(before),
+                after_s=float(after),
+            )
+            out += self.say(self.peer(f"agent{node}"), Profile(asked.request, node, rows))
+        return out
+
+    def do_states(self, rank: str, idle: str, nodes: str = "", going: str = "0") -> list[Effect]:
+        asked, out = self.asked, []
+        assert isinstance(asked, StateRequest)
+        for node in self.agents(nodes):
+            idle_s = 0.0 if going == "1" else float(idle)
+            states = tuple(
+                stand_ins.state(one, self.now_s, step=40, idle_s=idle_s, waits=one != int(rank))
+                for one in self.ranks_of(node)
+            )
+            out += self.say(self.peer(f"agent{node}"), States(asked.request, node, states))
+        return out
+
+    def do_lose(self, node: str, role: str) -> list[Effect]:
+        peer = self.peer(f"{role}{node}")
+        del self.names[peer]
+        return self.controller.disconnected(peer, self.now_s)
+
+    def do_ended(self, node: str, code: str, message: str = "") -> list[Effect]:
+        return self.say(self.peer(f"launcher{node}"), Ended(int(node), int(code), message.replace("_", " ")))
+
+    def do_restart(self) -> list[Effect]:
+        self.controller = self.fresh()
+        self.controller.restore(self.written.values(), self.placed.placements if self.placed else ())
+        return []
+
+
+def blocks(text: str) -> list[tuple[list[str], list[str]]]:
+    """(lines up to ``----``, expected lines) of each block; blocks are separated by an empty line."""
+    found: list[tuple[list[str], list[str]]] = []
+    for block in text.strip("\n").split("\n\n"):
+        head, bar, tail = block.partition("\n----")
+        found.append((head.splitlines(), tail.strip("\n").splitlines() if bar else []))
+    return found
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_scenario(path: Path) -> None:
+    stage, lines, expected = Stage(), [], path.read_text()
+    for head, _ in blocks(expected):
+        commands = [line for line in head if line and not line.startswith("#")]
+        out = [text for line in commands for text in stage.run(line)]
+        if commands:
+            head = [*head, "----", *(out or ["nothing"])]
+        lines.append("\n".join(head))
+    told = "\n\n".join(lines) + "\n"
+    if os.environ.get("KEEPSTEP_REWRITE"):
+        path.write_text(told)
+    assert told == expected

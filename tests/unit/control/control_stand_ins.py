@@ -1,0 +1,151 @@
+"""Stand-ins around the controller's core: simple locators, virtual nodes, and effects as readable lines.
+
+The locators here are deliberately plain: they blame who plainly differs. They stand for ``keepstep.locate``, which has
+tests of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from statistics import mean
+from typing import Any
+
+from keepstep.control import Disconnect, Effect, Exit, Say, Send, StorePlacement, WriteIncident
+from keepstep.core.finding import Finding
+from keepstep.core.incident import Culprit, Diagnosis
+from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, OpInFlight, RankState
+from keepstep.report.verdict import render, render_closing
+from keepstep.wire.messages import (
+    Message,
+    Placement,
+    ProfileRequest,
+    Refused,
+    SaveRings,
+    StateRequest,
+    Stop,
+    Welcome,
+)
+
+
+class PlainLocators:
+    """Slow: the largest growth of own time. Hang: who waits in nothing. Crash: the earliest."""
+
+    def offsets(self, samples: Mapping[str, Sequence[ClockSample]]) -> Any:
+        return None
+
+    def slow(
+        self,
+        before: Sequence[IterationSummary],
+        after: Sequence[IterationSummary],
+        groups: Mapping[str, GroupInfo],
+        nodes: Mapping[int, str],
+        clocks: Any,
+        causes: Sequence[HostCause],
+    ) -> Diagnosis:
+        old = {rank: mean(r.self_s for r in before if r.rank == rank) for rank in {r.rank for r in before}}
+        new = {rank: mean(r.self_s for r in after if r.rank == rank) for rank in {r.rank for r in after}}
+        growth = {rank: new[rank] / old[rank] for rank in old if rank in new and old[rank] > 0}
+        worst = max(growth, key=lambda rank: (growth[rank], -rank), default=None)
+        if worst is None or growth[worst] < 1.2:
+            return Diagnosis("slow", (), tuple(sorted(nodes)), (), ("own times of ranks that differ",))
+        blamed = Culprit(worst, None, nodes[worst], "forward", growth[worst], "high", "compute")
+        others = tuple(sorted(set(nodes) - {worst}))
+        return Diagnosis("slow", (blamed,), others, (f"own time of rank {worst} ×{growth[worst]:.1f}",), ())
+
+    def hang(
+        self,
+        states: Sequence[RankState],
+        groups: Mapping[str, GroupInfo],
+        nodes: Mapping[int, str],
+        silent_nodes: Collection[str],
+        clocks: Any,
+    ) -> Diagnosis:
+        idle = [state.rank for state in states if not state.in_flight]
+        waiting = tuple(state.rank for state in states if state.in_flight)
+        if not idle:
+            return Diagnosis("hang", (), waiting, (), ("the state of a rank that waits for nobody",))
+        blamed = tuple(
+            Culprit(rank, None, nodes[rank], "backward", 0, "high", "never entered") for rank in idle
+        )
+        return Diagnosis("hang", blamed, waiting, ("one root",), (), "group dp ALLREDUCE seq 7")
+
+    def crash(
+        self,
+        findings: Sequence[Finding],
+        states: Sequence[RankState],
+        nodes: Mapping[int, str],
+        clocks: Any,
+    ) -> Diagnosis:
+        first = min(findings, key=lambda finding: finding.time_s)
+        victims = tuple(finding.rank for finding in findings if finding.rank != first.rank)
+        blamed = Culprit(first.rank, None, first.node, "", 0, "high", "process died", first.message)
+        return Diagnosis("crash", (blamed,), victims, (f"{len(findings)} deaths",), ())
+
+
+def iterations(
+    ranks: Sequence[int],
+    first: int,
+    last: int,
+    *,
+    onset: int,
+    until: int,
+    slow_rank: int,
+    before_s: float,
+    after_s: float,
+) -> tuple[IterationSummary, ...]:
+    """All ranks take ``after_s`` from ``onset`` to ``until``; only the slow rank's own time grows."""
+    rows: list[IterationSummary] = []
+    for step in range(max(first, 0), last + 1):
+        slow = onset <= step < until
+        for rank in ranks:
+            own = (after_s if rank == slow_rank else before_s) * 0.8 if slow else before_s * 0.8
+            total = after_s if slow else before_s
+            rows.append(IterationSummary(rank, step, step * before_s, total, own, total - own))
+    return tuple(rows)
+
+
+def state(rank: int, now_s: float, *, step: int, idle_s: float, waits: bool) -> RankState:
+    """A rank at work (``waits`` False) or in an all-reduce."""
+    flying = (OpInFlight("dp", 1, -1, 7, now_s - idle_s),) if waits else ()
+    return RankState(rank, True, step, 2, now_s - idle_s, 100, now_s - idle_s, now_s, flying, (), "S")
+
+
+def describe(effect: Effect, names: Mapping[int, str]) -> list[str]:
+    """One effect for people, verdicts in full."""
+    if isinstance(effect, Send):
+        to = " ".join(names.get(peer, str(peer)) for peer in effect.peers)
+        return [f"-> {to}: {describe_message(effect.message)}"]
+    if isinstance(effect, WriteIncident):
+        return [f"write {effect.incident.number:04d} {effect.incident.kind} {effect.incident.status}"]
+    if isinstance(effect, Say):
+        if effect.what == "closes":
+            return [f"  | {render_closing(effect.incident)}"]
+        text = [f"  | {line}" for line in render(effect.incident).splitlines()]
+        return [f"say {effect.what}", *text]
+    if isinstance(effect, StorePlacement):
+        return [f"store the placement of {len(effect.placements)} nodes"]
+    if isinstance(effect, Disconnect):
+        return [f"close {names.get(effect.peer, effect.peer)}"]
+    assert isinstance(effect, Exit)
+    return [f"exit {effect.exit_code}: {effect.reason}"]
+
+
+def describe_message(message: Message) -> str:
+    """The parts of a message that a reader of a scenario wants to see."""
+    if isinstance(message, Welcome):
+        return "Welcome"
+    if isinstance(message, Placement):
+        last = f"of {message.node_count}, ranks from {message.first_rank} of {message.world_size}"
+        return (
+            f"Placement node {message.node_rank} {last}, master {message.master_addr}:{message.master_port}"
+        )
+    if isinstance(message, ProfileRequest):
+        return f"ProfileRequest {message.request} steps {message.first_step}-{message.last_step}"
+    if isinstance(message, StateRequest):
+        return f"StateRequest {message.request}{' with stacks' if message.stacks else ''}"
+    if isinstance(message, SaveRings):
+        return f"SaveRings {message.incident}"
+    if isinstance(message, Stop):
+        return f"Stop {message.exit_code}: {message.reason}"
+    assert isinstance(message, Refused)
+    return f"Refused: {message.reason}"
