@@ -1,0 +1,95 @@
+"""``keepstep status``: how far every rank is, worst first, in columns like those of ``squeue``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from keepstep.core.errors import RunError
+from keepstep.core.events import Op, Phase
+from keepstep.core.ranges import fold_ranks
+from keepstep.traces import Run, open_run
+
+_STALE_S = 10.0
+_COLUMNS = ("RANKS", "NODE", "STATE", "STEP", "PHASE", "ITER", "OWN", "IDLE", "WAITS IN")
+_WIDTHS = (12, 16, 7, 8, 11, 9, 9, 8, 0)
+
+
+def status(
+    run: Annotated[str, typer.Argument(help="The run's folder, or its name under ./runs.")],
+    json: Annotated[bool, typer.Option("--json", help="Print the whole status as JSON.")] = False,
+) -> int:
+    """Show where a run stands. Ranks that are alike share a row; the one furthest behind comes first."""
+    opened = open_run(run)
+    found = opened.status()
+    if found is None:
+        raise RunError(f"{run}: no status yet; the controller writes it within a second of the job's start")
+    if json:
+        import msgspec
+
+        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+        return 0
+    print(_headline(opened, found))
+    rows = sorted(_rows(found), key=lambda row: (row[3], -row[-1]))
+    print(_line(_COLUMNS))
+    for row in _folded(rows):
+        print(_line(row))
+    return 0
+
+
+def _headline(run: Run, found: dict[str, Any]) -> str:
+    end = run.end()
+    if end is not None:
+        state = f"ended with exit code {end.get('exit_code')} ({end.get('reason')})"
+    else:
+        age_s = time.time() - float(found["unix_s"])
+        state = str(found["state"]) if age_s < _STALE_S else f"last heard of {age_s:.0f} s ago"
+    incidents = found["open_incidents"]
+    still = f"open incidents {', '.join(f'{n:04d}' for n in incidents)}" if incidents else "no open incident"
+    return f"{run.path.name}: {state}; {found['world_size']} ranks, newest step {found['newest_step']}; {still}"
+
+
+def _rows(found: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """One row per rank: (rank, node, state, step, phase, iteration, own, idle, operation, idle seconds)."""
+    for node in found["nodes"]:
+        for cells in node["ranks"]:
+            beat = dict(zip(found["rank_columns"], cells, strict=False))
+            state = node["agent"] if node["agent"] != "ok" else "ok" if beat["alive"] else "dead"
+            flying, waits_in = beat.get("in_flight"), ""
+            if flying and beat["idle_s"] >= 1.0:
+                waits_in = f"{_name(Op, flying['op'])} {flying['group']} seq {flying['seq']}"
+            idle = f"{beat['idle_s']:.0f} s" if beat["idle_s"] >= 1.0 else ""
+            yield (
+                beat["rank"], node["node"], state, beat["step"], _name(Phase, beat["phase"]).lower(),
+                f"{beat['iteration_s']:.3f} s", f"{beat['self_s']:.3f} s", idle, waits_in, beat["idle_s"],
+            )  # fmt: skip
+
+
+def _folded(rows: list[tuple[Any, ...]]) -> Iterator[tuple[str, ...]]:
+    """Neighbouring rows that differ in the rank and in the last digits of their times share one."""
+    group: list[tuple[Any, ...]] = []
+    for row in [*rows, None]:
+        if group and (row is None or _alike(row) != _alike(group[0])):
+            yield (fold_ranks(one[0] for one in group), *(str(cell) for cell in group[0][1:-1]))
+            group = []
+        if row is not None:
+            group.append(row)
+
+
+def _alike(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*row[1:5], row[5][:4], row[6][:4], row[7], row[8])
+
+
+def _name(kind: type[Op] | type[Phase], code: int) -> str:
+    try:
+        return kind(code).name
+    except ValueError:
+        return str(code)
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
