@@ -192,7 +192,7 @@ class Controller:
             case.tick(now_s)
         self._sweep()
         if self._over_s is not None and now_s - self._over_s >= self.settings.grace_s and not self._exited:
-            self.end(now_s)
+            self._end(now_s)
             code = self._stop.exit_code if self._stop else 0
             self._effects.append(Exit(code, self._stop.reason if self._stop else "all launchers have ended"))
             self._exited = True
@@ -200,12 +200,13 @@ class Controller:
 
     def end(self, now_s: float) -> list[Effect]:
         """The job is over (or we are told to go with it): decide what waits, close what is open."""
-        if self._crash is not None:
-            self._crash.decide(now_s)
+        self._end(now_s)
+        return self._taken()
+
+    def _end(self, now_s: float) -> None:
         for case in self._cases():
             case.end(now_s)
         self._slow, self._hang, self._crash = [], None, None
-        return self._taken()
 
     @property
     def open_incidents(self) -> list[Incident]:

@@ -25,6 +25,7 @@ _CONFIRM_RATIO = 1.08  # of all ranks' iteration times, when fewer than half of 
 _OWN_RATIO = 1.10
 _SHARPEN_S = 60.0  # sharpen after this long when steps do not come
 _UNCONFIRMED_TRIES = 3
+_MOST_LOOKS = 5  # after the verdict, while answers or culprits are missing
 _QUIET_STEPS = 10  # steps at the old pace that prove relief when no finding says so
 _PACE_NODES = 64
 _MOST_ONSETS = 4096
@@ -47,9 +48,12 @@ class SlowCase:
         self._before: list[float] = []
         self._after: list[float] = []
         self._tries = 0
-        self._sharpened = incident is not None
+        self._looks = 0  # after the verdict
+        self._settled = incident is not None  # nothing more to learn by asking
         self._asked_s = 0.0
         self._asked_step = -1
+        self._checks_relief = False  # the question that is open asks whether the old pace is back
+        self._checked_step = -1
         self._detected_step = -1
         self._pace_since: tuple[int, float] | None = None
         if incident is not None:
@@ -92,7 +96,7 @@ class SlowCase:
         return finding.after_s < (median(self._before) + median(self._after)) / 2
 
     def relief(self, finding: Finding, now_s: float) -> None:
-        """One rank is relieved; a majority of those that were slow closes the case."""
+        """One rank is relieved. A majority of those that were slow closes the case, or the pace of all ranks does."""
         if finding.rank in self._relieved:
             return
         self._relieved.add(finding.rank)
@@ -100,12 +104,18 @@ class SlowCase:
             self._relief_steps[finding.onset_step] += 1
         if 2 * len(self._relieved) > max(len(self._slow), 1):
             self._close(_middle(self._relief_steps), now_s)
+        elif self.question is None:
+            self._ask_for_relief(now_s)
 
     def profiles(self, answers: Sequence[Profile], unanswered: Sequence[str], now_s: float) -> None:
         """Decide with what the agents have sent."""
         self.question = None
         onset = self.onset_step
         rows = [row for answer in answers for row in answer.iterations if _is_sane(row)]
+        if self._checks_relief:
+            self._checks_relief = False
+            self._check_relief(rows, now_s)
+            return
         before = [row for row in rows if row.step < onset]
         after = [row for row in rows if row.step >= onset]
         if self.incident is None and not self._confirmed(before, after):
@@ -113,17 +123,22 @@ class SlowCase:
             self.closed = self._tries >= _UNCONFIRMED_TRIES
             return
         self._decide(before, after, unanswered, now_s)
+        complete = self.incident is not None and bool(self.incident.culprits) and not unanswered
+        self._settled = self._looks >= (1 if complete else _MOST_LOOKS)
 
     def tick(self, now_s: float) -> None:
         """Ask again when it is time; notice relief that no finding told of."""
         if self.closed or self.question is not None:
             return
         newest = self._desk.cluster.newest_step
+        if self._relieved and newest > self._checked_step:
+            self._ask_for_relief(now_s)
+            return
         waited = newest >= self._asked_step + SHARPEN_STEPS or now_s - self._asked_s >= _SHARPEN_S
-        if waited and (self.incident is None or not self._sharpened):
-            self._sharpened = self.incident is not None
+        if waited and not self._settled:
+            self._looks += self.incident is not None
             self._ask(now_s)
-        elif self.incident is not None and self._sharpened:
+        elif self.incident is not None and self._settled:
             self._watch_pace(now_s)
 
     def end(self, now_s: float) -> None:
@@ -144,6 +159,19 @@ class SlowCase:
         last = max(newest, onset) if newest < onset + 4 * reach else onset + 4 * reach
         self._asked_step, self._asked_s = newest, now_s
         self.question = self._desk.ask_profiles(first, last + 1, now_s)
+
+    def _ask_for_relief(self, now_s: float) -> None:
+        """Some ranks say that it is over: look at the newest steps of all."""
+        if self.incident is None:
+            return
+        self._checks_relief, self._checked_step = True, self._desk.cluster.newest_step
+        last = max(self._checked_step, *self._relief_steps) + 1
+        self.question = self._desk.ask_profiles(_middle(self._relief_steps), last, now_s)
+
+    def _check_relief(self, rows: Sequence[IterationSummary], now_s: float) -> None:
+        pace = _pace(rows)
+        if pace is not None and self._before and pace < (median(self._before) + median(self._after)) / 2:
+            self._close(_middle(self._relief_steps), now_s)
 
     def _confirmed(self, before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> bool:
         if self._many():
@@ -214,7 +242,7 @@ class SlowCase:
             if not self._many():
                 return  # a lone rank's slowdown that went by itself
             old = self._transient(now_s)
-        status = "transient" if not old.culprits and not self._sharpened else "relieved"
+        status = "transient" if not old.culprits and not self._looks else "relieved"
         self.incident = replace(
             old, relief_step=relief_step, status=status, closed_unix_s=self._desk.unix_s(now_s)
         )
