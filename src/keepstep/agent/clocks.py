@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from keepstep.agent.events import Rows
+from keepstep.agent.events import Rows, joined
 from keepstep.core.events import Flag, Kind, Op
 from keepstep.core.summary import ClockSample, GroupInfo
 
@@ -71,7 +71,7 @@ class ClockSampler:
         unseen, self._unseen, self._unseen_count = self._unseen, [], 0
         if not unseen or not bool(self._p2p.any()):
             return
-        finished = np.concatenate(unseen)
+        finished = joined(unseen)
         group: NDArray[np.int16] = finished["group"]
         kinds = finished["kind"]
         known = (group >= 0) & (group < len(self._mask)) & (kinds != _PHASE)

@@ -59,7 +59,7 @@ class RankWatch:
         """
         if not self._looked:  # by an agent that came later: the steps before it count, too
             self._looked = True
-            self._hang.observe(now_s, progress, Phase.STARTUP, step=-1)
+            self._hang.observe(now_s, progress, Phase.STARTUP, step=0 if step >= 0 else -1)
         stuck = self._hang.observe(now_s, progress, Phase(phase), step=step, waiting=waiting)
         if stuck is not None:
             self._hanging = True
