@@ -48,7 +48,7 @@ class RunFiles:
         """``incidents/NNNN.json`` and ``NNNN.txt``."""
         self._incidents.mkdir(parents=True, exist_ok=True)
         name = f"{incident.number:04d}"
-        self._write(self._incidents / f"{name}.txt", (render(incident, run=self.folder.name) + "\n").encode())
+        self._write(self._incidents / f"{name}.txt", (render(incident, run=spoken(self.folder)) + "\n").encode())
         self._write(self._incidents / f"{name}.json", incident_to_json(incident))
 
     def write_placements(self, placements: Placements) -> None:
@@ -64,3 +64,8 @@ class RunFiles:
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         beside.write_bytes(content)
         beside.replace(path)
+
+
+def spoken(folder: Path) -> str:
+    """How an operator names the run: short for one under ./runs, where the verbs look; its path elsewhere."""
+    return folder.name if folder.parent == Path("runs").absolute() else str(folder)

@@ -18,7 +18,7 @@ import msgspec
 from keepstep import wire
 from keepstep.control.controller import Controller, Settings
 from keepstep.control.effects import Disconnect, Effect, Exit, Say, Send, StorePlacement, WriteIncident
-from keepstep.control.files import RunFiles
+from keepstep.control.files import RunFiles, spoken
 from keepstep.control.status import interval_s, status_of
 from keepstep.core.errors import RunError
 from keepstep.core.incident import Incident
@@ -203,7 +203,7 @@ class ControlServer:
             logger.error("%s: cannot be written: %s", error.filename, error.strerror)
 
     def _say(self, effect: Say) -> None:
-        run = self._options.run_dir.name
+        run = spoken(self._options.run_dir)
         if effect.what == "closes":
             text = render_closing(effect.incident, color=self._color)
         else:
