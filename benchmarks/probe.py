@@ -160,7 +160,7 @@ def fastest(call: Callable[[], Any], count: int = 5000) -> float:
 
 
 def step_worker(pairs: int, block: int, emulate_ms: float) -> dict[str, Any]:
-    """Seconds of alternating blocks of steps with the probe on and off: pairs of (on, off)."""
+    """Seconds (wall, CPU) of alternating blocks of steps with the probe on and off: pairs of (on, off)."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -201,27 +201,29 @@ def step_worker(pairs: int, block: int, emulate_ms: float) -> dict[str, Any]:
     jobs = {True: build(True), False: build(False)}
     batch = torch.randn(4, 16, 64)
 
-    def steps(on: bool) -> float:
+    def steps(on: bool) -> tuple[float, float]:
         probe.switch(on)
         model, optimizer = jobs[on]
-        began = time.perf_counter()
+        began, began_cpu = time.perf_counter(), time.process_time()
         for _ in range(block):
             optimizer.zero_grad()
             loss = model(batch).square().mean()
             loss.backward()
             optimizer.step()
             dist.all_reduce(loss.detach())
-        return time.perf_counter() - began
+        return time.perf_counter() - began, time.process_time() - began_cpu
 
     found: list[list[float]] = []
+    cpu: list[list[float]] = []
     for number in range(pairs + 3):
         order = (True, False) if number % 2 else (False, True)
         times = {on: steps(on) for on in order}
-        found.append([times[True], times[False]])
+        found.append([times[True][0], times[False][0]])
+        cpu.append([times[True][1], times[False][1]])
     writer_dropped = probe.recorder.writer.dropped
     probe.switch(True)
     dist.barrier()
-    return {"pairs": found[3:], "dropped": writer_dropped}
+    return {"pairs": found[3:], "cpu": cpu[3:], "dropped": writer_dropped}
 
 
 WORKERS: dict[str, Callable[..., dict[str, Any]]] = {"call": call_worker, "step": step_worker}

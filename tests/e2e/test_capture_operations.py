@@ -169,7 +169,7 @@ def test_flags_bytes_and_peers_of_known_calls(tmp_path: Path) -> None:
     records = ran.operations(0)
     synchronous, asynchronous = records[:10], records[10:20]
     assert (synchronous["flags"] == Flag.SYNC_KNOWN).all()
-    assert (asynchronous["flags"] == Flag.SYNC_KNOWN | Flag.ASYNC).all()
+    assert (asynchronous["flags"] == Flag.SYNC_KNOWN | Flag.ASYNC | Flag.END_BY_WAIT).all()
     # all-reduce, broadcast, reduce, all-gather (twice), reduce-scatter (twice), gather, scatter, all-to-all
     assert synchronous["bytes"].tolist() == [32, 32, 32, 64, 64, 32, 32, 32, 16, 32]
     assert asynchronous["bytes"].tolist() == synchronous["bytes"].tolist()

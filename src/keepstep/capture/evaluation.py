@@ -12,7 +12,7 @@ import weakref
 from functools import wraps
 from typing import Any
 
-from keepstep.capture.recorder import Operation, Recorder
+from keepstep.capture.recorder import Operation, Recorder, harmless
 from keepstep.core.events import Phase
 
 
@@ -21,7 +21,7 @@ class Evaluation:
 
     def __init__(self, recorder: Recorder) -> None:
         self.trained = False  # an optimizer has stepped
-        self._recorder = recorder
+        self.recorder = recorder
         self._operation: Operation | None = None
         self._evaluated: weakref.WeakSet[Any] = weakref.WeakSet()
         self._frozen: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -32,7 +32,7 @@ class Evaluation:
 
         @wraps(original)
         def evaluate(module: Any) -> Any:
-            if self.trained and self._recorder.start is not None and not self._in_train:
+            if self.trained and self.recorder.start is not None and not self._in_train:
                 self._enter(module)
             return original(module)
 
@@ -43,7 +43,7 @@ class Evaluation:
 
         @wraps(original)
         def train(module: Any, mode: bool = True) -> Any:
-            if self._in_train or not self.trained or threading.get_ident() != self._recorder.thread:
+            if self._in_train or not self.trained or threading.get_ident() != self.recorder.thread:
                 return original(module, mode)
             self._in_train = True
             try:
@@ -55,6 +55,7 @@ class Evaluation:
 
         return train
 
+    @harmless
     def end_if_over(self) -> None:
         """End it when the model is back in training mode or gone."""
         if self._operation is None:
@@ -63,6 +64,7 @@ class Evaluation:
         if not modules or any(module.training for module in modules):
             self._end()
 
+    @harmless
     def end_by_backward(self) -> None:
         """A gradient is computed: whatever is still in evaluation mode is frozen."""
         if self._operation is None:
@@ -72,12 +74,13 @@ class Evaluation:
                 self._frozen.add(module)
         self._end()
 
+    @harmless
     def _enter(self, module: Any) -> None:
-        if not module.training or module in self._frozen or threading.get_ident() != self._recorder.thread:
+        if not module.training or module in self._frozen or threading.get_ident() != self.recorder.thread:
             return
         self._evaluated.add(module)
         if self._operation is None:
-            self._operation = self._recorder.phase(Phase.EVALUATION)
+            self._operation = self.recorder.phase(Phase.EVALUATION)
 
     def _end(self) -> None:
         operation, self._operation = self._operation, None

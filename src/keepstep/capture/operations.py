@@ -14,7 +14,7 @@ from keepstep.capture.groups import CapturedGroup, Groups
 from keepstep.capture.patches import Patches
 from keepstep.capture.recorder import Operation, Recorder, Start
 from keepstep.capture.sites import Sites
-from keepstep.capture.works import RecordedWork, WaitedWork
+from keepstep.capture.works import RecordedWork
 from keepstep.core.events import WORLD_PEER, Flag, Kind, Op
 
 
@@ -97,32 +97,30 @@ METHODS: dict[str, Method] = {
 
 
 class Ending(IntEnum):
-    """What tells that an operation is over."""
+    """What tells that an operation is over.
+
+    Never a future's callback if it can be helped: it runs on the backend's thread and takes the interpreter's lock from
+    the training thread, which on a busy host costs milliseconds.
+    """
 
     RETURN = 0  # the call's return: device backends, whose transfer is seen elsewhere
     WAIT = 1  # the return of the caller's wait
-    FUTURE = 2  # the Work's future, on the backend's thread
-    FUTURE_OR_WAIT = 3  # the future; the wait tells only from when the caller was blocked
+    REDUCER = 2  # whatever DDP's reducer waits for
 
 
 # Flags and ending of a call; made here because an enum's "|" costs more than the record.
 _DEVICE = (int(Flag.END_BY_WAIT), Ending.RETURN)
 _P2P = (int(Flag.END_BY_WAIT), Ending.WAIT)
-_REDUCED = (int(Flag.ASYNC | Flag.SYNC_KNOWN), Ending.FUTURE)
-_WAITED_IN_NATIVE = (int(Flag.ASYNC | Flag.SYNC_KNOWN | Flag.END_BY_WAIT), Ending.WAIT)
-_UNTOLD = (int(Flag.NONE), Ending.FUTURE_OR_WAIT)
-_ASYNC = (int(Flag.ASYNC | Flag.SYNC_KNOWN), Ending.FUTURE_OR_WAIT)
+_REDUCED = (int(Flag.ASYNC | Flag.SYNC_KNOWN | Flag.END_BY_WAIT), Ending.REDUCER)
+_ASYNC = (int(Flag.ASYNC | Flag.SYNC_KNOWN | Flag.END_BY_WAIT), Ending.WAIT)
+_UNTOLD = (int(Flag.END_BY_WAIT), Ending.WAIT)
 _SYNC = (int(Flag.SYNC_KNOWN), Ending.WAIT)
 
 
 def _plan(
     captured: CapturedGroup, method: Method, args: tuple[Any, ...], caller: Caller
 ) -> tuple[int, Ending]:
-    """Flags and ending of a call.
-
-    A future's callback runs on the backend's thread and must take the interpreter's lock there, which costs more than
-    everything else together: it is asked for only where nobody is seen to wait at once.
-    """
+    """Flags and ending of a call."""
     if not captured.host_only and not _on_host(captured, args):
         return _DEVICE
     if method.kind is Kind.P2P:
@@ -130,7 +128,7 @@ def _plan(
     if caller is Caller.REDUCER:
         return _REDUCED
     if caller is Caller.NATIVE:
-        return _WAITED_IN_NATIVE
+        return _ASYNC
     asynchronous = (
         getattr(args[-1], "asyncOp", None) if args else None
     )  # options come last; not in every version
@@ -152,7 +150,7 @@ class Operations:
     """Makes the recorded form of each method of ``ProcessGroup``."""
 
     def __init__(self, recorder: Recorder, groups: Groups, sites: Sites) -> None:
-        self.reduced: Callable[[Operation], None] | None = None  # told of every operation of DDP's reducer
+        self.reducer: Callable[[Any, Operation], Any] | None = None  # takes the Works of DDP's reducer
         self._recorder = recorder
         self._groups = groups
         self._sites = sites
@@ -217,16 +215,8 @@ class Operations:
         if work is None or ending is Ending.RETURN:
             operation()
             return work
-        if ending is Ending.WAIT:
-            return WaitedWork(work, operation)
-        try:
-            work.get_future().add_done_callback(operation)
-        except RuntimeError:  # a backend without futures
-            return WaitedWork(work, operation)
-        if ending is Ending.FUTURE:
-            if self.reduced is not None:
-                self.reduced(operation)
-            return work
+        if ending is Ending.REDUCER and self.reducer is not None:
+            return self.reducer(work, operation)
         return RecordedWork(work, operation)
 
 

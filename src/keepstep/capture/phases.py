@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from keepstep.capture.evaluation import Evaluation
 from keepstep.capture.internals import LOADER_ITERATOR
 from keepstep.capture.patches import Patches
-from keepstep.capture.recorder import Operation, Recorder
+from keepstep.capture.recorder import Operation, Recorder, harmless
 from keepstep.core.events import Phase
 
 _OLDEST = 2  # the garbage collections that take long; those of younger generations are many and short
@@ -32,10 +32,8 @@ class Phases:
     def __init__(self, recorder: Recorder, patches: Patches) -> None:
         self.backwards = 0  # outermost ones begun so far
         self.nested = 0  # backwards inside the one in progress
-        self.gradients_ready: Callable[[], None] = lambda: (
-            None
-        )  # called at the end of a backward that did not raise
-        self._recorder = recorder
+        self.gradients_reduced: Callable[[], None] = lambda: None  # after a backward that did not raise
+        self.recorder = recorder
         self._patches = patches
         self._evaluation = Evaluation(recorder)
         self._backward: Operation | None = None
@@ -64,7 +62,7 @@ class Phases:
 
     def _spanning(self, phase: Phase) -> Callable[[Any], Any]:
         """Records calls of the training thread as a phase; other threads prefetch and save beside the training."""
-        recorder, open_phases = self._recorder, self._open
+        recorder, open_phases = self.recorder, self._open
 
         def make(original: Any) -> Any:
             @wraps(original)
@@ -87,7 +85,7 @@ class Phases:
         return make
 
     def _run_backward(self, original: Any) -> Any:
-        recorder = self._recorder
+        recorder = self.recorder
 
         @wraps(original)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +102,7 @@ class Phases:
             operation = self._backward = recorder.phase(Phase.BACKWARD)
             try:
                 result = original(*args, **kwargs)
-                self.gradients_ready()
+                self.gradients_reduced()
                 return result
             finally:
                 self._backward = None
@@ -127,8 +125,9 @@ class Phases:
 
         return remove
 
+    @harmless
     def _before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if self._recorder.start is None and not self._recorder.claim():
+        if self.recorder.start is None and not self.recorder.claim():
             return
         if self._backward is not None:
             self._stepped_in_backward = True
@@ -141,10 +140,11 @@ class Phases:
         self._watch_saving()
         self._evaluation.end_by_backward()
         self._evaluation.trained = True
-        self._recorder.thread = threading.get_ident()
-        operation = self._recorder.phase(Phase.OPTIMIZER)
+        self.recorder.thread = threading.get_ident()
+        operation = self.recorder.phase(Phase.OPTIMIZER)
         self._step = None if operation is None else (id(optimizer), self.backwards, operation)
 
+    @harmless
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if self._step is not None and self._step[0] == id(optimizer):
             operation = self._step[2]
@@ -154,7 +154,7 @@ class Phases:
     def _mark_step_in_backward(self) -> None:
         """Optimizers that step inside backward do so once per parameter: one mark for all of them, after it."""
         self._stepped_in_backward = False
-        operation = self._recorder.phase(Phase.OPTIMIZER)
+        operation = self.recorder.phase(Phase.OPTIMIZER)
         if operation is not None:
             operation()
 
@@ -183,12 +183,12 @@ class Phases:
         return remove
 
     def _collecting(self, when: str, info: dict[str, int]) -> None:
-        if info.get("generation") != _OLDEST:
+        if info["generation"] != _OLDEST:  # nearly always: the young are collected many times a step
             return
         operation = self._open.pop(Phase.GC, None)
         if operation is not None:
             operation()
         if when == "start":
-            started = self._recorder.phase(Phase.GC)
+            started = self.recorder.phase(Phase.GC)
             if started is not None:
                 self._open[Phase.GC] = started

@@ -6,7 +6,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from functools import wraps
+from typing import Any, Protocol
 
 from keepstep.core.events import WORLD_PEER, Kind, Phase
 
@@ -48,6 +49,19 @@ def open_ring() -> Writer:
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         incarnation=int(os.environ.get("KEEPSTEP_INCARNATION", "0")),
     )
+
+
+def harmless(method: Callable[..., None]) -> Callable[..., None]:
+    """For methods of objects with a ``recorder`` that torch calls: what goes wrong in them stays with us."""
+
+    @wraps(method)
+    def guarded(self: Any, *args: Any) -> None:
+        try:
+            method(self, *args)
+        except Exception as error:
+            self.recorder.stumbled(error)
+
+    return guarded
 
 
 class Recorder:

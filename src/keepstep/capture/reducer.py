@@ -1,45 +1,76 @@
-"""When a rank waits for DDP's gradients: the reducer waits in C++, where no Work tells it.
+"""When a rank waits for DDP's gradients, and when they have come: the reducer waits in C++, where no Work tells it.
 
 It does so at the very end of a backward, in a final callback of the autograd engine. Ours, queued when the first bucket
-is reduced, runs right before it: there the gradients are computed, and what is not yet reduced is waited for.
-
-The futures' callbacks race with the training thread for the interpreter's lock: when the backward is over the reducer
-has seen every future complete, so a callback that has not come by then must not make the end any later.
+is reduced, runs right before it: there the gradients are computed, and what is not yet reduced is waited for. We wait
+for the same Works in the same order, a moment before the reducer does, and so see each end; a Work that fails is left
+to the reducer, which meets the same error.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from keepstep.capture.internals import after_gradients, in_backward
 from keepstep.capture.phases import Phases
-from keepstep.capture.recorder import Operation
+from keepstep.capture.recorder import Operation, Recorder, harmless
+from keepstep.capture.works import RecordedWork
 
 
 class ReducerWaits:
-    """Stamps the start of the wait on the reducer's operations that are still in flight when gradients are done."""
+    """Stamps waits and ends of the reducer's operations."""
 
-    def __init__(self, phases: Phases) -> None:
+    def __init__(self, recorder: Recorder, phases: Phases) -> None:
+        self.recorder = recorder
         self._phases = phases
         self._queued_in = 0  # number of the backward our callback was queued in
-        self._reducing: list[Operation] = []
-        phases.gradients_ready = self._backward_over
+        self._reducing: list[tuple[Any, Operation]] = []
+        phases.gradients_reduced = self._backward_over
 
-    def add(self, operation: Operation) -> None:
-        """Take an operation that the reducer has just begun."""
-        # Inside a nested backward (re-entrant activation checkpoints) the callback would run too early.
-        if not self._phases.in_plain_backward or not in_backward():
-            return
+    def take(self, work: Any, operation: Operation) -> Any:
+        """The Work to hand to the reducer for an operation it has just begun."""
+        if not in_backward():
+            return RecordedWork(work, operation)  # waited for in the call itself
+        try:
+            if self._phases.in_plain_backward:
+                self._add(work, operation)
+            else:  # a backward inside another (re-entrant checkpoints): our callback would come too early
+                work.get_future().add_done_callback(operation)
+        except Exception as error:
+            self.recorder.stumbled(error)
+            operation()
+        return work
+
+    def _add(self, work: Any, operation: Operation) -> None:
         if self._queued_in != self._phases.backwards:
             self._queued_in = self._phases.backwards
             self._reducing.clear()
-            after_gradients(self._gradients_done)
-        self._reducing.append(operation)
+            after_gradients(self._gradients_computed)
+        self._end_completed()
+        self._reducing.append((work, operation))
 
-    def _gradients_done(self) -> None:
-        for operation in self._reducing:
-            if not operation.ended:
-                operation.waiting()
+    def _end_completed(self) -> None:
+        """Ends what is complete by now, oldest first: the end is then known to within a bucket."""
+        reducing = self._reducing
+        while reducing and reducing[0][0].is_completed():
+            operation = reducing.pop(0)[1]
+            operation.waiting()
+            operation()
 
+    @harmless
+    def _gradients_computed(self) -> None:
+        self._end_completed()
+        for _, operation in self._reducing:
+            operation.waiting()
+        for work, operation in self._reducing:
+            try:
+                work.wait()
+            except Exception:
+                operation.fail()
+                return
+            operation()
+
+    @harmless
     def _backward_over(self) -> None:
-        for operation in self._reducing:
+        for _, operation in self._reducing:
             operation()
         self._reducing.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from types import CodeType
+from types import CodeType, FrameType
 
 from keepstep.capture.recorder import Recorder
 
@@ -22,8 +22,9 @@ class Sites:
     def __init__(self, recorder: Recorder, torch_folder: str) -> None:
         self._recorder = recorder
         self._torch = torch_folder
-        self._foreign: dict[CodeType, bool] = {}
-        self._known: dict[tuple[CodeType, int], int] = {}
+        self._foreign: dict[str, bool] = {}
+        # By identity: a code object's own hash reads all its bytecode. Each entry keeps its code alive.
+        self._known: dict[tuple[int, int], tuple[int, CodeType]] = {}
 
     def here(self) -> int:
         """Site id of the caller's user code; 0 when there is none."""
@@ -31,34 +32,33 @@ class Sites:
         foreign = self._foreign
         for _ in range(MAX_FRAMES):
             code = frame.f_code
-            is_foreign = foreign.get(code)
+            is_foreign = foreign.get(code.co_filename)
             if is_foreign is None:
-                is_foreign = self._judge(code)
+                is_foreign = self._judge(code.co_filename)
             if not is_foreign:
-                key = (code, frame.f_lasti)
-                site = self._known.get(key)
-                return self._enter(key, frame.f_lineno) if site is None else site
+                known = self._known.get((id(code), frame.f_lasti))
+                return self._enter(frame) if known is None else known[0]
             outer = frame.f_back
             if outer is None:
                 return 0
             frame = outer
         return 0
 
-    def _judge(self, code: CodeType) -> bool:
-        name = code.co_filename
+    def _judge(self, name: str) -> bool:
         is_foreign = (
             name.startswith((self._torch, _OWN, "<"))
             or name.endswith("typing_extensions.py")  # its decorators stand around torch's functions
             or (name.startswith(_STDLIB) and "site-packages" not in name)
         )
         if len(self._foreign) < MAX_KNOWN:
-            self._foreign[code] = is_foreign
+            self._foreign[name] = is_foreign
         return is_foreign
 
-    def _enter(self, key: tuple[CodeType, int], line: int) -> int:
+    def _enter(self, frame: FrameType) -> int:
         writer = self._recorder.writer
         if writer is None or len(self._known) >= MAX_KNOWN:
             return 0
-        code = key[0]
-        site = self._known[key] = writer.site(f"{code.co_filename}:{line} {code.co_name}")
+        code = frame.f_code
+        site = writer.site(f"{code.co_filename}:{frame.f_lineno} {code.co_name}")
+        self._known[id(code), frame.f_lasti] = site, code
         return site

@@ -11,12 +11,17 @@ from keepstep.capture.recorder import Operation
 
 
 class RecordedWork(Work):
-    """Forwards to the native Work. The operation ends when the wait returns, unless a future ended it before."""
+    """Forwards to the native Work. The operation ends when the wait returns.
+
+    A caller who asks for the future instead of waiting gets the end from there. A Work that is dropped without either
+    ends when it is dropped.
+    """
 
     def __init__(self, native: Any, operation: Operation) -> None:
         super().__init__()
         self.native = native
         self.operation = operation
+        self._ends_by_future = False
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         operation = self.operation
@@ -32,15 +37,20 @@ class RecordedWork(Work):
     def is_completed(self) -> bool:
         completed = self.native.is_completed()
         if completed:
+            self.operation.waiting()
             self.operation()
         return completed
 
-
-class WaitedWork(RecordedWork):
-    """A Work whose end nothing but its wait tells: one that is dropped without a wait ends when it is dropped."""
+    def get_future(self) -> Any:
+        future = self.native.get_future()
+        if not self._ends_by_future:
+            self._ends_by_future = True
+            future.add_done_callback(self.operation)
+        return future
 
     def __del__(self) -> None:
-        self.operation()
+        if not self._ends_by_future:
+            self.operation()
 
 
 def _forwarded(name: str) -> Callable[..., Any]:

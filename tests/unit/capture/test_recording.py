@@ -19,7 +19,7 @@ from keepstep.capture.operations import METHODS
 from keepstep.capture.patches import Patches
 from keepstep.capture.recorder import Recorder
 from keepstep.capture.sites import Sites
-from keepstep.capture.works import RecordedWork, WaitedWork
+from keepstep.capture.works import RecordedWork
 from keepstep.core.errors import RingError
 from keepstep.core.events import Kind, Op, Phase
 
@@ -162,7 +162,7 @@ def test_a_work_is_stamped_when_it_is_waited_for() -> None:
 
 def test_a_failed_wait_raises_the_same_error() -> None:
     log: list[str] = []
-    work = WaitedWork(FakeWork(RuntimeError("peer")), FakeOperation(log, "op"))
+    work = RecordedWork(FakeWork(RuntimeError("peer")), FakeOperation(log, "op"))
     with pytest.raises(RuntimeError, match="peer"):
         work.wait()
     del work
@@ -171,10 +171,24 @@ def test_a_failed_wait_raises_the_same_error() -> None:
 
 def test_a_work_nobody_waits_for_ends_when_it_is_dropped_or_seen_complete() -> None:
     log: list[str] = []
-    WaitedWork(FakeWork(), FakeOperation(log, "dropped"))
+    RecordedWork(FakeWork(), FakeOperation(log, "dropped"))
     seen = RecordedWork(FakeWork(), FakeOperation(log, "seen"))
     assert seen.is_completed()
-    assert log == ["end dropped", "end seen"]
+    assert log == ["end dropped", "wait seen", "end seen"]
+
+
+def test_a_caller_of_the_future_gets_the_end_from_there() -> None:
+    log: list[str] = []
+    native = FakeWork()
+    future: torch.futures.Future[int] = torch.futures.Future()
+    native.get_future = lambda: future  # type: ignore[attr-defined]
+    work = RecordedWork(native, FakeOperation(log, "op"))
+    assert work.get_future() is future
+    assert work.get_future() is future
+    del work
+    assert log == []
+    future.set_result(1)
+    assert log == ["end op"]
 
 
 def evaluation() -> tuple[Evaluation, FakeWriter, Any, Any]:
