@@ -53,7 +53,9 @@ def render_closing(incident: Incident, *, color: bool = False) -> str:
 
 
 def _line(label: str, text: str) -> str:
-    return f"{label:<{_LABEL}}{text}".rstrip()
+    # A worker's error message is part of it: nothing in that may move the terminal's cursor.
+    shown = "".join(char if char.isprintable() else " " for char in text)
+    return f"{label:<{_LABEL}}{shown}".rstrip()
 
 
 def _wrapped(label: str, text: str) -> list[str]:

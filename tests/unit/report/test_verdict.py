@@ -1,0 +1,199 @@
+"""The verdict's text, kind by kind, and what must hold for every incident there can be."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepstep.core.incident import Action, Culprit, Incident, Link
+from keepstep.report.verdict import WIDTH, render, render_closing
+
+HANG = Incident(
+    number=7,
+    kind="hang",
+    onset_step=18422,
+    detected_step=18422,
+    relief_step=None,
+    job_slowdown=None,
+    culprits=(
+        Culprit(27, None, "gpu-114", "backward of micro-batch 5, stage 2", 0, "high", "never entered"),
+    ),
+    victims=tuple(rank for rank in range(2048) if rank != 27),
+    evidence=("wait-for graph has one root",),
+    missing=(),
+    summary="group tp3  ALLGATHER seq 120049",
+    stuck_s=92.4,
+    ranks_reporting=2048,
+    world_size=2048,
+)
+SLOW = Incident(
+    number=1,
+    kind="slow",
+    onset_step=30,
+    detected_step=32,
+    relief_step=None,
+    job_slowdown=1.48,
+    culprits=(Culprit(2, None, "gpu-1", "forward", 2.0, "medium", "cpu quota", "throttled 48% of the time"),),
+    victims=(0, 1, 3),
+    evidence=("own time of rank 2 ×2.0", "peers wait 300 ms more"),
+    missing=("clocks of gpu-2",),
+    iteration_before_s=0.745,
+    iteration_after_s=1.1,
+    ranks_reporting=4,
+    world_size=4,
+)
+
+
+def test_hang() -> None:
+    assert render(HANG).splitlines() == [
+        "HANG      step 18422  group tp3  ALLGATHER seq 120049  stuck 92 s",
+        "culprit   rank 27  gpu-114  never entered; in backward of micro-batch 5, stage 2",
+        "victims   ranks 0-26,28-2047 waiting (2047 of 2048)",
+        "evidence  2048/2048 ranks reporting, wait-for graph has one root          confidence high",
+        "action    none (watching only)",
+        "next      keepstep report RUN 0007",
+    ]
+
+
+def test_slow() -> None:
+    assert render(SLOW, run="20261121-train").splitlines() == [
+        "SLOW      step 30  iteration 745 ms → 1.1 s (×1.48)  seen at step 32",
+        "culprit   rank 2  gpu-1  cpu quota ×2.0; throttled 48% of the time; in forward",
+        "victims   ranks 0-1,3 waiting (3 of 4)",
+        "evidence  4/4 ranks reporting, own time of rank 2 ×2.0                    confidence medium",
+        "          peers wait 300 ms more",
+        "missing   clocks of gpu-2",
+        "action    none (watching only)",
+        "next      keepstep report 20261121-train 0001",
+    ]
+
+
+def test_slow_link_names_both_ends() -> None:
+    link = Culprit(None, Link((1, 4), ("gpu-1", "gpu-2")), "gpu-1", "transfer", 9.7, "high", "network")
+    line = render(replace(SLOW, culprits=(link,))).splitlines()[1]
+    assert line == "culprit   link gpu-1 ↔ gpu-2  (rank 1 ↔ 4)  network ×9.7; in transfer"
+
+
+def test_crash_with_action_and_cost() -> None:
+    crash = replace(
+        HANG,
+        kind="crash",
+        culprits=(Culprit(3, None, "gpu-1", "", 0, "high", "process died", "killed by SIGKILL"),),
+        victims=(0,),
+        stuck_s=None,
+        summary="rank 3 died",
+        actions=(Action("restart rank 3 in place (1 of 3)", 11.0),),
+    )
+    lines = render(crash).splitlines()
+    assert lines[0] == "CRASH     step 18422  rank 3 died"
+    assert lines[2] == "victims   rank 0 lost a peer (1 of 2048)"
+    assert (
+        lines[4]
+        == "action    restart rank 3 in place (1 of 3)                                expected cost 11 s"
+    )
+
+
+def test_desync() -> None:
+    desync = replace(
+        HANG, kind="desync", summary="ranks 0,2 in ALLREDUCE, rank 1 in BROADCAST of group dp seq 7"
+    )
+    assert render(desync).startswith("DESYNC    step 18422  ranks 0,2 in ALLREDUCE, rank 1 in BROADCAST")
+
+
+def test_cause_unknown_says_what_is_missing() -> None:
+    unknown = replace(SLOW, culprits=(), missing=("profiles of gpu-[2-3]", "clocks"), job_slowdown=1.2)
+    lines = render(unknown).splitlines()
+    assert lines[1] == "culprit   cause unknown; missing: profiles of gpu-[2-3]; clocks"
+    assert not any("confidence" in line for line in lines)
+    assert not any(line.startswith("missing") for line in lines)
+
+
+def test_many_culprits_one_row_each_then_folded() -> None:
+    culprits = tuple(replace(SLOW.culprits[0], rank=rank, detail="") for rank in range(20))
+    lines = render(replace(SLOW, culprits=culprits)).splitlines()
+    assert lines[1].startswith("culprit   rank 0 ")
+    assert lines[8].startswith("          rank 7 ")
+    assert lines[9] == "          and 12 more: ranks 8-19"
+
+
+def test_victims_that_do_not_fold_are_counted() -> None:
+    scattered = replace(HANG, victims=tuple(range(0, 2048, 2)))
+    assert render(scattered).splitlines()[2] == "victims   1024 ranks waiting"
+
+
+@pytest.mark.parametrize(
+    ("status", "relief", "line"),
+    [
+        ("relieved", 45, "RELIEF    step 45  over after 15 steps  incident 0001 (slow, rank 2 gpu-1)"),
+        ("transient", 33, "TRANSIENT gone before it was located  incident 0001 (slow, rank 2 gpu-1)"),
+        (
+            "ended",
+            None,
+            "ENDED     over with the job, or by what came after it  incident 0001 (slow, rank 2 gpu-1)",
+        ),
+    ],
+)
+def test_closing_line(status: str, relief: int | None, line: str) -> None:
+    closed = replace(SLOW, status=status, relief_step=relief)  # type: ignore[arg-type]
+    assert render_closing(closed) == line
+    assert line[10:].split("  incident")[0] in render(closed)
+
+
+def test_colors_change_nothing_but_colors() -> None:
+    for incident in (HANG, SLOW):
+        colored = render(incident, color=True)
+        assert "\x1b[" in colored
+        assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == render(incident)
+        assert "\x1b" not in render(incident)
+    closing = render_closing(replace(SLOW, status="relieved", relief_step=40), color=True)
+    assert closing.startswith("\x1b[32;1mRELIEF")
+
+
+words = st.text(st.characters(blacklist_categories=("Cs",)), max_size=200)
+seconds = st.one_of(st.none(), st.floats(0, 1e6))
+culprits = st.builds(
+    Culprit,
+    rank=st.one_of(st.none(), st.integers(0, 131_071)),
+    node=words,
+    stage=words,
+    slowdown=st.floats(0, 1e6),
+    confidence=st.sampled_from(["high", "medium", "low"]),
+    cause=words,
+    detail=words,
+)
+incidents = st.builds(
+    Incident,
+    number=st.integers(1, 99999),
+    kind=st.sampled_from(["slow", "hang", "crash", "desync"]),
+    onset_step=st.one_of(st.none(), st.integers(0, 10**9)),
+    detected_step=st.one_of(st.none(), st.integers(0, 10**9)),
+    relief_step=st.one_of(st.none(), st.integers(0, 10**9)),
+    job_slowdown=seconds,
+    culprits=st.lists(culprits, max_size=12).map(tuple),
+    victims=st.lists(st.integers(0, 131_071), max_size=50, unique=True).map(tuple),
+    evidence=st.lists(words, max_size=8).map(tuple),
+    missing=st.lists(words, max_size=4).map(tuple),
+    actions=st.lists(st.builds(Action, words, seconds, words), max_size=3).map(tuple),
+    status=st.sampled_from(["open", "relieved", "transient", "ended"]),
+    summary=words,
+    iteration_before_s=seconds,
+    iteration_after_s=seconds,
+    stuck_s=seconds,
+    ranks_reporting=st.integers(0, 10**6),
+    world_size=st.integers(0, 10**6),
+)
+
+
+@given(incidents)
+@settings(max_examples=300, deadline=None)
+def test_never_wider_than_a_terminal_and_never_fails(incident: Incident) -> None:
+    lines = render(incident).split("\n")
+    assert all(len(line) <= WIDTH for line in lines)
+    assert all(line.isprintable() for line in lines)
+    assert lines[0].split()[0] == incident.kind.upper()
+    assert lines[-1] == f"next      keepstep report RUN {incident.number:04d}"
+    assert len(render_closing(incident)) <= WIDTH
