@@ -28,6 +28,7 @@ class Change:
     begin: int
     end: int
     slower: bool
+    gradual: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ def _ramp(rng: np.random.Generator, level: NDArray[np.float64], changes: list[Ch
     total = rng.uniform(0.18, 0.35) if faulty else rng.uniform(0.02, 0.05)
     level += total * np.clip((np.arange(LENGTH) - begin) / lasts, 0, 1)
     if faulty:
-        changes.append(Change(begin, begin + lasts + 2 * _TOLERANCE, True))
+        changes.append(Change(begin, begin + lasts + 3 * _TOLERANCE, True, gradual=True))
 
 
 def _ladder(
@@ -131,4 +132,4 @@ def _ladder(
         last = place
         place += int(rng.integers(35, 60))
     if faulty:
-        changes.append(Change(begin, last + 2 * _TOLERANCE, True))
+        changes.append(Change(begin, last + 3 * _TOLERANCE, True, gradual=True))

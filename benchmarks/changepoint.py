@@ -49,16 +49,15 @@ def judge(trace: _workloads.Trace, found: Sequence[Found]) -> tuple[int, int]:
     missed = 0
     right: set[int] = set()
     for change in trace.changes:
-        near = [
+        toward = {
             place
             for place, (index, detected_at, ratio) in enumerate(found)
-            if change.begin - 10 <= index
-            and change.begin <= detected_at <= change.end
-            and (ratio > 1) == change.slower
-        ]
-        missed += not near
-        # A gradual change may be reported in several steps, all of them right.
-        right.update(near)
+            if change.begin - 10 <= index and change.begin <= detected_at and (ratio > 1) == change.slower
+        }
+        in_time = {place for place in toward if found[place][1] <= change.end}
+        missed += not in_time
+        # What a gradual change adds up to may be reported in several steps, all of them right.
+        right |= toward if change.gradual else in_time
     return missed, len(found) - len(right)
 
 

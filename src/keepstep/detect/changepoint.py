@@ -30,6 +30,8 @@ _TESTS = ((3, 3), (4, 3), (6, 5), (8, 6), (12, 9), (16, 12), (24, 17))
 _REACH = 24
 # Iterations after which a shift too small to report is taken in as the regime's level.
 _SETTLE = 12
+# Iterations for which the level of a new regime may be put right without a report.
+_YOUNG = 6
 # Iterations whose median is the level in the check for drift.
 _DRIFT = 32
 # Beyond this a value is no measurement, and its square no float.
@@ -79,7 +81,7 @@ class ChangePointDetector:
         min_change: float = 0.10,
         false_alarm: float = 5e-7,
         window: int = 500,
-        level_window: int = 200,
+        level_window: int = 100,
     ) -> None:
         if (
             warmup < 0
@@ -107,6 +109,7 @@ class ChangePointDetector:
         self._anchor = math.nan
         self._anchor_count = 0
         self._calm_error = 0.0
+        self._left = math.nan
         self._last_residuals = (0.0, 0.0)
 
     @property
@@ -164,7 +167,7 @@ class ChangePointDetector:
         self._scale = math.sqrt(sum(min(value * value, square) for value in values) / len(values)) * 1.01
         self._inflation = {length: self._correlation.inflation(length) for length, _ in _TESTS}
         self._inflation[0] = self._correlation.inflation(len(self._level))
-        if abs(self._level.median() - self._anchor) <= 0.25 * self._min_change * self._anchor:
+        if len(self._recent) >= _DRIFT and abs(self._recent_level() - self._anchor) <= 0.25 * self._min_change * self._anchor:
             self._calm_error = 1.25 * self._scale * math.sqrt(self._correlation.inflation(_DRIFT))
 
     def _tail(self, z: float, upward: bool) -> float:
@@ -191,9 +194,7 @@ class ChangePointDetector:
             return None
         level = self._level.median()
         sign = 1.0 if seconds > level else -1.0
-        z_needed = self._z
-        if sign < 0 and self._healthy < level:
-            z_needed = min(z_needed, _RELIEF_Z)
+        halfway = 0.5 * (level - self._healthy) if sign < 0 else -math.inf
         latest = [sign * (value - level) for _, value in self._recent][-_REACH:]
         floor = 0.5 * self._min_change * level
         for length, hits in _TESTS:
@@ -202,6 +203,7 @@ class ChangePointDetector:
             run = latest[-length:]
             if sum(run) <= floor * length:
                 continue
+            z_needed = min(self._z, _RELIEF_Z) if sum(run) > halfway * length > 0 else self._z
             noise = math.sqrt(self._inflation[length] / length + 1.57 * self._inflation[0] / count)
             needed = max(floor, self._tail(z_needed * noise, sign > 0))
             if _clipped_mean(run, hits, needed, 6 * self._scale) > needed:
@@ -224,6 +226,11 @@ class ChangePointDetector:
             if len(taken) >= _SETTLE:
                 self._begin(taken, 1.0)
             return None
+        if len(self._level) < _YOUNG and self._still_left(after, level):
+            self._begin(taken, 1.0)
+            self._anchor, self._anchor_count = after, len(taken)
+            return None
+        self._left = level
         change = ChangePoint(
             taken[0][0],
             self._index,
@@ -240,6 +247,11 @@ class ChangePointDetector:
         self._anchor, self._anchor_count = after, len(taken)
         return change
 
+    def _still_left(self, after: float, level: float) -> bool:
+        """Whether ``after`` only corrects the level of a regime just begun: as far from the last one, on the same side."""
+        moved = after - self._left
+        return moved * (level - self._left) > 0 and abs(moved) >= self._min_change * min(after, self._left)
+
     def _begin(self, taken: list[tuple[int, float]], ratio: float) -> None:
         """Start a regime at the first of ``taken``; residuals of the last one serve, scaled, until it has its own."""
         self._level.clear()
@@ -253,12 +265,15 @@ class ChangePointDetector:
         self._recent.extend(taken)
         self._last_residuals = (0.0, 0.0)
 
+    def _recent_level(self) -> float:
+        return median(value for _, value in list(self._recent)[-_DRIFT:])
+
     def _drift(self) -> ChangePoint | None:
         """Compare the recent level with the one last reported: small changes taken in silently must not add up unseen."""
         if self._min_change == 0 or self._index % 4 or self._anchor_count < 32 or len(self._recent) < _DRIFT:
             return None
         values = list(self._recent)
-        level = median(value for _, value in values[-_DRIFT:])
+        level = self._recent_level()
         moved = abs(level - self._anchor)
         if moved < self._min_change * min(self._anchor, level):
             return None
