@@ -88,7 +88,7 @@ def _headline(incident: Incident) -> str:
             parts.append(f"seen at step {incident.detected_step}")
     if incident.summary:
         parts.append(incident.summary)
-    if incident.stuck_s is not None:
+    if incident.stuck_s is not None and "stuck" not in incident.summary:
         parts.append(f"stuck {incident.stuck_s:.0f} s")
     return _cut("  ".join(parts), WIDTH - _LABEL)
 
@@ -114,7 +114,10 @@ def _culprit(culprit: Culprit) -> str:
     what = culprit.cause or "cause unknown"
     if culprit.slowdown > 0:
         what += f" ×{culprit.slowdown:.1f}"
-    parts.append("; ".join(filter(None, (what, culprit.detail, culprit.stage and f"in {culprit.stage}"))))
+    where = (
+        f"in {culprit.stage}" if culprit.stage and f"in {culprit.stage}" not in what + culprit.detail else ""
+    )
+    parts.append("; ".join(filter(None, (what, culprit.detail, where))))
     return "  ".join(parts)
 
 
@@ -148,7 +151,7 @@ def _evidence(incident: Incident, world: int) -> list[str]:
     confidence = _confidence(incident.culprits)
     right = f"confidence {confidence}" if confidence else ""
     told = f"{incident.ranks_reporting}/{world} ranks reporting" if world and incident.ranks_reporting else ""
-    items = list(incident.evidence[:_EVIDENCE])
+    items = [item for item in incident.evidence[:_EVIDENCE] if item != told]
     if not told and not right and not items:
         return []
     first = told
