@@ -44,6 +44,7 @@ from keepstep.wire.messages import (
     Welcome,
 )
 
+_NO_STEP = 1 << 62
 _MOST_SLOW_CASES = 16
 _SAVE_ALL_RANKS = 1024
 _STALL_S = 1.0  # a tick this late means that we slept, not the agents
@@ -264,6 +265,9 @@ class Controller:
 
     def previous_change(self, step: int) -> int:
         return max((change for change in self._changes if change < step), default=-1)
+
+    def next_change(self, step: int) -> int:
+        return min((change for change in self._changes if change > step), default=_NO_STEP)
 
     # --- peers ----------------------------------------------------------------------------------------------------
 

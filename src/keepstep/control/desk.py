@@ -43,6 +43,10 @@ class Desk(Protocol):
         """The last step before ``step`` at which another incident began or ended; -1 when there is none."""
         ...
 
+    def next_change(self, step: int) -> int:
+        """The first step after ``step`` at which another incident began or ended; beyond all steps if there is none."""
+        ...
+
 
 def unlocated(kind: IncidentKind, error: Exception) -> Diagnosis:
     """When a locator fails: an incident without a culprit is better than none."""

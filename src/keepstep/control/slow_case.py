@@ -41,7 +41,7 @@ class SlowCase:
         self.incident = incident
         self.closed = False
         self.question: int | None = None
-        self._slow: set[int] = set()
+        self._slow: dict[int, int] = {}  # rank: the onset it told
         self._relieved: set[int] = set()
         self._onsets: Counter[int] = Counter()
         self._relief_steps: Counter[int] = Counter()
@@ -70,6 +70,8 @@ class SlowCase:
     def takes(self, finding: Finding) -> bool:
         """A ``slow`` finding about this cause: near the onset, or while the change is still being felt out."""
         onset = finding.onset_step
+        if abs(onset - self._slow.get(finding.rank, onset)) > NEAR_STEPS:
+            return False  # this rank has told of this change; it became slow once more
         latest = max(self.onset_step, self._detected_step if self._detected_step >= 0 else onset)
         return self.onset_step - NEAR_STEPS <= onset <= latest + NEAR_STEPS
 
@@ -78,7 +80,7 @@ class SlowCase:
         if finding.rank in self._slow:
             return
         first = not self._slow
-        self._slow.add(finding.rank)
+        self._slow[finding.rank] = finding.onset_step
         self._relieved.discard(finding.rank)
         if len(self._onsets) < _MOST_ONSETS:
             self._onsets[finding.onset_step] += 1
@@ -117,7 +119,8 @@ class SlowCase:
             self._check_relief(rows, now_s)
             return
         before = [row for row in rows if row.step < onset]
-        after = [row for row in rows if row.step >= onset]
+        until = self._desk.next_change(onset + NEAR_STEPS)  # later ones are slow for another cause, too
+        after = [row for row in rows if onset <= row.step < until]
         if self.incident is None and not self._confirmed(before, after):
             self._tries += 1
             self.closed = self._tries >= _UNCONFIRMED_TRIES
