@@ -30,13 +30,20 @@ def export(
         )
     ranks: dict[int, list[Span]] = {}
     for rank, path in rings.items():
-        try:
-            ranks[rank] = list(_spans(path))
-        except RingError as error:
-            print(f"keepstep: rank {rank} left out: {error}", file=sys.stderr)
+        spans = _read(rank, path)
+        if spans is not None:
+            ranks[rank] = spans
     count = write_chrome_trace(output, ranks, _marks(opened))
     print(f"wrote {output}: {count} bars of {len(ranks)} ranks", file=sys.stderr)
     return 0
+
+
+def _read(rank: int, path: Path) -> list[Span] | None:
+    try:
+        return list(_spans(path))
+    except RingError as error:
+        print(f"keepstep: rank {rank} left out: {error}", file=sys.stderr)
+        return None
 
 
 def _spans(path: Path) -> Iterator[Span]:

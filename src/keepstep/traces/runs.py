@@ -46,9 +46,10 @@ class Run:
     def rings(self) -> dict[int, Path]:
         """Saved rings by rank; for a job that runs on this host, the live ones that are not saved yet."""
         found: dict[int, Path] = {}
-        for rank, live in (self.describe().get("rings") or {}).items():
-            if Path(live).exists():
-                found[int(rank)] = Path(live)
+        live: dict[str, str] = self.describe().get("rings") or {}
+        for rank, path in live.items():
+            if Path(path).exists():
+                found[int(rank)] = Path(path)
         for path in sorted((self.path / "rings").glob("rank-*.ring")):
             match = re.fullmatch(r"rank-(\d+)\.ring", path.name)
             if match and int(match[1]) not in found:
