@@ -337,8 +337,12 @@ def step_lines(report: Report, pairs: int, block: int, emulate_ms: float) -> Non
     report.add(Line("step time added, 95 % interval from", low, "%", limit=limit))
     report.add(Line("step time added, 95 % interval to", high, "%", STEP_GOAL, judged, limit=limit))
     report.add(Line("step time unwatched", statistics.median(off for _, off in blocks) / block * 1e3, "ms"))
-    steps = (pairs + 3) * block
-    report.add(Line("records a watched step", written[0] / steps, "records"))
+    records = written[0] / ((pairs + 3) * block)
+    cpu = [(on - off) / block * 1e6 for result in results for on, off in result["cpu"]]
+    _, cpu_low, cpu_high = interval(cpu)
+    report.add(Line("records a watched step", records, "records"))
+    report.add(Line("CPU time added a record, 95 % interval from", cpu_low / records, "µs"))
+    report.add(Line("CPU time added a record, 95 % interval to", cpu_high / records, "µs"))
     report.add(Line("records dropped", sum(result["dropped"] for result in results), "records"))
     if judged is None:
         report.leave_out("overhead against its goal", f"{pairs} pairs, the goal wants {PAIRS_WANTED}")
