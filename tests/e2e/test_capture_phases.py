@@ -107,3 +107,20 @@ def test_whatever_is_broken_in_us_the_script_runs(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "1.0\n"
     assert ended.stderr.count("trains unwatched") == 1
+
+
+def test_a_ring_that_cannot_be_opened_in_an_optimizer_step_does_not_break_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(3):\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "print('trained')\n"
+    )
+    ended = run(script, {"KEEPSTEP_RUN_DIR": str(tmp_path), "KEEPSTEP_RING": "/nowhere/ring"})
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "trained\n"
+    assert ended.stderr.count("trains unwatched") == 1

@@ -75,6 +75,12 @@ class Patches:
         for entry in reversed(self._entries):
             entry.take_out()
 
+    def restore(self) -> None:
+        """Give torch its own functions back; callbacks stay: this may run inside one, whose list is being walked."""
+        for entry in reversed(self._entries):
+            if isinstance(entry, _Replacement):
+                entry.take_out()
+
     def put_in(self) -> None:
         """Undo :meth:`take_out`."""
         for entry in self._entries:

@@ -44,7 +44,7 @@ class Probe:
         self._part("calls from C++", lambda: self._twins.install(self._lasting))
         self._lasting.replace(distributed_c10d, "_new_process_group_helper", self._capturing)
         self.recorder.notes = [f"keepstep: not watched: {name}" for name in self.missing]
-        self.recorder.on_give_up = self._patches.take_out
+        self.recorder.on_give_up = self._patches.restore
         os.register_at_fork(after_in_child=self.recorder.stop)
 
     def _part(self, name: str, install: Callable[[], None]) -> None:
