@@ -79,7 +79,7 @@ class ChangePointDetector:
         *,
         warmup: int = 5,
         min_change: float = 0.10,
-        false_alarm: float = 5e-7,
+        false_alarm: float = 1e-7,
         window: int = 500,
         level_window: int = 100,
     ) -> None:
@@ -167,7 +167,10 @@ class ChangePointDetector:
         self._scale = math.sqrt(sum(min(value * value, square) for value in values) / len(values)) * 1.01
         self._inflation = {length: self._correlation.inflation(length) for length, _ in _TESTS}
         self._inflation[0] = self._correlation.inflation(len(self._level))
-        if len(self._recent) >= _DRIFT and abs(self._recent_level() - self._anchor) <= 0.25 * self._min_change * self._anchor:
+        if (
+            len(self._recent) >= _DRIFT
+            and abs(self._recent_level() - self._anchor) <= 0.25 * self._min_change * self._anchor
+        ):
             self._calm_error = 1.25 * self._scale * math.sqrt(self._correlation.inflation(_DRIFT))
 
     def _tail(self, z: float, upward: bool) -> float:
@@ -248,7 +251,7 @@ class ChangePointDetector:
         return change
 
     def _still_left(self, after: float, level: float) -> bool:
-        """Whether ``after`` only corrects the level of a regime just begun: as far from the last one, on the same side."""
+        """Compare the recent level with the one last reported: small changes must not add up unseen."""
         moved = after - self._left
         return moved * (level - self._left) > 0 and abs(moved) >= self._min_change * min(after, self._left)
 
@@ -269,7 +272,7 @@ class ChangePointDetector:
         return median(value for _, value in list(self._recent)[-_DRIFT:])
 
     def _drift(self) -> ChangePoint | None:
-        """Compare the recent level with the one last reported: small changes taken in silently must not add up unseen."""
+        """Compare the recent level with the one last reported: small changes must not add up unseen."""
         if self._min_change == 0 or self._index % 4 or self._anchor_count < 32 or len(self._recent) < _DRIFT:
             return None
         values = list(self._recent)
