@@ -5,8 +5,10 @@ TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
 JOBS        ?= 2
 
-BIN   := $(VENV)/bin
-STAMP := $(VENV)/.installed
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+READY  := $(VENV)/.ready
+DEV    := $(VENV)/.ready-dev
 NATIVE := $(wildcard native/*.hpp native/*.cpp)
 
 .PHONY: help setup demo test test-fast lint types docs format check soak bench clean
@@ -19,49 +21,53 @@ help:
 	@echo "make bench   all benchmarks, side by side with peers"
 	@echo "knobs: PYTHON=$(PYTHON) TORCH=$(TORCH) TORCH_INDEX=URL VENV=$(VENV) JOBS=$(JOBS)"
 
-setup: $(STAMP)
+setup: $(DEV)
 
 # torch first and pinned: a range would let the installer pick the newest build with gigabytes of CUDA.
-$(STAMP): pyproject.toml CMakeLists.txt $(NATIVE)
+$(READY): pyproject.toml CMakeLists.txt $(NATIVE)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	  { echo "keepstep needs Python 3.10 or newer; name one with make PYTHON=python3.11" >&2; exit 2; }
+	  { echo "keepstep needs Python 3.10 or newer; name one: make PYTHON=python3.12" >&2; exit 2; }
 	@echo "$(TORCH)" > $(VENV)/constraint.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraint.txt -e ".[dev,plot]"
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	$(PIP) -c $(VENV)/constraint.txt -e .
 	@touch $@
 
-demo: $(STAMP)
+$(DEV): $(READY)
+	$(PIP) -c $(VENV)/constraint.txt -e ".[dev,plot]"
+	@touch $@
+
+demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMP)
+test: $(DEV)
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not e2e and not soak"
 	$(BIN)/python -m pytest -q -m "e2e and not soak"
 
-test-fast: $(STAMP)
+test-fast: $(DEV)
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not e2e and not soak"
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/lint-imports
 
-types: $(STAMP)
+types: $(DEV)
 	$(BIN)/pyright
 
-docs: $(STAMP)
+docs: $(DEV)
 	$(BIN)/mkdocs build --quiet --strict
 
 check: lint types docs
 
-format: $(STAMP)
+format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: $(STAMP)
+soak: $(DEV)
 	$(BIN)/python -m benchmarks.campaign --case all
 
-bench: $(STAMP)
+bench: $(DEV)
 	for name in probe changepoint controller; do \
 	  $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done
 
