@@ -128,7 +128,7 @@ class RankTrack:
         if cut.whole:
             self.history.append(summary)
         if not cut.warm_up:
-            found = self._watch.iteration(cut.step, summary.duration_s, now_ns * 1e-9)
+            found = self._watch.iteration(cut.step, summary.duration_s, summary.self_s, now_ns * 1e-9)
             if found is not None:
                 taken.findings.append(found)
 

@@ -15,13 +15,38 @@ def test_slow_and_relief_name_the_steps_at_which_they_began() -> None:
     found: list[Finding] = []
     for step in range(5, 120):
         seconds = (0.2 if 50 <= step < 80 else 0.1) * noise.uniform(0.98, 1.02)
-        finding = watch.iteration(step, seconds, float(step))
+        finding = watch.iteration(step, seconds, 0.8 * seconds, float(step))
         if finding is not None:
             found.append(finding)
     assert [(one.kind, one.onset_step) for one in found] == [("slow", 50), ("relief", 80)]
     assert all(one.step - one.onset_step <= 3 for one in found)
     assert (found[0].rank, found[0].node) == (3, "gpu-1")
     assert 1.9 < found[0].after_s / found[0].before_s < 2.1
+
+
+def test_a_slow_rank_is_found_by_its_own_time_where_the_iteration_time_is_too_noisy() -> None:
+    noise = random.Random(2)
+    watch = RankWatch(1, "here")
+    found: list[Finding] = []
+    for step in range(5, 80):
+        slow = 40 <= step < 60
+        own = (0.130 if slow else 0.100) * noise.uniform(0.99, 1.01)
+        shared = noise.choice(
+            (0.0, 0.0, 0.01, 0.03, 0.08)
+        )  # what the job waits for on this step, whoever is slow
+        finding = watch.iteration(step, own + 0.05 + shared, own, float(step))
+        if finding is not None:
+            found.append(finding)
+    assert [(one.kind, one.onset_step) for one in found] == [("slow", 40), ("relief", 60)]
+    assert all(one.step - one.onset_step <= 3 for one in found)
+
+
+def test_own_time_that_the_job_does_not_feel_is_no_finding() -> None:
+    noise = random.Random(3)
+    watch = RankWatch(1, "here")
+    for step in range(5, 80):
+        own = (0.130 if 40 <= step < 60 else 0.100) * noise.uniform(0.99, 1.01)
+        assert watch.iteration(step, 0.2 * noise.uniform(0.99, 1.01), own, float(step)) is None
 
 
 def test_a_standstill_in_backward_is_a_hang_once_and_resumes_once() -> None:
