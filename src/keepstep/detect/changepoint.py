@@ -251,7 +251,7 @@ class ChangePointDetector:
         return change
 
     def _still_left(self, after: float, level: float) -> bool:
-        """Compare the recent level with the one last reported: small changes must not add up unseen."""
+        """Whether ``after`` only corrects the level of a regime just begun: no nearer to the last than a change."""
         moved = after - self._left
         return moved * (level - self._left) > 0 and abs(moved) >= self._min_change * min(after, self._left)
 
