@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -76,6 +77,10 @@ def main(argv: list[str]) -> int:
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
             if os.getppid() != parent:
                 return 0
+
+        # What is kept is bounded and without cycles: looking for them among 100,000 ranks would only cost time.
+        gc.freeze()
+        gc.set_threshold(100_000, 50, 100)
 
         async def serve() -> int:
             return await ControlServer(options, parent=parent).main()

@@ -11,7 +11,7 @@ from keepstep.wire.messages import Heartbeat, RankBeat
 
 _MOST_GROUPS = 262_144
 _MOST_MEMBERS = 16_000_000
-_CLOCK_SAMPLES = 2_000_000  # of all nodes together
+_CLOCK_SAMPLES = 400_000  # of all nodes together
 _CLOCK_SAMPLES_OF_NODE = 2048
 _CAUSES_S = 30.0
 
@@ -40,7 +40,8 @@ class Node:
 class Cluster:
     """Bounded state about all nodes. Every method is cheap; none looks at a clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected_nodes: int = 1) -> None:
+        self._expected_nodes = expected_nodes
         self.nodes: dict[int, Node] = {}
         self.groups: dict[str, GroupInfo] = {}
         self.node_of: dict[int, str] = {}  # by rank
@@ -55,8 +56,11 @@ class Cluster:
         node = self.nodes.get(rank)
         if node is None:
             node = self.nodes[rank] = Node(rank, name)
-            window = max(16, min(_CLOCK_SAMPLES_OF_NODE, _CLOCK_SAMPLES // max(len(self.nodes), 1)))
-            node.clock = deque(maxlen=window)
+            node.clock = deque(maxlen=self._window())
+            if len(self.nodes) > self._expected_nodes:
+                self._expected_nodes = 2 * len(self.nodes)
+                for other in self.nodes.values():
+                    other.clock = deque(other.clock, maxlen=self._window())
         elif name and node.name != name:
             node.name = name
             self._claim(node)
@@ -146,6 +150,9 @@ class Cluster:
         for node in self.nodes.values():
             if node.beat is not None:
                 yield from node.beat.ranks
+
+    def _window(self) -> int:
+        return max(16, min(_CLOCK_SAMPLES_OF_NODE, _CLOCK_SAMPLES // self._expected_nodes))
 
     def _claim(self, node: Node) -> None:
         for rank in node.ranks:

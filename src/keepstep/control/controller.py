@@ -84,7 +84,7 @@ class Controller:
         pid: int = 0,
     ) -> None:
         self.settings = settings
-        self.cluster = Cluster()
+        self.cluster = Cluster(max(settings.nodes, 1))
         self.locators: Locators = locators or LibraryLocators()
         self.rendezvous = Rendezvous(settings.nodes, join_s=settings.join_s, last_call_s=settings.last_call_s)
         self.ignored = 0  # messages that made no sense in their place

@@ -50,7 +50,7 @@ class Groups(Message, frozen=True):
     groups: tuple[GroupInfo, ...]
 
 
-class RankBeat(msgspec.Struct, frozen=True, array_like=True):
+class RankBeat(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One rank in a heartbeat."""
 
     rank: int
@@ -64,7 +64,7 @@ class RankBeat(msgspec.Struct, frozen=True, array_like=True):
     in_flight: OpInFlight | None = None  # the one entered first
 
 
-class Heartbeat(Message, frozen=True):
+class Heartbeat(Message, frozen=True, gc=False):
     """Once a second from every agent."""
 
     node_rank: int
