@@ -305,13 +305,17 @@ def _plan_iteration_time(seed: int) -> Plan:
 
 
 def judge_iteration_time(plan: Plan, outcome: Outcome) -> Verdict:
-    """Mean iteration time after the warm-up within 0.5 % of the script's own clock, on every rank."""
+    """Mean iteration time after the warm-up within 0.5 % of the script's own clock, on every rank.
+
+    An iteration ends with the optimizer, the script's step a little later, so that what comes after the optimizer is
+    in the next iteration; after the last step there is none, which is therefore left out on both sides.
+    """
     why = _job_went_well(outcome)
     errors: dict[int, float] = {}
     single: list[float] = []
     for rank, own in outcome.script.items():
         ours = outcome.watched.get(rank, {})
-        steps = [step for step in range(WARM_UP_STEPS, len(own)) if step in ours]
+        steps = [step for step in range(WARM_UP_STEPS, len(own) - 1) if step in ours]
         if len(steps) < 0.9 * (len(own) - WARM_UP_STEPS):
             why.append(f"rank {rank}: {len(steps)} of {len(own) - WARM_UP_STEPS} iterations")
             continue

@@ -171,9 +171,10 @@ def evaluate(job: Job, count: int) -> float:
         loss = job.model.evaluate(inputs, targets)
         if loss is not None:
             losses.append(loss)
+    mean = world_mean(torch.stack(losses).mean() if losses else None, job.device)
     for module in job.modules:
         module.train()
-    return world_mean(torch.stack(losses).mean() if losses else None, job.device)
+    return mean
 
 
 def train(job: Job, chosen: argparse.Namespace, rank: int, times: TextIO | None) -> None:
