@@ -177,7 +177,13 @@ def _culprit(
     link = Link((first, second), (nodes.get(first, pair[0]), nodes.get(second, pair[1])))
     told = transfer.path.source < 0 or transfer.ratio >= 2.0  # else the healthy time is mostly waiting
     slowdown = round(transfer.ratio, 2) if told else 0.0
-    return Culprit(None, link, node, "transfer", slowdown, confidence, "network", detail)
+    cause = "network"
+    if (
+        link.nodes[0] == link.nodes[1]
+    ):  # no cable: whatever the two share may be to blame, and other ranks share it too
+        confidence, cause = "low", "inside the node"
+        detail = "both ends are on one node: its cores, memory or device links"
+    return Culprit(None, link, node, "transfer", slowdown, confidence, cause, detail)
 
 
 def _ends(pair: _Pair, transfer: Transfer, nodes: Mapping[int, str]) -> tuple[int, int]:
