@@ -46,7 +46,7 @@ class IterationSummary:
     rank: int
     step: int
     start_s: float
-    duration_s: float  # pauses (evaluation, checkpoint) already taken out: what the script's own step clock shows
+    duration_s: float  # without pauses (evaluation, checkpoint): what the script's own step clock shows
     self_s: float
     blocked_s: float
     data_s: float = 0.0
