@@ -50,7 +50,9 @@ def _headline(run: Run, found: dict[str, Any]) -> str:
         state = str(found["state"]) if age_s < _STALE_S else f"last heard of {age_s:.0f} s ago"
     incidents = found["open_incidents"]
     still = f"open incidents {', '.join(f'{n:04d}' for n in incidents)}" if incidents else "no open incident"
-    return f"{run.path.name}: {state}; {found['world_size']} ranks, newest step {found['newest_step']}; {still}"
+    return (
+        f"{run.path.name}: {state}; {found['world_size']} ranks, newest step {found['newest_step']}; {still}"
+    )
 
 
 def _rows(found: dict[str, Any]) -> Iterator[tuple[Any, ...]]:

@@ -28,7 +28,7 @@ class Culprit:
     stage: str = ""  # where in the step: "forward", "backward", "optimizer", "data", "transfer"
     slowdown: float = 0.0  # its own time over its healthy time; 0 where it does not apply
     confidence: Literal["high", "medium", "low"] = "low"
-    cause: str = ""  # "compute", "cpu quota", "data loading", "network", "process died", "stopped", "never entered", ...
+    cause: str = ""  # "compute", "cpu quota", "data loading", "network", "stopped", "never entered", ...
     detail: str = ""
 
 
