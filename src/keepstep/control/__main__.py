@@ -34,6 +34,7 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument(
         "--last-call", type=float, default=30.0, metavar="SECONDS", help="for more than the minimum"
     )
+    parser.add_argument("--layout", default="", help="declared parallel layout, e.g. tp2-dp4-pp2")
     parser.add_argument("--tls-cert")
     parser.add_argument("--tls-key")
     parser.add_argument("--tls-ca")
@@ -62,6 +63,7 @@ def parse(argv: list[str]) -> Options:
         port=port,
         secret_file=arguments.secret_file,
         settings=settings,
+        layout=arguments.layout,
         tls=wire.TlsPaths.of(arguments.tls_cert, arguments.tls_key, arguments.tls_ca),
         check_addresses=not arguments.allow_translated_addresses,
         watch_parent=not arguments.no_parent,

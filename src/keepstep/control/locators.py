@@ -52,7 +52,13 @@ class Locators(Protocol):
 
 
 class LibraryLocators:
-    """``keepstep.locate``, imported when first needed: numpy is not in the controller's start."""
+    """``keepstep.locate``, imported when first needed: numpy is not in the controller's start.
+
+    ``layout``: the parallel layout that the operator declared, e.g. ``tp2-dp4-pp2``; inferred when empty.
+    """
+
+    def __init__(self, layout: str = "") -> None:
+        self._layout = layout
 
     def offsets(self, samples: Mapping[str, Sequence[ClockSample]]) -> Any:
         from keepstep.locate import estimate_offsets
@@ -68,9 +74,11 @@ class LibraryLocators:
         clocks: Any,
         causes: Sequence[HostCause],
     ) -> Diagnosis:
-        from keepstep.locate import locate_slow
+        from keepstep.core.layout import ParallelLayout
+        from keepstep.locate import declared_layout, locate_slow
 
-        return locate_slow(before, after, groups, nodes, clocks, causes)
+        layout = declared_layout(ParallelLayout.declared(self._layout), groups) if self._layout else None
+        return locate_slow(before, after, groups, nodes, clocks, causes, layout)
 
     def hang(
         self,

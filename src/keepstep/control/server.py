@@ -19,6 +19,7 @@ from keepstep import wire
 from keepstep.control.controller import Controller, Settings
 from keepstep.control.effects import Disconnect, Effect, Exit, Say, Send, StorePlacement, WriteIncident
 from keepstep.control.files import RunFiles, spoken
+from keepstep.control.locators import LibraryLocators
 from keepstep.control.status import interval_s, status_of
 from keepstep.core.errors import RunError
 from keepstep.core.incident import Incident
@@ -38,6 +39,7 @@ class Options:
     port: int
     secret_file: Path
     settings: Settings
+    layout: str = ""
     tls: wire.TlsPaths | None = None
     check_addresses: bool = True
     watch_parent: bool = True
@@ -51,7 +53,12 @@ class ControlServer:
         self._parent = parent
         self._files = RunFiles(options.run_dir)
         self._wall_offset_s = time.time() - time.monotonic()
-        self._controller = Controller(options.settings, unix_s=self._unix_s, pid=os.getpid())
+        self._controller = Controller(
+            options.settings,
+            locators=LibraryLocators(options.layout),
+            unix_s=self._unix_s,
+            pid=os.getpid(),
+        )
         self._server: wire.Server | None = None
         self._connections: dict[int, wire.Connection] = {}
         self._done = asyncio.Event()

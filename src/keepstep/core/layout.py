@@ -62,6 +62,13 @@ class ParallelLayout:
             sizes[match[1]] = int(match[2])
         return cls(order=order, **sizes)
 
+    @classmethod
+    def declared(cls, text: str) -> ParallelLayout:
+        """As ``parse``, but the ranks are dealt in the order in which the sizes are named. Raises `LayoutError`."""
+        named = re.findall(r"[a-z]+", text)
+        rest = [name for name in DIMENSIONS if name not in named]
+        return cls.parse(text, "-".join([*(name for name in named if name in DIMENSIONS), *rest]))
+
     def __str__(self) -> str:
         return "-".join(f"{name}{self.size(name)}" for name in DIMENSIONS if self.size(name) != 1) or "dp1"
 

@@ -170,6 +170,7 @@ def controller_command(job: Job, folder: Path, secret: Path, listen: Endpoint) -
         *("--secret-file", str(secret)),
         *("--nodes", str(job.max_nodes)),
         *("--join-timeout", f"{job.rendezvous.join_timeout_s:g}"),
+        *(("--layout", job.layout) if job.layout else ()),
         *_tls(job),
     ]
 

@@ -22,7 +22,7 @@ from keepstep.launch.settings import SETTINGS
 STDOUT, STDERR = 1, 2
 DEFAULT_RENDEZVOUS_PORT = 29400
 DEFAULT_MASTER_PORT = 29500
-_OWN_FLAGS = ("watch", "secret_file", "tls_cert", "tls_key", "tls_ca", "controller_listen")
+_OWN_FLAGS = ("watch", "secret_file", "tls_cert", "tls_key", "tls_ca", "controller_listen", "layout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,7 @@ class Job:
     secret_file: Path | None
     tls: Tls | None
     controller_listen: Endpoint | None
+    layout: str  # declared parallel layout; empty: inferred
     ring_records: int
     linger_s: float
     quiet: bool
@@ -169,6 +170,7 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         controller_listen=parse_endpoint("--controller-listen", str(value["controller_listen"]), 0)
         if value["controller_listen"]
         else None,
+        layout=_layout(str(value["layout"]), nproc * max_nodes if min_nodes == max_nodes else None),
         ring_records=int(value["ring_records"]),
         linger_s=float(value["linger_s"]),
         quiet=given.quiet,
@@ -177,6 +179,17 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         remarks=tuple(flags.without_meaning(given)),
         warnings=_warnings(given),
     )
+
+
+def _layout(text: str, world_size: int | None) -> str:
+    """Check a declared layout against the number of ranks, where that is known."""
+    if text:
+        from keepstep.core.layout import ParallelLayout  # loads numpy: only when a layout is declared
+
+        layout = ParallelLayout.declared(text)
+        if world_size is not None:
+            layout.check_world(world_size)
+    return text
 
 
 def node_range(text: str) -> tuple[int, int]:

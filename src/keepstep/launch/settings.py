@@ -13,6 +13,7 @@ SETTINGS = (
     Setting("run", "tls_key", "", "private key (PEM) of this node"),
     Setting("run", "tls_ca", "", "certificate authority (PEM) that signed the nodes' certificates"),
     Setting("run", "controller_listen", "", "HOST:PORT the controller listens on; empty: the endpoint"),
+    Setting("run", "layout", "", "parallel layout, e.g. tp2-dp4-pp2, first varies fastest; empty: inferred"),
     Setting("run", "ring_records", 65536, "records of 64 bytes in each worker's ring"),
     Setting("run", "join_timeout_s", 600.0, "how long to wait for the other nodes at the start"),
     Setting("run", "linger_s", 10.0, "how long agent and controller may take after the workers ended"),

@@ -3,7 +3,7 @@
 from keepstep.locate.clocks import ClockOffsets, NodeClock, estimate_offsets
 from keepstep.locate.crash import locate_crash
 from keepstep.locate.hang import locate_hang
-from keepstep.locate.infer import GroupRole, InferredLayout, infer_layout
+from keepstep.locate.infer import GroupRole, InferredLayout, declared_layout, infer_layout
 from keepstep.locate.slow import locate_slow
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "GroupRole",
     "InferredLayout",
     "NodeClock",
+    "declared_layout",
     "estimate_offsets",
     "infer_layout",
     "locate_crash",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from keepstep.core.events import Op
+from keepstep.core.layout import DIMENSIONS, ParallelLayout
 from keepstep.core.summary import GroupInfo, IterationSummary
 from keepstep.locate._stages import Chains, chains
 
@@ -114,6 +115,28 @@ def infer_layout(groups: Mapping[str, GroupInfo], traffic: Sequence[IterationSum
         sizes["pp"] = pipeline.length
     confidence: Confidence = "high" if pipeline.even else "medium" if pipeline.stages else "low"
     return InferredLayout(roles, pipeline.stages, pipeline.length, confidence, sizes)
+
+
+def declared_layout(layout: ParallelLayout, groups: Mapping[str, GroupInfo]) -> InferredLayout:
+    """The same from a layout that the operator declared: roles by membership, stages by coordinates."""
+    world = tuple(range(layout.world_size))
+    dimensions = [name for name in DIMENSIONS if layout.size(name) > 1]
+    roles: dict[str, GroupRole] = {}
+    for name, info in groups.items():
+        members = tuple(sorted(info.members))
+        found: list[Role] = [
+            dimension  # pyright: ignore[reportAssignmentType]
+            for dimension in dimensions
+            if members and members[-1] < len(world) and members == layout.group_of(members[0], dimension)
+        ]
+        if not found:
+            found = ["world" if members == world else "unknown"]
+        roles[name] = GroupRole(tuple(found), "high", f"declared layout {layout}")
+    stages: dict[int, int] = {}
+    if layout.pp > 1:
+        stages = {rank: int(stage) for rank, stage in enumerate(layout.all_coordinates()["pp"])}
+    sizes = {dimension: layout.size(dimension) for dimension in dimensions}
+    return InferredLayout(roles, stages, layout.pp if layout.pp > 1 else 0, "high", sizes)
 
 
 def _family(info: GroupInfo) -> _Family:

@@ -6,8 +6,9 @@ import pytest
 from synthetic_jobs import MB, Job, ddp, dp_pp, dp_tp, fsdp
 
 from keepstep.core.events import Op
+from keepstep.core.layout import ParallelLayout
 from keepstep.core.summary import GroupInfo
-from keepstep.locate import infer_layout
+from keepstep.locate import declared_layout, infer_layout
 
 
 def inferred(job):
@@ -92,3 +93,20 @@ def test_no_traffic_at_all():
     found = infer_layout(job.infos, [dataclasses.replace(s, streams=()) for s in job.run(1)[0]])
     assert found.roles["world"].role == "unknown"
     assert infer_layout({}, ()).roles == {}
+
+
+def test_a_declared_layout_names_roles_by_membership_and_stages_by_coordinates() -> None:
+    layout = ParallelLayout.declared("tp2-dp2-pp2")
+    groups = {
+        "0": GroupInfo("0", tuple(range(8))),
+        "1": GroupInfo("1", (0, 1)),
+        "2": GroupInfo("2", (0, 2)),
+        "3": GroupInfo("3", (2, 6)),
+        "4": GroupInfo("4", (0, 7)),
+        "5": GroupInfo("5", (0, 12)),
+    }
+    told = declared_layout(layout, groups)
+    assert [told.roles[name].role for name in groups] == ["world", "tp", "dp", "pp", "unknown", "unknown"]
+    assert [told.stage_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert told.sizes == {"tp": 2, "dp": 2, "pp": 2}
+    assert ParallelLayout.declared("pp2-tp2-dp2").coordinates(1)["pp"] == 1
