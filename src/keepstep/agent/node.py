@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keepstep.agent.processes import ProcessId, alive, identify, state_of
+from keepstep.agent.processes import GONE, STOPPED, ProcessId, alive, identify, state_of
 from keepstep.agent.sensors import HostSensors
 from keepstep.agent.states import operations_in_flight, python_stack, rank_state
 from keepstep.agent.steplog import StepLog
@@ -47,6 +47,7 @@ class _Ring:
     complaint: str = ""
     next_try_ns: int = 0
     ended: bool = False  # its process is gone or closed the ring
+    stopped_since_ns: int = 0  # when its process was first seen stopped; 0: it was not at the last heartbeat
     groups: int = 0  # of them told
     told: set[tuple[str, tuple[int, ...]]] = field(default_factory=set[tuple[str, tuple[int, ...]]])
 
@@ -190,7 +191,11 @@ class NodeAgent:
             self._log.add(iteration, _unix_s(header, iteration.start_s))
         for finding in taken.findings:
             self._send(Found(finding))
-        if not ring.ended and (found := track.look(now_ns, ring.reader.in_flight)) is not None:
+        stopped_ns = now_ns - ring.stopped_since_ns if ring.stopped_since_ns else 0
+        if (
+            not ring.ended
+            and (found := track.look(now_ns, ring.reader.in_flight, stopped_ns=stopped_ns)) is not None
+        ):
             ring.ended = self._gone(ring)
             if not ring.ended:  # a death is the launcher's to tell
                 logger.info("rank %d: %s", ring.rank, found)
@@ -237,7 +242,9 @@ class NodeAgent:
 
     def _beat(self, ring: _Ring, now_ns: int) -> RankBeat:
         track = ring.track
-        gone = self._gone(ring)
+        state = self._process_state(ring)
+        gone = ring.header is not None and state in GONE
+        ring.stopped_since_ns = (ring.stopped_since_ns or now_ns) if state in STOPPED else 0
         ring.ended = gone or (ring.header is not None and ring.header.closed)
         phase, _ = track.phase()
         idle_ns = now_ns - track.last_progress_ns if track.last_progress_ns else 0

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
+GONE = ("", "Z", "X")  # states of a process that runs no more
+STOPPED = ("T", "t")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ def state_of(process: ProcessId, proc: Path = PROC) -> str:
 
 def alive(process: ProcessId, proc: Path = PROC) -> bool:
     """Whether it still runs (or is stopped); a zombie does not."""
-    return state_of(process, proc) not in ("", "Z", "X")
+    return state_of(process, proc) not in GONE
 
 
 def carriers(environment: Mapping[str, Container[str]], proc: Path = PROC) -> list[int]:

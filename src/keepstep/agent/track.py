@@ -88,10 +88,11 @@ class RankTrack:
             taken.findings = list(self.standing.values())
         return taken
 
-    def look(self, now_ns: int, in_flight: Callable[[], Rows]) -> Finding | None:
+    def look(self, now_ns: int, in_flight: Callable[[], Rows], *, stopped_ns: int = 0) -> Finding | None:
         """Whether the rank makes progress; to be asked about 20 times a second while its process lives.
 
         ``in_flight()`` is asked now and then for the ring's records in flight while the rank stands still.
+        ``stopped_ns``: for how long its process has been seen stopped.
         """
         if not self.progress:
             return None
@@ -104,7 +105,9 @@ class RankTrack:
         elif now_ns >= self._next_search_ns:
             self._waiting, self._next_search_ns = blocked(in_flight()), now_ns + _SEARCH_NS
         phase, _ = self._cutter.phase()
-        found = self._watch.progress(now_ns * 1e-9, self.progress, phase, self.step, self._waiting)
+        found = self._watch.progress(
+            now_ns * 1e-9, self.progress, phase, self.step, self._waiting, stopped_ns * 1e-9
+        )
         if found is not None:
             self._note([found])
         return found

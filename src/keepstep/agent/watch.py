@@ -82,15 +82,19 @@ class RankWatch:
         after_s = median(times[place:])
         return (median(times[max(place - _PACE_STEPS, 0) : place]) if place else after_s), after_s
 
-    def progress(self, now_s: float, progress: int, phase: int, step: int, waiting: bool) -> Finding | None:
+    def progress(
+        self, now_s: float, progress: int, phase: int, step: int, waiting: bool, stopped_s: float = 0.0
+    ) -> Finding | None:
         """How far the rank has come at ``now_s``: a number that grows with every record and every end.
 
-        ``waiting``: it is blocked in an operation.
+        ``waiting``: it is blocked in an operation. ``stopped_s``: its process has been stopped for so long.
         """
         if not self._looked:  # by an agent that came later: the steps before it count, too
             self._looked = True
             self._hang.observe(now_s, progress, Phase.STARTUP, step=0 if step >= 0 else -1)
-        stuck = self._hang.observe(now_s, progress, Phase(phase), step=step, waiting=waiting)
+        stuck = self._hang.observe(
+            now_s, progress, Phase(phase), step=step, waiting=waiting, stopped_s=stopped_s
+        )
         if stuck is not None:
             self._hanging = True
             return Finding(

@@ -37,8 +37,9 @@ class HangDetector:
       three pauses of a quarter of that or more were seen, after which twice the longest is trusted.
 
     Backward and the optimizer step hold no such pauses: there the strict limit holds as soon as three gaps
-    are known, and before that ``pause_limit_s``. A pause that was reported and ended by itself counts as
-    usual from the second time on.
+    are known, and before that ``pause_limit_s``. A process that was stopped (SIGSTOP, a debugger) does
+    nothing of all that: for it ``floor_s`` holds in every phase, and what it lost is no pause to learn
+    from. A pause that was reported and ended by itself counts as usual from the second time on.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class HangDetector:
         self._step: int | None = None
         self._steps = 0
         self._stuck: NoProgress | None = None
+        self._stopped = False  # the report that stands is of a stopped process
 
     @property
     def stuck(self) -> NoProgress | None:
@@ -83,14 +85,22 @@ class HangDetector:
         return usual
 
     def observe(
-        self, now_s: float, progress: int, phase: Phase, *, step: int | None = None, waiting: bool = False
+        self,
+        now_s: float,
+        progress: int,
+        phase: Phase,
+        *,
+        step: int | None = None,
+        waiting: bool = False,
+        stopped_s: float = 0.0,
     ) -> NoProgress | None:
         """Look at the rank at ``now_s``; report once per standstill that it is over the limit.
 
         ``progress``: a count that grows with whatever the rank does (records written, operations ended).
         ``phase``: what it is in. ``step``: its step count, negative before the first; without it a change out
         of ``Phase.OPTIMIZER`` counts as the end of a step. ``waiting``: it is blocked in an operation that
-        others have not entered, so its standstill accuses them, not it.
+        others have not entered, so its standstill accuses them, not it. ``stopped_s``: for how long its process
+        has been seen stopped.
         """
         if step is not None:
             if step >= 0:
@@ -105,14 +115,18 @@ class HangDetector:
             return None
         self._phase = phase
         stuck_s = now_s - self._since_s
-        limit_s = self.limit_s(phase, waiting=waiting)
+        stopped = min(stopped_s, stuck_s) > self._floor_s
+        limit_s = self._floor_s if stopped else self.limit_s(phase, waiting=waiting)
         if self._stuck is not None or stuck_s <= limit_s:
             return None
+        self._stopped = stopped
         self._stuck = NoProgress(self._since_s, stuck_s, limit_s, phase)
         return self._stuck
 
     def _moved(self, gap_s: float) -> None:
         if self._stuck is not None:
+            if self._stopped:
+                return
             before = self._over_limit_once.get(self._phase)
             self._over_limit_once[self._phase] = gap_s
             if before is None:

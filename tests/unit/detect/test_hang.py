@@ -27,6 +27,18 @@ class Rank:
             if report is not None:
                 self.reports.append(report)
 
+    def stop(self, seconds: float, phase: Phase, *, moved: bool = True) -> None:
+        self.progress += moved
+        began_s = self.now_s
+        while self.now_s < began_s + seconds:
+            self.now_s += POLL_S
+            stopped_s = self.now_s - began_s
+            report = self.detector.observe(
+                self.now_s, self.progress, phase, step=self.step, stopped_s=stopped_s
+            )
+            if report is not None:
+                self.reports.append(report)
+
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.spend(0.1, Phase.DATA)
@@ -62,6 +74,25 @@ def test_relief_withdraws_the_report() -> None:
     assert rank.detector.stuck is None
     rank.spend(20.0, Phase.BACKWARD)
     assert len(rank.reports) == 2
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.EVALUATION, Phase.DATA, Phase.BACKWARD])
+def test_a_stopped_process_gets_no_patience_in_any_phase_and_teaches_none(phase: Phase) -> None:
+    rank = trained()
+    for times in (1, 2, 3):
+        rank.stop(10.0, phase)
+        assert len(rank.reports) == times
+        assert rank.reports[-1].stuck_s <= 1.5
+        rank.train(1)
+        assert rank.detector.stuck is None
+
+
+def test_a_stop_that_is_only_glimpsed_during_a_pause_is_no_hang() -> None:
+    rank = trained()
+    rank.spend(20.0, Phase.FORWARD)
+    rank.stop(0.5, Phase.FORWARD, moved=False)
+    rank.train(1)
+    assert rank.reports == []
 
 
 def test_a_hang_does_not_teach_patience_the_first_time() -> None:
