@@ -33,7 +33,12 @@ def export(
         spans = _read(rank, path)
         if spans is not None:
             ranks[rank] = spans
-    count = write_chrome_trace(output, ranks, _marks(opened))
+    try:
+        count = write_chrome_trace(output, ranks, _marks(opened))
+    except OSError as error:
+        raise RunError(
+            f"{output}: cannot write the trace: {error.strerror}; name another file with -o"
+        ) from error
     print(f"wrote {output}: {count} bars of {len(ranks)} ranks", file=sys.stderr)
     return 0
 

@@ -38,7 +38,7 @@ def report(
         _print_text(opened, chosen)
     if plot is not None:
         _draw(opened, chosen, plot)
-    return 1 if chosen else 0
+    return 1 if chosen or (incident is None and _failure(opened)) else 0
 
 
 def _print_text(run: Run, incidents: list[Incident]) -> None:
@@ -49,7 +49,19 @@ def _print_text(run: Run, incidents: list[Incident]) -> None:
     if not incidents:
         steps = {row.step for row in run.iterations()}
         span = f"{len(steps)} steps ({min(steps)} to {max(steps)})" if steps else "no finished step yet"
-        print(f"healthy: {span}, no incident")
+        failure = _failure(run)
+        print(
+            f"no incident, but the job failed: {failure}; {span}"
+            if failure
+            else f"healthy: {span}, no incident"
+        )
+
+
+def _failure(run: Run) -> str:
+    """How the job failed by itself, as when it died before it was watched; empty when it did not."""
+    end = run.end() or {}
+    code, reason = end.get("exit_code", 0), str(end.get("reason", ""))
+    return "" if code == 0 or reason.startswith("signal ") else f"{reason} (exit code {code})"
 
 
 def _draw(run: Run, incidents: list[Incident], out: Path) -> None:

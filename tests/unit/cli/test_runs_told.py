@@ -1,0 +1,48 @@
+"""What report and export say of a run's folder that holds little, and of a file that cannot be written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from keepstep.cli import main
+
+
+def _run(folder: Path, **end: object) -> str:
+    (folder / "run.json").write_text("{}")
+    if end:
+        (folder / "end.json").write_text(json.dumps(end))
+    return str(folder)
+
+
+def test_a_job_that_died_before_it_was_watched_is_not_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", _run(tmp_path, exit_code=3, reason="rank 0: exit code 3")]) == 1
+    told = capsys.readouterr().out
+    assert "rank 0: exit code 3" in told
+    assert "healthy" not in told
+
+
+@pytest.mark.parametrize(
+    "end", [{}, {"exit_code": 0, "reason": "finished"}, {"exit_code": 130, "reason": "signal SIGINT"}]
+)
+def test_a_run_that_goes_on_finished_or_was_ended_is_healthy(
+    end: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", _run(tmp_path, **end)]) == 0
+    assert capsys.readouterr().out.startswith("healthy")
+
+
+def test_a_trace_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rings").mkdir()
+    (tmp_path / "rings" / "rank-00000.ring").write_bytes(b"cut short")
+    out = tmp_path / "no" / "trace.json.gz"
+    assert main(["export", _run(tmp_path), "-o", str(out)]) == 2
+    told = capsys.readouterr().err
+    assert str(out) in told
+    assert "Traceback" not in told
