@@ -103,6 +103,9 @@ _GROUPS = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        message = message.replace(
+            "SCRIPT, ARGUMENTS", "SCRIPT"
+        )  # argparse counts the rest, which may be empty
         raise UsageError(f"run: {message}; see `keepstep run --help`")
 
 

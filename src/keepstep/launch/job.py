@@ -249,7 +249,8 @@ def _entry(given: argparse.Namespace) -> Literal["script", "module", "program"]:
 
 
 def _name(given: argparse.Namespace) -> str:
-    name = given.name or Path(given.training_script).stem
+    script = given.training_script
+    name = given.name or (script if given.module else Path(script).stem)
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
 
 

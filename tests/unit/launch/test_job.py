@@ -93,6 +93,7 @@ def test_settings_flag_beats_environment(tmp_path: Path) -> None:
 def test_names_fit_a_folder() -> None:
     assert job("--name", "a b/../c").name == "a-b-..-c"
     assert job().name == "train"
+    assert job_from_command_line(["-m", "pkg.train"], BARE).name == "pkg.train"
 
 
 def test_small_parsers() -> None:
