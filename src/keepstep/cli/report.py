@@ -35,26 +35,29 @@ def report(
         for one in chosen:
             sys.stdout.write(incident_to_json(one, indent=0).decode() + "\n")
     else:
-        _print_text(opened, chosen)
+        _print_text(opened, chosen, run)
     if plot is not None:
         _draw(opened, chosen, plot)
-    return 1 if chosen or (incident is None and _failure(opened)) else 0
+    if chosen or (incident is None and _failure(opened)):
+        return 1
+    return 0 if _watched(opened) else 2
 
 
-def _print_text(run: Run, incidents: list[Incident]) -> None:
+def _print_text(run: Run, incidents: list[Incident], name: str) -> None:
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for one in incidents:
-        print(render(one, color=color))
+        print(render(one, color=color, run=name))
         print()
     if not incidents:
         steps = {row.step for row in run.iterations()}
         span = f"{len(steps)} steps ({min(steps)} to {max(steps)})" if steps else "no finished step yet"
         failure = _failure(run)
-        print(
-            f"no incident, but the job failed: {failure}; {span}"
-            if failure
-            else f"healthy: {span}, no incident"
-        )
+        if failure:
+            print(f"no incident, but the job failed: {failure}; {span}")
+        elif _watched(run):
+            print(f"healthy: {span}, no incident")
+        else:
+            print(f"cannot tell: the job ended and nothing of it was recorded; see {run.path}/controller.log")
 
 
 def _failure(run: Run) -> str:
@@ -62,6 +65,11 @@ def _failure(run: Run) -> str:
     end = run.end() or {}
     code, reason = end.get("exit_code", 0), str(end.get("reason", ""))
     return "" if code == 0 or reason.startswith("signal ") else f"{reason} (exit code {code})"
+
+
+def _watched(run: Run) -> bool:
+    """Whether there is anything to judge by: a job that ended without a recorded step was not watched."""
+    return run.end() is None or next(run.iterations(), None) is not None
 
 
 def _draw(run: Run, incidents: list[Incident], out: Path) -> None:

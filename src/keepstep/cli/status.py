@@ -50,9 +50,7 @@ def _headline(run: Run, found: dict[str, Any]) -> str:
         state = str(found["state"]) if age_s < _STALE_S else f"last heard of {age_s:.0f} s ago"
     incidents = found["open_incidents"]
     still = f"open incidents {', '.join(f'{n:04d}' for n in incidents)}" if incidents else "no open incident"
-    return (
-        f"{run.path.name}: {state}; {found['world_size']} ranks, newest step {found['newest_step']}; {still}"
-    )
+    return f"{run.path.name}: {state}; world of {found['world_size']}, newest step {found['newest_step']}; {still}"
 
 
 def _rows(found: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
@@ -60,7 +58,7 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     for node in found["nodes"]:
         for cells in node["ranks"]:
             beat = dict(zip(found["rank_columns"], cells, strict=False))
-            state = node["agent"] if node["agent"] != "ok" else "ok" if beat["alive"] else "dead"
+            state = "ended" if not beat["alive"] else str(node["agent"])
             flying, waits_in = beat.get("in_flight"), ""
             if flying and beat["idle_s"] >= 1.0:
                 waits_in = f"{_name(Op, flying['op'])} {flying['group']} seq {flying['seq']}"

@@ -10,7 +10,7 @@ from statistics import median
 
 from keepstep.control.desk import Desk, how_to_say, unlocated
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Diagnosis, Incident
+from keepstep.core.incident import Culprit, Diagnosis, Incident
 from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import IterationSummary
 from keepstep.wire.messages import Profile
@@ -177,10 +177,10 @@ class SlowCase:
             self._close(_middle(self._relief_steps), now_s)
 
     def _confirmed(self, before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> bool:
-        if self._many():
-            return True
         ratios = _ratios(before, after)
-        if ratios and median(ratios.values()) >= _CONFIRM_RATIO:
+        if not ratios:
+            return self._many()
+        if median(ratios.values()) >= _CONFIRM_RATIO:
             return True
         own = [ratios[rank] for rank in self._slow if rank in ratios]
         return self._tries > 0 and bool(own) and min(own) >= _OWN_RATIO
@@ -199,8 +199,8 @@ class SlowCase:
         desk = self._desk
         diagnosis = self._locate(before, after, now_s)
         old = self.incident
-        if old is not None and old.culprits and not diagnosis.culprits:
-            return  # what was known is better
+        if old is not None and _firmness(old.culprits) > _firmness(diagnosis.culprits):
+            return  # what was known is better: the newest steps may hold a part that is over already
         before_s, after_s = _pace(before) or _middle_s(self._before), _pace(after) or _middle_s(self._after)
         missing = diagnosis.missing
         if unanswered:
@@ -289,6 +289,11 @@ class SlowCase:
             self._pace_since = (step, now_s)
         elif step - self._pace_since[0] >= _QUIET_STEPS and now_s - self._pace_since[1] >= _QUIET_STEPS:
             self._close(self._pace_since[0], now_s)
+
+
+def _firmness(culprits: Sequence[Culprit]) -> int:
+    """How sure the first culprit is; 0 without one."""
+    return 1 + ("low", "medium", "high").index(culprits[0].confidence) if culprits else 0
 
 
 def _is_sane(row: IterationSummary) -> bool:

@@ -10,8 +10,12 @@ import pytest
 from keepstep.cli import main
 
 
-def _run(folder: Path, **end: object) -> str:
+def _run(folder: Path, *, watched: bool = True, **end: object) -> str:
     (folder / "run.json").write_text("{}")
+    if watched:
+        (folder / "nodes" / "0").mkdir(parents=True)
+        step = {"step": 7, "ranks": {"0": {"t": 10.0, "d": 0.5}}}
+        (folder / "nodes" / "0" / "iterations.jsonl").write_text(json.dumps(step) + "\n")
     if end:
         (folder / "end.json").write_text(json.dumps(end))
     return str(folder)
@@ -20,7 +24,7 @@ def _run(folder: Path, **end: object) -> str:
 def test_a_job_that_died_before_it_was_watched_is_not_healthy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", _run(tmp_path, exit_code=3, reason="rank 0: exit code 3")]) == 1
+    assert main(["report", _run(tmp_path, watched=False, exit_code=3, reason="rank 0: exit code 3")]) == 1
     told = capsys.readouterr().out
     assert "rank 0: exit code 3" in told
     assert "healthy" not in told
@@ -34,6 +38,13 @@ def test_a_run_that_goes_on_finished_or_was_ended_is_healthy(
 ) -> None:
     assert main(["report", _run(tmp_path, **end)]) == 0
     assert capsys.readouterr().out.startswith("healthy")
+
+
+def test_a_job_of_which_nothing_was_recorded_is_not_called_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", _run(tmp_path, watched=False, exit_code=0, reason="finished")]) == 2
+    assert capsys.readouterr().out.startswith("cannot tell")
 
 
 def test_a_trace_that_cannot_be_written_is_one_line(
