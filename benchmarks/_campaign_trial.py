@@ -33,7 +33,7 @@ class Plan:
     fault: str = ""
     nproc: int = 4
     timeout_s: float = 150.0
-    end_on: str = ""  # the job is interrupted 2 s after an incident of this kind
+    end_on: str = ""  # the job is ended (SIGTERM) 2 s after an incident of this kind
     kill: str = ""  # "agent" or "controller": killed at step truth["kill_step"]
     slow_link: tuple[str, str, str] | None = None  # host, host, rate: on the namespace testbed
 
@@ -86,7 +86,7 @@ class Live:
 
     def interrupt(self) -> None:
         for launcher in self.launchers:
-            launcher.send_signal(signal.SIGINT)
+            launcher.send_signal(signal.SIGTERM)
 
 
 def read_incidents(run: Path) -> list[dict[str, Any]]:
