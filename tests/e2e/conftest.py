@@ -2,5 +2,6 @@
 
 import signal
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # what such a shell passes on, and what keepstep run respects
+# Such a shell passes on that it is ignored, and `keepstep run` respects that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
