@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -142,7 +143,8 @@ class Report:
     def finish(self, json_path: Path | None) -> None:
         """Print the table on stdout and, given a path, write the JSON there."""
         report = self.as_dict()
-        console = Console()
+        # Piped output has no width of its own; a narrow table folds every word.
+        console = Console(width=None if sys.stdout.isatty() else 200)
         where = report["machine"]
         console.print(
             f"{self.bench}: {where['cpu']}, {where['cores']} cores, commit {report['versions']['commit']}"

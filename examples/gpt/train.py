@@ -55,8 +55,10 @@ def arguments() -> argparse.Namespace:
     add("--first-step-seconds", type=float, default=0.0, help="emulates a long compile")
     text = "emulated accelerator: a layer takes MS milliseconds forward and twice that backward"
     add("--emulate-compute-ms", type=float, default=0.0, metavar="MS", help=text)
-    text = 'inject a fault (needs keepstep), e.g. "slow rank 2 by 2x at step 30 for 15 steps"'
-    add("--fault", metavar="SENTENCE", help=text)
+    text = (
+        'inject a fault (needs keepstep), e.g. "slow rank 2 by 2x at step 30 for 15 steps"; may be repeated'
+    )
+    add("--fault", metavar="SENTENCE", action="append", default=[], help=text)
     text = "JSON lines of this script's own step times; rank 0's, or every rank's if FILE has {rank}"
     add("--step-times", metavar="FILE", help=text)
     chosen = parser.parse_args()
@@ -80,7 +82,7 @@ def check(parser: argparse.ArgumentParser, chosen: argparse.Namespace, world: in
         parser.error("--dim must be a multiple of --heads, and --heads of --tp")
 
 
-def faults_of(sentence: str | None, rank: int) -> Faults:
+def faults_of(sentence: str, rank: int) -> Faults:
     """What to inject on this rank; only here, and only when asked, does the example know keepstep."""
     if not sentence:
         return NoFaults()
@@ -108,7 +110,7 @@ def build(chosen: argparse.Namespace, rank: int, device: torch.device) -> Job:
         chosen.dp, chosen.tp, chosen.pp, chosen.dp_kind, chosen.schedule, chosen.microbatches, chosen.batch
     )
     shape = Shape(chosen.layers, chosen.dim, chosen.heads, chosen.seq, VOCABULARY)
-    faults = faults_of(chosen.fault, rank)
+    faults = faults_of("\n".join(chosen.fault), rank)
     compute = Compute(chosen.emulate_compute_ms / 1e3, faults, overlap_host=chosen.tp == 1, device=device)
     mesh = make_mesh(sizes, device.type)
     stages = build_stages(shape, sizes, mesh, compute, device, chosen.seed)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.certificates import certificates
 
 pytestmark = pytest.mark.e2e
 
@@ -235,3 +236,27 @@ def test_the_wrong_secret_keeps_a_node_out(nodes: Nodes) -> None:
     ended = nodes.finish()
     assert [code for code, _, _ in ended] == [2, 2]
     assert "secret" in ended[1][2]
+
+
+def test_with_tls_nodes_meet_and_a_death_is_told(nodes: Nodes) -> None:
+    paths = certificates(nodes.folder)
+    flags = ["--tls-cert", paths.cert, "--tls-key", paths.key, "--tls-ca", paths.ca]
+    start_two(nodes, "time.sleep(1)\nif rank == 1: sys.exit(5)\ntime.sleep(60)", *flags, static=True)
+    assert [code for code, _, _ in nodes.finish()] == [5, 5]
+    incident = json.loads((nodes.folder / "node0/incidents/0001.json").read_text())
+    assert [culprit["node"] for culprit in incident["culprits"]] == ["node1"]
+
+
+def test_with_tls_a_node_of_another_authority_stays_out(nodes: Nodes) -> None:
+    port = free_port()
+    meet = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    for number in (0, 1):
+        folder = nodes.folder / f"certificates{number}"
+        folder.mkdir()
+        paths = certificates(folder)
+        flags = ["--tls-cert", paths.cert, "--tls-key", paths.key, "--tls-ca", paths.ca]
+        flags += ["--secret-file", str(nodes.secret), "--rdzv-conf", "join_timeout=4"]
+        nodes.start("pass", *meet, *flags, "--node-rank", str(number), node=f"node{number}")
+    ended = nodes.finish()
+    assert [code for code, _, _ in ended] == [2, 2]
+    assert "certificate" in ended[1][2].lower()

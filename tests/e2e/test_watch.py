@@ -96,6 +96,18 @@ def test_a_slow_rank_is_named_and_relief_is_told(tmp_path: Path) -> None:
     surfaces_tell_the_same(run_dir, tmp_path)
 
 
+def test_two_slow_ranks_are_both_named(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    faults = [
+        word for rank in (1, 2) for word in ("--fault", f"slow rank {rank} by 2x at step 20 for 15 steps")
+    ]
+    done = train(run_dir, *SMALL, "--steps", "45", *faults)
+    assert done.returncode == 0, done.stderr
+    (incident,) = incidents(run_dir)
+    assert sorted(culprit["rank"] for culprit in incident["culprits"]) == [1, 2]
+    assert incident["status"] == "relieved"
+
+
 def surfaces_tell_the_same(run_dir: Path, tmp_path: Path) -> None:
     text = keepstep("report", str(run_dir))
     assert text.returncode == 1
@@ -159,6 +171,16 @@ def test_a_rank_asleep_in_backward_is_a_hang_and_a_killed_launcher_leaves_nothin
     assert incident["culprits"][0]["stage"].startswith("backward")
     job.send_signal(signal.SIGKILL)
     assert no_process_left(run_dir)
+
+
+def test_a_stopped_process_is_a_hang_until_it_goes_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = train(run_dir, *SMALL, "--steps", "60", "--fault", "stop rank 1 at step 25 for 6 s")
+    assert done.returncode == 0, done.stderr
+    (incident,) = incidents(run_dir)
+    assert (incident["kind"], incident["status"]) == ("hang", "relieved")
+    assert [culprit["rank"] for culprit in incident["culprits"]] == [1]
+    assert "stopped" in incident["culprits"][0]["cause"]
 
 
 def test_a_dead_process_is_a_crash_and_its_code_is_returned(tmp_path: Path) -> None:

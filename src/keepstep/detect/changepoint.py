@@ -38,6 +38,8 @@ _DRIFT = 32
 _ABSURD = 1e150
 # Returning from a slow regime to the level before needs less proof than leaving it: relief is what comes next.
 _RELIEF_Z = 3.7
+# Proof needed beyond what a healthy level may wander, so that a small shift plus noise is no change.
+_WANDER_Z = 3.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,8 @@ class ChangePointDetector:
         halfway = 0.5 * (level - self._healthy) if sign < 0 else -math.inf
         latest = [sign * (value - level) for _, value in self._recent][-_REACH:]
         floor = 0.5 * self._min_change * level
+        # A healthy level may wander by half of what counts as a change, and one seen for few iterations by more.
+        wander = floor * (1 + 8 / len(self._residuals))
         for length, hits in _TESTS:
             if len(latest) < length:
                 break
@@ -209,6 +213,8 @@ class ChangePointDetector:
             z_needed = min(self._z, _RELIEF_Z) if sum(run) > halfway * length > 0 else self._z
             noise = math.sqrt(self._inflation[length] / length + 1.57 * self._inflation[0] / count)
             needed = max(floor, self._tail(z_needed * noise, sign > 0))
+            if z_needed == self._z:
+                needed = max(needed, wander + self._tail(_WANDER_Z * noise, sign > 0))
             if _clipped_mean(run, hits, needed, 6 * self._scale) > needed:
                 z = sum(run) / length / max(needed, 1e-300) * self._z
                 found = self._verify(level, sign, _NORMAL.cdf(-min(z, 37.0)))

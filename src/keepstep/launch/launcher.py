@@ -144,8 +144,9 @@ class Launcher:
                 if endpoint
                 else Endpoint("127.0.0.1", 0)
             )
+        if run_folder.ensure_secret(self._secret) and job.secret_file:
+            self._say(f"made a new secret: {self._secret}; every node needs this file")
         self._controller_at = listen
-        run_folder.ensure_secret(self._secret)
 
         def ready(said: dict[str, object]) -> None:
             assert self._controller_at is not None
@@ -276,8 +277,8 @@ class Launcher:
             self._try_watching(self._start_agent)
         first, last = place.first_rank, place.first_rank + job.nproc - 1
         ranks_text = f"rank {first}" if first == last else f"ranks {first}-{last}"
-        watched = f"watched, run folder {self._folder}" if self._rings else f"run folder {self._folder}"
-        self._say(f"{ranks_text} of {place.world_size} on {job.node}: {watched}")
+        watched = "watched, " if self._rings and self._controller_at else ""
+        self._say(f"{ranks_text} of {place.world_size} on {job.node}: {watched}run folder {self._folder}")
 
     def _make_rings(self, place: Place) -> dict[int, dict[str, str]]:
         """A ring for each worker; empty, with a word about it, when rings cannot be made."""

@@ -134,16 +134,17 @@ def secret_path(job: Job, folder: Path, home: Path) -> Path:
     return home / ".config" / "keepstep" / "secret"
 
 
-def ensure_secret(path: Path) -> None:
-    """Make the secret file (0600) unless it is there; it appears whole, also for other nodes.
+def ensure_secret(path: Path) -> bool:
+    """Make the secret file (0600) unless it is there; it appears whole, also for other nodes. Returns if it was made.
 
     Raises:
-        AuthenticationError: it cannot be made.
+        AuthenticationError: it cannot be made, or the one that is there cannot serve.
     """
-    from keepstep.wire.secret import write_secret
+    from keepstep.wire.secret import read_secret, write_secret
 
     if path.exists():
-        return
+        read_secret(path)
+        return False
     draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -159,6 +160,7 @@ def ensure_secret(path: Path) -> None:
         raise AuthenticationError(
             f"{path}: cannot make the secret: {error.strerror}; name a file with --secret-file"
         ) from None
+    return True
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -143,6 +143,11 @@ def test_closing_line(status: str, relief: int | None, line: str) -> None:
     assert line[10:].split("  incident")[0] in render(closed)
 
 
+def test_a_hang_that_is_over_says_for_how_long() -> None:
+    closing = render_closing(replace(HANG, status="relieved", relief_step=18423))
+    assert closing.startswith("RELIEF    step 18423  over after 92 s  incident ")
+
+
 def test_colors_change_nothing_but_colors() -> None:
     for incident in (HANG, SLOW):
         colored = render(incident, color=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
-import ipaddress
 import random
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.certificates import certificates
 
 from keepstep import wire
 from keepstep.core.errors import UsageError
@@ -248,43 +247,6 @@ def test_background_client_for_programs_that_poll() -> None:
     loop.call_soon_threadsafe(stop.set)
     thread.join()
     loop.close()
-
-
-def certificates(folder: Path) -> wire.TlsPaths:
-    """An authority and one certificate for both sides."""
-    x509 = pytest.importorskip("cryptography.x509", reason="needs the package cryptography")
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    now = datetime.datetime.now(datetime.timezone.utc)
-    names = {kind: x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, kind)]) for kind in ("ca", "node")}
-    keys = {kind: ec.generate_private_key(ec.SECP256R1()) for kind in names}
-    paths = wire.TlsPaths(str(folder / "cert.pem"), str(folder / "key.pem"), str(folder / "ca.pem"))
-    for kind, path in (("ca", paths.ca), ("node", paths.cert)):
-        builder = (
-            x509.CertificateBuilder()
-            .subject_name(names[kind])
-            .issuer_name(names["ca"])
-            .public_key(keys[kind].public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
-            .add_extension(x509.BasicConstraints(ca=kind == "ca", path_length=None), critical=True)
-            .add_extension(
-                x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
-                critical=False,
-            )
-        )
-        signed = builder.sign(keys["ca"], hashes.SHA256())
-        Path(path).write_bytes(signed.public_bytes(serialization.Encoding.PEM))
-    Path(paths.key).write_bytes(
-        keys["node"].private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    return paths
 
 
 @in_loop
