@@ -20,6 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "examples" / "gpt" / "train.py"
+_NODE_RANK = "<node rank>"  # in the command that all hosts share
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,15 @@ def run_trial(plan: Plan, folder: Path) -> Outcome:
 
         def start(command: list[str], env: dict[str, str], log: Any) -> list[subprocess.Popen[bytes]]:
             env["GLOO_SOCKET_IFNAME"] = "eth0"
-            return [_start(each.command(command), env, log) for each in bed.hosts.values()]
+            # The ranks lie on the hosts in order: the plan knows which pairs of hosts carry traffic.
+            commands = (
+                [str(place) if word == _NODE_RANK else word for word in command]
+                for place in range(len(bed.hosts))
+            )
+            return [
+                _start(each.command(own), env, log)
+                for each, own in zip(bed.hosts.values(), commands, strict=True)
+            ]
 
         from keepstep.faults import SlowLink
 
@@ -146,8 +155,8 @@ def _command(plan: Plan, folder: Path) -> list[str]:
     where = ["--nproc-per-node", str(plan.nproc), "--run-dir", str(folder / "run")]
     if plan.slow_link is not None:
         port = 20000 + random.Random(str(folder)).randrange(9000)
-        where += ["--nnodes", "4", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"node-a:{port}"]
-        where += ["--rdzv-id", "campaign"]
+        where += ["--nnodes", "4", "--node-rank", _NODE_RANK]
+        where += ["--master-addr", "node-a", "--master-port", str(port), "--rdzv-id", "campaign"]
     script = [str(TRAIN), *plan.arguments, "--step-times", str(folder / "steps-{rank}.jsonl")]
     if plan.fault:
         script += ["--fault", plan.fault]
