@@ -10,6 +10,7 @@ from pathlib import Path
 
 from keepstep.agent.processes import GONE, STOPPED, ProcessId, alive, identify, state_of
 from keepstep.agent.sensors import HostSensors
+from keepstep.agent.sockets import SocketSensor
 from keepstep.agent.states import operations_in_flight, python_stack, rank_state
 from keepstep.agent.steplog import StepLog
 from keepstep.agent.track import RankTrack
@@ -70,6 +71,7 @@ class NodeAgent:
         self._local = frozenset(rings)
         self._log = StepLog(run_dir / "nodes" / str(node_rank) / "iterations.jsonl", self._local)
         self._sensors = HostSensors()
+        self._sockets = SocketSensor()
         self._sequence = 0
 
     def poll(self, now_ns: int) -> bool:
@@ -82,9 +84,9 @@ class NodeAgent:
     def heartbeat(self, now_ns: int) -> Heartbeat:
         """The node's state for the controller; looks at the processes and flushes the log, too."""
         beats = tuple(self._beat(ring, now_ns) for ring in self._rings)
-        self._sensors.look(
-            now_ns * 1e-9, {ring.rank: ring.process for ring in self._rings if ring.process is not None}
-        )
+        processes = {ring.rank: ring.process for ring in self._rings if ring.process is not None}
+        self._sensors.look(now_ns * 1e-9, processes)
+        self._sockets.look(now_ns * 1e-9, processes.values())
         clock: list[ClockSample] = []
         for ring in self._rings:
             clock.extend(ring.track.clock.drain())
@@ -112,7 +114,7 @@ class NodeAgent:
         return messages
 
     def profile(self, request: ProfileRequest) -> Profile:
-        """The iterations asked for, oldest first."""
+        """The iterations asked for, oldest first, and what was sent to whom around the onset."""
         found: list[IterationSummary] = []
         clock: list[ClockSample] = []
         for ring in self._rings:
@@ -120,7 +122,11 @@ class NodeAgent:
             found.extend(one for one in history if request.first_step <= one.step <= request.last_step)
             clock.extend(ring.track.clock.recent())
         found.sort(key=lambda one: (one.step, one.rank))
-        return Profile(request.request, self._node_rank, tuple(found), tuple(clock), self._sensors.causes())
+        onset_s = min((one.start_s for one in found if one.step == request.onset_step), default=None)
+        traffic = self._sockets.traffic(onset_s, self._node) if onset_s is not None else ()
+        return Profile(
+            request.request, self._node_rank, tuple(found), tuple(clock), self._sensors.causes(), traffic
+        )
 
     async def states(self, request: StateRequest) -> States:
         """Where every rank is now."""

@@ -227,10 +227,11 @@ class Controller:
 
     # --- what the cases call (Desk) -------------------------------------------------------------------------------
 
-    def ask_profiles(self, first_step: int, last_step: int, now_s: float) -> int:
+    def ask_profiles(self, first_step: int, last_step: int, now_s: float, onset_step: int = -1) -> int:
         number, agents = self._request()
         self._profiles[number] = Question(number, set(agents), now_s + self.settings.answer_s)
-        self._effects.append(Send(tuple(agents.values()), ProfileRequest(number, first_step, last_step)))
+        request = ProfileRequest(number, first_step, last_step, onset_step)
+        self._effects.append(Send(tuple(agents.values()), request))
         return number
 
     def ask_states(self, stacks: bool, now_s: float) -> int:

@@ -15,8 +15,8 @@ class Desk(Protocol):
     cluster: Cluster
     locators: Locators
 
-    def ask_profiles(self, first_step: int, last_step: int, now_s: float) -> int:
-        """Ask all agents for iterations; the number the answers will come under."""
+    def ask_profiles(self, first_step: int, last_step: int, now_s: float, onset_step: int = -1) -> int:
+        """Ask all agents for iterations and traffic around the onset; the number the answers will come under."""
         ...
 
     def ask_states(self, stacks: bool, now_s: float) -> int:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Diagnosis
-from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, RankState
+from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, PeerTraffic, RankState
 
 
 class Locators(Protocol):
@@ -25,6 +25,7 @@ class Locators(Protocol):
         nodes: Mapping[int, str],
         clocks: Any,
         causes: Sequence[HostCause],
+        traffic: Sequence[PeerTraffic],
     ) -> Diagnosis:
         """Who makes the job slower."""
         ...
@@ -73,12 +74,13 @@ class LibraryLocators:
         nodes: Mapping[int, str],
         clocks: Any,
         causes: Sequence[HostCause],
+        traffic: Sequence[PeerTraffic],
     ) -> Diagnosis:
         from keepstep.core.layout import ParallelLayout
         from keepstep.locate import declared_layout, locate_slow
 
         layout = declared_layout(ParallelLayout.declared(self._layout), groups) if self._layout else None
-        return locate_slow(before, after, groups, nodes, clocks, causes, layout)
+        return locate_slow(before, after, groups, nodes, clocks, causes, layout, traffic)
 
     def hang(
         self,

@@ -12,7 +12,7 @@ from keepstep.control.desk import Desk, how_to_say, unlocated
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis, Incident
 from keepstep.core.ranges import fold_nodes
-from keepstep.core.summary import IterationSummary
+from keepstep.core.summary import IterationSummary, PeerTraffic
 from keepstep.wire.messages import Profile
 
 NEAR_STEPS = 3  # findings with onsets this close are about one cause
@@ -125,7 +125,8 @@ class SlowCase:
             self._tries += 1
             self.closed = self._tries >= _UNCONFIRMED_TRIES
             return
-        self._decide(before, after, unanswered, now_s)
+        traffic = [one for answer in answers for one in answer.traffic if _is_traffic(one)]
+        self._decide(before, after, traffic, unanswered, now_s)
         complete = self.incident is not None and bool(self.incident.culprits) and not unanswered
         self._settled = self._looks >= (1 if complete else _MOST_LOOKS)
 
@@ -161,7 +162,7 @@ class SlowCase:
         newest = max(self._desk.cluster.newest_step, self._detected_step)
         last = max(newest, onset) if newest < onset + 4 * reach else onset + 4 * reach
         self._asked_step, self._asked_s = newest, now_s
-        self.question = self._desk.ask_profiles(first, last + 1, now_s)
+        self.question = self._desk.ask_profiles(first, last + 1, now_s, onset)
 
     def _ask_for_relief(self, now_s: float) -> None:
         """Some ranks say that it is over: look at the newest steps of all."""
@@ -193,11 +194,12 @@ class SlowCase:
         self,
         before: Sequence[IterationSummary],
         after: Sequence[IterationSummary],
+        traffic: Sequence[PeerTraffic],
         unanswered: Sequence[str],
         now_s: float,
     ) -> None:
         desk = self._desk
-        diagnosis = self._locate(before, after, now_s)
+        diagnosis = self._locate(before, after, traffic, now_s)
         old = self.incident
         if old is not None and _firmness(old.culprits) > _firmness(diagnosis.culprits):
             return  # what was known is better: the newest steps may hold a part that is over already
@@ -227,13 +229,17 @@ class SlowCase:
         desk.publish(incident, how_to_say(old, diagnosis))
 
     def _locate(
-        self, before: Sequence[IterationSummary], after: Sequence[IterationSummary], now_s: float
+        self,
+        before: Sequence[IterationSummary],
+        after: Sequence[IterationSummary],
+        traffic: Sequence[PeerTraffic],
+        now_s: float,
     ) -> Diagnosis:
         desk = self._desk
         cluster = desk.cluster
         try:
             return desk.locators.slow(
-                before, after, cluster.groups, cluster.node_of, desk.clocks(), cluster.causes(now_s)
+                before, after, cluster.groups, cluster.node_of, desk.clocks(), cluster.causes(now_s), traffic
             )
         except Exception as error:
             return unlocated("slow", error)
@@ -298,6 +304,11 @@ def _firmness(culprits: Sequence[Culprit]) -> int:
 
 def _is_sane(row: IterationSummary) -> bool:
     return math.isfinite(row.duration_s) and math.isfinite(row.self_s) and row.duration_s >= 0
+
+
+def _is_traffic(one: PeerTraffic) -> bool:
+    times = (one.before_s, one.before_busy_s, one.after_s, one.after_busy_s)
+    return all(0 <= time_s < math.inf for time_s in times) and min(one.before_bytes, one.after_bytes) >= 0
 
 
 def _pace(rows: Sequence[IterationSummary]) -> float | None:

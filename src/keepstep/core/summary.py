@@ -112,6 +112,24 @@ class ClockSample:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerTraffic:
+    """What a node's workers sent over TCP to one address before and after a step, as the kernel counts it.
+
+    ``busy_s`` sums, over the connections, the time with data under way: bytes / busy_s is the speed of the path.
+    """
+
+    node: str  # that sends
+    source: str  # its address
+    target: str  # the peer's address
+    before_s: float  # length of the time looked at
+    before_bytes: int  # acknowledged
+    before_busy_s: float
+    after_s: float
+    after_bytes: int
+    after_busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class HostCause:
     """A cause outside the training process that an agent saw for a rank (or its whole node: ``rank`` = -1)."""
 

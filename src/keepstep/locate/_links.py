@@ -9,7 +9,8 @@ from typing import Literal
 
 from keepstep.core.incident import Culprit, Link
 from keepstep.core.ranges import fold_nodes, fold_ranks
-from keepstep.core.summary import GroupInfo, IterationSummary
+from keepstep.core.summary import GroupInfo, IterationSummary, PeerTraffic
+from keepstep.locate._traffic import slowest_path
 from keepstep.locate._transfers import Path, Transfer, collective_transfers, message_transfers
 from keepstep.locate.clocks import ClockOffsets
 
@@ -73,11 +74,17 @@ def transfers_against_peers(
     return found
 
 
-def blame_links(transfers: Sequence[Transfer], nodes: Mapping[int, str], slowdown_s: float) -> SlowLinks:
+def blame_links(
+    transfers: Sequence[Transfer],
+    nodes: Mapping[int, str],
+    slowdown_s: float,
+    traffic: Sequence[PeerTraffic] = (),
+) -> SlowLinks:
     """The node pairs whose slowness explains the transfers that grew.
 
     A pair is named when messages or groups of just two nodes show it, or when only one pair is common to all slow
-    paths and absent from the fast ones. Otherwise nobody is named, and ``missing`` says between whom to test.
+    paths and absent from the fast ones, or when the connections of one pair lost more of their speed than all others.
+    Otherwise nobody is named, and ``missing`` says between whom to test.
     """
     floor = max(MIN_SHARE * slowdown_s, 1e-4)
     slow = [
@@ -100,6 +107,10 @@ def blame_links(transfers: Sequence[Transfer], nodes: Mapping[int, str], slowdow
             pair, slow[0], nodes, "medium", "the only pair common to all slow groups and no fast one"
         )
         return SlowLinks((culprit,), evidence, (), summary, share)
+    path = slowest_path(traffic, rest)
+    if path is not None:
+        culprit = _culprit((path.source, path.target), slow[0], nodes, "high", "")
+        return SlowLinks((culprit,), (*evidence, str(path)), (), summary, share)
     missing = (
         f"which pair of {fold_nodes(rest)} is slow: {slow[0].path} spans all of them; test them pair by pair",
     )

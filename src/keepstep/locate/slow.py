@@ -15,7 +15,7 @@ import numpy as np
 
 from keepstep.core.incident import Culprit, Diagnosis
 from keepstep.core.ranges import fold_ranks
-from keepstep.core.summary import GroupInfo, HostCause, IterationSummary
+from keepstep.core.summary import GroupInfo, HostCause, IterationSummary, PeerTraffic
 from keepstep.locate._arrivals import arrival_evidence
 from keepstep.locate._links import SlowLinks, blame_links, transfers_against_peers, transfers_since
 from keepstep.locate._profile import Floats, Ints, Profile, profile
@@ -76,6 +76,7 @@ def locate_slow(
     offsets: ClockOffsets | None = None,
     causes: Sequence[HostCause] = (),
     layout: InferredLayout | None = None,
+    traffic: Sequence[PeerTraffic] = (),
 ) -> Diagnosis:
     """Name the ranks or links that make the job slower, worst first; nobody when the evidence does not carry it.
 
@@ -87,6 +88,7 @@ def locate_slow(
         offsets: the nodes' clocks; sharpens arrival order and messages, not needed.
         causes: what agents saw outside the processes.
         layout: roles of groups and stages of ranks; inferred when not given.
+        traffic: what nodes sent to each other over TCP before and after; tells pairs apart inside a collective.
     """
     if not after:
         return _unknown((), ("profiles of the slow iterations: no rank sent one",))
@@ -113,7 +115,7 @@ def locate_slow(
         apart = (
             [transfer for transfer in transfers if blamed.isdisjoint(transfer.ranks)] if blamed else transfers
         )
-        links = blame_links(apart, nodes, growth.slowdown_s)
+        links = blame_links(apart, nodes, growth.slowdown_s, traffic)
     if explained < MIN_SHARE and explained < links.share:
         chosen = chosen[:0]
     if len(chosen) == 0 and not links.culprits:

@@ -8,7 +8,15 @@ from __future__ import annotations
 import msgspec
 
 from keepstep.core.finding import Finding
-from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, OpInFlight, RankState
+from keepstep.core.summary import (
+    ClockSample,
+    GroupInfo,
+    HostCause,
+    IterationSummary,
+    OpInFlight,
+    PeerTraffic,
+    RankState,
+)
 
 PROTOCOL = 1
 
@@ -90,6 +98,7 @@ class Profile(Message, frozen=True):
     iterations: tuple[IterationSummary, ...]
     clock: tuple[ClockSample, ...] = ()
     causes: tuple[HostCause, ...] = ()
+    traffic: tuple[PeerTraffic, ...] = ()  # around the request's ``onset_step``
 
 
 class States(Message, frozen=True):
@@ -140,11 +149,15 @@ class Placement(Message, frozen=True):
 
 
 class ProfileRequest(Message, frozen=True):
-    """Send the iteration summaries of steps ``first_step`` to ``last_step`` (both included) that you still have."""
+    """Send the iteration summaries of steps ``first_step`` to ``last_step`` (both included) that you still have.
+
+    And what your workers sent to whom before and after ``onset_step``, unless that is negative.
+    """
 
     request: int
     first_step: int
     last_step: int
+    onset_step: int = -1
 
 
 class StateRequest(Message, frozen=True):

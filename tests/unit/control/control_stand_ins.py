@@ -13,7 +13,15 @@ from typing import Any
 from keepstep.control import Disconnect, Effect, Exit, Say, Send, StorePlacement, WriteIncident
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis
-from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, OpInFlight, RankState
+from keepstep.core.summary import (
+    ClockSample,
+    GroupInfo,
+    HostCause,
+    IterationSummary,
+    OpInFlight,
+    PeerTraffic,
+    RankState,
+)
 from keepstep.report.verdict import render, render_closing
 from keepstep.wire.messages import (
     Message,
@@ -41,6 +49,7 @@ class PlainLocators:
         nodes: Mapping[int, str],
         clocks: Any,
         causes: Sequence[HostCause],
+        traffic: Sequence[PeerTraffic],
     ) -> Diagnosis:
         old = {rank: mean(r.self_s for r in before if r.rank == rank) for rank in {r.rank for r in before}}
         new = {rank: mean(r.self_s for r in after if r.rank == rank) for rank in {r.rank for r in after}}

@@ -1,0 +1,76 @@
+"""Which pair of nodes a slow collective over many nodes is slow between: by the speed of their TCP connections."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from keepstep.core.summary import PeerTraffic
+
+MIN_DROP = 1.5  # of a path's speed, against its own before and against what the other paths lost
+_LEAST_BYTES = 65536  # before and after: less tells no speed
+_LEAST_BUSY_SHARE = 0.25  # of the time since the onset: a slow path that hardly carries anything slows nobody
+
+
+@dataclass(frozen=True, slots=True)
+class SlowPath:
+    """From which node to which, and its speed in bytes per second, healthy and now."""
+
+    source: str
+    target: str
+    before_Bps: float
+    after_Bps: float
+    others_drop: float  # what the median of the other paths lost: 1 for nothing
+
+    @property
+    def drop(self) -> float:
+        return self.before_Bps / self.after_Bps
+
+    def __str__(self) -> str:
+        speeds = f"{_rate(self.before_Bps)} -> {_rate(self.after_Bps)}"
+        return (
+            f"{self.source} to {self.target}: TCP sends at {speeds}; other paths x{1 / self.others_drop:.2f}"
+        )
+
+
+def slowest_path(traffic: Sequence[PeerTraffic], among: Collection[str]) -> SlowPath | None:
+    """The one pair among the nodes whose connections became slower than all others'; None when none stands out.
+
+    The two directions of a pair count as one: often both are slow. Without a second pair there is nothing to compare
+    with, and nobody is named.
+    """
+    node_of = {one.source: one.node for one in traffic}
+    sums: dict[tuple[str, str], list[float]] = {}
+    length_s = 0.0
+    for one in traffic:
+        target = node_of.get(one.target, "")
+        if target == one.node or target not in among or one.node not in among:
+            continue
+        row = sums.setdefault((one.node, target), [0.0] * 4)
+        for place, value in enumerate(
+            (one.before_bytes, one.before_busy_s, one.after_bytes, one.after_busy_s)
+        ):
+            row[place] += value
+        length_s = max(length_s, one.after_s)
+    worst: dict[tuple[str, str], tuple[float, SlowPath, float]] = {}
+    for (source, target), (bytes0, busy0, bytes1, busy1) in sums.items():
+        if min(bytes0, bytes1) < _LEAST_BYTES or min(busy0, busy1) <= 0:
+            continue
+        path = SlowPath(source, target, bytes0 / busy0, bytes1 / busy1, 1.0)
+        pair = (min(source, target), max(source, target))
+        if pair not in worst or path.drop > worst[pair][0]:
+            worst[pair] = (path.drop, path, busy1)
+    if len(worst) < 2:
+        return None
+    pair = max(worst, key=lambda one: worst[one][0])
+    drop, path, busy_s = worst[pair]
+    others = [row[0] for other, row in worst.items() if other != pair]
+    if drop < MIN_DROP * max(max(others), 1.0) or busy_s < _LEAST_BUSY_SHARE * length_s:
+        return None
+    return SlowPath(path.source, path.target, path.before_Bps, path.after_Bps, max(median(others), 1e-9))
+
+
+def _rate(bytes_per_s: float) -> str:
+    bits = 8 * bytes_per_s
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"

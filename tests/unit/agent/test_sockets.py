@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from keepstep.agent.processes import identify
+from keepstep.agent.sockets import SocketSensor, connections
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A connection from 127.0.0.1 to 127.0.0.2: two addresses, one host."""
+    try:
+        next(connections(), None)
+    except OSError as error:
+        pytest.skip(f"this kernel tells nothing of its sockets: {error}")
+    with socket.create_server(("127.0.0.2", 0)) as listener:
+        one = socket.create_connection(listener.getsockname(), source_address=("127.0.0.1", 0))
+        other, _ = listener.accept()
+        with one, other:
+            yield one, other
+
+
+def send(one: socket.socket, other: socket.socket, count: int) -> None:
+    for _ in range(count):
+        one.sendall(b"x" * 65536)
+        left = 65536
+        while left:
+            left -= len(other.recv(left))
+
+
+def test_bytes_are_counted_before_and_after_a_moment(pair: tuple[socket.socket, socket.socket]) -> None:
+    me = identify(os.getpid())
+    assert me is not None
+    sensor = SocketSensor()
+    sensor.look(1.0, [me])
+    send(*pair, 2)
+    sensor.look(2.0, [me])
+    send(*pair, 1)
+    sensor.look(3.0, [me])  # the onset is within this look: it counts for neither
+    send(*pair, 3)
+    deadline = time.monotonic() + 10
+    sensor.look(4.0, [me])
+    while True:
+        (there,) = [one for one in sensor.traffic(2.5, "n0") if one.source == "127.0.0.1"]
+        if there.after_bytes >= 3 * 65536 or time.monotonic() > deadline:
+            break
+        sensor.look(5.0, [me])  # an acknowledgement may be late
+    assert (there.node, there.target) == ("n0", "127.0.0.2")
+    assert there.before_bytes == 2 * 65536
+    assert there.after_bytes == 3 * 65536
+    assert there.before_s == 1.0
+    assert there.before_busy_s >= 0
+
+
+def test_connections_of_others_do_not_count(pair: tuple[socket.socket, socket.socket]) -> None:
+    sensor = SocketSensor()
+    sensor.look(1.0, [])
+    send(*pair, 2)
+    sensor.look(2.0, [])
+    assert sensor.traffic(0.0, "n0") == ()
+
+
+def test_a_connection_made_between_looks_counts_from_the_next(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    me = identify(os.getpid())
+    assert me is not None
+    sensor = SocketSensor()
+    sensor.look(1.0, [])
+    send(*pair, 2)
+    sensor = SocketSensor()
+    sensor.look(1.0, [me])
+    sensor.look(2.0, [me])
+    assert sum(one.after_bytes for one in sensor.traffic(0.0, "n0")) == 0
+
+
+def test_a_kernel_that_tells_nothing_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse() -> Iterator[object]:
+        asked.append(1)
+        raise OSError("Protocol not supported")
+        yield
+
+    monkeypatch.setattr("keepstep.agent.sockets.connections", refuse)
+    sensor = SocketSensor()
+    sensor.look(1.0, [])
+    sensor.look(2.0, [])
+    assert len(asked) == 1
+    assert sensor.traffic(0.0, "n0") == ()
