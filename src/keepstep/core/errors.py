@@ -29,5 +29,9 @@ class FaultError(KeepstepError):
     """A fault sentence that cannot be parsed or carried out."""
 
 
+class TraceError(KeepstepError):
+    """A trace cannot be read or used: names the file or rank, and what is wrong with it."""
+
+
 class RunError(KeepstepError):
     """A run that cannot be started, found or read."""

@@ -293,9 +293,13 @@ def _culprit(
     state = known.states[rank]
     phase = _phase(state)
     detail: list[str] = []
+    overtaken = next((o for o in known.pending if rank in o.waiting and o.collective and o.through > 0), None)
+    if overtaken is not None:
+        cause = cause or "did not finish"
+        detail.append(f"has not finished {overtaken}, which {overtaken.through} members are through")
     if p is not None and rank in p.absent:
         detail.append(f"never entered {p}")
-    if state.alive and not cause:
+    if state.alive and not cause and phase:
         detail.append(f"in {phase} for {max(state.now_s - state.phase_since_s, 0):.0f} s")
     frame = _innermost_frame(state.stack)
     if frame:
@@ -357,10 +361,11 @@ def _progress_lines(known: _Evidence, order: Sequence[int]) -> tuple[str, ...]:
     for rank in order[:3]:
         state = known.states[rank]
         ago = max(state.now_s - state.last_progress_s, 0.0)
-        process = f", process state {state.process_state}" if state.process_state else ", process gone"
-        lines.append(
-            f"rank {rank}: last progress {ago:.1f} s ago, in {_phase(state) or 'no known phase'}{process}"
-        )
+        phase, process = _phase(state), state.process_state
+        told = [f"last progress {ago:.1f} s ago"]
+        told += [f"in {phase}"] if phase else []
+        told += [] if process == "?" else [f"process state {process}" if process else "process gone"]
+        lines.append(f"rank {rank}: {', '.join(told)}")
     return tuple(lines)
 
 

@@ -1,0 +1,138 @@
+"""From a path to incidents: which kind of trace it is, who reads it, and who judges what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from keepstep.core.errors import TraceError
+from keepstep.core.incident import Diagnosis, Incident
+from keepstep.detect import ChangePointDetector, change_points
+from keepstep.locate import locate_hang
+from keepstep.report.incidents import read_incidents
+from keepstep.traces import open_run
+from keepstep.traces.flight_recorder import rank_of, read_dumps
+from keepstep.traces.training_log import looks_like_training_log, read_head, read_training_log
+
+_FORMATS = (
+    "a folder of a keepstep run, a folder with a flight-recorder dump per rank (dump_0, dump_1, …), or a training log "
+    "of Megatron-LM"
+)
+_PICKLE = b"\x80"
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """``incidents`` as a live run would have written them; ``missing``: what is not in the trace or cannot be read."""
+
+    source: str  # what kind of trace it was
+    incidents: tuple[Incident, ...]
+    missing: tuple[str, ...] = ()
+
+
+def analyze(path: Path) -> Analysis:
+    """Judge a trace.
+
+    Raises:
+        TraceError: there is nothing at ``path`` that can be read; the message says what was expected.
+    """
+    if not path.exists():
+        raise TraceError(f"{path}: there is nothing there; give {_FORMATS}")
+    if path.is_dir():
+        return _folder(path)
+    if looks_like_training_log(read_head(path)):
+        return _training_log(path)
+    if rank_of(path) is not None and _is_dump(path):
+        raise TraceError(f"{path}: is the dump of one rank; give the folder with the dumps of all ranks")
+    raise TraceError(f"{path}: is no trace that keepstep knows; give {_FORMATS}")
+
+
+def _folder(path: Path) -> Analysis:
+    if (path / "run.json").exists():
+        return Analysis("keepstep run", tuple(read_incidents(open_run(str(path)).path / "incidents")))
+    files = sorted(entry for entry in path.iterdir() if entry.is_file())
+    dumps = [entry for entry in files if rank_of(entry) is not None and _is_dump(entry)]
+    if dumps:
+        return _flight_recorder(dumps)
+    logs = [entry for entry in files if looks_like_training_log(read_head(entry))]
+    if len(logs) == 1:
+        return _training_log(logs[0])
+    if logs:
+        names = ", ".join(entry.name for entry in logs[:4])
+        raise TraceError(f"{path}: holds {len(logs)} training logs ({names}, …); give one of them")
+    raise TraceError(f"{path}: nothing in it is a trace that keepstep knows; give {_FORMATS}")
+
+
+def _is_dump(path: Path) -> bool:
+    """A pickle, JSON, or nothing at all: what a flight recorder leaves."""
+    with open(path, "rb") as file:
+        head = file.read(1)
+    return head in (_PICKLE, b"{", b"")
+
+
+def _flight_recorder(files: Sequence[Path]) -> Analysis:
+    dumps = read_dumps(files)
+    nodes = dict.fromkeys(range(dumps.world_size), "")
+    diagnosis = locate_hang(dumps.states, dumps.groups, nodes)
+    missing = (*dumps.missing, "stacks and phases: a flight recorder has none")
+    if not any(state.in_flight for state in dumps.states):
+        return Analysis(
+            "flight recorder", (), (*missing, "an operation in flight: all that was enqueued is done")
+        )
+    return Analysis("flight recorder", (_hang(diagnosis, dumps.world_size, len(dumps.states)),), missing)
+
+
+def _hang(diagnosis: Diagnosis, world_size: int, reporting: int) -> Incident:
+    return Incident(
+        number=1,
+        kind=diagnosis.kind,
+        onset_step=None,
+        detected_step=None,
+        relief_step=None,
+        job_slowdown=None,
+        culprits=diagnosis.culprits,
+        victims=diagnosis.victims,
+        evidence=diagnosis.evidence,
+        missing=diagnosis.missing,
+        status="ended",
+        summary=diagnosis.summary,
+        ranks_reporting=reporting,
+        world_size=world_size,
+    )
+
+
+def _training_log(path: Path) -> Analysis:
+    """Every slowdown from onset to relief, with the job's time alone to judge by."""
+    log = read_training_log(path)
+    numbers, times = zip(*log.iterations, strict=True)
+    points = change_points(times, ChangePointDetector())
+    ends = [*(point.index for point in points[1:]), len(times)]
+    incidents: list[Incident] = []
+    for point, end in zip(points, ends, strict=True):
+        open_one = incidents[-1] if incidents and incidents[-1].status == "open" else None
+        # the whole regime is known here: its middle says more than the iterations that proved the change
+        after_s = median(times[min(point.index + 2, end - 1) : end])
+        healthy_s = open_one.iteration_before_s if open_one and open_one.iteration_before_s else point.before
+        if open_one is not None and (point.ratio > 1 or after_s < (healthy_s + point.before) / 2):
+            incidents[-1] = replace(open_one, relief_step=numbers[point.index], status="relieved")
+        if point.ratio > 1:
+            missing = ("times per rank: a training log has the job's iteration time only",)
+            incidents.append(
+                Incident(
+                    number=len(incidents) + 1,
+                    kind="slow",
+                    onset_step=numbers[point.index],
+                    detected_step=numbers[point.detected_at],
+                    relief_step=None,
+                    job_slowdown=after_s / healthy_s,
+                    culprits=(),
+                    victims=(),
+                    evidence=(f"{len(numbers)} iterations of {path.name}",),
+                    missing=missing,
+                    iteration_before_s=healthy_s,
+                    iteration_after_s=after_s,
+                )
+            )
+    return Analysis("training log", tuple(incidents), log.missing)

@@ -1,0 +1,45 @@
+"""``keepstep analyze``: verdicts on traces that are already there, keepstep's or another tool's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from keepstep.analyze import Analysis
+from keepstep.analyze import analyze as judge
+from keepstep.report.verdict import render
+
+
+def analyze(
+    path: Annotated[
+        Path, typer.Argument(help="Run folder, folder of flight-recorder dumps, or Megatron-LM training log.")
+    ],
+    json: Annotated[
+        bool, typer.Option("--json", help='Print {"incidents": […], "missing": […]} instead of text.')
+    ] = False,
+) -> int:
+    """Say what went wrong in a job from what it left behind. Exit code 0: nothing, 1: something, 2: cannot tell."""
+    analysis = judge(path)
+    if json:
+        content = {"incidents": analysis.incidents, "missing": analysis.missing}
+        sys.stdout.write(msgspec.json.encode(content).decode() + "\n")
+    else:
+        _print_text(analysis)
+    return 1 if analysis.incidents else 0
+
+
+def _print_text(analysis: Analysis) -> None:
+    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    for incident in analysis.incidents:
+        # There is no run to ask further: the line that says how is left out.
+        print(render(incident, color=color).rsplit("\n", 1)[0])
+        print()
+    if not analysis.incidents:
+        print(f"nothing found ({analysis.source})")
+    for line in analysis.missing:
+        print(f"missing   {line}")

@@ -1,0 +1,275 @@
+"""PyTorch flight-recorder dumps: where every rank's device is, from what its host has enqueued (versions 2.x).
+
+Read are the pickles that ``TORCH_NCCL_DUMP_ON_TIMEOUT`` and ``torch.distributed`` write (by an unpickler that makes
+plain data only) and their JSON form. The rank is the number at the end of the file's name, as torch names them.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import pickle
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from keepstep.core.errors import TraceError
+from keepstep.core.events import Op
+from keepstep.core.ranges import fold_ranks
+from keepstep.core.summary import GroupInfo, OpInFlight, RankState, StreamProgress
+
+MOST_BYTES = 256 << 20
+_NO_PHASE = -1
+_NAME = re.compile(r"(\d+)(\.json|\.pickle|\.pkl)?$")
+_P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)$")
+_OPS: tuple[tuple[str, Op], ...] = (
+    ("reduce_scatter", Op.REDUCE_SCATTER), ("all_gather", Op.ALLGATHER), ("allgather", Op.ALLGATHER),
+    ("all_to_all", Op.ALLTOALL), ("alltoall", Op.ALLTOALL), ("all_reduce", Op.ALLREDUCE),
+    ("allreduce", Op.ALLREDUCE), ("barrier", Op.BARRIER), ("broadcast", Op.BROADCAST), ("gather", Op.GATHER),
+    ("scatter", Op.SCATTER), ("reduce", Op.REDUCE), ("send", Op.SEND), ("recv", Op.RECV),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Dumps:
+    """What the dumps of a job tell. ``missing`` says what could not be used, and why."""
+
+    states: tuple[RankState, ...]
+    groups: Mapping[str, GroupInfo]
+    world_size: int
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    group: str
+    op: Op
+    peer: int  # global rank; -1 for collectives
+    seq: int
+    created_ns: int
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Dump:
+    groups: Mapping[str, GroupInfo]
+    counts: Mapping[str, tuple[int, int]]  # by group: last enqueued, last completed
+    entries: Sequence[_Entry]
+
+
+def rank_of(path: Path) -> int | None:
+    """The rank that a dump is named after; None when the name ends with no number."""
+    found = _NAME.search(path.name)
+    return int(found[1]) if found else None
+
+
+def read_dumps(paths: Iterable[Path]) -> Dumps:
+    """Read the dumps of one job, one file a rank.
+
+    Raises:
+        TraceError: two files are of one rank, or none can be used.
+    """
+    missing: list[str] = []
+    dumps: dict[int, _Dump] = {}
+    files: dict[int, Path] = {}
+    for path in sorted(paths):
+        rank = rank_of(path)
+        if rank is None:
+            missing.append(f"{path.name}: its name does not end with a rank")
+            continue
+        if rank in files:
+            raise TraceError(
+                f"{path}: rank {rank} has another dump, {files[rank].name}; keep those of one hang"
+            )
+        files[rank] = path
+        try:
+            dumps[rank] = _parse(_load(path), rank)
+        except TraceError as error:
+            missing.append(f"rank {rank}: {error}")
+    if not dumps:
+        raise TraceError(
+            "no flight-recorder dump could be read: " + ("; ".join(missing) or "there are no files")
+        )
+    groups: dict[str, GroupInfo] = {}
+    for dump in dumps.values():
+        groups.update(dump.groups)
+    world = max((max(info.members, default=-1) for info in groups.values()), default=-1) + 1
+    world = max(world, max(dumps) + 1)
+    empty = [rank for rank, dump in dumps.items() if not dump.entries and not dump.counts]
+    if empty:
+        missing.append(
+            f"ranks {fold_ranks(empty)}: their dumps are empty, as when the interpreter is held up"
+        )
+    told = {rank: dump for rank, dump in dumps.items() if rank not in empty}
+    absent = sorted(set(range(world)) - set(dumps))
+    if absent:
+        missing.append(f"ranks {fold_ranks(absent)}: no dump")
+    return Dumps(_states(told, groups), groups, world, tuple(missing))
+
+
+def _states(dumps: Mapping[int, _Dump], groups: Mapping[str, GroupInfo]) -> tuple[RankState, ...]:
+    """Devices work off what was enqueued in order: a rank is where its oldest unfinished operation is."""
+    now_ns = max((e.created_ns for dump in dumps.values() for e in dump.entries), default=0)
+    # a group that carries messages only counts those
+    kinds: dict[str, set[bool]] = {}
+    for dump in dumps.values():
+        for entry in dump.entries:
+            kinds.setdefault(entry.group, set()).add(entry.peer >= 0)
+    streams: dict[int, list[StreamProgress]] = {rank: [] for rank in dumps}
+    flights: dict[int, OpInFlight] = {}
+    for rank, dump in dumps.items():
+        last: dict[str, Op] = {e.group: e.op for e in dump.entries if e.peer < 0}
+        for group, (enqueued, completed) in dump.counts.items():
+            if True not in kinds.get(group, set()):
+                op = int(last.get(group, Op.ALLREDUCE))
+                # a group's operations run one after the other: the device is in none beyond the first unfinished
+                entered = max(min(enqueued, completed + 1), 0)
+                streams[rank].append(StreamProgress(group, op, -1, entered, max(completed, 0)))
+        oldest = min((e for e in dump.entries if not e.done), key=lambda e: e.created_ns, default=None)
+        if oldest is not None:
+            since_s = oldest.created_ns * 1e-9
+            flights[rank] = OpInFlight(oldest.group, int(oldest.op), oldest.peer, oldest.seq, since_s)
+    for rank, flight in flights.items():
+        if flight.peer < 0:
+            continue
+        streams[rank].append(StreamProgress(flight.group, flight.op, flight.peer, flight.seq, flight.seq - 1))
+        other = dumps.get(flight.peer)
+        if other is not None:
+            op = int(Op.SEND if flight.op == Op.RECV else Op.RECV)
+            seen = [e for e in other.entries if (e.group, e.op, e.peer) == (flight.group, op, rank)]
+            enqueued, completed = other.counts.get(flight.group, (0, 0))
+            enqueued = max([enqueued, *(e.seq for e in seen)])
+            streams[flight.peer].append(StreamProgress(flight.group, op, rank, enqueued, completed))
+    return tuple(
+        RankState(
+            rank,
+            True,
+            -1,
+            _NO_PHASE,
+            now_ns * 1e-9,
+            len(dump.entries),
+            max((e.created_ns for e in dump.entries), default=now_ns) * 1e-9,
+            now_ns * 1e-9,
+            (flights[rank],) if rank in flights else (),
+            tuple(streams[rank]),
+            "?",
+        )
+        for rank, dump in sorted(dumps.items())
+    )
+
+
+def _load(path: Path) -> Any:
+    """The dump as plain data."""
+    try:
+        size = path.stat().st_size
+        if size > MOST_BYTES:
+            raise TraceError(f"{path.name} has {size} bytes, more than the {MOST_BYTES} that a dump may have")
+        data = path.read_bytes()
+    except OSError as error:
+        raise TraceError(f"{path.name} cannot be read: {error.strerror}") from error
+    if not data:
+        raise TraceError(f"{path.name} is empty: its process was killed before it could write it")
+    try:
+        if data[:1] in (b"{", b"["):
+            return json.loads(data)
+        return _PlainUnpickler(io.BytesIO(data)).load()
+    except (MemoryError, RecursionError) as error:
+        raise TraceError(f"{path.name} is no flight-recorder dump ({type(error).__name__})") from error
+    except TraceError:
+        raise
+    except Exception as error:
+        cut = isinstance(error, EOFError) or "truncated" in str(error) or "ran out" in str(error).lower()
+        what = "was cut short" if cut else "is neither a pickle nor JSON"
+        raise TraceError(f"{path.name} {what}: {str(error)[:80] or type(error).__name__}") from error
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Lists, dicts, strings and numbers: a dump holds nothing else, and nothing else is made."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
+        raise TraceError(f"holds an object of {module_name}.{global_name}: no flight-recorder dump does")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise TraceError("refers to data outside of it: no flight-recorder dump does")
+
+
+def _parse(content: Any, rank: int) -> _Dump:
+    if not isinstance(content, dict) or "entries" not in content:
+        raise TraceError("is no flight-recorder dump: it has no entries")
+    dump = cast("dict[str, Any]", content)
+    version = str(dump.get("version", "unknown"))
+    if not version.startswith("2."):
+        raise TraceError(f"has dump version {version}; versions 2.x are understood")
+    try:
+        groups = _groups(dump.get("pg_config") or {})
+        raw: list[dict[str, Any]] = list(dump["entries"] or ())
+        names = _names(groups, dump.get("pg_status") or {}, raw)
+        counts = _counts(dump.get("pg_status") or {}, names, groups)
+        entries = [one for one in (_entry(e, groups, rank) for e in raw) if one is not None]
+    except (AttributeError, KeyError, TypeError, ValueError, SyntaxError, IndexError) as error:
+        raise TraceError(f"is damaged: {type(error).__name__}: {str(error)[:80]}") from error
+    label = {key: info.name for key, info in groups.items()}
+    return _Dump(
+        {info.name: info for info in groups.values()},
+        {label[key]: pair for key, pair in counts.items()},
+        [replace(entry, group=label[entry.group]) for entry in entries],
+    )
+
+
+def _groups(config: Mapping[Any, Mapping[str, Any]]) -> dict[str, GroupInfo]:
+    found: dict[str, GroupInfo] = {}
+    for key, one in config.items():
+        ranks = one.get("ranks", "[]")
+        members = tuple(int(rank) for rank in (ast.literal_eval(ranks) if isinstance(ranks, str) else ranks))
+        if any(rank < 0 or rank >= 1 << 24 for rank in members):
+            raise ValueError(f"group {key} has impossible ranks")
+        desc = str(one.get("desc", ""))
+        found[str(key)] = GroupInfo(f"{key} ({desc})" if desc else str(key), members, "", desc)
+    return found
+
+
+def _names(
+    groups: Mapping[str, GroupInfo], status: Mapping[Any, Any], entries: Sequence[Mapping[str, Any]]
+) -> dict[str, str]:
+    """The names of groups by the numbers under which their counts are told.
+
+    Entries have both. For groups without one: numbers and (numeric) names are both given in the order of making.
+    """
+    told = {str(entry["pg_id"]): str(entry["process_group"][0]) for entry in entries if "pg_id" in entry}
+    numbers = [str(key) for key in status]
+    if len(numbers) == len(groups) and all(word.isdigit() for word in (*numbers, *groups)):
+        ordered = dict(zip(sorted(numbers, key=int), sorted(groups, key=int), strict=True))
+        if all(ordered.get(number) == name for number, name in told.items()):
+            return ordered
+    return told
+
+
+def _counts(
+    status: Mapping[Any, Mapping[str, Any]], names: Mapping[str, str], groups: Mapping[str, GroupInfo]
+) -> dict[str, tuple[int, int]]:
+    return {
+        names[str(key)]: (int(one["last_enqueued_collective"]), int(one["last_completed_collective"]))
+        for key, one in status.items()
+        if names.get(str(key)) in groups
+    }
+
+
+def _entry(entry: Mapping[str, Any], groups: Mapping[str, GroupInfo], rank: int) -> _Entry | None:
+    """None for an operation of another kind or of a group that the dump does not describe."""
+    group = str(entry["process_group"][0])
+    title = str(entry["profiling_name"]).split(":", 1)[-1]
+    op = next((op for word, op in _OPS if word in title.lower()), None)
+    if op is None or group not in groups:
+        return None
+    peer = -1
+    message = _P2P.match(title)
+    if message is not None:
+        members = groups[group].members
+        here, there = int(message[2]), int(message[3])
+        peer = members[there if here == members.index(rank) else here]
+    seq = int(entry["p2p_seq_id"] if peer >= 0 else entry["collective_seq_id"])
+    done = bool(entry.get("retired")) or entry.get("state") == "completed"
+    return _Entry(group, op, peer, seq, int(entry.get("time_created_ns") or 0), done)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from keepstep.analyze import analyze
+from keepstep.cli import main
+from keepstep.core.errors import TraceError
+
+SAMPLES = Path(os.environ.get("KEEPSTEP_SAMPLES", "/nonexistent"))
+with_samples = pytest.mark.skipif(not SAMPLES.exists(), reason="KEEPSTEP_SAMPLES names no folder")
+
+
+def megatron_log(path: Path, times: list[float]) -> Path:
+    path.write_text(
+        "".join(
+            f" iteration {n}/ 900 | elapsed time per iteration (ms): {1e3 * seconds} |\n"
+            for n, seconds in enumerate(times, 1)
+        )
+    )
+    return path
+
+
+def flight_dumps(folder: Path, started: dict[int, int], completed: dict[int, int]) -> Path:
+    """Ranks of one group: what each enqueued and completed; in between all-reduces are in flight."""
+    for rank, last in started.items():
+        entries = [
+            {
+                "pg_id": 0, "process_group": ("0", "dp"), "profiling_name": "nccl:all_reduce",
+                "collective_seq_id": seq, "p2p_seq_id": 0, "state": "scheduled", "time_created_ns": seq,
+            }
+            for seq in range(completed[rank] + 1, last + 1)
+        ]  # fmt: skip
+        status = {"last_enqueued_collective": last, "last_completed_collective": completed[rank]}
+        content = {
+            "version": "2.10",
+            "pg_config": {"0": {"desc": "dp", "ranks": str(list(started))}},
+            "pg_status": {0: status},
+            "entries": entries,
+        }
+        (folder / f"dump_{rank}").write_bytes(pickle.dumps(content))
+    return folder
+
+
+def test_slow_episodes_of_a_training_log(tmp_path: Path) -> None:
+    times = [60.0] + [1.0 + 0.01 * (n % 3) for n in range(59)] + [1.6] * 40 + [1.0] * 50 + [1.2] * 30
+    found = analyze(megatron_log(tmp_path / "log.txt", times))
+    assert [(i.onset_step, i.relief_step, i.status) for i in found.incidents] == [
+        (61, 101, "relieved"),
+        (151, None, "open"),
+    ]
+    assert found.incidents[0].job_slowdown == pytest.approx(1.6, rel=0.02)
+    assert found.incidents[0].culprits == ()
+
+
+def test_a_rank_whose_host_stopped_enqueuing(tmp_path: Path) -> None:
+    started = {0: 9, 1: 9, 2: 7, 3: 9}
+    (incident,) = analyze(flight_dumps(tmp_path, started, dict.fromkeys(started, 7))).incidents
+    assert [culprit.rank for culprit in incident.culprits] == [2]
+    assert "never entered group 0 (dp) ALLREDUCE seq 8" in incident.culprits[0].detail
+
+
+def test_a_rank_whose_device_stands_still(tmp_path: Path) -> None:
+    started = {0: 9, 1: 9, 2: 8, 3: 9}
+    (incident,) = analyze(flight_dumps(tmp_path, started, {0: 7, 1: 7, 2: 5, 3: 7})).incidents
+    assert [culprit.rank for culprit in incident.culprits] == [2]
+    assert incident.culprits[0].cause == "did not finish"
+
+
+def test_all_done_is_no_incident(tmp_path: Path) -> None:
+    started = dict.fromkeys(range(4), 9)
+    found = analyze(flight_dumps(tmp_path, started, started))
+    assert found.incidents == ()
+    assert any("all that was enqueued is done" in line for line in found.missing)
+
+
+@pytest.mark.parametrize("name", ["none", "empty", "notes.txt", "dump_3"])
+def test_what_is_no_trace_is_refused_with_what_is_wanted(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("hello\n")
+    (tmp_path / "dump_3").write_bytes(pickle.dumps({"version": "2.9", "entries": []}))
+    with pytest.raises(TraceError, match=name):
+        analyze(tmp_path / name)
+    assert main(["analyze", str(tmp_path / name)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_command_prints_verdicts_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    started = {0: 9, 1: 7}
+    folder = flight_dumps(tmp_path, started, dict.fromkeys(started, 7))
+    assert main(["analyze", str(folder)]) == 1
+    text = capsys.readouterr().out
+    assert "HANG" in text
+    assert "rank 1" in text
+    assert "keepstep report" not in text
+    assert main(["analyze", str(folder), "--json"]) == 1
+    content = json.loads(capsys.readouterr().out)
+    assert content["incidents"][0]["culprits"][0]["rank"] == 1
+    assert isinstance(content["missing"], list)
+
+
+@with_samples
+@pytest.mark.parametrize("sample", ["gpu_error_2nd", "lock_gil_1st"])
+def test_the_injected_ranks_of_real_dumps(sample: str) -> None:
+    folder = SAMPLES / "flight_recorder" / sample
+    if not folder.exists():
+        pytest.skip(f"{folder} is not there")
+    (incident,) = analyze(folder).incidents
+    assert incident.kind == "hang"
+    assert sorted(culprit.rank or 0 for culprit in incident.culprits) == [9, 14]
+
+
+@with_samples
+def test_the_injected_episodes_of_a_real_log() -> None:
+    path = SAMPLES / "megatron_log" / "1f1b_dp2_tp8_pp8.log.gz"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    found = analyze(path).incidents
+    episodes = [(15, 85), (120, 190), (230, 300), (340, 410)]
+    assert len(found) == len(episodes)
+    for incident, (onset, relief) in zip(found, episodes, strict=True):
+        assert abs((incident.onset_step or 0) - onset) <= 3
+        assert abs((incident.relief_step or 0) - relief) <= 3

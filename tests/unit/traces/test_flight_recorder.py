@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.core.errors import TraceError
+from keepstep.core.events import Op
+from keepstep.traces.flight_recorder import rank_of, read_dumps
+
+RANKS = (0, 1, 2, 3)
+
+
+def entry(seq: int, op: str = "all_reduce", *, group: str = "0", state: str = "scheduled", **more: Any):
+    p2p = op.startswith(("send", "recv"))
+    return {
+        "pg_id": int(group), "process_group": (group, "default_pg"), "profiling_name": f"nccl:{op}",
+        "collective_seq_id": 0 if p2p else seq, "p2p_seq_id": seq if p2p else 0, "is_p2p": p2p, "state": state,
+        "time_created_ns": 1_000_000_000 * seq, "retired": False, **more,
+    }  # fmt: skip
+
+
+def dump(
+    entries: list[dict[str, Any]], enqueued: int, completed: int, version: str = "2.9"
+) -> dict[str, Any]:
+    return {
+        "version": version,
+        "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(RANKS))}},
+        "pg_status": {"0": {"last_enqueued_collective": enqueued, "last_completed_collective": completed}},
+        "entries": entries,
+    }
+
+
+def write(folder: Path, dumps: dict[int, Any], *, as_json: bool = False) -> list[Path]:
+    paths: list[Path] = []
+    for rank, content in dumps.items():
+        path = folder / f"nccl_trace_rank_{rank}"
+        path.write_bytes(json.dumps(content).encode() if as_json else pickle.dumps(content))
+        paths.append(path)
+    return paths
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ranks_are_at_their_oldest_unfinished_operation(tmp_path: Path, as_json: bool) -> None:
+    one = dump([entry(6, state="completed"), entry(7), entry(8, "_all_gather_base")], 8, 6)
+    read = read_dumps(write(tmp_path, dict.fromkeys(RANKS, one), as_json=as_json))
+    assert read.world_size == 4
+    assert read.missing == ()
+    for state in read.states:
+        (flight,) = state.in_flight
+        assert (flight.group, flight.op, flight.seq) == ("0 (default_pg)", Op.ALLREDUCE, 7)
+        assert [(s.started, s.completed) for s in state.streams] == [(7, 6)]
+
+
+def test_messages_have_global_peers(tmp_path: Path) -> None:
+    dumps = {
+        rank: dump([entry(5, text)], 5, 4)
+        for rank, text in enumerate(("send 0->3", "recv 1<-2", "send 2->1", "recv 3<-0"))
+    }
+    read = read_dumps(write(tmp_path, dumps))
+    assert [state.in_flight[0].peer for state in read.states] == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "empty"),
+        (pickle.dumps(dump([entry(1)], 1, 0))[:-40], "cut short"),
+        (b"\x80\x04nonsense", "neither a pickle nor JSON"),
+        (b"{", "neither a pickle nor JSON"),
+        (pickle.dumps({"entries": []} | {"version": "3.0"}), "version 3.0"),
+        (pickle.dumps([1, 2]), "no entries"),
+        (pickle.dumps(dump([{"pg_id": 0}], 1, 0)), "damaged"),
+        (pickle.dumps(Path("/")), "pathlib"),
+    ],
+)
+def test_what_cannot_be_used_is_said_and_the_rest_is_used(tmp_path: Path, content: bytes, said: str) -> None:
+    paths = write(tmp_path, {rank: dump([entry(7)], 7, 6) for rank in (0, 1, 3)})
+    bad = tmp_path / "nccl_trace_rank_2"
+    bad.write_bytes(content)
+    read = read_dumps([*paths, bad])
+    assert [state.rank for state in read.states] == [0, 1, 3]
+    assert "rank 2" in read.missing[0]
+    assert said in read.missing[0]
+    with pytest.raises(TraceError, match="rank 2"):
+        read_dumps([bad])
+
+
+def test_a_pickle_runs_nothing(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    path = tmp_path / "dump_0"
+    path.write_bytes(pickle.dumps({"version": "2.9", "entries": [Evil()]}))
+    with pytest.raises(TraceError, match="mkdir"):
+        read_dumps([path])
+    assert not (tmp_path / "made").exists()
+
+
+def test_two_dumps_of_one_rank_are_refused(tmp_path: Path) -> None:
+    (path,) = write(tmp_path, {1: dump([], 0, 0)})
+    other = tmp_path / "dump_1"
+    other.write_bytes(path.read_bytes())
+    with pytest.raises(TraceError, match="rank 1 has another dump"):
+        read_dumps([path, other])
+
+
+def test_missing_and_empty_dumps_are_told(tmp_path: Path) -> None:
+    empty: dict[str, Any] = dump([], 0, 0) | {"pg_status": {}}
+    read = read_dumps(write(tmp_path, {0: dump([entry(7)], 7, 6), 2: empty}))
+    assert [state.rank for state in read.states] == [0]
+    assert any("ranks 2: their dumps are empty" in line for line in read.missing)
+    assert any("ranks 1,3: no dump" in line for line in read.missing)
+
+
+def test_rank_in_the_name() -> None:
+    names = ("_dump_12", "nccl_trace_rank_3", "rank7.json", "rank_1.pickle", "notes.txt")
+    assert [rank_of(Path(name)) for name in names] == [12, 3, 7, 1, None]
+
+
+@given(data=st.binary(max_size=400), at=st.integers(0, 600))
+def test_damage_never_raises_anything_else(tmp_path_factory: pytest.TempPathFactory, data: bytes, at: int):
+    whole = pickle.dumps(dump([entry(1), entry(2, "send 0->1")], 2, 0))
+    path = tmp_path_factory.mktemp("damaged") / "dump_0"
+    path.write_bytes(whole[:at] + data + whole[at + len(data) :])
+    with contextlib.suppress(TraceError):
+        read_dumps([path])
