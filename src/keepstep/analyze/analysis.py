@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 from keepstep.core.errors import TraceError
-from keepstep.core.incident import Diagnosis, Incident
+from keepstep.core.incident import Culprit, Diagnosis, Incident
+from keepstep.core.ranges import fold_ranks
 from keepstep.detect import ChangePointDetector, change_points
-from keepstep.locate import locate_hang
+from keepstep.locate import WhatIf, locate_hang, step_graphs, what_if
 from keepstep.report.incidents import read_incidents
 from keepstep.traces import open_run
 from keepstep.traces.flight_recorder import rank_of, read_dumps
+from keepstep.traces.operation_tables import is_parquet, read_operation_table
 from keepstep.traces.training_log import looks_like_training_log, read_head, read_training_log
 
 _FORMATS = (
-    "a folder of a keepstep run, a folder with a flight-recorder dump per rank (dump_0, dump_1, …), or a training log "
-    "of Megatron-LM"
+    "a folder of a keepstep run, a folder with a flight-recorder dump per rank (dump_0, dump_1, …), a training log of "
+    "Megatron-LM, or an operation table (Parquet)"
 )
 _PICKLE = b"\x80"
+_SLOW = 1.05  # of a step's time to its ideal: less is everyday unevenness
+_EXPLAINS = 0.5  # of the lost time that comes back with one rank or stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ def analyze(path: Path) -> Analysis:
         raise TraceError(f"{path}: there is nothing there; give {_FORMATS}")
     if path.is_dir():
         return _folder(path)
+    if is_parquet(path):
+        return _operation_table(path)
     if looks_like_training_log(read_head(path)):
         return _training_log(path)
     if rank_of(path) is not None and _is_dump(path):
@@ -136,3 +142,59 @@ def _training_log(path: Path) -> Analysis:
                 )
             )
     return Analysis("training log", tuple(incidents), log.missing)
+
+
+def _operation_table(path: Path) -> Analysis:
+    """The rank or stage whose slowness, taken away, gives back most of the time that steps lose."""
+    operations, missing = read_operation_table(path)
+    graphs = step_graphs(operations)
+    graph = graphs[0]
+    if len(graphs) > 1:
+        others = sum(len(other.steps) for other in graphs[1:])
+        missing = (*missing, f"{path.name}: {others} steps with other operations than most, not looked at")
+    found = what_if(graph)
+    if found.slowdown < _SLOW:
+        return Analysis("operation table", (), missing)
+    culprits, told = _straggler(found, graph.stage_of)
+    ideal = f"a step takes {found.actual_s:.3g} s, {found.ideal_s:.3g} s were all ranks alike"
+    incident = Incident(
+        number=1,
+        kind="slow",
+        onset_step=graph.steps[0],
+        detected_step=None,
+        relief_step=None,
+        job_slowdown=found.slowdown,
+        culprits=culprits,
+        victims=tuple(sorted(set(graph.stage_of) - {culprit.rank for culprit in culprits}))
+        if culprits
+        else (),
+        evidence=(ideal, *told),
+        missing=() if culprits else ("one rank or stage that accounts for half of the lost time",),
+        iteration_before_s=found.ideal_s,
+        iteration_after_s=found.actual_s,
+        ranks_reporting=len(graph.stage_of),
+        world_size=len(graph.stage_of),
+    )
+    return Analysis("operation table", (incident,), missing)
+
+
+def _straggler(found: WhatIf, stage_of: Mapping[int, int]) -> tuple[tuple[Culprit, ...], tuple[str, ...]]:
+    """A rank if it alone gives back most of what its stage does, else the stage; nobody if neither gives back half."""
+    rank = max(found.by_rank, key=lambda one: found.by_rank[one])
+    stage = max(found.by_stage, key=lambda one: found.by_stage[one])
+    told = (
+        f"were rank {rank} like the others, {found.by_rank[rank]:.0%} of the lost time would come back",
+        f"were stage {stage} like the others, {found.by_stage[stage]:.0%}",
+    )
+    if found.by_rank[rank] >= max(_EXPLAINS, 0.8 * found.by_stage[stage_of[rank]]):
+        return (_slow_rank(found, rank, f"pipeline stage {stage_of[rank]}", "compute"),), told
+    if found.by_stage[stage] < _EXPLAINS:
+        return (), told
+    ranks = sorted(rank for rank, its in stage_of.items() if its == stage)
+    detail = f"pipeline stage {stage}: all its ranks {fold_ranks(ranks)} alike"
+    return tuple(_slow_rank(found, rank, detail, "more work in its stage") for rank in ranks), told
+
+
+def _slow_rank(found: WhatIf, rank: int, detail: str, cause: str) -> Culprit:
+    ratio = round(found.rank_ratio.get(rank, 0.0), 2)
+    return Culprit(rank, None, "", "forward and backward", ratio, "high", cause, detail)

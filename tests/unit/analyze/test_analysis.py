@@ -127,3 +127,17 @@ def test_the_injected_episodes_of_a_real_log() -> None:
     for incident, (onset, relief) in zip(found, episodes, strict=True):
         assert abs((incident.onset_step or 0) - onset) <= 3
         assert abs((incident.relief_step or 0) - relief) <= 3
+
+
+@with_samples
+@pytest.mark.parametrize(
+    ("table", "ranks", "slowdown"), [("trace-AR.parquet", [0], 1.973), ("trace-ST.parquet", [6, 7], 1.179)]
+)
+def test_the_stragglers_of_real_tables(table: str, ranks: list[int], slowdown: float) -> None:
+    pytest.importorskip("pyarrow", reason="needs pyarrow (extra `traces`)")
+    path = SAMPLES / "straggler_tables" / table
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    (incident,) = analyze(path).incidents
+    assert [culprit.rank for culprit in incident.culprits] == ranks
+    assert incident.job_slowdown == pytest.approx(slowdown, abs=0.02)

@@ -1,0 +1,75 @@
+"""Steps of a 1F1B pipeline, run by a plain event loop that knows nothing of any analysis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from keepstep.core.operations import Operation
+
+
+def order(stage: int, stages: int, batches: int) -> list[tuple[str, int]]:
+    """Blocks of one rank in 1F1B order."""
+    warm = min(stages - stage - 1, batches)
+    blocks = [("forward", index) for index in range(warm)]
+    for index in range(batches - warm):
+        blocks += [("forward", warm + index), ("backward", index)]
+    return blocks + [("backward", index) for index in range(batches - warm, batches)]
+
+
+def pipeline_step(
+    step: int,
+    stages: int,
+    replicas: int,
+    batches: int,
+    lasts: Callable[[int, str, int], float],
+    message_s: float,
+) -> tuple[list[Operation], float]:
+    """All operations of one step, and its time. ``lasts(rank, kind, index)``: seconds of a block or a collective."""
+    found: list[Operation] = []
+    grads_ready: dict[int, list[tuple[int, float]]] = {}
+    for replica in range(replicas):
+        ends: dict[tuple[int, str, int], float] = {}
+        blocks = {stage: order(stage, stages, batches) for stage in range(stages)}
+        free = {}
+        for stage in range(stages):
+            rank = stage * replicas + replica
+            last = lasts(rank, "params-sync", 0)
+            found.append(Operation(rank, step, replica, stage, "params-sync", 0, 0.0, last))
+            free[stage] = max(lasts(stage * replicas + r, "params-sync", 0) for r in range(replicas))
+            free[stage] = last
+        while any(blocks.values()):
+            for stage in range(stages):
+                if not blocks[stage]:
+                    continue
+                kind, index = blocks[stage][0]
+                source = stage - 1 if kind == "forward" else stage + 1
+                rank = stage * replicas + replica
+                begin = free[stage]
+                if 0 <= source < stages:
+                    sent = ends.get((source, kind, index))
+                    if sent is None:
+                        continue
+                    peer = source * replicas + replica
+                    arrived = max(sent + message_s, begin)
+                    found.append(
+                        Operation(peer, step, replica, source, f"{kind}-send", index, sent, message_s)
+                    )  # type: ignore[arg-type]
+                    found.append(
+                        Operation(rank, step, replica, stage, f"{kind}-recv", index, sent, message_s)  # type: ignore[arg-type]
+                    )
+                    begin = arrived
+                blocks[stage].pop(0)
+                last = lasts(rank, kind, index)
+                found.append(Operation(rank, step, replica, stage, kind, index, begin, last))  # type: ignore[arg-type]
+                ends[stage, kind, index] = free[stage] = begin + last
+        for stage in range(stages):
+            grads_ready.setdefault(stage, []).append((replica, free[stage]))
+    step_s = 0.0
+    for stage, ready in grads_ready.items():
+        last_in = max(at for _, at in ready)
+        for replica, at in ready:
+            rank = stage * replicas + replica
+            end = last_in + lasts(rank, "grads-sync", 0)
+            found.append(Operation(rank, step, replica, stage, "grads-sync", 0, at, end - at))
+            step_s = max(step_s, end)
+    return found, step_s
