@@ -30,12 +30,11 @@ def pipeline_step(
     for replica in range(replicas):
         ends: dict[tuple[int, str, int], float] = {}
         blocks = {stage: order(stage, stages, batches) for stage in range(stages)}
-        free = {}
+        free: dict[int, float] = {}
         for stage in range(stages):
             rank = stage * replicas + replica
             last = lasts(rank, "params-sync", 0)
             found.append(Operation(rank, step, replica, stage, "params-sync", 0, 0.0, last))
-            free[stage] = max(lasts(stage * replicas + r, "params-sync", 0) for r in range(replicas))
             free[stage] = last
         while any(blocks.values()):
             for stage in range(stages):
