@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
+from keepstep.analyze._call_logs import slow_in_calls
+from keepstep.analyze._episodes import slow_episodes
 from keepstep.core.errors import TraceError
 from keepstep.core.incident import Culprit, Diagnosis, Incident
 from keepstep.core.ranges import fold_ranks
-from keepstep.detect import ChangePointDetector, change_points
 from keepstep.locate import WhatIf, locate_hang, step_graphs, what_if
 from keepstep.report.incidents import read_incidents
 from keepstep.traces import open_run
+from keepstep.traces.call_log import looks_like_call_log, read_call_log
 from keepstep.traces.flight_recorder import rank_of, read_dumps
 from keepstep.traces.operation_tables import is_parquet, read_operation_table
 from keepstep.traces.training_log import looks_like_training_log, read_head, read_training_log
 
 _FORMATS = (
     "a folder of a keepstep run, a folder with a flight-recorder dump per rank (dump_0, dump_1, …), a training log of "
-    "Megatron-LM, or an operation table (Parquet)"
+    "Megatron-LM, MegaTrace call logs, or an operation table (Parquet)"
 )
 _PICKLE = b"\x80"
 _SLOW = 1.05  # of a step's time to its ideal: less is everyday unevenness
@@ -48,6 +49,8 @@ def analyze(path: Path) -> Analysis:
         return _folder(path)
     if is_parquet(path):
         return _operation_table(path)
+    if looks_like_call_log(path):
+        return _call_log([path])
     if looks_like_training_log(read_head(path)):
         return _training_log(path)
     if rank_of(path) is not None and _is_dump(path):
@@ -62,6 +65,9 @@ def _folder(path: Path) -> Analysis:
     dumps = [entry for entry in files if rank_of(entry) is not None and _is_dump(entry)]
     if dumps:
         return _flight_recorder(dumps)
+    calls = [entry for entry in files if looks_like_call_log(entry)]
+    if calls:
+        return _call_log(calls)
     logs = [entry for entry in files if looks_like_training_log(read_head(entry))]
     if len(logs) == 1:
         return _training_log(logs[0])
@@ -113,35 +119,13 @@ def _training_log(path: Path) -> Analysis:
     """Every slowdown from onset to relief, with the job's time alone to judge by."""
     log = read_training_log(path)
     numbers, times = zip(*log.iterations, strict=True)
-    points = change_points(times, ChangePointDetector())
-    ends = [*(point.index for point in points[1:]), len(times)]
-    incidents: list[Incident] = []
-    for point, end in zip(points, ends, strict=True):
-        open_one = incidents[-1] if incidents and incidents[-1].status == "open" else None
-        # the whole regime is known here: its middle says more than the iterations that proved the change
-        after_s = median(times[min(point.index + 2, end - 1) : end])
-        healthy_s = open_one.iteration_before_s if open_one and open_one.iteration_before_s else point.before
-        if open_one is not None and (point.ratio > 1 or after_s < (healthy_s + point.before) / 2):
-            incidents[-1] = replace(open_one, relief_step=numbers[point.index], status="relieved")
-        if point.ratio > 1:
-            missing = ("times per rank: a training log has the job's iteration time only",)
-            incidents.append(
-                Incident(
-                    number=len(incidents) + 1,
-                    kind="slow",
-                    onset_step=numbers[point.index],
-                    detected_step=numbers[point.detected_at],
-                    relief_step=None,
-                    job_slowdown=after_s / healthy_s,
-                    culprits=(),
-                    victims=(),
-                    evidence=(f"{len(numbers)} iterations of {path.name}",),
-                    missing=missing,
-                    iteration_before_s=healthy_s,
-                    iteration_after_s=after_s,
-                )
-            )
-    return Analysis("training log", tuple(incidents), log.missing)
+    missing = ("times per rank: a training log has the job's iteration time only",)
+    found = slow_episodes(times, numbers, f"{len(numbers)} iterations of {path.name}")
+    return Analysis("training log", tuple(replace(one, missing=missing) for one in found), log.missing)
+
+
+def _call_log(paths: Sequence[Path]) -> Analysis:
+    return Analysis("call log", *slow_in_calls(read_call_log(paths)))
 
 
 def _operation_table(path: Path) -> Analysis:

@@ -17,7 +17,8 @@ from keepstep.report.verdict import render
 
 def analyze(
     path: Annotated[
-        Path, typer.Argument(help="Run folder, folder of flight-recorder dumps, or Megatron-LM training log.")
+        Path,
+        typer.Argument(help="A run, flight-recorder dumps, a training log, call logs or an operation table."),
     ],
     json: Annotated[
         bool, typer.Option("--json", help='Print {"incidents": […], "missing": […]} instead of text.')

@@ -34,3 +34,12 @@ class Operation:
     index: int
     start_s: float
     duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A rank's host called a communication function. ``nbytes`` as the log has it; seconds on the log's clock."""
+
+    at_s: float
+    function: str
+    nbytes: int

@@ -1,5 +1,6 @@
 """Which rank, link or stage is to blame? Pure: numpy and core only, no I/O, no clock."""
 
+from keepstep.locate.call_gaps import CallStep, boundaries, locate_by_gaps, split
 from keepstep.locate.clocks import ClockOffsets, NodeClock, estimate_offsets
 from keepstep.locate.crash import locate_crash
 from keepstep.locate.hang import locate_hang
@@ -8,18 +9,22 @@ from keepstep.locate.slow import locate_slow
 from keepstep.locate.what_if import StepGraph, WhatIf, step_graphs, what_if
 
 __all__ = [
+    "CallStep",
     "ClockOffsets",
     "GroupRole",
     "InferredLayout",
     "NodeClock",
     "StepGraph",
     "WhatIf",
+    "boundaries",
     "declared_layout",
     "estimate_offsets",
     "infer_layout",
+    "locate_by_gaps",
     "locate_crash",
     "locate_hang",
     "locate_slow",
+    "split",
     "step_graphs",
     "what_if",
 ]

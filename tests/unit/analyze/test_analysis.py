@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+from tests.unit.locate.synthetic_calls import call_logs
 
 from keepstep.analyze import analyze
 from keepstep.cli import main
@@ -141,3 +142,27 @@ def test_the_stragglers_of_real_tables(table: str, ranks: list[int], slowdown: f
     (incident,) = analyze(path).incidents
     assert [culprit.rank for culprit in incident.culprits] == ranks
     assert incident.job_slowdown == pytest.approx(slowdown, abs=0.02)
+
+
+def test_the_slow_rank_of_call_logs_and_its_episode(tmp_path: Path) -> None:
+    for rank, calls in call_logs(60, range(30, 45), {1: 2.0}, lost={2: 25, 3: 25}).items():
+        (tmp_path / f"rank_{rank}.log").write_text(
+            "".join(
+                f"[save_count 1] [{call.at_s:.9f}] [Rank {rank}] Fun {call.function} Data {call.nbytes} "
+                "stream 0x5585 opCount 1\n"
+                for call in calls
+            )
+        )
+    (incident,) = analyze(tmp_path).incidents
+    assert [culprit.rank for culprit in incident.culprits] == [1]
+    assert (incident.relief_step or 0) - (incident.onset_step or 0) == 15
+
+
+@with_samples
+def test_the_slow_rank_of_a_real_call_log() -> None:
+    path = SAMPLES / "megatrace_log" / "log_rank2_slow.tar.gz"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    (incident,) = analyze(path).incidents
+    assert [culprit.rank for culprit in incident.culprits] == [2]
+    assert abs((incident.relief_step or 0) - (incident.onset_step or 0) - 11) <= 1

@@ -1,0 +1,113 @@
+"""MegaTrace call logs: when each rank's host called which communication function, one file a rank.
+
+[save_count 11] [1755590149.366929580] [Rank 0] Fun AllReduce Data 25165824 stream 0x55919d298060 opCount 3239
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import re
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from keepstep.core.errors import TraceError
+from keepstep.core.operations import Call
+from keepstep.core.ranges import fold_ranks
+
+MOST_CALLS = 20_000_000
+_LINE = re.compile(
+    rb"\[save_count \d+\] \[(\d{1,12})\.(\d{1,9})\] \[Rank (\d{1,8})\] Fun (\w{1,64}) Data (\d{1,18}) "
+    rb"stream 0x[0-9a-fA-F]+ opCount \w+"
+)
+_LONGEST_LINE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class CallLog:
+    """Every rank's calls in order of time, and what could not be used."""
+
+    calls: Mapping[int, tuple[Call, ...]]
+    missing: tuple[str, ...] = ()
+
+
+def looks_like_call_log(path: Path) -> bool:
+    """Whether the file, or a file in the tar archive, begins with a call."""
+    try:
+        for _, lines in _files(path):
+            if any(_LINE.match(line) for line in itertools.islice(lines, 20)):
+                return True
+    except (OSError, EOFError, tarfile.TarError):
+        return False
+    return False
+
+
+def read_call_log(paths: Iterable[Path]) -> CallLog:
+    """Read the logs of one job: files or tar archives, in any order; a rank may be spread over several.
+
+    Raises:
+        TraceError: no call is in them.
+    """
+    found: dict[int, list[Call]] = {}
+    missing: list[str] = []
+    bad = total = 0
+    for path in paths:
+        try:
+            for name, lines in _files(path):
+                ranks_here: set[int] = set()
+                for line in lines:
+                    parsed = _LINE.match(line)
+                    if parsed is None:
+                        bad += bool(line.strip())
+                        continue
+                    if total == MOST_CALLS:
+                        raise TraceError(f"{path}: more than {MOST_CALLS} calls; give fewer steps")
+                    total += 1
+                    seconds, fraction, rank, function, nbytes = parsed.groups()
+                    at_s = int(seconds) + int(fraction.ljust(9, b"0")) * 1e-9
+                    ranks_here.add(int(rank))
+                    found.setdefault(int(rank), []).append(Call(at_s, function.decode(), int(nbytes)))
+                if len(ranks_here) > 1:
+                    missing.append(f"{name}: holds calls of ranks {fold_ranks(ranks_here)}")
+        except (OSError, EOFError, tarfile.TarError) as error:
+            missing.append(f"{path.name}: ends early or cannot be read: {error}")
+    if not found:
+        raise TraceError(
+            "no line '[save_count …] [sec.nsec] [Rank r] Fun … Data … stream … opCount …' in the log"
+        )
+    if bad:
+        missing.append(f"{bad} lines are no calls")
+    absent = sorted(set(range(max(found) + 1)) - set(found))
+    if absent:
+        missing.append(f"ranks {fold_ranks(absent)}: no calls")
+    return CallLog(
+        {
+            rank: tuple(sorted(set(calls), key=lambda call: call.at_s))
+            for rank, calls in sorted(found.items())
+        },
+        tuple(missing),
+    )
+
+
+def _files(path: Path) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """The log files at a path by name: itself, or those in it when it is an archive."""
+    if tarfile.is_tarfile(path):
+        with tarfile.open(path) as archive:
+            for member in archive:
+                file = archive.extractfile(member) if member.isfile() else None
+                if file is not None:
+                    with file:
+                        yield member.name, _lines(file)
+        return
+    with open(path, "rb") as raw:
+        zipped = raw.read(2) == b"\x1f\x8b"
+    with gzip.open(path) if zipped else open(path, "rb") as file:
+        yield path.name, _lines(file)
+
+
+def _lines(file: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
+    while line := file.readline(_LONGEST_LINE):
+        yield line
