@@ -20,6 +20,7 @@ from keepstep.locate.clocks import ClockOffsets
 _MAX_CULPRITS = 64
 _FEW = 4  # more roots than this are hardly all at fault
 _STOPPED = ("T", "t")
+UNKNOWN_PROCESS = "?"  # process state of a rank known from a trace only
 
 Confidence = Literal["high", "medium", "low"]
 
@@ -294,7 +295,8 @@ def _culprit(
     phase = _phase(state)
     detail: list[str] = []
     overtaken = next((o for o in known.pending if rank in o.waiting and o.collective and o.through > 0), None)
-    if overtaken is not None:
+    # of a live process more is known, and the end of an asynchronous operation only when it waits for it
+    if overtaken is not None and state.process_state == UNKNOWN_PROCESS:
         cause = cause or "did not finish"
         detail.append(f"has not finished {overtaken}, which {overtaken.through} members are through")
     if p is not None and rank in p.absent:
@@ -364,7 +366,9 @@ def _progress_lines(known: _Evidence, order: Sequence[int]) -> tuple[str, ...]:
         phase, process = _phase(state), state.process_state
         told = [f"last progress {ago:.1f} s ago"]
         told += [f"in {phase}"] if phase else []
-        told += [] if process == "?" else [f"process state {process}" if process else "process gone"]
+        told += (
+            [] if process == UNKNOWN_PROCESS else [f"process state {process}" if process else "process gone"]
+        )
         lines.append(f"rank {rank}: {', '.join(told)}")
     return tuple(lines)
 
