@@ -13,7 +13,7 @@ from keepstep.detect import ChangePointDetector, change_points
 def slow_episodes(times: Sequence[float], numbers: Sequence[int], source: str) -> list[Incident]:
     """Incidents without culprits. ``numbers``: the step of each time; ``source``: what the times are from."""
     points = change_points(times, ChangePointDetector())
-    ends = [*(point.index for point in points[1:]), len(times)]
+    ends = [*(point.index for point in points[1:]), len(times)][: len(points)]
     found: list[Incident] = []
     for point, end in zip(points, ends, strict=True):
         open_one = found[-1] if found and found[-1].status == "open" else None

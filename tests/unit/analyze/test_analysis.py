@@ -58,6 +58,13 @@ def test_slow_episodes_of_a_training_log(tmp_path: Path) -> None:
     assert found.incidents[0].culprits == ()
 
 
+def test_a_healthy_training_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = megatron_log(tmp_path / "log.txt", [1.0 + 0.01 * (n % 3) for n in range(100)])
+    assert analyze(path).incidents == ()
+    assert main(["analyze", str(path)]) == 0
+    assert "nothing found" in capsys.readouterr().out
+
+
 def test_a_rank_whose_host_stopped_enqueuing(tmp_path: Path) -> None:
     started = {0: 9, 1: 9, 2: 7, 3: 9}
     (incident,) = analyze(flight_dumps(tmp_path, started, dict.fromkeys(started, 7))).incidents
