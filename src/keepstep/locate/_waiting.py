@@ -10,6 +10,8 @@ from keepstep.core.summary import GroupInfo, RankState
 
 _PER_GROUP = 8  # operations of a group are in order: the lowest numbers are the ones that block
 _RECENT_S = 1e-3
+# Nobody leaves these before all members have entered; a broadcast's root does.
+_NEEDS_ALL = {Op.ALLREDUCE, Op.ALLGATHER, Op.REDUCE_SCATTER, Op.ALLTOALL, Op.BARRIER}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ def _collective(
     unknown = tuple(m for m in members if m not in by_rank)
     through = sum(m not in here and ends.get(m, 0) >= seq for m in members)
     ops = {op for op, _ in here.values()}
+    if through and ops <= _NEEDS_ALL:
+        unknown = ()  # somebody is through, so all have come
     latest = last_op.get(group, {})
     ops |= {latest[m] for m in members if m not in here and counts.get(m, 0) == seq and m in latest}
     return Pending(

@@ -235,7 +235,8 @@ def _most_missed(pending: Sequence[Pending]) -> int | None:
 
 def _silent(known: _Evidence, p: Pending) -> Diagnosis:
     """Everybody who told something waits; only those who told nothing are left."""
-    order = [rank for rank in known.silent if rank in p.unknown]
+    awaited = {rank for one in known.pending for rank in one.unknown}
+    order = [rank for rank in known.silent if rank in awaited]
     culprits = tuple(
         Culprit(
             rank, None, known.nodes.get(rank, ""), "", 0.0,

@@ -211,6 +211,12 @@ def _parse(content: Any, rank: int) -> _Dump:
         entries = [one for one in (_entry(e, groups, rank) for e in raw) if one is not None]
     except (AttributeError, KeyError, TypeError, ValueError, SyntaxError, IndexError) as error:
         raise TraceError(f"is damaged: {type(error).__name__}: {str(error)[:80]}") from error
+    told = {key: [entry for entry in entries if entry.group == key and entry.peer < 0] for key in groups}
+    for key, own in told.items():
+        if own and key not in counts:  # older dumps have no counts
+            done = [entry.seq for entry in own if entry.done]
+            first_open = min((entry.seq for entry in own if not entry.done), default=max(done, default=0) + 1)
+            counts[key] = max(entry.seq for entry in own), first_open - 1
     label = {key: info.name for key, info in groups.items()}
     return _Dump(
         {info.name: info for info in groups.values()},

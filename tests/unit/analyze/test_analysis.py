@@ -79,6 +79,23 @@ def test_a_rank_whose_device_stands_still(tmp_path: Path) -> None:
     assert incident.culprits[0].cause == "did not finish"
 
 
+def test_a_lost_dump_of_a_healthy_rank_hides_nobody(tmp_path: Path) -> None:
+    started = {0: 9, 1: 9, 2: 8, 3: 9}
+    folder = flight_dumps(tmp_path, started, {0: 7, 1: 7, 2: 5, 3: 7})
+    (folder / "dump_3").unlink()
+    (incident,) = analyze(folder).incidents
+    assert [culprit.rank for culprit in incident.culprits] == [2]
+
+
+def test_a_rank_without_a_dump_is_named_when_all_others_wait(tmp_path: Path) -> None:
+    started = dict.fromkeys(range(4), 9)
+    folder = flight_dumps(tmp_path, started, dict.fromkeys(started, 7))
+    (folder / "dump_1").write_bytes(b"")
+    found = analyze(folder)
+    assert [culprit.rank for culprit in found.incidents[0].culprits] == [1]
+    assert any("rank 1" in line for line in found.missing)
+
+
 def test_all_done_is_no_incident(tmp_path: Path) -> None:
     started = dict.fromkeys(range(4), 9)
     found = analyze(flight_dumps(tmp_path, started, started))

@@ -133,3 +133,9 @@ def test_damage_never_raises_anything_else(tmp_path_factory: pytest.TempPathFact
     path.write_bytes(whole[:at] + data + whole[at + len(data) :])
     with contextlib.suppress(TraceError):
         read_dumps([path])
+
+
+def test_dumps_without_counts_tell_them_by_their_entries(tmp_path: Path) -> None:
+    entries = [entry(6, state="completed"), entry(7), entry(8)]
+    read = read_dumps(write(tmp_path, {0: dump(entries, 0, 0) | {"pg_status": {}}}))
+    assert [(s.started, s.completed) for s in read.states[0].streams] == [(7, 6)]
