@@ -152,7 +152,7 @@ def _graph(rows: Sequence[Mapping[_Key, Operation]], steps: Sequence[int]) -> St
     last_stage = max(stage_of.values())
     members = _Members(stage_of, replica_of, last_stage)
     durations = {key: _without_waiting(key, starts, lasts, members, rank_at) for key in first}
-    before = _before(first, starts, members, rank_at)
+    before = _before(first, starts, lasts, members, rank_at)
     order = _in_order(before)
     places = {key: place for place, key in enumerate(order)}
     nodes = tuple(_Node(key, tuple(sorted(places[other] for other in before[key]))) for key in order)
@@ -183,7 +183,9 @@ def _peers(
     rank, kind, index = key
     if kind in _SENDS:
         other, toward = _SENDS[kind]
-        source = rank_at.get((members.replica_of[rank], members.stage_of[rank] + toward))
+        # with interleaved stages the last one sends to the first
+        stage = (members.stage_of[rank] + toward) % (members.last_stage + 1)
+        source = rank_at.get((members.replica_of[rank], stage))
         keys: list[_Key] = [key] if source is None else [key, (source, other, index)]
     else:
         keys = [(r, kind, index) for r in members.of(rank, kind)]
@@ -204,9 +206,55 @@ def _without_waiting(
     return np.maximum(starts[key] + lasts[key] - np.maximum(there, starts[key]), 0.0)
 
 
+class _Blocks:
+    """Which block of computation a message comes from and goes to.
+
+    By number where every block has a message; else (first and last stage of interleaved schedules) by time.
+    """
+
+    def __init__(
+        self,
+        chains: Mapping[int, Sequence[_Key]],
+        starts: Mapping[_Key, Floats],
+        lasts: Mapping[_Key, Floats],
+    ) -> None:
+        self._blocks: dict[tuple[int, OperationKind], list[_Key]] = defaultdict(list)
+        for chain in chains.values():
+            for key in chain:
+                if key[1] in _COMPUTE:
+                    self._blocks[key[0], key[1]].append(key)
+        self._counts: dict[tuple[int, OperationKind], int] = defaultdict(int)
+        for rank, kind, _ in starts:
+            self._counts[rank, kind] += 1
+        self._start = {key: float(np.median(values)) for key, values in starts.items()}
+        self._end = {key: float(np.median(starts[key] + lasts[key])) for key in starts}
+
+    def that_sends(self, message: _Key) -> set[_Key]:
+        """The block whose result is sent: the one that ends nearest to the send's start."""
+        blocks = self._of(message)
+        if self._counts[message[0], message[1]] == len(blocks):
+            return {block for block in blocks if block[2] == message[2]}
+        at = self._start[message]
+        return {min(blocks, key=lambda block: abs(self._end[block] - at))} if blocks else set()
+
+    def that_takes(self, message: _Key) -> set[_Key]:
+        """The block that begins next after the message has come."""
+        blocks = self._of(message)
+        if self._counts[message[0], message[1]] == len(blocks):
+            return {block for block in blocks if block[2] == message[2]}
+        at = self._end[message]
+        after = [block for block in blocks if self._start[block] >= at - 1e-4]
+        return {min(after, key=lambda block: self._start[block])} if after else set()
+
+    def _of(self, message: _Key) -> list[_Key]:
+        rank, kind, _ = message
+        return self._blocks[rank, "forward" if kind.startswith("forward") else "backward"]
+
+
 def _before(
     keys: Iterable[_Key],
     starts: Mapping[_Key, Floats],
+    lasts: Mapping[_Key, Floats],
     members: _Members,
     rank_at: Mapping[tuple[int, int], int],
 ) -> dict[_Key, set[_Key]]:
@@ -216,6 +264,7 @@ def _before(
     for key in before:
         if not key[1].endswith(("-send", "-recv")):
             chains[key[0]].append(key)
+    blocks = _Blocks(chains, starts, lasts)
     previous: dict[_Key, _Key] = {}
     for chain in chains.values():
         chain.sort(key=lambda key: float(np.median(starts[key])))
@@ -223,17 +272,13 @@ def _before(
             before[second].add(first)
             previous[second] = first
     for key in before:
-        rank, kind, index = key
+        kind = key[1]
         if kind in _SENDS:
-            for sender, sending, _ in _peers(key, starts, members, rank_at)[1:]:
-                block: _Key = (sender, "forward" if sending == "forward-send" else "backward", index)
-                if block in before:
-                    before[key].add(block)
-        elif kind in _COMPUTE:
-            message: _Key = (rank, "forward-recv" if kind == "forward" else "backward-recv", index)
-            if message in before:
-                before[key].add(message)
-        elif kind != "local":
+            for sent in _peers(key, starts, members, rank_at)[1:]:
+                before[key] |= blocks.that_sends(sent)
+            for block in blocks.that_takes(key):
+                before[block].add(key)
+        elif kind not in (*_COMPUTE, "local"):
             for other in _peers(key, starts, members, rank_at):
                 if other in previous:
                     before[key].add(previous[other])

@@ -72,3 +72,46 @@ def pipeline_step(
             found.append(Operation(rank, step, replica, stage, "grads-sync", 0, at, end - at))
             step_s = max(step_s, end)
     return found, step_s
+
+
+def interleaved_step(
+    step: int, batches: int, lasts: Callable[[int, str, int], float], message_s: float
+) -> tuple[list[Operation], float]:
+    """Two ranks with two chunks of the model each: what the second sends on goes back to the first."""
+    order_of = [("forward", c, b) for c in (0, 1) for b in range(batches)]
+    order_of += [("backward", c, b) for c in (1, 0) for b in range(batches)]
+    blocks = {rank: list(order_of) for rank in (0, 1)}
+    free = {0: 0.0, 1: 0.0}
+    counts: dict[tuple[int, str], int] = {}
+    sent: dict[tuple[str, int, int], float] = {}  # kind, virtual stage, batch: end of the block
+    found: list[Operation] = []
+
+    def number(rank: int, kind: str) -> int:
+        counts[rank, kind] = counts.get((rank, kind), -1) + 1
+        return counts[rank, kind]
+
+    while any(blocks.values()):
+        for rank in (0, 1):
+            if not blocks[rank]:
+                continue
+            kind, chunk, batch = blocks[rank][0]
+            virtual = 2 * chunk + rank
+            source = virtual - 1 if kind == "forward" else virtual + 1
+            begin = free[rank]
+            if 0 <= source < 4:
+                at = sent.get((kind, source, batch))
+                if at is None:
+                    continue
+                index = number(rank, f"{kind}-recv")
+                found.append(Operation(rank, step, 0, rank, f"{kind}-recv", index, at, message_s))  # type: ignore[arg-type]
+                begin = max(begin, at + message_s)
+            blocks[rank].pop(0)
+            index = number(rank, kind)
+            last = lasts(rank, kind, index)
+            found.append(Operation(rank, step, 0, rank, kind, index, begin, last))  # type: ignore[arg-type]
+            free[rank] = sent[kind, virtual, batch] = begin + last
+            target = virtual + 1 if kind == "forward" else virtual - 1
+            if 0 <= target < 4:
+                number_ = number(rank, f"{kind}-send")
+                found.append(Operation(rank, step, 0, rank, f"{kind}-send", number_, begin + last, message_s))  # type: ignore[arg-type]
+    return found, max(free.values())

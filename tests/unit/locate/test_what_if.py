@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic_pipelines import pipeline_step
+from synthetic_pipelines import interleaved_step, pipeline_step
 
 from keepstep.core.errors import TraceError
 from keepstep.core.operations import Operation
@@ -77,6 +77,15 @@ def test_steps_of_another_shape_are_apart():
     operations, _ = job(2, 1, 4, steps=3)
     other, _ = pipeline_step(9, 2, 1, 2, lambda rank, kind, index: USUAL[kind], 0.003)
     assert [graph.steps for graph in step_graphs([*operations, *other])] == [(0, 1, 2), (9,)]
+
+
+@given(batches=st.integers(1, 6), slow=st.floats(1.0, 3.0))
+def test_interleaved_stages_replay_as_they_happened(batches, slow):
+    found, step_s = interleaved_step(
+        0, batches, lambda rank, kind, index: USUAL[kind] * (slow if rank else 1.0), 0.003
+    )
+    (graph,) = step_graphs(found)
+    assert graph.replay(graph.durations).tolist() == pytest.approx([step_s], rel=1e-9)
 
 
 def test_missing_ranks_leave_the_rest_usable():
