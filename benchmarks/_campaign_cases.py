@@ -182,6 +182,33 @@ def _plan_hang(seed: int) -> Plan:
     )
 
 
+TP2_PP2_DP2 = ("--tp", "2", "--pp", "2", "--dp", "2", "--layers", "2", "--microbatches", "2", "--batch", "4")
+
+
+def _plan_hang_8(place: str) -> Callable[[int], Plan]:
+    """Eight ranks with tensor parallelism, whose pace is the CPU's: only the name and the stage are judged by it."""
+
+    def plan(seed: int) -> Plan:
+        chance = _random(f"hang8-{place}", seed)
+        rank, step = chance.randrange(8), chance.randint(12, 20)
+        fault = (
+            f"stop rank {rank} at step {step}"
+            if place == "stop"
+            else f"hang rank {rank} at step {step} in {place}"
+        )
+        stage = {} if place == "stop" else {"stage": place}
+        return Plan(
+            arguments=(*TP2_PP2_DP2, "--steps", "200", "--seed", str(seed)),
+            fault=fault,
+            truth={"rank": rank, "step": step, **stage},
+            nproc=8,
+            end_on="hang",
+            timeout_s=120,
+        )
+
+    return plan
+
+
 def judge_hang(plan: Plan, outcome: Outcome) -> Verdict:
     """A hang of the right rank, at most 1 s after twice the longest gap usual.
 
@@ -199,7 +226,10 @@ def judge_hang(plan: Plan, outcome: Outcome) -> Verdict:
     if _culprit_ranks(hangs[0]) != [truth["rank"]]:
         why.append(f"named {_culprit_ranks(hangs[0])}, true {truth['rank']}")
     measured["stage"] = [culprit.get("stage") for culprit in hangs[0]["culprits"]]
-    struck = [line["unix_s"] for line in outcome.faults if line["did"].startswith("hang")]
+    told = str(measured["stage"][0]) if measured["stage"] else ""
+    if truth.get("stage", "") not in told:
+        why.append(f"stage {told or 'not told'}, true {truth['stage']}")
+    struck = [line["unix_s"] for line in outcome.faults if line["did"].startswith(("hang", "stop"))]
     longest_s = max(outcome.script[0][WARM_UP_STEPS:], default=0.0)
     measured["seconds_to_verdict"] = round(hangs[0]["detected_unix_s"] - struck[0], 3) if struck else None
     measured["budget_s"] = round(2 * longest_s + 1, 3)
@@ -389,6 +419,17 @@ CASES: dict[str, Case] = {
             _plan_hang,
             judge_hang,
             ("seconds_to_verdict", "false_alarms"),
+        ),
+        *(
+            Case(
+                f"hang8-{place}",
+                10,
+                "named with rank and stage, hangs within the budget, in 10 of 10 seeds (TP2xPP2xDP2)",
+                _plan_hang_8(place),
+                judge_hang,
+                ("seconds_to_verdict", "false_alarms"),
+            )
+            for place in ("forward", "backward", "optimizer", "data", "stop")
         ),
         Case(
             "pauses",
