@@ -120,12 +120,19 @@ def build(chosen: argparse.Namespace, rank: int, device: torch.device) -> Job:
         Piped(stages, shape, sizes, mesh, device) if chosen.pp > 1 else Whole(modules[0], chosen.microbatches)
     )
     replica = mesh.get_local_rank("dp")
+    optimizer = torch.optim.AdamW(parameters, lr=chosen.lr)
+    optimizer.register_step_pre_hook(lambda *_: faults.at("optimizer"))
+
+    def fetching() -> None:
+        faults.at("data")
+        faults.fetch()
+
     text = standard_library_text()
     edge = len(text) * 9 // 10
     return Job(
         model=model,
-        optimizer=torch.optim.AdamW(parameters, lr=chosen.lr),
-        train=batches(text[:edge], chosen.batch, chosen.seq, chosen.seed * 1000 + replica, faults.fetch),
+        optimizer=optimizer,
+        train=batches(text[:edge], chosen.batch, chosen.seq, chosen.seed * 1000 + replica, fetching),
         held_out=batches(text[edge:], chosen.batch, chosen.seq, 10**9 + replica),
         checkpoints=Checkpoints(
             chosen.checkpoint_dir, chosen.checkpoint_format, chosen.checkpoint_seconds, rank
@@ -141,7 +148,6 @@ def train_step(job: Job, accumulate: int) -> Tensor | None:
     job.optimizer.zero_grad(set_to_none=True)
     losses: list[Tensor] = []
     for number in range(accumulate):
-        job.faults.at("data")
         inputs, targets = (part.to(job.device) for part in next(job.train))
         loss = job.model.forward_backward(inputs, targets, last=number == accumulate - 1)
         if loss is not None:
@@ -151,7 +157,6 @@ def train_step(job: Job, accumulate: int) -> Tensor | None:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad /= accumulate
-    job.faults.at("optimizer")
     job.optimizer.step()
     return torch.stack(losses).mean() if losses else None
 

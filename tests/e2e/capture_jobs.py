@@ -156,11 +156,13 @@ def pipeline(rank: int, world: int) -> Any:
     stage = PipelineStage(layer, rank, world, torch.device("cpu"))
     schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
     batch = torch.arange(128, dtype=torch.float32).reshape(8, 16) / 128
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-2)
     for _ in range(2):
         if rank == 0:
             schedule.step(batch)
         else:
             schedule.step(target=batch)
+        optimizer.step()
     return {"digest": digest(*(p.grad for p in layer.parameters()))}
 
 
@@ -265,8 +267,18 @@ def compiled(rank: int, _: int) -> Any:
     return {"digest": digest(eager, found), "equal": bool(torch.equal(eager, found))}
 
 
+def compiled_ddp(rank: int, _: int) -> Any:
+    """DDP inside a compiled module, as in the field; a second shape makes it compile again in the middle."""
+    model = nn.parallel.DistributedDataParallel(_model())
+    graph = torch.compile(model, backend="eager", dynamic=False)
+    losses = _steps(graph, rank)
+    losses.append(graph(torch.ones(5, 32)).sum().detach())
+    return {"digest": digest(*losses, *(p for p in model.parameters()))}
+
+
 JOBS: dict[str, Job] = {
-    job.__name__: job for job in (plain, ddp, fsdp2, pipeline, tensor_parallel, peer_dies, regroup, compiled)
+    job.__name__: job
+    for job in (plain, ddp, fsdp2, pipeline, tensor_parallel, peer_dies, regroup, compiled, compiled_ddp)
 }
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from keepstep import ring
-from keepstep.core.events import Flag, Kind, Op
+from keepstep.core.events import Flag, Kind, Op, Phase
 
 pytestmark = pytest.mark.e2e
 
@@ -181,6 +181,17 @@ def test_flags_bytes_and_peers_of_known_calls(tmp_path: Path) -> None:
     assert {sites[record["site"]].split(":")[0] for record in records} == {str(JOBS)}
 
 
+@pytest.mark.parametrize(("job", "forwards"), [("ddp", 3 + 1), ("pipeline", 4)])
+def test_forward_passes_are_marked(tmp_path: Path, job: str, forwards: int) -> None:
+    """DDP's at once; those of pipeline stages from the first optimizer step on."""
+    ran = run(tmp_path, job)
+    for reader in ran.rings:
+        records = reader.snapshot()
+        marked = records[(records["kind"] == Kind.PHASE) & (records["op"] == Phase.MODEL)]
+        assert len(marked) == forwards
+        assert (marked["end_ns"] > marked["start_ns"]).all()
+
+
 def test_the_wait_for_gradients_begins_when_they_are_computed(tmp_path: Path) -> None:
     ran = run(tmp_path, "ddp")
     records = ran.rings[0].snapshot()
@@ -214,6 +225,18 @@ def test_groups_come_and_go_as_without_us(tmp_path: Path) -> None:
     pairs = [group for group in watched.rings[0].groups() if group.desc == "pair"]
     assert [pair.members for pair in pairs] == [(0, 1)] * 2
     check_matching(watched)
+
+
+def test_compiled_ddp_computes_the_same_and_compilation_is_marked(tmp_path: Path) -> None:
+    watched = run(tmp_path, "compiled_ddp")
+    unwatched = run(tmp_path, "compiled_ddp", watched=False)
+    assert watched.codes == unwatched.codes == [0, 0], watched.errors
+    assert [r["digest"] for r in watched.results] == [r["digest"] for r in unwatched.results]
+    for reader in watched.rings:
+        records = reader.snapshot()
+        phases = Counter(records[records["kind"] == Kind.PHASE]["op"].tolist())
+        assert phases[int(Phase.COMPILE)] >= 1
+        assert not [site for site in reader.sites() if site.startswith("keepstep:")]
 
 
 def test_compiled_graphs_work_and_are_recorded(tmp_path: Path) -> None:

@@ -11,11 +11,15 @@ from keepstep.agent.events import Rows
 from keepstep.agent.iterations import Cut, IterationCutter
 from keepstep.agent.summarise import blocked, summarise
 from keepstep.agent.watch import RankWatch
+from keepstep.core.events import Kind, Phase
 from keepstep.core.finding import Finding
 from keepstep.core.summary import GroupInfo, IterationSummary
 
 HISTORY = 256
 _SEARCH_NS = 300_000_000
+_PHASE = int(Kind.PHASE)
+_SHORT_PHASES = (int(Phase.DATA), int(Phase.OPTIMIZER))
+_LONGEST_SHORT_S = 30.0  # what takes longer was reported, or is learned as a pause
 
 
 @dataclass(slots=True)
@@ -74,6 +78,7 @@ class RankTrack:
             if len(started) and int(started["group"].max()) >= len(self.groups):
                 self._know(groups())
             self.clock.take(finished)
+            self._learn_phases(finished)
         self.lost += lost
         for cut in self._cutter.feed(started, finished, lost, now_ns):
             self._iteration(cut, now_ns, taken)
@@ -118,6 +123,15 @@ class RankTrack:
             self.last_progress_ns = max(self.last_progress_ns, int(started["start_ns"][-1]))
         if len(finished):
             self.last_progress_ns = max(self.last_progress_ns, int(finished["end_ns"].max()))
+
+    def _learn_phases(self, finished: Rows) -> None:
+        """How long data loading and optimizer steps usually take; a phase is told once it has ended."""
+        phases = finished[finished["kind"] == _PHASE]
+        for code in _SHORT_PHASES if len(phases) else ():
+            ended = phases[phases["op"] == code]
+            if len(ended):
+                longest_ns = int((ended["end_ns"] - ended["start_ns"]).max())
+                self._watch.lasted(code, min(longest_ns * 1e-9, _LONGEST_SHORT_S))
 
     def _know(self, groups: Sequence[GroupInfo]) -> None:
         self.groups = list(groups)

@@ -82,6 +82,10 @@ class RankWatch:
         after_s = median(times[place:])
         return (median(times[max(place - _PACE_STEPS, 0) : place]) if place else after_s), after_s
 
+    def lasted(self, phase: int, seconds: float) -> None:
+        """A data or optimizer phase has ended that took that long."""
+        self._hang.lasted(Phase(phase), seconds)
+
     def progress(
         self, now_s: float, progress: int, phase: int, step: int, waiting: bool, stopped_s: float = 0.0
     ) -> Finding | None:

@@ -5,16 +5,74 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import wraps
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup, distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import dataloader
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 NATIVE_C10D = cast(ModuleType, torch._C._distributed_c10d)
 LOADER_ITERATOR: Any = dataloader._BaseDataLoaderIter
+
+STAGE_MODULE = "torch.distributed.pipelining.stage"
+
+
+def stage_class(module: ModuleType) -> Any:
+    """The class of a pipeline stage, in ``STAGE_MODULE``."""
+    return vars(module).get("_PipelineStageBase", type)
+
+
+def as_torchs_own(ours: Any, original: Any) -> None:
+    """Let the compiler take our function for the one it replaces: it leaves torch's own files alone, by their name."""
+    ours.__code__ = ours.__code__.replace(co_filename=original.__code__.co_filename)
+
+
+# Of the compiler's core, which loads nothing else of it; None in a torch that has it elsewhere.
+_core = cast(Any, torch._C)
+_eval_frame: Any = getattr(getattr(_core, "_dynamo", None), "eval_frame", None)
+_compiling_callback: Any = getattr(_eval_frame, "get_eval_frame_callback", None)
+
+
+def in_compiled_module() -> bool:
+    """Whether the compiler looks at every function that is called now, to compile it."""
+    if _compiling_callback is None:
+        return "torch._dynamo" in sys.modules
+    return _compiling_callback() is not None
+
+
+def hidden(ours: F) -> F:
+    """``ours`` for callers inside a compiled module: the compiler looks neither at it nor at what it calls.
+
+    It fails hard on process groups and Works of a Python class, which is what ours deal with.
+    """
+    if _compiling_callback is None:
+        return ours
+
+    @wraps(ours)
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        callback = _compiling_callback()
+        if callback is None:
+            return ours(*args, **kwargs)
+        _eval_frame.set_eval_frame(None)
+        try:
+            return ours(*args, **kwargs)
+        finally:
+            _eval_frame.set_eval_frame(callback)
+
+    as_torchs_own(unseen, DistributedDataParallel.forward)
+    return cast(F, unseen)
+
+
+def compile_callbacks() -> Any:
+    """What tells the start and end of compilations; None until the script has imported the compiler."""
+    module = sys.modules.get("torch._dynamo.callback")
+    return None if module is None else vars(module).get("callback_handler")
 
 
 def registered_members(group: Any) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch.distributed import ProcessGroup
 
 from keepstep.capture.groups import CapturedGroup, Groups
+from keepstep.capture.internals import hidden
 from keepstep.capture.patches import Patches
 from keepstep.capture.recorder import Operation, Recorder, Start
 from keepstep.capture.sites import Sites
@@ -226,6 +227,7 @@ class _RecordedMethod:
     def __init__(self, original: Any, call: Callable[..., Any]) -> None:
         self._original = original
 
+        @hidden
         def method(group: Any, *args: Any, **kwargs: Any) -> Any:
             return call(group, args, kwargs, Caller.PYTHON)
 

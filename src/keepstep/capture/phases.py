@@ -14,11 +14,18 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
 
 from keepstep.capture.evaluation import Evaluation
-from keepstep.capture.internals import LOADER_ITERATOR
+from keepstep.capture.internals import (
+    LOADER_ITERATOR,
+    STAGE_MODULE,
+    as_torchs_own,
+    compile_callbacks,
+    in_compiled_module,
+    stage_class,
+)
 from keepstep.capture.patches import Patches
 from keepstep.capture.recorder import Operation, Recorder, harmless
 from keepstep.core.events import Phase
@@ -40,7 +47,7 @@ class Phases:
         self._stepped_in_backward = False
         self._step: tuple[int, int, Operation] | None = None  # optimizer, backwards before it, record
         self._open: dict[Phase, Operation] = {}
-        self._saving_watched = False
+        self._saving_watched = self._stages_watched = self._compiling_watched = False
 
     @property
     def in_plain_backward(self) -> bool:
@@ -52,7 +59,7 @@ class Phases:
         patches = self._patches
         patches.replace(torch.autograd, "_engine_run_backward", self._run_backward)
         patches.register(self._optimizer_hooks)
-        patches.replace(DataLoader, "__iter__", self._spanning(Phase.DATA))
+        patches.replace(DistributedDataParallel, "forward", self._forward)
         patches.replace(LOADER_ITERATOR, "__next__", self._spanning(Phase.DATA))
         patches.replace(torch.nn.Module, "eval", self._evaluation.eval)
         patches.replace(torch.nn.Module, "train", self._evaluation.train)
@@ -83,6 +90,21 @@ class Phases:
             return spanned
 
         return make
+
+    def _forward(self, original: Any) -> Any:
+        """A forward pass that gradients are wanted of; evaluation and generation are none.
+
+        Inside a compiled module nothing is marked: the compiler would trace us.
+        """
+        recorded = self._spanning(Phase.MODEL)(original)
+
+        @wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            marks = torch.is_grad_enabled() and not in_compiled_module()
+            return (recorded if marks else original)(*args, **kwargs)
+
+        as_torchs_own(forward, original)
+        return forward
 
     def _run_backward(self, original: Any) -> Any:
         recorder = self.recorder
@@ -138,6 +160,8 @@ class Phases:
                 return  # an optimizer that steps others inside its own step
             abandoned.fail()  # it raised, so that its end was never told
         self._watch_saving()
+        self._watch_stages()
+        self._watch_compiling()
         self._evaluation.end_by_backward()
         self._evaluation.trained = True
         self.recorder.thread = threading.get_ident()
@@ -172,6 +196,46 @@ class Phases:
         for owner in (saver, package):
             for name in ("save", "async_save"):
                 self._patches.replace(owner, name, self._spanning(Phase.CHECKPOINT))
+
+    def _watch_stages(self) -> None:
+        """Mark the forward of pipeline stages once the script has imported them."""
+        module = sys.modules.get(STAGE_MODULE)
+        if self._stages_watched or module is None:
+            return
+        self._stages_watched = True
+        self._patches.replace(stage_class(module), "forward_one_chunk", self._forward)
+
+    def _watch_compiling(self) -> None:
+        """Mark compilation once the script uses it: it may take minutes in the middle of a run."""
+        handler = compile_callbacks()
+        if self._compiling_watched or handler is None:
+            return
+        self._compiling_watched = True
+
+        @harmless
+        def begin(_: Any) -> None:
+            if Phase.COMPILE not in self._open and threading.get_ident() == self.recorder.thread:
+                operation = self.recorder.phase(Phase.COMPILE)
+                if operation is not None:
+                    self._open[Phase.COMPILE] = operation
+
+        @harmless
+        def end(_: Any) -> None:
+            operation = self._open.pop(Phase.COMPILE, None)
+            if operation is not None:
+                operation()
+
+        def register() -> Callable[[], None]:
+            handler.register_start_callback(begin)
+            handler.register_end_callback(end)
+
+            def remove() -> None:
+                handler.remove_start_callback(begin)
+                handler.remove_end_callback(end)
+
+            return remove
+
+        self._patches.register(register)
 
     def _collection_callback(self) -> Callable[[], None]:
         gc.callbacks.append(self._collecting)

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from keepstep.capture.internals import (
     NATIVE_C10D,
     backends_of,
+    hidden,
     holders,
     make_trampoline,
     share_backends,
@@ -61,6 +62,7 @@ class Twin(ProcessGroup):
 
 
 def _override(name: str) -> Callable[..., Any]:
+    @hidden
     def override(self: Twin, *args: Any) -> Any:
         return self.call(name, self.native, args, self.caller)
 

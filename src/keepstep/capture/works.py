@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.distributed import Work
 
+from keepstep.capture.internals import hidden
 from keepstep.capture.recorder import Operation
 
 
@@ -23,6 +24,7 @@ class RecordedWork(Work):
         self.operation = operation
         self._ends_by_future = False
 
+    @hidden
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         operation = self.operation
         operation.waiting()
@@ -34,6 +36,7 @@ class RecordedWork(Work):
         operation()
         return result
 
+    @hidden
     def is_completed(self) -> bool:
         completed = self.native.is_completed()
         if completed:
@@ -41,6 +44,7 @@ class RecordedWork(Work):
             self.operation()
         return completed
 
+    @hidden
     def get_future(self) -> Any:
         future = self.native.get_future()
         if not self._ends_by_future:
@@ -48,12 +52,14 @@ class RecordedWork(Work):
             future.add_done_callback(self.operation)
         return future
 
+    @hidden
     def __del__(self) -> None:
         if not self._ends_by_future:
             self.operation()
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
+    @hidden
     def forward(self: RecordedWork, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.native, name)(*args, **kwargs)
 

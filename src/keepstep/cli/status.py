@@ -64,7 +64,7 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
                 waits_in = f"{_name(Op, flying['op'])} {flying['group']} seq {flying['seq']}"
             idle = f"{beat['idle_s']:.0f} s" if beat["idle_s"] >= 1.0 else ""
             yield (
-                beat["rank"], node["node"], state, beat["step"], _name(Phase, beat["phase"]).lower(),
+                beat["rank"], node["node"], state, beat["step"], _phase(beat["phase"]),
                 f"{beat['iteration_s']:.3f} s", f"{beat['self_s']:.3f} s", idle, waits_in, beat["idle_s"],
             )  # fmt: skip
 
@@ -84,7 +84,14 @@ def _alike(row: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*row[1:5], row[5][:4], row[6][:4], row[7], row[8])
 
 
-def _name(kind: type[Op] | type[Phase], code: int) -> str:
+def _phase(code: int) -> str:
+    try:
+        return Phase(code).title
+    except ValueError:
+        return str(code)
+
+
+def _name(kind: type[Op], code: int) -> str:
     try:
         return kind(code).name
     except ValueError:

@@ -33,7 +33,11 @@ class Op(IntEnum):
 
 
 class Phase(IntEnum):
-    """What a rank is doing; the ``op`` of a PHASE record. FORWARD is what runs outside every recorded phase."""
+    """What a rank is doing; the ``op`` of a PHASE record.
+
+    FORWARD is what runs outside every recorded phase: a forward pass, an evaluation or a checkpoint that nothing
+    marks, the script's own work. MODEL is the marked forward of a model that trains: nothing else hides there.
+    """
 
     STARTUP = 0
     FORWARD = 1
@@ -43,6 +47,13 @@ class Phase(IntEnum):
     EVALUATION = 5
     CHECKPOINT = 6
     GC = 7
+    MODEL = 8
+    COMPILE = 9
+
+    @property
+    def title(self) -> str:
+        """As users call it."""
+        return "forward" if self is Phase.MODEL else self.name.lower()
 
 
 class Flag(IntFlag):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from keepstep.core.events import Phase
 
-_MARKED_PAUSES = frozenset({Phase.EVALUATION, Phase.CHECKPOINT, Phase.GC})
+_MARKED_PAUSES = frozenset({Phase.EVALUATION, Phase.CHECKPOINT, Phase.GC, Phase.COMPILE})
 _GAPS_NEEDED = 3
 _STEPS_NEEDED = 2
 _GENERATION = 512
@@ -30,16 +30,17 @@ class HangDetector:
 
     - until two steps are done, everything (imports, compilation, a first step of a minute):
       ``startup_limit_s``;
-    - a phase with fewer than three gaps, such as the first evaluation or checkpoint: ``pause_limit_s`` where
-      the phase is marked or data loading, since such pauses end by themselves;
+    - a phase with fewer than three gaps, such as the first evaluation or checkpoint: ``pause_limit_s``, since such
+      pauses end by themselves;
+    - compilation, however often it was seen: ``startup_limit_s``;
     - outside every marked phase (``Phase.FORWARD``, where an evaluation or a checkpoint that nobody marked
       hides) and while ``waiting`` for other ranks (who may be writing a checkpoint): ``pause_limit_s``, until
       three pauses of a quarter of that or more were seen, after which twice the longest is trusted.
 
-    Backward and the optimizer step hold no such pauses: there the strict limit holds as soon as three gaps
-    are known, and before that ``pause_limit_s``. A process that was stopped (SIGSTOP, a debugger) does
-    nothing of all that: for it ``floor_s`` holds in every phase, and what it lost is no pause to learn
-    from. A pause that was reported and ended by itself counts as usual from the second time on.
+    Backward, a marked forward, data loading and the optimizer step hold no such pauses: there the strict limit
+    holds as soon as three gaps are known, and before that ``pause_limit_s``. A process that was stopped (SIGSTOP,
+    a debugger) does nothing of all that: for it ``floor_s`` holds in every phase, and what it lost is no pause to
+    learn from. A pause that was reported and ended by itself counts as usual from the second time on.
     """
 
     def __init__(
@@ -77,12 +78,21 @@ class HangDetector:
         if self._steps < _STEPS_NEEDED:
             return self._startup_limit_s
         gaps = self._gaps.get(phase, _NO_GAPS)
+        if phase == Phase.COMPILE:
+            return max(self._startup_limit_s, 2 * gaps.longest_s)
         usual = max(self._floor_s, 2 * gaps.longest_s)
         if gaps.count < _GAPS_NEEDED:
             return max(usual, self._pause_limit_s)
         if (phase == Phase.FORWARD or waiting) and gaps.pauses < _GAPS_NEEDED:
             return max(usual, self._pause_limit_s)
         return usual
+
+    def lasted(self, phase: Phase, seconds: float) -> None:
+        """A phase without communication (data loading, optimizer) took that long: a gap that looking now and then
+        may miss.
+        """
+        if self._steps >= _STEPS_NEEDED:
+            self._gaps.setdefault(phase, _Gaps()).add(seconds, self._pause_limit_s / 4)
 
     def observe(
         self,

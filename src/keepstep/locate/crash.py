@@ -141,7 +141,7 @@ def _death(finding: Finding) -> str:
 
 def _phase(finding: Finding) -> str:
     try:
-        return Phase(finding.phase).name.lower()
+        return Phase(finding.phase).title
     except ValueError:
         return ""
 

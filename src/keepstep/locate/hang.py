@@ -330,7 +330,7 @@ def _cause(state: RankState, phase: str) -> str:
 
 def _phase(state: RankState) -> str:
     try:
-        return Phase(state.phase).name.lower()
+        return Phase(state.phase).title
     except ValueError:
         return ""
 

@@ -17,7 +17,7 @@ from keepstep.core.events import Kind, Op, Phase
 from keepstep.core.summary import GroupInfo
 
 _OPS = {int(op): op.name for op in Op}
-_PHASES = {int(phase): phase.name.lower() for phase in Phase}
+_PHASES = {int(phase): phase.title for phase in Phase}
 
 
 @dataclass(frozen=True, slots=True)

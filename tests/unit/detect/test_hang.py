@@ -180,3 +180,37 @@ def test_a_clock_that_steps_back_does_no_harm() -> None:
 def test_limits_out_of_order_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="HangDetector needs"):
         HangDetector(**options)
+
+
+def test_a_marked_forward_holds_no_pause_but_what_nothing_marks_may() -> None:
+    rank = Rank(HangDetector())
+    for _ in range(20):
+        rank.spend(0.2, Phase.MODEL)
+        rank.spend(0.4, Phase.BACKWARD)
+        rank.step += 1
+    rank.spend(2.0, Phase.MODEL)
+    (report,) = rank.reports
+    assert report.phase == Phase.MODEL
+    assert report.stuck_s < 1.5
+    rank.spend(20.0, Phase.FORWARD)
+    assert len(rank.reports) == 1
+
+
+def test_compilation_may_take_minutes_however_often() -> None:
+    rank = trained()
+    for seconds in (40.0, 300.0, 40.0, 40.0, 500.0):
+        rank.spend(seconds, Phase.COMPILE)
+        rank.train(1)
+    assert rank.reports == []
+
+
+def test_phases_too_short_to_be_seen_are_known_by_how_long_they_lasted() -> None:
+    rank = Rank(HangDetector())
+    for _ in range(20):
+        rank.spend(0.2, Phase.FORWARD)
+        rank.spend(0.4, Phase.BACKWARD)
+        rank.detector.lasted(Phase.OPTIMIZER, 0.01)
+        rank.step += 1
+    rank.spend(2.0, Phase.OPTIMIZER)
+    (report,) = rank.reports
+    assert report.stuck_s < 1.5
