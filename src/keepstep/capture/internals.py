@@ -30,7 +30,11 @@ def stage_class(module: ModuleType) -> Any:
 
 def as_torchs_own(ours: Any, original: Any) -> None:
     """Let the compiler take our function for the one it replaces: it leaves torch's own files alone, by their name."""
-    ours.__code__ = ours.__code__.replace(co_filename=original.__code__.co_filename)
+    code = getattr(
+        original, "__code__", None
+    )  # somebody else may have replaced it by anything that can be called
+    if code is not None:
+        ours.__code__ = ours.__code__.replace(co_filename=code.co_filename)
 
 
 # Of the compiler's core, which loads nothing else of it; None in a torch that has it elsewhere.
@@ -51,19 +55,23 @@ def hidden(ours: F) -> F:
 
     It fails hard on process groups and Works of a Python class, which is what ours deal with.
     """
-    if _compiling_callback is None:
+    callback_now, eval_frame = (
+        _compiling_callback,
+        _eval_frame,
+    )  # a module's names are gone when the interpreter ends
+    if callback_now is None:
         return ours
 
     @wraps(ours)
     def unseen(*args: Any, **kwargs: Any) -> Any:
-        callback = _compiling_callback()
+        callback = callback_now()
         if callback is None:
             return ours(*args, **kwargs)
-        _eval_frame.set_eval_frame(None)
+        eval_frame.set_eval_frame(None)
         try:
             return ours(*args, **kwargs)
         finally:
-            _eval_frame.set_eval_frame(callback)
+            eval_frame.set_eval_frame(callback)
 
     as_torchs_own(unseen, DistributedDataParallel.forward)
     return cast(F, unseen)
