@@ -191,18 +191,17 @@ def _plan_hang_8(place: str) -> Callable[[int], Plan]:
     def plan(seed: int) -> Plan:
         chance = _random(f"hang8-{place}", seed)
         rank, step = chance.randrange(8), chance.randint(12, 20)
-        fault = (
-            f"stop rank {rank} at step {step}"
-            if place == "stop"
-            else f"hang rank {rank} at step {step} in {place}"
-        )
-        stage = {} if place == "stop" else {"stage": place}
+        fault = {
+            "stop": f"stop rank {rank} at step {step}",
+            "skip": f"skip in rank {rank} at step {step}",
+        }.get(place, f"hang rank {rank} at step {step} in {place}")
+        stage = {} if place in ("stop", "skip") else {"stage": place}
         return Plan(
             arguments=(*TP2_PP2_DP2, "--steps", "200", "--seed", str(seed)),
             fault=fault,
             truth={"rank": rank, "step": step, **stage},
             nproc=8,
-            end_on="hang",
+            end_on="desync" if place == "skip" else "hang",
             timeout_s=120,
         )
 
@@ -220,7 +219,7 @@ def judge_hang(plan: Plan, outcome: Outcome) -> Verdict:
         why.append("no hang reported in time")
     if measured["false_alarms"]:
         why.append(f"{measured['false_alarms']} incidents too many")
-    hangs = [incident for incident in outcome.incidents if incident["kind"] == "hang"]
+    hangs = [incident for incident in outcome.incidents if incident["kind"] == plan.end_on]
     if not hangs:
         return Verdict([*why, "no hang reported"], measured)
     if _culprit_ranks(hangs[0]) != [truth["rank"]]:
@@ -229,7 +228,7 @@ def judge_hang(plan: Plan, outcome: Outcome) -> Verdict:
     told = str(measured["stage"][0]) if measured["stage"] else ""
     if truth.get("stage", "") not in told:
         why.append(f"stage {told or 'not told'}, true {truth['stage']}")
-    struck = [line["unix_s"] for line in outcome.faults if line["did"].startswith(("hang", "stop"))]
+    struck = [line["unix_s"] for line in outcome.faults if line["did"].startswith(("hang", "stop", "skip"))]
     longest_s = max(outcome.script[0][WARM_UP_STEPS:], default=0.0)
     measured["seconds_to_verdict"] = round(hangs[0]["detected_unix_s"] - struck[0], 3) if struck else None
     measured["budget_s"] = round(2 * longest_s + 1, 3)
@@ -429,7 +428,7 @@ CASES: dict[str, Case] = {
                 judge_hang,
                 ("seconds_to_verdict", "false_alarms"),
             )
-            for place in ("forward", "backward", "optimizer", "data", "stop")
+            for place in ("forward", "backward", "optimizer", "data", "stop", "skip")
         ),
         Case(
             "pauses",

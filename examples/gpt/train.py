@@ -161,10 +161,11 @@ def train_step(job: Job, accumulate: int) -> Tensor | None:
     return torch.stack(losses).mean() if losses else None
 
 
-def world_mean(value: Tensor | None, device: torch.device) -> float:
+def world_mean(value: Tensor | None, job: Job) -> float:
     """Mean over the ranks that know the value; the same on all ranks."""
-    pair = torch.tensor([0.0, 0.0] if value is None else [float(value), 1.0], device=device)
-    dist.all_reduce(pair)
+    pair = torch.tensor([0.0, 0.0] if value is None else [float(value), 1.0], device=job.device)
+    if not job.faults.skips():
+        dist.all_reduce(pair)
     return float(pair[0] / pair[1])
 
 
@@ -178,7 +179,7 @@ def evaluate(job: Job, count: int) -> float:
         loss = job.model.evaluate(inputs, targets)
         if loss is not None:
             losses.append(loss)
-    mean = world_mean(torch.stack(losses).mean() if losses else None, job.device)
+    mean = world_mean(torch.stack(losses).mean() if losses else None, job)
     for module in job.modules:
         module.train()
     return mean
@@ -191,7 +192,7 @@ def train(job: Job, chosen: argparse.Namespace, rank: int, times: TextIO | None)
         if step == 0 and chosen.first_step_seconds:
             time.sleep(chosen.first_step_seconds)
         loss = train_step(job, chosen.accumulate)
-        shown = world_mean(loss, job.device) if step % 10 == 9 or step == chosen.steps - 1 else None
+        shown = world_mean(loss, job) if step % 10 == 9 or step == chosen.steps - 1 else None
         seconds = time.perf_counter() - began
         if times is not None:
             times.write(json.dumps({"step": step, "seconds": round(seconds, 6)}) + "\n")

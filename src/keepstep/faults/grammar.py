@@ -94,6 +94,17 @@ class Raise:
 
 
 @dataclass(frozen=True, slots=True)
+class Skip:
+    """``skip in rank 2 at step 20``: leaves out the next collective that the script itself calls, from that step on."""
+
+    rank: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"skip in rank {self.rank} at step {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
 class SlowLink:
     """``slow link from hostA to hostB to 20mbit at 5 s for 10 s``: both ways between the two hosts, nothing else.
 
@@ -123,7 +134,7 @@ class LinkDown:
         return f"link down of {self.host} at {_number(self.at_s)} s{_for_seconds(self.seconds)}"
 
 
-RankFault = Slow | SlowData | Hang | Stop | Kill | Raise
+RankFault = Slow | SlowData | Hang | Stop | Kill | Raise | Skip
 LinkFault = SlowLink | LinkDown
 Fault = RankFault | LinkFault
 
@@ -137,6 +148,7 @@ EXAMPLES = (
     "slow link from hostA to hostB to 20mbit at 5 s for 10 s",
     "slow link of hostA to 20mbit at 5 s",
     "link down of hostA at 5 s for 3 s",
+    "skip in rank 2 at step 20",
 )
 
 
@@ -266,6 +278,11 @@ def _raise(words: _Words) -> Fault:
     return Raise(words.count("a rank"), words.at_step())
 
 
+def _skip(words: _Words) -> Fault:
+    words.words("skip in rank")
+    return Skip(words.count("a rank"), words.at_step())
+
+
 def _slow_link(words: _Words) -> Fault:
     words.words("slow link")
     peer: str | None = None
@@ -295,6 +312,7 @@ _SENTENCES: dict[str, tuple[Callable[[_Words], Fault], str]] = {
     "kill": (_kill, EXAMPLES[4]),
     "raise": (_raise, EXAMPLES[5]),
     "link": (_link_down, EXAMPLES[8]),
+    "skip": (_skip, EXAMPLES[9]),
 }
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from keepstep.core.errors import FaultError
-from keepstep.faults.grammar import PLACES, Fault, Hang, Kill, Raise, RankFault, Slow, SlowData, Stop
+from keepstep.faults.grammar import PLACES, Fault, Hang, Kill, Raise, RankFault, Skip, Slow, SlowData, Stop
 
 _FOREVER_S = 10 * 365 * 86400.0
 
@@ -117,6 +117,14 @@ class Injector:
                 if self._first(fault):
                     self._log(str(fault))
                 self._sleep(fault.seconds)
+
+    def skips(self) -> bool:
+        """Whether the script shall leave out the collective that it is about to call; True once."""
+        for fault in self._faults:
+            if isinstance(fault, Skip) and self.step >= fault.step and self._first(fault):
+                self._log(str(fault))
+                return True
+        return False
 
     def compute_factor(self) -> float:
         """How many times its healthy time this rank's compute takes in the present step; 1.0 when healthy."""

@@ -10,6 +10,7 @@ from keepstep.faults import (
     Kill,
     LinkDown,
     Raise,
+    Skip,
     Slow,
     SlowData,
     SlowLink,
@@ -31,6 +32,7 @@ SENTENCES = {
     "stop rank 1 at step 5": Stop(1, 5),
     "kill rank 3 at step 9": Kill(3, 9),
     "raise in rank 0 at step 7": Raise(0, 7),
+    "skip in rank 2 at step 20": Skip(2, 20),
     "slow link from node-a to node-b to 20mbit at 5 s for 10 s": SlowLink(
         "node-a", "node-b", "20mbit", 5.0, 10.0
     ),
@@ -96,6 +98,7 @@ FAULTS = st.one_of(
     st.builds(Stop, RANKS, STEPS, st.none() | SECONDS),
     st.builds(Kill, RANKS, STEPS),
     st.builds(Raise, RANKS, STEPS),
+    st.builds(Skip, RANKS, STEPS),
     st.builds(SlowLink, HOSTS, st.none() | HOSTS, RATES, SECONDS, st.none() | SECONDS),
     st.builds(LinkDown, HOSTS, SECONDS, st.none() | SECONDS),
 )
