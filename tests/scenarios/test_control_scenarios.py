@@ -10,6 +10,8 @@ Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
     found kind=slow rank=1 step=32 ...        a finding by its agent (crash: launcher); rank=0-3: several
     profiles [nodes=0,1] rank=1 onset=30      answer the last ProfileRequest
     states [nodes=0,1] rank=1 idle=40 [going=1]   answer the last StateRequest; rank is not in the collective
+    reachable node=0-2                        their agents say where they answer probes
+    probes [nodes=0,1] [lost=gpu-0:gpu-1]     answer the last ProbeRequests; nothing comes back between the lost pair
     lose node=0 role=agent                    its connection breaks
     ended node=0 code=0
     wait 1.5                                  ticks of 0.1 s
@@ -32,6 +34,7 @@ from keepstep.control import Controller, Effect, Send, Settings, StorePlacement,
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Incident
 from keepstep.core.ranges import expand_ranks
+from keepstep.core.summary import Endpoint, PathProbe
 from keepstep.wire.messages import (
     Ended,
     Found,
@@ -39,9 +42,12 @@ from keepstep.wire.messages import (
     Hello,
     Join,
     Message,
+    Probed,
+    ProbeRequest,
     Profile,
     ProfileRequest,
     RankBeat,
+    Reachable,
     StateRequest,
     States,
 )
@@ -58,6 +64,7 @@ class Stage:
         self.written: dict[int, Incident] = {}
         self.placed: StorePlacement | None = None
         self.asked: Message | None = None
+        self.to_probe: dict[int, ProbeRequest] = {}  # by peer
         self.nodes = self.ranks = 1
         self.sequence = 0
         self.numbers = 0
@@ -85,6 +92,8 @@ class Stage:
             self.placed = effect
         elif isinstance(effect, Send) and isinstance(effect.message, ProfileRequest | StateRequest):
             self.asked = effect.message
+        elif isinstance(effect, Send) and isinstance(effect.message, ProbeRequest):
+            self.to_probe.update(dict.fromkeys(effect.peers, effect.message))
         return stand_ins.describe(effect, self.names)
 
     def wait(self, seconds: float) -> list[str]:
@@ -219,6 +228,29 @@ class Stage:
                 for one in self.ranks_of(node)
             )
             out += self.say(self.peer(f"agent{node}"), States(asked.request, node, states))
+        return out
+
+    def do_reachable(self, node: str) -> list[Effect]:
+        return [
+            effect
+            for one in expand_ranks(node)
+            for effect in self.say(
+                self.peer(f"agent{one}"), Reachable(one, (Endpoint(f"10.0.0.{one}", 4000 + one),))
+            )
+        ]
+
+    def do_probes(self, nodes: str = "", lost: str = "") -> list[Effect]:
+        out: list[Effect] = []
+        for node in self.agents(nodes):
+            peer, source = self.peer(f"agent{node}"), f"gpu-{node}"
+            asked = self.to_probe.pop(peer)
+            probes = tuple(
+                PathProbe(source, target.node, "timeout", 2.5)
+                if {source, target.node} == set(lost.split(":"))
+                else PathProbe(source, target.node, "echo", 0.0003)
+                for target in asked.targets
+            )
+            out += self.say(peer, Probed(asked.request, node, probes))
         return out
 
     def do_lose(self, node: str, role: str) -> list[Effect]:

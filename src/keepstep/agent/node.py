@@ -139,12 +139,14 @@ class NodeAgent:
         self.poll(now_ns)
         states = [self._state(ring, now_ns, stacks.get(ring.rank, "")) for ring in self._rings]
         clock = [sample for ring in self._rings for sample in ring.track.clock.recent()]
-        return States(
-            request.request,
-            self._node_rank,
-            tuple(state for state in states if state is not None),
-            tuple(clock),
-        )
+        known = tuple(state for state in states if state is not None)
+        onset_s = max((state.last_progress_s for state in known if state.alive), default=0.0)
+        traffic = self._sockets.traffic(onset_s, self._node)
+        return States(request.request, self._node_rank, known, tuple(clock), traffic)
+
+    def addresses(self) -> tuple[set[str], set[str]]:
+        """The addresses that the ranks use, and those they have connections to, at the last heartbeat."""
+        return self._sockets.addresses()
 
     def save_rings(self) -> int:
         """Save every ring that can be read under ``RUN/rings``; how many were."""
@@ -276,11 +278,12 @@ class NodeAgent:
         if ring.reader is None:
             return None
         state = self._process_state(ring)
+        unread = self._sockets.unread_bytes(ring.process.pid) if ring.process is not None else 0
         if ring.header is None:  # not claimed yet: the script is still on its way to its first record
             state = "?"
         try:
             return rank_state(
-                ring.track, ring.reader.in_flight(), ring.reader.streams(), state, now_ns, stack
+                ring.track, ring.reader.in_flight(), ring.reader.streams(), state, now_ns, stack, unread
             )
         except (RingError, OSError) as error:
             self._complain(ring, str(error), now_ns)

@@ -8,11 +8,12 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 
 from keepstep import wire
 from keepstep.agent.arguments import Arguments
 from keepstep.agent.node import NodeAgent
+from keepstep.agent.paths import Echo, probe_paths
 from keepstep.agent.processes import alive, identify, kill_carriers
 
 logger = logging.getLogger("keepstep.agent")
@@ -42,6 +43,9 @@ class Program:
         self._cpu_s, self._cpu_since_s = time.process_time(), time.monotonic()
         self._failure: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._secret = b""
+        self._echo: Echo | None = None
+        self._probing = False
         self._agent = NodeAgent(
             arguments.rings, arguments.node, arguments.node_rank, arguments.run_dir, self._send
         )
@@ -53,9 +57,11 @@ class Program:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         tls = wire.client_context(wire.TlsPaths(*arguments.tls)) if arguments.tls is not None else None
+        self._secret = wire.read_secret(arguments.secret_file)
+        self._echo = Echo(self._secret)
         self._client = wire.connect(
             arguments.controller,
-            wire.read_secret(arguments.secret_file),
+            self._secret,
             role="agent",
             greet=self._greet,
             message=self._received,
@@ -77,13 +83,17 @@ class Program:
         arguments = self._arguments
         yield wire.Hello("agent", arguments.node, arguments.node_rank, os.getpid())
         yield from self._agent.again()
+        if self._echo is not None and self._echo.endpoints:
+            yield wire.Reachable(arguments.node_rank, self._echo.endpoints)
 
     def _received(self, message: wire.Message) -> None:
         if isinstance(message, wire.ProfileRequest):
             self._agent.poll(time.monotonic_ns())
             self._send(self._agent.profile(message))
         elif isinstance(message, wire.StateRequest):
-            self._later(message)
+            self._later(self._tell_states(message))
+        elif isinstance(message, wire.ProbeRequest):
+            self._later(self._probe(message))
         elif isinstance(message, wire.SaveRings):
             logger.info("%d rings saved for incident %d", self._agent.save_rings(), message.incident)
         elif isinstance(message, wire.Welcome):
@@ -91,13 +101,30 @@ class Program:
         elif isinstance(message, wire.Refused):
             logger.error("the controller refuses this agent: %s", message.reason)
 
-    def _later(self, request: wire.StateRequest) -> None:
-        async def answer() -> None:
-            self._send(await self._agent.states(request))
-
-        task = asyncio.create_task(answer())
+    def _later(self, answer: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(answer)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _tell_states(self, request: wire.StateRequest) -> None:
+        self._send(await self._agent.states(request))
+
+    async def _probe(self, request: wire.ProbeRequest) -> None:
+        """One request at a time; another that comes meanwhile is not answered."""
+        if self._probing:
+            return
+        self._probing = True
+        try:
+            arguments = self._arguments
+            used = self._agent.addresses()[1]
+            probes = await probe_paths(request, arguments.node, self._secret, used)
+            self._send(wire.Probed(request.request, arguments.node_rank, probes))
+        finally:
+            self._probing = False
+
+    async def _listen(self, echo: Echo, addresses: set[str]) -> None:
+        if await echo.listen(addresses):
+            self._send(wire.Reachable(self._arguments.node_rank, echo.endpoints))
 
     def _tick(self) -> None:
         """One look at the rings; comes again by itself until the end."""
@@ -122,6 +149,9 @@ class Program:
 
     def _beat(self, now_s: float) -> None:
         self._send(self._agent.heartbeat(time.monotonic_ns()))
+        own, _ = self._agent.addresses()
+        if self._echo is not None and own:
+            self._later(self._listen(self._echo, own))
         self._next_beat_s = max(self._next_beat_s + self._heartbeat_s, now_s)
         cpu_s = time.process_time()
         self._adapt((cpu_s - self._cpu_s) / max(now_s - self._cpu_since_s, 1e-9))
@@ -138,6 +168,8 @@ class Program:
         return os.getppid() != self._parent or self._launcher is None or not alive(self._launcher)
 
     async def _end(self) -> None:
+        if self._echo is not None:
+            self._echo.close()
         orphaned = self._orphaned()
         if not orphaned:
             # The signal that tells of the launcher's death may come a moment before the death can be seen.

@@ -29,7 +29,8 @@ _INFO = 2  # INET_DIAG_INFO: a struct tcp_info
 _HEADER = struct.Struct("=IHHII")
 _REQUEST = struct.Struct("=BBBBI48x")
 _MESSAGE_BYTES = 72  # struct inet_diag_msg
-_INODE = struct.Struct("=I")
+_QUEUE_AND_INODE = struct.Struct("=I8xI")  # idiag_rqueue, idiag_wqueue and idiag_uid, idiag_inode
+_QUEUE_AT = 56
 _ATTRIBUTE = struct.Struct("=HH")
 _ACKED = struct.Struct("=Q")  # tcpi_bytes_acked
 _BUSY = struct.Struct("=QQ")  # tcpi_busy_time, tcpi_rwnd_limited; microseconds
@@ -50,6 +51,7 @@ class Connection:
     source: str
     target: str
     acked_bytes: int
+    unread_bytes: int  # came and were not read by the process yet
     busy_s: float  # less the time in which the peer's full buffer, not the path, held it up
 
 
@@ -67,7 +69,8 @@ class SocketSensor:
         self._looks: deque[_Look] = deque(maxlen=_LOOKS)
         self._last: dict[int, Connection] = {}
         self._last_s = 0.0
-        self._own: set[int] = set()
+        self._own: dict[int, int] = {}  # process by inode
+        self._unread: dict[int, int] = {}  # bytes by process
         self._foreign: set[int] = set()
         self._count = 0
         self._off = False
@@ -101,22 +104,36 @@ class SocketSensor:
             for (source, target), row in busiest
         )
 
+    def addresses(self) -> tuple[set[str], set[str]]:
+        """The workers' own addresses, and those they have connections to."""
+        last = self._last.values()
+        return {one.source for one in last}, {one.target for one in last}
+
+    def unread_bytes(self, pid: int) -> int:
+        """What came for a process from other hosts and lay unread at the last two looks."""
+        return self._unread.get(pid, 0)
+
     def _look(self, now_s: float, processes: Iterable[ProcessId]) -> None:
         found = {one.inode: one for one in connections() if one.source != one.target}
         self._count += 1
         if self._count % _RESCAN_LOOKS == 0:
             self._foreign &= found.keys()  # an inode's number comes again
-            self._own &= found.keys()
-        if found.keys() - self._own - self._foreign:
-            mine = {inode for process in processes for inode in _socket_inodes(process.pid)}
-            self._own |= found.keys() & mine
-            self._foreign |= found.keys() - mine
+            self._own = {inode: pid for inode, pid in self._own.items() if inode in found}
+        if found.keys() - self._own.keys() - self._foreign:
+            mine = {inode: process.pid for process in processes for inode in _socket_inodes(process.pid)}
+            self._own.update((inode, mine[inode]) for inode in found.keys() & mine.keys())
+            self._foreign |= found.keys() - mine.keys()
         own = {inode: one for inode, one in found.items() if inode in self._own}
         sent: dict[tuple[str, str], tuple[int, float]] = {}
+        self._unread = {}
         for inode, one in own.items():
             before = self._last.get(inode)
             if before is None or (before.source, before.target) != (one.source, one.target):
                 continue
+            unread = min(one.unread_bytes, before.unread_bytes)
+            if unread:
+                pid = self._own[inode]
+                self._unread[pid] = self._unread.get(pid, 0) + unread
             nbytes, busy_s = one.acked_bytes - before.acked_bytes, one.busy_s - before.busy_s
             if nbytes < 0:
                 continue
@@ -166,7 +183,7 @@ def _connection(message: bytes, family: int) -> Connection | None:
     width = 4 if family == socket.AF_INET else 16
     source = _text(family, message[8 : 8 + width])
     target = _text(family, message[24 : 24 + width])
-    (inode,) = _INODE.unpack_from(message, 68)
+    unread, inode = _QUEUE_AND_INODE.unpack_from(message, _QUEUE_AT)
     at = _MESSAGE_BYTES
     while at + _ATTRIBUTE.size <= len(message):
         length, kind = _ATTRIBUTE.unpack_from(message, at)
@@ -176,7 +193,7 @@ def _connection(message: bytes, family: int) -> Connection | None:
             info = at + _ATTRIBUTE.size
             (acked,) = _ACKED.unpack_from(message, info + _ACKED_AT)
             busy_us, window_us = _BUSY.unpack_from(message, info + _BUSY_AT)
-            return Connection(inode, source, target, acked, max(busy_us - window_us, 0) * 1e-6)
+            return Connection(inode, source, target, acked, unread, max(busy_us - window_us, 0) * 1e-6)
         at += (length + 3) & ~3
     return None
 

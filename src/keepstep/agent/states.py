@@ -49,7 +49,13 @@ def stream_progress(rows: Rows, groups: Sequence[GroupInfo]) -> tuple[StreamProg
 
 
 def rank_state(
-    track: RankTrack, in_flight: Rows, streams: Rows, process_state: str, now_ns: int, stack: str = ""
+    track: RankTrack,
+    in_flight: Rows,
+    streams: Rows,
+    process_state: str,
+    now_ns: int,
+    stack: str = "",
+    unread_bytes: int = 0,
 ) -> RankState:
     """The state of one rank; ``process_state`` as in ``/proc/PID/stat``, empty when the process is gone."""
     phase, since_ns = track.phase()
@@ -66,6 +72,7 @@ def rank_state(
         streams=stream_progress(streams, track.groups),
         process_state=process_state,
         stack=stack,
+        unread_bytes=unread_bytes,
     )
 
 

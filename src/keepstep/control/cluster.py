@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from keepstep.core.summary import ClockSample, GroupInfo, HostCause
+from keepstep.core.summary import ClockSample, Endpoint, GroupInfo, HostCause
 from keepstep.wire.messages import Heartbeat, RankBeat
 
 _MOST_GROUPS = 262_144
@@ -34,6 +34,7 @@ class Node:
     ranks: tuple[int, ...] = ()
     causes_s: float = 0.0
     causes: tuple[HostCause, ...] = ()
+    endpoints: tuple[Endpoint, ...] = ()  # where its agent answers probes
     clock: deque[ClockSample] = field(default_factory=deque[ClockSample])
 
 

@@ -34,8 +34,12 @@ from keepstep.wire.messages import (
     Join,
     Message,
     Placement,
+    Probed,
+    ProbeRequest,
+    ProbeTarget,
     Profile,
     ProfileRequest,
+    Reachable,
     Refused,
     SaveRings,
     StateRequest,
@@ -47,6 +51,8 @@ from keepstep.wire.messages import (
 _NO_STEP = 1 << 62
 _MOST_SLOW_CASES = 16
 _SAVE_ALL_RANKS = 1024
+_MOST_ENDPOINTS = 4
+_MOST_TARGETS = 16  # that one agent probes for one question
 _STALL_S = 1.0  # a tick this late means that we slept, not the agents
 
 
@@ -59,6 +65,7 @@ class Settings:
     silent_s: float = 3.0  # without a heartbeat: the agent is silent
     lost_s: float = 3.0  # neither agent nor launcher connected: the node is lost
     answer_s: float = 1.0  # longest wait for profiles and states
+    probe_s: float = 4.0  # for probes: what agents wait, and a margin
     join_s: float = 600.0
     last_call_s: float = 30.0
     grace_s: float = 1.0  # from the last launcher's end to our own
@@ -99,6 +106,7 @@ class Controller:
         self._requests = 0
         self._profiles: dict[int, Question[Profile]] = {}
         self._states: dict[int, Question[States]] = {}
+        self._probes: dict[int, Question[Probed]] = {}
         self._launchers: dict[Launcher, Ended | Bye | None] = {}
         self._stop: Stop | None = None
         self._over_s: float | None = None
@@ -170,6 +178,11 @@ class Controller:
             self._profile(sender, message, now_s)
         elif isinstance(message, States):
             self._state(sender, message, now_s)
+        elif isinstance(message, Probed):
+            self._probed(sender, message, now_s)
+        elif isinstance(message, Reachable):
+            if sender.node is not None:
+                sender.node.endpoints = message.endpoints[:_MOST_ENDPOINTS]
         elif isinstance(message, Join):
             self._join(peer, sender, message, now_s)
         elif isinstance(message, Ended):
@@ -189,6 +202,8 @@ class Controller:
             self._decide_profiles(number, now_s)
         for number in [n for n, question in self._states.items() if question.due(now_s)]:
             self._decide_states(number, now_s)
+        for number in [n for n, question in self._probes.items() if question.due(now_s)]:
+            self._decide_probes(number, now_s)
         for case in self._cases():
             case.tick(now_s)
         self._sweep()
@@ -238,6 +253,26 @@ class Controller:
         number, agents = self._request()
         self._states[number] = Question(number, set(agents), now_s + self.settings.answer_s)
         self._effects.append(Send(tuple(agents.values()), StateRequest(number, stacks)))
+        return number
+
+    def ask_probes(self, pairs: Sequence[tuple[str, str]], now_s: float) -> int | None:
+        by_name = {node.name: node for node in self.cluster.nodes.values()}
+        wanted: dict[int, list[ProbeTarget]] = {}
+        for pair in pairs:
+            for source, target in (pair, pair[::-1]):
+                here, there = by_name.get(source), by_name.get(target)
+                if here is None or there is None or here is there or here.agent is None or here.silent:
+                    continue
+                targets = wanted.setdefault(here.rank, [])
+                if there.endpoints and len(targets) < _MOST_TARGETS:
+                    targets.append(ProbeTarget(target, there.endpoints))
+        wanted = {rank: targets for rank, targets in wanted.items() if targets}
+        if not wanted:
+            return None
+        number, agents = self._request()
+        self._probes[number] = Question(number, set(wanted), now_s + self.settings.probe_s)
+        for rank, targets in wanted.items():
+            self._effects.append(Send((agents[rank],), ProbeRequest(number, tuple(targets))))
         return number
 
     def next_number(self) -> int:
@@ -479,6 +514,14 @@ class Controller:
         if not question.awaited:
             self._decide_states(states.request, now_s)
 
+    def _probed(self, sender: _Peer, probed: Probed, now_s: float) -> None:
+        question = self._probes.get(probed.request)
+        if question is None or sender.node is None:
+            return
+        question.answer(sender.node.rank, probed, len(probed.probes))
+        if not question.awaited:
+            self._decide_probes(probed.request, now_s)
+
     def _decide_profiles(self, number: int, now_s: float) -> None:
         question = self._profiles.pop(number)
         for case in self._slow:
@@ -491,6 +534,15 @@ class Controller:
         case = self._hang
         if case is not None and case.question == number and not case.closed:
             case.states(question.answers, self._names(question.awaited), now_s)
+        self._sweep()
+
+    def _decide_probes(self, number: int, now_s: float) -> None:
+        question = self._probes.pop(number)
+        probes = [probe for answer in question.answers for probe in answer.probes[:_MOST_TARGETS]]
+        probes = [one for one in probes if 0 <= one.round_trip_s < math.inf]
+        for case in (*self._slow, self._hang):
+            if case is not None and case.probing == number and not case.closed:
+                case.probed(probes, now_s)
         self._sweep()
 
     def _names(self, node_ranks: Iterable[int]) -> tuple[str, ...]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from keepstep.control.cluster import Cluster
 from keepstep.control.locators import Locators
 from keepstep.core.incident import Diagnosis, Incident, IncidentKind
+from keepstep.core.summary import PeerTraffic
 
 
 class Desk(Protocol):
@@ -21,6 +24,10 @@ class Desk(Protocol):
 
     def ask_states(self, stacks: bool, now_s: float) -> int:
         """Ask all agents where their ranks are; the number the answers will come under."""
+        ...
+
+    def ask_probes(self, pairs: Sequence[tuple[str, str]], now_s: float) -> int | None:
+        """Have the agents of these pairs of nodes probe each other; the number of the answers, None if none can."""
         ...
 
     def next_number(self) -> int:
@@ -51,6 +58,12 @@ class Desk(Protocol):
 def unlocated(kind: IncidentKind, error: Exception) -> Diagnosis:
     """When a locator fails: an incident without a culprit is better than none."""
     return Diagnosis(kind, (), (), (), (f"a location: it failed with {type(error).__name__}: {error}"[:200],))
+
+
+def is_traffic(one: PeerTraffic) -> bool:
+    """Possible numbers: what agents send is believed, but not so far that it breaks the locators."""
+    times = (one.before_s, one.before_busy_s, one.after_s, one.after_busy_s)
+    return all(0 <= time_s < math.inf for time_s in times) and min(one.before_bytes, one.after_bytes) >= 0
 
 
 def how_to_say(old: Incident | None, diagnosis: Diagnosis) -> Literal["verdict", "sharper", ""]:

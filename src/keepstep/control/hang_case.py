@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from keepstep.control.desk import Desk, how_to_say, unlocated
+from keepstep.control.desk import Desk, how_to_say, is_traffic, unlocated
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Diagnosis, Incident
 from keepstep.core.ranges import fold_nodes
-from keepstep.core.summary import RankState
+from keepstep.core.summary import PathProbe, PeerTraffic, RankState
 from keepstep.wire.messages import States
 
 _AGAIN_S = 2.0  # while it is not confirmed
@@ -28,6 +28,10 @@ class HangCase:
         self.incident = incident
         self.closed = False
         self.question: int | None = None
+        self.probing: int | None = None  # the open question about paths
+        self._probes: Sequence[PathProbe] = ()
+        self._answers: Sequence[States] = ()  # the last ones, and who did not answer
+        self._unanswered: Sequence[str] = ()
         self._stuck: dict[int, Finding] = {}
         self._resumed: set[int] = set()
         self._first_s: float | None = None  # when the first finding came, on our clock
@@ -71,6 +75,7 @@ class HangCase:
     def states(self, answers: Sequence[States], unanswered: Sequence[str], now_s: float) -> None:
         """Decide with what the agents have sent."""
         self.question = None
+        self._answers, self._unanswered = answers, unanswered
         states = [state for answer in answers for state in answer.states]
         if self.incident is None:
             self._tries += 1
@@ -81,7 +86,16 @@ class HangCase:
             if not self._confirmed(states, going):
                 self.closed = self._tries >= _MOST_TRIES
                 return
-        self._decide(states, unanswered, now_s)
+        diagnosis = self._decide(now_s)
+        if diagnosis.paths and self.probing is None:
+            self.probing = self._desk.ask_probes(diagnosis.paths, now_s)
+
+    def probed(self, probes: Sequence[PathProbe], now_s: float) -> None:
+        """Decide again with what the agents have learned of the paths between them."""
+        self.probing = None
+        self._probes = probes
+        if self.incident is not None and probes:
+            self._decide(now_s)
 
     def tick(self, now_s: float) -> None:
         """Ask again when it is time."""
@@ -129,15 +143,17 @@ class HangCase:
     def _confirmed(self, states: Sequence[RankState], going: set[int]) -> bool:
         return not states or 2 * len(going) < len(states) or self._tries >= _TRIES
 
-    def _decide(self, states: Sequence[RankState], unanswered: Sequence[str], now_s: float) -> None:
+    def _decide(self, now_s: float) -> Diagnosis:
         desk = self._desk
-        diagnosis = self._locate(states)
+        states = [state for answer in self._answers for state in answer.states]
+        traffic = [one for answer in self._answers for one in answer.traffic if is_traffic(one)]
+        diagnosis = self._locate(states, traffic)
         old = self.incident
-        if old is not None and old.culprits and not diagnosis.culprits:
-            return  # what was known is better
+        if old is not None and old.culprits and not diagnosis.culprits and not self._acquitted(old):
+            return diagnosis  # what was known is better
         missing = diagnosis.missing
-        if unanswered:
-            missing = (*missing, f"states of {fold_nodes(unanswered)}: no answer from there in time")
+        if self._unanswered:
+            missing = (*missing, f"states of {fold_nodes(self._unanswered)}: no answer from there in time")
         incident = Incident(
             number=old.number if old else desk.next_number(),
             kind="desync" if diagnosis.kind == "desync" else "hang",
@@ -159,13 +175,24 @@ class HangCase:
             self._verdict_s = now_s
         self.incident = incident
         desk.publish(incident, how_to_say(old, diagnosis))
+        return diagnosis
 
-    def _locate(self, states: Sequence[RankState]) -> Diagnosis:
+    def _acquitted(self, old: Incident) -> bool:
+        """Probes came back over the links that were blamed."""
+        return bool(self._probes) and all(culprit.link is not None for culprit in old.culprits)
+
+    def _locate(self, states: Sequence[RankState], traffic: Sequence[PeerTraffic]) -> Diagnosis:
         desk = self._desk
         cluster = desk.cluster
         try:
             return desk.locators.hang(
-                states, cluster.groups, cluster.node_of, cluster.silent_nodes(), desk.clocks()
+                states,
+                cluster.groups,
+                cluster.node_of,
+                cluster.silent_nodes(),
+                desk.clocks(),
+                traffic,
+                self._probes,
             )
         except Exception as error:
             return unlocated("hang", error)

@@ -7,7 +7,15 @@ from typing import Any, Protocol
 
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Diagnosis
-from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, PeerTraffic, RankState
+from keepstep.core.summary import (
+    ClockSample,
+    GroupInfo,
+    HostCause,
+    IterationSummary,
+    PathProbe,
+    PeerTraffic,
+    RankState,
+)
 
 
 class Locators(Protocol):
@@ -37,8 +45,14 @@ class Locators(Protocol):
         nodes: Mapping[int, str],
         silent_nodes: Collection[str],
         clocks: Any,
+        traffic: Sequence[PeerTraffic],
+        probes: Sequence[PathProbe],
     ) -> Diagnosis:
         """Who keeps the others waiting."""
+        ...
+
+    def probed(self, diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:
+        """The same slowdown, with what probes of the blamed links say."""
         ...
 
     def crash(
@@ -89,10 +103,17 @@ class LibraryLocators:
         nodes: Mapping[int, str],
         silent_nodes: Collection[str],
         clocks: Any,
+        traffic: Sequence[PeerTraffic],
+        probes: Sequence[PathProbe],
     ) -> Diagnosis:
         from keepstep.locate import locate_hang
 
-        return locate_hang(states, groups, nodes, silent_nodes, clocks)
+        return locate_hang(states, groups, nodes, silent_nodes, clocks, traffic, probes)
+
+    def probed(self, diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:
+        from keepstep.locate import with_probes
+
+        return with_probes(diagnosis, probes)
 
     def crash(
         self,

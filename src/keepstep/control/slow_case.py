@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from keepstep.control.desk import Desk, how_to_say, unlocated
+from keepstep.control.desk import Desk, how_to_say, is_traffic, unlocated
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis, Incident
 from keepstep.core.ranges import fold_nodes
-from keepstep.core.summary import IterationSummary, PeerTraffic
+from keepstep.core.summary import IterationSummary, PathProbe, PeerTraffic
 from keepstep.wire.messages import Profile
 
 NEAR_STEPS = 3  # findings with onsets this close are about one cause
@@ -41,6 +41,8 @@ class SlowCase:
         self.incident = incident
         self.closed = False
         self.question: int | None = None
+        self.probing: int | None = None  # the open question about paths
+        self._probes: Sequence[PathProbe] = ()
         self._slow: dict[int, int] = {}  # rank: the onset it told
         self._relieved: set[int] = set()
         self._onsets: Counter[int] = Counter()
@@ -125,10 +127,22 @@ class SlowCase:
             self._tries += 1
             self.closed = self._tries >= _UNCONFIRMED_TRIES
             return
-        traffic = [one for answer in answers for one in answer.traffic if _is_traffic(one)]
+        traffic = [one for answer in answers for one in answer.traffic if is_traffic(one)]
         self._decide(before, after, traffic, unanswered, now_s)
         complete = self.incident is not None and bool(self.incident.culprits) and not unanswered
         self._settled = self._looks >= (1 if complete else _MOST_LOOKS)
+
+    def probed(self, probes: Sequence[PathProbe], now_s: float) -> None:
+        """What the agents have learned of the paths that are blamed sharpens the verdict."""
+        self.probing = None
+        self._probes = probes
+        old = self.incident
+        if old is None or not probes:
+            return
+        said = Diagnosis("slow", old.culprits, old.victims, old.evidence, old.missing, old.summary)
+        diagnosis = self._desk.locators.probed(said, probes)
+        self.incident = replace(old, culprits=diagnosis.culprits, evidence=diagnosis.evidence)
+        self._desk.publish(self.incident, how_to_say(old, diagnosis))
 
     def tick(self, now_s: float) -> None:
         """Ask again when it is time; notice relief that no finding told of."""
@@ -227,6 +241,9 @@ class SlowCase:
         )
         self.incident = incident
         desk.publish(incident, how_to_say(old, diagnosis))
+        links = [culprit.link.nodes for culprit in diagnosis.culprits if culprit.link is not None]
+        if links and not self._probes and self.probing is None:
+            self.probing = desk.ask_probes(links, now_s)
 
     def _locate(
         self,
@@ -238,9 +255,10 @@ class SlowCase:
         desk = self._desk
         cluster = desk.cluster
         try:
-            return desk.locators.slow(
+            found = desk.locators.slow(
                 before, after, cluster.groups, cluster.node_of, desk.clocks(), cluster.causes(now_s), traffic
             )
+            return desk.locators.probed(found, self._probes)
         except Exception as error:
             return unlocated("slow", error)
 
@@ -304,11 +322,6 @@ def _firmness(culprits: Sequence[Culprit]) -> int:
 
 def _is_sane(row: IterationSummary) -> bool:
     return math.isfinite(row.duration_s) and math.isfinite(row.self_s) and row.duration_s >= 0
-
-
-def _is_traffic(one: PeerTraffic) -> bool:
-    times = (one.before_s, one.before_busy_s, one.after_s, one.after_busy_s)
-    return all(0 <= time_s < math.inf for time_s in times) and min(one.before_bytes, one.after_bytes) >= 0
 
 
 def _pace(rows: Sequence[IterationSummary]) -> float | None:

@@ -42,6 +42,7 @@ class Diagnosis:
     evidence: tuple[str, ...]
     missing: tuple[str, ...]  # what would be needed to say more
     summary: str = ""  # e.g. the operation that everybody waits in
+    paths: tuple[tuple[str, str], ...] = ()  # pairs of nodes between which a probe would tell more
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ class RankState:
     streams: tuple[StreamProgress, ...] = ()
     process_state: str = ""  # R, S, D, T, Z as in /proc/PID/stat; empty when the process is gone
     stack: str = ""  # Python stack where it can be had
+    unread_bytes: int = 0  # from other hosts over TCP, not read by the process for a second or more
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,29 @@ class PeerTraffic:
     after_s: float
     after_bytes: int
     after_busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a node's agent answers probes. ``transport``: ``tcp``; an empty work request over RDMA would be another."""
+
+    address: str
+    port: int
+    transport: str = "tcp"
+
+
+@dataclass(frozen=True, slots=True)
+class PathProbe:
+    """An empty message from one node's agent to another's, and what came of it.
+
+    ``outcome``: ``echo`` (it came back), ``silent`` (the host took the connection, its agent did not answer),
+    ``refused`` (the host is there, its agent is not), ``timeout`` (nothing came back), ``unreachable`` (no route).
+    """
+
+    source: str  # node names
+    target: str
+    outcome: str
+    round_trip_s: float = 0.0  # to connect or to echo, whichever was faster
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Which rank, link or stage is to blame? Pure: numpy and core only, no I/O, no clock."""
 
+from keepstep.locate._paths import with_probes
 from keepstep.locate.call_gaps import CallStep, boundaries, locate_by_gaps, split
 from keepstep.locate.clocks import ClockOffsets, NodeClock, estimate_offsets
 from keepstep.locate.crash import locate_crash
@@ -27,4 +28,5 @@ __all__ = [
     "split",
     "step_graphs",
     "what_if",
+    "with_probes",
 ]

@@ -7,19 +7,22 @@ operation, or its process is stopped or dead. Where all members are in and none 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from keepstep.core.events import Op, Phase
 from keepstep.core.incident import Culprit, Diagnosis, IncidentKind, Link
 from keepstep.core.ranges import fold_nodes, fold_ranks
-from keepstep.core.summary import GroupInfo, RankState
+from keepstep.core.summary import GroupInfo, PathProbe, PeerTraffic, RankState
+from keepstep.locate._paths import Pair, Paths, common_node, pairs_among
 from keepstep.locate._waiting import Pending, pending_operations
 from keepstep.locate.clocks import ClockOffsets
 
 _MAX_CULPRITS = 64
 _FEW = 4  # more roots than this are hardly all at fault
 _STOPPED = ("T", "t")
+_MOST_LINKS = 4
+_PROBERS = 2  # that probe a silent node: one alone cannot tell the node from its own path to it
 UNKNOWN_PROCESS = "?"  # process state of a rank known from a trace only
 
 Confidence = Literal["high", "medium", "low"]
@@ -34,10 +37,16 @@ class _Evidence:
     nodes: Mapping[int, str]
     silent_nodes: frozenset[str]
     offsets: ClockOffsets | None
+    paths: Paths
 
     @property
     def silent(self) -> list[int]:
         return sorted(set(self.nodes) - set(self.states))
+
+    def pairs(self, operation: Pending) -> list[Pair]:
+        """The pairs of nodes between which the operation's data goes, as far as that can be told."""
+        ranks = operation.waiting if operation.collective else (operation.source, operation.target)
+        return pairs_among([self.nodes[rank] for rank in ranks if self.nodes.get(rank)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,8 @@ def locate_hang(
     nodes: Mapping[int, str],
     silent_nodes: Collection[str] = (),
     offsets: ClockOffsets | None = None,
+    traffic: Sequence[PeerTraffic] = (),
+    probes: Sequence[PathProbe] = (),
 ) -> Diagnosis:
     """Name who never entered, stopped, died or entered something else; a stuck transfer when all have entered.
 
@@ -62,10 +73,13 @@ def locate_hang(
         nodes: node name by rank, of all ranks of the job.
         silent_nodes: nodes whose agent does not answer.
         offsets: the nodes' clocks; used to order ranks that stopped, not needed.
+        traffic: what nodes sent to each other over TCP before and after they stopped.
+        probes: what came of probes of the paths between nodes; which are wanted, ``Diagnosis.paths`` says.
     """
     by_rank = {state.rank: state for state in states}
     pending = pending_operations([state for state in states if state.alive], groups)
-    known = _Evidence(by_rank, _with_dead(pending, by_rank), nodes, frozenset(silent_nodes), offsets)
+    paths = Paths(probes, traffic)
+    known = _Evidence(by_rank, _with_dead(pending, by_rank), nodes, frozenset(silent_nodes), offsets, paths)
     gone = [state.rank for state in states if not state.alive or state.process_state in _STOPPED]
     if gone:
         return _gone(known, sorted(gone))
@@ -175,7 +189,9 @@ def _no_root(known: _Evidence, roots: _Roots) -> Diagnosis:
     for p in known.pending:
         if p.unknown:
             return _silent(known, p)
-    stuck = [p for p in known.pending if p.entered_by_all and p.through == 0]
+    stuck = [
+        p for p in known.pending if p.entered_by_all and (p.through == 0 or known.paths.bad(known.pairs(p)))
+    ]
     if stuck:
         return _transfer(known, stuck)
     unfinished = [p for p in known.pending if p.entered_by_all and p.through > len(p.waiting)]
@@ -237,24 +253,116 @@ def _silent(known: _Evidence, p: Pending) -> Diagnosis:
     """Everybody who told something waits; only those who told nothing are left."""
     awaited = {rank for one in known.pending for rank in one.unknown}
     order = [rank for rank in known.silent if rank in awaited]
-    culprits = tuple(
-        Culprit(
-            rank, None, known.nodes.get(rank, ""), "", 0.0,
-            "medium" if known.nodes.get(rank, "") in known.silent_nodes else "low", "silent",
-            f"told nothing; all others wait, last of all for {p}",
-        )
-        for rank in order[:_MAX_CULPRITS]
-    )  # fmt: skip
+    silent = list(dict.fromkeys(known.nodes.get(rank, "") for rank in order))[:_MAX_CULPRITS]
+    others = list(dict.fromkeys(known.nodes[rank] for rank in known.states if known.nodes.get(rank)))
+    others = [node for node in others if node not in silent][:_PROBERS]
+    pairs = [(other, node) for node in silent for other in others]
+    culprits = tuple(_silent_rank(known, rank, p, others) for rank in order[:_MAX_CULPRITS])
     missing = (f"states of ranks {fold_ranks(order)}: reach their nodes by another way",)
-    return _diagnosis(known, culprits, set(order), p, (), missing)
+    evidence = known.paths.lines(pairs)
+    return replace(_diagnosis(known, culprits, set(order), p, evidence, missing), paths=tuple(pairs))
+
+
+def _silent_rank(known: _Evidence, rank: int, p: Pending, others: Sequence[str]) -> Culprit:
+    """What is known of a rank that told nothing: whether its node can be reached from others."""
+    node = known.nodes.get(rank, "")
+    detail = f"told nothing; all others wait, last of all for {p}"
+    confidence: Confidence = "medium" if node in known.silent_nodes else "low"
+    cause = "silent"
+    found = [known.paths.condition((other, node)) for other in others]
+    if found and set(found) == {"broken"}:
+        cause, confidence = "node unreachable", "high" if len(found) == _PROBERS else "medium"
+    elif found and set(found) <= {"sound", "slow"}:
+        detail = f"its node can be reached, the path is not broken; {detail}"
+    return Culprit(rank, None, node, "", 0.0, confidence, cause, detail)
 
 
 def _transfer(known: _Evidence, stuck: Sequence[Pending]) -> Diagnosis:
-    """All are in and nobody gets out: the network, between two nodes where there are only two."""
+    """All are in and nobody gets out: a path, or a member that does not move though all paths are sound."""
+    pairs = list(dict.fromkeys(pair for p in stuck for pair in known.pairs(p)))
+    bad = known.paths.bad(pairs)
+    if bad:
+        found = _bad_paths(known, stuck, bad)
+    elif readers := _not_reading(known, stuck):
+        found = _software(known, stuck, readers)
+    elif pairs and all(known.paths.condition(pair) == "sound" for pair in pairs):
+        found = _software(known, stuck, ())
+    else:
+        found = _untested(known, stuck)
+    return replace(found, evidence=(*found.evidence, *known.paths.lines(pairs)), paths=tuple(pairs))
+
+
+def _bad_paths(known: _Evidence, stuck: Sequence[Pending], bad: Sequence[Pair]) -> Diagnosis:
+    """The pairs of nodes between which nothing, or too little, comes through."""
+    condition = known.paths.condition(bad[0])
+    probed = all(known.paths.between(pair) for pair in bad)
+    confidence: Confidence = "high" if condition == "broken" else "medium"
+    details = {"broken": "nothing sent between them arrives", "slow": "even an empty message takes long"}
+    detail = details.get(condition, "data gets stuck between them")
+    if condition == "held up" and probed:
+        detail += ", though empty messages pass"
+    hub = common_node(bad)
+    if hub:
+        detail += f"; every such pair has {hub}: its own connection is the likely cause"
+    cause = "path broken" if condition == "broken" else "network"
+    culprits: list[Culprit] = []
+    blamed: set[int] = set()
+    for pair in bad[:_MOST_LINKS]:
+        p = next(p for p in stuck if pair in known.pairs(p))
+        ranks = p.waiting if p.collective else (p.source, p.target)
+        one, other = (next(rank for rank in ranks if known.nodes.get(rank) == node) for node in pair)
+        culprits.append(
+            Culprit(None, Link((one, other), pair), hub, "transfer", 0.0, confidence, cause, detail)
+        )
+        blamed |= {one, other}
+    main = next(p for p in stuck if bad[0] in known.pairs(p))
+    return _diagnosis(known, tuple(culprits), blamed, main, (_entered(main),))
+
+
+def _not_reading(known: _Evidence, stuck: Sequence[Pending]) -> list[int]:
+    """The few members for which data came that they do not read."""
+    members = {rank for p in stuck for rank in p.waiting}
+    found = sorted(rank for rank in members if known.states[rank].unread_bytes > 0)
+    return found if 2 * len(found) < len(members) else []
+
+
+def _software(known: _Evidence, stuck: Sequence[Pending], readers: Sequence[int]) -> Diagnosis:
+    """The paths carry messages: a member does not move, one of those that do not read where there are such."""
+    first = next((p for p in stuck if not set(readers).isdisjoint(p.waiting)), stuck[0])
+    pairs = {pair for p in stuck for pair in known.pairs(p)}
+    sound = all(known.paths.condition(pair) == "sound" for pair in pairs)
+    told = [_entered(first)]
+    if sound:
+        told.append("the paths are sound: a member hangs in software")
+    if not readers:
+        ranks = fold_ranks({rank for p in stuck for rank in p.waiting})
+        missing = (f"which of ranks {ranks} hangs: their stacks, also of the threads that communicate",)
+        return _diagnosis(known, (), set(), first, told, missing)
+    culprits = tuple(
+        replace(
+            _culprit(known, rank, None, "high" if sound and len(readers) == 1 else "medium", "does not read"),
+            stage="transfer",
+            detail=f"{known.states[rank].unread_bytes} bytes came for it and lie unread",
+        )
+        for rank in readers[:_MAX_CULPRITS]
+    )
+    return _diagnosis(known, culprits, set(readers), first, told)
+
+
+def _entered(p: Pending) -> str:
+    members = len(p.waiting) + p.through if p.collective else 2
+    through = (
+        f"{p.through} are through" if p.through > 1 else "one is through" if p.through else "none is through"
+    )
+    return f"all {members} members entered {p}, {through}"
+
+
+def _untested(known: _Evidence, stuck: Sequence[Pending]) -> Diagnosis:
+    """Before any probe: the network, between two nodes where there are only two."""
     first = min(stuck, key=lambda p: (not p.collective, -p.stuck_s)) if stuck[0].collective else stuck[0]
     ranks = first.waiting if first.collective else (first.source, first.target)
     names = sorted({known.nodes.get(rank, "") for rank in ranks})
-    told = f"all {len(ranks)} members entered {first}, none is through"
+    told = _entered(first)
     if len(names) == 2 or len(ranks) == 2:
         one = ranks[0]
         elsewhere = [rank for rank in ranks if known.nodes.get(rank, "") != known.nodes.get(one, "")]

@@ -10,10 +10,12 @@ import msgspec
 from keepstep.core.finding import Finding
 from keepstep.core.summary import (
     ClockSample,
+    Endpoint,
     GroupInfo,
     HostCause,
     IterationSummary,
     OpInFlight,
+    PathProbe,
     PeerTraffic,
     RankState,
 )
@@ -108,6 +110,22 @@ class States(Message, frozen=True):
     node_rank: int
     states: tuple[RankState, ...]
     clock: tuple[ClockSample, ...] = ()
+    traffic: tuple[PeerTraffic, ...] = ()  # before and after the latest progress of these ranks
+
+
+class Reachable(Message, frozen=True):
+    """Where this node's agent answers probes; said again when that changes, and to every new controller."""
+
+    node_rank: int
+    endpoints: tuple[Endpoint, ...]
+
+
+class Probed(Message, frozen=True):
+    """Answer to ``ProbeRequest``."""
+
+    request: int
+    node_rank: int
+    probes: tuple[PathProbe, ...]
 
 
 class Ended(Message, frozen=True):
@@ -167,6 +185,20 @@ class StateRequest(Message, frozen=True):
     stacks: bool = False
 
 
+class ProbeTarget(msgspec.Struct, frozen=True, array_like=True):
+    """A node to probe. The agent takes the endpoint to which its workers have connections, else the first."""
+
+    node: str
+    endpoints: tuple[Endpoint, ...]
+
+
+class ProbeRequest(Message, frozen=True):
+    """Send an empty message to each of these nodes' agents and tell what came of it; beyond 16 they are left out."""
+
+    request: int
+    targets: tuple[ProbeTarget, ...]
+
+
 class SaveRings(Message, frozen=True):
     """Save the rings of your ranks under the run's folder (they are evidence)."""
 
@@ -186,8 +218,8 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-AgentMessage = Hello | Groups | Heartbeat | Found | Profile | States | Bye
+AgentMessage = Hello | Groups | Heartbeat | Found | Profile | States | Reachable | Probed | Bye
 LauncherMessage = Hello | Join | Found | Ended | Bye
 ClientMessage = Hello | Bye
-ToController = Hello | Join | Groups | Heartbeat | Found | Profile | States | Ended | Bye
-ToNode = Welcome | Placement | ProfileRequest | StateRequest | SaveRings | Stop | Refused
+ToController = Hello | Join | Groups | Heartbeat | Found | Profile | States | Reachable | Probed | Ended | Bye
+ToNode = Welcome | Placement | ProfileRequest | StateRequest | ProbeRequest | SaveRings | Stop | Refused

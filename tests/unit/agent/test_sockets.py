@@ -79,6 +79,23 @@ def test_a_connection_made_between_looks_counts_from_the_next(
     assert sum(one.after_bytes for one in sensor.traffic(0.0, "n0")) == 0
 
 
+def test_what_lies_unread_at_two_looks_is_told(pair: tuple[socket.socket, socket.socket]) -> None:
+    me = identify(os.getpid())
+    assert me is not None
+    sensor = SocketSensor()
+    one, other = pair
+    one.sendall(b"x" * 1000)
+    sensor.look(1.0, [me])
+    assert sensor.unread_bytes(me.pid) == 0
+    one.sendall(b"x" * 500)
+    sensor.look(2.0, [me])
+    assert sensor.unread_bytes(me.pid) == 1000
+    assert sensor.addresses() == ({"127.0.0.1", "127.0.0.2"}, {"127.0.0.1", "127.0.0.2"})
+    other.recv(2000)
+    sensor.look(3.0, [me])
+    assert sensor.unread_bytes(me.pid) == 0
+
+
 def test_a_kernel_that_tells_nothing_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

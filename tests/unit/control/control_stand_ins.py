@@ -12,13 +12,14 @@ from typing import Any
 
 from keepstep.control import Disconnect, Effect, Exit, Say, Send, StorePlacement, WriteIncident
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Culprit, Diagnosis
+from keepstep.core.incident import Culprit, Diagnosis, Link
 from keepstep.core.summary import (
     ClockSample,
     GroupInfo,
     HostCause,
     IterationSummary,
     OpInFlight,
+    PathProbe,
     PeerTraffic,
     RankState,
 )
@@ -26,6 +27,7 @@ from keepstep.report.verdict import render, render_closing
 from keepstep.wire.messages import (
     Message,
     Placement,
+    ProbeRequest,
     ProfileRequest,
     Refused,
     SaveRings,
@@ -68,15 +70,41 @@ class PlainLocators:
         nodes: Mapping[int, str],
         silent_nodes: Collection[str],
         clocks: Any,
+        traffic: Sequence[PeerTraffic],
+        probes: Sequence[PathProbe],
     ) -> Diagnosis:
         idle = [state.rank for state in states if not state.in_flight]
         waiting = tuple(state.rank for state in states if state.in_flight)
+        names = tuple(dict.fromkeys(nodes[rank] for rank in waiting))
+        if not idle and len(names) > 2:
+            return self.transfer(waiting, nodes, names, probes)
         if not idle:
             return Diagnosis("hang", (), waiting, (), ("the state of a rank that waits for nobody",))
         blamed = tuple(
             Culprit(rank, None, nodes[rank], "backward", 0, "high", "never entered") for rank in idle
         )
         return Diagnosis("hang", blamed, waiting, ("one root",), (), "group dp ALLREDUCE seq 7")
+
+    def transfer(
+        self,
+        waiting: tuple[int, ...],
+        nodes: Mapping[int, str],
+        names: tuple[str, ...],
+        probes: Sequence[PathProbe],
+    ) -> Diagnosis:
+        pairs = tuple((one, other) for one in names for other in names if one < other)
+        lost = [pair for pair in pairs if any(p.outcome == "timeout" and p.source == pair[0] for p in probes)]
+        first = {node: rank for rank, node in reversed(nodes.items())}
+        blamed = tuple(
+            Culprit(None, Link((first[a], first[b]), (a, b)), "", "transfer", 0, "high", "path broken")
+            for a, b in lost
+        )
+        missing = () if blamed else ("the path on which nothing comes through",)
+        told = (f"{len(probes)} probes",)
+        return Diagnosis("hang", blamed, waiting, told, missing, "group dp ALLREDUCE seq 7", pairs)
+
+    def probed(self, diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:
+        return diagnosis
 
     def crash(
         self,
@@ -152,6 +180,8 @@ def describe_message(message: Message) -> str:
         return f"ProfileRequest {message.request} steps {message.first_step}-{message.last_step}"
     if isinstance(message, StateRequest):
         return f"StateRequest {message.request}{' with stacks' if message.stacks else ''}"
+    if isinstance(message, ProbeRequest):
+        return f"ProbeRequest {message.request} to {' '.join(target.node for target in message.targets)}"
     if isinstance(message, SaveRings):
         return f"SaveRings {message.incident}"
     if isinstance(message, Stop):

@@ -1,0 +1,140 @@
+"""What probes and the kernel's counters say of the paths between nodes: broken, held up, slow or sound.
+
+After MegaTrace §III-C: a path is the first suspect when a message needs longer than a guard time of 500 ms, or when it
+has lost 20 % of its throughput.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from keepstep.core.incident import Diagnosis
+from keepstep.core.ranges import fold_nodes
+from keepstep.core.summary import PathProbe, PeerTraffic
+
+GUARD_S = 0.5
+_DROP = 0.2
+_LEAST_BUSY_S = 1.0
+_LEAST_BUSY_SHARE = 0.25  # of the time since the onset
+_LEAST_BYTES = 65536  # before the onset: less tells no speed
+_ALL_PAIRS_NODES = 6  # of more nodes only neighbours are probed: rings run between them
+_MOST_PAIRS = 64
+_NO_ANSWER = ("timeout", "unreachable")
+_TOLD = {
+    "silent": "its host answers, its agent does not",
+    "refused": "its host answers, its agent is gone",
+    "unreachable": "no route",
+}
+
+Condition = Literal["broken", "held up", "slow", "sound", "unknown"]
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """All that is known of paths. A pair of nodes is given in any order."""
+
+    probes: Sequence[PathProbe] = ()
+    traffic: Sequence[PeerTraffic] = ()
+
+    def condition(self, pair: Pair) -> Condition:
+        """``broken``: a probe did not come back; ``held up``: data is under way and too little of it arrives."""
+        probes = self.between(pair)
+        if any(probe.outcome in _NO_ANSWER for probe in probes):
+            return "broken"
+        if self._held_up(pair):
+            return "held up"
+        if any(probe.round_trip_s >= GUARD_S for probe in probes):
+            return "slow"
+        return "sound" if probes else "unknown"
+
+    def between(self, pair: Pair) -> list[PathProbe]:
+        """The probes from one to the other and back."""
+        return [probe for probe in self.probes if {probe.source, probe.target} == set(pair)]
+
+    def bad(self, pairs: Iterable[Pair]) -> list[Pair]:
+        """Those of the pairs that are in the worst condition of all; empty when none is bad."""
+        found = [(self.condition(pair), pair) for pair in pairs]
+        for condition in ("broken", "held up", "slow"):
+            if worst := [pair for its, pair in found if its == condition]:
+                return worst
+        return []
+
+    def lines(self, pairs: Sequence[Pair]) -> tuple[str, ...]:
+        """Evidence: a line for every pair that is not sound, one for all that are."""
+        told: list[str] = []
+        sound: list[Pair] = []
+        for pair in pairs:
+            probes = self.between(pair)
+            its = self.condition(pair)
+            if probes and its != "sound":
+                first, *rest = sorted(probes, key=lambda one: (one.source, one.target))
+                back = "".join(f"; back: {_outcome(one)}" for one in rest[:1])
+                told.append(f"probe {first.source} to {first.target}: {_outcome(first)}{back}")
+            elif its == "sound":
+                sound.append(pair)
+            told += self._held_up(pair)
+        if sound:
+            probes = [probe for pair in sound for probe in self.between(pair)]
+            longest_ms = max(probe.round_trip_s for probe in probes) * 1e3
+            names = fold_nodes({node for pair in sound for node in pair})
+            told.append(f"probes between {names} came back within {longest_ms:.1f} ms")
+            told += [f"{one.target}: {_outcome(one)}" for one in probes if one.outcome in _TOLD][:2]
+        return tuple(told)
+
+    def _held_up(self, pair: Pair) -> list[str]:
+        """What the counters tell of connections whose data does not get through; empty when it does."""
+        node_of = {one.source: one.node for one in self.traffic}
+        told: list[str] = []
+        for one in self.traffic:
+            if {one.node, node_of.get(one.target, "")} != set(pair):
+                continue
+            busy_s = one.after_busy_s
+            if busy_s < max(_LEAST_BUSY_S, _LEAST_BUSY_SHARE * one.after_s):
+                continue
+            way = f"{one.node} to {node_of[one.target]}: TCP has had data under way for {busy_s:.0f} s"
+            if one.after_bytes == 0:
+                told.append(f"{way}, nothing of it arrived")
+            elif one.before_busy_s > 0 and one.before_bytes >= _LEAST_BYTES:
+                left = (one.after_bytes / busy_s) / (one.before_bytes / one.before_busy_s)
+                if left <= 1 - _DROP:
+                    told.append(f"{way}, at {left:.1%} of its speed before")
+        return told[:2]
+
+
+def with_probes(diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:
+    """The diagnosis with what probes of the links that it blames tell; a link that fails them is blamed for sure."""
+    paths = Paths(probes)
+    links = [culprit.link.nodes for culprit in diagnosis.culprits if culprit.link is not None]
+    bad = set(paths.bad(links))
+    culprits = tuple(
+        replace(culprit, confidence="high")
+        if culprit.link is not None and culprit.link.nodes in bad
+        else culprit
+        for culprit in diagnosis.culprits
+    )
+    lines = [line for line in paths.lines(links) if line not in diagnosis.evidence]
+    return replace(diagnosis, culprits=culprits, evidence=(*diagnosis.evidence, *lines))
+
+
+def pairs_among(nodes: Sequence[str]) -> list[Pair]:
+    """The pairs of nodes to look at: all of a few, of many those that are neighbours in the given order."""
+    distinct = list(dict.fromkeys(nodes))
+    if len(distinct) <= _ALL_PAIRS_NODES:
+        return list(itertools.combinations(distinct, 2))
+    return list(zip(distinct, [*distinct[1:], distinct[0]], strict=True))[:_MOST_PAIRS]
+
+
+def common_node(pairs: Sequence[Pair]) -> str:
+    """The node that several pairs have in common; empty when there is none."""
+    common = set(pairs[0]).intersection(*pairs[1:]) if len(pairs) > 1 else set[str]()
+    return common.pop() if len(common) == 1 else ""
+
+
+def _outcome(probe: PathProbe) -> str:
+    if probe.outcome == "timeout":
+        return f"no answer in {probe.round_trip_s:.1f} s"
+    return _TOLD.get(probe.outcome, f"answer after {probe.round_trip_s * 1e3:.1f} ms")

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from synthetic_hangs import Stuck
+from synthetic_jobs import ddp, dp_pp
+
+from keepstep.core.incident import Culprit, Diagnosis, Link
+from keepstep.core.summary import PathProbe, PeerTraffic
+from keepstep.locate import locate_hang, with_probes
+
+NODES = ("n0", "n1", "n2", "n3")
+
+
+def probes(lost=(), slow=(), outcome="timeout"):
+    """Every node to every other; nothing comes back between the lost pairs, late between the slow ones."""
+    found = []
+    for source in NODES:
+        for target in NODES:
+            if source == target:
+                continue
+            if {source, target} in [set(pair) for pair in lost]:
+                found.append(PathProbe(source, target, outcome, 2.5))
+            else:
+                late = {source, target} in [set(pair) for pair in slow]
+                found.append(PathProbe(source, target, "echo", 0.7 if late else 0.0004))
+    return found
+
+
+def traffic(source, target, *, busy_s, nbytes, before=(4.0, 40_000_000)):
+    """What ``source`` sent to ``target``; the other direction is there and idle, so that both addresses are known."""
+    return [
+        PeerTraffic(source, f"10.0.0.{source}", f"10.0.0.{target}", 10.0, before[1], before[0], 12.0, nbytes, busy_s),
+        PeerTraffic(target, f"10.0.0.{target}", f"10.0.0.{source}", 10.0, before[1], before[0], 12.0, 0, 0.0),
+    ]  # fmt: skip
+
+
+def stuck_ring():
+    job = ddp(8)
+    return job, Stuck(job, broken=[("world", 2)]).states()
+
+
+def test_a_probe_that_does_not_come_back_breaks_the_path():
+    job, states = stuck_ring()
+    before = locate_hang(states, job.infos, job.nodes)
+    assert before.culprits == ()
+    assert set(before.paths) == {(a, b) for a in NODES for b in NODES if a < b}
+    found = locate_hang(states, job.infos, job.nodes, probes=probes([("n1", "n2")]))
+    (culprit,) = found.culprits
+    assert (culprit.link.nodes, culprit.cause, culprit.confidence) == (("n1", "n2"), "path broken", "high")
+    assert [job.nodes[rank] for rank in culprit.link.ranks] == ["n1", "n2"]
+    assert "probe n1 to n2: no answer in 2.5 s; back: no answer in 2.5 s" in found.evidence
+    assert "probes between n[0-3] came back within 0.4 ms" in found.evidence
+    assert not set(culprit.link.ranks) & set(found.victims)
+
+
+def test_one_direction_is_enough():
+    job, states = stuck_ring()
+    one_way = [
+        probe if (probe.source, probe.target) != ("n2", "n1") else PathProbe("n2", "n1", "unreachable", 0.1)
+        for probe in probes()
+    ]
+    found = locate_hang(states, job.infos, job.nodes, probes=one_way)
+    assert [culprit.link.nodes for culprit in found.culprits] == [("n1", "n2")]
+    assert "probe n1 to n2: answer after 0.4 ms; back: no route" in found.evidence
+
+
+def test_all_paths_of_a_node_are_its_own_connection():
+    job, states = stuck_ring()
+    lost = [("n2", other) for other in ("n0", "n1", "n3")]
+    found = locate_hang(states, job.infos, job.nodes, probes=probes(lost))
+    assert {frozenset(culprit.link.nodes) for culprit in found.culprits} == {frozenset(pair) for pair in lost}
+    assert {culprit.node for culprit in found.culprits} == {"n2"}
+
+
+def test_sound_paths_mean_software_and_who_does_not_read_is_named():
+    job, states = stuck_ring()
+    found = locate_hang(states, job.infos, job.nodes, probes=probes())
+    assert found.culprits == ()
+    assert "the paths are sound: a member hangs in software" in found.evidence
+    assert "stacks" in found.missing[0]
+    states = [dataclasses.replace(s, unread_bytes=80_000 if s.rank == 5 else 0) for s in states]
+    for told, confidence in (((), "medium"), (probes(), "high")):
+        found = locate_hang(states, job.infos, job.nodes, probes=told)
+        (culprit,) = found.culprits
+        assert (culprit.rank, culprit.cause, culprit.confidence) == (5, "does not read", confidence)
+        assert 5 not in found.victims
+
+
+def test_unread_data_of_most_members_names_nobody():
+    job, states = stuck_ring()
+    states = [dataclasses.replace(s, unread_bytes=80_000 if s.rank < 5 else 0) for s in states]
+    assert locate_hang(states, job.infos, job.nodes, probes=probes()).culprits == ()
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "nbytes", "named", "said"),
+    [
+        (12.0, 0, True, "nothing of it arrived"),
+        (12.0, 1_200_000, True, "at 1.0% of its speed before"),
+        (12.0, 12 * 7_900_000, True, "at 79.0%"),
+        (12.0, 12 * 8_200_000, False, ""),
+        (0.4, 0, False, ""),
+    ],
+)
+def test_data_that_does_not_arrive_marks_the_path(busy_s, nbytes, named, said):
+    """Lost is 20 % of the speed that the same connections had before."""
+    job, states = stuck_ring()
+    seen = traffic("n3", "n0", busy_s=busy_s, nbytes=nbytes)
+    for told in ((), probes()):
+        found = locate_hang(states, job.infos, job.nodes, traffic=seen, probes=told)
+        assert bool(found.culprits) is named
+        if named:
+            assert set(found.culprits[0].link.nodes) == {"n0", "n3"}
+            assert (found.culprits[0].cause, found.culprits[0].confidence) == ("network", "medium")
+            assert any(said in line for line in found.evidence)
+            assert ("empty messages pass" in found.culprits[0].detail) is bool(told)
+
+
+def test_an_answer_after_the_guard_time_marks_the_path():
+    job, states = stuck_ring()
+    found = locate_hang(states, job.infos, job.nodes, probes=probes(slow=[("n0", "n1")]))
+    assert [(c.link.nodes, c.confidence) for c in found.culprits] == [(("n0", "n1"), "medium")]
+
+
+def test_a_message_between_two_ranks_tells_their_nodes():
+    job = dp_pp(1, 4, per_node=1)
+    stream = next(x for x in job.programs[1] if x[0] == "recv")
+    states = Stuck(job, broken=[(stream[1], 1)]).states()
+    found = locate_hang(states, job.infos, job.nodes)
+    assert [culprit.link.nodes for culprit in found.culprits] == [("n0", "n1")]
+    assert ("n0", "n1") in found.paths
+    sound = [PathProbe(a, b, "echo", 1e-4) for a in NODES for b in NODES if a != b]
+    assert locate_hang(states, job.infos, job.nodes, probes=sound).culprits == ()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "cause", "confidence"),
+    [
+        ("timeout", "node unreachable", "high"),
+        ("silent", "silent", "medium"),
+        ("refused", "silent", "medium"),
+        ("echo", "silent", "medium"),
+    ],
+)
+def test_a_silent_node_is_probed_from_two_others(outcome, cause, confidence):
+    job = ddp(8)
+    states = [s for s in Stuck(job, {2: 1}, iterations=3).states() if s.rank != 2]
+    node = job.nodes[2]
+    first = locate_hang(states, job.infos, job.nodes, silent_nodes=[node])
+    assert {target for _, target in first.paths} == {node}
+    assert len(first.paths) == 2
+    seen = [PathProbe(source, target, outcome, 0.1) for source, target in first.paths]
+    found = locate_hang(states, job.infos, job.nodes, silent_nodes=[node], probes=seen)
+    assert [(c.rank, c.cause, c.confidence) for c in found.culprits] == [(2, cause, confidence)]
+    assert ("can be reached" in found.culprits[0].detail) is (outcome != "timeout")
+    assert any("came back" in line if outcome == "echo" else node in line for line in found.evidence)
+
+
+def test_a_slow_link_that_fails_its_probe_is_blamed_for_sure():
+    link = Culprit(None, Link((0, 2), ("n0", "n1")), "", "transfer", 3.0, "medium", "network")
+    said = Diagnosis("slow", (link,), (1, 3), ("one",), ())
+    assert with_probes(said, ()) == said
+    for seen, confidence in ((probes(slow=[("n0", "n1")]), "high"), (probes(), "medium")):
+        found = with_probes(said, seen)
+        assert found.culprits[0].confidence == confidence
+        assert len(found.evidence) == 2
+        assert with_probes(found, seen) == found
