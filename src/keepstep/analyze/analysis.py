@@ -10,7 +10,9 @@ from keepstep.analyze._call_logs import slow_in_calls
 from keepstep.analyze._episodes import slow_episodes
 from keepstep.core.errors import TraceError
 from keepstep.core.incident import Culprit, Diagnosis, Incident
+from keepstep.core.layout import DIMENSIONS, ParallelLayout
 from keepstep.core.ranges import fold_ranks
+from keepstep.core.summary import GroupInfo
 from keepstep.locate import WhatIf, locate_hang, step_graphs, what_if
 from keepstep.report.incidents import read_incidents
 from keepstep.traces import open_run
@@ -37,20 +39,53 @@ class Analysis:
     missing: tuple[str, ...] = ()
 
 
-def analyze(path: Path) -> Analysis:
-    """Judge a trace.
+def analyze(path: Path, layout: ParallelLayout | None = None) -> Analysis:
+    """Judge a trace. With a declared ``layout`` culprits are told with their coordinates in it.
 
     Raises:
-        TraceError: there is nothing at ``path`` that can be read; the message says what was expected.
+        TraceError: there is nothing at ``path`` that can be read, or its ranks are not those of the layout; the message
+            says what was expected.
     """
+    found = _judge(path, layout)
+    if layout is None:
+        return found
+    return replace(found, incidents=tuple(_placed(incident, layout) for incident in found.incidents))
+
+
+def _placed(incident: Incident, layout: ParallelLayout) -> Incident:
+    """Where in the layout the culprits are."""
+    culprits: list[Culprit] = []
+    for culprit in incident.culprits:
+        if culprit.rank is not None:
+            at = layout.coordinates(culprit.rank)
+            where = ", ".join(f"{name} {index}" for name, index in at.items() if layout.size(name) > 1)
+            culprit = replace(culprit, detail="; ".join(filter(None, (culprit.detail, where))))
+        culprits.append(culprit)
+    return replace(incident, culprits=tuple(culprits))
+
+
+def _check(layout: ParallelLayout | None, where: Path, ranks: int, listed: int = 0) -> None:
+    """``ranks``: one more than the highest in ``where``; ``listed``: what it says the job has, 0 if nothing."""
+    if layout is None:
+        return
+    said = f"--layout {layout} has ranks 0 to {layout.world_size - 1}"
+    if ranks > layout.world_size:
+        raise TraceError(
+            f"{where}: has rank {ranks - 1}, but {said}; change a size, or take out what is of another job"
+        )
+    if 0 < listed < layout.world_size:
+        raise TraceError(f"{where}: its job has ranks 0 to {listed - 1}, but {said}; change a size")
+
+
+def _judge(path: Path, layout: ParallelLayout | None) -> Analysis:
     if not path.exists():
         raise TraceError(f"{path}: there is nothing there; give {_FORMATS}")
     if path.is_dir():
-        return _folder(path)
+        return _folder(path, layout)
     if is_parquet(path):
-        return _operation_table(path)
+        return _operation_table(path, layout)
     if looks_like_call_log(path):
-        return _call_log([path])
+        return _call_log([path], layout)
     if looks_like_training_log(read_head(path)):
         return _training_log(path)
     if rank_of(path) is not None and _is_dump(path):
@@ -58,16 +93,19 @@ def analyze(path: Path) -> Analysis:
     raise TraceError(f"{path}: is no trace that keepstep knows; give {_FORMATS}")
 
 
-def _folder(path: Path) -> Analysis:
+def _folder(path: Path, layout: ParallelLayout | None) -> Analysis:
     if (path / "run.json").exists():
-        return Analysis("keepstep run", tuple(read_incidents(open_run(str(path)).path / "incidents")))
+        incidents = tuple(read_incidents(open_run(str(path)).path / "incidents"))
+        world = max((incident.world_size for incident in incidents), default=0)
+        _check(layout, path, world, world)
+        return Analysis("keepstep run", incidents)
     files = sorted(entry for entry in path.iterdir() if entry.is_file())
     dumps = [entry for entry in files if rank_of(entry) is not None and _is_dump(entry)]
     if dumps:
-        return _flight_recorder(dumps)
+        return _flight_recorder(dumps, layout)
     calls = [entry for entry in files if looks_like_call_log(entry)]
     if calls:
-        return _call_log(calls)
+        return _call_log(calls, layout)
     logs = [entry for entry in files if looks_like_training_log(read_head(entry))]
     if len(logs) == 1:
         return _training_log(logs[0])
@@ -84,16 +122,32 @@ def _is_dump(path: Path) -> bool:
     return head in (_PICKLE, b"{", b"")
 
 
-def _flight_recorder(files: Sequence[Path]) -> Analysis:
-    dumps = read_dumps(files)
+def _flight_recorder(files: Sequence[Path], layout: ParallelLayout | None) -> Analysis:
+    last = max(files, key=lambda file: rank_of(file) or 0)
+    _check(layout, last, (rank_of(last) or 0) + 1)
+    dumps = read_dumps(files, layout.world_size if layout else 0)
+    _check(layout, last, dumps.world_size, dumps.listed)
     nodes = dict.fromkeys(range(dumps.world_size), "")
-    diagnosis = locate_hang(dumps.states, dumps.groups, nodes)
+    groups = dict(dumps.groups)
+    if layout is not None:
+        groups.update((name, _completed(groups[name], layout)) for name in dumps.inferred)
+    diagnosis = locate_hang(dumps.states, groups, nodes)
     missing = (*dumps.missing, "stacks and phases: a flight recorder has none")
     if not any(state.in_flight for state in dumps.states):
         return Analysis(
             "flight recorder", (), (*missing, "an operation in flight: all that was enqueued is done")
         )
     return Analysis("flight recorder", (_hang(diagnosis, dumps.world_size, len(dumps.states)),), missing)
+
+
+def _completed(group: GroupInfo, layout: ParallelLayout) -> GroupInfo:
+    """A group of which only some members are known, if it can be only one of the layout's."""
+    if len(group.members) < 2:
+        return group
+    dimensions = [name for name in DIMENSIONS if layout.size(name) > 1]
+    fitting = {layout.group_of(group.members[0], name) for name in dimensions}
+    fitting = {members for members in fitting if set(group.members) <= set(members)}
+    return replace(group, members=fitting.pop()) if len(fitting) == 1 else group
 
 
 def _hang(diagnosis: Diagnosis, world_size: int, reporting: int) -> Incident:
@@ -124,11 +178,13 @@ def _training_log(path: Path) -> Analysis:
     return Analysis("training log", tuple(replace(one, missing=missing) for one in found), log.missing)
 
 
-def _call_log(paths: Sequence[Path]) -> Analysis:
-    return Analysis("call log", *slow_in_calls(read_call_log(paths)))
+def _call_log(paths: Sequence[Path], layout: ParallelLayout | None) -> Analysis:
+    log = read_call_log(paths)
+    _check(layout, paths[0] if len(paths) == 1 else paths[0].parent, max(log.calls, default=-1) + 1)
+    return Analysis("call log", *slow_in_calls(log))
 
 
-def _operation_table(path: Path) -> Analysis:
+def _operation_table(path: Path, layout: ParallelLayout | None) -> Analysis:
     """The rank or stage whose slowness, taken away, gives back most of the time that steps lose."""
     operations, missing = read_operation_table(path)
     graphs = step_graphs(operations)
@@ -136,6 +192,7 @@ def _operation_table(path: Path) -> Analysis:
     if len(graphs) > 1:
         others = sum(len(other.steps) for other in graphs[1:])
         missing = (*missing, f"{path.name}: {others} steps with other operations than most, not looked at")
+    _check(layout, path, max(graph.stage_of) + 1)
     found = what_if(graph)
     if found.slowdown < _SLOW:
         return Analysis("operation table", (), missing)

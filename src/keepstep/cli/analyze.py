@@ -12,6 +12,7 @@ import typer
 
 from keepstep.analyze import Analysis
 from keepstep.analyze import analyze as judge
+from keepstep.core.layout import ParallelLayout
 from keepstep.report.verdict import render
 
 
@@ -20,12 +21,15 @@ def analyze(
         Path,
         typer.Argument(help="A run, flight-recorder dumps, a training log, call logs or an operation table."),
     ],
+    layout: Annotated[
+        str, typer.Option("--layout", help="Parallel sizes of the job, fastest rank first: tp2-pp4-dp8.")
+    ] = "",
     json: Annotated[
         bool, typer.Option("--json", help='Print {"incidents": […], "missing": […]} instead of text.')
     ] = False,
 ) -> int:
     """Say what went wrong in a job from what it left behind. Exit code 0: nothing, 1: something, 2: cannot tell."""
-    analysis = judge(path)
+    analysis = judge(path, ParallelLayout.declared(layout) if layout else None)
     if json:
         content = {"incidents": analysis.incidents, "missing": analysis.missing}
         sys.stdout.write(msgspec.json.encode(content).decode() + "\n")

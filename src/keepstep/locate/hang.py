@@ -453,10 +453,10 @@ def _innermost_frame(stack: str) -> str:
 
 
 def _direct(known: _Evidence, blamed: set[int]) -> int:
-    return len(
-        {rank for p in known.pending if not blamed.isdisjoint(p.absent + p.unknown) for rank in p.waiting}
-        - blamed
-    )
+    def holds_up(p: Pending) -> bool:
+        return not blamed.isdisjoint(p.absent + p.unknown + (p.waiting if p.entered_by_all else ()))
+
+    return len({rank for p in known.pending if holds_up(p) for rank in p.waiting} - blamed)
 
 
 def _last_progress(known: _Evidence, rank: int) -> float:

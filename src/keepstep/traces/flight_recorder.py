@@ -2,6 +2,9 @@
 
 Read are the pickles that ``TORCH_NCCL_DUMP_ON_TIMEOUT`` and ``torch.distributed`` write (by an unpickler that makes
 plain data only) and their JSON form. The rank is the number at the end of the file's name, as torch names them.
+
+Dumps of Gloo jobs list no members of groups, and their counts of enqueued operations mix in messages that have no
+entries: members are then the ranks that have entries of a group, and counts are taken from the entries.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import io
 import json
 import pickle
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +27,7 @@ from keepstep.core.summary import GroupInfo, OpInFlight, RankState, StreamProgre
 
 MOST_BYTES = 256 << 20
 _NO_PHASE = -1
+_DEFAULT_GROUP = "default_pg"
 _NAME = re.compile(r"(\d+)(\.json|\.pickle|\.pkl)?$")
 _P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)$")
 _OPS: tuple[tuple[str, Op], ...] = (
@@ -35,12 +40,18 @@ _OPS: tuple[tuple[str, Op], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Dumps:
-    """What the dumps of a job tell. ``missing`` says what could not be used, and why."""
+    """What the dumps of a job tell. ``missing`` says what could not be used, and why.
+
+    ``listed``: ranks that the job has by the groups in the dumps, 0 where those list no members; ``inferred``: the
+    groups whose members are a guess.
+    """
 
     states: tuple[RankState, ...]
     groups: Mapping[str, GroupInfo]
     world_size: int
     missing: tuple[str, ...] = ()
+    listed: int = 0
+    inferred: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +77,11 @@ def rank_of(path: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def read_dumps(paths: Iterable[Path]) -> Dumps:
-    """Read the dumps of one job, one file a rank.
+def read_dumps(paths: Iterable[Path], least_ranks: int = 0) -> Dumps:
+    """Read the dumps of one job, one file a rank. ``least_ranks``: that the job is known to have.
 
     Raises:
-        TraceError: two files are of one rank, or none can be used.
+        TraceError: two different files are of one rank, or none can be used.
     """
     missing: list[str] = []
     dumps: dict[int, _Dump] = {}
@@ -81,6 +92,9 @@ def read_dumps(paths: Iterable[Path]) -> Dumps:
             missing.append(f"{path.name}: its name does not end with a rank")
             continue
         if rank in files:
+            if files[rank].read_bytes() == path.read_bytes():
+                missing.append(f"rank {rank}: {path.name} is the same as {files[rank].name}, not used")
+                continue
             raise TraceError(
                 f"{path}: rank {rank} has another dump, {files[rank].name}; keep those of one hang"
             )
@@ -93,21 +107,54 @@ def read_dumps(paths: Iterable[Path]) -> Dumps:
         raise TraceError(
             "no flight-recorder dump could be read: " + ("; ".join(missing) or "there are no files")
         )
+    for rank, why in _strangers(dumps).items():
+        missing.append(f"rank {rank}: {files[rank].name} {why}")
+        del dumps[rank]
     groups: dict[str, GroupInfo] = {}
     for dump in dumps.values():
         groups.update(dump.groups)
-    world = max((max(info.members, default=-1) for info in groups.values()), default=-1) + 1
-    world = max(world, max(dumps) + 1)
+    listed = max((max(info.members, default=-1) for info in groups.values()), default=-1) + 1
+    world = max(listed, max(dumps) + 1, least_ranks)
+    inferred = frozenset(name for name, info in groups.items() if not info.members)
+    for name in inferred:
+        groups[name] = replace(groups[name], members=_members(groups[name], dumps, world))
     empty = [rank for rank, dump in dumps.items() if not dump.entries and not dump.counts]
     if empty:
         missing.append(
             f"ranks {fold_ranks(empty)}: their dumps are empty, as when the interpreter is held up"
         )
     told = {rank: dump for rank, dump in dumps.items() if rank not in empty}
-    absent = sorted(set(range(world)) - set(dumps))
+    absent = sorted(set(range(world)) - set(files))
     if absent:
         missing.append(f"ranks {fold_ranks(absent)}: no dump")
-    return Dumps(_states(told, groups), groups, world, tuple(missing))
+    return Dumps(_states(told, groups), groups, world, tuple(missing), listed, inferred)
+
+
+def _strangers(dumps: Mapping[int, _Dump]) -> dict[int, str]:
+    """Dumps that do not belong to the others' job, and why."""
+    lists: dict[str, Counter[tuple[int, ...]]] = {}
+    for dump in dumps.values():
+        for name, info in dump.groups.items():
+            if info.members:
+                lists.setdefault(name, Counter())[info.members] += 1
+    usual = {name: counts.most_common(1)[0][0] for name, counts in lists.items()}
+    found: dict[int, str] = {}
+    for rank, dump in dumps.items():
+        known = [info for info in dump.groups.values() if info.members]
+        other = next((info for info in known if info.members != usual[info.name]), None)
+        if other is not None:
+            found[rank] = f"is of another job: its group {other.name} has ranks {fold_ranks(other.members)}"
+        elif known and not any(rank in info.members for info in known):
+            everybody = {member for info in known for member in info.members}
+            found[rank] = f"is of no rank {rank}: its groups have ranks {fold_ranks(everybody)}; rename it"
+    return found if len(found) < len(dumps) else {}
+
+
+def _members(info: GroupInfo, dumps: Mapping[int, _Dump], world: int) -> tuple[int, ...]:
+    """Of a group that no dump lists: all ranks if it is the first group, else those with entries of it."""
+    if info.desc == _DEFAULT_GROUP:
+        return tuple(range(world))
+    return tuple(sorted(rank for rank, dump in dumps.items() if info.name in dump.groups))
 
 
 def _states(dumps: Mapping[int, _Dump], groups: Mapping[str, GroupInfo]) -> tuple[RankState, ...]:
@@ -206,9 +253,13 @@ def _parse(content: Any, rank: int) -> _Dump:
     try:
         groups = _groups(dump.get("pg_config") or {})
         raw: list[dict[str, Any]] = list(dump["entries"] or ())
-        names = _names(groups, dump.get("pg_status") or {}, raw)
-        counts = _counts(dump.get("pg_status") or {}, names, groups)
+        status: Mapping[Any, Any] = dump.get("pg_status") or {}
+        if not groups:
+            groups, status = _unlisted(raw), {}
+        names = _names(groups, status, raw)
+        counts = _counts(status, names, groups)
         entries = [one for one in (_entry(e, groups, rank) for e in raw) if one is not None]
+        entries.sort(key=lambda one: (one.created_ns, one.seq))
     except (AttributeError, KeyError, TypeError, ValueError, SyntaxError, IndexError) as error:
         raise TraceError(f"is damaged: {type(error).__name__}: {str(error)[:80]}") from error
     told = {key: [entry for entry in entries if entry.group == key and entry.peer < 0] for key in groups}
@@ -230,10 +281,22 @@ def _groups(config: Mapping[Any, Mapping[str, Any]]) -> dict[str, GroupInfo]:
     for key, one in config.items():
         ranks = one.get("ranks", "[]")
         members = tuple(int(rank) for rank in (ast.literal_eval(ranks) if isinstance(ranks, str) else ranks))
+        if not key and not members:
+            continue  # what Gloo writes
         if any(rank < 0 or rank >= 1 << 24 for rank in members):
             raise ValueError(f"group {key} has impossible ranks")
         desc = str(one.get("desc", ""))
         found[str(key)] = GroupInfo(f"{key} ({desc})" if desc else str(key), members, "", desc)
+    return found
+
+
+def _unlisted(entries: Sequence[Mapping[str, Any]]) -> dict[str, GroupInfo]:
+    """The groups that entries are of; without members."""
+    found: dict[str, GroupInfo] = {}
+    for entry in entries:
+        key, desc = (str(word) for word in entry["process_group"][:2])
+        desc = "" if desc == "undefined" else desc
+        found[key] = GroupInfo(f"{key} ({desc})" if desc else key, (), "", desc)
     return found
 
 
@@ -275,6 +338,8 @@ def _entry(entry: Mapping[str, Any], groups: Mapping[str, GroupInfo], rank: int)
     if message is not None:
         members = groups[group].members
         here, there = int(message[2]), int(message[3])
+        if not members:
+            return None
         peer = members[there if here == members.index(rank) else here]
     seq = int(entry["p2p_seq_id"] if peer >= 0 else entry["collective_seq_id"])
     done = bool(entry.get("retired")) or entry.get("state") == "completed"

@@ -190,3 +190,23 @@ def test_the_slow_rank_of_a_real_call_log() -> None:
     (incident,) = analyze(path).incidents
     assert [culprit.rank for culprit in incident.culprits] == [2]
     assert abs((incident.relief_step or 0) - (incident.onset_step or 0) - 11) <= 1
+
+
+def test_a_layout_tells_where_culprits_are_and_must_have_their_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, calls in call_logs(40, range(20, 30), {1: 2.0}).items():
+        lines = [
+            f"[save_count 1] [{c.at_s:.9f}] [Rank {rank}] Fun {c.function} Data {c.nbytes} stream 0x5 opCount 1\n"
+            for c in calls
+        ]
+        (tmp_path / f"rank_{rank}.log").write_text("".join(lines))
+    assert main(["analyze", str(tmp_path), "--layout", "tp2-dp2", "--json"]) == 1
+    (incident,) = json.loads(capsys.readouterr().out)["incidents"]
+    assert (incident["culprits"][0]["rank"], incident["culprits"][0]["detail"][-10:]) == (1, "tp 1, dp 0")
+    for layout, said in (
+        ("dp2", "has rank 3, but --layout dp2 has ranks 0 to 1"),
+        ("tp2dp2", "write it like"),
+    ):
+        assert main(["analyze", str(tmp_path), "--layout", layout]) == 2
+        assert said in capsys.readouterr().err

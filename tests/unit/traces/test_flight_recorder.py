@@ -106,9 +106,13 @@ def test_a_pickle_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_two_dumps_of_one_rank_are_refused(tmp_path: Path) -> None:
-    (path,) = write(tmp_path, {1: dump([], 0, 0)})
+    (path,) = write(tmp_path, {1: dump([entry(1)], 1, 0)})
     other = tmp_path / "dump_1"
     other.write_bytes(path.read_bytes())
+    read = read_dumps([path, other])
+    assert [state.rank for state in read.states] == [1]
+    assert "rank 1: nccl_trace_rank_1 is the same as dump_1, not used" in read.missing
+    other.write_bytes(pickle.dumps(dump([], 0, 0)))
     with pytest.raises(TraceError, match="rank 1 has another dump"):
         read_dumps([path, other])
 
