@@ -8,13 +8,14 @@ from pathlib import Path
 
 from keepstep.analyze._call_logs import slow_in_calls
 from keepstep.analyze._episodes import slow_episodes
-from keepstep.core.errors import TraceError
+from keepstep.analyze._iterations import slow_in_iterations
+from keepstep.core.errors import RunError, TraceError
 from keepstep.core.incident import Culprit, Diagnosis, Incident
 from keepstep.core.layout import DIMENSIONS, ParallelLayout
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import GroupInfo
 from keepstep.locate import WhatIf, locate_hang, step_graphs, what_if
-from keepstep.report.incidents import read_incidents
+from keepstep.report.incidents import incident_from_json
 from keepstep.traces import open_run
 from keepstep.traces.call_log import looks_like_call_log, read_call_log
 from keepstep.traces.flight_recorder import rank_of, read_dumps
@@ -95,10 +96,7 @@ def _judge(path: Path, layout: ParallelLayout | None) -> Analysis:
 
 def _folder(path: Path, layout: ParallelLayout | None) -> Analysis:
     if (path / "run.json").exists():
-        incidents = tuple(read_incidents(open_run(str(path)).path / "incidents"))
-        world = max((incident.world_size for incident in incidents), default=0)
-        _check(layout, path, world, world)
-        return Analysis("keepstep run", incidents)
+        return _run(path, layout)
     files = sorted(entry for entry in path.iterdir() if entry.is_file())
     dumps = [entry for entry in files if rank_of(entry) is not None and _is_dump(entry)]
     if dumps:
@@ -113,6 +111,30 @@ def _folder(path: Path, layout: ParallelLayout | None) -> Analysis:
         names = ", ".join(entry.name for entry in logs[:4])
         raise TraceError(f"{path}: holds {len(logs)} training logs ({names}, …); give one of them")
     raise TraceError(f"{path}: nothing in it is a trace that keepstep knows; give {_FORMATS}")
+
+
+def _run(path: Path, layout: ParallelLayout | None) -> Analysis:
+    """What the controller of a watched run wrote; from the iterations where it wrote nothing in this folder."""
+    run = open_run(path)
+    read = [_incident(file) for file in sorted((run.path / "incidents").glob("[0-9]*.json"))]
+    if run.status() is not None or read:
+        incidents = tuple(one for one in read if isinstance(one, Incident))
+        missing = tuple(one for one in read if isinstance(one, str))
+        world = max((incident.world_size for incident in incidents), default=0)
+        _check(layout, path, world, world)
+        return Analysis("keepstep run", incidents, missing)
+    iterations = list(run.iterations())
+    _check(layout, path, max((one.rank for one in iterations), default=-1) + 1)
+    elsewhere = f"{path}: what the controller wrote; it is in the run folder of node 0"
+    return Analysis("keepstep run", tuple(slow_in_iterations(iterations)), (elsewhere,))
+
+
+def _incident(file: Path) -> Incident | str:
+    """The incident, or why it cannot be read."""
+    try:
+        return incident_from_json(file.read_bytes(), where=str(file))
+    except RunError as error:
+        return str(error)
 
 
 def _is_dump(path: Path) -> bool:

@@ -11,6 +11,7 @@ from tests.unit.locate.synthetic_calls import call_logs
 from keepstep.analyze import analyze
 from keepstep.cli import main
 from keepstep.core.errors import TraceError
+from keepstep.report.incidents import incident_to_json
 
 SAMPLES = Path(os.environ.get("KEEPSTEP_SAMPLES", "/nonexistent"))
 with_samples = pytest.mark.skipif(not SAMPLES.exists(), reason="KEEPSTEP_SAMPLES names no folder")
@@ -210,3 +211,40 @@ def test_a_layout_tells_where_culprits_are_and_must_have_their_ranks(
     ):
         assert main(["analyze", str(tmp_path), "--layout", layout]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_run_folder_gives_what_its_controller_wrote(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "status.json").write_text("{}")
+    (tmp_path / "incidents").mkdir()
+    log = analyze(megatron_log(tmp_path.parent / "log.txt", [1.0] * 40 + [2.0] * 40)).incidents[0]
+    (tmp_path / "incidents" / "0001.json").write_bytes(incident_to_json(log))
+    (tmp_path / "incidents" / "0002.json").write_bytes(incident_to_json(log)[:200])
+    found = analyze(tmp_path)
+    assert found.incidents == (log,)
+    (line,) = found.missing
+    assert "0002.json: is no incident of keepstep" in line
+    assert "\n" not in line
+
+
+def test_a_run_folder_without_a_controller_is_judged_by_its_iterations(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    folder = tmp_path / "nodes" / "1"
+    folder.mkdir(parents=True)
+    lines: list[str] = []
+    for step in range(60):
+        slow = 30 <= step < 45
+        total = (1.0 if slow else 0.5) + 0.001 * (step % 3)
+        ranks = {
+            str(rank): {"t": step, "d": total, "self": total - 0.1 if rank == 5 else 0.4, "blocked": 0.1}
+            for rank in (4, 5, 6, 7)
+        }
+        lines.append(json.dumps({"step": step, "ranks": ranks}) + "\n")
+    (folder / "iterations.jsonl").write_text("".join(lines))
+    found = analyze(tmp_path)
+    (incident,) = found.incidents
+    assert [culprit.rank for culprit in incident.culprits] == [5]
+    assert (incident.onset_step, incident.relief_step, incident.status) == (30, 45, "relieved")
+    assert "node 0" in found.missing[0]
+    (folder / "iterations.jsonl").write_text("")
+    assert analyze(tmp_path).incidents == ()
