@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,10 +12,22 @@ from keepstep.core.incident import Culprit, Link
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.core.summary import GroupInfo, IterationSummary, PeerTraffic
 from keepstep.locate._traffic import slowest_path
-from keepstep.locate._transfers import Path, Transfer, collective_transfers, message_transfers
+from keepstep.locate._transfers import (
+    Path,
+    Taken,
+    Transfer,
+    collective_transfers,
+    message_transfers,
+    messages_now,
+)
 from keepstep.locate.clocks import ClockOffsets
+from keepstep.locate.infer import InferredLayout
 
 MIN_RATIO = 1.3  # of a transfer to its healthy time
+PEER_RATIO = 1.1  # of a transfer to that of comparable paths (GREYHOUND §4.3)
+_ENOUGH_PEERS = 4  # that their own spread says what is usual
+_MAD_TO_SIGMA = 1.4826
+_SURE = 1.5  # standard errors; twice that is asked for
 MIN_SHARE = 0.15  # of the job's slowdown that a path must account for
 _FAST_RATIO = 1.15  # a path this near its healthy time is not the slow one
 _MAX_PAIRS_NODES = 16
@@ -44,34 +57,81 @@ def transfers_since(
     """All paths' transfers, healthy and now."""
     old, new = collective_transfers(before, groups), collective_transfers(after, groups)
     found = [
-        Transfer(path, groups[path.group].members, count, nbytes, old[path][0], seconds)
-        for path, (seconds, count, nbytes) in new.items()
+        Transfer(path, groups[path.group].members, now.count, now.nbytes, old[path].seconds, now.seconds)
+        for path, now in new.items()
         if path in old
     ]
     return found + message_transfers(before, after, nodes, offsets)
 
 
 def transfers_against_peers(
-    after: Sequence[IterationSummary], groups: Mapping[str, GroupInfo]
+    after: Sequence[IterationSummary],
+    groups: Mapping[str, GroupInfo],
+    nodes: Mapping[int, str],
+    offsets: ClockOffsets | None,
+    layout: InferredLayout,
 ) -> list[Transfer]:
-    """Groups against the comparable ones (same operation, members, count and bytes), for want of a healthy time.
+    """Paths against comparable ones, for want of a healthy time; those without a peer are left out.
 
-    GREYHOUND §4.3 calls these comparable clusters. Groups without a peer are left out.
+    Comparable are groups of the same role, size and spread over nodes, and messages between the same pipeline stages,
+    with the same operation and bytes (GREYHOUND §4.3: comparable clusters).
     """
-    clusters: dict[tuple[int, int, int, int], list[tuple[Path, float, float, float]]] = {}
-    for path, (seconds, count, nbytes) in collective_transfers(after, groups).items():
-        alike = (path.op, len(groups[path.group].members), round(count), round(nbytes))
-        clusters.setdefault(alike, []).append((path, seconds, count, nbytes))
+    clusters: dict[tuple[object, ...], list[tuple[Path, tuple[int, ...], Taken]]] = {}
+    for path, taken in collective_transfers(after, groups).items():
+        ranks = groups[path.group].members
+        role = layout.roles[path.group].roles if path.group in layout.roles else ()
+        alike = role, path.op, len(ranks), round(taken.nbytes), len({nodes.get(rank) for rank in ranks})
+        clusters.setdefault(alike, []).append((path, ranks, taken))
+    for path, taken in messages_now(after, nodes, offsets).items():
+        ranks = path.source, path.target
+        stages = tuple(layout.stage_of(rank) for rank in ranks)
+        alike = stages, path.op, 0, round(taken.nbytes), len({nodes.get(rank) for rank in ranks})
+        clusters.setdefault(alike, []).append((path, ranks, taken))
     found: list[Transfer] = []
     for rows in clusters.values():
         if len(rows) < 2:
             continue
-        usual = sorted(seconds for _, seconds, _, _ in rows)[(len(rows) - 1) // 2]
+        usual = _lower_median([taken.seconds for _, _, taken in rows])
+        spread = 0.0
+        if len(rows) >= _ENOUGH_PEERS:
+            spread = _MAD_TO_SIGMA * _lower_median([abs(taken.seconds - usual) for _, _, taken in rows])
+        error = max(spread, _lower_median([taken.error_s for _, _, taken in rows]))
         found.extend(
-            Transfer(path, groups[path.group].members, count, nbytes, usual, seconds)
-            for path, seconds, count, nbytes in rows
-        )
-    return found
+            Transfer(
+                path, ranks, taken.count, taken.nbytes, usual, taken.seconds,
+                _SURE * math.hypot(error, taken.error_s), of_peers=True,
+            )
+            for path, ranks, taken in rows
+        )  # fmt: skip
+    return _worst_of_chains(found)
+
+
+def _worst_of_chains(transfers: Sequence[Transfer]) -> list[Transfer]:
+    """A slow message makes the others of its pipeline late: of each chain of ranks only the slowest pair counts."""
+    chain: dict[int, int] = {}
+
+    def first_of(rank: int) -> int:
+        while chain.setdefault(rank, rank) != rank:
+            rank = chain[rank]
+        return rank
+
+    messages = [transfer for transfer in transfers if transfer.path.source >= 0]
+    for transfer in messages:
+        one, other = (first_of(rank) for rank in transfer.ranks)
+        chain[max(one, other)] = min(one, other)
+    gains: dict[frozenset[int], list[float]] = {}
+    for transfer in messages:
+        gains.setdefault(frozenset(transfer.ranks), []).append(transfer.gain_s)
+    worst: dict[int, frozenset[int]] = {}
+    # a slow pair is mostly slow both ways, while lateness goes on one way: down with activations or up with gradients
+    for pair in sorted(gains, key=lambda pair: 4 * min(gains[pair]) + max(gains[pair])):
+        worst[first_of(min(pair))] = pair
+    left = set(worst.values())
+    return [one for one in transfers if one.path.source < 0 or frozenset(one.ranks) in left]
+
+
+def _lower_median(values: Sequence[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 def blame_links(
@@ -118,6 +178,8 @@ def blame_links(
 
 
 def _is_slow(transfer: Transfer, slowdown_s: float) -> bool:
+    if transfer.of_peers:
+        return transfer.ratio > PEER_RATIO
     # a message's healthy time may be mostly waiting: then its growth tells, not the ratio
     return transfer.ratio >= MIN_RATIO or (transfer.path.source >= 0 and transfer.gain_s >= 0.5 * slowdown_s)
 
@@ -142,7 +204,7 @@ def _named(
             continue
         chosen.append(span)
         open_paths = [t for t in open_paths if t not in explained]
-    confidence: Literal["high", "medium"] = "high" if share >= 0.5 else "medium"
+    confidence: Literal["high", "medium"] = "high" if share >= 0.5 and not direct[0].of_peers else "medium"
     hub = _common_node(chosen)
     detail = f"every slow pair has {hub}: its own connection is the likely cause" if hub else ""
     culprits: list[Culprit] = []
@@ -206,6 +268,11 @@ def _ends(pair: _Pair, transfer: Transfer, nodes: Mapping[int, str]) -> tuple[in
 
 
 def _describe(transfer: Transfer) -> str:
+    if transfer.of_peers:
+        return (
+            f"{transfer.path}: {transfer.after_s * 1e3:.1f} ms per operation after the last arrival, comparable paths "
+            f"{transfer.before_s * 1e3:.1f} ms, {transfer.nbytes / 1e6:.2g} MB each"
+        )
     if transfer.path.source >= 0:
         longer = (transfer.after_s - transfer.before_s) * 1e3
         return (

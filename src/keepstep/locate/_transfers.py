@@ -12,6 +12,8 @@ from keepstep.core.events import Op
 from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
 from keepstep.locate.clocks import MAX_DRIFT, ClockOffsets
 
+_MAD_TO_SIGMA = 1.4826
+
 
 @dataclass(frozen=True, slots=True)
 class Path:
@@ -30,7 +32,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One path's transfers, healthy and now; medians over iterations."""
+    """One path's transfers, healthy (its own, or those of comparable paths) and now; medians over iterations."""
 
     path: Path
     ranks: tuple[int, ...]
@@ -38,7 +40,8 @@ class Transfer:
     nbytes: float  # per operation
     before_s: float  # per operation, an upper bound
     after_s: float
-    error_s: float = 0.0  # what clocks may add to the difference
+    error_s: float = 0.0  # what clocks and noise may add to the difference
+    of_peers: bool = False  # ``before_s`` is what comparable paths take now
 
     @property
     def gain_s(self) -> float:
@@ -49,6 +52,16 @@ class Transfer:
     def ratio(self) -> float:
         """How many times longer a transfer takes."""
         return self.after_s / self.before_s if self.before_s > 0 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What one path's transfers take now: an upper bound per operation, medians over iterations."""
+
+    seconds: float
+    count: float  # operations per iteration
+    nbytes: float  # per operation
+    error_s: float  # of ``seconds``, by noise and clocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +83,8 @@ _Step = tuple[Path, int]
 
 def collective_transfers(
     summaries: Sequence[IterationSummary], groups: Mapping[str, GroupInfo]
-) -> dict[Path, tuple[float, float, float]]:
-    """Per path (seconds per operation, operations per iteration, bytes per operation), medians over iterations.
+) -> dict[Path, Taken]:
+    """What the collectives of every path take.
 
     The member that arrives last waits for nobody, so the shortest mean of the members bounds the transfer from
     above. Iterations in which a member of a group is missing say nothing about that group.
@@ -89,7 +102,7 @@ def collective_transfers(
         count = min(stream.count for stream in streams)
         shortest = min(stream.busy_s / stream.count for stream in streams)
         rows.setdefault(path, []).append((shortest, float(count), streams[0].bytes / streams[0].count))
-    return {path: _medians(values) for path, values in rows.items()}
+    return {path: _taken(values) for path, values in rows.items()}
 
 
 def message_transfers(
@@ -119,6 +132,20 @@ def message_transfers(
         ends = (path.source, path.target)
         transfers.append(Transfer(path, ends, count, nbytes, base, base + growth, error))
     return transfers
+
+
+def messages_now(
+    after: Sequence[IterationSummary], nodes: Mapping[int, str], offsets: ClockOffsets | None
+) -> dict[Path, Taken]:
+    """What every pair's messages take: no longer than the receive, nor than from the send's start to its end."""
+    found: dict[Path, Taken] = {}
+    for path, rows in _messages(after).items():
+        latency, bound = _latency(path, rows, nodes, offsets)
+        taken = _taken([(row.receiving_s, float(row.count), row.nbytes) for row in rows])
+        if latency + bound < taken.seconds:
+            taken = Taken(latency + bound, taken.count, taken.nbytes, taken.error_s + bound)
+        found[path] = taken
+    return found
 
 
 def _messages(summaries: Sequence[IterationSummary]) -> dict[Path, list[_Message]]:
@@ -172,20 +199,31 @@ def _healthy_latency(
     path: Path, rows: Sequence[_Message], nodes: Mapping[int, str], offsets: ClockOffsets | None
 ) -> float:
     """From the send's start to the receive's end, where the clocks are known better than that; else infinite."""
+    latency, bound = _latency(path, rows, nodes, offsets)
+    return latency if bound == 0 or latency > 2 * bound else math.inf
+
+
+def _latency(
+    path: Path, rows: Sequence[_Message], nodes: Mapping[int, str], offsets: ClockOffsets | None
+) -> tuple[float, float]:
+    """From the send's start to the receive's end, and the clocks' bound; infinite where they cannot be compared."""
     latency, at_s = (
         float(np.median(values)) for values in ([r.latency_s for r in rows], [r.at_s for r in rows])
     )
     source, target = nodes.get(path.source, ""), nodes.get(path.target, "")
     if source == target:
-        return max(latency, 0.0)
+        return max(latency, 0.0), 0.0
     if offsets is None or source not in offsets.nodes or target not in offsets.nodes:
-        return math.inf
+        return math.inf, 0.0
     at_source_s = at_s + offsets.offset_s(target, at_s) - offsets.offset_s(source)
     shift = offsets.offset_s(target, at_s) - offsets.offset_s(source, at_source_s)
     bound = offsets.bound_s(target, at_s) + offsets.bound_s(source, at_source_s)
-    return latency + shift if latency + shift > 2 * bound else math.inf
+    return latency + shift, bound
 
 
-def _medians(values: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+def _taken(values: Sequence[tuple[float, float, float]]) -> Taken:
+    """Medians of (seconds, count, bytes); the error is that of a median, from the spread."""
     table = np.array(values)
-    return float(np.median(table[:, 0])), float(np.median(table[:, 1])), float(np.median(table[:, 2]))
+    seconds, count, nbytes = (float(np.median(table[:, column])) for column in range(3))
+    spread = _MAD_TO_SIGMA * float(np.median(np.abs(table[:, 0] - seconds)))
+    return Taken(seconds, count, nbytes, 1.25 * spread / math.sqrt(len(table)))

@@ -30,6 +30,7 @@ _ENOUGH_SHARE = 0.6  # no need to look at links
 _NOISE_FACTOR = 3.0
 _MOST_NOISE = 0.12  # of self time: what is noisier still must not hide a rank that explains the slowdown
 _USUAL_NOISE = 0.02  # of self time, where too few iterations tell
+_LOST = 0.2  # of an iteration; a link is blamed from its least share of that on, 3 %
 _MAX_CULPRITS = 64
 
 
@@ -56,6 +57,11 @@ class _Growth:
     def share(self) -> Floats:
         """Each rank's gain of self time over the job's slowdown."""
         return self.gain_s / max(self.slowdown_s, 1e-9)
+
+    @property
+    def lost_s(self) -> float:
+        """What a link must explain a part of: without a healthy time at least a part of the iteration that matters."""
+        return self.slowdown_s if self.before is not None else max(self.slowdown_s, _LOST * self.job_after_s)
 
     @property
     def share_of_all(self) -> float:
@@ -107,7 +113,7 @@ def locate_slow(
     links = SlowLinks()
     if max(explained, growth.share_of_all) < _ENOUGH_SHARE:
         if growth.before is None:
-            transfers = transfers_against_peers(after, groups)
+            transfers = transfers_against_peers(after, groups, nodes, offsets, layout)
         else:
             transfers = transfers_since(before, after, groups, nodes, offsets)
         # a slow rank's own operations overlap its slow compute: they prove no slow link beside it
@@ -115,7 +121,7 @@ def locate_slow(
         apart = (
             [transfer for transfer in transfers if blamed.isdisjoint(transfer.ranks)] if blamed else transfers
         )
-        links = blame_links(apart, nodes, growth.slowdown_s, traffic)
+        links = blame_links(apart, nodes, growth.lost_s, traffic)
     if explained < MIN_SHARE and explained < links.share:
         chosen = chosen[:0]
     if len(chosen) == 0 and not links.culprits:
