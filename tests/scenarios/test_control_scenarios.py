@@ -155,9 +155,7 @@ class Stage:
         peer = self.connect(f"agent{node}", "agent")
         return self.say(peer, Hello("agent", f"gpu-{node}", int(node), int(pid or 200 + int(node))))
 
-    def do_beat(
-        self, step: str, node: str = "", iteration: str = "0.5", overdue: str = "0"
-    ) -> list[Effect]:
+    def do_beat(self, step: str, node: str = "", iteration: str = "0.5", overdue: str = "0") -> list[Effect]:
         self.sequence += 1
         out: list[Effect] = []
         for one in self.agents(node):

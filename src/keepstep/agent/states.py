@@ -30,7 +30,7 @@ def operations_in_flight(
             peer,
             seq,
             start_ns * 1e-9,
-            sites[site][-_SITE_CHARACTERS:] if site < len(sites) else "",
+            _site(sites, site),
         )
         for group, op, peer, seq, start_ns, site in zip(
             rows["group"].tolist(),
@@ -68,7 +68,10 @@ def rank_state(
     stack: str = "",
     sites: Sequence[str] = (),
 ) -> RankState:
-    """The state of one rank; ``sites`` as the ring has them; ``process_state`` as in ``/proc/PID/stat``, empty when the process is gone."""
+    """The state of one rank.
+
+    ``process_state``: as in ``/proc/PID/stat``, empty when the process is gone. ``sites``: as the ring has them.
+    """
     phase, since_ns = track.phase()
     return RankState(
         rank=track.rank,
@@ -108,6 +111,10 @@ async def python_stack(pid: int) -> str:
         await process.wait()
         return ""
     return output.decode(errors="replace")[:_STACK_CHARACTERS]
+
+
+def _site(sites: Sequence[str], site: int) -> str:
+    return sites[site][-_SITE_CHARACTERS:] if site < len(sites) else ""
 
 
 def _name(groups: Sequence[GroupInfo], group: int) -> str:

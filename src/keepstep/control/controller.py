@@ -453,7 +453,9 @@ class Controller:
         if all(node.overdue and not node.silent for node in nodes) and (
             sum(len(node.ranks) for node in nodes) == cluster.known_ranks
         ):
-            self._waiting_again_s = now_s + 2 * self.settings.heartbeat_s  # by then the heartbeats are new ones
+            self._waiting_again_s = (
+                now_s + 2 * self.settings.heartbeat_s
+            )  # by then the heartbeats are new ones
             self._hang = HangCase(self)
             self._hang.all_wait(now_s)
 

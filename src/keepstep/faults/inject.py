@@ -15,7 +15,19 @@ import time
 from collections.abc import Callable, Sequence
 
 from keepstep.core.errors import FaultError
-from keepstep.faults.grammar import PLACES, Delay, Fault, Hang, Kill, Raise, RankFault, Skip, Slow, SlowData, Stop
+from keepstep.faults.grammar import (
+    PLACES,
+    Delay,
+    Fault,
+    Hang,
+    Kill,
+    Raise,
+    RankFault,
+    Skip,
+    Slow,
+    SlowData,
+    Stop,
+)
 
 _FOREVER_S = 10 * 365 * 86400.0
 

@@ -216,7 +216,7 @@ def _circle(known: _Evidence, circle: Sequence[int]) -> Diagnosis:
 
 
 def _called_at(known: _Evidence, ranks: Sequence[int], p: Pending | None = None) -> str:
-    """The line of the user's code that most of these ranks called the operation from (``p``, or the oldest in flight)."""
+    """The user's line that most of these ranks called ``p`` from (by default what each entered first)."""
     sites = Counter(
         flight.site
         for rank in ranks
