@@ -88,17 +88,17 @@ class ReducerTwin(Twin):
         self.group = group
         self.waits = waits
 
-    def allreduce(self, tensors: Any, *options: Any) -> Any:
+    def allreduce(self, tensors: Any, *opts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if in_compiled_module():
-            return super().allreduce(tensors, *options)
+            return super().allreduce(tensors, *opts)
         try:
             operation = self.waits.begin(self.group, tensors[0].nbytes)
         except Exception:
             operation = None  # the general way tells of it
         if operation is None:
-            return super().allreduce(tensors, *options)
+            return super().allreduce(tensors, *opts)
         try:
-            work = _allreduce(self.native, tensors, *options)
+            work = _allreduce(self.native, tensors, *opts)
         except BaseException:
             operation.fail()
             raise

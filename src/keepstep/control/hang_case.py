@@ -14,7 +14,7 @@ from keepstep.core.summary import RankState
 from keepstep.wire.messages import States
 
 _AGAIN_S = 2.0  # while it is not confirmed
-_SECOND_LOOK_S = 0.3  # at ranks that all wait
+_SECOND_LOOK_S = 0.1  # at ranks that all wait
 _SHARPEN_S = (3.0, 10.0, 30.0)  # after the verdict
 _TRIES = 3
 _MOST_TRIES = 15
@@ -92,7 +92,7 @@ class HangCase:
         if self.incident is None:
             if now_s - self._asked_s >= (_SECOND_LOOK_S if self._all_wait else _AGAIN_S):
                 self._ask(stacks=False, now_s=now_s)
-        elif self._all_wait and not self._stuck and not self._desk.cluster.overdue_nodes:
+        elif self._all_wait and not self._stuck and self._all_go_on():
             self._relieve(
                 self._desk.cluster.newest_step, now_s
             )  # no rank was stuck long enough to tell of it
@@ -127,6 +127,10 @@ class HangCase:
     def _ask(self, *, stacks: bool, now_s: float) -> None:
         self._asked_s = now_s
         self.question = self._desk.ask_states(stacks, now_s)
+
+    def _all_go_on(self) -> bool:
+        cluster = self._desk.cluster
+        return not cluster.overdue_nodes and all(one.alive for one in cluster.beats())
 
     def _stuck_for(self, now_s: float) -> float:
         return self._stuck_s + (now_s - self._first_s if self._first_s is not None else 0.0)
