@@ -9,7 +9,7 @@ Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
     beat step=10 [node=0] [overdue=2]         a heartbeat of all (or one) connected agents; all ranks wait too long
     found kind=slow rank=1 step=32 ...        a finding by its agent (crash: launcher); rank=0-3: several
     profiles [nodes=0,1] rank=1 onset=30      answer the last ProfileRequest
-    states [nodes=0,1] rank=1 idle=40 [going=1]   answer the last StateRequest; rank is not in the collective
+    states [nodes=0,1] rank=1 idle=40 [going=1] [dead=1]   answer the last StateRequest; rank is not in the collective
     lose node=0 role=agent                    its connection breaks
     ended node=0 code=0
     wait 1.5                                  ticks of 0.1 s
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -212,13 +213,18 @@ class Stage:
             out += self.say(self.peer(f"agent{node}"), Profile(asked.request, node, rows))
         return out
 
-    def do_states(self, rank: str, idle: str, nodes: str = "", going: str = "0") -> list[Effect]:
+    def do_states(
+        self, rank: str, idle: str, nodes: str = "", going: str = "0", dead: str = "0"
+    ) -> list[Effect]:
         asked, out = self.asked, []
         assert isinstance(asked, StateRequest)
         for node in self.agents(nodes):
             idle_s = 0.0 if going == "1" else float(idle)
             states = tuple(
-                stand_ins.state(one, self.now_s, step=40, idle_s=idle_s, waits=one != int(rank))
+                replace(
+                    stand_ins.state(one, self.now_s, step=40, idle_s=idle_s, waits=one != int(rank)),
+                    alive=dead == "0",
+                )
                 for one in self.ranks_of(node)
             )
             out += self.say(self.peer(f"agent{node}"), States(asked.request, node, states))

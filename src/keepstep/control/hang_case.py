@@ -74,6 +74,8 @@ class HangCase:
         """Decide with what the agents have sent."""
         self.question = None
         states = [state for answer in answers for state in answer.states]
+        if self.incident is not None and any(not state.alive for state in states):
+            return  # somebody ends the job: what its processes say no longer tells who held it up
         if self.incident is None:
             self._tries += 1
             going = self._going_on(states)
