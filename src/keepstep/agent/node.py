@@ -73,6 +73,7 @@ class NodeAgent:
         self._sensors = HostSensors()
         self._sockets = SocketSensor()
         self._sequence = 0
+        self._all_overdue = False
 
     def poll(self, now_ns: int) -> bool:
         """Read every ring; True when any had something new."""
@@ -80,6 +81,12 @@ class NodeAgent:
         for ring in self._rings:
             busy = self._poll_safely(ring, now_ns) or busy
         return busy
+
+    def has_news(self) -> bool:
+        """Whether the next heartbeat should not wait: all ranks here wait for others longer than usual, or no more."""
+        all_overdue = all(ring.track.overdue_s > 0 for ring in self._rings)
+        changed, self._all_overdue = all_overdue != self._all_overdue, all_overdue
+        return changed
 
     def heartbeat(self, now_ns: int) -> Heartbeat:
         """The node's state for the controller; looks at the processes and flushes the log, too."""
@@ -271,6 +278,7 @@ class NodeAgent:
             max(idle_ns, 0) * 1e-9,
             not gone,
             first,
+            track.overdue_s if not gone else 0.0,
         )
 
     def _state(self, ring: _Ring, now_ns: int, stack: str) -> RankState | None:
@@ -282,8 +290,9 @@ class NodeAgent:
         if ring.header is None:  # not claimed yet: the script is still on its way to its first record
             state = "?"
         try:
+            reader = ring.reader
             return rank_state(
-                ring.track, ring.reader.in_flight(), ring.reader.streams(), state, now_ns, stack, unread
+                ring.track, reader.in_flight(), reader.streams(), state, now_ns, stack, reader.sites(), unread
             )
         except (RingError, OSError) as error:
             self._complain(ring, str(error), now_ns)

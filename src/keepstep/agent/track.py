@@ -60,6 +60,11 @@ class RankTrack:
         """The last finished step; -1 before the first."""
         return self._cutter.step
 
+    @property
+    def overdue_s(self) -> float:
+        """How long the rank has waited for others, once that is over the usual; else 0."""
+        return self._watch.overdue_s
+
     def phase(self) -> tuple[int, int]:
         """The rank's phase and since when (ns; the last progress where nothing else is known)."""
         phase, since_ns = self._cutter.phase()

@@ -113,6 +113,7 @@ class Controller:
         self._exited = False
         self._ticked_s: float | None = None
         self._quiet_until_s = 0.0
+        self._waiting_again_s = 0.0
 
     # --- what the rim calls ---------------------------------------------------------------------------------------
 
@@ -198,6 +199,7 @@ class Controller:
         self._ticked_s = now_s
         self._answer_joins(self.rendezvous.tick(now_s))
         self._watch_nodes(now_s)
+        self._watch_waiting(now_s)
         for number in [n for n, question in self._profiles.items() if question.due(now_s)]:
             self._decide_profiles(number, now_s)
         for number in [n for n, question in self._states.items() if question.due(now_s)]:
@@ -474,6 +476,23 @@ class Controller:
         case = SlowCase(self)
         self._slow.append(case)
         case.found(finding, now_s)
+
+    def _watch_waiting(self, now_s: float) -> None:
+        """When all ranks wait for others, and longer than usual, none of them is in a pause: they have locked up."""
+        cluster = self.cluster
+        if not cluster.overdue_nodes or self._hang is not None or self._crash is not None or self.over:
+            return
+        if now_s < self._waiting_again_s:
+            return
+        nodes = cluster.nodes.values()
+        if all(node.overdue and not node.silent for node in nodes) and (
+            sum(len(node.ranks) for node in nodes) == cluster.known_ranks
+        ):
+            self._waiting_again_s = (
+                now_s + 2 * self.settings.heartbeat_s
+            )  # by then the heartbeats are new ones
+            self._hang = HangCase(self)
+            self._hang.all_wait(now_s)
 
     def _crash_found(self, finding: Finding, now_s: float) -> None:
         if self.over:

@@ -67,6 +67,7 @@ class OpInFlight:
     peer: int
     seq: int
     since_s: float
+    site: str = ""  # the user's line that led to it, "file:line function"; empty where it is not known
 
 
 @dataclass(frozen=True, slots=True)

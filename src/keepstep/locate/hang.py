@@ -6,6 +6,7 @@ operation, or its process is stopped or dead. Where all members are in and none 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -13,7 +14,7 @@ from typing import Literal
 from keepstep.core.events import Op, Phase
 from keepstep.core.incident import Culprit, Diagnosis, IncidentKind, Link
 from keepstep.core.ranges import fold_nodes, fold_ranks
-from keepstep.core.summary import GroupInfo, PathProbe, PeerTraffic, RankState
+from keepstep.core.summary import GroupInfo, OpInFlight, PathProbe, PeerTraffic, RankState
 from keepstep.locate._paths import Pair, Paths, common_node, pairs_among
 from keepstep.locate._waiting import Pending, pending_operations
 from keepstep.locate.clocks import ClockOffsets
@@ -178,7 +179,10 @@ def _desync(known: _Evidence, mixed: Pending) -> Diagnosis:
     by_size = sorted(entered, key=lambda op: (len(entered[op]), op))
     tie = len(entered[by_size[0]]) == len(entered[by_size[-1]])
     odd = sorted(rank for op in (by_size if tie else by_size[:-1]) for rank in entered[op])
-    told = ", ".join(f"ranks {fold_ranks(entered[op])} in {Op(op).name}" for op in reversed(by_size))
+    told = ", ".join(
+        f"ranks {fold_ranks(entered[op])} in {Op(op).name}{_called_at(known, entered[op], mixed)}"
+        for op in reversed(by_size)
+    )
     confidence: Confidence = "low" if tie else "high"
     culprits = tuple(_culprit(known, rank, mixed, confidence, "entered another operation") for rank in odd)
     missing = ("which of the two is meant: as many ranks entered one as the other",) if tie else ()
@@ -221,7 +225,25 @@ def _circle(known: _Evidence, circle: Sequence[int]) -> Diagnosis:
         return _diagnosis(known, (), set(), open_operations[0], (told,), missing, "desync")
     main = next((p for p in open_operations if suspect in p.absent), open_operations[0])
     culprit = _culprit(known, suspect, main, "medium", "skipped an operation")
-    return _diagnosis(known, (culprit,), {suspect}, main, (told,), (), "desync")
+    where = [f"rank {suspect} waits{_called_at(known, [suspect])}"] if _called_at(known, [suspect]) else []
+    if _called_at(known, main.waiting, main):
+        where.append(f"ranks {fold_ranks(main.waiting)} wait for it{_called_at(known, main.waiting, main)}")
+    return _diagnosis(known, (culprit,), {suspect}, main, (told, *where), (), "desync")
+
+
+def _called_at(known: _Evidence, ranks: Sequence[int], p: Pending | None = None) -> str:
+    """The user's line that most of these ranks called ``p`` from (by default what each entered first)."""
+    sites = Counter(
+        flight.site
+        for rank in ranks
+        for flight in [one for one in known.states[rank].in_flight if p is None or _is_of(one, p)][:1]
+        if flight.site
+    )
+    return f" at {sites.most_common(1)[0][0]}" if sites else ""
+
+
+def _is_of(flight: OpInFlight, p: Pending) -> bool:
+    return flight.group == p.group and flight.seq == p.seq and (flight.peer < 0) == p.collective
 
 
 def _fewer_than_its_company(known: _Evidence, pending: Sequence[Pending]) -> int | None:

@@ -260,7 +260,7 @@ def _parse(content: Any, rank: int) -> _Dump:
         counts = _counts(status, names, groups)
         entries = [one for one in (_entry(e, groups, rank) for e in raw) if one is not None]
         entries.sort(key=lambda one: (one.created_ns, one.seq))
-    except (AttributeError, KeyError, TypeError, ValueError, SyntaxError, IndexError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, OverflowError) as error:
         raise TraceError(f"is damaged: {type(error).__name__}: {str(error)[:80]}") from error
     told = {key: [entry for entry in entries if entry.group == key and entry.peer < 0] for key in groups}
     for key, own in told.items():

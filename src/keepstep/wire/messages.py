@@ -72,6 +72,7 @@ class RankBeat(msgspec.Struct, frozen=True, array_like=True, gc=False):
     idle_s: float = 0.0  # since the last progress
     alive: bool = True
     in_flight: OpInFlight | None = None  # the one entered first
+    overdue_s: float = 0.0  # how long it has waited for others, once that is over the usual; else 0
 
 
 class Heartbeat(Message, frozen=True, gc=False):

@@ -130,6 +130,15 @@ def test_different_operations_under_one_number():
     assert found.kind == "desync"
     assert [c.rank for c in found.culprits] == [2]
     assert any("ALLREDUCE" in line and "BROADCAST" in line for line in found.evidence)
+    called = {Op.ALLREDUCE: "train.py:88 train", Op.BROADCAST: "train.py:93 log"}
+    states = [
+        dataclasses.replace(
+            one, in_flight=(dataclasses.replace(one.in_flight[0], site=called[Op(one.in_flight[0].op)]),)
+        )
+        for one in states
+    ]
+    told = locate_hang(states, info, dict.fromkeys(range(3), "n0")).evidence
+    assert "ranks 0-1 in ALLREDUCE at train.py:88 train, ranks 2 in BROADCAST at train.py:93 log" in told
     tied = locate_hang(states[1:], {"g": GroupInfo("g", (1, 2))}, {1: "n0", 2: "n0"})
     assert [(c.rank, c.confidence) for c in tied.culprits] == [(1, "low"), (2, "low")]
 
