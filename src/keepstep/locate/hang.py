@@ -415,7 +415,9 @@ def _diagnosis(
     silent = known.silent
     if silent and not missing:
         missing = (f"states of ranks {fold_ranks(silent)}",)
-    summary = f"{main} stuck {main.stuck_s:.0f} s" if main is not None else ""
+    summary = str(main) if main is not None else ""
+    if main is not None and any(state.process_state != UNKNOWN_PROCESS for state in known.states.values()):
+        summary += f" stuck {main.stuck_s:.0f} s"
     return Diagnosis(kind, culprits, victims, (*lines, *evidence), missing, summary)
 
 
@@ -430,8 +432,9 @@ def _culprit(
     if overtaken is not None and state.process_state == UNKNOWN_PROCESS:
         cause = cause or "did not finish"
         detail.append(f"has not finished {overtaken}, which {overtaken.through} members are through")
+    named = cause or _cause(state, phase)
     if p is not None and rank in p.absent:
-        detail.append(f"never entered {p}")
+        detail.append(str(p) if named == "never entered" else f"never entered {p}")
     if state.alive and not cause and phase:
         detail.append(f"in {phase} for {max(state.now_s - state.phase_since_s, 0):.0f} s")
     frame = _innermost_frame(state.stack)
@@ -444,7 +447,7 @@ def _culprit(
         phase,
         0.0,
         confidence,
-        cause or _cause(state, phase),
+        named,
         "; ".join(detail),
     )
 
@@ -493,13 +496,13 @@ def _progress_lines(known: _Evidence, order: Sequence[int]) -> tuple[str, ...]:
     lines: list[str] = []
     for rank in order[:3]:
         state = known.states[rank]
+        if state.process_state == UNKNOWN_PROCESS:
+            continue  # a trace tells when operations were enqueued, not when it was written
         ago = max(state.now_s - state.last_progress_s, 0.0)
         phase, process = _phase(state), state.process_state
         told = [f"last progress {ago:.1f} s ago"]
         told += [f"in {phase}"] if phase else []
-        told += (
-            [] if process == UNKNOWN_PROCESS else [f"process state {process}" if process else "process gone"]
-        )
+        told.append(f"process state {process}" if process else "process gone")
         lines.append(f"rank {rank}: {', '.join(told)}")
     return tuple(lines)
 

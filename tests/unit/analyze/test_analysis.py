@@ -70,7 +70,8 @@ def test_a_rank_whose_host_stopped_enqueuing(tmp_path: Path) -> None:
     started = {0: 9, 1: 9, 2: 7, 3: 9}
     (incident,) = analyze(flight_dumps(tmp_path, started, dict.fromkeys(started, 7))).incidents
     assert [culprit.rank for culprit in incident.culprits] == [2]
-    assert "never entered group 0 (dp) ALLREDUCE seq 8" in incident.culprits[0].detail
+    culprit = incident.culprits[0]
+    assert (culprit.cause, culprit.detail) == ("never entered", "group 0 (dp) ALLREDUCE seq 8")
 
 
 def test_a_rank_whose_device_stands_still(tmp_path: Path) -> None:
