@@ -136,6 +136,10 @@ def judge_slow(plan: Plan, outcome: Outcome) -> Verdict:
     measured["stage"] = [culprit.get("stage") for culprit in incident["culprits"]]
     if "stage" in truth and measured["stage"] != [truth["stage"]] * len(ranks):
         why.append(f"stage {measured['stage']}, true {truth['stage']}")
+    if "microbatch" in truth:
+        measured["detail"] = incident["culprits"][0].get("detail", "")
+        if f"of micro-batch {truth['microbatch']}:" not in measured["detail"]:
+            why.append(f"micro-batch {truth['microbatch']} not told: {measured['detail']}")
     measured["onset_late"] = _within("onset", incident["detected_step"], truth["onset"], why)
     closed = incident.get("closed_unix_s")
     seen = None if closed is None or incident["relief_step"] is None else last_step_ended_by(outcome, closed)

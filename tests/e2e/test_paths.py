@@ -20,7 +20,7 @@ import pytest
 from tests.e2e import testbed as beds
 from tests.e2e.testbed import HOURS, Host, Testbed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.root]
+pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(600)]
 
 JOB = """
 import time
@@ -38,7 +38,7 @@ while True:
     time.sleep(0.05)
 """
 STEPS = 30
-PATIENCE_S = 120
+PATIENCE_S = 240
 NOWHERE = "02:00:00:00:00:99"  # a hardware address of nobody
 _PTRACE_SEIZE, _PTRACE_INTERRUPT = 0x4206, 0x4207
 

@@ -128,11 +128,24 @@ class NodeAgent:
             history = ring.track.history
             found.extend(one for one in history if request.first_step <= one.step <= request.last_step)
             clock.extend(ring.track.clock.recent())
+        wanted = frozenset(request.blocks_of)
+        blocks = [
+            block
+            for ring in self._rings
+            if ring.rank in wanted
+            for block in ring.track.blocks(request.first_step, request.last_step)
+        ]
         found.sort(key=lambda one: (one.step, one.rank))
         onset_s = min((one.start_s for one in found if one.step == request.onset_step), default=None)
         traffic = self._sockets.traffic(onset_s, self._node) if onset_s is not None else ()
         return Profile(
-            request.request, self._node_rank, tuple(found), tuple(clock), self._sensors.causes(), traffic
+            request.request,
+            self._node_rank,
+            tuple(found),
+            tuple(clock),
+            self._sensors.causes(),
+            traffic,
+            tuple(blocks),
         )
 
     async def states(self, request: StateRequest) -> States:

@@ -244,10 +244,17 @@ class Controller:
 
     # --- what the cases call (Desk) -------------------------------------------------------------------------------
 
-    def ask_profiles(self, first_step: int, last_step: int, now_s: float, onset_step: int = -1) -> int:
+    def ask_profiles(
+        self,
+        first_step: int,
+        last_step: int,
+        now_s: float,
+        onset_step: int = -1,
+        blocks_of: tuple[int, ...] = (),
+    ) -> int:
         number, agents = self._request()
         self._profiles[number] = Question(number, set(agents), now_s + self.settings.answer_s)
-        request = ProfileRequest(number, first_step, last_step, onset_step)
+        request = ProfileRequest(number, first_step, last_step, onset_step, blocks_of)
         self._effects.append(Send(tuple(agents.values()), request))
         return number
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 
@@ -12,7 +13,7 @@ from keepstep.control.desk import Desk, how_to_say, is_traffic, unlocated
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis, Incident
 from keepstep.core.ranges import fold_nodes
-from keepstep.core.summary import IterationSummary, PathProbe, PeerTraffic
+from keepstep.core.summary import BlockSummary, IterationSummary, PathProbe, PeerTraffic
 from keepstep.wire.messages import Profile
 
 NEAR_STEPS = 3  # findings with onsets this close are about one cause
@@ -29,6 +30,7 @@ _MOST_LOOKS = 5  # after the verdict, while answers or culprits are missing
 _QUIET_STEPS = 10  # steps at the old pace that prove relief when no finding says so
 _PACE_NODES = 64
 _MOST_ONSETS = 4096
+_MOST_BLOCKS = 500_000
 
 
 class SlowCase:
@@ -51,6 +53,7 @@ class SlowCase:
         self._after: list[float] = []
         self._tries = 0
         self._looks = 0  # after the verdict
+        self._blocks_of: tuple[int, ...] = ()  # ranks to be asked for their blocks at the next look
         self._settled = incident is not None  # nothing more to learn by asking
         self._asked_s = 0.0
         self._asked_step = -1
@@ -128,7 +131,8 @@ class SlowCase:
             self.closed = self._tries >= _UNCONFIRMED_TRIES
             return
         traffic = [one for answer in answers for one in answer.traffic if is_traffic(one)]
-        self._decide(before, after, traffic, unanswered, now_s)
+        blocks = [one for answer in answers for one in answer.blocks if _is_block(one)][:_MOST_BLOCKS]
+        self._decide(before, after, traffic, blocks, unanswered, now_s)
         complete = self.incident is not None and bool(self.incident.culprits) and not unanswered
         self._settled = self._looks >= (1 if complete else _MOST_LOOKS)
 
@@ -176,7 +180,7 @@ class SlowCase:
         newest = max(self._desk.cluster.newest_step, self._detected_step)
         last = max(newest, onset) if newest < onset + 4 * reach else onset + 4 * reach
         self._asked_step, self._asked_s = newest, now_s
-        self.question = self._desk.ask_profiles(first, last + 1, now_s, onset)
+        self.question = self._desk.ask_profiles(first, last + 1, now_s, onset, self._blocks_of)
 
     def _ask_for_relief(self, now_s: float) -> None:
         """Some ranks say that it is over: look at the newest steps of all."""
@@ -209,11 +213,12 @@ class SlowCase:
         before: Sequence[IterationSummary],
         after: Sequence[IterationSummary],
         traffic: Sequence[PeerTraffic],
+        blocks: Sequence[BlockSummary],
         unanswered: Sequence[str],
         now_s: float,
     ) -> None:
         desk = self._desk
-        diagnosis = self._locate(before, after, traffic, now_s)
+        diagnosis = self._locate(before, after, traffic, blocks, now_s)
         old = self.incident
         if old is not None and _firmness(old.culprits) > _firmness(diagnosis.culprits):
             return  # what was known is better: the newest steps may hold a part that is over already
@@ -240,6 +245,8 @@ class SlowCase:
             detected_unix_s=old.detected_unix_s if old else desk.unix_s(now_s),
         )
         self.incident = incident
+        with suppress(Exception):  # without them the verdict is as sharp as it is
+            self._blocks_of = desk.locators.blocks_wanted(incident.culprits, after)
         desk.publish(incident, how_to_say(old, diagnosis))
         links = [culprit.link.nodes for culprit in diagnosis.culprits if culprit.link is not None]
         if links and not self._probes and self.probing is None:
@@ -250,15 +257,22 @@ class SlowCase:
         before: Sequence[IterationSummary],
         after: Sequence[IterationSummary],
         traffic: Sequence[PeerTraffic],
+        blocks: Sequence[BlockSummary],
         now_s: float,
     ) -> Diagnosis:
         desk = self._desk
         cluster = desk.cluster
         try:
-            found = desk.locators.slow(
-                before, after, cluster.groups, cluster.node_of, desk.clocks(), cluster.causes(now_s), traffic
+            clocks = desk.clocks()
+            diagnosis = desk.locators.slow(
+                before, after, cluster.groups, cluster.node_of, clocks, cluster.causes(now_s), traffic
             )
-            return desk.locators.probed(found, self._probes)
+            diagnosis = desk.locators.probed(diagnosis, self._probes)
+            if not blocks:
+                return diagnosis
+            return desk.locators.sharpen(
+                diagnosis, blocks, self.onset_step, after, cluster.groups, cluster.node_of, clocks
+            )
         except Exception as error:
             return unlocated("slow", error)
 
@@ -322,6 +336,11 @@ def _firmness(culprits: Sequence[Culprit]) -> int:
 
 def _is_sane(row: IterationSummary) -> bool:
     return math.isfinite(row.duration_s) and math.isfinite(row.self_s) and row.duration_s >= 0
+
+
+def _is_block(one: BlockSummary) -> bool:
+    times = (one.start_s, one.duration_s, one.own_s)
+    return all(0 <= time_s < math.inf for time_s in times) and one.index >= 0
 
 
 def _pace(rows: Sequence[IterationSummary]) -> float | None:

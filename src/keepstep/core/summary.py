@@ -6,6 +6,7 @@ Times are seconds on the clock of the node that made them (``CLOCK_MONOTONIC``) 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,23 @@ class IterationSummary:
     evaluation_s: float = 0.0
     checkpoint_s: float = 0.0
     streams: tuple[StreamSummary, ...] = ()
+
+
+BlockKind = Literal["forward", "backward", "send", "recv"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSummary:
+    """A forward or backward pass of one micro-batch on one rank, or one message. ``start_s`` is on the node's clock."""
+
+    rank: int
+    step: int
+    kind: BlockKind
+    peer: int  # of a message: global rank; else -1
+    index: int  # counts the iteration's blocks of this kind (and peer) from 0
+    start_s: float
+    duration_s: float
+    own_s: float  # without the time in which the rank is known to have waited for others
 
 
 @dataclass(frozen=True, slots=True)

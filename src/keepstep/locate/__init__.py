@@ -1,6 +1,7 @@
 """Which rank, link or stage is to blame? Pure: numpy and core only, no I/O, no clock."""
 
 from keepstep.locate._paths import with_probes
+from keepstep.locate.blocks import blocks_wanted, sharpen
 from keepstep.locate.call_gaps import CallStep, boundaries, locate_by_gaps, split
 from keepstep.locate.clocks import ClockOffsets, NodeClock, estimate_offsets
 from keepstep.locate.crash import locate_crash
@@ -17,6 +18,7 @@ __all__ = [
     "NodeClock",
     "StepGraph",
     "WhatIf",
+    "blocks_wanted",
     "boundaries",
     "declared_layout",
     "estimate_offsets",
@@ -25,6 +27,7 @@ __all__ = [
     "locate_crash",
     "locate_hang",
     "locate_slow",
+    "sharpen",
     "split",
     "step_graphs",
     "what_if",

@@ -9,6 +9,7 @@ import msgspec
 
 from keepstep.core.finding import Finding
 from keepstep.core.summary import (
+    BlockSummary,
     ClockSample,
     Endpoint,
     GroupInfo,
@@ -102,6 +103,7 @@ class Profile(Message, frozen=True):
     clock: tuple[ClockSample, ...] = ()
     causes: tuple[HostCause, ...] = ()
     traffic: tuple[PeerTraffic, ...] = ()  # around the request's ``onset_step``
+    blocks: tuple[BlockSummary, ...] = ()  # of the ranks in the request's ``blocks_of``
 
 
 class States(Message, frozen=True):
@@ -170,13 +172,15 @@ class Placement(Message, frozen=True):
 class ProfileRequest(Message, frozen=True):
     """Send the iteration summaries of steps ``first_step`` to ``last_step`` (both included) that you still have.
 
-    And what your workers sent to whom before and after ``onset_step``, unless that is negative.
+    And what your workers sent to whom before and after ``onset_step``, unless that is negative; and of the ranks in
+    ``blocks_of`` what they did one after the other, in the newest of these steps.
     """
 
     request: int
     first_step: int
     last_step: int
     onset_step: int = -1
+    blocks_of: tuple[int, ...] = ()
 
 
 class StateRequest(Message, frozen=True):
