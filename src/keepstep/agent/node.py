@@ -33,6 +33,7 @@ logger = logging.getLogger("keepstep.agent")
 
 _REOPEN_NS = 2_000_000_000
 _SILENT_NS = 1_000_000_000
+_BUSIEST = 16  # paths told with the states
 
 
 @dataclass(slots=True)
@@ -161,7 +162,7 @@ class NodeAgent:
         clock = [sample for ring in self._rings for sample in ring.track.clock.recent()]
         known = tuple(state for state in states if state is not None)
         onset_s = max((state.last_progress_s for state in known if state.alive), default=0.0)
-        traffic = self._sockets.traffic(onset_s, self._node)
+        traffic = self._sockets.traffic(onset_s, self._node, _BUSIEST)
         return States(request.request, self._node_rank, known, tuple(clock), traffic)
 
     def addresses(self) -> tuple[set[str], set[str]]:

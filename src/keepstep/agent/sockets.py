@@ -85,8 +85,11 @@ class SocketSensor:
             self._off = True
             logger.info("the speed of TCP paths is not watched: %s", error)
 
-    def traffic(self, onset_s: float, node: str) -> tuple[PeerTraffic, ...]:
-        """What was sent to each address in the looks that ended before ``onset_s`` and in those begun after it."""
+    def traffic(self, onset_s: float, node: str, most: int = _MOST_PEERS) -> tuple[PeerTraffic, ...]:
+        """What was sent to each address in the looks that ended before ``onset_s`` and in those begun after it.
+
+        The ``most`` paths with most data under way since, and at least one of every own address: it tells whose it is.
+        """
         sums: dict[tuple[str, str], list[float]] = {}
         spans = [0.0, 0.0]
         for look in self._looks:
@@ -98,7 +101,9 @@ class SocketSensor:
                 row = sums.setdefault(path, [0.0] * 4)
                 row[2 * after] += nbytes
                 row[2 * after + 1] += busy_s
-        busiest = sorted(sums.items(), key=lambda item: -item[1][3])[:_MOST_PEERS]
+        ordered = sorted(sums.items(), key=lambda item: -item[1][3])
+        first_of = {source: place for place, ((source, _), _) in reversed(list(enumerate(ordered)))}
+        busiest = [ordered[place] for place in sorted({*range(min(most, len(ordered))), *first_of.values()})]
         return tuple(
             PeerTraffic(node, source, target, spans[0], int(row[0]), row[1], spans[1], int(row[2]), row[3])
             for (source, target), row in busiest

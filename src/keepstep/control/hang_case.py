@@ -165,8 +165,9 @@ class HangCase:
         return going
 
     def _confirmed(self, states: Sequence[RankState], going: set[int]) -> bool:
-        if self._all_wait:
-            return self._tries >= 2 and len(states) > 0  # nobody has moved since the first look
+        if self._all_wait and not self._stuck:
+            # nobody has moved since the first look; of a node that does not answer in time that is not known
+            return self._tries >= 2 and len(states) > 0 and not self._unanswered
         return not states or 2 * len(going) < len(states) or self._tries >= _TRIES
 
     def _decide(self, now_s: float) -> Diagnosis:

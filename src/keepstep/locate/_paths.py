@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from keepstep.core.incident import Diagnosis
@@ -33,19 +33,27 @@ Condition = Literal["broken", "held up", "slow", "sound", "unknown"]
 Pair = tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True)
 class Paths:
     """All that is known of paths. A pair of nodes is given in any order."""
 
-    probes: Sequence[PathProbe] = ()
-    traffic: Sequence[PeerTraffic] = ()
+    def __init__(self, probes: Sequence[PathProbe] = (), traffic: Sequence[PeerTraffic] = ()) -> None:
+        self._probes: dict[frozenset[str], list[PathProbe]] = {}
+        for probe in probes:
+            self._probes.setdefault(frozenset((probe.source, probe.target)), []).append(probe)
+        node_of = {one.source: one.node for one in traffic}
+        self._held: dict[frozenset[str], list[str]] = {}
+        for one in traffic:
+            target = node_of.get(one.target, "")
+            line = _held_up(one, target) if target and target != one.node else ""
+            if line:
+                self._held.setdefault(frozenset((one.node, target)), []).append(line)
 
     def condition(self, pair: Pair) -> Condition:
         """``broken``: a probe did not come back; ``held up``: data is under way and too little of it arrives."""
         probes = self.between(pair)
         if any(probe.outcome in _NO_ANSWER for probe in probes):
             return "broken"
-        if self._held_up(pair):
+        if frozenset(pair) in self._held:
             return "held up"
         if any(probe.round_trip_s >= GUARD_S for probe in probes):
             return "slow"
@@ -53,7 +61,7 @@ class Paths:
 
     def between(self, pair: Pair) -> list[PathProbe]:
         """The probes from one to the other and back."""
-        return [probe for probe in self.probes if {probe.source, probe.target} == set(pair)]
+        return self._probes.get(frozenset(pair), [])
 
     def bad(self, pairs: Iterable[Pair]) -> list[Pair]:
         """Those of the pairs that are in the worst condition of all; empty when none is bad."""
@@ -76,7 +84,7 @@ class Paths:
                 told.append(f"probe {first.source} to {first.target}: {_outcome(first)}{back}")
             elif its == "sound":
                 sound.append(pair)
-            told += self._held_up(pair)
+            told += self._held.get(frozenset(pair), [])[:2]
         if sound:
             probes = [probe for pair in sound for probe in self.between(pair)]
             longest_ms = max(probe.round_trip_s for probe in probes) * 1e3
@@ -85,24 +93,19 @@ class Paths:
             told += [f"{one.target}: {_outcome(one)}" for one in probes if one.outcome in _TOLD][:2]
         return tuple(told)
 
-    def _held_up(self, pair: Pair) -> list[str]:
-        """What the counters tell of connections whose data does not get through; empty when it does."""
-        node_of = {one.source: one.node for one in self.traffic}
-        told: list[str] = []
-        for one in self.traffic:
-            if {one.node, node_of.get(one.target, "")} != set(pair):
-                continue
-            busy_s = one.after_busy_s
-            if busy_s < max(_LEAST_BUSY_S, _LEAST_BUSY_SHARE * one.after_s):
-                continue
-            way = f"{one.node} to {node_of[one.target]}: TCP has had data under way for {busy_s:.0f} s"
-            if one.after_bytes == 0:
-                told.append(f"{way}, nothing of it arrived")
-            elif one.before_busy_s > 0 and one.before_bytes >= _LEAST_BYTES:
-                left = (one.after_bytes / busy_s) / (one.before_bytes / one.before_busy_s)
-                if left <= 1 - _DROP:
-                    told.append(f"{way}, at {left:.1%} of its speed before")
-        return told[:2]
+
+def _held_up(one: PeerTraffic, target: str) -> str:
+    """What a connection's counters tell when its data does not get through; empty when it does."""
+    busy_s = one.after_busy_s
+    if busy_s < max(_LEAST_BUSY_S, _LEAST_BUSY_SHARE * one.after_s):
+        return ""
+    way = f"{one.node} to {target}: TCP has had data under way for {busy_s:.0f} s"
+    if one.after_bytes == 0:
+        return f"{way}, nothing of it arrived"
+    if one.before_busy_s <= 0 or one.before_bytes < _LEAST_BYTES:
+        return ""
+    left = (one.after_bytes / busy_s) / (one.before_bytes / one.before_busy_s)
+    return f"{way}, at {left:.1%} of its speed before" if left <= 1 - _DROP else ""
 
 
 def with_probes(diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:

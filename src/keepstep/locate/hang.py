@@ -23,6 +23,7 @@ _MAX_CULPRITS = 64
 _FEW = 4  # more roots than this are hardly all at fault
 _STOPPED = ("T", "t")
 _MOST_LINKS = 4
+_MOST_PATHS = 1024  # to be probed at once
 _PROBERS = 2  # that probe a silent node: one alone cannot tell the node from its own path to it
 UNKNOWN_PROCESS = "?"  # process state of a rank known from a trace only
 
@@ -301,7 +302,7 @@ def _silent_rank(known: _Evidence, rank: int, p: Pending, others: Sequence[str])
 
 def _transfer(known: _Evidence, stuck: Sequence[Pending]) -> Diagnosis:
     """All are in and nobody gets out: a path, or a member that does not move though all paths are sound."""
-    pairs = list(dict.fromkeys(pair for p in stuck for pair in known.pairs(p)))
+    pairs = list(dict.fromkeys(pair for p in stuck for pair in known.pairs(p)))[:_MOST_PATHS]
     bad = known.paths.bad(pairs)
     if bad:
         found = _bad_paths(known, stuck, bad)
@@ -352,7 +353,7 @@ def _software(known: _Evidence, stuck: Sequence[Pending], readers: Sequence[int]
     """The paths carry messages: a member does not move, one of those that do not read where there are such."""
     first = next((p for p in stuck if not set(readers).isdisjoint(p.waiting)), stuck[0])
     pairs = {pair for p in stuck for pair in known.pairs(p)}
-    sound = all(known.paths.condition(pair) == "sound" for pair in pairs)
+    sound = bool(pairs) and all(known.paths.condition(pair) == "sound" for pair in pairs)
     told = [_entered(first)]
     if sound:
         told.append("the paths are sound: a member hangs in software")

@@ -57,6 +57,16 @@ def test_bytes_are_counted_before_and_after_a_moment(pair: tuple[socket.socket, 
     assert there.before_busy_s >= 0
 
 
+def test_the_busiest_paths_and_every_own_address_are_told(pair: tuple[socket.socket, socket.socket]) -> None:
+    me = identify(os.getpid())
+    assert me is not None
+    sensor = SocketSensor()
+    for now_s in (1.0, 2.0):
+        sensor.look(now_s, [me])
+    sources = {one.source for one in sensor.traffic(0.0, "n0", most=0)}
+    assert sources == {one.source for one in sensor.traffic(0.0, "n0")} >= {"127.0.0.1", "127.0.0.2"}
+
+
 def test_connections_of_others_do_not_count(pair: tuple[socket.socket, socket.socket]) -> None:
     sensor = SocketSensor()
     sensor.look(1.0, [])
