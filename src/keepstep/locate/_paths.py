@@ -89,7 +89,8 @@ class Paths:
             probes = [probe for pair in sound for probe in self.between(pair)]
             longest_ms = max(probe.round_trip_s for probe in probes) * 1e3
             names = fold_nodes({node for pair in sound for node in pair})
-            told.append(f"probes between {names} came back within {longest_ms:.1f} ms")
+            which = f"of the other paths looked at ({len(sound)})" if told else f"between {names}"
+            told.append(f"probes {which} came back within {longest_ms:.1f} ms")
             told += [f"{one.target}: {_outcome(one)}" for one in probes if one.outcome in _TOLD][:2]
         return tuple(told)
 
