@@ -206,9 +206,17 @@ def test_the_pipeline_stage_and_the_micro_batch_are_told():
     assert culprit.rank == 5
     assert "in backward of micro-batch 3 for" in culprit.detail
     assert "pipeline stage 2" in culprit.detail
+    one_way = [((r + 1) % 3, (r - 1) % 3) for r in range(3)]
     ring = [
-        state(r, [], [StreamProgress("g", int(Op.SEND), (r + 1) % 3, 4, 4), StreamProgress("g", int(Op.RECV), (r - 1) % 3, 4, 4)], process="T" if r == 1 else "S")
-        for r in range(3)
-    ]  # fmt: skip
+        state(
+            r,
+            streams=[
+                StreamProgress("g", int(Op.SEND), to, 4, 4),
+                StreamProgress("g", int(Op.RECV), of, 4, 4),
+            ],
+            process="T" if r == 1 else "S",
+        )
+        for r, (to, of) in enumerate(one_way)
+    ]
     (culprit,) = locate_hang(ring, {"g": GroupInfo("g", (0, 1, 2))}, dict.fromkeys(range(3), "n0")).culprits
     assert "pipeline stage" not in culprit.detail
