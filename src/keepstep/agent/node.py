@@ -34,6 +34,7 @@ logger = logging.getLogger("keepstep.agent")
 _REOPEN_NS = 2_000_000_000
 _SILENT_NS = 1_000_000_000
 _BUSIEST = 16  # paths told with the states
+_STILL_NS = 100_000_000  # without progress: its process is looked at, and again after twice that
 
 
 @dataclass(slots=True)
@@ -49,7 +50,8 @@ class _Ring:
     complaint: str = ""
     next_try_ns: int = 0
     ended: bool = False  # its process is gone or closed the ring
-    stopped_since_ns: int = 0  # when its process was first seen stopped; 0: it was not at the last heartbeat
+    stopped_since_ns: int = 0  # when its process was first seen stopped; 0: it was not at the last look
+    next_look_ns: int = 0
     groups: int = 0  # of them told
     told: set[tuple[str, tuple[int, ...]]] = field(default_factory=set[tuple[str, tuple[int, ...]]])
 
@@ -220,6 +222,9 @@ class NodeAgent:
             self._log.add(iteration, _unix_s(header, iteration.start_s))
         for finding in taken.findings:
             self._send(Found(finding))
+        if now_ns - track.last_progress_ns > _STILL_NS and now_ns >= ring.next_look_ns:
+            ring.next_look_ns = now_ns + 2 * _STILL_NS
+            self._note_stopped(ring, self._process_state(ring), now_ns)
         stopped_ns = now_ns - ring.stopped_since_ns if ring.stopped_since_ns else 0
         if (
             not ring.ended
@@ -269,11 +274,14 @@ class NodeAgent:
     def _process_state(self, ring: _Ring) -> str:
         return state_of(ring.process) if ring.process is not None else ""
 
+    def _note_stopped(self, ring: _Ring, state: str, now_ns: int) -> None:
+        ring.stopped_since_ns = (ring.stopped_since_ns or now_ns) if state in STOPPED else 0
+
     def _beat(self, ring: _Ring, now_ns: int) -> RankBeat:
         track = ring.track
         state = self._process_state(ring)
         gone = ring.header is not None and state in GONE
-        ring.stopped_since_ns = (ring.stopped_since_ns or now_ns) if state in STOPPED else 0
+        self._note_stopped(ring, state, now_ns)
         ring.ended = gone or (ring.header is not None and ring.header.closed)
         phase, _ = track.phase()
         idle_ns = now_ns - track.last_progress_ns if track.last_progress_ns else 0

@@ -87,6 +87,7 @@ def rank_state(
         streams=stream_progress(streams, track.groups),
         process_state=process_state,
         stack=stack,
+        microbatch=track.microbatch(),
         unread_bytes=unread_bytes,
     )
 

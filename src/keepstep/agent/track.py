@@ -69,6 +69,10 @@ class RankTrack:
         """How long the rank has waited for others, once that is over the usual; else 0."""
         return self._watch.overdue_s
 
+    def microbatch(self) -> int:
+        """Of the forward or backward pass that the rank is in; -1 where there is none or no second."""
+        return self._cutter.microbatch()
+
     def phase(self) -> tuple[int, int]:
         """The rank's phase and since when (ns; the last progress where nothing else is known)."""
         phase, since_ns = self._cutter.phase()

@@ -348,6 +348,8 @@ class Controller:
             self._refuse(peer, "say Hello first")
         elif node.agent == peer and (not beat.ranks or 0 <= beat.ranks[0].rank < MOST_RANKS):
             self.cluster.heard(node, beat, now_s)
+            if node.overdue:
+                self._watch_waiting(now_s)
         else:
             self.ignored += 1
 

@@ -115,6 +115,7 @@ class RankState:
     streams: tuple[StreamProgress, ...] = ()
     process_state: str = ""  # R, S, D, T, Z as in /proc/PID/stat; empty when the process is gone
     stack: str = ""  # Python stack where it can be had
+    microbatch: int = -1  # of the forward or backward pass it is in; -1 where that is not known
     unread_bytes: int = 0  # from other hosts over TCP, not read by the process for a second or more
 
 

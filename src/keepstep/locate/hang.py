@@ -20,6 +20,7 @@ from keepstep.locate._waiting import Pending, pending_operations
 from keepstep.locate.clocks import ClockOffsets
 
 _MAX_CULPRITS = 64
+_LONGEST_CHAIN = 256  # pipeline stages
 _FEW = 4  # more roots than this are hardly all at fault
 _STOPPED = ("T", "t")
 _MOST_LINKS = 4
@@ -437,7 +438,11 @@ def _culprit(
     if p is not None and rank in p.absent:
         detail.append(str(p) if named == "never entered" else f"never entered {p}")
     if state.alive and not cause and phase:
-        detail.append(f"in {phase} for {max(state.now_s - state.phase_since_s, 0):.0f} s")
+        batch = f" of micro-batch {state.microbatch}" if state.microbatch >= 0 else ""
+        detail.append(f"in {phase}{batch} for {max(state.now_s - state.phase_since_s, 0):.0f} s")
+    stage = _pipeline_stage(known, rank)
+    if stage is not None:
+        detail.append(f"pipeline stage {stage}")
     frame = _innermost_frame(state.stack)
     if frame:
         detail.append(f"at {frame}")
@@ -451,6 +456,22 @@ def _culprit(
         named,
         "; ".join(detail),
     )
+
+
+def _pipeline_stage(known: _Evidence, rank: int) -> int | None:
+    """Its place in the chain of ranks that send to each other, lower ranks first, as frameworks number them."""
+    chain: dict[int, set[int]] = {}
+    todo = [rank]
+    while todo and len(chain) <= _LONGEST_CHAIN:
+        one = todo.pop()
+        if one not in chain and one in known.states:
+            streams = known.states[one].streams
+            sends = {stream.peer for stream in streams if stream.op == Op.SEND}
+            if sends != {stream.peer for stream in streams if stream.op == Op.RECV} or len(sends) > 2:
+                return None  # a ring that sends one way, or no pipeline at all
+            chain[one] = sends
+            todo += sends
+    return sorted(chain).index(rank) if 1 < len(chain) <= _LONGEST_CHAIN else None
 
 
 def _cause(state: RankState, phase: str) -> str:
