@@ -172,10 +172,14 @@ def _desync(known: _Evidence, mixed: Pending) -> Diagnosis:
 
 
 def _no_root(known: _Evidence, roots: _Roots) -> Diagnosis:
+    stuck = [p for p in known.pending if p.entered_by_all and p.through == 0]
+    certain = [p for p in stuck if p.firm == p.waiting]
+    if certain:  # all of its members told that they are in it: silent ranks elsewhere do not matter
+        return _transfer(known, certain)
     for p in known.pending:
         if p.unknown:
-            return _silent(known, p)
-    stuck = [p for p in known.pending if p.entered_by_all and p.through == 0]
+            circle = _waiting_in_circles(known)
+            return _circle(known, circle) if circle else _silent(known, p)
     if stuck:
         return _transfer(known, stuck)
     unfinished = [p for p in known.pending if p.entered_by_all and p.through > len(p.waiting)]
@@ -192,6 +196,18 @@ def _no_root(known: _Evidence, roots: _Roots) -> Diagnosis:
     told = f"no rank is in an operation; phases: {', '.join(phases) or 'none told'}"
     missing = ("what all ranks wait for: none of it goes through a process group",)
     return _diagnosis(known, (), set(), None, (told,), missing)
+
+
+def _waiting_in_circles(known: _Evidence) -> list[int]:
+    """Ranks that told something and wait, directly or through others, in a circle: no silent rank explains that."""
+    waits = [p for p in known.pending if p.absent and not p.one_sided]
+    inside = {rank for p in waits for rank in p.waiting}
+    while True:
+        waits = [p for p in waits if not inside.isdisjoint(p.absent)]
+        left = {rank for p in waits for rank in p.waiting}
+        if left == inside:
+            return sorted(inside)
+        inside = left
 
 
 def _circle(known: _Evidence, circle: Sequence[int]) -> Diagnosis:

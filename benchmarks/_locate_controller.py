@@ -1,0 +1,51 @@
+"""The controller's part of one slowdown, alone in its process: read, decode, locate; prints seconds and memory."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from keepstep.core.summary import GroupInfo
+from keepstep.locate import locate_slow
+from keepstep.wire.messages import AgentMessage
+
+
+def messages(path: Path) -> Iterator[bytes]:
+    """Frame by frame, as they would come in."""
+    with open(path, "rb") as file:
+        while length := file.read(4):
+            yield file.read(int.from_bytes(length, "big"))
+
+
+def main() -> None:
+    """``FOLDER ONSET``."""
+    folder, onset = Path(sys.argv[1]), int(sys.argv[2])
+    decode = msgspec.msgpack.Decoder(AgentMessage).decode
+    groups: dict[str, GroupInfo] = {}
+    for message in messages(folder / "groups"):
+        groups.update((one.name, one) for one in decode(message).groups)
+    nodes = dict(enumerate(json.loads((folder / "nodes.json").read_text())))
+    began = time.perf_counter()
+    answers = [decode(message) for message in messages(folder / "profiles")]
+    decoded = time.perf_counter()
+    rows = [row for answer in answers for row in answer.iterations]
+    before = [row for row in rows if row.step < onset]
+    after = [row for row in rows if row.step >= onset]
+    found = locate_slow(before, after, groups, nodes)
+    done = time.perf_counter()
+    memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+    culprits = [culprit.rank for culprit in found.culprits]
+    print(json.dumps({
+        "seconds": done - began, "decode_s": decoded - began, "memory_mb": memory_mb, "culprits": culprits,
+        "evidence": found.evidence,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
