@@ -33,7 +33,9 @@ def heatmap(after: Sequence[IterationSummary], stages: Mapping[int, int]) -> Dia
     for ranks in rows.values():
         values = np.array([own[rank] for rank in ranks])
         spread = max(float(values.std()), 1e-9)
-        odd += [r for r, v in zip(ranks, values, strict=True) if v - values.mean() > max(_Z * spread, _LEAST_S)]
+        odd += [
+            r for r, v in zip(ranks, values, strict=True) if v - values.mean() > max(_Z * spread, _LEAST_S)
+        ]
     return _diagnosis(after, odd)
 
 
@@ -59,7 +61,9 @@ def collective_times(after: Sequence[IterationSummary], groups: Mapping[str, Gro
 def oldest_progress(states: Sequence[RankState], groups: Mapping[str, GroupInfo]) -> Diagnosis:
     """Hangs: the rank that has been silent for longest."""
     worst = max(states, key=lambda state: state.now_s - state.last_progress_s)
-    return Diagnosis("hang", (Culprit(worst.rank, stage="backward" if worst.phase == 2 else "forward"),), (), (), ())
+    return Diagnosis(
+        "hang", (Culprit(worst.rank, stage="backward" if worst.phase == 2 else "forward"),), (), (), ()
+    )
 
 
 def _medians(rows: Sequence[IterationSummary], name: str) -> dict[int, float]:

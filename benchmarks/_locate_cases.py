@@ -53,7 +53,9 @@ class Case:
 def draw(seed: int, kind: str, *, largest: bool = False, recorded: BlockTimes | None = None) -> Case:
     """The case of a seed."""
     rng = random.Random(f"locate {kind} {seed}")
-    tp, pp, dp, batches = LARGEST if largest else rng.choices([row[:4] for row in LAYOUTS], [r[4] for r in LAYOUTS])[0]
+    tp, pp, dp, batches = (
+        LARGEST if largest else rng.choices([row[:4] for row in LAYOUTS], [r[4] for r in LAYOUTS])[0]
+    )
     schedule = "1f1b" if largest else rng.choice(SCHEDULES)
     if recorded is not None:
         tp, schedule = 1, "1f1b"
@@ -127,7 +129,11 @@ def _faults(rng: random.Random, workload: Workload, label: str, kind: str, first
     if label == "node":
         return [replace(slow, node=True)]
     if label == "link":
-        return [replace(_message(rng, workload, base), where="link", micro_batch=-1, delay_s=rng.uniform(0.02, 0.2))]
+        return [
+            replace(
+                _message(rng, workload, base), where="link", micro_batch=-1, delay_s=rng.uniform(0.02, 0.2)
+            )
+        ]
     other = rng.choice([r for r in range(layout.world_size) if r != rank])
     return [base, replace(base, where="backward", rank=other, delay_s=delay * rng.uniform(0.5, 2.0))]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from keepstep.control.profiles import iterations_of
+from keepstep.core.iteration_table import between
 from keepstep.core.summary import GroupInfo
 from keepstep.locate import locate_slow
 from keepstep.wire.messages import AgentMessage
@@ -34,12 +35,13 @@ def main() -> None:
     began = time.perf_counter()
     answers = [decode(message) for message in messages(folder / "profiles")]
     decoded = time.perf_counter()
-    rows = [row for answer in answers for row in answer.iterations]
-    before = [row for row in rows if row.step < onset]
-    after = [row for row in rows if row.step >= onset]
+    rows = iterations_of(answers)
+    del answers
+    before, after = between(rows, 0, onset), between(rows, onset, 1 << 30)
     found = locate_slow(before, after, groups, nodes)
     done = time.perf_counter()
-    memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+    status = Path("/proc/self/status").read_text()  # what getrusage tells was the parent's before exec
+    memory_mb = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
     culprits = [culprit.rank for culprit in found.culprits]
     print(json.dumps({
         "seconds": done - began, "decode_s": decoded - began, "memory_mb": memory_mb, "culprits": culprits,

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -27,12 +27,16 @@ from benchmarks._locate_cases import ABSORBED, FELT, Case, draw, effects, meant,
 from benchmarks._locate_judge import Judged, Score, judge
 from benchmarks._report import Line, Report, bench_arguments
 from keepstep import wire
+from keepstep.control.controller import PACKED_WORLD
+from keepstep.control.profiles import iterations_of
 from keepstep.core.incident import Diagnosis
+from keepstep.core.iteration_table import between
 from keepstep.core.layout import ParallelLayout
 from keepstep.core.summary import GroupInfo, IterationSummary, RankState
 from keepstep.locate import locate_hang, locate_slow
 from keepstep.simulate import Fault, Run, Workload
 from keepstep.wire.messages import AgentMessage
+from keepstep.wire.packed import pack
 
 GOAL_HANG = "hang F1 1.00 and right stage"
 GOAL_SLOW = "slowdown F1 ≥ 0.98"
@@ -60,8 +64,10 @@ def profiles(run: Run, onset: int, silent: frozenset[int]) -> Iterator[bytes]:
         if node not in silent:
             rows.sort(key=lambda one: (one.step, one.rank))
             own = tuple(cause for cause in causes if cause.rank // per_node == node)
-            message = wire.Profile(1, node, tuple(rows), (), own, tuple(traffic.get(nodes[rank], ())))
-            yield wire.encode(message)
+            sent = tuple(traffic.get(nodes[rank], ()))
+            packed = pack(rows) if last >= PACKED_WORLD else None
+            told = () if packed else tuple(rows)
+            yield wire.encode(wire.Profile(1, node, told, (), own, sent, packed))
         rows = []
 
 
@@ -81,12 +87,11 @@ def states(run: Run, silent: frozenset[int]) -> Iterator[bytes]:
 
 def locate_profiles(
     messages: Iterable[bytes], onset: int, groups: Mapping[str, GroupInfo], nodes: Mapping[int, str]
-) -> tuple[Diagnosis, list[IterationSummary]]:
+) -> tuple[Diagnosis, Sequence[IterationSummary]]:
     """Decode and judge as the controller does; also the rows of the slow steps, for the baselines."""
     answers = [_decode(message) for message in messages]
-    rows = [row for answer in answers for row in answer.iterations]
-    before = [row for row in rows if row.step < onset]
-    after = [row for row in rows if row.step >= onset]
+    rows = iterations_of(answers)
+    before, after = between(rows, 0, onset), between(rows, onset, 1 << 30)
     causes = [cause for answer in answers for cause in answer.causes]
     traffic = [one for answer in answers for one in answer.traffic]
     return locate_slow(before, after, groups, nodes, None, causes, None, traffic), after
@@ -185,7 +190,9 @@ def score(rows: list[dict[str, Any]], name: str = "") -> Score:
 def report_hangs(report: Report, rows: list[dict[str, Any]], where: str, peers: tuple[str, ...]) -> None:
     total = score(rows)
     others = {name: round(score(rows, name).f1, 3) for name in peers}
-    limit = f"{EMULATED}; {len(rows)} cases, {total.missed} missed, {total.false_named} falsely named{_how(rows)}"
+    limit = (
+        f"{EMULATED}; {len(rows)} cases, {total.missed} missed, {total.false_named} falsely named{_how(rows)}"
+    )
     met = total.f1 == 1.0
     report.add(Line(f"hang F1, {where}", round(total.f1, 4), "", GOAL_HANG, met, others, limit))
     report.add(Line(f"hang precision, {where}", round(total.precision, 4), ""))
@@ -226,7 +233,9 @@ def report_slow(report: Report, rows: list[dict[str, Any]], where: str) -> None:
 
 
 def _how(rows: list[dict[str, Any]]) -> str:
-    hows = Counter(row["judged"]["how"] for row in rows if row["judged"]["positive"] and row["judged"]["right"])
+    hows = Counter(
+        row["judged"]["how"] for row in rows if row["judged"]["positive"] and row["judged"]["right"]
+    )
     return "; right by " + ", ".join(f"{how} {count}" for how, count in hows.most_common()) if hows else ""
 
 
@@ -241,7 +250,10 @@ def measure(report: Report, sizes: Iterable[tuple[int, int, int, int]]) -> None:
             path = Path(folder)
             size = _write(path / "profiles", profiles(run, 4, frozenset()))
             infos = tuple(workload.groups().values())
-            _write(path / "groups", (wire.encode(wire.Groups(0, infos[i : i + 64])) for i in range(0, len(infos), 64)))
+            _write(
+                path / "groups",
+                (wire.encode(wire.Groups(0, infos[i : i + 64])) for i in range(0, len(infos), 64)),
+            )
             (path / "nodes.json").write_text(json.dumps(list(workload.nodes.values())))
             del run
             done = subprocess.run(
@@ -257,7 +269,17 @@ def measure(report: Report, sizes: Iterable[tuple[int, int, int, int]]) -> None:
             f"decoding {found['decode_s']:.2f} s of it; the slow rank was {'' if right else 'NOT '}named; one core"
         )
         name = f"{layout.world_size} ranks"
-        report.add(Line(f"locate, {name}", round(found["seconds"], 3), "s", GOAL_TIME if largest else None, met, {}, limit))
+        report.add(
+            Line(
+                f"locate, {name}",
+                round(found["seconds"], 3),
+                "s",
+                GOAL_TIME if largest else None,
+                met,
+                {},
+                limit,
+            )
+        )
         report.add(
             Line(f"memory, {name}", round(found["memory_mb"]), "MB", GOAL_TIME if largest else None, met,
                  limit="peak resident, everything included")
@@ -294,7 +316,9 @@ def table(rows: list[dict[str, Any]], out: Callable[[str], None]) -> None:
 def main() -> None:
     """Judge, measure, print, write."""
     parser = bench_arguments("locate", __doc__ or "")
-    parser.add_argument("--cases", type=int, help="at most 4,096 ranks, half of them hangs (default 1000; quick: 120)")
+    parser.add_argument(
+        "--cases", type=int, help="at most 4,096 ranks, half of them hangs (default 1000; quick: 120)"
+    )
     parser.add_argument("--largest", type=int, help="cases at 131,072 ranks (default 20; quick: 2)")
     parser.add_argument("--recorded", type=int, help="cases on recorded blocks (default 100; quick: 20)")
     parser.add_argument("--seed", type=int, default=0, help="first seed")
@@ -314,7 +338,9 @@ def main() -> None:
     tables = arguments.samples / _TABLE if arguments.samples else None
     if tables is not None and tables.exists():
         some = count(arguments.recorded, 20, 100) // 2
-        jobs += [(kind, seed, False, tables) for kind in ("hang", "slow") for seed in range(first, first + some)]
+        jobs += [
+            (kind, seed, False, tables) for kind in ("hang", "slow") for seed in range(first, first + some)
+        ]
     else:
         report.leave_out("recorded blocks", f"no {_TABLE} under --samples")
     rows = campaign(jobs, arguments.jobs)

@@ -28,6 +28,7 @@ from keepstep.wire.messages import (
     StateRequest,
     States,
 )
+from keepstep.wire.packed import pack
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -124,6 +125,10 @@ class NodeAgent:
         found.sort(key=lambda one: (one.step, one.rank))
         onset_s = min((one.start_s for one in found if one.step == request.onset_step), default=None)
         traffic = self._sockets.traffic(onset_s, self._node) if onset_s is not None else ()
+        if request.packed:
+            return Profile(
+                request.request, self._node_rank, (), (), self._sensors.causes(), traffic, pack(found)
+            )
         return Profile(
             request.request, self._node_rank, tuple(found), tuple(clock), self._sensors.causes(), traffic
         )

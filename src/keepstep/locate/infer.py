@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from keepstep.core.events import Op
+from keepstep.core.iteration_table import IterationTable
 from keepstep.core.layout import DIMENSIONS, ParallelLayout
 from keepstep.core.summary import GroupInfo, IterationSummary
 from keepstep.locate._stages import Chains, chains
@@ -150,6 +153,8 @@ def _loads(
     groups: Mapping[str, GroupInfo], traffic: Sequence[IterationSummary]
 ) -> dict[_Family, dict[int, _Load]]:
     families = {name: _family(info) for name, info in groups.items()}
+    if isinstance(traffic, IterationTable):
+        return _table_loads(families, traffic)
     loads: dict[_Family, dict[int, _Load]] = {}
     for summary in traffic:
         for stream in summary.streams:
@@ -158,6 +163,26 @@ def _loads(
                 continue
             load = loads.setdefault(family, {}).setdefault(stream.op, _Load())
             load.add(stream.count, stream.bytes, stream.start_s / max(summary.duration_s, 1e-9))
+    return loads
+
+
+def _table_loads(families: Mapping[str, _Family], table: IterationTable) -> dict[_Family, dict[int, _Load]]:
+    """The same from columns."""
+    numbers = {family: number for number, family in enumerate(dict.fromkeys(families.values()))}
+    known = np.array([numbers.get(families.get(name, (0, ())), -1) for name in table.names], np.int64)
+    row, streams = table.flat()
+    family = known[streams["group"]]
+    useful = (family >= 0) & (streams["peer"] < 0) & (streams["count"] > 0)
+    row, streams, family = row[useful], streams[useful], family[useful]
+    place = streams["start_s"] / np.maximum(table.column("duration_s")[row], 1e-9)
+    keys, which, seen = np.unique(family << 8 | streams["op"], return_inverse=True, return_counts=True)
+    sums = [np.bincount(which, weights, len(keys)).tolist()
+            for weights in (streams["count"], streams["bytes"], place * streams["count"])]  # fmt: skip
+    loads: dict[_Family, dict[int, _Load]] = {}
+    names = list(numbers)
+    for key, many, count, nbytes, mean in zip(keys.tolist(), seen.tolist(), *sums, strict=True):
+        load = _Load(many, int(count), int(nbytes), mean)
+        loads.setdefault(names[key >> 8], {})[key & 0xFF] = load
     return loads
 
 

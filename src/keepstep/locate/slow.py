@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from keepstep.core.incident import Culprit, Diagnosis
+from keepstep.core.iteration_table import at_steps, column
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import GroupInfo, HostCause, IterationSummary, PeerTraffic
 from keepstep.locate._arrivals import arrival_evidence
@@ -94,7 +95,7 @@ def locate_slow(
         return _unknown((), ("profiles of the slow iterations: no rank sent one",))
     if layout is None:
         layout = infer_layout(groups, _few(before or after))
-    silent = sorted(set(nodes) - {summary.rank for summary in after})
+    silent = sorted(set(nodes) - set(column(after, "rank").tolist()))
     missing = (f"profiles of ranks {fold_ranks(silent)}: the cause may lie there",) if silent else ()
     growth = _growth(before, after, layout)
     if growth is None:
@@ -123,10 +124,9 @@ def locate_slow(
     return _diagnosis(growth, chosen, links, missing, groups, nodes, offsets, causes, after)
 
 
-def _few(summaries: Sequence[IterationSummary]) -> list[IterationSummary]:
+def _few(summaries: Sequence[IterationSummary]) -> Sequence[IterationSummary]:
     """The newest two steps: enough to tell roles."""
-    steps = sorted({summary.step for summary in summaries})[-2:]
-    return [summary for summary in summaries if summary.step in steps]
+    return at_steps(summaries, np.unique(column(summaries, "step"))[-2:].tolist())
 
 
 def _growth(

@@ -250,7 +250,14 @@ class Replay:
         self._operation(stage, ticket, "pp", Op.SEND, peer, _BY_WAIT, start, wait, end)
 
     def _collective(
-        self, stage: int, role: Role, usual_s: float, delay: Floats | None, axis: int, *, skippable: bool = True
+        self,
+        stage: int,
+        role: Role,
+        usual_s: float,
+        delay: Floats | None,
+        axis: int,
+        *,
+        skippable: bool = True,
     ) -> None:
         start = self._now[stage]
         shape = list(self._shape)

@@ -31,7 +31,9 @@ def blocks_of(schedule: Schedule, stage: int, stages: int, micro_batches: int) -
         return _interleaved(stage, stages, micro_batches)
     if schedule == "gpipe":
         batches = range(micro_batches)
-        return [Block("forward", batch) for batch in batches] + [Block("backward", batch) for batch in batches]
+        return [Block("forward", batch) for batch in batches] + [
+            Block("backward", batch) for batch in batches
+        ]
     warm_up = min(stages - stage - 1, micro_batches)
     order = [Block("forward", batch) for batch in range(warm_up)]
     for batch in range(micro_batches - warm_up):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.core.errors import UsageError
-from keepstep.core.events import Flag, Kind, Op, Phase
+from keepstep.core.events import Kind, Phase
 from keepstep.core.layout import ParallelLayout
 from keepstep.core.summary import (
     GroupInfo,
@@ -74,7 +74,9 @@ class Workload:
         ) != (layout.tp * layout.dp - 1):
             raise UsageError(f"layout {layout}: simulated jobs have tp, dp and pp, dealt in this order")
         if layout.world_size > MOST_RANKS:
-            raise UsageError(f"layout {layout}: {layout.world_size} ranks, at most {MOST_RANKS} are simulated")
+            raise UsageError(
+                f"layout {layout}: {layout.world_size} ranks, at most {MOST_RANKS} are simulated"
+            )
         if min(self.micro_batches, self.layers, self.ranks_per_node) < 1:
             raise UsageError("micro_batches, layers and ranks_per_node must be at least 1")
 
@@ -116,16 +118,16 @@ class Workload:
         }
         return {role: "world" if role == "world" else f"{role}_{number[role]}" for role in self._roles()}
 
-    def run(
-        self, steps: int, faults: Sequence[Fault] = (), *, log: bool = False, stuck: bool = False
-    ) -> Run:
+    def run(self, steps: int, faults: Sequence[Fault] = (), *, log: bool = False, stuck: bool = False) -> Run:
         """Steps 0 to ``steps`` - 1.
 
         ``log`` keeps the records (at most 1,024 ranks); ``stuck`` keeps where everybody is when a fault never ends,
         else every step must end.
         """
         if log and self.layout.world_size > _MOST_LOGGED:
-            raise UsageError(f"records of {self.layout.world_size} ranks are too many; {_MOST_LOGGED} at most")
+            raise UsageError(
+                f"records of {self.layout.world_size} ranks are too many; {_MOST_LOGGED} at most"
+            )
         if not stuck and any(math.isinf(fault.delay_s) or fault.skips for fault in faults):
             raise UsageError("a fault that never ends: ask for stuck=True, there are no summaries of it")
         return Run(self, steps, tuple(faults), log=log, stuck=stuck)
@@ -188,7 +190,11 @@ class Run:
                     continue
                 peer = -1 if record.peer < 0 else self._rank(record.peer, d, t)
                 group = -1 if record.role is None else roles.index(record.role)
-                key = (f"{record.kind}", record.op if record.kind != Kind.COLLECTIVE else 0, group * 10**6 + peer)
+                key = (
+                    f"{record.kind}",
+                    record.op if record.kind != Kind.COLLECTIVE else 0,
+                    group * 10**6 + peer,
+                )
                 counts[key] = counts.get(key, 0) + 1
                 wait = 0 if record.wait is None else ns(origin, float(record.wait[step, d, t]))
                 nbytes = 0 if record.role is None else BYTES[record.role]
@@ -245,7 +251,9 @@ class Run:
     def _sent_in_a_step(self) -> dict[tuple[int, int], tuple[float, float]]:
         """(bytes, seconds with data under way) of every pair of nodes; the gradients go around in rings."""
         workload, layout = self.workload, self.workload.layout
-        grid = np.arange(layout.world_size).reshape(layout.pp, layout.dp, layout.tp) // workload.ranks_per_node
+        grid = (
+            np.arange(layout.world_size).reshape(layout.pp, layout.dp, layout.tp) // workload.ranks_per_node
+        )
         usual, found = workload.durations, dict[tuple[int, int], tuple[float, float]]()
 
         def add(here: NDArray[np.int64], there: NDArray[np.int64], nbytes: float, seconds: float) -> None:
@@ -288,7 +296,13 @@ class Run:
         arrays += [sums.phases.get(phase, zeros) for phase in (Phase.DATA, Phase.BACKWARD, Phase.OPTIMIZER)]
         for stream in streams:
             one = sums.streams[stream]
-            arrays += [one.start / one.count - lead, one.end / one.count - lead, one.busy, one.blocked, one.fastest]
+            arrays += [
+                one.start / one.count - lead,
+                one.end / one.count - lead,
+                one.busy,
+                one.blocked,
+                one.fastest,
+            ]
         arrays = [array[first:] for array in arrays]
         stride = workload.layout.dp * workload.layout.tp
         for place, rows in enumerate(per_rank(arrays)):
@@ -304,7 +318,9 @@ class Run:
                 for role, op, peer in streams
             ]  # fmt: skip
             yield [
-                _summary(rank, first + step, [offset + rate * row[0], *(rate * value for value in row[1:])], heads)
+                _summary(
+                    rank, first + step, [offset + rate * row[0], *(rate * value for value in row[1:])], heads
+                )
                 for step, row in enumerate(rows)
             ]
 
@@ -373,7 +389,9 @@ class Run:
         assert self._progress is not None
         origins = self._origins[:-1][:, None, None]
         reached = np.isfinite(origins)
-        return np.where(reached, np.where(reached, origins, 0.0) + self._progress.stages[stage].newest, -np.inf)
+        return np.where(
+            reached, np.where(reached, origins, 0.0) + self._progress.stages[stage].newest, -np.inf
+        )
 
     def _in_order(self, streams: dict[Stream, object] | dict[Stream, object]) -> list[Stream]:
         """As an agent tells them: by the number of the group, the operation, the peer."""

@@ -90,8 +90,16 @@ class Found(Message, frozen=True):
     finding: Finding
 
 
+class PackedIterations(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Iterations as columns (`wire.packed`): a tenth of the time to read, for jobs of many thousand ranks."""
+
+    rows: bytes
+    streams: bytes
+    names: tuple[str, ...]
+
+
 class Profile(Message, frozen=True):
-    """Answer to ``ProfileRequest``; ``iterations`` of all local ranks, oldest first."""
+    """Answer to ``ProfileRequest``; ``iterations`` of all local ranks, oldest first, or the same ``packed``."""
 
     request: int
     node_rank: int
@@ -99,6 +107,7 @@ class Profile(Message, frozen=True):
     clock: tuple[ClockSample, ...] = ()
     causes: tuple[HostCause, ...] = ()
     traffic: tuple[PeerTraffic, ...] = ()  # around the request's ``onset_step``
+    packed: PackedIterations | None = None
 
 
 class States(Message, frozen=True):
@@ -151,13 +160,15 @@ class Placement(Message, frozen=True):
 class ProfileRequest(Message, frozen=True):
     """Send the iteration summaries of steps ``first_step`` to ``last_step`` (both included) that you still have.
 
-    And what your workers sent to whom before and after ``onset_step``, unless that is negative.
+    And what your workers sent to whom before and after ``onset_step``, unless that is negative. ``packed``: as columns,
+    without clock samples, because there are very many of you.
     """
 
     request: int
     first_step: int
     last_step: int
     onset_step: int = -1
+    packed: bool = False
 
 
 class StateRequest(Message, frozen=True):
