@@ -46,7 +46,7 @@ from keepstep.wire.messages import (
 
 _NO_STEP = 1 << 62
 PACKED_WORLD = 4096  # ranks; above, iterations are asked for as columns
-_ROW_BYTES = 92  # of a packed iteration, at least
+_ROW_BYTES = 56  # of a packed iteration, at least
 _MOST_SLOW_CASES = 16
 _SAVE_ALL_RANKS = 1024
 _STALL_S = 1.0  # a tick this late means that we slept, not the agents

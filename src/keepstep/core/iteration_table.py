@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, overload
 
 import numpy as np
@@ -14,35 +15,52 @@ from keepstep.core.summary import IterationSummary, StreamSummary
 Rows = NDArray[Any]  # structured
 _SUMS = tuple(field.name for field in fields(IterationSummary) if field.name not in ("rank", "step", "streams"))
 _TIMES = ("start_s", "end_s", "busy_s", "blocked_s", "fastest_s")
-ROW = np.dtype([("rank", "<i4"), ("step", "<i4"), ("streams", "<i4"), *((name, "<f8") for name in _SUMS)])
-"""One iteration; ``streams``: how many rows of STREAM are its own."""
+ROW = np.dtype([("rank", "<i4"), ("step", "<i4"), ("streams", "<i4"), *((name, "<f8" if name == "start_s" else "<f4") for name in _SUMS)])  # fmt: skip
+"""One iteration; ``streams``: how many rows of STREAM are its own. Durations to seven digits."""
 
 STREAM = np.dtype([
-    ("group", "<i4"), ("op", "<i4"), ("peer", "<i4"), ("count", "<i4"), ("bytes", "<i8"), ("first_seq", "<i8"),
-    *((name, "<f8") for name in _TIMES),
+    ("group", "<i4"), ("op", "<i4"), ("peer", "<i4"), ("count", "<i4"), ("bytes", "<i8"), ("first_seq", "<u4"),
+    *((name, "<f4") for name in _TIMES),
 ])  # fmt: skip
 """One stream of one iteration; ``group`` counts in the table's names."""
 
+NO_NAME = "?"
 _STREAM_FIELDS = tuple(field.name for field in fields(StreamSummary))[1:]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IterationTable(Sequence[IterationSummary]):
-    """A sequence of summaries that makes an object only of what is looked at.
+    """A sequence of summaries that makes an object only of what is looked at, and copies streams only then.
 
-    ``first``: place of each row's first stream in ``streams``, which several tables may share. A name may occur twice.
+    ``parts``: the streams of each sender (STREAM) and the number of its first name in ``names``, shared with the tables
+    cut from this one. ``part`` and ``first``: which part holds a row's streams, and from which place on. A name may
+    occur twice; the last one stands for what is none.
     """
 
     rows: Rows  # ROW
-    streams: Rows  # STREAM
+    part: NDArray[np.int64]
     first: NDArray[np.int64]
-    names: tuple[str, ...]
+    parts: Sequence[tuple[Rows, int]]
+    names: Sequence[str]
 
     @classmethod
-    def of(cls, rows: Rows, streams: Rows, names: Sequence[str]) -> IterationTable:
-        """The table of rows whose streams lie one after the other."""
-        first = np.cumsum(rows["streams"], dtype=np.int64) - rows["streams"]
-        return cls(rows, streams, first, tuple(names))
+    def of(cls, rows: Rows, counts: Sequence[int], streams: Sequence[Rows], names: Sequence[Sequence[str]]) -> IterationTable:
+        """Of several senders: ``counts`` rows of each, one after the other, its streams and its names.
+
+        Left out is who tells of more or fewer streams than there are.
+        """
+        told = rows["streams"].astype(np.int64)
+        part = np.repeat(np.arange(len(counts)), counts)
+        sums = np.bincount(part, told, len(counts))
+        good = (sums == [len(one) for one in streams]) & (np.bincount(part, told < 0, len(counts)) == 0)
+        first = np.cumsum(told) - told
+        begin = np.cumsum(sums).astype(np.int64) - sums.astype(np.int64)
+        base = np.cumsum([0, *(len(one) for one in names)])[:-1].tolist()
+        table = cls(
+            rows, part, first - begin[part], list(zip(streams, base, strict=True)),
+            [*itertools.chain.from_iterable(names), NO_NAME],
+        )  # fmt: skip
+        return table if good.all() else table.where(good[part])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -52,37 +70,57 @@ class IterationTable(Sequence[IterationSummary]):
     @overload
     def __getitem__(self, index: slice) -> IterationTable: ...
     def __getitem__(self, index: int | slice) -> IterationSummary | IterationTable:
+        places = np.arange(len(self))[index]
         if isinstance(index, slice):
-            return IterationTable(self.rows[index], self.streams, self.first[index], self.names)
-        return next(iter(self.where(np.array([range(len(self))[index]]))))
+            return self.where(places)
+        return next(iter(self.where(np.array([places]))))
 
     def __iter__(self) -> Iterator[IterationSummary]:
-        for row, first in zip(self.rows, self.first.tolist(), strict=True):
+        _, streams = self.flat()
+        place = 0
+        for row in self.rows:
             rank, step, count, *sums = row.item()
-            streams = self.streams[first : first + count].tolist()
             yield IterationSummary(
                 rank, step, *sums,
-                streams=tuple(StreamSummary(self.names[group], *rest) for group, *rest in streams),
+                streams=tuple(
+                    StreamSummary(self.names[group], *rest)
+                    for group, *rest in streams[place : place + count].tolist()
+                ),
             )  # fmt: skip
+            place += count
 
     def column(self, name: str) -> NDArray[Any]:
         """One field of all rows."""
         return self.rows[name]
 
-    def where(self, which: NDArray[np.bool_] | NDArray[np.int64]) -> IterationTable:
+    def where(self, which: NDArray[Any]) -> IterationTable:
         """The rows of a mask or at places."""
-        return IterationTable(self.rows[which], self.streams, self.first[which], self.names)
+        return replace(self, rows=self.rows[which], part=self.part[which], first=self.first[which])
 
     def of_ranks(self, ranks: Sequence[int]) -> IterationTable:
         """The rows of some ranks."""
         return self.where(np.isin(self.rows["rank"], list(ranks)))
 
     def flat(self) -> tuple[NDArray[np.int64], Rows]:
-        """All streams of the rows, and for each the place of its row."""
-        counts = self.rows["streams"]
-        row = np.repeat(np.arange(len(counts)), counts)
-        inside = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return row, self.streams[self.first[row] + inside]
+        """All streams of the rows, and for each the place of its row; ``group`` counts in ``names``."""
+        counts = self.rows["streams"].astype(np.int64)
+        ends = self.first + counts
+        breaks = np.flatnonzero((self.part[1:] != self.part[:-1]) | (self.first[1:] != ends[:-1])) + 1
+        begins = np.concatenate(([0], breaks))[: len(counts)]
+        lasts = np.concatenate((breaks, [len(counts)]))[: len(begins)] - 1
+        pieces: list[Rows] = [np.zeros(0, STREAM)]
+        bases: list[int] = [0]
+        for part, low, high in zip(
+            self.part[begins].tolist(), self.first[begins].tolist(), ends[lasts].tolist(), strict=True
+        ):
+            streams, base = self.parts[part]
+            pieces.append(streams[low:high])
+            bases.append(base)
+        found = np.concatenate(pieces)
+        group = found["group"] + np.repeat(bases, [len(piece) for piece in pieces])
+        none = len(self.names) - 1
+        found["group"] = np.where((found["group"] >= 0) & (group < none), group, none)
+        return np.repeat(np.arange(len(counts)), counts), found
 
 
 def table_of(summaries: Sequence[IterationSummary]) -> IterationTable:
@@ -98,7 +136,7 @@ def table_of(summaries: Sequence[IterationSummary]) -> IterationTable:
     rows = [
         (one.rank, one.step, len(one.streams), *(getattr(one, name) for name in _SUMS)) for one in summaries
     ]
-    return IterationTable.of(np.array(rows, ROW), np.array(streams, STREAM), tuple(names))
+    return IterationTable.of(np.array(rows, ROW), [len(rows)], [np.array(streams, STREAM)], [tuple(names)])
 
 
 def column(summaries: Sequence[IterationSummary], name: str) -> NDArray[Any]:

@@ -38,7 +38,7 @@ class Transfer:
     nbytes: float  # per operation
     before_s: float  # per operation, an upper bound
     after_s: float
-    error_s: float = 0.0  # what clocks may add to the difference
+    error_s: float = 0.0  # what clocks, or the usual unevenness, may add to the difference
 
     @property
     def gain_s(self) -> float:
@@ -70,8 +70,9 @@ _Step = tuple[Path, int]
 
 def collective_transfers(
     summaries: Sequence[IterationSummary], groups: Mapping[str, GroupInfo]
-) -> dict[Path, tuple[float, float, float]]:
-    """Per path (seconds per operation, operations per iteration, bytes per operation), medians over iterations.
+) -> dict[Path, tuple[float, float, float, float]]:
+    """Per path (seconds per operation, operations per iteration, bytes per operation), medians over iterations, and the
+    robust standard deviation of the first from iteration to iteration.
 
     The member that arrives last waits for nobody, so the shortest mean of the members bounds the transfer from
     above. Iterations in which a member of a group is missing say nothing about that group.
@@ -186,6 +187,8 @@ def _healthy_latency(
     return latency + shift if latency + shift > 2 * bound else math.inf
 
 
-def _medians(values: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+def _medians(values: Sequence[tuple[float, float, float]]) -> tuple[float, float, float, float]:
     table = np.array(values)
-    return float(np.median(table[:, 0])), float(np.median(table[:, 1])), float(np.median(table[:, 2]))
+    middle = np.median(table, axis=0)
+    noise = 1.4826 * np.median(np.abs(table[:, 0] - middle[0]))
+    return float(middle[0]), float(middle[1]), float(middle[2]), float(noise)

@@ -101,17 +101,28 @@ def _roots(known: _Evidence) -> _Roots:
     """
     blocking = [p for p in known.pending if not p.entered_by_all]
     in_transfer = [p for p in known.pending if p.entered_by_all and p.through == 0]
+    senders = frozenset(p.source for p in in_transfer if p.firm and _still_sends(known, p))
     awaited = {rank for p in blocking for rank in p.absent}
     told_by_all = not any(p.unknown for p in blocking)
     blocked: frozenset[int] = frozenset()
     # a silent rank or a stuck transfer explains why nobody is left: then only sends are doubted
     for level in range(3 if told_by_all and not in_transfer else 2):
         waits = [p for p in blocking if level == 0 or not p.one_sided] + in_transfer
-        blocked = frozenset(rank for p in waits for rank in (p.firm if level == 2 else p.waiting))
+        blocked = frozenset(rank for p in waits for rank in (p.firm if level == 2 else p.waiting)) | senders
         ranks = tuple(sorted(awaited - blocked))
         if ranks:
             return _Roots(ranks, blocked, level == 0)
     return _Roots((), blocked, False)
+
+
+def _still_sends(known: _Evidence, message: Pending) -> bool:
+    """The sender of a message that its receiver waits for has not seen the end of its send, either."""
+    if message.collective or message.source not in known.states:
+        return False
+    return any(
+        (flight.op, flight.group, flight.peer, flight.seq) == (Op.SEND, message.group, message.target, message.seq)
+        for flight in known.states[message.source].in_flight
+    )
 
 
 def _never_entered(known: _Evidence, roots: _Roots) -> Diagnosis:

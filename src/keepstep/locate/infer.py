@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from keepstep.core.events import Op
-from keepstep.core.iteration_table import IterationTable
+from keepstep.core.iteration_table import IterationTable, column
 from keepstep.core.layout import DIMENSIONS, ParallelLayout
 from keepstep.core.summary import GroupInfo, IterationSummary
 from keepstep.locate._stages import Chains, chains
@@ -105,7 +105,7 @@ def infer_layout(groups: Mapping[str, GroupInfo], traffic: Sequence[IterationSum
     by_family: dict[_Family, tuple[Role, Confidence, str]] = {}
     for family, operations in loads.items():
         by_family[family] = _judge(operations)
-    world = {rank for info in groups.values() for rank in info.members} | {s.rank for s in traffic}
+    world = {rank for info in groups.values() for rank in info.members} | set(column(traffic, "rank").tolist())
     roles = {name: _role(info, by_family, pipeline, len(world)) for name, info in groups.items()}
     sizes: dict[str, int] = {}
     for name, found in roles.items():
@@ -169,7 +169,8 @@ def _loads(
 def _table_loads(families: Mapping[str, _Family], table: IterationTable) -> dict[_Family, dict[int, _Load]]:
     """The same from columns."""
     numbers = {family: number for number, family in enumerate(dict.fromkeys(families.values()))}
-    known = np.array([numbers.get(families.get(name, (0, ())), -1) for name in table.names], np.int64)
+    number_of = {name: numbers[family] for name, family in families.items()}
+    known = np.array([number_of.get(name, -1) for name in table.names], np.int64)
     row, streams = table.flat()
     family = known[streams["group"]]
     useful = (family >= 0) & (streams["peer"] < 0) & (streams["count"] > 0)

@@ -32,6 +32,7 @@ _NOISE_FACTOR = 3.0
 _MOST_NOISE = 0.12  # of self time: what is noisier still must not hide a rank that explains the slowdown
 _USUAL_NOISE = 0.02  # of self time, where too few iterations tell
 _MAX_CULPRITS = 64
+_MANY = 100_000  # iterations
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +126,9 @@ def locate_slow(
 
 
 def _few(summaries: Sequence[IterationSummary]) -> Sequence[IterationSummary]:
-    """The newest two steps: enough to tell roles."""
-    return at_steps(summaries, np.unique(column(summaries, "step"))[-2:].tolist())
+    """The newest two steps, one of a large job: enough to tell roles."""
+    newest = 2 if len(summaries) < _MANY else 1
+    return at_steps(summaries, np.unique(column(summaries, "step"))[-newest:].tolist())
 
 
 def _growth(
