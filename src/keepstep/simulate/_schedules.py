@@ -25,7 +25,7 @@ def blocks_of(schedule: Schedule, stage: int, stages: int, micro_batches: int) -
     """The blocks of one stage in order.
 
     Raises:
-        UsageError: interleaved stages need a multiple of the stages as micro-batches.
+        UsageError: interleaved stages need two ranks or more and a multiple of them as micro-batches.
     """
     if schedule == "interleaved":
         return _interleaved(stage, stages, micro_batches)
@@ -56,6 +56,8 @@ def _with_weights(order: list[Block], stage: int, micro_batches: int) -> list[Bl
 
 
 def _interleaved(stage: int, stages: int, micro_batches: int) -> list[Block]:
+    if stages < 2:
+        raise UsageError("interleaved stages on one rank alone: take another schedule, or pp of at least 2")
     if micro_batches % stages:
         raise UsageError(
             f"{micro_batches} micro-batches over {stages} interleaved stages: take a multiple of {stages}"
