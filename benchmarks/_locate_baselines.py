@@ -40,13 +40,15 @@ def heatmap(after: Sequence[IterationSummary], stages: Mapping[int, int]) -> Dia
 
 
 def collective_times(after: Sequence[IterationSummary], groups: Mapping[str, GroupInfo]) -> Diagnosis:
-    """Who is in its group's collectives for much shorter than the other members arrives last (robust z-score)."""
+    """The rank that is in its group's collectives for shorter than the other members, by the largest robust z-score
+    of all groups: it arrives last.
+    """
     busy: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in after:
         for stream in one.streams:
             if stream.peer < 0:
                 busy[stream.group, stream.op][one.rank].append(stream.busy_s)
-    odd: set[int] = set()
+    worst = (_Z, -1)
     for rows in busy.values():
         if len(rows) < 3:
             continue
@@ -54,8 +56,10 @@ def collective_times(after: Sequence[IterationSummary], groups: Mapping[str, Gro
         values = np.array([median(rows[rank]) for rank in ranks])
         middle = float(np.median(values))
         spread = 1.4826 * float(np.median(np.abs(values - middle)))
-        odd |= {r for r, v in zip(ranks, values, strict=True) if middle - v > max(_Z * spread, _LEAST_S)}
-    return _diagnosis(after, sorted(odd))
+        first = int(values.argmin())
+        if middle - values[first] > _LEAST_S:
+            worst = max(worst, (float(middle - values[first]) / max(spread, _LEAST_S / _Z), ranks[first]))
+    return _diagnosis(after, [worst[1]] if worst[1] >= 0 else [])
 
 
 def oldest_progress(states: Sequence[RankState], groups: Mapping[str, GroupInfo]) -> Diagnosis:

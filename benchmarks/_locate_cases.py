@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,7 @@ def draw(seed: int, kind: str, *, largest: bool = False, recorded: BlockTimes | 
     return Case(seed, kind, label, workload, faults, before, after, frozenset(silent), source)
 
 
+@cache
 def recorded_blocks(table: Path) -> BlockTimes:
     """Durations of the blocks of a straggler-analysis table; the first steps that all have them."""
     from keepstep.traces.operation_tables import read_operation_table

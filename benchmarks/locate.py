@@ -44,7 +44,7 @@ GOAL_STAGE = "right stage ≥ 0.98"
 GOAL_ABSORBED = "absorbed delays not blamed"
 GOAL_TIME = "131,072 ranks, messages decoded: ≤ 2 s and ≤ 2 GB"
 EMULATED = "simulated jobs, jitter as recorded"
-_TABLE = Path("straggler_tables") / "trace-AR.parquet"
+_TABLES = tuple(Path("straggler_tables") / f"trace-{name}.parquet" for name in ("AR", "ST"))
 _TIMED = ((2, 4, 8, 8), (8, 16, 32, 32), (8, 16, 1024, 32))
 _BASELINES = ("fixed threshold", "heat map", "collective times")
 _decode = msgspec.msgpack.Decoder(AgentMessage).decode  # as the controller's channel does
@@ -176,7 +176,7 @@ def campaign(jobs: list[tuple[str, int, bool, Path | None]], workers: int) -> li
     if workers == 1:
         return [one_case(*job) for job in jobs]
     with ProcessPoolExecutor(workers) as pool:
-        return list(pool.map(one_case, *zip(*jobs, strict=True), chunksize=4))
+        return list(pool.map(one_case, *zip(*jobs, strict=True), chunksize=1))
 
 
 def score(rows: list[dict[str, Any]], name: str = "") -> Score:
@@ -320,7 +320,7 @@ def main() -> None:
         "--cases", type=int, help="at most 4,096 ranks, half of them hangs (default 1000; quick: 120)"
     )
     parser.add_argument("--largest", type=int, help="cases at 131,072 ranks (default 20; quick: 2)")
-    parser.add_argument("--recorded", type=int, help="cases on recorded blocks (default 100; quick: 20)")
+    parser.add_argument("--recorded", type=int, help="cases on recorded blocks (default 400; quick: 40)")
     parser.add_argument("--seed", type=int, default=0, help="first seed")
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
@@ -335,17 +335,20 @@ def main() -> None:
     jobs: list[tuple[str, int, bool, Path | None]] = []
     for kind in ("hang", "slow"):
         jobs += [(kind, seed, False, None) for seed in range(first, first + half)]
-    tables = arguments.samples / _TABLE if arguments.samples else None
-    if tables is not None and tables.exists():
-        some = count(arguments.recorded, 20, 100) // 2
+    samples: Path | None = arguments.samples
+    tables = [samples / one for one in _TABLES if samples is not None and (samples / one).exists()]
+    if tables:
+        some = count(arguments.recorded, 40, 400) // 2
         jobs += [
-            (kind, seed, False, tables) for kind in ("hang", "slow") for seed in range(first, first + some)
+            (kind, seed, False, tables[seed % len(tables)])
+            for kind in ("hang", "slow")
+            for seed in range(first, first + some)
         ]
     else:
-        report.leave_out("recorded blocks", f"no {_TABLE} under --samples")
-    rows = campaign(jobs, arguments.jobs)
+        report.leave_out("recorded blocks", f"no {_TABLES[0].parent} under --samples")
     large = count(arguments.largest, 2, 20)
-    rows += campaign([("slow" if seed % 2 else "hang", first + seed, True, None) for seed in range(large)], 1)
+    jobs = [("slow" if seed % 2 else "hang", first + seed, True, None) for seed in range(large)] + jobs
+    rows = campaign(jobs, arguments.jobs)
     for row in rows:
         row["size"] = "131072 ranks" if row["layout"] == "tp8-dp1024-pp16" else "≤ 4096 ranks"
     for where in ("≤ 4096 ranks", "131072 ranks"):

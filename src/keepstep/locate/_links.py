@@ -18,7 +18,7 @@ MIN_RATIO = 1.3  # of a transfer to its healthy time
 MIN_SHARE = 0.15  # of the job's slowdown that a path must account for
 _FAST_RATIO = 1.15  # a path this near its healthy time is not the slow one
 _MAX_PAIRS_NODES = 16
-_SIGMAS = 1.5  # of a collective's time from iteration to iteration: half of what its growth must exceed
+_SPREADS = 0.75  # twice this is what a collective must grow by, of its unevenness while healthy
 _MAX_LINKS = 4
 
 _Pair = tuple[str, str]
@@ -45,10 +45,13 @@ def transfers_since(
     """All paths' transfers, healthy and now."""
     old, new = collective_transfers(before, groups), collective_transfers(after, groups)
     found = [
-        Transfer(path, groups[path.group].members, count, nbytes, old[path][0], seconds, _SIGMAS * old[path][3])
-        for path, (seconds, count, nbytes, _) in new.items()
+        Transfer(
+            path, groups[path.group].members, now.count, now.nbytes, old[path].shortest_s,
+            old[path].shortest_s + now.growth_s(old[path]), _SPREADS * old[path].spread_s,
+        )
+        for path, now in new.items()
         if path in old
-    ]
+    ]  # fmt: skip
     return found + message_transfers(before, after, nodes, offsets)
 
 
@@ -60,9 +63,9 @@ def transfers_against_peers(
     GREYHOUND §4.3 calls these comparable clusters. Groups without a peer are left out.
     """
     clusters: dict[tuple[int, int, int, int], list[tuple[Path, float, float, float]]] = {}
-    for path, (seconds, count, nbytes, _) in collective_transfers(after, groups).items():
-        alike = (path.op, len(groups[path.group].members), round(count), round(nbytes))
-        clusters.setdefault(alike, []).append((path, seconds, count, nbytes))
+    for path, one in collective_transfers(after, groups).items():
+        alike = (path.op, len(groups[path.group].members), round(one.count), round(one.nbytes))
+        clusters.setdefault(alike, []).append((path, one.shortest_s, one.count, one.nbytes))
     found: list[Transfer] = []
     for rows in clusters.values():
         if len(rows) < 2:

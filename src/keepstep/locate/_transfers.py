@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
@@ -68,29 +69,40 @@ class _Message:
 _Step = tuple[Path, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One path's collectives, medians over iterations; ``busy_s``: of each member, seconds per operation."""
+
+    busy_s: Mapping[int, float]
+    spread_s: float  # how far a member's worst iteration lies above its median, the largest of all members
+    count: float  # operations per iteration
+    nbytes: float  # per operation
+
+    @property
+    def shortest_s(self) -> float:
+        """The member that arrives last waits for nobody: this bounds the transfer from above."""
+        return min(self.busy_s.values())
+
+    def growth_s(self, before: Collective) -> float:
+        """What a transfer takes longer since ``before``: every member sees that, a late member does not see its own."""
+        return min(busy_s - before.busy_s.get(rank, 0.0) for rank, busy_s in self.busy_s.items())
+
+
 def collective_transfers(
     summaries: Sequence[IterationSummary], groups: Mapping[str, GroupInfo]
-) -> dict[Path, tuple[float, float, float, float]]:
-    """Per path (seconds per operation, operations per iteration, bytes per operation), medians over iterations, and the
-    robust standard deviation of the first from iteration to iteration.
-
-    The member that arrives last waits for nobody, so the shortest mean of the members bounds the transfer from
-    above. Iterations in which a member of a group is missing say nothing about that group.
-    """
-    seen: dict[_Step, list[StreamSummary]] = {}
+) -> dict[Path, Collective]:
+    """All paths' collectives. Iterations in which a member of a group is missing say nothing about that group."""
+    seen: dict[_Step, dict[int, StreamSummary]] = {}
     for summary in summaries:
         for stream in summary.streams:
             if stream.peer < 0 and stream.count > 0:
-                seen.setdefault((Path(stream.group, stream.op), summary.step), []).append(stream)
-    rows: dict[Path, list[tuple[float, float, float]]] = {}
+                seen.setdefault((Path(stream.group, stream.op), summary.step), {})[summary.rank] = stream
+    rows: dict[Path, list[dict[int, StreamSummary]]] = {}
     for (path, _), streams in seen.items():
         info = groups.get(path.group)
-        if info is None or len(info.members) < 2 or len(streams) < len(info.members):
-            continue
-        count = min(stream.count for stream in streams)
-        shortest = min(stream.busy_s / stream.count for stream in streams)
-        rows.setdefault(path, []).append((shortest, float(count), streams[0].bytes / streams[0].count))
-    return {path: _medians(values) for path, values in rows.items()}
+        if info is not None and 2 <= len(info.members) <= len(streams):
+            rows.setdefault(path, []).append(streams)
+    return {path: _collective(steps) for path, steps in rows.items()}
 
 
 def message_transfers(
@@ -187,8 +199,13 @@ def _healthy_latency(
     return latency + shift if latency + shift > 2 * bound else math.inf
 
 
-def _medians(values: Sequence[tuple[float, float, float]]) -> tuple[float, float, float, float]:
-    table = np.array(values)
-    middle = np.median(table, axis=0)
-    noise = 1.4826 * np.median(np.abs(table[:, 0] - middle[0]))
-    return float(middle[0]), float(middle[1]), float(middle[2]), float(noise)
+def _collective(steps: Sequence[Mapping[int, StreamSummary]]) -> Collective:
+    busy: dict[int, list[float]] = {}
+    for streams in steps:
+        for rank, stream in streams.items():
+            busy.setdefault(rank, []).append(stream.busy_s / stream.count)
+    counts = [min(stream.count for stream in streams.values()) for streams in steps]
+    sizes = [one.bytes / one.count for one in (next(iter(streams.values())) for streams in steps)]
+    middle = {rank: median(times) for rank, times in busy.items()}
+    spread_s = max(max(times) - middle[rank] for rank, times in busy.items())
+    return Collective(middle, spread_s, median(counts), median(sizes))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from keepstep.core.incident import Culprit, Diagnosis
 from keepstep.core.iteration_table import at_steps, column
@@ -31,6 +32,9 @@ _ENOUGH_SHARE = 0.6  # no need to look at links
 _NOISE_FACTOR = 3.0
 _MOST_NOISE = 0.12  # of self time: what is noisier still must not hide a rank that explains the slowdown
 _USUAL_NOISE = 0.02  # of self time, where too few iterations tell
+_ENOUGH_RANKS = 8  # to tell what is chance
+_FAR = 6.0  # robust standard deviations of all ranks' growth
+_LEAST_SPREAD = 0.003
 _MAX_CULPRITS = 64
 _MANY = 100_000  # iterations
 
@@ -183,12 +187,27 @@ def _slow_ranks(growth: _Growth) -> Ints:
         & (over_common > _NOISE_FACTOR * error)
         & (over_common >= 0.04 * growth.job_before_s)
     )
+    if growth.before is not None:
+        slow |= _alone(growth, over_common)
     worst = float(over_common[slow].max(initial=0.0))
     slow &= over_common >= 0.1 * worst
     if growth.before is not None and worst < MIN_SHARE * growth.slowdown_s:
         return np.zeros(0, dtype=np.int64)
     positions = np.flatnonzero(slow)
     return positions[np.argsort(-over_common[positions], kind="stable")][:_MAX_CULPRITS]
+
+
+def _alone(growth: _Growth, over_common: Floats) -> NDArray[np.bool_]:
+    """Ranks that grew little but by all that the job did, and far more than any chance among so many ranks."""
+    if len(growth.ranks) < _ENOUGH_RANKS:
+        return np.zeros(len(growth.ranks), np.bool_)
+    middle = float(np.median(growth.ratio))
+    spread = 1.4826 * float(np.median(np.abs(growth.ratio - middle)))
+    return (
+        (growth.share >= _ENOUGH_SHARE)
+        & (growth.ratio - middle >= _FAR * max(spread, _LEAST_SPREAD))
+        & (over_common >= (MIN_JOB_SLOWDOWN - 1.0) * growth.job_before_s)
+    )
 
 
 def _diagnosis(
