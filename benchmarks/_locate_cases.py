@@ -99,10 +99,10 @@ def recorded_blocks(table: Path) -> BlockTimes:
 
 def effects(case: Case) -> list[float]:
     """What each fault alone adds to the iteration, as a share of the same steps without any."""
-    healthy = case.workload.run(case.steps).iteration_s[case.before :]
+    healthy = case.workload.iteration_s(case.steps)[case.before :]
     found: list[float] = []
     for fault in case.faults:
-        alone = case.workload.run(case.steps, [fault]).iteration_s[case.before :]
+        alone = case.workload.iteration_s(case.steps, [fault])[case.before :]
         found.append(float(np.median(alone) / np.median(healthy)) - 1.0)
     return found
 

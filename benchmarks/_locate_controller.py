@@ -45,8 +45,8 @@ def main() -> None:
     memory_mb = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
     culprits = [culprit.rank for culprit in found.culprits]
     print(json.dumps({
-        "seconds": done - began, "cpu_s": cpu, "decode_s": decoded - began, "memory_mb": memory_mb, "culprits": culprits,
-        "evidence": found.evidence,
+        "seconds": done - began, "cpu_s": cpu, "decode_s": decoded - began, "memory_mb": memory_mb,
+        "culprits": culprits, "evidence": found.evidence,
     }))  # fmt: skip
 
 

@@ -84,7 +84,8 @@ def judge(diagnosis: Diagnosis, meant: Sequence[Meant], silent: frozenset[int]) 
     fits = [next((one for one in allowed if _fits(culprit, one)), None) for culprit in culprits]
     # silent ranks may be said to be silent, that accuses nobody
     strangers = [
-        c for c, fit in zip(culprits, fits, strict=True) if fit is None and not (c.cause == "silent" and c.rank in silent)
+        c for c, fit in zip(culprits, fits, strict=True)
+        if fit is None and not (c.cause == "silent" and c.rank in silent)
     ]  # fmt: skip
     named = bool(culprits) and not all(c.cause == "silent" for c in culprits)
     found = all(_found(one, culprits, group) for one in asked)

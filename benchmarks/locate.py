@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ EMULATED = "simulated jobs, jitter as recorded"
 _TABLES = tuple(Path("straggler_tables") / f"trace-{name}.parquet" for name in ("AR", "ST"))
 _TIMED = ((2, 4, 8, 8), (8, 16, 32, 32), (8, 16, 1024, 32))
 _BASELINES = ("fixed threshold", "heat map", "collective times")
+Job = tuple[str, int, bool, Path | None]  # kind, seed, at 131,072 ranks, recorded blocks
 _decode = msgspec.msgpack.Decoder(AgentMessage).decode  # as the controller's channel does
 
 
@@ -136,7 +137,8 @@ def one_case(kind: str, seed: int, largest: bool, table: Path | None) -> dict[st
     case = draw(seed, kind, largest=largest, recorded=recorded_blocks(table) if table else None)
     began = time.perf_counter()
     row = judge_slow(case) if kind == "slow" else judge_hang(case)
-    return {**row, "wall_s": round(time.perf_counter() - began, 2)}
+    job = _name((kind, seed, largest, table))
+    return {"job": job, **row, "wall_s": round(time.perf_counter() - began, 2)}
 
 
 def _silent_ranks(case: Case) -> frozenset[int]:
@@ -156,8 +158,8 @@ def _row(
         "layout": str(case.workload.layout), "schedule": case.workload.schedule, "after": case.after,
         "silent_nodes": len(case.silent),
         "faults": [
-            {"where": f.where, "rank": f.rank, "peer": f.peer, "micro_batch": f.micro_batch, "delay_s": _json(f.delay_s),
-             "factor": f.factor, "skips": f.skips, "dies": f.dies, "node": f.node}
+            {"where": f.where, "rank": f.rank, "peer": f.peer, "micro_batch": f.micro_batch,
+             "delay_s": _json(f.delay_s), "factor": f.factor, "skips": f.skips, "dies": f.dies, "node": f.node}
             for f in case.faults
         ],
         "shares": [_json(round(share, 4)) for share in shares],
@@ -171,12 +173,30 @@ def _json(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def campaign(jobs: list[tuple[str, int, bool, Path | None]], workers: int) -> list[dict[str, Any]]:
-    """All cases, on as many processes as there are cores."""
-    if workers == 1:
-        return [one_case(*job) for job in jobs]
+def campaign(jobs: list[Job], workers: int, path: Path | None, *, resume: bool) -> list[dict[str, Any]]:
+    """All cases; each is a line of ``path`` as soon as it is judged, and with ``resume`` those there are kept."""
+    rows: list[dict[str, Any]] = []
+    if resume and path is not None and path.exists():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    done = {tuple(row["job"]) for row in rows}
+    left = [job for job in jobs if _name(job) not in done]
+    wanted = {_name(job) for job in jobs}
+    rows = [row for row in rows if tuple(row["job"]) in wanted]
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with ProcessPoolExecutor(workers) as pool:
-        return list(pool.map(one_case, *zip(*jobs, strict=True), chunksize=1))
+        for future in as_completed([pool.submit(one_case, *job) for job in left]):
+            rows.append(future.result())
+            if path is not None:
+                with open(path, "a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+    return sorted(rows, key=lambda row: row["job"])
+
+
+def _name(job: Job) -> tuple[str, str, int]:
+    kind, seed, largest, table = job
+    return kind, "largest" if largest else table.name if table else "drawn", seed
 
 
 def score(rows: list[dict[str, Any]], name: str = "") -> Score:
@@ -209,8 +229,8 @@ def report_slow(report: Report, rows: list[dict[str, Any]], where: str) -> None:
     total = score(rows)
     others = {name: round(score(rows, name).f1, 3) for name in _BASELINES}
     limit = (
-        f"{EMULATED}; {len(rows)} cases, {total.true + total.missed} felt (iteration ≥ {FELT:.0%} longer), {total.missed} "
-        f"missed, {total.false_named} falsely named{_how(rows)}"
+        f"{EMULATED}; {len(rows)} cases, {total.true + total.missed} felt (iteration ≥ {FELT:.0%} longer), "
+        f"{total.missed} missed, {total.false_named} falsely named{_how(rows)}"
     )
     report.add(
         Line(f"slowdown F1, {where}", round(total.f1, 4), "", GOAL_SLOW, total.f1 >= 0.98, others, limit)
@@ -295,12 +315,6 @@ def _write(path: Path, messages: Iterable[bytes]) -> int:
     return total
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """One line per case."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def table(rows: list[dict[str, Any]], out: Callable[[str], None]) -> None:
     """What was wrong, by kind of fault."""
     by_label: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -309,8 +323,8 @@ def table(rows: list[dict[str, Any]], out: Callable[[str], None]) -> None:
     for (kind, label), here in sorted(by_label.items()):
         total = score(here)
         wrong = [row["seed"] for row in here if not row["judged"]["right"]]
-        out(f"{kind} {label}: {len(here)} cases, {total.true} named, {total.missed} missed, {total.false_named} falsely "
-            f"named, {total.quiet} rightly nobody; wrong seeds {wrong[:12]}")  # fmt: skip
+        out(f"{kind} {label}: {len(here)} cases, {total.true} named, {total.missed} missed, "
+            f"{total.false_named} falsely named, {total.quiet} rightly nobody; wrong seeds {wrong[:12]}")  # fmt: skip
 
 
 def main() -> None:
@@ -323,6 +337,7 @@ def main() -> None:
     parser.add_argument("--recorded", type=int, help="cases on recorded blocks (default 400; quick: 40)")
     parser.add_argument("--seed", type=int, default=0, help="first seed")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--resume", action="store_true", help="keep the cases that an earlier run has judged")
     arguments = parser.parse_args()
     quick = arguments.quick
 
@@ -332,7 +347,7 @@ def main() -> None:
     report = Report("locate", quick=quick, packages=("keepstep", "numpy", "msgspec"))
     first = arguments.seed
     half = count(arguments.cases, 120, 1000) // 2
-    jobs: list[tuple[str, int, bool, Path | None]] = []
+    jobs: list[Job] = []
     for kind in ("hang", "slow"):
         jobs += [(kind, seed, False, None) for seed in range(first, first + half)]
     samples: Path | None = arguments.samples
@@ -347,8 +362,9 @@ def main() -> None:
     else:
         report.leave_out("recorded blocks", f"no {_TABLES[0].parent} under --samples")
     large = count(arguments.largest, 2, 20)
-    jobs = [("slow" if seed % 2 else "hang", first + seed, True, None) for seed in range(large)] + jobs
-    rows = campaign(jobs, arguments.jobs)
+    jobs += [("slow" if seed % 2 else "hang", first + seed, True, None) for seed in range(large)]
+    cases = arguments.json.with_name(f"{arguments.json.stem}-cases.jsonl") if arguments.json else None
+    rows = campaign(jobs, arguments.jobs, cases, resume=arguments.resume)
     for row in rows:
         row["size"] = "131072 ranks" if row["layout"] == "tp8-dp1024-pp16" else "≤ 4096 ranks"
     for where in ("≤ 4096 ranks", "131072 ranks"):
@@ -362,8 +378,6 @@ def main() -> None:
                 report_slow(report, slow, where + extra)
     measure(report, _TIMED if large else _TIMED[:2])
     table(rows, print)
-    if arguments.json is not None:
-        write_rows(arguments.json.with_name(arguments.json.stem + "-cases.jsonl"), rows)
     report.finish(arguments.json)
 
 

@@ -13,9 +13,14 @@ from numpy.typing import NDArray
 from keepstep.core.summary import IterationSummary, StreamSummary
 
 Rows = NDArray[Any]  # structured
-_SUMS = tuple(field.name for field in fields(IterationSummary) if field.name not in ("rank", "step", "streams"))
+_SUMS = tuple(
+    field.name for field in fields(IterationSummary) if field.name not in ("rank", "step", "streams")
+)
 _TIMES = ("start_s", "end_s", "busy_s", "blocked_s", "fastest_s")
-ROW = np.dtype([("rank", "<i4"), ("step", "<i4"), ("streams", "<i4"), *((name, "<f8" if name == "start_s" else "<f4") for name in _SUMS)])  # fmt: skip
+ROW = np.dtype([
+    ("rank", "<i4"), ("step", "<i4"), ("streams", "<i4"),
+    *((name, "<f8" if name == "start_s" else "<f4") for name in _SUMS),
+])  # fmt: skip
 """One iteration; ``streams``: how many rows of STREAM are its own. Durations to seven digits."""
 
 STREAM = np.dtype([
@@ -44,7 +49,9 @@ class IterationTable(Sequence[IterationSummary]):
     names: Sequence[str]
 
     @classmethod
-    def of(cls, rows: Rows, counts: Sequence[int], streams: Sequence[Rows], names: Sequence[Sequence[str]]) -> IterationTable:
+    def of(
+        cls, rows: Rows, counts: Sequence[int], streams: Sequence[Rows], names: Sequence[Sequence[str]]
+    ) -> IterationTable:
         """Of several senders: ``counts`` rows of each, one after the other, its streams and its names.
 
         Left out is who tells of more or fewer streams than there are.
@@ -108,14 +115,14 @@ class IterationTable(Sequence[IterationSummary]):
         breaks = np.flatnonzero((self.part[1:] != self.part[:-1]) | (self.first[1:] != ends[:-1])) + 1
         begins = np.concatenate(([0], breaks))[: len(counts)]
         lasts = np.concatenate((breaks, [len(counts)]))[: len(begins)] - 1
-        pieces: list[Rows] = [np.zeros(0, STREAM)]
+        empty: Rows = np.zeros(0, STREAM)
+        pieces = [empty]
         bases: list[int] = [0]
-        for part, low, high in zip(
-            self.part[begins].tolist(), self.first[begins].tolist(), ends[lasts].tolist(), strict=True
-        ):
-            streams, base = self.parts[part]
-            pieces.append(streams[low:high])
-            bases.append(base)
+        bounds = (self.part[begins], self.first[begins], ends[lasts])
+        runs: list[list[int]] = [values.tolist() for values in bounds]
+        for part, low, high in zip(*runs, strict=True):
+            pieces.append(self.parts[part][0][low:high])
+            bases.append(self.parts[part][1])
         found = np.concatenate(pieces)
         group = found["group"] + np.repeat(bases, [len(piece) for piece in pieces])
         none = len(self.names) - 1

@@ -102,14 +102,12 @@ def _table_votes(table: IterationTable) -> tuple[dict[tuple[int, int], int], boo
     ends = np.where((sent < received)[:, None], ends, ends[:, ::-1])
     both_ways = bool((np.isfinite(sent) & np.isfinite(received)).any())
     edges, counts = np.unique(ends[:, 0] << 32 | ends[:, 1], return_counts=True)
-    votes = dict(
-        zip(
-            zip((edges >> 32).tolist(), (edges & 0xFFFFFFFF).tolist(), strict=True),
-            counts.tolist(),
-            strict=True,
-        )
+    pairs: list[tuple[int, int]] = list(
+        zip((edges >> 32).tolist(), (edges & 0xFFFFFFFF).tolist(), strict=True)
     )
-    groups = frozenset(table.names[name] for name in np.unique(streams["group"]).tolist())
+    votes: dict[tuple[int, int], int] = dict(zip(pairs, counts.tolist(), strict=True))
+    used: list[int] = np.unique(streams["group"]).tolist()
+    groups = frozenset(table.names[name] for name in used)
     return votes, both_ways, groups
 
 

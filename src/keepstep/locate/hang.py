@@ -120,7 +120,8 @@ def _still_sends(known: _Evidence, message: Pending) -> bool:
     if message.collective or message.source not in known.states:
         return False
     return any(
-        (flight.op, flight.group, flight.peer, flight.seq) == (Op.SEND, message.group, message.target, message.seq)
+        (flight.op, flight.group, flight.peer, flight.seq)
+        == (Op.SEND, message.group, message.target, message.seq)
         for flight in known.states[message.source].in_flight
     )
 

@@ -105,7 +105,9 @@ def infer_layout(groups: Mapping[str, GroupInfo], traffic: Sequence[IterationSum
     by_family: dict[_Family, tuple[Role, Confidence, str]] = {}
     for family, operations in loads.items():
         by_family[family] = _judge(operations)
-    world = {rank for info in groups.values() for rank in info.members} | set(column(traffic, "rank").tolist())
+    world = {rank for info in groups.values() for rank in info.members} | set(
+        column(traffic, "rank").tolist()
+    )
     roles = {name: _role(info, by_family, pipeline, len(world)) for name, info in groups.items()}
     sizes: dict[str, int] = {}
     for name, found in roles.items():
@@ -177,13 +179,13 @@ def _table_loads(families: Mapping[str, _Family], table: IterationTable) -> dict
     row, streams, family = row[useful], streams[useful], family[useful]
     place = streams["start_s"] / np.maximum(table.column("duration_s")[row], 1e-9)
     keys, which, seen = np.unique(family << 8 | streams["op"], return_inverse=True, return_counts=True)
-    sums = [np.bincount(which, weights, len(keys)).tolist()
-            for weights in (streams["count"], streams["bytes"], place * streams["count"])]  # fmt: skip
+    weights = (streams["count"], streams["bytes"], place * streams["count"])
+    sums: list[list[float]] = [np.bincount(which, weight, len(keys)).tolist() for weight in weights]
+    found: list[list[int]] = [(keys >> 8).tolist(), (keys & 0xFF).tolist(), seen.tolist()]
     loads: dict[_Family, dict[int, _Load]] = {}
     names = list(numbers)
-    for key, many, count, nbytes, mean in zip(keys.tolist(), seen.tolist(), *sums, strict=True):
-        load = _Load(many, int(count), int(nbytes), mean)
-        loads.setdefault(names[key >> 8], {})[key & 0xFF] = load
+    for number, op, many, count, nbytes, mean in zip(*found, *sums, strict=True):
+        loads.setdefault(names[int(number)], {})[int(op)] = _Load(int(many), int(count), int(nbytes), mean)
     return loads
 
 

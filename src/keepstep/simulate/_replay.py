@@ -90,8 +90,7 @@ class Replay:
         self._jitter, self._steps, self._faults, self._recorded = jitter, steps, faults, recorded
         self._sinks = sinks
         self._shape = (len(steps), self._dp, self._tp)
-        self._grid = np.arange(layout.world_size).reshape(self._pp, self._dp, self._tp)
-        self._node = nodes.reshape(self._pp, self._dp, self._tp)
+        self._nodes, self._node = nodes, np.reshape(nodes, (self._pp, self._dp, self._tp))
         self._pace = [jitter.pace(self._shape) for _ in range(self._pp)]
         self._stretch = [self._stretches(stage) for stage in range(self._pp)]
         self._tickets = [0] * self._pp
@@ -306,13 +305,12 @@ class Replay:
             else:
                 here = self._node[stage]
                 crossing = self._crossing(fault, here, np.roll(here, -1, axis=0)).any(axis=0)
-                delay[np.ix_(self._when(fault), [0], crossing)] += fault.delay_s
-                if fault.factor > 1:
-                    delay[np.ix_(self._when(fault), [0], crossing)] += (fault.factor - 1) * self._usual.dp_s
+                longer = fault.delay_s + (fault.factor - 1) * self._usual.dp_s
+                delay[self._when(fault)[:, None, None] & crossing[None, None, :]] += longer
         return delay
 
     def _crossing(self, fault: Fault, here: NDArray[np.int64], there: NDArray[np.int64]) -> NDArray[np.bool_]:
-        one, other = (self._node.reshape(-1)[rank] for rank in (fault.rank, fault.peer))
+        one, other = self._nodes[fault.rank], self._nodes[fault.peer]
         return ((here == one) & (there == other)) | ((here == other) & (there == one))
 
     def _stretches(self, stage: int) -> Floats | None:
@@ -327,8 +325,7 @@ class Replay:
     def _hit(self, fault: Fault, stage: int) -> list[tuple[int, int, int]]:
         """(step, dp, tp) places of a stage that a fault hits."""
         if fault.node:
-            node = self._node.reshape(-1)[fault.rank]
-            places = np.argwhere(self._node[stage] == node).tolist()
+            places = np.argwhere(self._node[stage] == self._nodes[fault.rank]).tolist()
         else:
             places = [divmod(fault.rank % (self._dp * self._tp), self._tp)]
             if self._stage_of(fault.rank) != stage:

@@ -152,7 +152,7 @@ class Progress:
         if known is None:
             zeros = np.zeros(self._shape, np.int64)
             never = np.full(self._shape, -np.inf)
-            known = streams[role, op, peer] = StreamEnd(zeros, zeros.copy(), never, never.copy())
+            known = streams[role, op, peer] = StreamEnd(zeros, np.array(zeros), never, np.array(never))
         known.started += began
         known.completed += ended
         flying = began & ~ended
@@ -182,6 +182,7 @@ class Progress:
 
 def per_rank(arrays: list[Floats]) -> Iterator[list[list[float]]]:
     """The arrays' values rank by rank: [step][array]; all of shape (steps, dp, tp)."""
-    table = np.stack([array.reshape(len(array), -1) for array in arrays], axis=-1)
-    for row in table.transpose(1, 0, 2):
-        yield row.tolist()
+    steps = len(arrays[0])
+    table: Floats = np.stack([np.reshape(array, (steps, -1)) for array in arrays], axis=-1)
+    for place in range(table.shape[1]):
+        yield table[:, place].tolist()

@@ -9,7 +9,7 @@ on small jobs that the agents' own code makes the same of the records. This pack
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,7 +31,7 @@ from keepstep.core.summary import (
 from keepstep.ring import RECORD
 from keepstep.simulate._faults import Fault
 from keepstep.simulate._jitter import Jitter
-from keepstep.simulate._replay import BYTES, BlockTimes, Durations, Replay, Role
+from keepstep.simulate._replay import BYTES, BlockTimes, Durations, Replay, Role, Sink
 from keepstep.simulate._schedules import Schedule
 from keepstep.simulate._sinks import Log, Progress, StageSums, Stream, Sums, per_rank
 
@@ -132,6 +132,17 @@ class Workload:
             raise UsageError("a fault that never ends: ask for stuck=True, there are no summaries of it")
         return Run(self, steps, tuple(faults), log=log, stuck=stuck)
 
+    def iteration_s(self, steps: int, faults: Sequence[Fault] = ()) -> Floats:
+        """Seconds of each step, and nothing else of it: the same as of `run`, sooner."""
+        return self.replay(steps, faults, []).ends
+
+    def replay(self, steps: int, faults: Sequence[Fault], sinks: Sequence[Sink]) -> Replay:
+        """The steps, told to ``sinks``."""
+        return Replay(
+            self.layout, self.schedule, self.micro_batches, self.layers, self.durations, Jitter(self.seed, self.jitter),
+            range(steps), faults, np.arange(self.layout.world_size) // self.ranks_per_node, self.recorded, sinks,
+        )  # fmt: skip
+
     def clock(self, node: int) -> tuple[float, float]:
         """(offset in seconds, drift) of a node's clock: it shows offset + (1 + drift) x true time."""
         spread = np.random.default_rng((self.seed, node)).uniform(-1, 1, 2)
@@ -159,11 +170,7 @@ class Run:
         self._sums = None if stuck else Sums(layout.pp)
         self._progress = Progress(layout.pp, (steps, layout.dp, layout.tp)) if stuck else None
         sinks = [sink for sink in (self._log, self._sums, self._progress) if sink is not None]
-        self._replay = Replay(
-            layout, workload.schedule, workload.micro_batches, workload.layers, workload.durations,
-            Jitter(workload.seed, workload.jitter), range(steps), faults,
-            np.arange(layout.world_size) // workload.ranks_per_node, workload.recorded, sinks,
-        )  # fmt: skip
+        self._replay = workload.replay(steps, faults, sinks)
         self.iteration_s = self._replay.ends
         # when each step's predecessor was through its last collective; inf where a step is never reached
         self._origins = _BEGIN_S + np.concatenate(([0.0], np.cumsum(self._replay.ends)))
@@ -251,9 +258,8 @@ class Run:
     def _sent_in_a_step(self) -> dict[tuple[int, int], tuple[float, float]]:
         """(bytes, seconds with data under way) of every pair of nodes; the gradients go around in rings."""
         workload, layout = self.workload, self.workload.layout
-        grid = (
-            np.arange(layout.world_size).reshape(layout.pp, layout.dp, layout.tp) // workload.ranks_per_node
-        )
+        nodes = np.arange(layout.world_size) // workload.ranks_per_node
+        grid = np.reshape(nodes, (layout.pp, layout.dp, layout.tp))
         usual, found = workload.durations, dict[tuple[int, int], tuple[float, float]]()
 
         def add(here: NDArray[np.int64], there: NDArray[np.int64], nbytes: float, seconds: float) -> None:
@@ -393,7 +399,7 @@ class Run:
             reached, np.where(reached, origins, 0.0) + self._progress.stages[stage].newest, -np.inf
         )
 
-    def _in_order(self, streams: dict[Stream, object] | dict[Stream, object]) -> list[Stream]:
+    def _in_order(self, streams: Mapping[Stream, object]) -> list[Stream]:
         """As an agent tells them: by the number of the group, the operation, the peer."""
         roles = list(self.workload.group_names(0))
         return sorted(streams, key=lambda key: (roles.index(key[0]), key[1], key[2]))

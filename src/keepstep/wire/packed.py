@@ -21,7 +21,9 @@ def pack(summaries: Sequence[IterationSummary]) -> PackedIterations:
 def unpack(parts: Sequence[PackedIterations]) -> IterationTable:
     """All parts as one table. What does not fit together is left out, part by part: its sender is broken."""
     good = [
-        part for part in parts if not len(part.rows) % ROW.itemsize and not len(part.streams) % STREAM.itemsize
+        part
+        for part in parts
+        if not len(part.rows) % ROW.itemsize and not len(part.streams) % STREAM.itemsize
     ]
     return IterationTable.of(
         np.frombuffer(b"".join(part.rows for part in good), ROW),

@@ -84,7 +84,9 @@ def test_the_same_seed_gives_the_same_job_with_and_without_a_fault():
     assert (workload.run(4).iteration_s == workload.run(4).iteration_s).all()
     hit = workload.run(4, [Fault("forward", 1, micro_batch=0, delay_s=1.0, first_step=2)]).iteration_s
     assert (hit[:2] == workload.run(4).iteration_s[:2]).all()
-    assert (workload.run(4).iteration_s != Workload(ParallelLayout(pp=2, dp=2), seed=4).run(4).iteration_s).all()
+    assert (
+        workload.run(4).iteration_s != Workload(ParallelLayout(pp=2, dp=2), seed=4).run(4).iteration_s
+    ).all()
 
 
 def test_what_cannot_be_simulated_is_refused():
@@ -111,7 +113,12 @@ def test_in_a_hang_only_the_culprit_waits_for_nobody(where):
     states = list(workload.run(3, [fault], stuck=True).states())
     waiting = {state.rank for state in states if any(f.op != Op.SEND for f in state.in_flight)}
     assert waiting == set(range(8)) - {5}
-    phases = {"forward": Phase.MODEL, "backward": Phase.BACKWARD, "data": Phase.DATA, "optimizer": Phase.OPTIMIZER}
+    phases = {
+        "forward": Phase.MODEL,
+        "backward": Phase.BACKWARD,
+        "data": Phase.DATA,
+        "optimizer": Phase.OPTIMIZER,
+    }
     assert states[5].phase == phases[where]
     assert states[5].step == 0
     for state in states:
@@ -160,7 +167,8 @@ def stream_table(rows: Rows) -> np.ndarray:
     found = {}
     for row in rows[rows["kind"] != Kind.PHASE]:
         op = row["op"] if row["kind"] == Kind.P2P else 0
-        entry = found.setdefault((row["group"], op, row["peer"]), [0, 0, 0, 0, row["peer"], row["group"], row["kind"], 0])
+        new = [0, 0, 0, 0, row["peer"], row["group"], row["kind"], 0]
+        entry = found.setdefault((row["group"], op, row["peer"]), new)
         entry[0] += 1
         entry[1] += row["end_ns"] > 0
         entry[7] = row["op"]
@@ -180,13 +188,22 @@ def times(one: IterationSummary) -> list[float]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
-    "layout", [ParallelLayout(pp=2, dp=2), ParallelLayout(tp=2, pp=4, dp=2), ParallelLayout(dp=3), ParallelLayout(tp=2)]
+    "layout",
+    [
+        ParallelLayout(pp=2, dp=2),
+        ParallelLayout(tp=2, pp=4, dp=2),
+        ParallelLayout(dp=3),
+        ParallelLayout(tp=2),
+    ],
 )
 def test_summaries_are_what_the_agents_make_of_the_records(layout, schedule):
     if layout.pp == 1 and schedule == "interleaved":
         pytest.skip("no pipeline")
     workload = Workload(layout, schedule, micro_batches=4, ranks_per_node=2)
-    faults = [Fault("backward", 1, micro_batch=2, delay_s=0.3, first_step=4), Fault("message", 0, peer=2, delay_s=0.2)]
+    faults = [
+        Fault("backward", 1, micro_batch=2, delay_s=0.3, first_step=4),
+        Fault("message", 0, peer=2, delay_s=0.2),
+    ]
     run = workload.run(7, faults, log=True)
     for rank, told in enumerate(run.summaries()):
         _, taken = watched(workload, rank, run.records(rank))
@@ -214,14 +231,24 @@ def test_states_are_what_the_agents_make_of_the_records(fault, schedule):
     for rank, ours in enumerate(run.states()):
         rows = run.records(rank)
         track, _ = watched(workload, rank, rows)
-        agents = rank_state(track, rows[rows["end_ns"] == 0], stream_table(rows), "S", round(ours.now_s * 1e9))
+        agents = rank_state(
+            track, rows[rows["end_ns"] == 0], stream_table(rows), "S", round(ours.now_s * 1e9)
+        )
         assert seen(agents) == seen(ours)
         assert since(agents) == pytest.approx(since(ours), abs=2e-6)
 
 
 def seen(state: RankState) -> list:
     flights = [(one.group, one.op, one.peer, one.seq) for one in state.in_flight]
-    return [state.rank, state.alive, state.step, state.phase, state.progress, flights, sorted(map(repr, state.streams))]
+    return [
+        state.rank,
+        state.alive,
+        state.step,
+        state.phase,
+        state.progress,
+        flights,
+        sorted(map(repr, state.streams)),
+    ]
 
 
 def since(state: RankState) -> list[float]:
