@@ -37,7 +37,7 @@ _STREAM_FIELDS = tuple(field.name for field in fields(StreamSummary))[1:]
 class IterationTable(Sequence[IterationSummary]):
     """A sequence of summaries that makes an object only of what is looked at, and copies streams only then.
 
-    ``parts``: the streams of each sender (STREAM) and the number of its first name in ``names``, shared with the tables
+    ``parts``: the streams of each sender (STREAM), and where its names begin in ``names`` and how many they are, shared with the tables
     cut from this one. ``part`` and ``first``: which part holds a row's streams, and from which place on. A name may
     occur twice; the last one stands for what is none.
     """
@@ -45,7 +45,7 @@ class IterationTable(Sequence[IterationSummary]):
     rows: Rows  # ROW
     part: NDArray[np.int64]
     first: NDArray[np.int64]
-    parts: Sequence[tuple[Rows, int]]
+    parts: Sequence[tuple[Rows, int, int]]
     names: Sequence[str]
 
     @classmethod
@@ -64,7 +64,7 @@ class IterationTable(Sequence[IterationSummary]):
         begin = np.cumsum(sums).astype(np.int64) - sums.astype(np.int64)
         base = np.cumsum([0, *(len(one) for one in names)])[:-1].tolist()
         table = cls(
-            rows, part, first - begin[part], list(zip(streams, base, strict=True)),
+            rows, part, first - begin[part], list(zip(streams, base, map(len, names), strict=True)),
             [*itertools.chain.from_iterable(names), NO_NAME],
         )  # fmt: skip
         return table if good.all() else table.where(good[part])
@@ -117,16 +117,17 @@ class IterationTable(Sequence[IterationSummary]):
         lasts = np.concatenate((breaks, [len(counts)]))[: len(begins)] - 1
         empty: Rows = np.zeros(0, STREAM)
         pieces = [empty]
-        bases: list[int] = [0]
+        known: list[tuple[int, int]] = [(0, 0)]
         bounds = (self.part[begins], self.first[begins], ends[lasts])
         runs: list[list[int]] = [values.tolist() for values in bounds]
         for part, low, high in zip(*runs, strict=True):
-            pieces.append(self.parts[part][0][low:high])
-            bases.append(self.parts[part][1])
+            streams, base, count = self.parts[part]
+            pieces.append(streams[low:high])
+            known.append((base, count))
         found = np.concatenate(pieces)
-        group = found["group"] + np.repeat(bases, [len(piece) for piece in pieces])
-        none = len(self.names) - 1
-        found["group"] = np.where((found["group"] >= 0) & (group < none), group, none)
+        base, count = np.repeat(known, [len(piece) for piece in pieces], axis=0).T
+        group = found["group"]
+        found["group"] = np.where((group >= 0) & (group < count), group + base, len(self.names) - 1)
         return np.repeat(np.arange(len(counts)), counts), found
 
 
