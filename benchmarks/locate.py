@@ -286,7 +286,8 @@ def measure(report: Report, sizes: Iterable[tuple[int, int, int, int]]) -> None:
         met = found["seconds"] <= 2 and found["memory_mb"] <= 2000 and right if largest else None
         limit = (
             f"4 healthy and 3 slow steps of every rank, {size / layout.world_size / 7:.0f} bytes per rank and step; "
-            f"decoding {found['decode_s']:.2f} s of it; the slow rank was {'' if right else 'NOT '}named; one core"
+            f"decoding {found['decode_s']:.2f} s of it; CPU {found['cpu_s']:.2f} s, one core; "
+            f"the slow rank was {'' if right else 'NOT '}named"
         )
         name = f"{layout.world_size} ranks"
         report.add(

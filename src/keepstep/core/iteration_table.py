@@ -37,9 +37,9 @@ _STREAM_FIELDS = tuple(field.name for field in fields(StreamSummary))[1:]
 class IterationTable(Sequence[IterationSummary]):
     """A sequence of summaries that makes an object only of what is looked at, and copies streams only then.
 
-    ``parts``: the streams of each sender (STREAM), and where its names begin in ``names`` and how many they are, shared with the tables
-    cut from this one. ``part`` and ``first``: which part holds a row's streams, and from which place on. A name may
-    occur twice; the last one stands for what is none.
+    ``parts``: the streams of each sender (STREAM), and where its names begin in ``names`` and how many they are; shared
+    with the tables cut from this one. ``part`` and ``first``: which part holds a row's streams, and from which place
+    on. A name may occur twice; the last one stands for what is none.
     """
 
     rows: Rows  # ROW

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 from benchmarks._locate_judge import Meant, Score, judge
+
 from keepstep.core.incident import Culprit, Diagnosis, Link
 
 NOBODY = frozenset()
