@@ -21,13 +21,14 @@ def operations_in_flight(rows: Rows, groups: Sequence[GroupInfo]) -> tuple[OpInF
     rows = rows[rows["kind"] != Kind.PHASE]
     rows = rows[rows["start_ns"].argsort(kind="stable")][-_MOST_IN_FLIGHT:]
     return tuple(
-        OpInFlight(_name(groups, group), op, peer, seq, start_ns * 1e-9)
-        for group, op, peer, seq, start_ns in zip(
+        OpInFlight(_name(groups, group), op, peer, seq, start_ns * 1e-9, wait_ns > 0)
+        for group, op, peer, seq, start_ns, wait_ns in zip(
             rows["group"].tolist(),
             rows["op"].tolist(),
             rows["peer"].tolist(),
             rows["seq"].tolist(),
             rows["start_ns"].tolist(),
+            rows["wait_ns"].tolist(),
             strict=True,
         )
     )

@@ -67,6 +67,7 @@ class OpInFlight:
     peer: int
     seq: int
     since_s: float
+    waits: bool = False  # the rank was seen to begin to wait for it
 
 
 @dataclass(frozen=True, slots=True)

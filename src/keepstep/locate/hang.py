@@ -87,7 +87,7 @@ def _with_dead(pending: Sequence[Pending], by_rank: Mapping[int, RankState]) -> 
         Pending(
             p.group, p.ops, p.seq, p.source, p.target, p.waiting, p.firm,
             (*p.absent, *(r for r in p.unknown if r in dead)), tuple(r for r in p.unknown if r not in dead),
-            p.through, p.stuck_s,
+            p.through, p.stuck_s, p.waits,
         )
         for p in pending
     ]  # fmt: skip

@@ -169,7 +169,8 @@ class Replay:
             own += spent
             if self._tp > 1 and block.part != "weights":
                 # a rank that leaves out a collective meets the others' last with none: numbers are matched in order
-                last = not forward and block.micro_batch == self._batches - 1 and piece == pieces - 1
+                last = not forward and block.chunk == 0 and block.micro_batch == self._batches - 1
+                last = last and piece == pieces - 1
                 delay = self._tp_delay(stage, block, piece)
                 self._collective(stage, "tp", self._usual.tp_s, delay, axis=2, skippable=last)
         phase = Phase.MODEL if forward else Phase.BACKWARD

@@ -113,7 +113,7 @@ class StreamEnd:
     started: NDArray[np.int64]
     completed: NDArray[np.int64]
     since: Floats
-    last_start: Floats
+    waits: NDArray[np.bool_]  # for what is in flight
 
 
 @dataclass(slots=True)
@@ -152,12 +152,15 @@ class Progress:
         if known is None:
             zeros = np.zeros(self._shape, np.int64)
             never = np.full(self._shape, -np.inf)
-            known = streams[role, op, peer] = StreamEnd(zeros, np.array(zeros), never, np.array(never))
+            known = streams[role, op, peer] = StreamEnd(
+                zeros, np.array(zeros), never, np.zeros(self._shape, np.bool_)
+            )
         known.started += began
         known.completed += ended
         flying = began & ~ended
         known.since[flying] = start[flying]
-        known.last_start[began] = start[began]
+        if wait is not None:
+            known.waits |= flying & np.isfinite(wait)
 
     def phase(self, stage: int, ticket: int, phase: Phase, start: Floats, end: Floats, own: Floats) -> None:
         here = self.stages[stage]

@@ -349,7 +349,12 @@ class Run:
         done, records = total(here.steps_done), total(here.records)
         streams = self._in_order(here.streams)
         tables = {
-            key: (total(one.started), total(one.completed), last(one.since), last(one.last_start))
+            key: (
+                total(one.started),
+                total(one.completed),
+                last(one.since),
+                (reached & one.waits).any(axis=0),
+            )
             for key, one in ((key, here.streams[key]) for key in streams)
         }
         dead = {f.rank for f in self.faults if f.dies}
@@ -365,7 +370,7 @@ class Run:
 
             flying: list[OpInFlight] = []
             progress: list[StreamProgress] = []
-            for key, (started, completed, flying_since, _) in tables.items():
+            for key, (started, completed, flying_since, waits) in tables.items():
                 role, op, peer_stage = key
                 count, through, began = int(started[at]), int(completed[at]), float(flying_since[at])
                 if not count:
@@ -373,7 +378,7 @@ class Run:
                 peer = -1 if peer_stage < 0 else peer_stage * stride + place
                 progress.append(StreamProgress(names[role], int(op), peer, count, through))
                 if math.isfinite(began):
-                    flying.append(OpInFlight(names[role], int(op), peer, count, seen(began)))
+                    flying.append(OpInFlight(names[role], int(op), peer, count, seen(began), bool(waits[at])))
             flying.sort(key=lambda one: one.since_s)
             open_since = float(since[at])
             is_open = math.isfinite(open_since)

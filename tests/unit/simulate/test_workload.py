@@ -239,7 +239,7 @@ def test_states_are_what_the_agents_make_of_the_records(fault, schedule):
 
 
 def seen(state: RankState) -> list:
-    flights = [(one.group, one.op, one.peer, one.seq) for one in state.in_flight]
+    flights = [(one.group, one.op, one.peer, one.seq, one.waits) for one in state.in_flight]
     return [
         state.rank,
         state.alive,
