@@ -191,7 +191,7 @@ def campaign(jobs: list[Job], workers: int, path: Path | None, *, resume: bool) 
             if path is not None:
                 with open(path, "a") as file:
                     file.write(json.dumps(rows[-1]) + "\n")
-    return sorted(rows, key=lambda row: row["job"])
+    return sorted(rows, key=lambda row: tuple(row["job"]))
 
 
 def _name(job: Job) -> tuple[str, str, int]:
