@@ -117,17 +117,19 @@ class IterationTable(Sequence[IterationSummary]):
         lasts = np.concatenate((breaks, [len(counts)]))[: len(begins)] - 1
         empty: Rows = np.zeros(0, STREAM)
         pieces = [empty]
-        known: list[tuple[int, int]] = [(0, 0)]
+        bases, sizes = [0], [0]
         bounds = (self.part[begins], self.first[begins], ends[lasts])
         runs: list[list[int]] = [values.tolist() for values in bounds]
         for part, low, high in zip(*runs, strict=True):
-            streams, base, count = self.parts[part]
+            streams, base, size = self.parts[part]
             pieces.append(streams[low:high])
-            known.append((base, count))
+            bases.append(base)
+            sizes.append(size)
         found = np.concatenate(pieces)
-        base, count = np.repeat(known, [len(piece) for piece in pieces], axis=0).T
-        group = found["group"]
-        found["group"] = np.where((group >= 0) & (group < count), group + base, len(self.names) - 1)
+        lengths = [len(piece) for piece in pieces]
+        group: NDArray[np.int64] = found["group"].astype(np.int64)
+        named = (group >= 0) & (group < np.repeat(sizes, lengths))
+        found["group"] = np.where(named, group + np.repeat(bases, lengths), len(self.names) - 1)
         return np.repeat(np.arange(len(counts)), counts), found
 
 

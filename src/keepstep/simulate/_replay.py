@@ -307,7 +307,8 @@ class Replay:
                 here = self._node[stage]
                 crossing = self._crossing(fault, here, np.roll(here, -1, axis=0)).any(axis=0)
                 longer = fault.delay_s + (fault.factor - 1) * self._usual.dp_s
-                delay[self._when(fault)[:, None, None] & crossing[None, None, :]] += longer
+                for t in np.flatnonzero(crossing).tolist():
+                    delay[self._when(fault), 0, t] += longer
         return delay
 
     def _crossing(self, fault: Fault, here: NDArray[np.int64], there: NDArray[np.int64]) -> NDArray[np.bool_]:

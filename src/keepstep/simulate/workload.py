@@ -353,7 +353,7 @@ class Run:
                 total(one.started),
                 total(one.completed),
                 last(one.since),
-                (reached & one.waits).any(axis=0),
+                np.max(reached & one.waits, axis=0),
             )
             for key, one in ((key, here.streams[key]) for key in streams)
         }
