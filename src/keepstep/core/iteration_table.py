@@ -62,7 +62,7 @@ class IterationTable(Sequence[IterationSummary]):
         good = (sums == [len(one) for one in streams]) & (np.bincount(part, told < 0, len(counts)) == 0)
         first = np.cumsum(told) - told
         begin = np.cumsum(sums).astype(np.int64) - sums.astype(np.int64)
-        base = np.cumsum([0, *(len(one) for one in names)])[:-1].tolist()
+        base: list[int] = np.cumsum([0, *(len(one) for one in names)])[:-1].tolist()
         table = cls(
             rows, part, first - begin[part], list(zip(streams, base, map(len, names), strict=True)),
             [*itertools.chain.from_iterable(names), NO_NAME],
@@ -90,7 +90,7 @@ class IterationTable(Sequence[IterationSummary]):
             yield IterationSummary(
                 rank, step, *sums,
                 streams=tuple(
-                    StreamSummary(self.names[group], *rest)
+                    StreamSummary(self.names[int(group)], *rest)
                     for group, *rest in streams[place : place + count].tolist()
                 ),
             )  # fmt: skip
@@ -120,11 +120,10 @@ class IterationTable(Sequence[IterationSummary]):
         bases, sizes = [0], [0]
         bounds = (self.part[begins], self.first[begins], ends[lasts])
         runs: list[list[int]] = [values.tolist() for values in bounds]
-        for part, low, high in zip(*runs, strict=True):
-            streams, base, size = self.parts[part]
-            pieces.append(streams[low:high])
-            bases.append(base)
-            sizes.append(size)
+        for part, low, high in zip(runs[0], runs[1], runs[2], strict=True):
+            pieces.append(self.parts[part][0][low:high])
+            bases.append(self.parts[part][1])
+            sizes.append(self.parts[part][2])
         found = np.concatenate(pieces)
         lengths = [len(piece) for piece in pieces]
         group: NDArray[np.int64] = found["group"].astype(np.int64)

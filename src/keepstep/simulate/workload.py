@@ -353,7 +353,7 @@ class Run:
                 total(one.started),
                 total(one.completed),
                 last(one.since),
-                np.max(reached & one.waits, axis=0),
+                total(one.waits.astype(np.int64)),
             )
             for key, one in ((key, here.streams[key]) for key in streams)
         }
