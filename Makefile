@@ -68,7 +68,7 @@ soak: $(DEV)
 	$(BIN)/python -m benchmarks.campaign --case all
 
 bench: $(DEV)
-	for name in probe changepoint controller; do \
+	for name in probe changepoint controller locate; do \
 	  $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done
 
 clean:

@@ -28,6 +28,7 @@ from keepstep.wire.messages import (
     StateRequest,
     States,
 )
+from keepstep.wire.packed import pack
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -144,11 +145,12 @@ class NodeAgent:
         return Profile(
             request.request,
             self._node_rank,
-            tuple(found),
-            tuple(clock),
+            () if request.packed else tuple(found),
+            () if request.packed else tuple(clock),
             self._sensors.causes(),
             traffic,
             tuple(blocks),
+            pack(found) if request.packed else None,
         )
 
     async def states(self, request: StateRequest) -> States:

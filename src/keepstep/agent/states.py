@@ -31,14 +31,16 @@ def operations_in_flight(
             seq,
             start_ns * 1e-9,
             _site(sites, site),
+            wait_ns > 0,
         )
-        for group, op, peer, seq, start_ns, site in zip(
+        for group, op, peer, seq, start_ns, site, wait_ns in zip(
             rows["group"].tolist(),
             rows["op"].tolist(),
             rows["peer"].tolist(),
             rows["seq"].tolist(),
             rows["start_ns"].tolist(),
             rows["site"].tolist(),
+            rows["wait_ns"].tolist(),
             strict=True,
         )
     )

@@ -49,6 +49,8 @@ from keepstep.wire.messages import (
 )
 
 _NO_STEP = 1 << 62
+PACKED_WORLD = 4096  # ranks; above, iterations are asked for as columns
+_ROW_BYTES = 56  # of a packed iteration, at least
 _MOST_SLOW_CASES = 16
 _SAVE_ALL_RANKS = 1024
 _MOST_ENDPOINTS = 4
@@ -254,7 +256,8 @@ class Controller:
     ) -> int:
         number, agents = self._request()
         self._profiles[number] = Question(number, set(agents), now_s + self.settings.answer_s)
-        request = ProfileRequest(number, first_step, last_step, onset_step, blocks_of)
+        packed = self.cluster.known_ranks > PACKED_WORLD
+        request = ProfileRequest(number, first_step, last_step, onset_step, blocks_of, packed)
         self._effects.append(Send(tuple(agents.values()), request))
         return number
 
@@ -529,7 +532,8 @@ class Controller:
         sender.node.clock.extend(profile.clock)
         if profile.causes:
             sender.node.causes, sender.node.causes_s = profile.causes, now_s
-        question.answer(sender.node.rank, profile, len(profile.iterations))
+        packed = len(profile.packed.rows) // _ROW_BYTES if profile.packed is not None else 0
+        question.answer(sender.node.rank, profile, len(profile.iterations) + packed)
         if not question.awaited:
             self._decide_profiles(profile.request, now_s)
 

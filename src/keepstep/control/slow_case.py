@@ -10,6 +10,7 @@ from dataclasses import replace
 from statistics import median
 
 from keepstep.control.desk import Desk, how_to_say, is_traffic, unlocated
+from keepstep.control.profiles import iterations_of
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis, Incident
 from keepstep.core.ranges import fold_nodes
@@ -118,14 +119,16 @@ class SlowCase:
         """Decide with what the agents have sent."""
         self.question = None
         onset = self.onset_step
-        rows = [row for answer in answers for row in answer.iterations if _is_sane(row)]
+        rows = iterations_of(answers)
         if self._checks_relief:
             self._checks_relief = False
             self._check_relief(rows, now_s)
             return
-        before = [row for row in rows if row.step < onset]
+        from keepstep.core.iteration_table import between  # numpy is not in the controller's start
+
+        before = between(rows, 0, onset)
         until = self._desk.next_change(onset + NEAR_STEPS)  # later ones are slow for another cause, too
-        after = [row for row in rows if onset <= row.step < until]
+        after = between(rows, onset, until)
         if self.incident is None and not self._confirmed(before, after):
             self._tries += 1
             self.closed = self._tries >= _UNCONFIRMED_TRIES
@@ -334,10 +337,6 @@ def _firmness(culprits: Sequence[Culprit]) -> int:
     return 1 + ("low", "medium", "high").index(culprits[0].confidence) if culprits else 0
 
 
-def _is_sane(row: IterationSummary) -> bool:
-    return math.isfinite(row.duration_s) and math.isfinite(row.self_s) and row.duration_s >= 0
-
-
 def _is_block(one: BlockSummary) -> bool:
     times = (one.start_s, one.duration_s, one.own_s)
     return all(0 <= time_s < math.inf for time_s in times) and one.index >= 0
@@ -345,23 +344,18 @@ def _is_block(one: BlockSummary) -> bool:
 
 def _pace(rows: Sequence[IterationSummary]) -> float | None:
     """Median over ranks of the ranks' median iteration time."""
-    by_rank: dict[int, list[float]] = {}
-    for row in rows:
-        by_rank.setdefault(row.rank, []).append(row.duration_s)
-    return median(median(times) for times in by_rank.values()) if by_rank else None
+    from keepstep.core.iteration_table import medians
+
+    return median(medians(rows, "duration_s").values()) if len(rows) else None
 
 
 def _ratios(before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> dict[int, float]:
-    old: dict[int, list[float]] = {}
-    new: dict[int, list[float]] = {}
-    for rows, into in ((before, old), (after, new)):
-        for row in rows:
-            into.setdefault(row.rank, []).append(row.duration_s)
-    return {
-        rank: median(new[rank]) / median(times)
-        for rank, times in old.items()
-        if rank in new and median(times) > 0
-    }
+    from keepstep.core.iteration_table import medians
+
+    if not len(before) or not len(after):
+        return {}
+    old, new = medians(before, "duration_s"), medians(after, "duration_s")
+    return {rank: new[rank] / old[rank] for rank in old if rank in new and old[rank] > 0}
 
 
 def _middle(steps: Counter[int]) -> int:

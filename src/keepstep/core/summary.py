@@ -86,6 +86,7 @@ class OpInFlight:
     seq: int
     since_s: float
     site: str = ""  # the user's line that led to it, "file:line function"; empty where it is not known
+    waits: bool = False  # the rank was seen to begin to wait for it
 
 
 @dataclass(frozen=True, slots=True)

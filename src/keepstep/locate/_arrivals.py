@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from keepstep.core.events import Op
+from keepstep.core.iteration_table import of_ranks
 from keepstep.core.summary import GroupInfo, IterationSummary
 from keepstep.locate.clocks import ClockOffsets
 
@@ -33,8 +34,7 @@ def arrival_evidence(
     """Compare the rank's time in its collectives with its peers': who waits least has arrived last."""
     own = [
         (stream.group, stream.op)
-        for s in summaries
-        if s.rank == rank
+        for s in of_ranks(summaries, [rank])
         for stream in s.streams
         if stream.peer < 0
     ]
@@ -44,10 +44,7 @@ def arrival_evidence(
     peers = {key: _sample(groups[key[0]].members, rank) for key in streams}
     busy: dict[tuple[str, int], dict[int, list[float]]] = {key: {} for key in streams}
     starts: dict[tuple[str, int], dict[int, list[float]]] = {key: {} for key in streams}
-    wanted = set[int]().union(*peers.values())
-    for summary in summaries:
-        if summary.rank not in wanted:
-            continue
+    for summary in of_ranks(summaries, list(set[int]().union(*peers.values()))):
         for stream in summary.streams:
             key = (stream.group, stream.op)
             if stream.peer >= 0 or key not in streams or summary.rank not in peers[key] or stream.count == 0:

@@ -31,6 +31,7 @@ _SURE = 1.5  # standard errors; twice that is asked for
 MIN_SHARE = 0.15  # of the job's slowdown that a path must account for
 _FAST_RATIO = 1.15  # a path this near its healthy time is not the slow one
 _MAX_PAIRS_NODES = 16
+_SPREADS = 0.75  # twice this is what a collective must grow by, of its unevenness while healthy
 _MAX_LINKS = 4
 
 _Pair = tuple[str, str]
@@ -57,10 +58,13 @@ def transfers_since(
     """All paths' transfers, healthy and now."""
     old, new = collective_transfers(before, groups), collective_transfers(after, groups)
     found = [
-        Transfer(path, groups[path.group].members, now.count, now.nbytes, old[path].seconds, now.seconds)
+        Transfer(
+            path, groups[path.group].members, now.taken.count, now.taken.nbytes, old[path].shortest_s,
+            old[path].shortest_s + now.growth_s(old[path]), _SPREADS * old[path].spread_s,
+        )
         for path, now in new.items()
         if path in old
-    ]
+    ]  # fmt: skip
     return found + message_transfers(before, after, nodes, offsets)
 
 
@@ -77,7 +81,8 @@ def transfers_against_peers(
     with the same operation and bytes (GREYHOUND §4.3: comparable clusters).
     """
     clusters: dict[tuple[object, ...], list[tuple[Path, tuple[int, ...], Taken]]] = {}
-    for path, taken in collective_transfers(after, groups).items():
+    for path, one in collective_transfers(after, groups).items():
+        taken = one.taken
         ranks = groups[path.group].members
         role = layout.roles[path.group].roles if path.group in layout.roles else ()
         alike = role, path.op, len(ranks), round(taken.nbytes), len({nodes.get(rank) for rank in ranks})

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from keepstep.core.events import Op
+from keepstep.core.iteration_table import IterationTable
 from keepstep.core.summary import IterationSummary
 
 
@@ -56,6 +59,8 @@ def _votes(
     summaries: Sequence[IterationSummary],
 ) -> tuple[dict[tuple[int, int], int], bool, frozenset[str]]:
     """How often (upstream, downstream) was seen; whether any pair sends both ways; the groups used."""
+    if isinstance(summaries, IterationTable):
+        return _table_votes(summaries)
     votes: dict[tuple[int, int], int] = {}
     both_ways = False
     groups: set[str] = set()
@@ -79,6 +84,31 @@ def _votes(
             edge = (summary.rank, peer) if downstream else (peer, summary.rank)
             votes[edge] = votes.get(edge, 0) + 1
     return votes, both_ways, frozenset(groups)
+
+
+def _table_votes(table: IterationTable) -> tuple[dict[tuple[int, int], int], bool, frozenset[str]]:
+    """The same from columns."""
+    row, streams = table.flat()
+    messages = (streams["op"] == Op.SEND) | (streams["op"] == Op.RECV)
+    row, streams = row[messages], streams[messages]
+    rank, peer = table.column("rank")[row].astype(np.int64), streams["peer"].astype(np.int64)
+    sends = streams["op"] == Op.SEND
+    pair, place = np.unique(row << 32 | peer, return_inverse=True)
+    sent, received = np.full(len(pair), np.inf), np.full(len(pair), np.inf)
+    sent[place[sends]], received[place[~sends]] = streams["start_s"][sends], streams["end_s"][~sends]
+    ends = np.zeros((len(pair), 2), np.int64)
+    ends[place, 0], ends[place, 1] = rank, peer
+    # without a receive the rank is upstream, without a send downstream: what is missing is infinite
+    ends = np.where((sent < received)[:, None], ends, ends[:, ::-1])
+    both_ways = bool((np.isfinite(sent) & np.isfinite(received)).any())
+    edges, counts = np.unique(ends[:, 0] << 32 | ends[:, 1], return_counts=True)
+    pairs: list[tuple[int, int]] = list(
+        zip((edges >> 32).tolist(), (edges & 0xFFFFFFFF).tolist(), strict=True)
+    )
+    votes: dict[tuple[int, int], int] = dict(zip(pairs, counts.tolist(), strict=True))
+    used: list[int] = np.unique(streams["group"]).tolist()
+    groups = frozenset(table.names[name] for name in used)
+    return votes, both_ways, groups
 
 
 def _walk(first: int, down: Mapping[int, int], stages: dict[int, int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
@@ -81,28 +82,39 @@ class _Message:
 _Step = tuple[Path, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One path's collectives, medians over iterations; ``busy_s``: of each member, seconds per operation."""
+
+    busy_s: Mapping[int, float]
+    spread_s: float  # how far a member's worst iteration lies above its median, the largest of all members
+    taken: Taken  # by the member that is in it shortest in each iteration
+
+    @property
+    def shortest_s(self) -> float:
+        """The member that arrives last waits for nobody: this bounds the transfer from above."""
+        return min(self.busy_s.values())
+
+    def growth_s(self, before: Collective) -> float:
+        """What a transfer takes longer since ``before``: every member sees that, a late member does not see its own."""
+        return min(busy_s - before.busy_s.get(rank, 0.0) for rank, busy_s in self.busy_s.items())
+
+
 def collective_transfers(
     summaries: Sequence[IterationSummary], groups: Mapping[str, GroupInfo]
-) -> dict[Path, Taken]:
-    """What the collectives of every path take.
-
-    The member that arrives last waits for nobody, so the shortest mean of the members bounds the transfer from
-    above. Iterations in which a member of a group is missing say nothing about that group.
-    """
-    seen: dict[_Step, list[StreamSummary]] = {}
+) -> dict[Path, Collective]:
+    """All paths' collectives. Iterations in which a member of a group is missing say nothing about that group."""
+    seen: dict[_Step, dict[int, StreamSummary]] = {}
     for summary in summaries:
         for stream in summary.streams:
             if stream.peer < 0 and stream.count > 0:
-                seen.setdefault((Path(stream.group, stream.op), summary.step), []).append(stream)
-    rows: dict[Path, list[tuple[float, float, float]]] = {}
+                seen.setdefault((Path(stream.group, stream.op), summary.step), {})[summary.rank] = stream
+    rows: dict[Path, list[dict[int, StreamSummary]]] = {}
     for (path, _), streams in seen.items():
         info = groups.get(path.group)
-        if info is None or len(info.members) < 2 or len(streams) < len(info.members):
-            continue
-        count = min(stream.count for stream in streams)
-        shortest = min(stream.busy_s / stream.count for stream in streams)
-        rows.setdefault(path, []).append((shortest, float(count), streams[0].bytes / streams[0].count))
-    return {path: _taken(values) for path, values in rows.items()}
+        if info is not None and 2 <= len(info.members) <= len(streams):
+            rows.setdefault(path, []).append(streams)
+    return {path: _collective(steps) for path, steps in rows.items()}
 
 
 def message_transfers(
@@ -222,8 +234,26 @@ def _latency(
 
 
 def _taken(values: Sequence[tuple[float, float, float]]) -> Taken:
-    """Medians of (seconds, count, bytes); the error is that of a median, from the spread."""
+    """Medians of (seconds, count, bytes); the error is that of a median, from a robust spread."""
     table = np.array(values)
     seconds, count, nbytes = (float(np.median(table[:, column])) for column in range(3))
     spread = _MAD_TO_SIGMA * float(np.median(np.abs(table[:, 0] - seconds)))
     return Taken(seconds, count, nbytes, 1.25 * spread / math.sqrt(len(table)))
+
+
+def _collective(steps: Sequence[Mapping[int, StreamSummary]]) -> Collective:
+    busy: dict[int, list[float]] = {}
+    for streams in steps:
+        for rank, stream in streams.items():
+            busy.setdefault(rank, []).append(stream.busy_s / stream.count)
+    middle = {rank: median(times) for rank, times in busy.items()}
+    spread_s = max(max(times) - middle[rank] for rank, times in busy.items())
+    shortest = [
+        (
+            min(stream.busy_s / stream.count for stream in streams.values()),
+            float(min(stream.count for stream in streams.values())),
+            median(stream.bytes / stream.count for stream in streams.values()),
+        )
+        for streams in steps
+    ]
+    return Collective(middle, spread_s, _taken(shortest))

@@ -29,6 +29,7 @@ class Pending:
     unknown: tuple[int, ...]  # members that told nothing
     through: int  # members that completed it
     stuck_s: float
+    waits: bool = False  # somebody was seen to begin to wait for it
 
     @property
     def collective(self) -> bool:
@@ -36,8 +37,8 @@ class Pending:
 
     @property
     def one_sided(self) -> bool:
-        """A send whose receive has not been posted: the sender may well have gone on."""
-        return not self.collective and self.ops == (int(Op.SEND),)
+        """A send whose receive has not been posted: the sender may well have gone on, if it was not seen to wait."""
+        return not self.collective and self.ops == (int(Op.SEND),) and not self.waits
 
     @property
     def entered_by_all(self) -> bool:
@@ -69,17 +70,20 @@ def pending_operations(states: Sequence[RankState], groups: Mapping[str, GroupIn
     flights: dict[
         _Stream, dict[int, dict[int, tuple[int, float]]]
     ] = {}  # stream -> seq -> rank -> (op, since)
+    waits: set[tuple[_Stream, int]] = set()
     for state in states:
         for flight in state.in_flight:
             key = _stream(state.rank, flight.group, flight.op, flight.peer)
             flights.setdefault(key, {}).setdefault(flight.seq, {})[state.rank] = (flight.op, flight.since_s)
+            if flight.waits:
+                waits.add((key, flight.seq))
     found: list[Pending] = []
     for key, by_seq in flights.items():
         for seq in sorted(by_seq)[:_PER_GROUP]:
             pending = (
                 _collective(key[0], seq, by_seq[seq], by_rank, groups, started, completed, last_op)
                 if key[1] == 0
-                else _message(key, seq, by_seq[seq], by_rank, started, completed)
+                else _message(key, seq, by_seq[seq], by_rank, started, completed, (key, seq) in waits)
             )
             if pending is not None:
                 found.append(pending)
@@ -128,6 +132,7 @@ def _message(
     by_rank: Mapping[int, RankState],
     started: Mapping[_Stream, Mapping[int, int]],
     completed: Mapping[_Stream, Mapping[int, int]],
+    waits: bool,
 ) -> Pending | None:
     """One side of a message; when both are in flight, the receiver's tells."""
     group, op, source, target = key
@@ -142,7 +147,7 @@ def _message(
         group, (op,), seq, source, target, tuple(here), _firm(here, by_rank),
         (peer,) if not came and peer in by_rank else (), () if peer in by_rank else (peer,),
         # a send that is through says nothing of the receive, which ends later
-        int(through and not receives), _stuck_s(here, by_rank),
+        int(through and not receives), _stuck_s(here, by_rank), waits,
     )  # fmt: skip
 
 

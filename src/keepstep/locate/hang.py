@@ -104,7 +104,7 @@ def _with_dead(pending: Sequence[Pending], by_rank: Mapping[int, RankState]) -> 
         Pending(
             p.group, p.ops, p.seq, p.source, p.target, p.waiting, p.firm,
             (*p.absent, *(r for r in p.unknown if r in dead)), tuple(r for r in p.unknown if r not in dead),
-            p.through, p.stuck_s,
+            p.through, p.stuck_s, p.waits,
         )
         for p in pending
     ]  # fmt: skip
@@ -118,17 +118,29 @@ def _roots(known: _Evidence) -> _Roots:
     """
     blocking = [p for p in known.pending if not p.entered_by_all]
     in_transfer = [p for p in known.pending if p.entered_by_all and p.through == 0]
+    senders = frozenset(p.source for p in in_transfer if p.firm and _still_sends(known, p))
     awaited = {rank for p in blocking for rank in p.absent}
     told_by_all = not any(p.unknown for p in blocking)
     blocked: frozenset[int] = frozenset()
     # a silent rank or a stuck transfer explains why nobody is left: then only sends are doubted
     for level in range(3 if told_by_all and not in_transfer else 2):
         waits = [p for p in blocking if level == 0 or not p.one_sided] + in_transfer
-        blocked = frozenset(rank for p in waits for rank in (p.firm if level == 2 else p.waiting))
+        blocked = frozenset(rank for p in waits for rank in (p.firm if level == 2 else p.waiting)) | senders
         ranks = tuple(sorted(awaited - blocked))
         if ranks:
             return _Roots(ranks, blocked, level == 0)
     return _Roots((), blocked, False)
+
+
+def _still_sends(known: _Evidence, message: Pending) -> bool:
+    """The sender of a message that its receiver waits for has not seen the end of its send, either."""
+    if message.collective or message.source not in known.states:
+        return False
+    return any(
+        (flight.op, flight.group, flight.peer, flight.seq)
+        == (Op.SEND, message.group, message.target, message.seq)
+        for flight in known.states[message.source].in_flight
+    )
 
 
 def _never_entered(known: _Evidence, roots: _Roots) -> Diagnosis:
@@ -192,12 +204,15 @@ def _desync(known: _Evidence, mixed: Pending) -> Diagnosis:
 
 
 def _no_root(known: _Evidence, roots: _Roots) -> Diagnosis:
+    stuck = [p for p in known.pending if p.entered_by_all and p.through == 0]
+    certain = [p for p in stuck if p.firm == p.waiting]
+    if certain:  # all of its members told that they are in it: silent ranks elsewhere do not matter
+        return _transfer(known, certain)
     for p in known.pending:
         if p.unknown:
-            return _silent(known, p)
-    stuck = [
-        p for p in known.pending if p.entered_by_all and (p.through == 0 or known.paths.bad(known.pairs(p)))
-    ]
+            circle = _waiting_in_circles(known)
+            return _circle(known, circle) if circle else _silent(known, p)
+    stuck += [p for p in known.pending if p.entered_by_all and p.through and known.paths.bad(known.pairs(p))]
     if stuck:
         return _transfer(known, stuck)
     unfinished = [p for p in known.pending if p.entered_by_all and p.through > len(p.waiting)]
@@ -214,6 +229,18 @@ def _no_root(known: _Evidence, roots: _Roots) -> Diagnosis:
     told = f"no rank is in an operation; phases: {', '.join(phases) or 'none told'}"
     missing = ("what all ranks wait for: none of it goes through a process group",)
     return _diagnosis(known, (), set(), None, (told,), missing)
+
+
+def _waiting_in_circles(known: _Evidence) -> list[int]:
+    """Ranks that told something and wait, directly or through others, in a circle: no silent rank explains that."""
+    waits = [p for p in known.pending if p.absent and not p.one_sided]
+    inside = {rank for p in waits for rank in p.waiting}
+    while True:
+        waits = [p for p in waits if not inside.isdisjoint(p.absent)]
+        left = {rank for p in waits for rank in p.waiting}
+        if left == inside:
+            return sorted(inside)
+        inside = left
 
 
 def _circle(known: _Evidence, circle: Sequence[int]) -> Diagnosis:

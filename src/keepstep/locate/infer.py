@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from keepstep.core.events import Op
+from keepstep.core.iteration_table import IterationTable, column
 from keepstep.core.layout import DIMENSIONS, ParallelLayout
 from keepstep.core.summary import GroupInfo, IterationSummary
 from keepstep.locate._stages import Chains, chains
@@ -102,7 +105,9 @@ def infer_layout(groups: Mapping[str, GroupInfo], traffic: Sequence[IterationSum
     by_family: dict[_Family, tuple[Role, Confidence, str]] = {}
     for family, operations in loads.items():
         by_family[family] = _judge(operations)
-    world = {rank for info in groups.values() for rank in info.members} | {s.rank for s in traffic}
+    world = {rank for info in groups.values() for rank in info.members} | set(
+        column(traffic, "rank").tolist()
+    )
     roles = {name: _role(info, by_family, pipeline, len(world)) for name, info in groups.items()}
     sizes: dict[str, int] = {}
     for name, found in roles.items():
@@ -150,6 +155,8 @@ def _loads(
     groups: Mapping[str, GroupInfo], traffic: Sequence[IterationSummary]
 ) -> dict[_Family, dict[int, _Load]]:
     families = {name: _family(info) for name, info in groups.items()}
+    if isinstance(traffic, IterationTable):
+        return _table_loads(families, traffic)
     loads: dict[_Family, dict[int, _Load]] = {}
     for summary in traffic:
         for stream in summary.streams:
@@ -158,6 +165,27 @@ def _loads(
                 continue
             load = loads.setdefault(family, {}).setdefault(stream.op, _Load())
             load.add(stream.count, stream.bytes, stream.start_s / max(summary.duration_s, 1e-9))
+    return loads
+
+
+def _table_loads(families: Mapping[str, _Family], table: IterationTable) -> dict[_Family, dict[int, _Load]]:
+    """The same from columns."""
+    numbers = {family: number for number, family in enumerate(dict.fromkeys(families.values()))}
+    number_of = {name: numbers[family] for name, family in families.items()}
+    known = np.array([number_of.get(name, -1) for name in table.names], np.int64)
+    row, streams = table.flat()
+    family = known[streams["group"]]
+    useful = (family >= 0) & (streams["peer"] < 0) & (streams["count"] > 0)
+    row, streams, family = row[useful], streams[useful], family[useful]
+    place = streams["start_s"] / np.maximum(table.column("duration_s")[row], 1e-9)
+    keys, which, seen = np.unique(family << 8 | streams["op"], return_inverse=True, return_counts=True)
+    weights = (streams["count"], streams["bytes"], place * streams["count"])
+    sums: list[list[float]] = [np.bincount(which, weight, len(keys)).tolist() for weight in weights]
+    found: list[list[int]] = [(keys >> 8).tolist(), (keys & 0xFF).tolist(), seen.tolist()]
+    loads: dict[_Family, dict[int, _Load]] = {}
+    names = list(numbers)
+    for number, op, many, count, nbytes, mean in zip(*found, *sums, strict=True):
+        loads.setdefault(names[int(number)], {})[int(op)] = _Load(int(many), int(count), int(nbytes), mean)
     return loads
 
 

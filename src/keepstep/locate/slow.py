@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from keepstep.core.incident import Culprit, Diagnosis
+from keepstep.core.iteration_table import at_steps, column
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import GroupInfo, HostCause, IterationSummary, PeerTraffic
 from keepstep.locate._arrivals import arrival_evidence
@@ -31,7 +33,11 @@ _NOISE_FACTOR = 3.0
 _MOST_NOISE = 0.12  # of self time: what is noisier still must not hide a rank that explains the slowdown
 _USUAL_NOISE = 0.02  # of self time, where too few iterations tell
 _LOST = 0.2  # of an iteration; a link is blamed from its least share of that on, 3 %
+_ENOUGH_RANKS = 8  # to tell what is chance
+_FAR = 6.0  # robust standard deviations of all ranks' growth
+_LEAST_SPREAD = 0.003
 _MAX_CULPRITS = 64
+_MANY = 100_000  # iterations
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,7 @@ def locate_slow(
         return _unknown((), ("profiles of the slow iterations: no rank sent one",))
     if layout is None:
         layout = infer_layout(groups, _few(before or after))
-    silent = sorted(set(nodes) - {summary.rank for summary in after})
+    silent = sorted(set(nodes) - set(column(after, "rank").tolist()))
     missing = (f"profiles of ranks {fold_ranks(silent)}: the cause may lie there",) if silent else ()
     growth = _growth(before, after, layout)
     if growth is None:
@@ -129,10 +135,10 @@ def locate_slow(
     return _diagnosis(growth, chosen, links, missing, groups, nodes, offsets, causes, after)
 
 
-def _few(summaries: Sequence[IterationSummary]) -> list[IterationSummary]:
-    """The newest two steps: enough to tell roles."""
-    steps = sorted({summary.step for summary in summaries})[-2:]
-    return [summary for summary in summaries if summary.step in steps]
+def _few(summaries: Sequence[IterationSummary]) -> Sequence[IterationSummary]:
+    """The newest two steps, one of a large job: enough to tell roles."""
+    newest = 2 if len(summaries) < _MANY else 1
+    return at_steps(summaries, np.unique(column(summaries, "step"))[-newest:].tolist())
 
 
 def _growth(
@@ -187,12 +193,27 @@ def _slow_ranks(growth: _Growth) -> Ints:
         & (over_common > _NOISE_FACTOR * error)
         & (over_common >= 0.04 * growth.job_before_s)
     )
+    if growth.before is not None:
+        slow |= _alone(growth, over_common)
     worst = float(over_common[slow].max(initial=0.0))
     slow &= over_common >= 0.1 * worst
     if growth.before is not None and worst < MIN_SHARE * growth.slowdown_s:
         return np.zeros(0, dtype=np.int64)
     positions = np.flatnonzero(slow)
     return positions[np.argsort(-over_common[positions], kind="stable")][:_MAX_CULPRITS]
+
+
+def _alone(growth: _Growth, over_common: Floats) -> NDArray[np.bool_]:
+    """Ranks that grew little but by all that the job did, and far more than any chance among so many ranks."""
+    if len(growth.ranks) < _ENOUGH_RANKS:
+        return np.zeros(len(growth.ranks), np.bool_)
+    middle = float(np.median(growth.ratio))
+    spread = 1.4826 * float(np.median(np.abs(growth.ratio - middle)))
+    return (
+        (growth.share >= _ENOUGH_SHARE)
+        & (growth.ratio - middle >= _FAR * max(spread, _LEAST_SPREAD))
+        & (over_common >= (MIN_JOB_SLOWDOWN - 1.0) * growth.job_before_s)
+    )
 
 
 def _diagnosis(

@@ -94,8 +94,16 @@ class Found(Message, frozen=True):
     finding: Finding
 
 
+class PackedIterations(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Iterations as columns (`wire.packed`): a tenth of the time to read, for jobs of many thousand ranks."""
+
+    rows: bytes
+    streams: bytes
+    names: tuple[str, ...]
+
+
 class Profile(Message, frozen=True):
-    """Answer to ``ProfileRequest``; ``iterations`` of all local ranks, oldest first."""
+    """Answer to ``ProfileRequest``; ``iterations`` of all local ranks, oldest first, or the same ``packed``."""
 
     request: int
     node_rank: int
@@ -104,6 +112,7 @@ class Profile(Message, frozen=True):
     causes: tuple[HostCause, ...] = ()
     traffic: tuple[PeerTraffic, ...] = ()  # around the request's ``onset_step``
     blocks: tuple[BlockSummary, ...] = ()  # of the ranks in the request's ``blocks_of``
+    packed: PackedIterations | None = None
 
 
 class States(Message, frozen=True):
@@ -173,7 +182,8 @@ class ProfileRequest(Message, frozen=True):
     """Send the iteration summaries of steps ``first_step`` to ``last_step`` (both included) that you still have.
 
     And what your workers sent to whom before and after ``onset_step``, unless that is negative; and of the ranks in
-    ``blocks_of`` what they did one after the other, in the newest of these steps.
+    ``blocks_of`` what they did one after the other, in the newest of these steps. ``packed``: as columns, without clock
+    samples, because there are very many of you.
     """
 
     request: int
@@ -181,6 +191,7 @@ class ProfileRequest(Message, frozen=True):
     last_step: int
     onset_step: int = -1
     blocks_of: tuple[int, ...] = ()
+    packed: bool = False
 
 
 class StateRequest(Message, frozen=True):
