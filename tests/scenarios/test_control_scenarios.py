@@ -10,6 +10,9 @@ Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
     found kind=slow rank=1 step=32 ...        a finding by its agent (crash: launcher); rank=0-3: several
     profiles [nodes=0,1] rank=1 onset=30      answer the last ProfileRequest
     states [nodes=0,1] rank=1 idle=40 [going=1]   answer the last StateRequest; rank is not in the collective
+    held [nodes=0,1] [state=2]                how ranks stand to the last Hold (ring.orders.State; 2: held)
+    measured [nodes=0,1] [rank=2] [link=0-1]  figures of the ranks that the last RunTests named; who is slow
+    validate [ranks=0-1]                      an operator asks
     lose node=0 role=agent                    its connection breaks
     ended node=0 code=0
     wait 1.5                                  ticks of 0.1 s
@@ -32,18 +35,25 @@ from keepstep.control import Controller, Effect, Send, Settings, StorePlacement,
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Incident
 from keepstep.core.ranges import expand_ranks
+from keepstep.core.validation import Endpoint
 from keepstep.wire.messages import (
     Ended,
     Found,
     Heartbeat,
+    Held,
+    HeldRank,
     Hello,
+    Hold,
     Join,
+    Measured,
     Message,
     Profile,
     ProfileRequest,
     RankBeat,
+    RunTests,
     StateRequest,
     States,
+    Validate,
 )
 
 SCENARIOS = sorted(Path(__file__).parent.glob("control_*.txt"))
@@ -58,6 +68,8 @@ class Stage:
         self.written: dict[int, Incident] = {}
         self.placed: StorePlacement | None = None
         self.asked: Message | None = None
+        self.hold: Hold | None = None
+        self.tests: dict[int, RunTests] = {}
         self.nodes = self.ranks = 1
         self.sequence = 0
         self.numbers = 0
@@ -85,6 +97,11 @@ class Stage:
             self.placed = effect
         elif isinstance(effect, Send) and isinstance(effect.message, ProfileRequest | StateRequest):
             self.asked = effect.message
+        elif isinstance(effect, Send) and isinstance(effect.message, Hold):
+            self.hold = effect.message
+        elif isinstance(effect, Send) and isinstance(effect.message, RunTests):
+            for peer in effect.peers:
+                self.tests[int(self.names[peer].removeprefix("agent"))] = effect.message
         return stand_ins.describe(effect, self.names)
 
     def wait(self, seconds: float) -> list[str]:
@@ -220,6 +237,33 @@ class Stage:
             )
             out += self.say(self.peer(f"agent{node}"), States(asked.request, node, states))
         return out
+
+    def do_held(self, nodes: str = "", state: str = "2", why: str = "") -> list[Effect]:
+        hold, out = self.hold, []
+        assert hold is not None
+        for node in self.agents(nodes):
+            ranks = tuple(
+                HeldRank(rank, int(state), Endpoint("10.0.0.1", 5000 + rank, "00") if state == "2" else None, why)
+                for rank in self.ranks_of(node)
+            )
+            out += self.say(self.peer(f"agent{node}"), Held(hold.number, node, ranks))
+        return out
+
+    def do_measured(self, nodes: str = "", rank: str = "-1", link: str = "") -> list[Effect]:
+        ends = expand_ranks(link) if link else (-1, -1)
+        out: list[Effect] = []
+        for node in self.agents(nodes):
+            asked = self.tests.get(node)
+            for tests in asked.ranks if asked else ():
+                told = stand_ins.figures(tests, slow_rank=int(rank), slow_link=(ends[0], ends[1]))
+                assert asked is not None
+                out += self.say(self.peer(f"agent{node}"), Measured(asked.number, node, told))
+        return out
+
+    def do_validate(self, ranks: str = "") -> list[Effect]:
+        peer = self.connect("operator", "client")
+        chosen = expand_ranks(ranks) if ranks else ()
+        return self.say(peer, Hello("client", "laptop", -1, 7), Validate(chosen))
 
     def do_lose(self, node: str, role: str) -> list[Effect]:
         peer = self.peer(f"{role}{node}")

@@ -43,7 +43,12 @@ class Program:
         self._failure: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._agent = NodeAgent(
-            arguments.rings, arguments.node, arguments.node_rank, arguments.run_dir, self._send
+            arguments.rings,
+            arguments.node,
+            arguments.node_rank,
+            arguments.run_dir,
+            self._send,
+            arguments.orders,
         )
 
     async def main(self) -> None:
@@ -84,6 +89,8 @@ class Program:
             self._send(self._agent.profile(message))
         elif isinstance(message, wire.StateRequest):
             self._later(message)
+        elif isinstance(message, wire.Hold | wire.RunTests | wire.Release):
+            self._agent.hold(message)
         elif isinstance(message, wire.SaveRings):
             logger.info("%d rings saved for incident %d", self._agent.save_rings(), message.incident)
         elif isinstance(message, wire.Welcome):

@@ -52,6 +52,7 @@ class RankTrack:
         self._renumbered = 0
         self._caught_up = False
         self._progress_then = 0
+        self._held = 0  # looks while a hold was ordered
         self._waiting = False
         self._next_search_ns = 0
 
@@ -59,6 +60,10 @@ class RankTrack:
     def step(self) -> int:
         """The last finished step; -1 before the first."""
         return self._cutter.step
+
+    def steps_at_end_of(self, step: int) -> int | None:
+        """How many optimizer steps the ring has counted when iteration ``step`` ends; None while that is not known."""
+        return self._cutter.steps_at_end_of(step)
 
     def phase(self) -> tuple[int, int]:
         """The rank's phase and since when (ns; the last progress where nothing else is known)."""
@@ -93,14 +98,18 @@ class RankTrack:
             taken.findings = list(self.standing.values())
         return taken
 
-    def look(self, now_ns: int, in_flight: Callable[[], Rows], *, stopped_ns: int = 0) -> Finding | None:
+    def look(
+        self, now_ns: int, in_flight: Callable[[], Rows], *, stopped_ns: int = 0, held: bool = False
+    ) -> Finding | None:
         """Whether the rank makes progress; to be asked about 20 times a second while its process lives.
 
         ``in_flight()`` is asked now and then for the ring's records in flight while the rank stands still.
-        ``stopped_ns``: for how long its process has been seen stopped.
+        ``stopped_ns``: for how long its process has been seen stopped. ``held``: a hold is ordered, so that it, or
+        who waits for it, stands still for our sake: that counts as progress.
         """
         if not self.progress:
             return None
+        self._held += held
         if self.progress != self._progress_then:
             self._progress_then, self._waiting, self._next_search_ns = (
                 self.progress,
@@ -111,7 +120,7 @@ class RankTrack:
             self._waiting, self._next_search_ns = blocked(in_flight()), now_ns + _SEARCH_NS
         phase, _ = self._cutter.phase()
         found = self._watch.progress(
-            now_ns * 1e-9, self.progress, phase, self.step, self._waiting, stopped_ns * 1e-9
+            now_ns * 1e-9, self.progress + self._held, phase, self.step, self._waiting, stopped_ns * 1e-9
         )
         if found is not None:
             self._note([found])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from keepstep.control.cluster import Cluster
 from keepstep.control.locators import Locators
 from keepstep.core.incident import Diagnosis, Incident, IncidentKind
+from keepstep.wire.messages import Message
+
+if TYPE_CHECKING:
+    from keepstep.control.slow_case import SlowCase
 
 
 class Desk(Protocol):
@@ -21,6 +26,18 @@ class Desk(Protocol):
 
     def ask_states(self, stacks: bool, now_s: float) -> int:
         """Ask all agents where their ranks are; the number the answers will come under."""
+        ...
+
+    def validate(self, case: SlowCase, groups: Sequence[Sequence[int]], now_s: float) -> bool:
+        """Hold the job and test these groups for ``case``; False when that may not be, or not now."""
+        ...
+
+    def order(self, message: Message, node: int | None = None) -> None:
+        """Send to all connected agents, or to one node's."""
+        ...
+
+    def hold_number(self, now_s: float) -> int:
+        """A number for a hold or its tests that no controller of this run has given out before."""
         ...
 
     def next_number(self) -> int:

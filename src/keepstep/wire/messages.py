@@ -17,6 +17,7 @@ from keepstep.core.summary import (
     PeerTraffic,
     RankState,
 )
+from keepstep.core.validation import Endpoint, RankFigures, RankTests, Validation
 
 PROTOCOL = 1
 
@@ -110,6 +111,37 @@ class States(Message, frozen=True):
     clock: tuple[ClockSample, ...] = ()
 
 
+class HeldRank(msgspec.Struct, frozen=True, array_like=True):
+    """How one rank stands to a hold. ``state``: ring.orders.State; ``why`` it is unable."""
+
+    rank: int
+    state: int
+    endpoint: Endpoint | None = None  # once it is held
+    why: str = ""
+
+
+class Held(Message, frozen=True):
+    """Answer to ``Hold``, and told again whenever it changes: all local ranks."""
+
+    number: int
+    node_rank: int
+    ranks: tuple[HeldRank, ...]
+
+
+class Measured(Message, frozen=True):
+    """The figures of one rank that has run its tests in hold ``number``."""
+
+    number: int
+    node_rank: int
+    figures: RankFigures
+
+
+class Validate(Message, frozen=True):
+    """An operator asks for a validation of these ranks, or of all. Answered by ``Validated``."""
+
+    ranks: tuple[int, ...] = ()
+
+
 class Ended(Message, frozen=True):
     """A launcher's workers have all ended. ``exit_code`` as the launcher will return it."""
 
@@ -167,6 +199,36 @@ class StateRequest(Message, frozen=True):
     stacks: bool = False
 
 
+class Hold(Message, frozen=True):
+    """Hold your ranks at the end of ``step`` for as long as this is repeated: each renews the lease by ``lease_s``."""
+
+    number: int
+    step: int
+    lease_s: float
+
+
+class RunTests(Message, frozen=True):
+    """Let held ranks run these tests. ``tests``: their number, unique like the hold's."""
+
+    number: int
+    tests: int
+    ranks: tuple[RankTests, ...]
+
+
+class Release(Message, frozen=True):
+    """Hold ``number`` is over: go on."""
+
+    number: int
+
+
+class Validated(Message, frozen=True):
+    """Answer to ``Validate``: the outcome, or in one line why there is none."""
+
+    outcome: Validation | None = None
+    nodes: tuple[tuple[int, str], ...] = ()  # node name by rank, of the ranks that were tested
+    refused: str = ""
+
+
 class SaveRings(Message, frozen=True):
     """Save the rings of your ranks under the run's folder (they are evidence)."""
 
@@ -186,8 +248,22 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-AgentMessage = Hello | Groups | Heartbeat | Found | Profile | States | Bye
+AgentMessage = Hello | Groups | Heartbeat | Found | Profile | States | Held | Measured | Bye
 LauncherMessage = Hello | Join | Found | Ended | Bye
-ClientMessage = Hello | Bye
-ToController = Hello | Join | Groups | Heartbeat | Found | Profile | States | Ended | Bye
-ToNode = Welcome | Placement | ProfileRequest | StateRequest | SaveRings | Stop | Refused
+ClientMessage = Hello | Validate | Bye
+ToController = (
+    Hello | Join | Groups | Heartbeat | Found | Profile | States | Held | Measured | Validate | Ended | Bye
+)
+ToNode = (
+    Welcome
+    | Placement
+    | ProfileRequest
+    | StateRequest
+    | Hold
+    | RunTests
+    | Release
+    | Validated
+    | SaveRings
+    | Stop
+    | Refused
+)

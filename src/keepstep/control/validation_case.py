@@ -1,0 +1,198 @@
+"""One validation: all ranks are held at a step ahead, the suspicious ones are tested, all go on.
+
+The hold lives only while its orders are repeated: this process's death, or a lost connection, ends it by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from keepstep.control.cluster import Node
+from keepstep.control.desk import Desk
+from keepstep.core.ranges import fold_ranks
+from keepstep.core.validation import Endpoint, RankFigures, RankTests, Validation
+from keepstep.validate.judge import judge
+from keepstep.validate.plan import transfers
+from keepstep.wire.messages import Held, HeldRank, Hold, Measured, Release, RunTests
+
+LEASE_S = 3.0
+RENEW_S = 0.5
+TESTS_S = 4.0  # for the tests of one rank
+_ANSWER_S = 1.0  # beyond that, for the figures to come
+_AHEAD_S = 1.5  # how old a heartbeat may be, and how long an order may take; doubled at each further try
+_AHEAD_STEPS = 2
+_GATHER_S = 10.0  # from the first rank that is held to the last
+_TRIES = 3
+_MOST_RANKS = 65_536
+
+# As ring.orders.State has them; the pages themselves are the agents' affair.
+HELD, MISSED, RELEASED, UNABLE = 2, 3, 4, 5
+
+
+class ValidationCase:
+    """``outcome`` or ``refused`` is set once ``closed``."""
+
+    kind = "validation"
+
+    def __init__(self, desk: Desk, groups: Sequence[Sequence[int]], now_s: float) -> None:
+        """``groups``: members (global ranks) of the groups to test."""
+        self._desk = desk
+        self._groups = tuple(tuple(members) for members in groups)
+        self.tested = tuple(sorted({rank for members in self._groups for rank in members}))
+        self.outcome: Validation | None = None
+        self.refused = ""
+        self.closed = False
+        self.number = 0
+        self._hold: Hold | None = None
+        self._tests: dict[int, RunTests] = {}  # by node rank, once all are held
+        self._states: dict[int, HeldRank] = {}
+        self._figures: dict[int, RankFigures] = {}
+        self._tries = 0
+        self._renewed_s = self._deadline_s = now_s
+        self._held_s: float | None = None  # when the first rank was held
+        self._begin(now_s)
+
+    def held(self, message: Held, node: Node, now_s: float) -> None:
+        """A node says how its ranks stand to the hold."""
+        if self.closed or message.number != self.number:
+            return
+        for one in message.ranks:
+            if one.rank in node.ranks:
+                self._states[one.rank] = one
+        states = self._states.values()
+        unable = next((one for one in states if one.state == UNABLE), None)
+        if unable is not None:
+            self._refuse(f"rank {unable.rank} cannot be held: {unable.why}", now_s)
+        elif any(one.state == MISSED for one in states):
+            self._release()
+            self._begin(now_s)
+        elif any(one.state == RELEASED for one in states):
+            gone = fold_ranks(one.rank for one in states if one.state == RELEASED)
+            self._refuse(f"ranks {gone} went on by themselves: the hold was not renewed in time", now_s)
+        else:
+            if self._held_s is None and any(one.state == HELD for one in states):
+                self._held_s = now_s
+                self._deadline_s = now_s + _GATHER_S
+            if not self._tests and self._all_held():
+                self._test(now_s)
+
+    def measured(self, message: Measured, node: Node, now_s: float) -> None:
+        """The figures of one rank."""
+        rank = message.figures.rank
+        if self.closed or message.number != self.number or rank not in node.ranks or rank not in self.tested:
+            return
+        if self._tests and rank not in self._figures and _is_sane(message.figures):
+            self._figures[rank] = message.figures
+            if len(self._figures) == len(self.tested):
+                self._judge(now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Renew the lease; decide when the time is up."""
+        if self.closed or self._hold is None:
+            return
+        if now_s >= self._deadline_s:
+            if self._tests:
+                self._judge(now_s)
+            else:
+                late = [rank for rank in self._desk.cluster.node_of if not self._is_held(rank)]
+                self._refuse(f"ranks {fold_ranks(late)} did not come to the step to hold at", now_s)
+        elif now_s - self._renewed_s >= RENEW_S:
+            self._order(now_s)
+
+    def call_off(self, why: str, now_s: float) -> None:
+        """What it was wanted for is over: all go on."""
+        if not self.closed:
+            self._refuse(why, now_s)
+
+    def end(self, now_s: float) -> None:
+        """The job ended."""
+        self.call_off("the job ended", now_s)
+
+    def _begin(self, now_s: float) -> None:
+        """Order a hold far enough ahead that no rank can be past it when it hears of it."""
+        self._tries += 1
+        desk, cluster = self._desk, self._desk.cluster
+        beats = list(cluster.beats())
+        times = [beat.iteration_s for beat in beats if beat.iteration_s > 0]
+        silent = sorted(
+            node.name for node in cluster.nodes.values() if node.ranks and (node.silent or node.agent is None)
+        )
+        if silent:
+            self._refuse(f"no agent answers on {', '.join(silent[:4])}: its ranks cannot be held", now_s)
+        elif not times or not self.tested or not set(self.tested) <= set(cluster.node_of):
+            self._refuse("the job has not done its first steps, or has no such ranks", now_s)
+        elif len(cluster.node_of) > _MOST_RANKS or self._tries > _TRIES:
+            many = len(cluster.node_of) > _MOST_RANKS
+            self._refuse("the job is too large to be held" if many else "ranks kept missing the step", now_s)
+        else:
+            iteration_s = max(median(times), 1e-4)
+            ahead = _AHEAD_STEPS * self._tries + math.ceil(_AHEAD_S * 2 ** (self._tries - 1) / iteration_s)
+            step = max(beat.step for beat in beats) + ahead
+            self.number = desk.hold_number(now_s)
+            self._hold = Hold(self.number, step, LEASE_S)
+            self._states.clear()
+            self._held_s = None
+            self._deadline_s = now_s + 2 * (ahead + 1) * max(times) + _GATHER_S
+            self._order(now_s)
+
+    def _order(self, now_s: float) -> None:
+        """Say again what is ordered: renews the lease, and repairs what was lost on the way."""
+        assert self._hold is not None
+        self._renewed_s = now_s
+        self._desk.order(self._hold)
+        for node, tests in self._tests.items():
+            if any(one.rank not in self._figures for one in tests.ranks):
+                self._desk.order(tests, node)
+
+    def _test(self, now_s: float) -> None:
+        """All are held: those of the suspicious groups test their devices and the links between them."""
+        cluster = self._desk.cluster
+        planned = transfers(self._groups)
+        endpoints = {rank: one.endpoint for rank, one in self._states.items() if one.endpoint is not None}
+        number = self._desk.hold_number(now_s)
+        for node in cluster.nodes.values():
+            ranks: list[RankTests] = []
+            for rank in node.ranks:
+                if rank in self.tested:
+                    own = tuple(one for one in planned if rank in (one.source, one.target))
+                    targets: dict[int, Endpoint] = {
+                        one.target: endpoints[one.target]
+                        for one in own
+                        if one.source == rank and one.target in endpoints
+                    }
+                    ranks.append(RankTests(rank, own, targets, TESTS_S))
+            if ranks:
+                self._tests[node.rank] = RunTests(self.number, number, tuple(ranks))
+        self._deadline_s = now_s + TESTS_S + _ANSWER_S
+        self._order(now_s)
+
+    def _judge(self, now_s: float) -> None:
+        held_s = now_s - self._held_s if self._held_s is not None else 0.0
+        figures = [self._figures[rank] for rank in sorted(self._figures)]
+        self._release()
+        self.outcome = judge(self.tested, figures, self._desk.cluster.node_of, held_s=held_s)
+        self.closed = True
+
+    def _refuse(self, why: str, now_s: float) -> None:
+        self._release()
+        self.refused, self.closed = why, True
+
+    def _release(self) -> None:
+        if self._hold is not None:
+            self._desk.order(Release(self.number))
+            self._hold = None
+        self._tests.clear()
+
+    def _is_held(self, rank: int) -> bool:
+        state = self._states.get(rank)
+        return state is not None and state.state == HELD and state.endpoint is not None
+
+    def _all_held(self) -> bool:
+        return all(self._is_held(rank) for rank in self._desk.cluster.node_of)
+
+
+def _is_sane(figures: RankFigures) -> bool:
+    values = [one.value for one in figures.devices] + [one.bytes_per_s for one in figures.links]
+    return all(math.isfinite(value) and value > 0 for value in values)
