@@ -243,7 +243,9 @@ class Stage:
         assert hold is not None
         for node in self.agents(nodes):
             ranks = tuple(
-                HeldRank(rank, int(state), Endpoint("10.0.0.1", 5000 + rank, "00") if state == "2" else None, why)
+                HeldRank(
+                    rank, int(state), Endpoint("10.0.0.1", 5000 + rank, "00") if state == "2" else None, why
+                )
                 for rank in self.ranks_of(node)
             )
             out += self.say(self.peer(f"agent{node}"), Held(hold.number, node, ranks))

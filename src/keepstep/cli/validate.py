@@ -18,7 +18,7 @@ from keepstep.core.ranges import expand_ranks
 from keepstep.launch.settings import SETTINGS
 from keepstep.traces import open_run
 
-_MOST_RANKS = 65_536
+_MOST_RANKS = 8192  # as the controller has it
 _FEW = 100
 
 

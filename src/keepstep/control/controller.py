@@ -220,7 +220,7 @@ class Controller:
 
     def _end(self, now_s: float) -> None:
         if self._validation is not None:
-            self._validation.end(now_s)
+            self._validation.call_off("the job ended")
             self._finish_validation(now_s)
         for case in self._cases():
             case.end(now_s)
@@ -514,9 +514,9 @@ class Controller:
         if case is None:
             return
         if isinstance(asker, SlowCase) and asker.closed:
-            case.call_off("the slowness has gone away", now_s)
+            case.call_off("the slowness has gone away")
         elif why := self._standstill():
-            case.call_off(why, now_s)
+            case.call_off(why)
         else:
             case.tick(now_s)
         self._finish_validation(now_s)

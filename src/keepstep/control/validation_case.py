@@ -12,10 +12,10 @@ from statistics import median
 from keepstep.control.cluster import Node
 from keepstep.control.desk import Desk
 from keepstep.core.ranges import fold_ranks
-from keepstep.core.validation import Endpoint, RankFigures, RankTests, Validation
+from keepstep.core.validation import Endpoint, RankFigures, RankTests, Transfer, Validation
 from keepstep.validate.judge import judge
 from keepstep.validate.plan import transfers
-from keepstep.wire.messages import Held, HeldRank, Hold, Measured, Release, RunTests
+from keepstep.wire.messages import Held, Hold, Measured, Release, RunTests
 
 LEASE_S = 3.0
 RENEW_S = 0.5
@@ -25,7 +25,7 @@ _AHEAD_S = 1.5  # how old a heartbeat may be, and how long an order may take; do
 _AHEAD_STEPS = 2
 _GATHER_S = 10.0  # from the first rank that is held to the last
 _TRIES = 3
-_MOST_RANKS = 65_536
+MOST_RANKS = 8192  # tested at once
 
 # As ring.orders.State has them; the pages themselves are the agents' affair.
 HELD, MISSED, RELEASED, UNABLE = 2, 3, 4, 5
@@ -34,20 +34,19 @@ HELD, MISSED, RELEASED, UNABLE = 2, 3, 4, 5
 class ValidationCase:
     """``outcome`` or ``refused`` is set once ``closed``."""
 
-    kind = "validation"
-
     def __init__(self, desk: Desk, groups: Sequence[Sequence[int]], now_s: float) -> None:
         """``groups``: members (global ranks) of the groups to test."""
         self._desk = desk
         self._groups = tuple(tuple(members) for members in groups)
         self.tested = tuple(sorted({rank for members in self._groups for rank in members}))
+        self._wanted = frozenset(self.tested)
         self.outcome: Validation | None = None
         self.refused = ""
         self.closed = False
         self.number = 0
         self._hold: Hold | None = None
         self._tests: dict[int, RunTests] = {}  # by node rank, once all are held
-        self._states: dict[int, HeldRank] = {}
+        self._ready: dict[int, Endpoint] = {}  # ranks that are held
         self._figures: dict[int, RankFigures] = {}
         self._tries = 0
         self._renewed_s = self._deadline_s = now_s
@@ -58,32 +57,30 @@ class ValidationCase:
         """A node says how its ranks stand to the hold."""
         if self.closed or message.number != self.number:
             return
-        for one in message.ranks:
-            if one.rank in node.ranks:
-                self._states[one.rank] = one
-        states = self._states.values()
-        unable = next((one for one in states if one.state == UNABLE), None)
+        told = [one for one in message.ranks if one.rank in node.ranks]
+        unable = next((one for one in told if one.state == UNABLE), None)
+        gone = [one.rank for one in told if one.state == RELEASED]
         if unable is not None:
-            self._refuse(f"rank {unable.rank} cannot be held: {unable.why}", now_s)
-        elif any(one.state == MISSED for one in states):
+            self._refuse(f"rank {unable.rank} cannot be held: {unable.why}")
+        elif any(one.state == MISSED for one in told):
             self._release()
             self._begin(now_s)
-        elif any(one.state == RELEASED for one in states):
-            gone = fold_ranks(one.rank for one in states if one.state == RELEASED)
-            self._refuse(f"ranks {gone} went on by themselves: the hold was not renewed in time", now_s)
+        elif gone:
+            self._refuse(f"ranks {fold_ranks(gone)} went on by themselves: the hold was not renewed in time")
         else:
-            if self._held_s is None and any(one.state == HELD for one in states):
+            self._ready |= {one.rank: one.endpoint for one in told if one.state == HELD and one.endpoint}
+            if self._held_s is None and self._ready:
                 self._held_s = now_s
                 self._deadline_s = now_s + _GATHER_S
-            if not self._tests and self._all_held():
+            if not self._tests and len(self._ready) == len(self._desk.cluster.node_of):
                 self._test(now_s)
 
     def measured(self, message: Measured, node: Node, now_s: float) -> None:
         """The figures of one rank."""
         rank = message.figures.rank
-        if self.closed or message.number != self.number or rank not in node.ranks or rank not in self.tested:
+        if self.closed or message.number != self.number or rank not in node.ranks:
             return
-        if self._tests and rank not in self._figures and _is_sane(message.figures):
+        if rank in self._wanted and self._tests and rank not in self._figures and _is_sane(message.figures):
             self._figures[rank] = message.figures
             if len(self._figures) == len(self.tested):
                 self._judge(now_s)
@@ -96,19 +93,15 @@ class ValidationCase:
             if self._tests:
                 self._judge(now_s)
             else:
-                late = [rank for rank in self._desk.cluster.node_of if not self._is_held(rank)]
-                self._refuse(f"ranks {fold_ranks(late)} did not come to the step to hold at", now_s)
+                late = [rank for rank in self._desk.cluster.node_of if rank not in self._ready]
+                self._refuse(f"ranks {fold_ranks(late)} did not come to the step to hold at")
         elif now_s - self._renewed_s >= RENEW_S:
             self._order(now_s)
 
-    def call_off(self, why: str, now_s: float) -> None:
+    def call_off(self, why: str) -> None:
         """What it was wanted for is over: all go on."""
         if not self.closed:
-            self._refuse(why, now_s)
-
-    def end(self, now_s: float) -> None:
-        """The job ended."""
-        self.call_off("the job ended", now_s)
+            self._refuse(why)
 
     def _begin(self, now_s: float) -> None:
         """Order a hold far enough ahead that no rank can be past it when it hears of it."""
@@ -120,19 +113,20 @@ class ValidationCase:
             node.name for node in cluster.nodes.values() if node.ranks and (node.silent or node.agent is None)
         )
         if silent:
-            self._refuse(f"no agent answers on {', '.join(silent[:4])}: its ranks cannot be held", now_s)
+            self._refuse(f"no agent answers on {', '.join(silent[:4])}: its ranks cannot be held")
         elif not times or not self.tested or not set(self.tested) <= set(cluster.node_of):
-            self._refuse("the job has not done its first steps, or has no such ranks", now_s)
-        elif len(cluster.node_of) > _MOST_RANKS or self._tries > _TRIES:
-            many = len(cluster.node_of) > _MOST_RANKS
-            self._refuse("the job is too large to be held" if many else "ranks kept missing the step", now_s)
+            self._refuse("the job has not done its first steps, or has no such ranks")
+        elif len(self.tested) > MOST_RANKS:
+            self._refuse(f"{len(self.tested)} ranks are too many to test at once; name up to {MOST_RANKS}")
+        elif self._tries > _TRIES:
+            self._refuse("ranks were past the step at every try")
         else:
             iteration_s = max(median(times), 1e-4)
             ahead = _AHEAD_STEPS * self._tries + math.ceil(_AHEAD_S * 2 ** (self._tries - 1) / iteration_s)
             step = max(beat.step for beat in beats) + ahead
             self.number = desk.hold_number(now_s)
             self._hold = Hold(self.number, step, LEASE_S)
-            self._states.clear()
+            self._ready.clear()
             self._held_s = None
             self._deadline_s = now_s + 2 * (ahead + 1) * max(times) + _GATHER_S
             self._order(now_s)
@@ -149,24 +143,21 @@ class ValidationCase:
     def _test(self, now_s: float) -> None:
         """All are held: those of the suspicious groups test their devices and the links between them."""
         cluster = self._desk.cluster
-        planned = transfers(self._groups)
-        endpoints = {rank: one.endpoint for rank, one in self._states.items() if one.endpoint is not None}
+        own: dict[int, list[Transfer]] = {rank: [] for rank in self.tested}
+        for one in transfers(self._groups):
+            own[one.source].append(one)
+            own[one.target].append(one)
         number = self._desk.hold_number(now_s)
         for node in cluster.nodes.values():
-            ranks: list[RankTests] = []
-            for rank in node.ranks:
-                if rank in self.tested:
-                    own = tuple(one for one in planned if rank in (one.source, one.target))
-                    targets: dict[int, Endpoint] = {
-                        one.target: endpoints[one.target]
-                        for one in own
-                        if one.source == rank and one.target in endpoints
-                    }
-                    ranks.append(RankTests(rank, own, targets, TESTS_S))
+            ranks = tuple(self._tests_of(rank, own[rank]) for rank in node.ranks if rank in own)
             if ranks:
-                self._tests[node.rank] = RunTests(self.number, number, tuple(ranks))
+                self._tests[node.rank] = RunTests(self.number, number, ranks)
         self._deadline_s = now_s + TESTS_S + _ANSWER_S
         self._order(now_s)
+
+    def _tests_of(self, rank: int, own: Sequence[Transfer]) -> RankTests:
+        targets = {one.target: self._ready[one.target] for one in own if one.source == rank}
+        return RankTests(rank, tuple(own), targets, TESTS_S)
 
     def _judge(self, now_s: float) -> None:
         held_s = now_s - self._held_s if self._held_s is not None else 0.0
@@ -175,7 +166,7 @@ class ValidationCase:
         self.outcome = judge(self.tested, figures, self._desk.cluster.node_of, held_s=held_s)
         self.closed = True
 
-    def _refuse(self, why: str, now_s: float) -> None:
+    def _refuse(self, why: str) -> None:
         self._release()
         self.refused, self.closed = why, True
 
@@ -184,13 +175,6 @@ class ValidationCase:
             self._desk.order(Release(self.number))
             self._hold = None
         self._tests.clear()
-
-    def _is_held(self, rank: int) -> bool:
-        state = self._states.get(rank)
-        return state is not None and state.state == HELD and state.endpoint is not None
-
-    def _all_held(self) -> bool:
-        return all(self._is_held(rank) for rank in self._desk.cluster.node_of)
 
 
 def _is_sane(figures: RankFigures) -> bool:

@@ -130,11 +130,17 @@ def figures(tests: RankTests, *, slow_rank: int = -1, slow_link: tuple[int, int]
     received = [one for one in tests.transfers if one.target == tests.rank]
     links = tuple(
         LinkFigure(
-            one.source, one.target, one.topology, 1 << 20, 1e8 if (one.source, one.target) == slow_link else 1e9
+            one.source,
+            one.target,
+            one.topology,
+            1 << 20,
+            1e8 if (one.source, one.target) == slow_link else 1e9,
         )
         for one in received
     )
-    return RankFigures(tests.rank, (DeviceFigure(tests.rank, "fp32", 1.0 if tests.rank == slow_rank else 2.0),), links)
+    return RankFigures(
+        tests.rank, (DeviceFigure(tests.rank, "fp32", 1.0 if tests.rank == slow_rank else 2.0),), links
+    )
 
 
 def describe(effect: Effect, names: Mapping[int, str]) -> list[str]:

@@ -157,7 +157,7 @@ class VirtualJob:
         """All ranks finish a step together, as synchronous training does."""
         if self._over:
             return
-        if any([self._is_held(agent) for agent in self._agents]):  # all are looked at: each tells
+        if sum(self._is_held(agent) for agent in self._agents):  # each is looked at, and tells
             self._waits_since_s = self.now_s if self._waits_since_s is None else self._waits_since_s
             self.held_s = max(self.held_s, self.now_s - self._waits_since_s)
             self._at(0.05, self._step)
@@ -183,7 +183,9 @@ class VirtualJob:
     def _is_held(self, agent: _Agent) -> bool:
         """Whether the ranks of a node wait at the end of the step that was done last."""
         hold = agent.hold
-        held = hold is not None and hold.step == self.step and self.now_s < agent.leased_s and not agent.missed
+        held = (
+            hold is not None and hold.step == self.step and self.now_s < agent.leased_s and not agent.missed
+        )
         if held and not agent.held:
             agent.held = True
             self.holds += 1
@@ -201,7 +203,9 @@ class VirtualJob:
         elif isinstance(message, Release):
             agent.leased_s = 0.0
         elif agent.held:
-            slow = next((f.rank for f in self.faults if isinstance(f, Slow) and f.onset <= self.step < f.until), -1)
+            slow = next(
+                (f.rank for f in self.faults if isinstance(f, Slow) and f.onset <= self.step < f.until), -1
+            )
             for tests in message.ranks:
                 self._from_agent(
                     agent, Measured(message.number, agent.node, stand_ins.figures(tests, slow_rank=slow))
