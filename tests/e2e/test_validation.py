@@ -152,10 +152,12 @@ def test_when_the_controller_dies_the_hold_ends_and_the_training_is_unharmed(
     run = start(40, environ=custom_test(tmp_path, body))
     until(lambda: run.steps() > 12)
     command = [sys.executable, "-m", "keepstep.cli", "validate", str(run.folder)]
-    asking = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    asking = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         until(lambda: all((tmp_path / f"testing-{rank}").exists() for rank in range(4)))
         os.kill(run.controller(), signal.SIGKILL)
+        _, told = asking.communicate(timeout=PATIENCE_S)
+        assert "the controller went away" in told
         _, err = run.finish()
     finally:
         asking.kill()

@@ -259,7 +259,7 @@ class Stage:
             for tests in asked.ranks if asked else ():
                 told = stand_ins.figures(tests, slow_rank=int(rank), slow_link=(ends[0], ends[1]))
                 assert asked is not None
-                out += self.say(self.peer(f"agent{node}"), Measured(asked.number, node, told))
+                out += self.say(self.peer(f"agent{node}"), Measured(asked.number, asked.tests, node, told))
         return out
 
     def do_validate(self, ranks: str = "") -> list[Effect]:

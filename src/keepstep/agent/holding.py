@@ -72,7 +72,7 @@ class Holding:
             figures = self._figures(rank)
             if figures is not None:
                 self._untold.discard(rank)
-                messages.append(Measured(self._number, self._node_rank, figures))
+                messages.append(Measured(self._number, self._tests[rank], self._node_rank, figures))
         return messages
 
     def close(self) -> None:

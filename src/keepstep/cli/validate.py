@@ -20,6 +20,7 @@ from keepstep.traces import open_run
 
 _MOST_RANKS = 8192  # as the controller has it
 _FEW = 100
+_LOOK_S = 0.5
 
 
 def validate(
@@ -75,12 +76,16 @@ def _ask(name: str, ranks: tuple[int, ...], timeout_s: float) -> wire.Validated:
     try:
         client.send(wire.Validate(ranks))
         until_s = time.monotonic() + timeout_s
-        while (left_s := until_s - time.monotonic()) > 0:
-            answer = client.receive(left_s)
+        connected = False
+        while time.monotonic() < until_s:
+            answer = client.receive(_LOOK_S)
             if isinstance(answer, wire.Validated):
                 return answer
             if isinstance(answer, wire.Refused):
                 raise RunError(f"{name}: the controller refuses: {answer.reason}")
+            if connected and not client.connected:
+                raise RunError(f"{name}: the controller went away; the hold ends by itself, ask once more")
+            connected = client.connected
     finally:
         client.close()
     seen = trouble[-1] if trouble else "connected, but no outcome came"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from keepstep.core.validation import DeviceFigure, RankFigures, SlowDevice, SlowLink, Validation
+from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures, SlowDevice, SlowLink, Validation
 
 SLOW_SHARE = 0.8  # of the peers' median: a drop by 20 % makes a suspect
 _SPREADS = 3.5  # the figure must also be this many times the usual deviation away
@@ -54,6 +54,23 @@ def judge(
         missing=(*missing, *silent, *told),
         held_s=held_s,
     )
+
+
+def best_of(rounds: Iterable[RankFigures]) -> RankFigures:
+    """The figures of one rank over several rounds of the same tests: what a neighbour disturbed in one is not slow."""
+    devices: dict[str, DeviceFigure] = {}
+    links: dict[tuple[int, int, str, int], LinkFigure] = {}
+    rank, missing = -1, ()
+    for one in rounds:
+        rank, missing = one.rank, one.missing
+        for device in one.devices:
+            if device.test not in devices or device.value > devices[device.test].value:
+                devices[device.test] = device
+        for link in one.links:
+            key = link.source, link.target, link.topology, link.nbytes
+            if key not in links or link.bytes_per_s > links[key].bytes_per_s:
+                links[key] = link
+    return RankFigures(rank, tuple(devices.values()), tuple(links.values()), missing)
 
 
 def link_speeds(figures: Sequence[RankFigures]) -> dict[tuple[int, int], float]:

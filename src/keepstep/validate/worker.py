@@ -13,7 +13,7 @@ from keepstep.validate.links import MESSAGE_BYTES, Receiver, send
 
 MOST_LIMIT_S = 10.0
 MOST_TRANSFERS = 256
-_CPU_SCALE = 16  # messages are this much smaller between ranks that compute on the host
+_CPU_SCALE = 4  # messages are this much smaller between ranks that compute on the host
 _MOST_TEXT = 200
 
 

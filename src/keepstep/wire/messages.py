@@ -129,9 +129,10 @@ class Held(Message, frozen=True):
 
 
 class Measured(Message, frozen=True):
-    """The figures of one rank that has run its tests in hold ``number``."""
+    """The figures of one rank that has run its ``tests`` in hold ``number``."""
 
     number: int
+    tests: int
     node_rank: int
     figures: RankFigures
 

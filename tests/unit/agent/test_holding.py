@@ -122,7 +122,7 @@ def test_tests_are_put_once_and_figures_told_as_often_as_asked(node: Node) -> No
     node.workers[1].put_report(8, FIGURES)
     (told,) = node.holding.poll()
     assert isinstance(told, Measured)
-    assert (told.number, told.figures.rank, told.figures.devices[0].value) == (7, 1, 2.0)
+    assert (told.number, told.tests, told.figures.rank, told.figures.devices[0].value) == (7, 8, 1, 2.0)
     assert node.holding.poll() == []
     assert [type(message) for message in node.say(tests)] == [Measured]
 

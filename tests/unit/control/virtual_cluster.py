@@ -208,7 +208,10 @@ class VirtualJob:
             )
             for tests in message.ranks:
                 self._from_agent(
-                    agent, Measured(message.number, agent.node, stand_ins.figures(tests, slow_rank=slow))
+                    agent,
+                    Measured(
+                        message.number, message.tests, agent.node, stand_ins.figures(tests, slow_rank=slow)
+                    ),
                 )
 
     def _tell_hold(self, agent: _Agent) -> None:

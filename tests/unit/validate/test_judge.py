@@ -7,7 +7,7 @@ import random
 import pytest
 
 from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures
-from keepstep.validate.judge import judge
+from keepstep.validate.judge import best_of, judge
 
 
 def devices(values: dict[int, float], test: str = "fp32") -> list[RankFigures]:
@@ -62,3 +62,11 @@ def test_what_did_not_come_is_said() -> None:
     )
     assert outcome.devices == ()
     assert outcome.links == ()
+
+
+def test_what_was_disturbed_in_one_round_only_is_not_slow() -> None:
+    one, other = (RankFigures(1, (DeviceFigure(1, "fp32", value),), link) for value, link in (
+        (1.0, (LinkFigure(0, 1, "ring", 4, 9e9),)), (2.0, (LinkFigure(0, 1, "ring", 4, 1e9),)))
+    )  # fmt: skip
+    best = best_of([one, other])
+    assert (best.devices[0].value, best.links[0].bytes_per_s) == (2.0, 9e9)
