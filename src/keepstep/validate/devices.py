@@ -62,17 +62,28 @@ def _products_on_gpu(device: str) -> Iterator[tuple[str, float, str] | str]:
         if test == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
             continue
         for size in _GPU_SIZES:
+            if not _fits(size, device):
+                continue
             try:
                 seconds = _time_on_gpu(_product(test, size, device), device)
             except torch.OutOfMemoryError:
                 continue
-            except RuntimeError as error:
+            except (RuntimeError, KeyError, TypeError) as error:
                 yield f"{test} product failed: {error}"[:200]
                 break
             yield test if size == _GPU_SIZES[0] else f"{test} n={size}", _teraflops(size, seconds), "TFLOP/s"
             break
         else:
             yield f"{test} product: no memory is free on {device}"
+
+
+def _fits(size: int, device: str) -> bool:
+    """Whether the factors find room without driving out what the training keeps allocated."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + kept >= 4 * 4 * size**2
 
 
 def _product(test: str, size: int, device: str) -> Callable[[], Any]:
