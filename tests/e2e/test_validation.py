@@ -16,6 +16,9 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.e2e import testbed as beds
+
+from keepstep.faults import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "examples" / "gpt" / "train.py"
@@ -189,3 +192,30 @@ def test_a_slowdown_that_profiles_do_not_explain_is_validated_by_itself(
     (incident,) = run.incidents()
     assert [(culprit["rank"], culprit["cause"]) for culprit in incident["culprits"]] == [(2, "device")]
     assert incident["evidence"][0].startswith("validation (")
+
+
+@pytest.mark.root
+def test_a_slow_link_between_hosts_is_named(tmp_path: Path) -> None:
+    if beds.missing():
+        pytest.skip(beds.missing())
+    folder = tmp_path / "run"
+    run = [sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(folder), "--nnodes", "4"]
+    meet = ["--master-addr", "node-a", "--master-port", "29511", "--nproc-per-node", "1"]
+    script = [str(TRAIN), "--dp", "4", "--layers", "1", "--dim", "32", "--steps", "400", *EMULATED]
+    with beds.four_hosts(rate="400mbit") as bed:
+        hosts = list(bed.hosts.values())
+        jobs = [
+            host.start([*run, "--node-rank", str(number), *meet, *script])
+            for number, host in enumerate(hosts)
+        ]
+        log = folder / "nodes/0/iterations.jsonl"
+        until(lambda: log.exists() and len(log.read_text().splitlines()) > 12)
+        with bed.links.inject(parse("slow link from node-b to node-c to 40mbit")[0]):
+            asking = hosts[0].start([sys.executable, "-m", "keepstep.cli", "validate", str(folder), "--json"])
+            answer = beds.collect({"asking": asking}, PATIENCE_S)["asking"]
+        for job in jobs:
+            assert job.poll() is None
+    assert answer.returncode == 1, answer.stderr
+    outcome = json.loads(answer.stdout)
+    assert {(link["source"], link["target"]) for link in outcome["links"]} == {(1, 2)}
+    assert outcome["devices"] == []

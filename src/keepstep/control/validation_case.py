@@ -21,7 +21,6 @@ LEASE_S = 3.0
 RENEW_S = 0.5
 TESTS_S = 4.0  # for all rounds of tests
 _ROUNDS = 3
-_LEAST_ROUND_S = 1.0  # left for a further one
 _ANSWER_S = 1.0  # beyond that, for the figures to come
 _AHEAD_S = 1.5  # how old a heartbeat may be, and how long an order may take; doubled at each further try
 _AHEAD_STEPS = 2
@@ -51,7 +50,7 @@ class ValidationCase:
         self._figures: dict[int, RankFigures] = {}  # the best of the rounds so far
         self._awaited: set[int] = set()  # ranks whose figures of this round have not come
         self._rounds = 0
-        self._tests_until_s = now_s
+        self._tests_until_s = self._round_s = now_s
         self._tests_number = 0
         self._tries = 0
         self._renewed_s = self._deadline_s = now_s
@@ -150,6 +149,7 @@ class ValidationCase:
     def _test(self, now_s: float) -> None:
         """All are held: those of the suspicious groups test their devices and the links between them."""
         self._rounds += 1
+        self._round_s = now_s
         if self._rounds == 1:
             self._tests_until_s = now_s + TESTS_S
         own: dict[int, list[Transfer]] = {rank: [] for rank in self.tested}
@@ -174,7 +174,11 @@ class ValidationCase:
         held_s = now_s - self._held_s if self._held_s is not None else 0.0
         figures = [self._figures[rank] for rank in sorted(self._figures)]
         outcome = judge(self.tested, figures, self._desk.cluster.node_of, held_s=held_s)
-        again = self._rounds < _ROUNDS and not self._awaited and self._tests_until_s - now_s >= _LEAST_ROUND_S
+        again = (
+            self._rounds < _ROUNDS
+            and not self._awaited
+            and self._tests_until_s - now_s >= now_s - self._round_s
+        )
         if (outcome.devices or outcome.links) and again:
             self._test(now_s)  # who stands out must do so in every round
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -56,13 +56,11 @@ def judge(
     )
 
 
-def best_of(rounds: Iterable[RankFigures]) -> RankFigures:
+def best_of(rounds: Sequence[RankFigures]) -> RankFigures:
     """The figures of one rank over several rounds of the same tests: what a neighbour disturbed in one is not slow."""
     devices: dict[str, DeviceFigure] = {}
     links: dict[tuple[int, int, str, int], LinkFigure] = {}
-    rank, missing = -1, ()
     for one in rounds:
-        rank, missing = one.rank, one.missing
         for device in one.devices:
             if device.test not in devices or device.value > devices[device.test].value:
                 devices[device.test] = device
@@ -70,7 +68,8 @@ def best_of(rounds: Iterable[RankFigures]) -> RankFigures:
             key = link.source, link.target, link.topology, link.nbytes
             if key not in links or link.bytes_per_s > links[key].bytes_per_s:
                 links[key] = link
-    return RankFigures(rank, tuple(devices.values()), tuple(links.values()), missing)
+    missing = min((one.missing for one in rounds), key=len)
+    return RankFigures(rounds[0].rank, tuple(devices.values()), tuple(links.values()), missing)
 
 
 def link_speeds(figures: Sequence[RankFigures]) -> dict[tuple[int, int], float]:
