@@ -52,7 +52,6 @@ class RankTrack:
         self._renumbered = 0
         self._caught_up = False
         self._progress_then = 0
-        self._held = 0  # looks while a hold was ordered
         self._waiting = False
         self._next_search_ns = 0
 
@@ -105,11 +104,10 @@ class RankTrack:
 
         ``in_flight()`` is asked now and then for the ring's records in flight while the rank stands still.
         ``stopped_ns``: for how long its process has been seen stopped. ``held``: a hold is ordered, so that it, or
-        who waits for it, stands still for our sake: that counts as progress.
+        who waits for it, stands still for our sake.
         """
         if not self.progress:
             return None
-        self._held += held
         if self.progress != self._progress_then:
             self._progress_then, self._waiting, self._next_search_ns = (
                 self.progress,
@@ -120,7 +118,7 @@ class RankTrack:
             self._waiting, self._next_search_ns = blocked(in_flight()), now_ns + _SEARCH_NS
         phase, _ = self._cutter.phase()
         found = self._watch.progress(
-            now_ns * 1e-9, self.progress + self._held, phase, self.step, self._waiting, stopped_ns * 1e-9
+            now_ns * 1e-9, self.progress, phase, self.step, self._waiting, stopped_ns * 1e-9, held
         )
         if found is not None:
             self._note([found])

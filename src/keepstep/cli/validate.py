@@ -46,10 +46,7 @@ def validate(
 
 
 def _chosen(text: str) -> tuple[int, ...]:
-    try:
-        ranks = expand_ranks(text) if text else ()
-    except ValueError as error:
-        raise UsageError(f"--ranks {text}: {error}; write it like 0-7,12") from None
+    ranks = expand_ranks(text)
     if len(ranks) > _MOST_RANKS:
         raise UsageError(f"--ranks {text}: {len(ranks)} ranks; at most {_MOST_RANKS} can be tested at once")
     return ranks

@@ -24,7 +24,7 @@ _ROUNDS = 3
 _ANSWER_S = 1.0  # beyond that, for the figures to come
 _AHEAD_S = 1.5  # how old a heartbeat may be, and how long an order may take; doubled at each further try
 _AHEAD_STEPS = 2
-_GATHER_S = 10.0  # from the first rank that is held to the last
+_GATHER_S = 5.0  # and an iteration: from the first rank that is held to the last
 _TRIES = 3
 MOST_RANKS = 8192  # tested at once
 
@@ -52,6 +52,7 @@ class ValidationCase:
         self._rounds = 0
         self._tests_until_s = self._round_s = now_s
         self._tests_number = 0
+        self._gather_s = _GATHER_S
         self._tries = 0
         self._renewed_s = self._deadline_s = now_s
         self._held_s: float | None = None  # when the first rank was held
@@ -75,7 +76,7 @@ class ValidationCase:
             self._ready |= {one.rank: one.endpoint for one in told if one.state == HELD and one.endpoint}
             if self._held_s is None and self._ready:
                 self._held_s = now_s
-                self._deadline_s = now_s + _GATHER_S
+                self._deadline_s = now_s + self._gather_s
             if not self._tests and len(self._ready) == len(self._desk.cluster.node_of):
                 self._test(now_s)
 
@@ -134,6 +135,7 @@ class ValidationCase:
             self._hold = Hold(self.number, step, LEASE_S)
             self._ready.clear()
             self._held_s = None
+            self._gather_s = _GATHER_S + max(times)
             self._deadline_s = now_s + 2 * (ahead + 1) * max(times) + _GATHER_S
             self._order(now_s)
 

@@ -24,12 +24,14 @@ def in_a_line(outcome: Validation) -> str:
 def of_device(slow: SlowDevice) -> str:
     """``fp32 0.9 TFLOP/s against 1.8``."""
     one = slow.figure
-    return f"{one.test} {one.value:.3g} {one.unit}".rstrip() + f" against {slow.median:.3g} of its peers"
+    return (
+        f"{one.test} {_short(one.value)} {one.unit}".rstrip() + f" against {_short(slow.median)} of its peers"
+    )
 
 
 def of_link(slow: SlowLink) -> str:
     """``120 MB/s against 900``."""
-    return f"{slow.bytes_per_s / 1e6:.3g} MB/s against {slow.median / 1e6:.3g} of the others"
+    return f"{_short(slow.bytes_per_s / 1e6)} MB/s against {_short(slow.median / 1e6)} of the others"
 
 
 def table(outcome: Validation, nodes: Mapping[int, str]) -> str:
@@ -42,7 +44,7 @@ def table(outcome: Validation, nodes: Mapping[int, str]) -> str:
     )
     for one in figures[:_ROWS]:
         mark = "slow" if one.rank in slow_ranks else ""
-        shown = f"{one.value:.4g} {one.unit}"
+        shown = f"{_short(one.value)} {one.unit}"
         lines.append(f"{one.rank:<8}{nodes.get(one.rank, ''):<18}{one.test:<12}{shown:<18}{mark}".rstrip())
     speeds = sorted(link_speeds(outcome.figures).items(), key=lambda item: item[1])
     if speeds:
@@ -55,3 +57,7 @@ def table(outcome: Validation, nodes: Mapping[int, str]) -> str:
     lines += [f"and {hidden} more; all of them with --json"] if hidden else []
     lines += [f"missing: {text}" for text in outcome.missing[:_ROWS]]
     return "\n".join(lines)
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
