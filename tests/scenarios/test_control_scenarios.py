@@ -3,7 +3,7 @@
 A scenario is rewritten from what the core does with ``KEEPSTEP_REWRITE=1 pytest tests/scenarios``; read the diff.
 Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
 
-    cluster nodes=2 ranks=2 [joined=0]        a controller; with joined, all launchers and agents are connected
+    cluster nodes=2 ranks=2 [joined=0] [validate=0]   a controller; with joined, all launchers and agents are connected
     launcher node=0 [pid=] [wish=] [min=] [max=] [ranks=]     connect, Hello, Join
     agent node=0                              connect, Hello
     beat step=10 [node=0]                     a heartbeat of all (or one) connected agents
@@ -71,13 +71,14 @@ class Stage:
         self.hold: Hold | None = None
         self.tests: dict[int, RunTests] = {}
         self.nodes = self.ranks = 1
+        self.validates = True
         self.sequence = 0
         self.numbers = 0
         self.controller = self.fresh()
 
     def fresh(self) -> Controller:
         self.names = {}
-        settings = Settings(nodes=self.nodes, grace_s=0.5)
+        settings = Settings(nodes=self.nodes, grace_s=0.5, validate=self.validates)
         return Controller(settings, locators=stand_ins.PlainLocators(), unix_s=lambda now_s: 1000.0 + now_s)
 
     def run(self, line: str) -> list[str]:
@@ -131,7 +132,8 @@ class Stage:
     def ranks_of(self, node: int) -> range:
         return range(node * self.ranks, (node + 1) * self.ranks)
 
-    def do_cluster(self, nodes: str, ranks: str, joined: str = "1") -> list[Effect]:
+    def do_cluster(self, nodes: str, ranks: str, joined: str = "1", validate: str = "1") -> list[Effect]:
+        self.validates = validate == "1"
         self.nodes, self.ranks = int(nodes), int(ranks)
         self.controller = self.fresh()
         if joined == "1":

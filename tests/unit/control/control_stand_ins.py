@@ -184,8 +184,12 @@ def describe_message(message: Message) -> str:
     if isinstance(message, Release):
         return "Release"
     if isinstance(message, Validated):
-        named = message.outcome.devices if message.outcome else ()
-        return f"Validated: {message.refused or [slow.figure.rank for slow in named]}"
+        if message.outcome is None:
+            return f"Validated: {message.refused}"
+        slow = [f"rank {one.figure.rank}" for one in message.outcome.devices]
+        slow += [f"link {one.source}-{one.target}" for one in message.outcome.links]
+        missing = f", {len(message.outcome.missing)} missing" if message.outcome.missing else ""
+        return f"Validated: {', '.join(slow) or 'alike'}{missing}"
     if isinstance(message, SaveRings):
         return f"SaveRings {message.incident}"
     if isinstance(message, Stop):
