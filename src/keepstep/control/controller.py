@@ -515,6 +515,8 @@ class Controller:
             return
         if isinstance(asker, SlowCase) and asker.closed:
             case.call_off("the slowness has gone away")
+        elif isinstance(asker, int) and asker not in self._peers:
+            case.call_off("who asked for it has gone")
         elif why := self._standstill():
             case.call_off(why)
         else:

@@ -184,6 +184,15 @@ class SlowCase:
             self.incident = replace(self.incident, status="ended", closed_unix_s=self._desk.unix_s(now_s))
             self._desk.publish(self.incident, "")
 
+    def _suspicious(
+        self, after: Sequence[IterationSummary], culprits: Sequence[Culprit]
+    ) -> tuple[tuple[int, ...], ...]:
+        cluster = self._desk.cluster
+        if cluster.known_ranks > _LARGE_WORLD:
+            newest = max((row.step for row in after), default=0)
+            after = [row for row in after if row.step == newest]
+        return suspicious_groups(after, cluster.groups, culprits, sorted(cluster.node_of))
+
     def _in_doubt(self) -> bool:
         return self.incident is not None and _firmness(self.incident.culprits) <= 1
 
@@ -255,8 +264,8 @@ class SlowCase:
     ) -> None:
         desk = self._desk
         diagnosis = self._locate(before, after, traffic, now_s)
-        world = sorted(desk.cluster.node_of)
-        self._suspects = suspicious_groups(after, desk.cluster.groups, diagnosis.culprits, world)
+        if not self._validated and _firmness(diagnosis.culprits) <= 1:
+            self._suspects = self._suspicious(after, diagnosis.culprits)
         old = self.incident
         if old is not None and _firmness(old.culprits) > _firmness(diagnosis.culprits):
             return  # what was known is better: the newest steps may hold a part that is over already

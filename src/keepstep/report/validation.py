@@ -17,7 +17,9 @@ def in_a_line(outcome: Validation) -> str:
     links = len(link_speeds(outcome.figures))
     found = [f"rank {slow.figure.rank} {of_device(slow)}" for slow in outcome.devices[:2]]
     found += [f"link {slow.source} → {slow.target} {of_link(slow)}" for slow in outcome.links[:2]]
-    ended = "; ".join(found) or f"{len(outcome.figures)} devices and {links} links are alike"
+    devices = len({one.rank for rank in outcome.figures for one in rank.devices})
+    alike = f"{devices} devices and {links} links are alike" if devices + links else "no figures came"
+    ended = "; ".join(found) or alike
     return f"validation ({tested}): {ended}"
 
 

@@ -24,13 +24,22 @@ _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f">{_TOKEN_BYTES}sII")  # token, pass, source
 _ASK = struct.Struct(">I")
 _WAITING_ROOM = 64
+_ANYWHERE = "192.0.2.1"  # for documentation (RFC 5737): routed like the rest of the world
 
 
 def own_address() -> str:
     """The address by which this host reaches the job's master, and so its peers reach it."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    found = _source_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    if not alone and found.startswith(("127.", "::1")):  # the master's own name may mean loopback on its host
+        return _source_towards(_ANYWHERE)
+    return found
+
+
+def _source_towards(host: str) -> str:
+    """The source address of packets to ``host``; none is sent."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
