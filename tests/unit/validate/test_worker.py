@@ -96,3 +96,12 @@ def test_custom_tests_are_run_and_those_that_fail_are_said(monkeypatch: pytest.M
 def test_orders_that_are_none_are_refused(body: dict[str, Any]) -> None:
     with held(0) as tests, pytest.raises((KeyError, TypeError, ValueError)):
         tests[0].run(body)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_is_tested_in_every_number_format_that_it_has() -> None:
+    found = list(devices.device_tests("cuda:0", lambda: True))
+    figures = {one[0]: one[1] for one in found if not isinstance(one, str)}
+    assert not [one for one in found if isinstance(one, str)]
+    assert {"fp32"} < set(figures)
+    assert all(value > 0 for value in figures.values())
