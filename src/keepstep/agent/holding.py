@@ -38,6 +38,7 @@ class Holding:
         self._steps_at_end_of = steps_at_end_of
         self._pages: dict[int, OrdersPage] = {}
         self._number = 0  # of the hold that was ordered last
+        self._released = 0
         self._unable: dict[int, str] = {}
         self._told: tuple[HeldRank, ...] = ()
         self._tests: dict[int, int] = {}  # tests that were ordered, by rank
@@ -83,6 +84,8 @@ class Holding:
         self._pages.clear()
 
     def _hold(self, message: Hold) -> list[Message]:
+        if message.number == self._released:
+            return []  # overtaken by its own end
         if message.number != self._number:
             self._number, self._unable, self._told = message.number, {}, ()
             self._tests.clear()
@@ -121,7 +124,8 @@ class Holding:
 
     def _release(self, number: int) -> None:
         if number == self._number:
-            logger.info("hold %d is called off", number)
+            logger.info("hold %d is over", number)
+            self._released = number
             for page in self._pages.values():
                 page.release()
 

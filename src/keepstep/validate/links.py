@@ -17,7 +17,7 @@ from keepstep.core.validation import Endpoint, LinkFigure, Transfer
 
 MESSAGE_BYTES = (16 << 20, 32 << 20, 64 << 20)
 REPETITIONS = 3
-LINK_BUDGET_S = 0.4  # after which no further message is asked for
+LINK_BUDGET_S = 0.3  # after which no further message is asked for
 _CONNECT_S = 1.0
 _CHUNK = 1 << 20
 _TOKEN_BYTES = 16

@@ -95,6 +95,8 @@ def test_release_is_for_the_hold_it_names(node: Node) -> None:
     assert node.workers[0].words[Word.ORDER] == 7
     node.say(Release(7))
     assert node.workers[0].words[Word.ORDER] == 0
+    assert node.say(Hold(7, 9, 5.0)) == []  # overtaken by its own end
+    assert node.workers[0].words[Word.ORDER] == 0
 
 
 def test_a_rank_whose_steps_are_not_known_or_whose_page_is_gone_is_unable(node: Node) -> None:

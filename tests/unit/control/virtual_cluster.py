@@ -93,6 +93,7 @@ class _Agent:
     leased_s: float = 0.0
     missed: bool = False
     held: bool = False
+    released: int = 0
 
 
 class VirtualJob:
@@ -194,6 +195,8 @@ class VirtualJob:
 
     def _hold_message(self, agent: _Agent, message: Hold | RunTests | Release) -> None:
         if isinstance(message, Hold):
+            if message.number == agent.released:
+                return
             if agent.hold is None or agent.hold.number != message.number:
                 agent.hold, agent.held, agent.missed = message, False, self.step > message.step
             agent.leased_s = self.now_s + message.lease_s
@@ -201,7 +204,7 @@ class VirtualJob:
         elif agent.hold is None or message.number != agent.hold.number:
             return
         elif isinstance(message, Release):
-            agent.leased_s = 0.0
+            agent.leased_s, agent.released = 0.0, message.number
         elif agent.held:
             slow = next(
                 (f.rank for f in self.faults if isinstance(f, Slow) and f.onset <= self.step < f.until), -1
