@@ -59,7 +59,9 @@ def arguments() -> argparse.Namespace:
         'inject a fault (needs keepstep), e.g. "slow rank 2 by 2x at step 30 for 15 steps"; may be repeated'
     )
     add("--fault", metavar="SENTENCE", action="append", default=[], help=text)
-    text = "JSON lines of this script's own step times and losses; rank 0's, or every rank's if FILE has {rank}"
+    text = (
+        "JSON lines of this script's own step times and losses; rank 0's, or every rank's if FILE has {rank}"
+    )
     add("--step-times", metavar="FILE", help=text)
     chosen = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", "1"))
