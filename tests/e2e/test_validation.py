@@ -27,7 +27,8 @@ EMULATED = ("--emulate-compute-ms", "20")
 
 pytestmark = pytest.mark.e2e
 
-PATIENCE_S = 120
+PATIENCE_S = 200
+STEPS = 80  # enough for a command that takes long to start
 
 
 class Run:
@@ -109,7 +110,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[float | None]]:
     """The losses of a training that nobody held."""
     folder = tmp_path_factory.mktemp("plain") / "run"
-    run = Run(folder, "--steps", "40", "--step-times", str(folder / "times-{rank}"))
+    run = Run(folder, "--steps", str(STEPS), "--step-times", str(folder / "times-{rank}"))
     run.finish()
     return losses(run)
 
@@ -117,7 +118,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[float |
 def test_a_validation_in_between_changes_no_bit(
     start: Callable[..., Run], expected: dict[int, list[float | None]]
 ) -> None:
-    run = start(40)
+    run = start(STEPS)
     until(lambda: run.steps() > 12)
     answer = run.validate("--json")
     assert answer.returncode in (0, 1), answer.stderr
@@ -133,7 +134,7 @@ def test_a_validation_in_between_changes_no_bit(
     assert not re.search(r"SLOW|HANG|CRASH", err)
     assert run.incidents() == []
     lines = (run.folder / "nodes/0/iterations.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(40))
+    assert [json.loads(line)["step"] for line in lines] == list(range(STEPS))
 
 
 def custom_test(folder: Path, body: str) -> dict[str, str]:
@@ -153,7 +154,7 @@ def test_when_who_holds_it_dies_the_hold_ends_and_the_training_is_unharmed(
     start: Callable[..., Run], expected: dict[int, list[float | None]], tmp_path: Path, module: str
 ) -> None:
     body = f"pathlib.Path({str(tmp_path)!r}, f'testing-{{rank}}').touch()\ntime.sleep(2)\nreturn 1.0\n"
-    run = start(40, environ=custom_test(tmp_path, body))
+    run = start(STEPS, environ=custom_test(tmp_path, body))
     until(lambda: run.steps() > 12)
     command = [sys.executable, "-m", "keepstep.cli", "validate", str(run.folder)]
     asking = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -171,7 +172,7 @@ def test_when_who_holds_it_dies_the_hold_ends_and_the_training_is_unharmed(
 
 
 def test_an_operator_is_told_which_device_is_slow(start: Callable[..., Run], tmp_path: Path) -> None:
-    run = start(40, environ=custom_test(tmp_path, "return 1.0 if rank == 2 else 2.0"))
+    run = start(STEPS, environ=custom_test(tmp_path, "return 1.0 if rank == 2 else 2.0"))
     until(lambda: run.steps() > 12)
     answer = run.validate()
     assert answer.returncode == 1, answer.stderr
