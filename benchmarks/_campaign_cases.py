@@ -62,6 +62,37 @@ def _plan_slow(case: str, factor: str) -> Callable[[int], Plan]:
     return plan
 
 
+def _plan_slow_8(what: str) -> Callable[[int], Plan]:
+    """Eight ranks, PP2xDP4 and PP4xDP2 in turn, a layer a stage: a rank, two, or one block of four is slow."""
+
+    def plan(seed: int) -> Plan:
+        chance = _random(f"slow8-{what}", seed)
+        pp, dp = (2, 4) if seed % 2 == 0 else (4, 2)
+        onset = chance.randint(18, 24)
+        relief = onset + SLOW_STEPS
+        ranks = sorted(chance.sample(range(8), 2 if what == "two" else 1))
+        when = f"at step {onset} for {SLOW_STEPS} steps"
+        truth: dict[str, Any] = {"ranks": ranks, "onset": onset, "relief": relief}
+        if what == "block":
+            truth |= {"stage": chance.choice(("forward", "backward")), "microbatch": chance.randrange(4)}
+            seconds = chance.choice((0.06, 0.1, 0.2))
+            faults = [
+                f"delay rank {ranks[0]} by {seconds} s in {truth['stage']} {truth['microbatch']} {when}"
+            ]
+        else:
+            faults = [f"slow rank {rank} by 2x {when}" for rank in ranks]
+            truth["stage"] = "forward and backward"
+        layout = ("--pp", str(pp), "--dp", str(dp), "--layers", str(pp), "--emulate-compute-ms", "20")
+        return Plan(
+            arguments=(*layout, "--steps", str(relief + AFTER_STEPS), "--seed", str(seed)),
+            fault="; ".join(faults),
+            truth=truth,
+            nproc=8,
+        )
+
+    return plan
+
+
 def last_step_ended_by(outcome: Outcome, unix_s: float) -> int | None:
     """The newest step that all ranks had finished at that time, by keepstep's own record of them."""
     ended = [step for step, end in outcome.ends.items() if end <= unix_s]
@@ -87,20 +118,28 @@ def _within(name: str, found: int | None, true: int, why: list[str]) -> int | No
 
 
 def judge_slow(plan: Plan, outcome: Outcome) -> Verdict:
-    """One slow incident, the right rank alone, onset and relief each detected within 3 iterations, nothing else."""
+    """One slow incident, the right ranks alone, onset and relief each detected within 3 iterations, nothing else."""
     truth, why = plan.truth, _job_went_well(outcome)
+    ranks = sorted(truth.get("ranks", [truth.get("rank")]))
     slow = [
         incident
         for incident in outcome.incidents
-        if incident["kind"] == "slow" and _culprit_ranks(incident) == [truth["rank"]]
+        if incident["kind"] == "slow" and sorted(_culprit_ranks(incident)) == ranks
     ]
     measured: dict[str, Any] = {"false_alarms": len(outcome.incidents) - min(1, len(slow))}
     if measured["false_alarms"]:
         why.append(f"{measured['false_alarms']} incidents too many")
     if not slow:
-        why.append(f"rank {truth['rank']} not named")
+        why.append(f"ranks {ranks} not named")
         return Verdict(why, measured)
     incident = slow[0]
+    measured["stage"] = [culprit.get("stage") for culprit in incident["culprits"]]
+    if "stage" in truth and measured["stage"] != [truth["stage"]] * len(ranks):
+        why.append(f"stage {measured['stage']}, true {truth['stage']}")
+    if "microbatch" in truth:
+        measured["detail"] = incident["culprits"][0].get("detail", "")
+        if f"of micro-batch {truth['microbatch']}:" not in measured["detail"]:
+            why.append(f"micro-batch {truth['microbatch']} not told: {measured['detail']}")
     measured["onset_late"] = _within("onset", incident["detected_step"], truth["onset"], why)
     closed = incident.get("closed_unix_s")
     seen = None if closed is None or incident["relief_step"] is None else last_step_ended_by(outcome, closed)
@@ -429,6 +468,17 @@ CASES: dict[str, Case] = {
                 ("seconds_to_verdict", "false_alarms"),
             )
             for place in ("forward", "backward", "optimizer", "data", "stop", "skip")
+        ),
+        *(
+            Case(
+                f"slow8-{what}",
+                10,
+                "named with rank and stage in 10 of 10 seeds (PP2xDP4 and PP4xDP2, no layout declared)",
+                _plan_slow_8(what),
+                judge_slow,
+                _SLOW_SHOWN,
+            )
+            for what in ("rank", "two", "block")
         ),
         Case(
             "pauses",

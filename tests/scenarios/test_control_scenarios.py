@@ -6,10 +6,10 @@ Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
     cluster nodes=2 ranks=2 [joined=0] [validate=0]   a controller; with joined, all launchers and agents are connected
     launcher node=0 [pid=] [wish=] [min=] [max=] [ranks=]     connect, Hello, Join
     agent node=0                              connect, Hello
-    beat step=10 [node=0]                     a heartbeat of all (or one) connected agents
+    beat step=10 [node=0] [overdue=2]         a heartbeat of all (or one) connected agents; all ranks wait too long
     found kind=slow rank=1 step=32 ...        a finding by its agent (crash: launcher); rank=0-3: several
     profiles [nodes=0,1] rank=1 onset=30      answer the last ProfileRequest
-    states [nodes=0,1] rank=1 idle=40 [going=1]   answer the last StateRequest; rank is not in the collective
+    states [nodes=0,1] rank=1 idle=40 [going=1] [dead=1]   answer the last StateRequest; rank is not in the collective
     held [nodes=0,1] [state=2]                how ranks stand to the last Hold (ring.orders.State; 2: held)
     measured [nodes=0,1] [rank=2] [link=0-1]  figures of the ranks that the last RunTests named; who is slow
     validate [ranks=0-1]                      an operator asks
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,11 +175,14 @@ class Stage:
         peer = self.connect(f"agent{node}", "agent")
         return self.say(peer, Hello("agent", f"gpu-{node}", int(node), int(pid or 200 + int(node))))
 
-    def do_beat(self, step: str, node: str = "", iteration: str = "0.5") -> list[Effect]:
+    def do_beat(self, step: str, node: str = "", iteration: str = "0.5", overdue: str = "0") -> list[Effect]:
         self.sequence += 1
         out: list[Effect] = []
         for one in self.agents(node):
-            ranks = tuple(RankBeat(rank, int(step), 2, 100, float(iteration)) for rank in self.ranks_of(one))
+            ranks = tuple(
+                RankBeat(rank, int(step), 2, 100, float(iteration), overdue_s=float(overdue))
+                for rank in self.ranks_of(one)
+            )
             out += self.say(self.peer(f"agent{one}"), Heartbeat(one, self.sequence, self.now_s, ranks))
         return out
 
@@ -228,13 +232,18 @@ class Stage:
             out += self.say(self.peer(f"agent{node}"), Profile(asked.request, node, rows))
         return out
 
-    def do_states(self, rank: str, idle: str, nodes: str = "", going: str = "0") -> list[Effect]:
+    def do_states(
+        self, rank: str, idle: str, nodes: str = "", going: str = "0", dead: str = "0"
+    ) -> list[Effect]:
         asked, out = self.asked, []
         assert isinstance(asked, StateRequest)
         for node in self.agents(nodes):
             idle_s = 0.0 if going == "1" else float(idle)
             states = tuple(
-                stand_ins.state(one, self.now_s, step=40, idle_s=idle_s, waits=one != int(rank))
+                replace(
+                    stand_ins.state(one, self.now_s, step=40, idle_s=idle_s, waits=one != int(rank)),
+                    alive=dead == "0",
+                )
                 for one in self.ranks_of(node)
             )
             out += self.say(self.peer(f"agent{node}"), States(asked.request, node, states))

@@ -29,6 +29,7 @@ _STARTUP, _FORWARD, _BACKWARD, _OPTIMIZER = (
 )
 _NOTHING_NEW = frozenset({_OPTIMIZER, int(Phase.GC)})
 _PAUSES = (int(Phase.EVALUATION), int(Phase.CHECKPOINT), int(Phase.HOLD))
+_PASSES = (int(Phase.MODEL), _BACKWARD)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +81,8 @@ class IterationCutter:
         self._buffer = EventBuffer()
         self._markers: list[_Marker] = []
         self._open: dict[int, tuple[int, int]] = {}  # ticket of a begun phase: code, start
+        self._passes = dict.fromkeys(_PASSES, 0)  # begun since the last cut
+        self._usual_passes = 0  # of the kind that was more often in the last iteration
         self._records = records  # slots of the ring: an older phase's end will never be told
         self._last_new_ns = 0
         self._last_end_ns = 0  # of a phase
@@ -128,6 +131,11 @@ class IterationCutter:
             return self._open[max(self._open)]
         return _FORWARD, self._last_end_ns
 
+    def microbatch(self) -> int:
+        """Of the open forward or backward pass, from 0; -1 where there is none or an iteration has but one."""
+        code, _ = self.phase()
+        return self._passes[code] - 1 if code in self._passes and self._usual_passes > 1 else -1
+
     def _note_phases(self, started: Rows, finished: Rows) -> None:
         place = np.flatnonzero(started["kind"] == _PHASE)
         if len(place):
@@ -138,6 +146,8 @@ class IterationCutter:
                 self._open[ticket] = op, start
                 self._seen_backward = self._seen_backward or op == _BACKWARD
                 self._seen_optimizer = self._seen_optimizer or op == _OPTIMIZER
+                if op in self._passes:
+                    self._passes[op] += 1
                 if op in _PAUSES:
                     self._last_pause_ns = start
                 if op not in _NOTHING_NEW:
@@ -218,6 +228,7 @@ class IterationCutter:
         self._edge_ns, self._edge_number, self._edge_ticket = end_ns, last.number, last.ticket
         self._whole = True
         self._buffer.drop_before(end_ns)
+        self._count_passes(rows[rows["start_ns"] >= end_ns])
         before = self._numbering()
         if self._learned.learn() and self._numbering() != before:
             self.renumbered += 1
@@ -225,6 +236,14 @@ class IterationCutter:
             return None
         warm_up = step < WARM_UP_STEPS
         return Cut(step, start_ns, end_ns, begun, pauses, evaluation_ns, checkpoint_ns, warm_up, whole)
+
+    def _count_passes(self, begun: Rows) -> None:
+        """An iteration has ended: what began since belongs to the next."""
+        fresh = {
+            code: int(((begun["kind"] == _PHASE) & (begun["op"] == code)).sum()) for code in self._passes
+        }
+        self._usual_passes = max(self._passes[code] - fresh[code] for code in fresh)
+        self._passes = fresh
 
     def _number(self, taken: list[_Marker]) -> tuple[int, bool]:
         """The step's number, and whether no marker is missing since the last cut."""

@@ -34,6 +34,7 @@ logger = logging.getLogger("keepstep.agent")
 
 _REOPEN_NS = 2_000_000_000
 _SILENT_NS = 1_000_000_000
+_STILL_NS = 100_000_000  # without progress: its process is looked at, and again after twice that
 
 
 @dataclass(slots=True)
@@ -49,7 +50,8 @@ class _Ring:
     complaint: str = ""
     next_try_ns: int = 0
     ended: bool = False  # its process is gone or closed the ring
-    stopped_since_ns: int = 0  # when its process was first seen stopped; 0: it was not at the last heartbeat
+    stopped_since_ns: int = 0  # when its process was first seen stopped; 0: it was not at the last look
+    next_look_ns: int = 0
     groups: int = 0  # of them told
     told: set[tuple[str, tuple[int, ...]]] = field(default_factory=set[tuple[str, tuple[int, ...]]])
 
@@ -77,6 +79,7 @@ class NodeAgent:
         self._sequence = 0
         self._tracks = {ring.rank: ring for ring in self._rings}
         self._holding = Holding(orders or {}, node_rank, self._steps_at_end_of)
+        self._all_overdue = False
 
     def poll(self, now_ns: int) -> bool:
         """Read every ring; True when any had something new."""
@@ -96,6 +99,12 @@ class NodeAgent:
     def _steps_at_end_of(self, rank: int, step: int) -> int | None:
         ring = self._tracks.get(rank)
         return ring.track.steps_at_end_of(step) if ring is not None and not ring.ended else None
+
+    def has_news(self) -> bool:
+        """Whether the next heartbeat should not wait: all ranks here wait for others longer than usual, or no more."""
+        all_overdue = all(ring.track.overdue_s > 0 for ring in self._rings)
+        changed, self._all_overdue = all_overdue != self._all_overdue, all_overdue
+        return changed
 
     def heartbeat(self, now_ns: int) -> Heartbeat:
         """The node's state for the controller; looks at the processes and flushes the log, too."""
@@ -137,11 +146,24 @@ class NodeAgent:
             history = ring.track.history
             found.extend(one for one in history if request.first_step <= one.step <= request.last_step)
             clock.extend(ring.track.clock.recent())
+        wanted = frozenset(request.blocks_of)
+        blocks = [
+            block
+            for ring in self._rings
+            if ring.rank in wanted
+            for block in ring.track.blocks(request.first_step, request.last_step)
+        ]
         found.sort(key=lambda one: (one.step, one.rank))
         onset_s = min((one.start_s for one in found if one.step == request.onset_step), default=None)
         traffic = self._sockets.traffic(onset_s, self._node) if onset_s is not None else ()
         return Profile(
-            request.request, self._node_rank, tuple(found), tuple(clock), self._sensors.causes(), traffic
+            request.request,
+            self._node_rank,
+            tuple(found),
+            tuple(clock),
+            self._sensors.causes(),
+            traffic,
+            tuple(blocks),
         )
 
     async def states(self, request: StateRequest) -> States:
@@ -214,6 +236,9 @@ class NodeAgent:
             self._log.add(iteration, _unix_s(header, iteration.start_s))
         for finding in taken.findings:
             self._send(Found(finding))
+        if now_ns - track.last_progress_ns > _STILL_NS and now_ns >= ring.next_look_ns:
+            ring.next_look_ns = now_ns + 2 * _STILL_NS
+            self._note_stopped(ring, self._process_state(ring), now_ns)
         stopped_ns = now_ns - ring.stopped_since_ns if ring.stopped_since_ns else 0
         held = self._holding.held(ring.rank, now_ns)
         if (
@@ -265,11 +290,14 @@ class NodeAgent:
     def _process_state(self, ring: _Ring) -> str:
         return state_of(ring.process) if ring.process is not None else ""
 
+    def _note_stopped(self, ring: _Ring, state: str, now_ns: int) -> None:
+        ring.stopped_since_ns = (ring.stopped_since_ns or now_ns) if state in STOPPED else 0
+
     def _beat(self, ring: _Ring, now_ns: int) -> RankBeat:
         track = ring.track
         state = self._process_state(ring)
         gone = ring.header is not None and state in GONE
-        ring.stopped_since_ns = (ring.stopped_since_ns or now_ns) if state in STOPPED else 0
+        self._note_stopped(ring, state, now_ns)
         ring.ended = gone or (ring.header is not None and ring.header.closed)
         phase, _ = track.phase()
         idle_ns = now_ns - track.last_progress_ns if track.last_progress_ns else 0
@@ -288,6 +316,7 @@ class NodeAgent:
             max(idle_ns, 0) * 1e-9,
             not gone,
             first,
+            track.overdue_s if not gone else 0.0,
         )
 
     def _state(self, ring: _Ring, now_ns: int, stack: str) -> RankState | None:
@@ -298,8 +327,9 @@ class NodeAgent:
         if ring.header is None:  # not claimed yet: the script is still on its way to its first record
             state = "?"
         try:
+            reader = ring.reader
             return rank_state(
-                ring.track, ring.reader.in_flight(), ring.reader.streams(), state, now_ns, stack
+                ring.track, reader.in_flight(), reader.streams(), state, now_ns, stack, reader.sites()
             )
         except (RingError, OSError) as error:
             self._complain(ring, str(error), now_ns)

@@ -116,7 +116,7 @@ class Program:
             return
         try:
             busy = self._agent.poll(time.monotonic_ns())
-            if begun_s >= self._next_beat_s:
+            if self._agent.has_news() or begun_s >= self._next_beat_s:
                 self._beat(begun_s)
         except Exception as error:
             self._failure = error
@@ -129,7 +129,8 @@ class Program:
 
     def _beat(self, now_s: float) -> None:
         self._send(self._agent.heartbeat(time.monotonic_ns()))
-        self._next_beat_s = max(self._next_beat_s + self._heartbeat_s, now_s)
+        if now_s >= self._next_beat_s:
+            self._next_beat_s = max(self._next_beat_s + self._heartbeat_s, now_s)
         cpu_s = time.process_time()
         self._adapt((cpu_s - self._cpu_s) / max(now_s - self._cpu_since_s, 1e-9))
         self._cpu_s, self._cpu_since_s = cpu_s, now_s

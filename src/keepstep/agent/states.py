@@ -12,22 +12,33 @@ from keepstep.core.events import Kind
 from keepstep.core.summary import GroupInfo, OpInFlight, RankState, StreamProgress
 
 _MOST_IN_FLIGHT = 256
+_SITE_CHARACTERS = 200
 _STACK_S = 5.0
 _STACK_CHARACTERS = 20_000
 
 
-def operations_in_flight(rows: Rows, groups: Sequence[GroupInfo]) -> tuple[OpInFlight, ...]:
+def operations_in_flight(
+    rows: Rows, groups: Sequence[GroupInfo], sites: Sequence[str] = ()
+) -> tuple[OpInFlight, ...]:
     """The operations among the ring's records in flight, the one entered first in front, the newest 256 at most."""
     rows = rows[rows["kind"] != Kind.PHASE]
     rows = rows[rows["start_ns"].argsort(kind="stable")][-_MOST_IN_FLIGHT:]
     return tuple(
-        OpInFlight(_name(groups, group), op, peer, seq, start_ns * 1e-9)
-        for group, op, peer, seq, start_ns in zip(
+        OpInFlight(
+            _name(groups, group),
+            op,
+            peer,
+            seq,
+            start_ns * 1e-9,
+            _site(sites, site),
+        )
+        for group, op, peer, seq, start_ns, site in zip(
             rows["group"].tolist(),
             rows["op"].tolist(),
             rows["peer"].tolist(),
             rows["seq"].tolist(),
             rows["start_ns"].tolist(),
+            rows["site"].tolist(),
             strict=True,
         )
     )
@@ -49,9 +60,18 @@ def stream_progress(rows: Rows, groups: Sequence[GroupInfo]) -> tuple[StreamProg
 
 
 def rank_state(
-    track: RankTrack, in_flight: Rows, streams: Rows, process_state: str, now_ns: int, stack: str = ""
+    track: RankTrack,
+    in_flight: Rows,
+    streams: Rows,
+    process_state: str,
+    now_ns: int,
+    stack: str = "",
+    sites: Sequence[str] = (),
 ) -> RankState:
-    """The state of one rank; ``process_state`` as in ``/proc/PID/stat``, empty when the process is gone."""
+    """The state of one rank.
+
+    ``process_state``: as in ``/proc/PID/stat``, empty when the process is gone. ``sites``: as the ring has them.
+    """
     phase, since_ns = track.phase()
     return RankState(
         rank=track.rank,
@@ -62,10 +82,11 @@ def rank_state(
         progress=track.progress,
         last_progress_s=track.last_progress_ns * 1e-9,
         now_s=now_ns * 1e-9,
-        in_flight=operations_in_flight(in_flight, track.groups),
+        in_flight=operations_in_flight(in_flight, track.groups, sites),
         streams=stream_progress(streams, track.groups),
         process_state=process_state,
         stack=stack,
+        microbatch=track.microbatch(),
     )
 
 
@@ -91,6 +112,10 @@ async def python_stack(pid: int) -> str:
         await process.wait()
         return ""
     return output.decode(errors="replace")[:_STACK_CHARACTERS]
+
+
+def _site(sites: Sequence[str], site: int) -> str:
+    return sites[site][-_SITE_CHARACTERS:] if site < len(sites) else ""
 
 
 def _name(groups: Sequence[GroupInfo], group: int) -> str:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from keepstep.agent.blocks import blocks_of
 from keepstep.agent.clocks import ClockSampler
 from keepstep.agent.events import Rows
 from keepstep.agent.iterations import Cut, IterationCutter
@@ -13,9 +14,11 @@ from keepstep.agent.summarise import blocked, summarise
 from keepstep.agent.watch import RankWatch
 from keepstep.core.events import Kind, Phase
 from keepstep.core.finding import Finding
-from keepstep.core.summary import GroupInfo, IterationSummary
+from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary
 
 HISTORY = 256
+_CUTS = 24
+_CUT_ROWS = 32_768  # 2 MiB
 _SEARCH_NS = 300_000_000
 _PHASE = int(Kind.PHASE)
 _SHORT_PHASES = (int(Phase.DATA), int(Phase.OPTIMIZER))
@@ -47,6 +50,7 @@ class RankTrack:
         self.standing: dict[str, Finding] = {}
         self.clock = ClockSampler(rank, local)
         self._cutter = IterationCutter(records)
+        self._cuts: deque[Cut] = deque(maxlen=_CUTS)  # with their records
         self._watch = RankWatch(rank, node)
         self._names: dict[int, str] = {}
         self._renumbered = 0
@@ -63,6 +67,15 @@ class RankTrack:
     def steps_at_end_of(self, step: int) -> int | None:
         """How many optimizer steps the ring has counted when iteration ``step`` ends; None while that is not known."""
         return self._cutter.steps_at_end_of(step)
+
+    @property
+    def overdue_s(self) -> float:
+        """How long the rank has waited for others, once that is over the usual; else 0."""
+        return self._watch.overdue_s
+
+    def microbatch(self) -> int:
+        """Of the forward or backward pass that the rank is in; -1 where there is none or no second."""
+        return self._cutter.microbatch()
 
     def phase(self) -> tuple[int, int]:
         """The rank's phase and since when (ns; the last progress where nothing else is known)."""
@@ -89,6 +102,7 @@ class RankTrack:
         if self._cutter.renumbered != self._renumbered:
             self._renumbered = self._cutter.renumbered
             self.history.clear()
+            self._cuts.clear()
             self._watch.forget_iterations()
             self.standing.pop("slow", None)
         self._note(taken.findings)
@@ -96,6 +110,15 @@ class RankTrack:
             self._caught_up = True
             taken.findings = list(self.standing.values())
         return taken
+
+    def blocks(self, first_step: int, last_step: int) -> list[BlockSummary]:
+        """Blocks and messages of those of the last two dozen iterations that lie between the steps (both included)."""
+        return [
+            block
+            for cut in self._cuts
+            if first_step <= cut.step <= last_step
+            for block in blocks_of(cut, self.rank)
+        ]
 
     def look(
         self, now_ns: int, in_flight: Callable[[], Rows], *, stopped_ns: int = 0, held: bool = False
@@ -151,10 +174,16 @@ class RankTrack:
         taken.iterations.append(summary)
         if cut.whole:
             self.history.append(summary)
+            self._keep(cut)
         if not cut.warm_up:
             found = self._watch.iteration(cut.step, summary.duration_s, summary.self_s, now_ns * 1e-9)
             if found is not None:
                 taken.findings.append(found)
+
+    def _keep(self, cut: Cut) -> None:
+        self._cuts.append(cut)
+        while len(self._cuts) > 1 and sum(len(one.rows) for one in self._cuts) > _CUT_ROWS:
+            self._cuts.popleft()
 
     def _note(self, findings: list[Finding]) -> None:
         for finding in findings:

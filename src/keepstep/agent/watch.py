@@ -86,6 +86,11 @@ class RankWatch:
         """A data or optimizer phase has ended that took that long."""
         self._hang.lasted(Phase(phase), seconds)
 
+    @property
+    def overdue_s(self) -> float:
+        """How long the rank has waited for others, once that is over the usual; else 0."""
+        return self._hang.overdue_s
+
     def progress(
         self,
         now_s: float,

@@ -22,7 +22,7 @@ class Evaluation:
     def __init__(self, recorder: Recorder) -> None:
         self.trained = False  # an optimizer has stepped
         self.recorder = recorder
-        self._operation: Operation | None = None
+        self.operation: Operation | None = None  # the evaluation in progress
         self._evaluated: weakref.WeakSet[Any] = weakref.WeakSet()
         self._frozen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._in_train = False
@@ -58,7 +58,7 @@ class Evaluation:
     @harmless
     def end_if_over(self) -> None:
         """End it when the model is back in training mode or gone."""
-        if self._operation is None:
+        if self.operation is None:
             return
         modules = list(self._evaluated)
         if not modules or any(module.training for module in modules):
@@ -67,7 +67,7 @@ class Evaluation:
     @harmless
     def end_by_backward(self) -> None:
         """A gradient is computed: whatever is still in evaluation mode is frozen."""
-        if self._operation is None:
+        if self.operation is None:
             return
         for module in list(self._evaluated):
             if not module.training:
@@ -79,11 +79,11 @@ class Evaluation:
         if not module.training or module in self._frozen or threading.get_ident() != self.recorder.thread:
             return
         self._evaluated.add(module)
-        if self._operation is None:
-            self._operation = self.recorder.phase(Phase.EVALUATION)
+        if self.operation is None:
+            self.operation = self.recorder.phase(Phase.EVALUATION)
 
     def _end(self) -> None:
-        operation, self._operation = self._operation, None
+        operation, self.operation = self.operation, None
         self._evaluated.clear()
         if operation is not None:
             operation()

@@ -14,6 +14,7 @@ from keepstep.capture.groups import CapturedGroup, Groups
 from keepstep.capture.internals import hidden
 from keepstep.capture.patches import Patches
 from keepstep.capture.recorder import Operation, Recorder, Start
+from keepstep.capture.reducer import REDUCED, ReducerWaits
 from keepstep.capture.sites import Sites
 from keepstep.capture.works import RecordedWork
 from keepstep.core.events import WORLD_PEER, Flag, Kind, Op
@@ -112,7 +113,7 @@ class Ending(IntEnum):
 # Flags and ending of a call; made here because an enum's "|" costs more than the record.
 _DEVICE = (int(Flag.END_BY_WAIT), Ending.RETURN)
 _P2P = (int(Flag.END_BY_WAIT), Ending.WAIT)
-_REDUCED = (int(Flag.ASYNC | Flag.SYNC_KNOWN | Flag.END_BY_WAIT), Ending.REDUCER)
+_REDUCED = (REDUCED, Ending.REDUCER)
 _ASYNC = (int(Flag.ASYNC | Flag.SYNC_KNOWN | Flag.END_BY_WAIT), Ending.WAIT)
 _UNTOLD = (int(Flag.END_BY_WAIT), Ending.WAIT)
 _SYNC = (int(Flag.SYNC_KNOWN), Ending.WAIT)
@@ -151,7 +152,7 @@ class Operations:
     """Makes the recorded form of each method of ``ProcessGroup``."""
 
     def __init__(self, recorder: Recorder, groups: Groups, sites: Sites) -> None:
-        self.reducer: Callable[[Any, Operation], Any] | None = None  # takes the Works of DDP's reducer
+        self.reducer: ReducerWaits | None = None  # takes the Works of DDP's reducer
         self._recorder = recorder
         self._groups = groups
         self._sites = sites
@@ -165,6 +166,10 @@ class Operations:
             patches.replace(
                 ProcessGroup, name, lambda original, n=name, m=method: self._recorded(n, original, m)
             )
+
+    def group_of(self, group: Any) -> int:
+        """The ring's number of a native group."""
+        return self._groups.of(group).ident
 
     def call(self, name: str, group: Any, args: tuple[Any, ...], caller: Caller) -> Any:
         """Run the method ``name`` of a native group, recorded."""
@@ -217,7 +222,7 @@ class Operations:
             operation()
             return work
         if ending is Ending.REDUCER and self.reducer is not None:
-            return self.reducer(work, operation)
+            return self.reducer.take(work, operation)
         return RecordedWork(work, operation)
 
 

@@ -28,9 +28,11 @@ from keepstep.capture.internals import (
     stage_class,
 )
 from keepstep.capture.patches import Patches
-from keepstep.capture.recorder import Operation, Recorder, harmless
-from keepstep.core.events import Phase
+from keepstep.capture.recorder import NO_GROUP, PHASE, Operation, Recorder, harmless
+from keepstep.core.events import WORLD_PEER, Phase
 
+# Plain numbers: an enum's members cost more to look up than the record.
+_BACKWARD, _OPTIMIZER = int(Phase.BACKWARD), int(Phase.OPTIMIZER)
 _OLDEST = 2  # the garbage collections that take long; those of younger generations are many and short
 
 
@@ -49,6 +51,7 @@ class Phases:
         self._stepped_in_backward = False
         self._step: tuple[int, int, Operation] | None = None  # optimizer, backwards before it, record
         self._open: dict[Phase, Operation] = {}
+        self._modules = 0  # imported when it was last looked for what to watch
         self._saving_watched = self._stages_watched = self._compiling_watched = False
 
     @property
@@ -71,18 +74,17 @@ class Phases:
 
     def _spanning(self, phase: Phase) -> Callable[[Any], Any]:
         """Records calls of the training thread as a phase; other threads prefetch and save beside the training."""
-        recorder, open_phases = self.recorder, self._open
+        recorder, open_phases, evaluation, code = self.recorder, self._open, self._evaluation, int(phase)
 
         def make(original: Any) -> Any:
             @wraps(original)
             def spanned(*args: Any, **kwargs: Any) -> Any:
-                if phase in open_phases or threading.get_ident() != recorder.thread:
+                start = recorder.start
+                if start is None or phase in open_phases or threading.get_ident() != recorder.thread:
                     return original(*args, **kwargs)
-                self._evaluation.end_if_over()
-                operation = recorder.phase(phase)
-                if operation is None:
-                    return original(*args, **kwargs)
-                open_phases[phase] = operation
+                if evaluation.operation is not None:
+                    evaluation.end_if_over()
+                operation = open_phases[phase] = start(PHASE, code, NO_GROUP, WORLD_PEER, 0, 0, 0)
                 try:
                     return original(*args, **kwargs)
                 finally:
@@ -109,7 +111,7 @@ class Phases:
         return forward
 
     def _run_backward(self, original: Any) -> Any:
-        recorder = self.recorder
+        recorder, evaluation = self.recorder, self._evaluation
 
         @wraps(original)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -119,19 +121,20 @@ class Phases:
                     return original(*args, **kwargs)
                 finally:
                     self.nested -= 1
-            if recorder.start is None:
+            start = recorder.start
+            if start is None:
                 return original(*args, **kwargs)
-            self._evaluation.end_by_backward()
+            if evaluation.operation is not None:
+                evaluation.end_by_backward()
             self.backwards += 1
-            operation = self._backward = recorder.phase(Phase.BACKWARD)
+            operation = self._backward = start(PHASE, _BACKWARD, NO_GROUP, WORLD_PEER, 0, 0, 0)
             try:
                 result = original(*args, **kwargs)
                 self.gradients_reduced()
                 return result
             finally:
                 self._backward = None
-                if operation is not None:
-                    operation()
+                operation()
                 if self._stepped_in_backward:
                     self._mark_step_in_backward()
 
@@ -161,15 +164,21 @@ class Phases:
             if known != id(optimizer) and backwards == self.backwards:
                 return  # an optimizer that steps others inside its own step
             abandoned.fail()  # it raised, so that its end was never told
-        self._watch_saving()
-        self._watch_stages()
-        self._watch_compiling()
-        self._evaluation.end_by_backward()
-        self._evaluation.trained = True
+        if len(sys.modules) != self._modules:
+            self._modules = len(sys.modules)
+            self._watch_saving()
+            self._watch_stages()
+            self._watch_compiling()
+        evaluation, start = self._evaluation, self.recorder.start
+        if evaluation.operation is not None:
+            evaluation.end_by_backward()
+        evaluation.trained = True
         self._hold.open()
         self.recorder.thread = threading.get_ident()
-        operation = self.recorder.phase(Phase.OPTIMIZER)
-        self._step = None if operation is None else (id(optimizer), self.backwards, operation)
+        self._step = None
+        if start is not None:
+            operation = start(PHASE, _OPTIMIZER, NO_GROUP, WORLD_PEER, 0, 0, 0)
+            self._step = id(optimizer), self.backwards, operation
 
     @harmless
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:

@@ -35,7 +35,7 @@ class Probe:
         self._operations = Operations(self.recorder, self._groups, sites)
         self._phases = Phases(self.recorder, self._patches)
         self._twins = Twins(self.recorder, self._operations)
-        self._operations.reducer = ReducerWaits(self.recorder, self._phases).take
+        self._operations.reducer = ReducerWaits(self.recorder, self._phases, sites)
 
     def install(self) -> None:
         """Hook torch. What this version of torch lacks is noted in the ring's sites table."""

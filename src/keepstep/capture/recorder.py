@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from keepstep.core.events import WORLD_PEER, Kind, Phase
 
 NO_GROUP = -1
+PHASE = int(Kind.PHASE)
 MAX_STUMBLES = 32
 
 
@@ -134,4 +135,4 @@ class Recorder:
     def phase(self, phase: Phase) -> Operation | None:
         """Start a phase record; None while not recording."""
         start = self.start
-        return None if start is None else start(Kind.PHASE, phase, NO_GROUP, WORLD_PEER, 0, 0, 0)
+        return None if start is None else start(PHASE, phase, NO_GROUP, WORLD_PEER, 0, 0, 0)

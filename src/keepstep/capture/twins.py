@@ -18,12 +18,14 @@ from keepstep.capture.internals import (
     backends_of,
     hidden,
     holders,
+    in_compiled_module,
     make_trampoline,
     share_backends,
 )
 from keepstep.capture.operations import Caller, Operations
 from keepstep.capture.patches import Patches
 from keepstep.capture.recorder import Recorder
+from keepstep.capture.reducer import ReducerWaits
 
 # What torch's C++ trampoline hands to Python; anything else reaches the same backends unrecorded.
 OVERRIDABLE = (
@@ -75,6 +77,35 @@ for _name in OVERRIDABLE:
         setattr(Twin, _name, _override(_name))
 
 
+_allreduce = ProcessGroup.allreduce  # torch's own
+
+
+class ReducerTwin(Twin):
+    """Called by DDP's reducer once a bucket, in the middle of the backward pass: the shortest way that records it."""
+
+    def __init__(self, native: Any, call: Callable[..., Any], group: int, waits: ReducerWaits) -> None:
+        super().__init__(native, call, Caller.REDUCER)
+        self.group = group
+        self.waits = waits
+
+    def allreduce(self, tensors: Any, *opts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if in_compiled_module():
+            return super().allreduce(tensors, *opts)
+        try:
+            operation = self.waits.begin(self.group, tensors[0].nbytes)
+        except Exception:
+            operation = None  # the general way tells of it
+        if operation is None:
+            return super().allreduce(tensors, *opts)
+        try:
+            work = _allreduce(self.native, tensors, *opts)
+        except BaseException:
+            operation.fail()
+            raise
+        self.waits.began(work, operation)
+        return work
+
+
 class Twins:
     """Hands twins to C++, and the native group back to Python."""
 
@@ -91,7 +122,10 @@ class Twins:
             backends = set(backends_of(group).values())
             if not backends or not backends <= _BACKEND_TYPES.keys():
                 return group  # C++ asks such groups for their store, which a twin cannot have
-            return Twin(group, self._operations.call, caller)
+            call, waits = self._operations.call, self._operations.reducer
+            if caller is Caller.REDUCER and waits is not None:
+                return ReducerTwin(group, call, self._operations.group_of(group), waits)
+            return Twin(group, call, caller)
         except Exception as error:
             self._recorder.stumbled(error)
             return group

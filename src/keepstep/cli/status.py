@@ -50,7 +50,10 @@ def _headline(run: Run, found: dict[str, Any]) -> str:
         state = str(found["state"]) if age_s < _STALE_S else f"last heard of {age_s:.0f} s ago"
     incidents = found["open_incidents"]
     still = f"open incidents {', '.join(f'{n:04d}' for n in incidents)}" if incidents else "no open incident"
-    return f"{run.path.name}: {state}; world of {found['world_size']}, newest step {found['newest_step']}; {still}"
+    steps = found["newest_step"]
+    told = f"{run.path.name}: {state}; world of {found['world_size']}, newest step {steps}; {still}"
+    share = found["counters"].get("bytes_in", 0) / max(found["world_size"] * (steps + 1), 1)
+    return f"{told}; {share:.0f} bytes a rank and step have reached the controller" if steps >= 0 else told
 
 
 def _rows(found: dict[str, Any]) -> Iterator[tuple[Any, ...]]:

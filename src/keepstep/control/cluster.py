@@ -30,6 +30,7 @@ class Node:
     lost_s: float | None = None  # since when neither agent nor launcher is connected
     left: bool = False  # said Bye or Ended: its silence means nothing
     silent: bool = False
+    overdue: bool = False  # all its ranks wait for others, longer than usual
     beat: Heartbeat | None = None
     ranks: tuple[int, ...] = ()
     causes_s: float = 0.0
@@ -48,6 +49,7 @@ class Cluster:
         self.world_size = 0  # by the placement, 0 when not known
         self.newest_step = -1
         self.refused_groups = 0
+        self.overdue_nodes = 0  # of which every rank waits for others, longer than usual
         self._members = 0
         self._home: dict[int, Node] = {}
 
@@ -76,6 +78,10 @@ class Cluster:
             self.plays(node, (one.rank for one in ranks))
         if ranks and ranks[0].step > self.newest_step:
             self.newest_step = ranks[0].step
+        overdue = len(ranks) > 0 and all(one.overdue_s > 0 for one in ranks)
+        if overdue != node.overdue:
+            node.overdue = overdue
+            self.overdue_nodes += 1 if overdue else -1
         if beat.clock:
             node.clock.extend(beat.clock)
         if beat.causes:

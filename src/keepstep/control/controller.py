@@ -114,6 +114,7 @@ class Controller:
         self._exited = False
         self._ticked_s: float | None = None
         self._quiet_until_s = 0.0
+        self._waiting_again_s = 0.0
 
     # --- what the rim calls ---------------------------------------------------------------------------------------
 
@@ -198,6 +199,7 @@ class Controller:
         self._ticked_s = now_s
         self._answer_joins(self.rendezvous.tick(now_s))
         self._watch_nodes(now_s)
+        self._watch_waiting(now_s)
         for number in [n for n, question in self._profiles.items() if question.due(now_s)]:
             self._decide_profiles(number, now_s)
         for number in [n for n, question in self._states.items() if question.due(now_s)]:
@@ -244,10 +246,17 @@ class Controller:
 
     # --- what the cases call (Desk) -------------------------------------------------------------------------------
 
-    def ask_profiles(self, first_step: int, last_step: int, now_s: float, onset_step: int = -1) -> int:
+    def ask_profiles(
+        self,
+        first_step: int,
+        last_step: int,
+        now_s: float,
+        onset_step: int = -1,
+        blocks_of: tuple[int, ...] = (),
+    ) -> int:
         number, agents = self._request()
         self._profiles[number] = Question(number, set(agents), now_s + self.settings.answer_s)
-        request = ProfileRequest(number, first_step, last_step, onset_step)
+        request = ProfileRequest(number, first_step, last_step, onset_step, blocks_of)
         self._effects.append(Send(tuple(agents.values()), request))
         return number
 
@@ -338,6 +347,8 @@ class Controller:
             self._refuse(peer, "say Hello first")
         elif node.agent == peer and (not beat.ranks or 0 <= beat.ranks[0].rank < MOST_RANKS):
             self.cluster.heard(node, beat, now_s)
+            if node.overdue:
+                self._watch_waiting(now_s)
         else:
             self.ignored += 1
 
@@ -473,6 +484,23 @@ class Controller:
         case = SlowCase(self)
         self._slow.append(case)
         case.found(finding, now_s)
+
+    def _watch_waiting(self, now_s: float) -> None:
+        """When all ranks wait for others, and longer than usual, none of them is in a pause: they have locked up."""
+        cluster = self.cluster
+        if not cluster.overdue_nodes or self._validation is not None or self._standstill():
+            return
+        if now_s < self._waiting_again_s:
+            return
+        nodes = cluster.nodes.values()
+        if all(node.overdue and not node.silent for node in nodes) and (
+            sum(len(node.ranks) for node in nodes) == cluster.known_ranks
+        ):
+            self._waiting_again_s = (
+                now_s + 2 * self.settings.heartbeat_s
+            )  # by then the heartbeats are new ones
+            self._hang = HangCase(self)
+            self._hang.all_wait(now_s)
 
     def _crash_found(self, finding: Finding, now_s: float) -> None:
         if self.over:

@@ -20,7 +20,14 @@ class Desk(Protocol):
     cluster: Cluster
     locators: Locators
 
-    def ask_profiles(self, first_step: int, last_step: int, now_s: float, onset_step: int = -1) -> int:
+    def ask_profiles(
+        self,
+        first_step: int,
+        last_step: int,
+        now_s: float,
+        onset_step: int = -1,
+        blocks_of: tuple[int, ...] = (),
+    ) -> int:
         """Ask all agents for iterations and traffic around the onset; the number the answers will come under."""
         ...
 

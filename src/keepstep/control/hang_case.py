@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from keepstep.core.summary import RankState
 from keepstep.wire.messages import States
 
 _AGAIN_S = 2.0  # while it is not confirmed
+_SECOND_LOOK_S = 0.1  # at ranks that all wait
 _SHARPEN_S = (3.0, 10.0, 30.0)  # after the verdict
 _TRIES = 3
 _MOST_TRIES = 15
@@ -33,6 +35,7 @@ class HangCase:
         self._first_s: float | None = None  # when the first finding came, on our clock
         self._stuck_s = incident.stuck_s or 0.0 if incident else 0.0
         self._limit_s = 0.0
+        self._all_wait = False  # opened because all ranks wait, not by a finding
         self._step = -1
         self._tries = 0
         self._sharpened = len(_SHARPEN_S) if incident else 0
@@ -52,26 +55,27 @@ class HangCase:
             if self.incident is None:
                 self._ask(stacks=False, now_s=now_s)
 
+    def all_wait(self, now_s: float) -> None:
+        """Every rank has told that it waits for others longer than usual: no finding is needed."""
+        self._all_wait = True
+        self._step = self._desk.cluster.newest_step
+        self._first_s = now_s
+        overdue = [one.overdue_s for one in self._desk.cluster.beats() if 0 < one.overdue_s < math.inf]
+        self._stuck_s = self._limit_s = min(overdue, default=0.0)
+        self._ask(stacks=False, now_s=now_s)
+
     def resumed(self, finding: Finding, now_s: float) -> None:
         """One rank goes on; a majority of those that were stuck closes the case."""
         self._resumed.add(finding.rank)
-        if 2 * len(self._resumed) <= max(len(self._stuck), 1):
-            return
-        self.closed = True
-        if self.incident is not None:
-            self.incident = replace(
-                self.incident,
-                relief_step=max(finding.step, 0),
-                status="relieved",
-                stuck_s=self._stuck_for(now_s),
-                closed_unix_s=self._desk.unix_s(now_s),
-            )
-            self._desk.publish(self.incident, "closes")
+        if 2 * len(self._resumed) > max(len(self._stuck), 1):
+            self._relieve(finding.step, now_s)
 
     def states(self, answers: Sequence[States], unanswered: Sequence[str], now_s: float) -> None:
         """Decide with what the agents have sent."""
         self.question = None
         states = [state for answer in answers for state in answer.states]
+        if self.incident is not None and any(not state.alive for state in states):
+            return  # somebody ends the job: what its processes say no longer tells who held it up
         if self.incident is None:
             self._tries += 1
             going = self._going_on(states)
@@ -88,11 +92,27 @@ class HangCase:
         if self.closed or self.question is not None:
             return
         if self.incident is None:
-            if now_s - self._asked_s >= _AGAIN_S:
+            if now_s - self._asked_s >= (_SECOND_LOOK_S if self._all_wait else _AGAIN_S):
                 self._ask(stacks=False, now_s=now_s)
+        elif self._all_wait and not self._stuck and self._all_go_on():
+            self._relieve(
+                self._desk.cluster.newest_step, now_s
+            )  # no rank was stuck long enough to tell of it
         elif self._sharpened < len(_SHARPEN_S) and now_s - self._verdict_s >= _SHARPEN_S[self._sharpened]:
             self._sharpened += 1
             self._ask(stacks=True, now_s=now_s)
+
+    def _relieve(self, step: int, now_s: float) -> None:
+        self.closed = True
+        if self.incident is not None:
+            self.incident = replace(
+                self.incident,
+                relief_step=max(step, 0),
+                status="relieved",
+                stuck_s=self._stuck_for(now_s),
+                closed_unix_s=self._desk.unix_s(now_s),
+            )
+            self._desk.publish(self.incident, "closes")
 
     def end(self, now_s: float) -> None:
         """The job ended, or a crash came after it."""
@@ -109,6 +129,10 @@ class HangCase:
     def _ask(self, *, stacks: bool, now_s: float) -> None:
         self._asked_s = now_s
         self.question = self._desk.ask_states(stacks, now_s)
+
+    def _all_go_on(self) -> bool:
+        cluster = self._desk.cluster
+        return not cluster.overdue_nodes and all(one.alive for one in cluster.beats())
 
     def _stuck_for(self, now_s: float) -> float:
         return self._stuck_s + (now_s - self._first_s if self._first_s is not None else 0.0)
@@ -127,6 +151,8 @@ class HangCase:
         return going
 
     def _confirmed(self, states: Sequence[RankState], going: set[int]) -> bool:
+        if self._all_wait:
+            return self._tries >= 2 and len(states) > 0  # nobody has moved since the first look
         return not states or 2 * len(going) < len(states) or self._tries >= _TRIES
 
     def _decide(self, states: Sequence[RankState], unanswered: Sequence[str], now_s: float) -> None:

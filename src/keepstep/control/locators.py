@@ -6,8 +6,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Diagnosis
-from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, PeerTraffic, RankState
+from keepstep.core.incident import Culprit, Diagnosis
+from keepstep.core.summary import (
+    BlockSummary,
+    ClockSample,
+    GroupInfo,
+    HostCause,
+    IterationSummary,
+    PeerTraffic,
+    RankState,
+)
 
 
 class Locators(Protocol):
@@ -28,6 +36,25 @@ class Locators(Protocol):
         traffic: Sequence[PeerTraffic],
     ) -> Diagnosis:
         """Who makes the job slower."""
+        ...
+
+    def blocks_wanted(
+        self, culprits: Sequence[Culprit], after: Sequence[IterationSummary]
+    ) -> tuple[int, ...]:
+        """Ranks whose blocks would tell more of these culprits."""
+        ...
+
+    def sharpen(
+        self,
+        diagnosis: Diagnosis,
+        blocks: Sequence[BlockSummary],
+        onset_step: int,
+        after: Sequence[IterationSummary],
+        groups: Mapping[str, GroupInfo],
+        nodes: Mapping[int, str],
+        clocks: Any,
+    ) -> Diagnosis:
+        """The diagnosis of ``slow`` with what these blocks tell."""
         ...
 
     def hang(
@@ -76,11 +103,43 @@ class LibraryLocators:
         causes: Sequence[HostCause],
         traffic: Sequence[PeerTraffic],
     ) -> Diagnosis:
-        from keepstep.core.layout import ParallelLayout
-        from keepstep.locate import declared_layout, locate_slow
+        from keepstep.locate import locate_slow
 
-        layout = declared_layout(ParallelLayout.declared(self._layout), groups) if self._layout else None
+        layout = self._declared(groups)
         return locate_slow(before, after, groups, nodes, clocks, causes, layout, traffic)
+
+    def blocks_wanted(
+        self, culprits: Sequence[Culprit], after: Sequence[IterationSummary]
+    ) -> tuple[int, ...]:
+        from keepstep.locate import blocks_wanted
+
+        return blocks_wanted(culprits, after)
+
+    def sharpen(
+        self,
+        diagnosis: Diagnosis,
+        blocks: Sequence[BlockSummary],
+        onset_step: int,
+        after: Sequence[IterationSummary],
+        groups: Mapping[str, GroupInfo],
+        nodes: Mapping[int, str],
+        clocks: Any,
+    ) -> Diagnosis:
+        from keepstep.locate import infer_layout, sharpen
+
+        last = max((one.step for one in after), default=0)
+        layout = self._declared(groups) or infer_layout(
+            groups, [one for one in after if one.step >= last - 1]
+        )
+        return sharpen(diagnosis, blocks, onset_step, after, layout.stages, nodes, clocks)
+
+    def _declared(self, groups: Mapping[str, GroupInfo]) -> Any:
+        if not self._layout:
+            return None
+        from keepstep.core.layout import ParallelLayout
+        from keepstep.locate import declared_layout
+
+        return declared_layout(ParallelLayout.declared(self._layout), groups)
 
     def hang(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 
@@ -12,7 +13,7 @@ from keepstep.control.desk import Desk, how_to_say, unlocated
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis, Incident, Link
 from keepstep.core.ranges import fold_nodes
-from keepstep.core.summary import IterationSummary, PeerTraffic
+from keepstep.core.summary import BlockSummary, IterationSummary, PeerTraffic
 from keepstep.core.validation import Validation
 from keepstep.report.validation import in_a_line, of_device, of_link
 from keepstep.validate.suspects import suspicious_groups
@@ -32,6 +33,7 @@ _MOST_LOOKS = 5  # after the verdict, while answers or culprits are missing
 _QUIET_STEPS = 10  # steps at the old pace that prove relief when no finding says so
 _PACE_NODES = 64
 _MOST_ONSETS = 4096
+_MOST_BLOCKS = 500_000
 
 
 class SlowCase:
@@ -52,6 +54,7 @@ class SlowCase:
         self._after: list[float] = []
         self._tries = 0
         self._looks = 0  # after the verdict
+        self._blocks_of: tuple[int, ...] = ()  # ranks to be asked for their blocks at the next look
         self._settled = incident is not None  # nothing more to learn by asking
         self._asked_s = 0.0
         self._asked_step = -1
@@ -132,7 +135,8 @@ class SlowCase:
             self.closed = self._tries >= _UNCONFIRMED_TRIES
             return
         traffic = [one for answer in answers for one in answer.traffic if _is_traffic(one)]
-        self._decide(before, after, traffic, unanswered, now_s)
+        blocks = [one for answer in answers for one in answer.blocks if _is_block(one)][:_MOST_BLOCKS]
+        self._decide(before, after, traffic, blocks, unanswered, now_s)
         complete = self.incident is not None and bool(self.incident.culprits) and not unanswered
         self._settled = self._looks >= (1 if complete else _MOST_LOOKS)
 
@@ -226,7 +230,7 @@ class SlowCase:
         newest = max(self._desk.cluster.newest_step, self._detected_step)
         last = max(newest, onset) if newest < onset + 4 * reach else onset + 4 * reach
         self._asked_step, self._asked_s = newest, now_s
-        self.question = self._desk.ask_profiles(first, last + 1, now_s, onset)
+        self.question = self._desk.ask_profiles(first, last + 1, now_s, onset, self._blocks_of)
 
     def _ask_for_relief(self, now_s: float) -> None:
         """Some ranks say that it is over: look at the newest steps of all."""
@@ -259,11 +263,12 @@ class SlowCase:
         before: Sequence[IterationSummary],
         after: Sequence[IterationSummary],
         traffic: Sequence[PeerTraffic],
+        blocks: Sequence[BlockSummary],
         unanswered: Sequence[str],
         now_s: float,
     ) -> None:
         desk = self._desk
-        diagnosis = self._locate(before, after, traffic, now_s)
+        diagnosis = self._locate(before, after, traffic, blocks, now_s)
         if not self._validated and _firmness(diagnosis.culprits) <= 1:
             self._suspects = self._suspicious(after, diagnosis.culprits)
         old = self.incident
@@ -292,6 +297,8 @@ class SlowCase:
             detected_unix_s=old.detected_unix_s if old else desk.unix_s(now_s),
         )
         self.incident = incident
+        with suppress(Exception):  # without them the verdict is as sharp as it is
+            self._blocks_of = desk.locators.blocks_wanted(incident.culprits, after)
         desk.publish(incident, how_to_say(old, diagnosis))
 
     def _locate(
@@ -299,13 +306,20 @@ class SlowCase:
         before: Sequence[IterationSummary],
         after: Sequence[IterationSummary],
         traffic: Sequence[PeerTraffic],
+        blocks: Sequence[BlockSummary],
         now_s: float,
     ) -> Diagnosis:
         desk = self._desk
         cluster = desk.cluster
         try:
-            return desk.locators.slow(
-                before, after, cluster.groups, cluster.node_of, desk.clocks(), cluster.causes(now_s), traffic
+            clocks = desk.clocks()
+            diagnosis = desk.locators.slow(
+                before, after, cluster.groups, cluster.node_of, clocks, cluster.causes(now_s), traffic
+            )
+            if not blocks:
+                return diagnosis
+            return desk.locators.sharpen(
+                diagnosis, blocks, self.onset_step, after, cluster.groups, cluster.node_of, clocks
             )
         except Exception as error:
             return unlocated("slow", error)
@@ -370,6 +384,11 @@ def _firmness(culprits: Sequence[Culprit]) -> int:
 
 def _is_sane(row: IterationSummary) -> bool:
     return math.isfinite(row.duration_s) and math.isfinite(row.self_s) and row.duration_s >= 0
+
+
+def _is_block(one: BlockSummary) -> bool:
+    times = (one.start_s, one.duration_s, one.own_s)
+    return all(0 <= time_s < math.inf for time_s in times) and one.index >= 0
 
 
 def _is_traffic(one: PeerTraffic) -> bool:

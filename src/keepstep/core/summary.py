@@ -6,6 +6,7 @@ Times are seconds on the clock of the node that made them (``CLOCK_MONOTONIC``) 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,23 @@ class IterationSummary:
     streams: tuple[StreamSummary, ...] = ()
 
 
+BlockKind = Literal["forward", "backward", "send", "recv"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSummary:
+    """A forward or backward pass of one micro-batch on one rank, or one message. ``start_s`` is on the node's clock."""
+
+    rank: int
+    step: int
+    kind: BlockKind
+    peer: int  # of a message: global rank; else -1
+    index: int  # counts the iteration's blocks of this kind (and peer) from 0
+    start_s: float
+    duration_s: float
+    own_s: float  # without the time in which the rank is known to have waited for others
+
+
 @dataclass(frozen=True, slots=True)
 class OpInFlight:
     """An operation that a rank entered and has not left."""
@@ -67,6 +85,7 @@ class OpInFlight:
     peer: int
     seq: int
     since_s: float
+    site: str = ""  # the user's line that led to it, "file:line function"; empty where it is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +115,7 @@ class RankState:
     streams: tuple[StreamProgress, ...] = ()
     process_state: str = ""  # R, S, D, T, Z as in /proc/PID/stat; empty when the process is gone
     stack: str = ""  # Python stack where it can be had
+    microbatch: int = -1  # of the forward or backward pass it is in; -1 where that is not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,16 @@ class HangDetector:
         self._steps = 0
         self._stuck: NoProgress | None = None
         self._was_held = False  # since the last progress
+        self._overdue_s = 0.0
         self._stopped = False  # the report that stands is of a stopped process
+
+    @property
+    def overdue_s(self) -> float:
+        """How long a rank that waits for others has stood still, once that is over what is usual for its phase; else 0.
+
+        No report: others may be in a pause. When all ranks of a job are overdue, nobody is.
+        """
+        return self._overdue_s
 
     @property
     def stuck(self) -> NoProgress | None:
@@ -76,17 +85,20 @@ class HangDetector:
 
     def limit_s(self, phase: Phase, *, waiting: bool = False) -> float:
         """How long the rank may stand still in ``phase`` before it is reported, seconds."""
+        usual = self._usual_s(phase)
+        if (phase == Phase.FORWARD or waiting) and self._gaps.get(phase, _NO_GAPS).pauses < _GAPS_NEEDED:
+            return max(usual, self._pause_limit_s)
+        return usual
+
+    def _usual_s(self, phase: Phase) -> float:
+        """The limit where no pause can hide."""
         if self._steps < _STEPS_NEEDED:
             return self._startup_limit_s
         gaps = self._gaps.get(phase, _NO_GAPS)
-        if phase == Phase.COMPILE:
-            return max(self._startup_limit_s, 2 * gaps.longest_s)
-        usual = max(self._floor_s, 2 * gaps.longest_s)
+        least = self._startup_limit_s if phase == Phase.COMPILE else self._floor_s
         if gaps.count < _GAPS_NEEDED:
-            return max(usual, self._pause_limit_s)
-        if (phase == Phase.FORWARD or waiting) and gaps.pauses < _GAPS_NEEDED:
-            return max(usual, self._pause_limit_s)
-        return usual
+            least = max(least, self._pause_limit_s)
+        return max(least, 2 * gaps.longest_s)
 
     def lasted(self, phase: Phase, seconds: float) -> None:
         """A phase without communication (data loading, optimizer) took that long: a gap that looking now and then
@@ -123,16 +135,19 @@ class HangDetector:
             self._steps += 1
         if held and self._stuck is None:
             self._progress, self._since_s, self._phase, self._was_held = progress, now_s, phase, True
+            self._overdue_s = 0.0
             return None
         if progress != self._progress:
             if self._progress is not None and not self._was_held:
                 self._moved(max(0.0, now_s - self._since_s))
             self._progress, self._since_s, self._phase, self._stuck = progress, now_s, phase, None
             self._was_held = False
+            self._overdue_s = 0.0
             return None
         self._phase = phase
         stuck_s = now_s - self._since_s
         stopped = min(stopped_s, stuck_s) > self._floor_s
+        self._overdue_s = stuck_s if waiting and stuck_s > self._usual_s(phase) else 0.0
         limit_s = self._floor_s if stopped else self.limit_s(phase, waiting=waiting)
         if self._stuck is not None or stuck_s <= limit_s:
             return None

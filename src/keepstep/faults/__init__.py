@@ -1,6 +1,7 @@
 """Breaks things on purpose, in sentences that read like English: ``slow rank 2 by 2x at step 30 for 15 steps``."""
 
 from keepstep.faults.grammar import (
+    Delay,
     Fault,
     Hang,
     Kill,
@@ -21,6 +22,7 @@ from keepstep.faults.inject import InjectedError, Injector, stop_for
 from keepstep.faults.link import Interface, LinkInjector
 
 __all__ = [
+    "Delay",
     "Fault",
     "Hang",
     "InjectedError",

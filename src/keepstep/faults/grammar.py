@@ -31,6 +31,25 @@ class Slow:
 
 
 @dataclass(frozen=True, slots=True)
+class Delay:
+    """``delay rank 2 by 0.06 s in forward 3 at step 20 for 12 steps``: each time, that much later.
+
+    ``entry``: the how-manyth time in a step that it enters the phase, from 0: a micro-batch of a stage of one layer.
+    """
+
+    rank: int
+    seconds: float
+    place: Place
+    entry: int
+    step: int
+    steps: int | None = None
+
+    def __str__(self) -> str:
+        where = f"in {self.place} {self.entry} at step {self.step}{_for_steps(self.steps)}"
+        return f"delay rank {self.rank} by {_number(self.seconds)} s {where}"
+
+
+@dataclass(frozen=True, slots=True)
 class SlowData:
     """``slow data loader of rank 2 by 0.5 s at step 10 for 5 steps``: every batch comes that much later."""
 
@@ -134,7 +153,7 @@ class LinkDown:
         return f"link down of {self.host} at {_number(self.at_s)} s{_for_seconds(self.seconds)}"
 
 
-RankFault = Slow | SlowData | Hang | Stop | Kill | Raise | Skip
+RankFault = Slow | Delay | SlowData | Hang | Stop | Kill | Raise | Skip
 LinkFault = SlowLink | LinkDown
 Fault = RankFault | LinkFault
 
@@ -149,6 +168,7 @@ EXAMPLES = (
     "slow link of hostA to 20mbit at 5 s",
     "link down of hostA at 5 s for 3 s",
     "skip in rank 2 at step 20",
+    "delay rank 2 by 0.06 s in forward 3 at step 20 for 12 steps",
 )
 
 
@@ -230,6 +250,13 @@ class _Words:
     def at_seconds(self) -> float:
         return self.seconds() if self.has("at") else 0.0
 
+    def place(self) -> Place:
+        self.words("in")
+        place: Place | None = next((place for place in PLACES if self.has(place)), None)
+        if place is None:
+            raise self.refuse("one of " + ", ".join(PLACES))
+        return place
+
     def end(self) -> None:
         if self._next < len(self._words):
             raise self.refuse("the end")
@@ -256,11 +283,16 @@ def _slow_data(words: _Words) -> Fault:
 def _hang(words: _Words) -> Fault:
     words.words("hang rank")
     rank, step = words.count("a rank"), words.at_step()
-    words.words("in")
-    place: Place | None = next((place for place in PLACES if words.has(place)), None)
-    if place is None:
-        raise words.refuse("one of " + ", ".join(PLACES))
-    return Hang(rank, step, place, words.duration())
+    return Hang(rank, step, words.place(), words.duration())
+
+
+def _delay(words: _Words) -> Fault:
+    words.words("delay rank")
+    rank = words.count("a rank")
+    words.words("by")
+    seconds, place = words.seconds(), words.place()
+    entry = words.count("the how-manyth time in a step, from 0")
+    return Delay(rank, seconds, place, entry, words.at_step(), words.steps())
 
 
 def _stop(words: _Words) -> Fault:
@@ -313,6 +345,7 @@ _SENTENCES: dict[str, tuple[Callable[[_Words], Fault], str]] = {
     "raise": (_raise, EXAMPLES[5]),
     "link": (_link_down, EXAMPLES[8]),
     "skip": (_skip, EXAMPLES[9]),
+    "delay": (_delay, EXAMPLES[10]),
 }
 
 

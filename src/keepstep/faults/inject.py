@@ -15,7 +15,19 @@ import time
 from collections.abc import Callable, Sequence
 
 from keepstep.core.errors import FaultError
-from keepstep.faults.grammar import PLACES, Fault, Hang, Kill, Raise, RankFault, Skip, Slow, SlowData, Stop
+from keepstep.faults.grammar import (
+    PLACES,
+    Delay,
+    Fault,
+    Hang,
+    Kill,
+    Raise,
+    RankFault,
+    Skip,
+    Slow,
+    SlowData,
+    Stop,
+)
 
 _FOREVER_S = 10 * 365 * 86400.0
 
@@ -75,6 +87,7 @@ class Injector:
         self._faults = tuple(mine)
         self._done: set[RankFault] = set()
         self._factor = 1.0
+        self._entries = dict.fromkeys(PLACES, 0)  # in the present step
         self._helpers: list[subprocess.Popen[bytes]] = []
         self._sleep, self._signal = sleep, send_signal
         self._log_path = log_path if log_path is not None else os.environ.get("KEEPSTEP_FAULT_LOG")
@@ -86,6 +99,7 @@ class Injector:
             InjectedError: on ``raise in rank ...``.
         """
         self.step = step
+        self._entries = dict.fromkeys(PLACES, 0)
         factor = 1.0
         for fault in self._faults:
             if isinstance(fault, Slow) and self._covers(fault.step, fault.steps):
@@ -97,11 +111,18 @@ class Injector:
         self._factor = factor
 
     def at(self, phase: str) -> None:
-        """The script enters ``phase``: a hang in it happens here, once."""
+        """The script enters ``phase``: a hang in it happens here, once, and what delays its entries."""
         if phase not in PLACES:
             raise FaultError(f'no such phase: "{phase}"; expected one of {", ".join(PLACES)}')
+        entry = self._entries[phase]
+        self._entries[phase] += 1
         for fault in self._faults:
-            if (
+            if isinstance(fault, Delay):
+                if (fault.place, fault.entry) == (phase, entry) and self._covers(fault.step, fault.steps):
+                    if self._first(fault):
+                        self._log(str(fault))
+                    self._sleep(fault.seconds)
+            elif (
                 isinstance(fault, Hang)
                 and fault.place == phase
                 and fault.step == self.step

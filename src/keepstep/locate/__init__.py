@@ -1,5 +1,6 @@
 """Which rank, link or stage is to blame? Pure: numpy and core only, no I/O, no clock."""
 
+from keepstep.locate.blocks import blocks_wanted, sharpen
 from keepstep.locate.call_gaps import CallStep, boundaries, locate_by_gaps, split
 from keepstep.locate.clocks import ClockOffsets, NodeClock, estimate_offsets
 from keepstep.locate.crash import locate_crash
@@ -16,6 +17,7 @@ __all__ = [
     "NodeClock",
     "StepGraph",
     "WhatIf",
+    "blocks_wanted",
     "boundaries",
     "declared_layout",
     "estimate_offsets",
@@ -24,6 +26,7 @@ __all__ = [
     "locate_crash",
     "locate_hang",
     "locate_slow",
+    "sharpen",
     "split",
     "step_graphs",
     "what_if",

@@ -6,6 +6,7 @@ operation, or its process is stopped or dead. Where all members are in and none 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,11 +14,12 @@ from typing import Literal
 from keepstep.core.events import Op, Phase
 from keepstep.core.incident import Culprit, Diagnosis, IncidentKind, Link
 from keepstep.core.ranges import fold_nodes, fold_ranks
-from keepstep.core.summary import GroupInfo, RankState
+from keepstep.core.summary import GroupInfo, OpInFlight, RankState
 from keepstep.locate._waiting import Pending, pending_operations
 from keepstep.locate.clocks import ClockOffsets
 
 _MAX_CULPRITS = 64
+_LONGEST_CHAIN = 256  # pipeline stages
 _FEW = 4  # more roots than this are hardly all at fault
 _STOPPED = ("T", "t")
 UNKNOWN_PROCESS = "?"  # process state of a rank known from a trace only
@@ -164,7 +166,10 @@ def _desync(known: _Evidence, mixed: Pending) -> Diagnosis:
     by_size = sorted(entered, key=lambda op: (len(entered[op]), op))
     tie = len(entered[by_size[0]]) == len(entered[by_size[-1]])
     odd = sorted(rank for op in (by_size if tie else by_size[:-1]) for rank in entered[op])
-    told = ", ".join(f"ranks {fold_ranks(entered[op])} in {Op(op).name}" for op in reversed(by_size))
+    told = ", ".join(
+        f"ranks {fold_ranks(entered[op])} in {Op(op).name}{_called_at(known, entered[op], mixed)}"
+        for op in reversed(by_size)
+    )
     confidence: Confidence = "low" if tie else "high"
     culprits = tuple(_culprit(known, rank, mixed, confidence, "entered another operation") for rank in odd)
     missing = ("which of the two is meant: as many ranks entered one as the other",) if tie else ()
@@ -205,7 +210,25 @@ def _circle(known: _Evidence, circle: Sequence[int]) -> Diagnosis:
         return _diagnosis(known, (), set(), open_operations[0], (told,), missing, "desync")
     main = next((p for p in open_operations if suspect in p.absent), open_operations[0])
     culprit = _culprit(known, suspect, main, "medium", "skipped an operation")
-    return _diagnosis(known, (culprit,), {suspect}, main, (told,), (), "desync")
+    where = [f"rank {suspect} waits{_called_at(known, [suspect])}"] if _called_at(known, [suspect]) else []
+    if _called_at(known, main.waiting, main):
+        where.append(f"ranks {fold_ranks(main.waiting)} wait for it{_called_at(known, main.waiting, main)}")
+    return _diagnosis(known, (culprit,), {suspect}, main, (told, *where), (), "desync")
+
+
+def _called_at(known: _Evidence, ranks: Sequence[int], p: Pending | None = None) -> str:
+    """The user's line that most of these ranks called ``p`` from (by default what each entered first)."""
+    sites = Counter(
+        flight.site
+        for rank in ranks
+        for flight in [one for one in known.states[rank].in_flight if p is None or _is_of(one, p)][:1]
+        if flight.site
+    )
+    return f" at {sites.most_common(1)[0][0]}" if sites else ""
+
+
+def _is_of(flight: OpInFlight, p: Pending) -> bool:
+    return flight.group == p.group and flight.seq == p.seq and (flight.peer < 0) == p.collective
 
 
 def _fewer_than_its_company(known: _Evidence, pending: Sequence[Pending]) -> int | None:
@@ -303,7 +326,11 @@ def _culprit(
     if p is not None and rank in p.absent:
         detail.append(f"never entered {p}")
     if state.alive and not cause and phase:
-        detail.append(f"in {phase} for {max(state.now_s - state.phase_since_s, 0):.0f} s")
+        batch = f" of micro-batch {state.microbatch}" if state.microbatch >= 0 else ""
+        detail.append(f"in {phase}{batch} for {max(state.now_s - state.phase_since_s, 0):.0f} s")
+    stage = _pipeline_stage(known, rank)
+    if stage is not None:
+        detail.append(f"pipeline stage {stage}")
     frame = _innermost_frame(state.stack)
     if frame:
         detail.append(f"at {frame}")
@@ -317,6 +344,22 @@ def _culprit(
         cause or _cause(state, phase),
         "; ".join(detail),
     )
+
+
+def _pipeline_stage(known: _Evidence, rank: int) -> int | None:
+    """Its place in the chain of ranks that send to each other, lower ranks first, as frameworks number them."""
+    chain: dict[int, set[int]] = {}
+    todo = [rank]
+    while todo and len(chain) <= _LONGEST_CHAIN:
+        one = todo.pop()
+        if one not in chain and one in known.states:
+            streams = known.states[one].streams
+            sends = {stream.peer for stream in streams if stream.op == Op.SEND}
+            if sends != {stream.peer for stream in streams if stream.op == Op.RECV} or len(sends) > 2:
+                return None  # a ring that sends one way, or no pipeline at all
+            chain[one] = sends
+            todo += sends
+    return sorted(chain).index(rank) if 1 < len(chain) <= _LONGEST_CHAIN else None
 
 
 def _cause(state: RankState, phase: str) -> str:

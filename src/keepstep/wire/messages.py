@@ -9,6 +9,7 @@ import msgspec
 
 from keepstep.core.finding import Finding
 from keepstep.core.summary import (
+    BlockSummary,
     ClockSample,
     GroupInfo,
     HostCause,
@@ -71,6 +72,7 @@ class RankBeat(msgspec.Struct, frozen=True, array_like=True, gc=False):
     idle_s: float = 0.0  # since the last progress
     alive: bool = True
     in_flight: OpInFlight | None = None  # the one entered first
+    overdue_s: float = 0.0  # how long it has waited for others, once that is over the usual; else 0
 
 
 class Heartbeat(Message, frozen=True, gc=False):
@@ -100,6 +102,7 @@ class Profile(Message, frozen=True):
     clock: tuple[ClockSample, ...] = ()
     causes: tuple[HostCause, ...] = ()
     traffic: tuple[PeerTraffic, ...] = ()  # around the request's ``onset_step``
+    blocks: tuple[BlockSummary, ...] = ()  # of the ranks in the request's ``blocks_of``
 
 
 class States(Message, frozen=True):
@@ -184,13 +187,15 @@ class Placement(Message, frozen=True):
 class ProfileRequest(Message, frozen=True):
     """Send the iteration summaries of steps ``first_step`` to ``last_step`` (both included) that you still have.
 
-    And what your workers sent to whom before and after ``onset_step``, unless that is negative.
+    And what your workers sent to whom before and after ``onset_step``, unless that is negative; and of the ranks in
+    ``blocks_of`` what they did one after the other, in the newest of these steps.
     """
 
     request: int
     first_step: int
     last_step: int
     onset_step: int = -1
+    blocks_of: tuple[int, ...] = ()
 
 
 class StateRequest(Message, frozen=True):

@@ -172,3 +172,28 @@ def test_an_asynchronous_checkpoint_of_another_thread_is_no_pause() -> None:
     cuts, _ = cut_all(rank)
     assert all(cut.checkpoint_ns == 0 for cut in cuts)
     assert cuts[-1].duration_ns / 1e9 == pytest.approx(0.075, rel=0.01)
+
+
+@pytest.mark.parametrize("stages", [4, 1])
+def test_the_micro_batch_of_the_open_pass_is_known(stages: int) -> None:
+    """Held against the table: how many passes of the kind began since the last optimizer step ended."""
+    passes = stages > 1
+    program = g.pipeline(12, stages=stages) if passes else g.ddp(12)
+    table = g.Job(max(stages, 2)).play(program).ranks[0].table()
+    cutter = IterationCutter()
+    seen: set[int] = set()
+    for started, finished, now in g.polls(table, 3.0):
+        cutter.feed(started, finished, 0, now)
+        if cutter.step < 5:
+            continue
+        code, since_ns = cutter.phase()
+        number = cutter.microbatch()
+        if not passes or code != Phase.BACKWARD:
+            assert number == -1 or code == Phase.MODEL
+            continue
+        phases = table[table["kind"] == g.PHASE]
+        steps = phases[(phases["op"] == g.OPTIMIZER) & (phases["end_ns"] <= since_ns)]
+        begun = phases[(phases["op"] == Phase.BACKWARD) & (phases["start_ns"] >= steps["end_ns"].max())]
+        assert number == np.count_nonzero(begun["start_ns"] <= since_ns) - 1
+        seen.add(number)
+    assert len(seen) > 1 if passes else not seen

@@ -12,7 +12,7 @@ from benchmarks._campaign_replay import bootstrap
 from benchmarks._campaign_trial import Outcome, Plan
 from benchmarks.campaign import wilson
 
-from keepstep.faults import parse
+from keepstep.faults import parse, sentences
 
 
 def outcome_of(plan: Plan, *incidents: dict[str, Any], **changes: Any) -> Outcome:
@@ -56,7 +56,7 @@ def test_plans_depend_on_the_seed_alone_and_their_faults_can_be_read(name: str) 
     for seed in range(6):
         plan = CASES[name].plan(seed)
         assert plan == CASES[name].plan(seed)
-        assert not plan.fault or str(parse(plan.fault)[0]) == plan.fault
+        assert not plan.fault or sentences(parse(plan.fault)) == plan.fault
 
 
 def test_the_right_rank_in_time_passes() -> None:
@@ -76,9 +76,9 @@ def test_what_makes_a_slow_seed_fail() -> None:
     def said(*incidents: dict[str, Any], **changes: Any) -> str:
         return why("slow-2x", plan, outcome_of(plan, *incidents, **changes))
 
-    assert f"rank {rank} not named" in said()
-    assert f"rank {rank} not named" in said(slow_incident(plan, **wrong))
-    assert f"rank {rank} not named" in said(slow_incident(plan, **both))
+    assert f"ranks [{rank}] not named" in said()
+    assert f"ranks [{rank}] not named" in said(slow_incident(plan, **wrong))
+    assert f"ranks [{rank}] not named" in said(slow_incident(plan, **both))
     assert "onset: seen at" in said(slow_incident(plan, detected_step=onset + 4))
     assert "onset: seen at" in said(slow_incident(plan, detected_step=onset - 1))
     assert "relief: not detected" in said(slow_incident(plan, relief_step=None, closed_unix_s=None))

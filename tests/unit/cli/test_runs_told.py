@@ -57,3 +57,16 @@ def test_a_trace_that_cannot_be_written_is_one_line(
     told = capsys.readouterr().err
     assert str(out) in told
     assert "Traceback" not in told
+
+
+def test_status_says_what_watching_costs_the_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(_run(tmp_path))
+    status = {
+        "unix_s": 0.0, "state": "running", "world_size": 4, "newest_step": 9, "open_incidents": [], "nodes": [],
+        "rank_columns": [], "counters": {"bytes_in": 8000},
+    }  # fmt: skip
+    (run / "status.json").write_text(json.dumps(status))
+    assert main(["status", str(run)]) == 0
+    assert "200 bytes a rank and step have reached the controller" in capsys.readouterr().out

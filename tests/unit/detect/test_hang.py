@@ -204,6 +204,20 @@ def test_compilation_may_take_minutes_however_often() -> None:
     assert rank.reports == []
 
 
+def test_who_waits_for_others_is_overdue_before_it_is_reported() -> None:
+    rank = Rank(HangDetector())
+    for _ in range(20):
+        rank.spend(0.2, Phase.FORWARD)
+        rank.spend(0.4, Phase.BACKWARD, waiting=True)
+        rank.step += 1
+        assert rank.detector.overdue_s == 0
+    rank.spend(1.5, Phase.BACKWARD, waiting=True)
+    assert rank.detector.overdue_s == pytest.approx(1.4)
+    assert rank.reports == []
+    rank.spend(0.1, Phase.BACKWARD)
+    assert rank.detector.overdue_s == 0
+
+
 def test_phases_too_short_to_be_seen_are_known_by_how_long_they_lasted() -> None:
     rank = Rank(HangDetector())
     for _ in range(20):

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from keepstep.core.errors import FaultError
 from keepstep.faults import (
+    Delay,
     Hang,
     Kill,
     LinkDown,
@@ -26,6 +27,8 @@ SENTENCES = {
     "slow rank 1 by 1.3x at step 40": Slow(1, 1.3, 40),
     "Slow  rank 1 by 4× at step 4 for 1 step": Slow(1, 4.0, 4, 1),
     "slow data loader of rank 2 by 0.5 s at step 10 for 5 steps": SlowData(2, 0.5, 10, 5),
+    "delay rank 2 by 0.06 s in forward 3 at step 20 for 12 steps": Delay(2, 0.06, "forward", 3, 20, 12),
+    "delay rank 0 by 1 s in backward 0 at step 5": Delay(0, 1.0, "backward", 0, 5),
     "hang rank 1 at step 40 in backward": Hang(1, 40, "backward"),
     "hang rank 1 at step 40 in data for 20 s": Hang(1, 40, "data", 20.0),
     "stop rank 1 at step 5 for 10s": Stop(1, 5, 10.0),
@@ -94,6 +97,7 @@ RATES = st.sampled_from(("20mbit", "1gbit", "500kbit", "1.5mbit"))
 FAULTS = st.one_of(
     st.builds(Slow, RANKS, st.floats(1, 9999).map(lambda value: round(value, 2)), STEPS, COUNTS),
     st.builds(SlowData, RANKS, SECONDS, STEPS, COUNTS),
+    st.builds(Delay, RANKS, SECONDS, st.sampled_from(PLACES), STEPS, STEPS, COUNTS),
     st.builds(Hang, RANKS, STEPS, st.sampled_from(PLACES), st.none() | SECONDS),
     st.builds(Stop, RANKS, STEPS, st.none() | SECONDS),
     st.builds(Kill, RANKS, STEPS),

@@ -82,6 +82,19 @@ def test_the_loader_is_slow_for_every_batch_of_its_steps() -> None:
     assert told.slept == [0.5] * 4
 
 
+def test_one_entry_of_a_phase_is_delayed_in_each_step_meant() -> None:
+    told = Told()
+    injector = told.injector("delay rank 0 by 0.5 s in forward 2 at step 1 for 2 steps", 0)
+    slept: list[int] = []
+    for step in range(4):
+        injector.begin_step(step)
+        for _ in range(4):
+            injector.at("forward")
+            injector.at("backward")
+            slept.append(len(told.slept))
+    assert slept == [0] * 4 + [0, 0, 1, 1] + [1, 1, 2, 2] + [2] * 4
+
+
 def test_kill_and_stop_send_their_signals_at_their_steps() -> None:
     told = Told()
     injector = told.injector("stop rank 0 at step 1; kill rank 0 at step 2", 0)

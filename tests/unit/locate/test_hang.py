@@ -130,6 +130,15 @@ def test_different_operations_under_one_number():
     assert found.kind == "desync"
     assert [c.rank for c in found.culprits] == [2]
     assert any("ALLREDUCE" in line and "BROADCAST" in line for line in found.evidence)
+    called = {Op.ALLREDUCE: "train.py:88 train", Op.BROADCAST: "train.py:93 log"}
+    states = [
+        dataclasses.replace(
+            one, in_flight=(dataclasses.replace(one.in_flight[0], site=called[Op(one.in_flight[0].op)]),)
+        )
+        for one in states
+    ]
+    told = locate_hang(states, info, dict.fromkeys(range(3), "n0")).evidence
+    assert "ranks 0-1 in ALLREDUCE at train.py:88 train, ranks 2 in BROADCAST at train.py:93 log" in told
     tied = locate_hang(states[1:], {"g": GroupInfo("g", (1, 2))}, {1: "n0", 2: "n0"})
     assert [(c.rank, c.confidence) for c in tied.culprits] == [(1, "low"), (2, "low")]
 
@@ -184,3 +193,30 @@ def test_the_place_in_the_code_is_told():
     states[1] = dataclasses.replace(states[1], stack=stack)
     found = locate_hang(states, job.infos, job.nodes)
     assert "at slow_loss (train.py:41)" in found.culprits[0].detail
+
+
+def test_the_pipeline_stage_and_the_micro_batch_are_told():
+    job = dp_pp(2, 4)
+    position = next(i for i, x in enumerate(job.programs[5]) if x[:2] == ("compute", "backward")) + 1
+    states = [
+        dataclasses.replace(one, microbatch=3 if one.rank == 5 else -1)
+        for one in Stuck(job, {5: position + len(job.programs[5])}, iterations=3).states()
+    ]
+    (culprit,) = locate_hang(states, job.infos, job.nodes).culprits
+    assert culprit.rank == 5
+    assert "in backward of micro-batch 3 for" in culprit.detail
+    assert "pipeline stage 2" in culprit.detail
+    one_way = [((r + 1) % 3, (r - 1) % 3) for r in range(3)]
+    ring = [
+        state(
+            r,
+            streams=[
+                StreamProgress("g", int(Op.SEND), to, 4, 4),
+                StreamProgress("g", int(Op.RECV), of, 4, 4),
+            ],
+            process="T" if r == 1 else "S",
+        )
+        for r, (to, of) in enumerate(one_way)
+    ]
+    (culprit,) = locate_hang(ring, {"g": GroupInfo("g", (0, 1, 2))}, dict.fromkeys(range(3), "n0")).culprits
+    assert "pipeline stage" not in culprit.detail
