@@ -59,7 +59,9 @@ def arguments() -> argparse.Namespace:
         'inject a fault (needs keepstep), e.g. "slow rank 2 by 2x at step 30 for 15 steps"; may be repeated'
     )
     add("--fault", metavar="SENTENCE", action="append", default=[], help=text)
-    text = "JSON lines of this script's own step times; rank 0's, or every rank's if FILE has {rank}"
+    text = (
+        "JSON lines of this script's own step times and losses; rank 0's, or every rank's if FILE has {rank}"
+    )
     add("--step-times", metavar="FILE", help=text)
     chosen = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -195,7 +197,8 @@ def train(job: Job, chosen: argparse.Namespace, rank: int, times: TextIO | None)
         shown = world_mean(loss, job) if step % 10 == 9 or step == chosen.steps - 1 else None
         seconds = time.perf_counter() - began
         if times is not None:
-            times.write(json.dumps({"step": step, "seconds": round(seconds, 6)}) + "\n")
+            known = None if loss is None else float(loss)
+            times.write(json.dumps({"step": step, "seconds": round(seconds, 6), "loss": known}) + "\n")
             times.flush()
         if rank == 0 and shown is not None:
             print(f"step {step + 1:5d}  loss {shown:.4f}  {seconds:.3f} s", flush=True)

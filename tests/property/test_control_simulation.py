@@ -77,6 +77,25 @@ def test_one_incident_for_each_of_several_slow_ranks(seed: int, network: Network
 
 @seeds
 @networks
+def test_a_slow_device_that_no_profile_shows_is_found_by_validation(seed: int, network: Network) -> None:
+    rank = seed % 8
+    job = VirtualJob(seed, steps=150, network=network, faults=(Slow(rank, 40, 110, hidden=True),))
+    job.run()
+    check_numbers(job)
+    (incident,) = job.written.values()
+    assert job.step >= job.steps - 1  # no lost message and no death keeps the job held
+    assert job.held_s <= 15.0
+    if network is CALM:
+        assert job.holds == 4
+        assert job.held_s <= 2.0
+        assert [culprit.rank for culprit in incident.culprits] == [rank]
+        assert incident.culprits[0].cause == "device"
+        assert [say.what for say in job.said] == ["verdict", "sharper", "closes"]
+    assert {culprit.rank for culprit in incident.culprits} <= {rank}
+
+
+@seeds
+@networks
 def test_one_incident_for_one_hang(seed: int, network: Network) -> None:
     job = VirtualJob(seed, steps=80, network=network, faults=(Hang(seed % 8, 50, 40.0),))
     job.run()

@@ -3,7 +3,7 @@
 A scenario is rewritten from what the core does with ``KEEPSTEP_REWRITE=1 pytest tests/scenarios``; read the diff.
 Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
 
-    cluster nodes=2 ranks=2 [joined=0]        a controller; with joined, all launchers and agents are connected
+    cluster nodes=2 ranks=2 [joined=0] [validate=0]   a controller; with joined, all launchers and agents are connected
     launcher node=0 [pid=] [wish=] [min=] [max=] [ranks=]     connect, Hello, Join
     agent node=0                              connect, Hello
     beat step=10 [node=0] [overdue=2]         a heartbeat of all (or one) connected agents; all ranks wait too long
@@ -12,6 +12,9 @@ Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
     states [nodes=0,1] rank=1 idle=40 [going=1] [dead=1]   answer the last StateRequest; rank is not in the collective
     reachable node=0-2                        their agents say where they answer probes
     probes [nodes=0,1] [lost=gpu-0:gpu-1]     answer the last ProbeRequests; nothing comes back between the lost pair
+    held [nodes=0,1] [state=2]                how ranks stand to the last Hold (ring.orders.State; 2: held)
+    measured [nodes=0,1] [rank=2] [link=0-1]  figures of the ranks that the last RunTests named; who is slow
+    validate [ranks=0-1]                      an operator asks
     lose node=0 role=agent                    its connection breaks
     ended node=0 code=0
     wait 1.5                                  ticks of 0.1 s
@@ -36,12 +39,17 @@ from keepstep.core.finding import Finding
 from keepstep.core.incident import Incident
 from keepstep.core.ranges import expand_ranks
 from keepstep.core.summary import Endpoint, PathProbe
+from keepstep.core.validation import TransferEndpoint
 from keepstep.wire.messages import (
     Ended,
     Found,
     Heartbeat,
+    Held,
+    HeldRank,
     Hello,
+    Hold,
     Join,
+    Measured,
     Message,
     Probed,
     ProbeRequest,
@@ -49,8 +57,10 @@ from keepstep.wire.messages import (
     ProfileRequest,
     RankBeat,
     Reachable,
+    RunTests,
     StateRequest,
     States,
+    Validate,
 )
 
 SCENARIOS = sorted(Path(__file__).parent.glob("control_*.txt"))
@@ -66,14 +76,17 @@ class Stage:
         self.placed: StorePlacement | None = None
         self.asked: Message | None = None
         self.to_probe: dict[int, ProbeRequest] = {}  # by peer
+        self.hold: Hold | None = None
+        self.tests: dict[int, RunTests] = {}
         self.nodes = self.ranks = 1
+        self.validates = True
         self.sequence = 0
         self.numbers = 0
         self.controller = self.fresh()
 
     def fresh(self) -> Controller:
         self.names = {}
-        settings = Settings(nodes=self.nodes, grace_s=0.5)
+        settings = Settings(nodes=self.nodes, grace_s=0.5, validate=self.validates)
         return Controller(settings, locators=stand_ins.PlainLocators(), unix_s=lambda now_s: 1000.0 + now_s)
 
     def run(self, line: str) -> list[str]:
@@ -95,6 +108,11 @@ class Stage:
             self.asked = effect.message
         elif isinstance(effect, Send) and isinstance(effect.message, ProbeRequest):
             self.to_probe.update(dict.fromkeys(effect.peers, effect.message))
+        elif isinstance(effect, Send) and isinstance(effect.message, Hold):
+            self.hold = effect.message
+        elif isinstance(effect, Send) and isinstance(effect.message, RunTests):
+            for peer in effect.peers:
+                self.tests[int(self.names[peer].removeprefix("agent"))] = effect.message
         return stand_ins.describe(effect, self.names)
 
     def wait(self, seconds: float) -> list[str]:
@@ -124,7 +142,8 @@ class Stage:
     def ranks_of(self, node: int) -> range:
         return range(node * self.ranks, (node + 1) * self.ranks)
 
-    def do_cluster(self, nodes: str, ranks: str, joined: str = "1") -> list[Effect]:
+    def do_cluster(self, nodes: str, ranks: str, joined: str = "1", validate: str = "1") -> list[Effect]:
+        self.validates = validate == "1"
         self.nodes, self.ranks = int(nodes), int(ranks)
         self.controller = self.fresh()
         if joined == "1":
@@ -261,6 +280,38 @@ class Stage:
             )
             out += self.say(peer, Probed(asked.request, node, probes))
         return out
+
+    def do_held(self, nodes: str = "", state: str = "2", why: str = "") -> list[Effect]:
+        hold, out = self.hold, []
+        assert hold is not None
+        for node in self.agents(nodes):
+            ranks = tuple(
+                HeldRank(
+                    rank,
+                    int(state),
+                    TransferEndpoint("10.0.0.1", 5000 + rank, "00") if state == "2" else None,
+                    why,
+                )
+                for rank in self.ranks_of(node)
+            )
+            out += self.say(self.peer(f"agent{node}"), Held(hold.number, node, ranks))
+        return out
+
+    def do_measured(self, nodes: str = "", rank: str = "-1", link: str = "") -> list[Effect]:
+        ends = expand_ranks(link) if link else (-1, -1)
+        out: list[Effect] = []
+        for node in self.agents(nodes):
+            asked = self.tests.get(node)
+            for tests in asked.ranks if asked else ():
+                told = stand_ins.figures(tests, slow_rank=int(rank), slow_link=(ends[0], ends[1]))
+                assert asked is not None
+                out += self.say(self.peer(f"agent{node}"), Measured(asked.number, asked.tests, node, told))
+        return out
+
+    def do_validate(self, ranks: str = "") -> list[Effect]:
+        peer = self.connect("operator", "client")
+        chosen = expand_ranks(ranks) if ranks else ()
+        return self.say(peer, Hello("client", "laptop", -1, 7), Validate(chosen))
 
     def do_lose(self, node: str, role: str) -> list[Effect]:
         peer = self.peer(f"{role}{node}")

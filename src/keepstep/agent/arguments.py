@@ -20,6 +20,7 @@ class Arguments:
     node: str
     node_rank: int
     rings: dict[int, str]  # path by rank
+    orders: dict[int, str]  # the same of the orders pages
     tls: tuple[str, str, str] | None  # certificate, key, authority
 
 
@@ -35,6 +36,7 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
     parser.add_argument("--node", required=True)
     parser.add_argument("--node-rank", required=True, type=int)
     parser.add_argument("--ring", required=True, action="append", metavar="RANK=PATH")
+    parser.add_argument("--orders", default=[], action="append", metavar="RANK=PATH")
     for name in ("--tls-cert", "--tls-key", "--tls-ca"):
         parser.add_argument(name)
     given = parser.parse_args(words)
@@ -45,18 +47,19 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
         secret_file=given.secret_file,
         node=given.node,
         node_rank=given.node_rank,
-        rings=_rings(given.ring),
+        rings=_paths("--ring", given.ring),
+        orders=_paths("--orders", given.orders),
         tls=(paths.cert, paths.key, paths.ca) if paths is not None else None,
     )
 
 
-def _rings(words: Sequence[str]) -> dict[int, str]:
-    rings: dict[int, str] = {}
+def _paths(flag: str, words: Sequence[str]) -> dict[int, str]:
+    paths: dict[int, str] = {}
     for word in words:
         rank, equals, path = word.partition("=")
         if not equals or not path or not rank.isascii() or not rank.isdigit():
-            raise UsageError(f"--ring {word}: wants RANK=PATH, for example 3=/proc/4711/fd/9")
-        if int(rank) in rings:
-            raise UsageError(f"--ring {word}: rank {rank} has a ring already ({rings[int(rank)]})")
-        rings[int(rank)] = path
-    return rings
+            raise UsageError(f"{flag} {word}: wants RANK=PATH, for example 3=/proc/4711/fd/9")
+        if int(rank) in paths:
+            raise UsageError(f"{flag} {word}: rank {rank} has one already ({paths[int(rank)]})")
+        paths[int(rank)] = path
+    return paths

@@ -1,7 +1,7 @@
 """Cuts the events of one rank into iterations.
 
 An iteration ends with the end of its last optimizer step; what comes after (data loading, logging) belongs to the next.
-Evaluation and checkpoints, and the communication in them, are pauses: they are taken out. Steps are numbered by the
+Evaluation, checkpoints, holds, and the communication in them, are pauses: they are taken out. Steps are numbered by the
 ring's own count of optimizer phases, so that every rank, and an agent that came later, gives a step the same number.
 """
 
@@ -28,8 +28,8 @@ _STARTUP, _FORWARD, _BACKWARD, _OPTIMIZER = (
     int(code) for code in (Phase.STARTUP, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 )
 _NOTHING_NEW = frozenset({_OPTIMIZER, int(Phase.GC)})
+_PAUSES = (int(Phase.EVALUATION), int(Phase.CHECKPOINT), int(Phase.HOLD))
 _PASSES = (int(Phase.MODEL), _BACKWARD)
-_PAUSES = (int(Phase.EVALUATION), int(Phase.CHECKPOINT))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,6 +117,11 @@ class IterationCutter:
                 self.step = cut.step
                 cuts.append(cut)
         return cuts
+
+    def steps_at_end_of(self, step: int) -> int | None:
+        """How many optimizer steps the ring has counted when iteration ``step`` ends; None while that is not known."""
+        per_step = self._learned.per_step
+        return self._learned.offset + (step + 1) * per_step if per_step else None
 
     def phase(self) -> tuple[int, int]:
         """The innermost open phase, or FORWARD (STARTUP before the first step), and when it began (0: unknown)."""
@@ -316,7 +321,7 @@ def _first_activity(rows: Rows, end_ns: int) -> int:
 
 
 def _pauses(rows: Rows, start_ns: int, end_ns: int, last: _Marker | None) -> tuple[Union, int, int]:
-    """Evaluation and checkpoint phases of the training thread in the iteration: their union, and each one's time."""
+    """Pauses of the training thread in the iteration: their union, and the time of evaluation and of checkpoints."""
     phases = rows["kind"] == _PHASE
     unions: list[Union] = []
     for code in _PAUSES:
@@ -332,8 +337,9 @@ def _pauses(rows: Rows, start_ns: int, end_ns: int, last: _Marker | None) -> tup
             continue
         ends = np.where(found["end_ns"] == 0, end_ns, found["end_ns"])
         unions.append(Union(*clipped(found["start_ns"], ends, start_ns, end_ns)))
-    evaluation, checkpoint = unions
-    return evaluation.joined(checkpoint), evaluation.less(checkpoint), checkpoint.total_ns
+    evaluation, checkpoint, hold = unions
+    joined = evaluation.joined(checkpoint).joined(hold)
+    return joined, evaluation.less(checkpoint), checkpoint.total_ns
 
 
 def _with_unmarked(pauses: Union, start_ns: int, length_ns: int) -> tuple[Union, int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from keepstep.agent.holding import Holding
 from keepstep.agent.processes import GONE, STOPPED, ProcessId, alive, identify, state_of
 from keepstep.agent.sensors import HostSensors
 from keepstep.agent.sockets import SocketSensor
@@ -67,6 +68,7 @@ class NodeAgent:
         node_rank: int,
         run_dir: Path,
         send: Callable[[Message], None],
+        orders: Mapping[int, str] | None = None,
     ) -> None:
         self._node, self._node_rank, self._run_dir, self._send = node, node_rank, run_dir, send
         self._rings = [
@@ -77,6 +79,8 @@ class NodeAgent:
         self._sensors = HostSensors()
         self._sockets = SocketSensor()
         self._sequence = 0
+        self._tracks = {ring.rank: ring for ring in self._rings}
+        self._holding = Holding(orders or {}, node_rank, self._steps_at_end_of)
         self._all_overdue = False
 
     def poll(self, now_ns: int) -> bool:
@@ -84,7 +88,19 @@ class NodeAgent:
         busy = False
         for ring in self._rings:
             busy = self._poll_safely(ring, now_ns) or busy
+        for message in self._holding.poll():
+            self._send(message)
         return busy
+
+    def hold(self, message: Message) -> None:
+        """Carry out what the controller says about holding the ranks."""
+        self.poll(time.monotonic_ns())
+        for answer in self._holding.receive(message):
+            self._send(answer)
+
+    def _steps_at_end_of(self, rank: int, step: int) -> int | None:
+        ring = self._tracks.get(rank)
+        return ring.track.steps_at_end_of(step) if ring is not None and not ring.ended else None
 
     def has_news(self) -> bool:
         """Whether the next heartbeat should not wait: all ranks here wait for others longer than usual, or no more."""
@@ -189,7 +205,8 @@ class NodeAgent:
         return saved
 
     def close(self) -> None:
-        """Write what is open."""
+        """Write what is open, let go who is held."""
+        self._holding.close()
         self._log.close()
 
     def _poll_safely(self, ring: _Ring, now_ns: int) -> bool:
@@ -228,9 +245,11 @@ class NodeAgent:
             ring.next_look_ns = now_ns + 2 * _STILL_NS
             self._note_stopped(ring, self._process_state(ring), now_ns)
         stopped_ns = now_ns - ring.stopped_since_ns if ring.stopped_since_ns else 0
+        held = self._holding.held(ring.rank, now_ns)
         if (
             not ring.ended
-            and (found := track.look(now_ns, ring.reader.in_flight, stopped_ns=stopped_ns)) is not None
+            and (found := track.look(now_ns, ring.reader.in_flight, stopped_ns=stopped_ns, held=held))
+            is not None
         ):
             ring.ended = self._gone(ring)
             if not ring.ended:  # a death is the launcher's to tell

@@ -47,7 +47,12 @@ class Program:
         self._echo: Echo | None = None
         self._probing = False
         self._agent = NodeAgent(
-            arguments.rings, arguments.node, arguments.node_rank, arguments.run_dir, self._send
+            arguments.rings,
+            arguments.node,
+            arguments.node_rank,
+            arguments.run_dir,
+            self._send,
+            arguments.orders,
         )
 
     async def main(self) -> None:
@@ -94,6 +99,8 @@ class Program:
             self._later(self._tell_states(message))
         elif isinstance(message, wire.ProbeRequest):
             self._later(self._probe(message))
+        elif isinstance(message, wire.Hold | wire.RunTests | wire.Release):
+            self._agent.hold(message)
         elif isinstance(message, wire.SaveRings):
             logger.info("%d rings saved for incident %d", self._agent.save_rings(), message.incident)
         elif isinstance(message, wire.Welcome):

@@ -64,6 +64,10 @@ class RankTrack:
         """The last finished step; -1 before the first."""
         return self._cutter.step
 
+    def steps_at_end_of(self, step: int) -> int | None:
+        """How many optimizer steps the ring has counted when iteration ``step`` ends; None while that is not known."""
+        return self._cutter.steps_at_end_of(step)
+
     @property
     def overdue_s(self) -> float:
         """How long the rank has waited for others, once that is over the usual; else 0."""
@@ -116,11 +120,14 @@ class RankTrack:
             for block in blocks_of(cut, self.rank)
         ]
 
-    def look(self, now_ns: int, in_flight: Callable[[], Rows], *, stopped_ns: int = 0) -> Finding | None:
+    def look(
+        self, now_ns: int, in_flight: Callable[[], Rows], *, stopped_ns: int = 0, held: bool = False
+    ) -> Finding | None:
         """Whether the rank makes progress; to be asked about 20 times a second while its process lives.
 
         ``in_flight()`` is asked now and then for the ring's records in flight while the rank stands still.
-        ``stopped_ns``: for how long its process has been seen stopped.
+        ``stopped_ns``: for how long its process has been seen stopped. ``held``: a hold is ordered, so that it, or
+        who waits for it, stands still for our sake.
         """
         if not self.progress:
             return None
@@ -134,7 +141,7 @@ class RankTrack:
             self._waiting, self._next_search_ns = blocked(in_flight()), now_ns + _SEARCH_NS
         phase, _ = self._cutter.phase()
         found = self._watch.progress(
-            now_ns * 1e-9, self.progress, phase, self.step, self._waiting, stopped_ns * 1e-9
+            now_ns * 1e-9, self.progress, phase, self.step, self._waiting, stopped_ns * 1e-9, held
         )
         if found is not None:
             self._note([found])

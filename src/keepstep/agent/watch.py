@@ -92,17 +92,25 @@ class RankWatch:
         return self._hang.overdue_s
 
     def progress(
-        self, now_s: float, progress: int, phase: int, step: int, waiting: bool, stopped_s: float = 0.0
+        self,
+        now_s: float,
+        progress: int,
+        phase: int,
+        step: int,
+        waiting: bool,
+        stopped_s: float = 0.0,
+        held: bool = False,
     ) -> Finding | None:
         """How far the rank has come at ``now_s``: a number that grows with every record and every end.
 
         ``waiting``: it is blocked in an operation. ``stopped_s``: its process has been stopped for so long.
+        ``held``: a hold is in force.
         """
         if not self._looked:  # by an agent that came later: the steps before it count, too
             self._looked = True
             self._hang.observe(now_s, progress, Phase.STARTUP, step=0 if step >= 0 else -1)
         stuck = self._hang.observe(
-            now_s, progress, Phase(phase), step=step, waiting=waiting, stopped_s=stopped_s
+            now_s, progress, Phase(phase), step=step, waiting=waiting, stopped_s=stopped_s, held=held
         )
         if stuck is not None:
             self._hanging = True

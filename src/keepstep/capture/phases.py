@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from keepstep.capture.evaluation import Evaluation
+from keepstep.capture.hold import Hold
 from keepstep.capture.internals import (
     LOADER_ITERATOR,
     STAGE_MODULE,
@@ -45,6 +46,7 @@ class Phases:
         self.recorder = recorder
         self._patches = patches
         self._evaluation = Evaluation(recorder)
+        self._hold = Hold(recorder)
         self._backward: Operation | None = None
         self._stepped_in_backward = False
         self._step: tuple[int, int, Operation] | None = None  # optimizer, backwards before it, record
@@ -171,6 +173,7 @@ class Phases:
         if evaluation.operation is not None:
             evaluation.end_by_backward()
         evaluation.trained = True
+        self._hold.open()
         self.recorder.thread = threading.get_ident()
         self._step = None
         if start is not None:
@@ -183,6 +186,7 @@ class Phases:
             operation = self._step[2]
             self._step = None
             operation()
+            self._hold.look(operation.seq)
 
     def _mark_step_in_backward(self) -> None:
         """Optimizers that step inside backward do so once per parameter: one mark for all of them, after it."""
@@ -190,6 +194,7 @@ class Phases:
         operation = self.recorder.phase(Phase.OPTIMIZER)
         if operation is not None:
             operation()
+            self._hold.look(operation.seq)
 
     def _watch_saving(self) -> None:
         """Hook distributed checkpoints once the script has imported them: it is no small import."""

@@ -22,6 +22,7 @@ VERBS = {
     "run": "Run a training job as torchrun does, watch it, and print a verdict when it slows, hangs or dies.",
     "status": "Show the state of a run: every rank, and what is open.",
     "report": "Print the incidents of a run, as text or JSON, with plots.",
+    "validate": "Hold a running job for seconds, test its devices and links, let it go on.",
     "analyze": "Say what went wrong from traces that are there: dumps, logs and tables of other tools, too.",
     "export": "Write a run as a Chrome trace that Perfetto opens.",
     "config": "Show the settings in force and where each one comes from.",

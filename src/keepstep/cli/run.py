@@ -90,7 +90,7 @@ def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
     }
     secret = run_folder.secret_path(job, folder, Path.home())
     meeting = rendezvous.endpoint or Endpoint("127.0.0.1", 0)
-    rings = {place.first_rank + local: "/proc/LAUNCHER/fd/N" for local in range(job.nproc)}
+    pages = {place.first_rank + local: "/proc/LAUNCHER/fd/N" for local in range(job.nproc)}
     return {
         "run_dir": str(folder),
         "secret_file": str(secret),
@@ -99,7 +99,7 @@ def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
         "controller": controller_command(job, folder, secret, job.controller_listen or meeting)
         if job.watch or not alone
         else None,
-        "agent": agent_command(job, folder, secret, meeting, node_rank, rings) if job.watch else None,
+        "agent": agent_command(job, folder, secret, meeting, node_rank, pages, pages) if job.watch else None,
         "workers": [
             {
                 "rank": worker.rank,

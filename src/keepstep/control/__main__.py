@@ -35,6 +35,7 @@ def parse(argv: list[str]) -> Options:
         "--last-call", type=float, default=30.0, metavar="SECONDS", help="for more than the minimum"
     )
     parser.add_argument("--layout", default="", help="declared parallel layout, e.g. tp2-dp4-pp2")
+    parser.add_argument("--no-validate", action="store_true", help="hold the job only when asked to")
     parser.add_argument("--tls-cert")
     parser.add_argument("--tls-key")
     parser.add_argument("--tls-ca")
@@ -49,7 +50,12 @@ def parse(argv: list[str]) -> Options:
     )
     arguments = parser.parse_args(argv)
     host, port = wire.parse_address(arguments.listen)
-    settings = Settings(nodes=arguments.nodes, join_s=arguments.join_timeout, last_call_s=arguments.last_call)
+    settings = Settings(
+        nodes=arguments.nodes,
+        join_s=arguments.join_timeout,
+        last_call_s=arguments.last_call,
+        validate=not arguments.no_validate,
+    )
     run_dir: Path = arguments.run_dir.resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(

@@ -21,6 +21,7 @@ from keepstep.control.locators import LibraryLocators, Locators
 from keepstep.control.questions import Question
 from keepstep.control.rendezvous import MOST_NODES, MOST_RANKS, Launcher, Placed, Rendezvous
 from keepstep.control.slow_case import SlowCase
+from keepstep.control.validation_case import ValidationCase
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Incident
 from keepstep.wire.messages import (
@@ -30,8 +31,10 @@ from keepstep.wire.messages import (
     Found,
     Groups,
     Heartbeat,
+    Held,
     Hello,
     Join,
+    Measured,
     Message,
     Placement,
     Probed,
@@ -45,6 +48,8 @@ from keepstep.wire.messages import (
     StateRequest,
     States,
     Stop,
+    Validate,
+    Validated,
     Welcome,
 )
 
@@ -71,6 +76,7 @@ class Settings:
     join_s: float = 600.0
     last_call_s: float = 30.0
     grace_s: float = 1.0  # from the last launcher's end to our own
+    validate: bool = True  # hold the job to test devices and links when profiles leave a doubt
 
 
 @dataclass(slots=True)
@@ -103,6 +109,9 @@ class Controller:
         self._slow: list[SlowCase] = []
         self._hang: HangCase | None = None
         self._crash: CrashCase | None = None
+        self._validation: ValidationCase | None = None
+        self._asker: SlowCase | int | None = None  # who wants it: a case, or an operator (number of the peer)
+        self._hold_number = 0
         self._changes: deque[int] = deque(maxlen=64)
         self._newest_number = 0
         self._requests = 0
@@ -186,6 +195,10 @@ class Controller:
         elif isinstance(message, Reachable):
             if sender.node is not None:
                 sender.node.endpoints = message.endpoints[:_MOST_ENDPOINTS]
+        elif isinstance(message, Held | Measured):
+            self._about_hold(sender, message, now_s)
+        elif isinstance(message, Validate):
+            self._asked_to_validate(peer, message, now_s)
         elif isinstance(message, Join):
             self._join(peer, sender, message, now_s)
         elif isinstance(message, Ended):
@@ -210,6 +223,7 @@ class Controller:
             self._decide_probes(number, now_s)
         for case in self._cases():
             case.tick(now_s)
+        self._tick_validation(now_s)
         self._sweep()
         if self._over_s is not None and now_s - self._over_s >= self.settings.grace_s and not self._exited:
             self._end(now_s)
@@ -224,6 +238,9 @@ class Controller:
         return self._taken()
 
     def _end(self, now_s: float) -> None:
+        if self._validation is not None:
+            self._validation.call_off("the job ended")
+            self._finish_validation(now_s)
         for case in self._cases():
             case.end(now_s)
         self._slow, self._hang, self._crash = [], None, None
@@ -286,6 +303,23 @@ class Controller:
         for rank, targets in wanted.items():
             self._effects.append(Send((agents[rank],), ProbeRequest(number, tuple(targets))))
         return number
+
+    def validate(self, case: SlowCase, groups: Sequence[Sequence[int]], now_s: float) -> bool:
+        if not self.settings.validate or self._validation is not None or self._standstill():
+            return False
+        self._validation, self._asker = ValidationCase(self, groups, now_s), case
+        self._finish_validation(now_s)
+        return True
+
+    def order(self, message: Message, node: int | None = None) -> None:
+        agents = self.cluster.agents()
+        peers = tuple(peer for rank, peer in agents.items() if node is None or rank == node)
+        if peers:
+            self._effects.append(Send(peers, message))
+
+    def hold_number(self, now_s: float) -> int:
+        self._hold_number = max(self._hold_number + 1, int(self._unix_s(now_s) * 1000))
+        return self._hold_number
 
     def next_number(self) -> int:
         self._newest_number += 1
@@ -492,7 +526,7 @@ class Controller:
     def _watch_waiting(self, now_s: float) -> None:
         """When all ranks wait for others, and longer than usual, none of them is in a pause: they have locked up."""
         cluster = self.cluster
-        if not cluster.overdue_nodes or self._hang is not None or self._crash is not None or self.over:
+        if not cluster.overdue_nodes or self._validation is not None or self._standstill():
             return
         if now_s < self._waiting_again_s:
             return
@@ -518,6 +552,59 @@ class Controller:
         if self._crash is None or self._crash.closed:
             self._crash = CrashCase(self)
         return self._crash
+
+    # --- validation -----------------------------------------------------------------------------------------------
+
+    def _about_hold(self, sender: _Peer, message: Held | Measured, now_s: float) -> None:
+        case = self._validation
+        if case is None or sender.node is None:
+            return
+        if isinstance(message, Held):
+            case.held(message, sender.node, now_s)
+        else:
+            case.measured(message, sender.node, now_s)
+        self._finish_validation(now_s)
+
+    def _asked_to_validate(self, peer: int, message: Validate, now_s: float) -> None:
+        """An operator's wish; the answer goes to this peer."""
+        why = "one is under way already" if self._validation is not None else self._standstill()
+        if why:
+            self._effects.append(Send((peer,), Validated(refused=why)))
+            return
+        ranks = tuple(sorted(set(message.ranks))) or tuple(sorted(self.cluster.node_of))
+        self._validation, self._asker = ValidationCase(self, (ranks,), now_s), peer
+        self._finish_validation(now_s)
+
+    def _tick_validation(self, now_s: float) -> None:
+        case, asker = self._validation, self._asker
+        if case is None:
+            return
+        if isinstance(asker, SlowCase) and asker.closed:
+            case.call_off("the slowness has gone away")
+        elif isinstance(asker, int) and asker not in self._peers:
+            case.call_off("who asked for it has gone")
+        elif why := self._standstill():
+            case.call_off(why)
+        else:
+            case.tick(now_s)
+        self._finish_validation(now_s)
+
+    def _finish_validation(self, now_s: float) -> None:
+        case, asker = self._validation, self._asker
+        if case is None or not case.closed:
+            return
+        self._validation, self._asker = None, None
+        if isinstance(asker, SlowCase):
+            asker.validated(case.outcome, case.refused, now_s)
+        elif asker is not None:
+            nodes = tuple((rank, self.cluster.node_of.get(rank, "")) for rank in case.tested)
+            self._effects.append(Send((asker,), Validated(case.outcome, nodes, case.refused)))
+
+    def _standstill(self) -> str:
+        """Why nobody can be held: the job does not run."""
+        if self._crash is not None or self._stop is not None or self.over:
+            return "the job is ending"
+        return "the job hangs" if self._hang is not None else ""
 
     # --- answers --------------------------------------------------------------------------------------------------
 

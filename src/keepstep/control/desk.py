@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from keepstep.control.cluster import Cluster
 from keepstep.control.locators import Locators
 from keepstep.core.incident import Diagnosis, Incident, IncidentKind
 from keepstep.core.summary import PeerTraffic
+from keepstep.wire.messages import Message
+
+if TYPE_CHECKING:
+    from keepstep.control.slow_case import SlowCase
 
 
 class Desk(Protocol):
@@ -35,6 +39,18 @@ class Desk(Protocol):
 
     def ask_probes(self, pairs: Sequence[tuple[str, str]], now_s: float) -> int | None:
         """Have the agents of these pairs of nodes probe each other; the number of the answers, None if none can."""
+        ...
+
+    def validate(self, case: SlowCase, groups: Sequence[Sequence[int]], now_s: float) -> bool:
+        """Hold the job and test these groups for ``case``; False when that may not be, or not now."""
+        ...
+
+    def order(self, message: Message, node: int | None = None) -> None:
+        """Send to all connected agents, or to one node's."""
+        ...
+
+    def hold_number(self, now_s: float) -> int:
+        """A number for a hold or its tests that no controller of this run has given out before."""
         ...
 
     def next_number(self) -> int:

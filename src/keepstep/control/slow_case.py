@@ -12,9 +12,12 @@ from statistics import median
 from keepstep.control.desk import Desk, how_to_say, is_traffic, unlocated
 from keepstep.control.profiles import iterations_of
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Culprit, Diagnosis, Incident
+from keepstep.core.incident import Culprit, Diagnosis, Incident, Link
 from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import BlockSummary, IterationSummary, PathProbe, PeerTraffic
+from keepstep.core.validation import Validation
+from keepstep.report.validation import in_a_line, of_device, of_link
+from keepstep.validate.suspects import suspicious_groups
 from keepstep.wire.messages import Profile
 
 NEAR_STEPS = 3  # findings with onsets this close are about one cause
@@ -62,6 +65,9 @@ class SlowCase:
         self._checked_step = -1
         self._detected_step = -1
         self._pace_since: tuple[int, float] | None = None
+        self._suspects: tuple[tuple[int, ...], ...] = ()  # groups that a validation would test
+        self._validated = incident is not None  # once per incident, and not again by a later controller
+        self._proof: tuple[str, ...] = ()  # what it showed
         if incident is not None:
             self._onsets[incident.onset_step or 0] += 1
             self._detected_step = incident.detected_step or 0
@@ -159,6 +165,8 @@ class SlowCase:
         if self._relieved and newest > self._checked_step:
             self._ask_for_relief(now_s)
             return
+        if self._looks and not self._validated and self._suspects and self._in_doubt():
+            self._validated = self._desk.validate(self, self._suspects, now_s)
         waited = newest >= self._asked_step + SHARPEN_STEPS or now_s - self._asked_s >= _SHARPEN_S
         if waited and not self._settled:
             self._looks += self.incident is not None
@@ -166,12 +174,68 @@ class SlowCase:
         elif self.incident is not None and self._settled:
             self._watch_pace(now_s)
 
+    def validated(self, outcome: Validation | None, refused: str, now_s: float) -> None:
+        """Sharpen the incident with what devices and links measured while the job was held."""
+        old = self.incident
+        if old is None or self.closed:
+            return
+        if outcome is None:
+            self.incident = replace(old, missing=(*old.missing, f"a validation: {refused}"))
+            self._desk.publish(self.incident, "")
+            return
+        self._proof = (in_a_line(outcome),)
+        culprits = self._measured_culprits(outcome, old.culprits)
+        blamed = {one.rank for one in culprits} | {
+            rank for one in culprits if one.link for rank in one.link.ranks
+        }
+        self.incident = replace(
+            old,
+            culprits=culprits or old.culprits,
+            victims=tuple(rank for rank in old.victims if rank not in blamed),
+            evidence=(*self._proof, *old.evidence),
+            missing=(*(() if culprits else old.missing), *outcome.missing[:4]),
+        )
+        self._settled = self._settled or bool(culprits)
+        self._desk.publish(self.incident, "sharper" if culprits else "")
+
     def end(self, now_s: float) -> None:
         """The job ended, or a crash came after it."""
         self.closed = True
         if self.incident is not None:
             self.incident = replace(self.incident, status="ended", closed_unix_s=self._desk.unix_s(now_s))
             self._desk.publish(self.incident, "")
+
+    def _suspicious(
+        self, after: Sequence[IterationSummary], culprits: Sequence[Culprit]
+    ) -> tuple[tuple[int, ...], ...]:
+        cluster = self._desk.cluster
+        if cluster.known_ranks > _LARGE_WORLD:
+            newest = max((row.step for row in after), default=0)
+            after = [row for row in after if row.step == newest]
+        return suspicious_groups(after, cluster.groups, culprits, sorted(cluster.node_of))
+
+    def _in_doubt(self) -> bool:
+        return self.incident is not None and _firmness(self.incident.culprits) <= 1
+
+    def _measured_culprits(self, outcome: Validation, suspected: Sequence[Culprit]) -> tuple[Culprit, ...]:
+        """Devices and links that stand out; surely to blame where the profiles had suspected them."""
+        nodes = self._desk.cluster.node_of
+        ranks = {one.rank for one in suspected if one.rank is not None}
+        pairs = {frozenset(one.link.ranks) for one in suspected if one.link}
+        found: list[Culprit] = []
+        for device in outcome.devices:
+            rank, sure = device.figure.rank, "high" if device.figure.rank in ranks else "medium"
+            found.append(
+                Culprit(
+                    rank, None, nodes.get(rank, ""), "", 1 / device.share, sure, "device", of_device(device)
+                )
+            )
+        for slow in outcome.links:
+            ends = (slow.source, slow.target)
+            link = Link(ends, (nodes.get(ends[0], ""), nodes.get(ends[1], "")))
+            sure = "high" if frozenset(ends) in pairs else "medium"
+            found.append(Culprit(None, link, "", "transfer", 1 / slow.share, sure, "network", of_link(slow)))
+        return tuple(found)
 
     def _ask(self, now_s: float) -> None:
         onset = self.onset_step
@@ -222,6 +286,8 @@ class SlowCase:
     ) -> None:
         desk = self._desk
         diagnosis = self._locate(before, after, traffic, blocks, now_s)
+        if not self._validated and _firmness(diagnosis.culprits) <= 1:
+            self._suspects = self._suspicious(after, diagnosis.culprits)
         old = self.incident
         if old is not None and _firmness(old.culprits) > _firmness(diagnosis.culprits):
             return  # what was known is better: the newest steps may hold a part that is over already
@@ -238,7 +304,7 @@ class SlowCase:
             job_slowdown=after_s / before_s if before_s and after_s else None,
             culprits=diagnosis.culprits,
             victims=diagnosis.victims,
-            evidence=diagnosis.evidence,
+            evidence=(*self._proof, *diagnosis.evidence),
             missing=missing,
             summary=diagnosis.summary,
             iteration_before_s=before_s,

@@ -36,7 +36,8 @@ class Phase(IntEnum):
     """What a rank is doing; the ``op`` of a PHASE record.
 
     FORWARD is what runs outside every recorded phase: a forward pass, an evaluation or a checkpoint that nothing
-    marks, the script's own work. MODEL is the marked forward of a model that trains: nothing else hides there.
+    marks, the script's own work. MODEL is the marked forward of a model that trains: nothing else hides there. In
+    a HOLD we keep the rank waiting ourselves.
     """
 
     STARTUP = 0
@@ -49,6 +50,7 @@ class Phase(IntEnum):
     GC = 7
     MODEL = 8
     COMPILE = 9
+    HOLD = 10
 
     @property
     def title(self) -> str:

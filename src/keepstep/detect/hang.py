@@ -66,6 +66,7 @@ class HangDetector:
         self._step: int | None = None
         self._steps = 0
         self._stuck: NoProgress | None = None
+        self._was_held = False  # since the last progress
         self._overdue_s = 0.0
         self._stopped = False  # the report that stands is of a stopped process
 
@@ -115,6 +116,7 @@ class HangDetector:
         step: int | None = None,
         waiting: bool = False,
         stopped_s: float = 0.0,
+        held: bool = False,
     ) -> NoProgress | None:
         """Look at the rank at ``now_s``; report once per standstill that it is over the limit.
 
@@ -122,7 +124,8 @@ class HangDetector:
         ``phase``: what it is in. ``step``: its step count, negative before the first; without it a change out
         of ``Phase.OPTIMIZER`` counts as the end of a step. ``waiting``: it is blocked in an operation that
         others have not entered, so its standstill accuses them, not it. ``stopped_s``: for how long its process
-        has been seen stopped.
+        has been seen stopped. ``held``: whoever observes keeps the job waiting; such time is neither
+        a standstill nor a gap to learn from.
         """
         if step is not None:
             if step >= 0:
@@ -130,10 +133,15 @@ class HangDetector:
                 self._step = step
         elif self._phase == Phase.OPTIMIZER and phase != Phase.OPTIMIZER:
             self._steps += 1
+        if held and self._stuck is None:
+            self._progress, self._since_s, self._phase, self._was_held = progress, now_s, phase, True
+            self._overdue_s = 0.0
+            return None
         if progress != self._progress:
-            if self._progress is not None:
+            if self._progress is not None and not self._was_held:
                 self._moved(max(0.0, now_s - self._since_s))
             self._progress, self._since_s, self._phase, self._stuck = progress, now_s, phase, None
+            self._was_held = False
             self._overdue_s = 0.0
             return None
         self._phase = phase

@@ -15,7 +15,7 @@ from typing import Any
 from keepstep.core.errors import RunError
 from keepstep.launch.guard import Guard
 from keepstep.launch.job import Endpoint, Job
-from keepstep.launch.placement import COOKIE, RING, RUN_DIR
+from keepstep.launch.placement import COOKIE, ORDERS, RING, RUN_DIR
 from keepstep.launch.processes import Child, Processes, end_group, signal_group
 
 FIRST_WAIT_S = 0.1
@@ -27,7 +27,7 @@ STEADY_S = 60.0  # one that lived this long is given all its tries again
 
 def environment() -> dict[str, str]:
     """The launcher's own, less what marks a process as a worker."""
-    return {name: value for name, value in os.environ.items() if name not in (COOKIE, RING, RUN_DIR)}
+    return {name: value for name, value in os.environ.items() if name not in (COOKIE, RING, ORDERS, RUN_DIR)}
 
 
 class Companion:
@@ -171,14 +171,21 @@ def controller_command(job: Job, folder: Path, secret: Path, listen: Endpoint) -
         *("--nodes", str(job.max_nodes)),
         *("--join-timeout", f"{job.rendezvous.join_timeout_s:g}"),
         *(("--layout", job.layout) if job.layout else ()),
+        *(() if job.validate else ("--no-validate",)),
         *_tls(job),
     ]
 
 
 def agent_command(
-    job: Job, folder: Path, secret: Path, controller: Endpoint, node_rank: int, rings: dict[int, str]
+    job: Job,
+    folder: Path,
+    secret: Path,
+    controller: Endpoint,
+    node_rank: int,
+    rings: dict[int, str],
+    orders: dict[int, str],
 ) -> list[str]:
-    """How the agent is started; ``rings`` are paths by rank."""
+    """How the agent is started; ``rings`` and ``orders`` (pages) are paths by rank."""
     command = [
         *(sys.executable, "-m", "keepstep.agent"),
         *("--run-dir", str(folder)),
@@ -190,6 +197,8 @@ def agent_command(
     ]
     for rank, path in sorted(rings.items()):
         command += ["--ring", f"{rank}={path}"]
+    for rank, path in sorted(orders.items()):
+        command += ["--orders", f"{rank}={path}"]
     return command
 
 

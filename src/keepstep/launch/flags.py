@@ -159,6 +159,8 @@ def _add_own(group: Any) -> None:
     group.add_argument("--run-dir", metavar="DIR", help="run folder (default: runs/<time>-<name>)")
     group.add_argument("--name", help="name of the run (default: the script's)")
     group.add_argument("--no-watch", dest="watch", action="store_false", default=None, help="run only")
+    text = "never hold the job by itself to test devices and links"
+    group.add_argument("--no-validate", dest="validate", action="store_false", default=None, help=text)
     group.add_argument("--secret-file", metavar="FILE", help="secret shared by the nodes (0600)")
     group.add_argument("--tls-cert", metavar="PEM", help="certificate of this node (mutual TLS)")
     group.add_argument("--tls-key", metavar="PEM", help="its private key")

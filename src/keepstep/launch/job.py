@@ -22,7 +22,16 @@ from keepstep.launch.settings import SETTINGS
 STDOUT, STDERR = 1, 2
 DEFAULT_RENDEZVOUS_PORT = 29400
 DEFAULT_MASTER_PORT = 29500
-_OWN_FLAGS = ("watch", "secret_file", "tls_cert", "tls_key", "tls_ca", "controller_listen", "layout")
+_OWN_FLAGS = (
+    "watch",
+    "validate",
+    "secret_file",
+    "tls_cert",
+    "tls_key",
+    "tls_ca",
+    "controller_listen",
+    "layout",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +104,7 @@ class Job:
     name: str
     node: str
     watch: bool
+    validate: bool  # hold the job and test devices and links when in doubt
     secret_file: Path | None
     tls: Tls | None
     controller_listen: Endpoint | None
@@ -165,6 +175,7 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         name=_name(given),
         node=str(value["node_name"]) or os.uname().nodename,
         watch=bool(value["watch"]),
+        validate=bool(value["validate"]),
         secret_file=Path(str(value["secret_file"])).absolute() if value["secret_file"] else None,
         tls=_tls(value),
         controller_listen=parse_endpoint("--controller-listen", str(value["controller_listen"]), 0)

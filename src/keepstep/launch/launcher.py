@@ -23,7 +23,7 @@ from keepstep.launch import addresses, root_cause, run_folder
 from keepstep.launch.companions import Companion, agent_command, controller_command
 from keepstep.launch.guard import Guard
 from keepstep.launch.job import STDERR, STDOUT, Endpoint, Job
-from keepstep.launch.placement import COOKIE, INCARNATION, RING, RUN_DIR, Place, worker_plans
+from keepstep.launch.placement import COOKIE, INCARNATION, ORDERS, RING, RUN_DIR, Place, worker_plans
 from keepstep.launch.processes import Processes
 from keepstep.launch.streams import Follower, WorkerStreams, line_prefix, worker_streams
 from keepstep.launch.workers import Workers, sweep
@@ -70,6 +70,7 @@ class Launcher:
         self._link: Link | None = None
         self._place: Place | None = None
         self._rings: dict[int, int] = {}  # descriptor by rank
+        self._orders: dict[int, int] = {}  # the same of the orders pages
         self._workers: Workers | None = None
         self._followers: list[Follower] = []
         self._filter_files: list[int] = []
@@ -265,7 +266,9 @@ class Launcher:
             plans, streams, self._processes, self._guard, failed=self._on_failure, finished=self._on_finish
         )
         self._follow(streams, ranks, restarts)
-        self._workers.start({k: v for k, v in self._environ.items() if k not in (RING, RUN_DIR, INCARNATION)})
+        self._workers.start(
+            {k: v for k, v in self._environ.items() if k not in (RING, ORDERS, RUN_DIR, INCARNATION)}
+        )
         self._describe()
         if job.watch and job.rendezvous.endpoint is None and self._controller is None:
             self._try_watching(self._start_controller)
@@ -282,34 +285,37 @@ class Launcher:
 
     def _make_rings(self, place: Place) -> dict[int, dict[str, str]]:
         """A ring for each worker; empty, with a word about it, when rings cannot be made."""
-        for descriptor in self._rings.values():
-            os.close(descriptor)
-        self._rings = {}
+        self._close_rings()
         try:
-            from keepstep.ring import create
+            from keepstep.ring import create, orders
 
             for local_rank in range(self._job.nproc):
                 self._rings[place.first_rank + local_rank] = create(self._job.ring_records)
+                self._orders[place.first_rank + local_rank] = orders.create()
         except (KeepstepError, OSError, ImportError, ValueError) as error:
             self._warn(f"the workers train unwatched, no ring can be made: {error}")
             return {}
         return {
             rank - place.first_rank: {
                 RUN_DIR: str(self._folder),
-                RING: self._ring_path(rank),
+                RING: _path_of(self._rings[rank]),
+                ORDERS: _path_of(self._orders[rank]),
                 INCARNATION: str(place.incarnation),
             }
             for rank in self._rings
         }
 
-    def _ring_path(self, rank: int) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._rings[rank]}"
+    def _close_rings(self) -> None:
+        for descriptor in (*self._rings.values(), *self._orders.values()):
+            os.close(descriptor)
+        self._rings, self._orders = {}, {}
 
     def _start_agent(self) -> None:
         if self._agent or not self._rings or self._place is None or self._controller_at is None:
             return
         place, controller = self._place, self._controller_at
-        rings = {rank: self._ring_path(rank) for rank in self._rings}
+        rings = {rank: _path_of(descriptor) for rank, descriptor in self._rings.items()}
+        orders = {rank: _path_of(descriptor) for rank, descriptor in self._orders.items()}
 
         def gave_up(reason: str) -> None:
             self._warn(f"the agent {reason} (see {log}): this node trains on unwatched")
@@ -317,7 +323,9 @@ class Launcher:
         log = self._folder / "nodes" / str(place.node_rank) / "agent.log"
         self._agent = Companion(
             "agent",
-            lambda: agent_command(self._job, self._folder, self._secret, controller, place.node_rank, rings),
+            lambda: agent_command(
+                self._job, self._folder, self._secret, controller, place.node_rank, rings, orders
+            ),
             self._processes,
             self._guard,
             gave_up=gave_up,
@@ -454,9 +462,7 @@ class Launcher:
         if self._controller:
             await self._controller.stop(self._job.linger_s)
         await self._sweep()
-        for descriptor in self._rings.values():
-            os.close(descriptor)
-        self._rings = {}
+        self._close_rings()
         code = self._stop_code if outcome.kind == "finished" and self._stop_code else outcome.code
         if self._hosts_controller:
             ending = {"exit_code": code, "reason": outcome.reason, "ended_unix_s": time.time()}
@@ -499,7 +505,7 @@ class Launcher:
                 "host": os.uname().nodename,
                 "launcher": run_folder.process_mark(os.getpid()),
                 "secret_file": str(self._secret),
-                "rings": {str(rank): self._ring_path(rank) for rank in self._rings},
+                "rings": {str(rank): _path_of(descriptor) for rank, descriptor in self._rings.items()},
             },
         )
 
@@ -519,6 +525,10 @@ class Launcher:
 
     def _warn(self, text: str) -> None:
         print(f"keepstep: {text}", file=sys.stderr, flush=True)
+
+
+def _path_of(descriptor: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 class _EndedEarly(Exception):

@@ -10,6 +10,7 @@ from keepstep.launch.job import Job, interpreter
 
 RUN_DIR = "KEEPSTEP_RUN_DIR"
 RING = "KEEPSTEP_RING"
+ORDERS = "KEEPSTEP_ORDERS"
 INCARNATION = "KEEPSTEP_INCARNATION"
 COOKIE = "KEEPSTEP_JOB"  # marks every process of a run, so that none outlives it
 _LOCAL_RANK_MACRO = "${local_rank}"

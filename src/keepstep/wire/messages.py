@@ -20,6 +20,7 @@ from keepstep.core.summary import (
     PeerTraffic,
     RankState,
 )
+from keepstep.core.validation import RankFigures, RankTests, TransferEndpoint, Validation
 
 PROTOCOL = 1
 
@@ -140,6 +141,38 @@ class Probed(Message, frozen=True):
     probes: tuple[PathProbe, ...]
 
 
+class HeldRank(msgspec.Struct, frozen=True, array_like=True):
+    """How one rank stands to a hold. ``state``: ring.orders.State; ``why`` it is unable."""
+
+    rank: int
+    state: int
+    endpoint: TransferEndpoint | None = None  # once it is held
+    why: str = ""
+
+
+class Held(Message, frozen=True):
+    """Answer to ``Hold``, and told again whenever it changes: all local ranks."""
+
+    number: int
+    node_rank: int
+    ranks: tuple[HeldRank, ...]
+
+
+class Measured(Message, frozen=True):
+    """The figures of one rank that has run its ``tests`` in hold ``number``."""
+
+    number: int
+    tests: int
+    node_rank: int
+    figures: RankFigures
+
+
+class Validate(Message, frozen=True):
+    """An operator asks for a validation of these ranks, or of all. Answered by ``Validated``."""
+
+    ranks: tuple[int, ...] = ()
+
+
 class Ended(Message, frozen=True):
     """A launcher's workers have all ended. ``exit_code`` as the launcher will return it."""
 
@@ -215,6 +248,36 @@ class ProbeRequest(Message, frozen=True):
     targets: tuple[ProbeTarget, ...]
 
 
+class Hold(Message, frozen=True):
+    """Hold your ranks at the end of ``step`` for as long as this is repeated: each renews the lease by ``lease_s``."""
+
+    number: int
+    step: int
+    lease_s: float
+
+
+class RunTests(Message, frozen=True):
+    """Let held ranks run these tests. ``tests``: their number, unique like the hold's."""
+
+    number: int
+    tests: int
+    ranks: tuple[RankTests, ...]
+
+
+class Release(Message, frozen=True):
+    """Hold ``number`` is over: go on."""
+
+    number: int
+
+
+class Validated(Message, frozen=True):
+    """Answer to ``Validate``: the outcome, or in one line why there is none."""
+
+    outcome: Validation | None = None
+    nodes: tuple[tuple[int, str], ...] = ()  # node name by rank, of the ranks that were tested
+    refused: str = ""
+
+
 class SaveRings(Message, frozen=True):
     """Save the rings of your ranks under the run's folder (they are evidence)."""
 
@@ -234,8 +297,38 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-AgentMessage = Hello | Groups | Heartbeat | Found | Profile | States | Reachable | Probed | Bye
+AgentMessage = (
+    Hello | Groups | Heartbeat | Found | Profile | States | Reachable | Probed | Held | Measured | Bye
+)
 LauncherMessage = Hello | Join | Found | Ended | Bye
-ClientMessage = Hello | Bye
-ToController = Hello | Join | Groups | Heartbeat | Found | Profile | States | Reachable | Probed | Ended | Bye
-ToNode = Welcome | Placement | ProfileRequest | StateRequest | ProbeRequest | SaveRings | Stop | Refused
+ClientMessage = Hello | Validate | Bye
+ToController = (
+    Hello
+    | Join
+    | Groups
+    | Heartbeat
+    | Found
+    | Profile
+    | States
+    | Reachable
+    | Probed
+    | Held
+    | Measured
+    | Validate
+    | Ended
+    | Bye
+)
+ToNode = (
+    Welcome
+    | Placement
+    | ProfileRequest
+    | StateRequest
+    | ProbeRequest
+    | Hold
+    | RunTests
+    | Release
+    | Validated
+    | SaveRings
+    | Stop
+    | Refused
+)

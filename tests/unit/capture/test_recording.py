@@ -25,6 +25,8 @@ from keepstep.core.events import Kind, Op, Phase
 
 
 class FakeOperation:
+    seq = 1
+
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name, self.ended = log, name, False
 

@@ -13,6 +13,7 @@ from typing import Any
 from keepstep.control import Disconnect, Effect, Exit, Say, Send, StorePlacement, WriteIncident
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis, Link
+from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import (
     ClockSample,
     GroupInfo,
@@ -23,16 +24,21 @@ from keepstep.core.summary import (
     PeerTraffic,
     RankState,
 )
+from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures, RankTests
 from keepstep.report.verdict import render, render_closing
 from keepstep.wire.messages import (
+    Hold,
     Message,
     Placement,
     ProbeRequest,
     ProfileRequest,
     Refused,
+    Release,
+    RunTests,
     SaveRings,
     StateRequest,
     Stop,
+    Validated,
     Welcome,
 )
 
@@ -155,6 +161,24 @@ def state(rank: int, now_s: float, *, step: int, idle_s: float, waits: bool) -> 
     return RankState(rank, True, step, 2, now_s - idle_s, 100, now_s - idle_s, now_s, flying, (), "S")
 
 
+def figures(tests: RankTests, *, slow_rank: int = -1, slow_link: tuple[int, int] = (-1, -1)) -> RankFigures:
+    """What a held rank would measure: half the figure on a slow device, a tenth on a slow link."""
+    received = [one for one in tests.transfers if one.target == tests.rank]
+    links = tuple(
+        LinkFigure(
+            one.source,
+            one.target,
+            one.topology,
+            1 << 20,
+            1e8 if (one.source, one.target) == slow_link else 1e9,
+        )
+        for one in received
+    )
+    return RankFigures(
+        tests.rank, (DeviceFigure(tests.rank, "fp32", 1.0 if tests.rank == slow_rank else 2.0),), links
+    )
+
+
 def describe(effect: Effect, names: Mapping[int, str]) -> list[str]:
     """One effect for people, verdicts in full."""
     if isinstance(effect, Send):
@@ -190,6 +214,20 @@ def describe_message(message: Message) -> str:
         return f"StateRequest {message.request}{' with stacks' if message.stacks else ''}"
     if isinstance(message, ProbeRequest):
         return f"ProbeRequest {message.request} to {' '.join(target.node for target in message.targets)}"
+    if isinstance(message, Hold):
+        return f"Hold at the end of step {message.step}"
+    if isinstance(message, RunTests):
+        sends = sum(len(one.endpoints) for one in message.ranks)
+        return f"RunTests ranks {fold_ranks(one.rank for one in message.ranks)}, {sends} peers to send to"
+    if isinstance(message, Release):
+        return "Release"
+    if isinstance(message, Validated):
+        if message.outcome is None:
+            return f"Validated: {message.refused}"
+        slow = [f"rank {one.figure.rank}" for one in message.outcome.devices]
+        slow += [f"link {one.source}-{one.target}" for one in message.outcome.links]
+        missing = f", {len(message.outcome.missing)} missing" if message.outcome.missing else ""
+        return f"Validated: {', '.join(slow) or 'alike'}{missing}"
     if isinstance(message, SaveRings):
         return f"SaveRings {message.incident}"
     if isinstance(message, Stop):

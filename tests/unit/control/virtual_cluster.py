@@ -17,16 +17,23 @@ import control_stand_ins as stand_ins
 from keepstep.control import Controller, Effect, Say, Send, Settings, StorePlacement, WriteIncident
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Incident
+from keepstep.core.validation import TransferEndpoint
 from keepstep.wire.messages import (
     Ended,
     Found,
     Heartbeat,
+    Held,
+    HeldRank,
     Hello,
+    Hold,
     Join,
+    Measured,
     Message,
     Profile,
     ProfileRequest,
     RankBeat,
+    Release,
+    RunTests,
     StateRequest,
     States,
 )
@@ -46,12 +53,16 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """From ``onset`` to ``until`` the whole job takes ``factor`` times as long, for one rank's sake."""
+    """From ``onset`` to ``until`` the whole job takes ``factor`` times as long, for one rank's sake.
+
+    ``hidden``: its own time does not show it, only a test of its device.
+    """
 
     rank: int
     onset: int
     until: int
     factor: float = 2.0
+    hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +89,11 @@ class _Agent:
     peer: int | None = None
     standing: dict[tuple[str, int], Finding] = field(default_factory=dict[tuple[str, int], Finding])
     sequence: int = 0
+    hold: Hold | None = None
+    leased_s: float = 0.0
+    missed: bool = False
+    held: bool = False
+    released: int = 0
 
 
 class VirtualJob:
@@ -104,6 +120,9 @@ class VirtualJob:
         self.history: list[Incident] = []
         self.said: list[Say] = []
         self.deaths = 0
+        self.holds = 0  # times that a node was held
+        self.held_s = 0.0  # the longest that the job waited for those that were
+        self._waits_since_s: float | None = None
         self._placed: StorePlacement | None = None
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -139,6 +158,12 @@ class VirtualJob:
         """All ranks finish a step together, as synchronous training does."""
         if self._over:
             return
+        if sum(self._is_held(agent) for agent in self._agents):  # each is looked at, and tells
+            self._waits_since_s = self.now_s if self._waits_since_s is None else self._waits_since_s
+            self.held_s = max(self.held_s, self.now_s - self._waits_since_s)
+            self._at(0.05, self._step)
+            return
+        self._waits_since_s = None
         hang = next((f for f in self.faults if isinstance(f, Hang) and f.step == self.step + 1), None)
         if hang is not None and self._stuck is None:
             self._stuck = hang
@@ -155,6 +180,49 @@ class VirtualJob:
             return
         self._detect()
         self._at(self._duration(self.step + 1), self._step)
+
+    def _is_held(self, agent: _Agent) -> bool:
+        """Whether the ranks of a node wait at the end of the step that was done last."""
+        hold = agent.hold
+        held = (
+            hold is not None and hold.step == self.step and self.now_s < agent.leased_s and not agent.missed
+        )
+        if held and not agent.held:
+            agent.held = True
+            self.holds += 1
+            self._tell_hold(agent)
+        return held
+
+    def _hold_message(self, agent: _Agent, message: Hold | RunTests | Release) -> None:
+        if isinstance(message, Hold):
+            if message.number == agent.released:
+                return
+            if agent.hold is None or agent.hold.number != message.number:
+                agent.hold, agent.held, agent.missed = message, False, self.step > message.step
+            agent.leased_s = self.now_s + message.lease_s
+            self._tell_hold(agent)
+        elif agent.hold is None or message.number != agent.hold.number:
+            return
+        elif isinstance(message, Release):
+            agent.leased_s, agent.released = 0.0, message.number
+        elif agent.held:
+            slow = next(
+                (f.rank for f in self.faults if isinstance(f, Slow) and f.onset <= self.step < f.until), -1
+            )
+            for tests in message.ranks:
+                self._from_agent(
+                    agent,
+                    Measured(
+                        message.number, message.tests, agent.node, stand_ins.figures(tests, slow_rank=slow)
+                    ),
+                )
+
+    def _tell_hold(self, agent: _Agent) -> None:
+        assert agent.hold is not None
+        state = 3 if agent.missed else 2 if agent.held else 1
+        end = TransferEndpoint("10.0.0.1", 5000, "00") if state == 2 else None
+        ranks = tuple(HeldRank(rank, state, end) for rank in self._ranks(agent.node))
+        self._from_agent(agent, Held(agent.hold.number, agent.node, ranks))
 
     def _duration(self, step: int) -> float:
         factor = 1.0
@@ -306,7 +374,9 @@ class VirtualJob:
 
     def _answer(self, agent: _Agent, message: Message) -> None:
         ranks = self._ranks(agent.node)
-        if isinstance(message, ProfileRequest):
+        if isinstance(message, Hold | RunTests | Release):
+            self._hold_message(agent, message)
+        elif isinstance(message, ProfileRequest):
             steps = range(max(message.first_step, 0), min(message.last_step, self.step) + 1)
             rows = tuple(row for step in steps for row in self._rows(step, ranks))
             self._from_agent(agent, Profile(message.request, agent.node, rows))
@@ -327,7 +397,7 @@ class VirtualJob:
 
     def _rows(self, step: int, ranks: range) -> tuple[stand_ins.IterationSummary, ...]:
         active = [f for f in self.faults if isinstance(f, Slow) and f.onset <= step < f.until]
-        slow_rank = active[-1].rank if active else -1
+        slow_rank = active[-1].rank if active and not active[-1].hidden else -1
         return stand_ins.iterations(
             ranks,
             step,

@@ -228,3 +228,23 @@ def test_phases_too_short_to_be_seen_are_known_by_how_long_they_lasted() -> None
     rank.spend(2.0, Phase.OPTIMIZER)
     (report,) = rank.reports
     assert report.stuck_s < 1.5
+
+
+def test_held_time_is_no_standstill_and_nothing_to_learn_from() -> None:
+    plain, held = HangDetector(), HangDetector()
+    now_s, progress = 0.0, 0
+    for step in range(10):
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
+            now_s, progress = now_s + 0.1, progress + 1
+            for detector in (plain, held):
+                detector.observe(now_s, progress, phase, step=step)
+    for _ in range(1000):
+        now_s += 0.1
+        assert held.observe(now_s, progress, Phase.EVALUATION, step=9, held=True) is None
+    assert held.observe(now_s + 20, progress, Phase.EVALUATION, step=9) is None
+    held.observe(now_s + 21, progress + 1, Phase.EVALUATION, step=9)
+    for phase in Phase:
+        assert held.limit_s(phase) == plain.limit_s(phase)
+    assert held.observe(now_s + 100, progress + 1, Phase.EVALUATION, step=9) is not None
+    assert held.observe(now_s + 101, progress + 1, Phase.EVALUATION, step=9, held=True) is None
+    assert held.stuck is not None  # what was stuck before stays so

@@ -1,0 +1,135 @@
+"""The trap: at an ordered optimizer step the training thread waits while the device is tested, then goes on.
+
+A hold is a lease. It ends when it is called off, when nobody renews the lease, and after ``MOST_HELD_S`` in any case.
+Whatever may block (a device that does not drain, a test) runs in a thread beside the one that waits, so that nothing
+outlasts the lease; the training's own state is not touched.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from keepstep.capture.recorder import Recorder
+from keepstep.core.errors import RingError
+from keepstep.core.events import Phase
+
+if TYPE_CHECKING:
+    from keepstep.ring.orders import OrdersPage
+    from keepstep.validate.worker import HeldTests
+
+MOST_HELD_S = 30.0
+_ORDER = 1  # Word.ORDER, as a plain number: it is read at every step
+_LOOK_S = 0.005
+
+
+class Hold:
+    """One word is read per optimizer step; everything else happens only when a hold is ordered."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._page: OrdersPage | None = None
+        self._words: Any = (0, 0)  # the page's words; without a page nothing is ever ordered
+        self._opened = False
+        self._done = 0  # the last hold that is over for us
+
+    def open(self) -> None:
+        """Open the page that the launcher made for this rank, once; without one the rank cannot be held."""
+        if self._opened:
+            return
+        self._opened = True
+        where = os.environ.get("KEEPSTEP_ORDERS")
+        if not where:
+            return
+        from keepstep.ring.orders import OrdersPage
+
+        try:
+            self._page = OrdersPage(where)
+            self._words = self._page.words
+        except RingError as error:
+            self.recorder.stumbled(error)
+
+    def look(self, steps: int) -> None:
+        """At the end of optimizer step number ``steps`` (from 1): wait here if it was ordered."""
+        order = self._words[_ORDER]
+        if order and order != self._done and self._page is not None:
+            self._obey(self._page, order, steps)
+
+    def _obey(self, page: OrdersPage, order: int, steps: int) -> None:
+        from keepstep.ring.orders import State, Word
+
+        if not page.leased(time.monotonic_ns()):
+            return
+        boundary = page.words[Word.BOUNDARY]
+        if steps < boundary:
+            page.say(order, State.COMING, steps)
+            return
+        self._done = order
+        if steps > boundary:
+            page.say(order, State.MISSED, steps)
+            return
+        record = self.recorder.phase(Phase.HOLD)
+        try:
+            self._wait(page, order, steps)
+        finally:
+            page.say(order, State.RELEASED, steps)
+            if record is not None:
+                record()
+
+    def _wait(self, page: OrdersPage, order: int, steps: int) -> None:
+        from keepstep.ring.orders import State
+        from keepstep.validate.worker import HeldTests
+
+        until_ns = time.monotonic_ns() + int(MOST_HELD_S * 1e9)
+        drained = _beside(_drain())
+        tests: HeldTests | None = None
+        running: threading.Thread | None = None
+        ran = 0
+        try:
+            while page.words[_ORDER] == order:
+                now_ns = time.monotonic_ns()
+                if now_ns >= until_ns or not page.leased(now_ns):
+                    return
+                if tests is None:
+                    if not drained.is_alive():
+                        tests = HeldTests(int(os.environ.get("RANK", "0")))
+                        page.put_report(order, tests.endpoint())
+                        page.say(order, State.HELD, steps)
+                elif running is None or not running.is_alive():
+                    asked = page.tests()
+                    if asked is not None and asked[0] != ran:
+                        ran = asked[0]
+                        running = _beside(_reporting(tests, page, *asked))
+                time.sleep(_LOOK_S)
+        finally:
+            if tests is not None:
+                tests.stop()
+
+
+def _reporting(tests: HeldTests, page: OrdersPage, number: int, body: dict[str, Any]) -> Callable[[], None]:
+    return lambda: page.put_report(number, tests.run(body))
+
+
+def _drain() -> Callable[[], None]:
+    """Waits until the device has done what it was given. Only where the job has used one."""
+    if not torch.cuda.is_initialized():
+        return lambda: None
+    device = torch.cuda.current_device()
+    return lambda: torch.cuda.synchronize(device)
+
+
+def _beside(work: Callable[[], None]) -> threading.Thread:
+    def harmless() -> None:
+        try:
+            work()
+        except Exception:  # no report: whoever ordered it does not wait for ever
+            return
+
+    thread = threading.Thread(target=harmless, name="keepstep-hold", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,122 @@
+"""Tests of this rank's device: matrix products in the number formats it has, and tests of the user's own."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from statistics import median
+from typing import Any
+
+TESTS = "keepstep.validate_tests"
+"""Entry points ``test(device: str) -> float``, more is better; they leave the training's random numbers alone."""
+
+REPETITIONS = 3
+_CPU_SIZE, _CPU_PRODUCTS = 384, 8
+_GPU_SIZES, _GPU_PRODUCTS = (4096, 1024), 8  # the small one where memory is short
+
+
+def device_tests(device: str, running: Callable[[], bool]) -> Iterator[tuple[str, float, str] | str]:
+    """(test, figure, unit) of each test, or in words why there is none. Ends early once ``running()`` is false."""
+    yield from _products_on_gpu(device) if device.startswith("cuda") else _products_on_cpu()
+    for entry in entry_points(group=TESTS):
+        if not running():
+            return
+        try:
+            test: Callable[[str], float] = entry.load()
+            figure = median(float(test(device)) for _ in range(REPETITIONS))
+        except Exception as error:
+            yield f"custom test {entry.name} failed with {type(error).__name__}: {error}"
+            continue
+        if math.isfinite(figure) and figure > 0:
+            yield entry.name[:64], figure, ""
+        else:
+            yield f"custom test {entry.name} gave {figure}; it must give a number above 0"
+
+
+def _products_on_cpu() -> Iterator[tuple[str, float, str]]:
+    import torch
+
+    # Ranks share the host's cores: the fastest of a few products is the core's speed, the others their neighbours'.
+    factor = torch.full((_CPU_SIZE, _CPU_SIZE), 0.5, device="cpu", dtype=torch.float32)
+    into = torch.empty_like(factor)
+
+    def fastest_s() -> float:
+        times: list[float] = []
+        for _ in range(_CPU_PRODUCTS):
+            begun_s = time.perf_counter()
+            torch.mm(factor, factor, out=into)
+            times.append(time.perf_counter() - begun_s)
+        return min(times)
+
+    fastest_s()
+    yield "fp32", _teraflops(_CPU_SIZE, median(fastest_s() for _ in range(REPETITIONS))), "TFLOP/s"
+
+
+def _products_on_gpu(device: str) -> Iterator[tuple[str, float, str] | str]:
+    import torch
+
+    half = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+    for test in ("fp8", half, "fp32"):
+        if test == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
+            continue
+        for size in _GPU_SIZES:
+            if not _fits(size, device):
+                continue
+            try:
+                seconds = _time_on_gpu(_product(test, size, device), device)
+            except torch.OutOfMemoryError:
+                continue
+            except (RuntimeError, KeyError, TypeError) as error:
+                yield f"{test} product failed: {error}"[:200]
+                break
+            yield test if size == _GPU_SIZES[0] else f"{test} n={size}", _teraflops(size, seconds), "TFLOP/s"
+            break
+        else:
+            yield f"{test} product: no memory is free on {device}"
+
+
+def _fits(size: int, device: str) -> bool:
+    """Whether the factors find room without driving out what the training keeps allocated."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + kept >= 4 * 4 * size**2
+
+
+def _product(test: str, size: int, device: str) -> Callable[[], Any]:
+    import torch
+
+    types: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    if test != "fp8":
+        factor = torch.full((size, size), 0.5, device=device, dtype=types[test])
+        into = torch.empty_like(factor)
+        return lambda: torch.mm(factor, factor, out=into)
+    eighth: Any = torch.full((size, size), 0.5, device=device).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=device)
+    scaled: Any = vars(torch)["_scaled_mm"]  # the only product of 8-bit floats that torch has
+    return lambda: scaled(eighth, eighth.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+
+def _time_on_gpu(product: Callable[[], Any], device: str) -> float:
+    """Seconds of one product: the median over the repetitions of the mean of a few."""
+    import torch
+
+    times: list[float] = []
+    with torch.cuda.device(device):
+        product()
+        for _ in range(REPETITIONS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(_GPU_PRODUCTS):
+                product()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e-3 / _GPU_PRODUCTS)
+    return median(times)
+
+
+def _teraflops(size: int, seconds: float) -> float:
+    return 2 * size**3 / max(seconds, 1e-9) * 1e-12

@@ -1,0 +1,100 @@
+"""Who is slower than its peers: medians and the spread around them, which hold while a third of the peers are bad."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures, SlowDevice, SlowLink, Validation
+
+SLOW_SHARE = 0.8  # of the peers' median: a drop by 20 % makes a suspect
+_SPREADS = 3.5  # the figure must also be this many times the usual deviation away
+_MAD_TO_SIGMA = 1.4826
+
+
+def judge(
+    ranks: Sequence[int],
+    figures: Sequence[RankFigures],
+    nodes: Mapping[int, str],
+    missing: Sequence[str] = (),
+    held_s: float = 0.0,
+) -> Validation:
+    """The outcome of tests of ``ranks``; ``figures`` may be incomplete. ``nodes``: node name by rank.
+
+    Devices are compared by test, links with links of their kind (inside a node, between nodes).
+    """
+    devices: dict[int, SlowDevice] = {}
+    for test in dict.fromkeys(one.test for figure in figures for one in figure.devices):
+        known = {one.rank: one for figure in figures for one in figure.devices if one.test == test}
+        for slow in _slow_devices(known):
+            rank = slow.figure.rank
+            if rank not in devices or slow.share < devices[rank].share:
+                devices[rank] = slow
+    links: list[SlowLink] = []
+    speeds = link_speeds(figures)
+    for inside in (True, False):
+        kind = {
+            pair: speed
+            for pair, speed in speeds.items()
+            if (nodes.get(pair[0]) == nodes.get(pair[1])) is inside
+        }
+        middle, bar = _bar(list(kind.values()))
+        links += [
+            SlowLink(*pair, speed, middle, speed / middle) for pair, speed in kind.items() if speed < bar
+        ]
+    reported = {one.rank for one in figures}
+    silent = [f"figures of rank {rank}: they did not come in time" for rank in ranks if rank not in reported]
+    told = [f"rank {one.rank}: {text}" for one in figures for text in one.missing]
+    return Validation(
+        ranks=tuple(ranks),
+        figures=tuple(replace(one, missing=()) for one in figures),
+        devices=tuple(sorted(devices.values(), key=lambda slow: slow.share)),
+        links=tuple(sorted(links, key=lambda slow: slow.share)),
+        missing=(*missing, *silent, *told),
+        held_s=held_s,
+    )
+
+
+def best_of(rounds: Sequence[RankFigures]) -> RankFigures:
+    """The figures of one rank over several rounds of the same tests: what a neighbour disturbed in one is not slow."""
+    devices: dict[str, DeviceFigure] = {}
+    links: dict[tuple[int, int, str, int], LinkFigure] = {}
+    for one in rounds:
+        for device in one.devices:
+            if device.test not in devices or device.value > devices[device.test].value:
+                devices[device.test] = device
+        for link in one.links:
+            key = link.source, link.target, link.topology, link.nbytes
+            if key not in links or link.bytes_per_s > links[key].bytes_per_s:
+                links[key] = link
+    missing = min((one.missing for one in rounds), key=len)
+    return RankFigures(rounds[0].rank, tuple(devices.values()), tuple(links.values()), missing)
+
+
+def link_speeds(figures: Sequence[RankFigures]) -> dict[tuple[int, int], float]:
+    """The best speed of every link over all messages, bytes per second, by (source, target)."""
+    speeds: dict[tuple[int, int], float] = {}
+    for figure in figures:
+        for one in figure.links:
+            pair = one.source, one.target
+            speeds[pair] = max(speeds.get(pair, 0.0), one.bytes_per_s)
+    return speeds
+
+
+def _slow_devices(known: Mapping[int, DeviceFigure]) -> list[SlowDevice]:
+    middle, bar = _bar([one.value for one in known.values()])
+    return [SlowDevice(one, middle, one.value / middle) for one in known.values() if one.value < bar]
+
+
+def _bar(values: Sequence[float]) -> tuple[float, float]:
+    """The median, and the value below which one is slow; 0 for both without peers to compare with.
+
+    Of two values the larger counts as healthy and the smaller as the exception. The spread is that of the upper half,
+    in which there are no slow ones.
+    """
+    if len(values) < 2:
+        return 0.0, 0.0
+    middle = sorted(values)[len(values) // 2]
+    spread = _MAD_TO_SIGMA * median(value - middle for value in values if value >= middle)
+    return middle, min(SLOW_SHARE * middle, middle - _SPREADS * spread)

@@ -1,0 +1,161 @@
+"""Link tests between held workers, over TCP connections of their own.
+
+The job's own transport is left alone on purpose: a transfer on it that does not come can only be ended by breaking it
+(Gloo closes the pair, NCCL aborts the communicator), and the training would not survive its own examination. What is
+measured is therefore the hosts' network between the ranks, not NVLink or RDMA.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import time
+
+from keepstep.core.validation import LinkFigure, Transfer, TransferEndpoint
+
+MESSAGE_BYTES = (16 << 20, 32 << 20, 64 << 20)
+REPETITIONS = 3
+LINK_BUDGET_S = 0.3  # after which no further message is asked for
+_CONNECT_S = 1.0
+_CHUNK = 1 << 20
+_TOKEN_BYTES = 16
+_HELLO = struct.Struct(f">{_TOKEN_BYTES}sII")  # token, pass, source
+_ASK = struct.Struct(">I")
+_WAITING_ROOM = 64
+_ANYWHERE = "192.0.2.1"  # for documentation (RFC 5737): routed like the rest of the world
+
+
+def own_address() -> str:
+    """The address by which this host reaches the job's master, and so its peers reach it."""
+    found = _source_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    if not alone and found.startswith(("127.", "::1")):  # the master's own name may mean loopback on its host
+        return _source_towards(_ANYWHERE)
+    return found
+
+
+def _source_towards(host: str) -> str:
+    """The source address of packets to ``host``; none is sent."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+class Receiver:
+    """Takes the transfers that are meant for this rank. Drives them: it asks for every message."""
+
+    def __init__(self) -> None:
+        host = own_address()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.bind((host, 0))
+        self._socket.listen(_WAITING_ROOM)
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._early: dict[tuple[int, int], socket.socket] = {}
+        self.endpoint = TransferEndpoint(host, int(self._socket.getsockname()[1]), self._token.hex())
+
+    def receive(self, transfer: Transfer, sizes: tuple[int, ...], deadline_s: float) -> list[LinkFigure]:
+        """Measure one link. Raises OSError when its source does not come before ``deadline_s`` (monotonic)."""
+        with self._connection(transfer, deadline_s) as connection:
+            best: dict[int, float] = {}
+            begun_s = time.monotonic()
+            for size in sizes:
+                for _ in range(REPETITIONS):
+                    until_s = min(begun_s + 2 * LINK_BUDGET_S, deadline_s)
+                    best[size] = max(best.get(size, 0.0), _message(connection, size, until_s))
+                    if time.monotonic() - begun_s >= LINK_BUDGET_S:
+                        break
+                else:
+                    continue
+                break
+        return [
+            LinkFigure(transfer.source, transfer.target, transfer.topology, size, speed)
+            for size, speed in best.items()
+        ]
+
+    def close(self) -> None:
+        """No further transfers."""
+        self._socket.close()
+        for connection in self._early.values():
+            connection.close()
+        self._early.clear()
+
+    def _connection(self, transfer: Transfer, deadline_s: float) -> socket.socket:
+        wanted = transfer.number, transfer.source
+        while wanted not in self._early:
+            self._socket.settimeout(_left(deadline_s))
+            connection, _ = self._socket.accept()
+            try:
+                connection.settimeout(_left(min(deadline_s, time.monotonic() + _CONNECT_S)))
+                token, number, source = _HELLO.unpack(_exactly(connection, _HELLO.size))
+            except OSError:
+                connection.close()
+                continue
+            if not secrets.compare_digest(token, self._token) or len(self._early) >= _WAITING_ROOM:
+                connection.close()
+                continue
+            self._early[number, source] = connection
+        return self._early.pop(wanted)
+
+
+def send(transfer: Transfer, endpoint: TransferEndpoint, sizes: tuple[int, ...], deadline_s: float) -> None:
+    """Send what the target asks for, until it has seen enough. Raises OSError when it cannot be reached."""
+    chunk = memoryview(bytes(_CHUNK))
+    address = (endpoint.host, endpoint.port)
+    with socket.create_connection(address, min(_left(deadline_s), _CONNECT_S)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(_HELLO.pack(bytes.fromhex(endpoint.token), transfer.number, transfer.source))
+        while True:
+            connection.settimeout(_left(deadline_s))
+            try:
+                (left,) = _ASK.unpack(_exactly(connection, _ASK.size))
+                if left > max(sizes):
+                    return
+                while left:
+                    sent = connection.send(chunk[: min(left, _CHUNK)])
+                    left -= sent
+            except (ConnectionError, TimeoutError):
+                return  # the target has what it wants
+
+
+def _message(connection: socket.socket, size: int, until_s: float) -> float:
+    """Bytes per second of one message; of the part of it that came where it takes too long."""
+    buffer = memoryview(bytearray(_CHUNK))
+    begun_s = time.monotonic()
+    got = 0
+    try:
+        connection.settimeout(_left(until_s))
+        connection.sendall(_ASK.pack(size))
+        while got < size:
+            connection.settimeout(_left(until_s))
+            count = connection.recv_into(buffer, min(size - got, _CHUNK))
+            if count == 0:
+                raise ConnectionError("the source went away")
+            got += count
+    except TimeoutError:
+        if got == 0:
+            raise
+    return got / max(time.monotonic() - begun_s, 1e-9)
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = connection.recv(count - len(data))
+        if not more:
+            raise ConnectionError("closed")
+        data += more
+    return data
+
+
+def _left(until_s: float) -> float:
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("no time left")
+    return left_s

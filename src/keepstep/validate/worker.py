@@ -1,0 +1,81 @@
+"""The tests of one held rank, in the order that was asked for; never longer than its limit."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import asdict
+from typing import Any
+
+from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures, Transfer, TransferEndpoint
+from keepstep.validate.devices import device_tests
+from keepstep.validate.links import MESSAGE_BYTES, Receiver, send
+
+MOST_LIMIT_S = 10.0
+MOST_TRANSFERS = 256
+_CPU_SCALE = 4  # messages are this much smaller between ranks that compute on the host
+_MOST_TEXT = 200
+
+
+class HeldTests:
+    """Ready to take transfers until ``stop``. Make it in the training thread: the device current there is tested."""
+
+    def __init__(self, rank: int, device: str | None = None) -> None:
+        self._rank = rank
+        self._device = device or _own_device()
+        self._receiver = Receiver()
+        self._stopped = threading.Event()
+
+    def endpoint(self) -> dict[str, Any]:
+        """Where this rank takes transfers, an ``TransferEndpoint`` as plain values."""
+        return asdict(self._receiver.endpoint)
+
+    def run(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Run the tests that ``body`` (a ``RankTests`` as plain values) orders; a ``RankFigures`` as plain values.
+
+        Raises KeyError, TypeError or ValueError for a body that is none.
+        """
+        deadline_s = time.monotonic() + min(max(float(body["limit_s"]), 0.0), MOST_LIMIT_S)
+        wanted = [Transfer(**one) for one in body["transfers"]][:MOST_TRANSFERS]
+        endpoints = {int(rank): TransferEndpoint(**one) for rank, one in body["endpoints"].items()}
+        devices: list[DeviceFigure] = []
+        links: list[LinkFigure] = []
+        missing: list[str] = []
+        try:
+            for found in device_tests(self._device, lambda: not self._stopped.is_set()):
+                if isinstance(found, str):
+                    missing.append(found[:_MOST_TEXT])
+                else:
+                    devices.append(DeviceFigure(self._rank, *found))
+        except Exception as error:  # a device that fails its test is no reason to leave the links untested
+            missing.append(f"{self._device}: {type(error).__name__}: {error}"[:_MOST_TEXT])
+        for transfer in sorted(wanted, key=lambda one: one.number):
+            if self._stopped.is_set():
+                break
+            try:
+                links += self._test_link(transfer, endpoints, deadline_s)
+            except (OSError, ValueError, KeyError) as error:
+                missing.append(f"link {transfer.source} → {transfer.target}: {error}"[:_MOST_TEXT])
+        return asdict(RankFigures(self._rank, tuple(devices), tuple(links), tuple(missing)))
+
+    def stop(self) -> None:
+        """The hold is over: whatever still runs ends after the test that it is in."""
+        self._stopped.set()
+        self._receiver.close()
+
+    def _test_link(
+        self, transfer: Transfer, endpoints: dict[int, TransferEndpoint], deadline_s: float
+    ) -> list[LinkFigure]:
+        scale = 1 if self._device.startswith("cuda") else _CPU_SCALE
+        sizes = tuple(size // scale for size in MESSAGE_BYTES)
+        if transfer.target == self._rank:
+            return self._receiver.receive(transfer, sizes, deadline_s)
+        if transfer.source == self._rank:
+            send(transfer, endpoints[transfer.target], sizes, deadline_s)
+        return []
+
+
+def _own_device() -> str:
+    import torch
+
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu"

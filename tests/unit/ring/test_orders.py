@@ -1,0 +1,93 @@
+"""The orders page: what one side writes the other reads, and what is torn, old or foreign is refused."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from keepstep.core.errors import RingError
+from keepstep.ring import orders
+from keepstep.ring.orders import MOST_BODY_BYTES, OrdersPage, State, Word
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[OrdersPage, OrdersPage]]:
+    descriptor = orders.create()
+    agent, worker = OrdersPage(f"/proc/{os.getpid()}/fd/{descriptor}"), OrdersPage(descriptor)
+    os.close(descriptor)
+    yield agent, worker
+    agent.close()
+    worker.close()
+
+
+def soon_ns(seconds: float = 1.0) -> int:
+    return time.monotonic_ns() + int(seconds * 1e9)
+
+
+def test_an_order_is_seen_renewed_and_called_off(sides: tuple[OrdersPage, OrdersPage]) -> None:
+    agent, worker = sides
+    assert worker.words[Word.ORDER] == 0
+    agent.order(7, 120, soon_ns())
+    assert (worker.words[Word.ORDER], worker.words[Word.BOUNDARY]) == (7, 120)
+    agent.order(7, 999, soon_ns(2))
+    assert worker.words[Word.BOUNDARY] == 120  # a renewal moves nothing
+    assert worker.leased(time.monotonic_ns())
+    agent.release()
+    assert not worker.leased(time.monotonic_ns())
+
+
+def test_a_lease_runs_out_and_none_is_too_long(sides: tuple[OrdersPage, OrdersPage]) -> None:
+    agent, worker = sides
+    agent.order(7, 1, 1000)
+    assert worker.leased(999)
+    assert not worker.leased(1000)
+    agent.order(8, 1, 1 << 63)
+    assert not worker.leased(999)
+
+
+def test_states_belong_to_their_hold(sides: tuple[OrdersPage, OrdersPage]) -> None:
+    agent, worker = sides
+    worker.say(7, State.HELD, 120)
+    assert agent.state(7) is State.HELD
+    assert agent.state(8) is State.UNSEEN
+    worker.words[Word.STATE] = 77
+    assert agent.state(7) is State.UNSEEN
+
+
+def test_bodies_carry_their_number(sides: tuple[OrdersPage, OrdersPage]) -> None:
+    agent, worker = sides
+    assert worker.tests() is None
+    agent.put_tests(11, {"limit_s": 2})
+    assert worker.tests() == (11, {"limit_s": 2})
+    worker.put_report(11, {"rank": 3})
+    assert agent.report(11) == {"rank": 3}
+    assert agent.report(12) is None
+    worker.words[Word.REPORT] = 12
+    assert agent.report(12) is None  # the word is new, the body is the old one
+
+
+@pytest.mark.parametrize("damage", [b"\xff" * 8, (5).to_bytes(8, "little") + b"[1,2]", bytes(8)])
+def test_a_damaged_body_is_none(sides: tuple[OrdersPage, OrdersPage], damage: bytes) -> None:
+    agent, worker = sides
+    agent.put_tests(11, {"limit_s": 2})
+    agent._map[4096 : 4096 + len(damage)] = damage
+    assert worker.tests() is None
+
+
+def test_a_body_that_does_not_fit_is_refused(sides: tuple[OrdersPage, OrdersPage]) -> None:
+    with pytest.raises(RingError, match="do not fit"):
+        sides[0].put_tests(1, {"text": "x" * MOST_BODY_BYTES})
+
+
+def test_what_is_no_page_is_refused(tmp_path: os.PathLike[str]) -> None:
+    path = os.path.join(tmp_path, "page")
+    for content in (b"", b"x" * 100, b"\0" * orders.PAGE_BYTES):
+        with open(path, "wb") as file:
+            file.write(content)
+        with pytest.raises(RingError, match="orders page"):
+            OrdersPage(path)
+    with pytest.raises(RingError, match="cannot be opened"):
+        OrdersPage(path + "-not-there")

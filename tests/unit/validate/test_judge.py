@@ -1,0 +1,72 @@
+"""Who stands out among devices and links, whatever a third of them does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures
+from keepstep.validate.judge import best_of, judge
+
+
+def devices(values: dict[int, float], test: str = "fp32") -> list[RankFigures]:
+    return [RankFigures(rank, (DeviceFigure(rank, test, value),)) for rank, value in values.items()]
+
+
+def links(speeds: dict[tuple[int, int], float]) -> list[RankFigures]:
+    return [
+        RankFigures(b, links=(LinkFigure(a, b, "ring", 1 << 20, speed),)) for (a, b), speed in speeds.items()
+    ]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8, 100])
+def test_a_slow_device_is_named_with_its_share(count: int) -> None:
+    figures = devices({rank: 1.0 if rank == 1 else 2.0 for rank in range(count)})
+    outcome = judge(range(count), figures, {})
+    (slow,) = outcome.devices
+    assert (slow.figure.rank, slow.median, slow.share) == (1, 2.0, 0.5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_alike_devices_accuse_nobody_and_a_third_of_bad_ones_are_all_found(seed: int) -> None:
+    dice = random.Random(seed)
+    values = {rank: dice.uniform(0.95, 1.05) for rank in range(20)}
+    assert judge(range(20), devices(values), {}).devices == ()
+    bad = dice.sample(range(20), 6)
+    for rank in bad:
+        values[rank] *= dice.uniform(0.1, 0.6)
+    found = judge(range(20), devices(values), {}).devices
+    assert sorted(slow.figure.rank for slow in found) == sorted(bad)
+    assert [slow.share for slow in found] == sorted(slow.share for slow in found)
+
+
+def test_a_wide_spread_is_no_accusation() -> None:
+    values = {rank: 1.0 + rank / 4 for rank in range(8)}
+    assert judge(range(8), devices(values), {}).devices == ()
+
+
+def test_links_are_compared_with_links_of_their_kind() -> None:
+    nodes = {0: "a", 1: "a", 2: "b", 3: "b"}
+    speeds = {(0, 1): 9e9, (2, 3): 9e9, (1, 2): 1e9, (3, 0): 0.2e9}
+    (slow,) = judge(range(4), links(speeds), nodes).links
+    assert (slow.source, slow.target, slow.median) == (3, 0, 1e9)
+
+
+def test_what_did_not_come_is_said() -> None:
+    figures = [*devices({0: 1.0}), RankFigures(1, missing=("link 0 → 1: timed out",))]
+    outcome = judge(range(3), figures, {})
+    assert outcome.missing == (
+        "figures of rank 2: they did not come in time",
+        "rank 1: link 0 → 1: timed out",
+    )
+    assert outcome.devices == ()
+    assert outcome.links == ()
+
+
+def test_what_was_disturbed_in_one_round_only_is_not_slow() -> None:
+    one, other = (RankFigures(1, (DeviceFigure(1, "fp32", value),), link) for value, link in (
+        (1.0, (LinkFigure(0, 1, "ring", 4, 9e9),)), (2.0, (LinkFigure(0, 1, "ring", 4, 1e9),)))
+    )  # fmt: skip
+    best = best_of([one, other])
+    assert (best.devices[0].value, best.links[0].bytes_per_s) == (2.0, 9e9)
