@@ -109,9 +109,8 @@ class HangCase:
             if now_s - self._asked_s >= (_SECOND_LOOK_S if self._all_wait else _AGAIN_S):
                 self._ask(stacks=False, now_s=now_s)
         elif self._all_wait and not self._stuck and self._all_go_on():
-            self._relieve(
-                self._desk.cluster.newest_step, now_s
-            )  # no rank was stuck long enough to tell of it
+            # no rank was stuck long enough to tell of it
+            self._relieve(self._desk.cluster.newest_step, now_s)
         elif self._sharpened < len(_SHARPEN_S) and now_s - self._verdict_s >= _SHARPEN_S[self._sharpened]:
             self._sharpened += 1
             self._ask(stacks=True, now_s=now_s)
