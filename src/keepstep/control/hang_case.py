@@ -14,6 +14,7 @@ from keepstep.core.summary import PathProbe, PeerTraffic, RankState
 from keepstep.wire.messages import States
 
 _AGAIN_S = 2.0  # while it is not confirmed
+_STALLED_S = 1.0  # data under way between two hosts and none of it acknowledged
 _SECOND_LOOK_S = 0.1  # at ranks that all wait
 _SHARPEN_S = (3.0, 10.0, 30.0)  # after the verdict
 _TRIES = 3
@@ -106,7 +107,11 @@ class HangCase:
         if self.closed or self.question is not None:
             return
         if self.incident is None:
-            if now_s - self._asked_s >= (_SECOND_LOOK_S if self._all_wait else _AGAIN_S):
+            if self._all_wait and not self._stuck and self._all_go_on():
+                self.closed = True
+            elif now_s - self._asked_s >= (
+                _SECOND_LOOK_S if self._all_wait and self._tries < 2 else _AGAIN_S
+            ):
                 self._ask(stacks=False, now_s=now_s)
         elif self._all_wait and not self._stuck and self._all_go_on():
             # no rank was stuck long enough to tell of it
@@ -177,6 +182,9 @@ class HangCase:
         old = self.incident
         if old is not None and old.culprits and not diagnosis.culprits and not self._acquitted(old):
             return diagnosis  # what was known is better
+        if old is None and self._all_wait and not self._stuck and not _is_locked_up(diagnosis, traffic):
+            self.closed = self._tries >= _MOST_TRIES
+            return diagnosis  # a slow transfer, perhaps: ranks that are in it for too long will tell
         missing = diagnosis.missing
         if self._unanswered:
             missing = (*missing, f"states of {fold_nodes(self._unanswered)}: no answer from there in time")
@@ -222,3 +230,12 @@ class HangCase:
             )
         except Exception as error:
             return unlocated("hang", error)
+
+
+def _is_locked_up(diagnosis: Diagnosis, traffic: Sequence[PeerTraffic]) -> bool:
+    """Whether it cannot end by itself: no transfer that all have entered, or one of which nothing arrives any more."""
+    if diagnosis.kind == "desync" or any(
+        culprit.rank is not None or culprit.confidence == "high" for culprit in diagnosis.culprits
+    ):
+        return True
+    return any(one.after_bytes == 0 and one.after_busy_s >= _STALLED_S for one in traffic)
