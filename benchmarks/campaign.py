@@ -78,7 +78,7 @@ def _result(outcome: Outcome, why: list[str], measured: dict[str, Any]) -> dict[
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Keep a result with where and by what it was made; a file is either whole or not there."""
+    """Keep a result with where and by what it was made, without this machine's paths; whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {
         **result,
@@ -87,7 +87,8 @@ def write(path: Path, result: dict[str, Any]) -> None:
         "ended_unix_s": round(time.time()),
     }
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(result, separators=(",", ":")) + "\n")
+    text = json.dumps(result, separators=(",", ":")).replace(f"{_ROOT}/", "")
+    partial.write_text(text + "\n")
     partial.replace(path)
 
 
