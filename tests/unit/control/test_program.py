@@ -115,11 +115,12 @@ def test_a_whole_job(run: Path) -> None:
             await until(lambda: node.got(wire.Placement))
             node.beat(32)
             node.slow()
-            await until((run / "incidents" / "0001.json").exists)
+            assert process.stderr is not None
+            said = await asyncio.to_thread(process.stderr.readline)
+            assert "SLOW      step 30" in said
+            assert (run / "incidents" / "0001.json").exists()  # the file is written before the line is said
             process.kill()
             process.wait()
-            assert process.stderr is not None
-            assert "SLOW      step 30" in process.stderr.read()
         node.heard.clear()
         with controller(run, listen=f"127.0.0.1:{port}") as (process, again):
             assert again == port
