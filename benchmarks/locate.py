@@ -28,12 +28,13 @@ from benchmarks._locate_judge import Judged, Score, judge
 from benchmarks._report import Line, Report, bench_arguments
 from keepstep import wire
 from keepstep.control.controller import PACKED_WORLD
+from keepstep.control.locators import LibraryLocators
 from keepstep.control.profiles import iterations_of
 from keepstep.core.incident import Diagnosis
-from keepstep.core.iteration_table import between
+from keepstep.core.iteration_table import between, of_ranks
 from keepstep.core.layout import ParallelLayout
-from keepstep.core.summary import GroupInfo, IterationSummary, RankState
-from keepstep.locate import locate_hang, locate_slow
+from keepstep.core.summary import BlockSummary, ClockSample, GroupInfo, IterationSummary, RankState
+from keepstep.locate import locate_hang
 from keepstep.simulate import Fault, Run, Workload
 from keepstep.wire.messages import AgentMessage
 from keepstep.wire.packed import pack
@@ -68,7 +69,7 @@ def profiles(run: Run, onset: int, silent: frozenset[int]) -> Iterator[bytes]:
             sent = tuple(traffic.get(nodes[rank], ()))
             packed = pack(rows) if last >= PACKED_WORLD else None
             told = () if packed else tuple(rows)
-            yield wire.encode(wire.Profile(1, node, told, (), own, sent, packed))
+            yield wire.encode(wire.Profile(1, node, told, (), own, sent, packed=packed))
         rows = []
 
 
@@ -87,15 +88,43 @@ def states(run: Run, silent: frozenset[int]) -> Iterator[bytes]:
 
 
 def locate_profiles(
-    messages: Iterable[bytes], onset: int, groups: Mapping[str, GroupInfo], nodes: Mapping[int, str]
+    messages: Iterable[bytes],
+    onset: int,
+    groups: Mapping[str, GroupInfo],
+    nodes: Mapping[int, str],
+    blocks_of: Callable[[Sequence[int]], Iterable[bytes]] | None = None,
 ) -> tuple[Diagnosis, Sequence[IterationSummary]]:
-    """Decode and judge as the controller does; also the rows of the slow steps, for the baselines."""
+    """Decode and judge as the controller does; also the rows of the slow steps, for the baselines.
+
+    ``blocks_of`` is asked for the blocks that would tell more of the culprits, as the agents are.
+    """
+    locators = LibraryLocators()
     answers = [_decode(message) for message in messages]
     rows = iterations_of(answers)
     before, after = between(rows, 0, onset), between(rows, onset, 1 << 30)
     causes = [cause for answer in answers for cause in answer.causes]
     traffic = [one for answer in answers for one in answer.traffic]
-    return locate_slow(before, after, groups, nodes, None, causes, None, traffic), after
+    found = locators.slow(before, after, groups, nodes, None, causes, traffic)
+    wanted = locators.blocks_wanted(found.culprits, after, groups) if blocks_of is not None else ()
+    if blocks_of is not None and wanted:
+        blocks = [one for message in blocks_of(wanted) for one in _decode(message).blocks]
+        clocks = locators.offsets(_clock_samples(of_ranks(rows, wanted), nodes))
+        found = locators.sharpen(found, blocks, onset, before, after, groups, nodes, clocks)
+    return found, after
+
+
+def _clock_samples(
+    rows: Sequence[IterationSummary], nodes: Mapping[int, str]
+) -> dict[str, list[ClockSample]]:
+    """As heartbeats carry them: the last collective of every step."""
+    found: dict[str, list[ClockSample]] = defaultdict(list)
+    for row in rows:
+        for one in row.streams:
+            if one.group == "world":
+                begin, end = row.start_s + one.start_s, row.start_s + one.end_s
+                sample = ClockSample(one.group, one.op, -1, one.first_seq, row.rank, begin, end)
+                found[nodes[row.rank]].append(sample)
+    return found
 
 
 def judge_slow(case: Case) -> dict[str, Any]:
@@ -105,7 +134,16 @@ def judge_slow(case: Case) -> dict[str, Any]:
     run = case.workload.run(case.steps, case.faults)
     groups, nodes = case.workload.groups(), case.workload.nodes
     messages = profiles(run, case.before, case.silent)
-    diagnosis, after = locate_profiles(messages, case.before, groups, nodes)
+
+    def blocks_of(ranks: Sequence[int]) -> Iterator[bytes]:
+        asked = case.workload.run(case.steps, case.faults, blocks_of=ranks)
+        by_node: dict[int, list[BlockSummary]] = defaultdict(list)
+        for block in asked.blocks():
+            by_node[block.rank // case.workload.ranks_per_node].append(block)
+        for node, blocks in by_node.items():
+            yield wire.encode(wire.Profile(1, node, (), blocks=tuple(blocks)))
+
+    diagnosis, after = locate_profiles(messages, case.before, groups, nodes, blocks_of)
     inner = case.workload.layout.tp * case.workload.layout.dp
     stages = {rank: rank // inner for rank in nodes}
     others = {

@@ -40,7 +40,10 @@ class Locators(Protocol):
         ...
 
     def blocks_wanted(
-        self, culprits: Sequence[Culprit], after: Sequence[IterationSummary]
+        self,
+        culprits: Sequence[Culprit],
+        after: Sequence[IterationSummary],
+        groups: Mapping[str, GroupInfo],
     ) -> tuple[int, ...]:
         """Ranks whose blocks would tell more of these culprits."""
         ...
@@ -50,6 +53,7 @@ class Locators(Protocol):
         diagnosis: Diagnosis,
         blocks: Sequence[BlockSummary],
         onset_step: int,
+        before: Sequence[IterationSummary],
         after: Sequence[IterationSummary],
         groups: Mapping[str, GroupInfo],
         nodes: Mapping[int, str],
@@ -116,29 +120,38 @@ class LibraryLocators:
         return locate_slow(before, after, groups, nodes, clocks, causes, layout, traffic)
 
     def blocks_wanted(
-        self, culprits: Sequence[Culprit], after: Sequence[IterationSummary]
+        self,
+        culprits: Sequence[Culprit],
+        after: Sequence[IterationSummary],
+        groups: Mapping[str, GroupInfo],
     ) -> tuple[int, ...]:
+        from keepstep.core.iteration_table import newest_steps
         from keepstep.locate import blocks_wanted
 
-        return blocks_wanted(culprits, after)
+        few = newest_steps(after)
+        return blocks_wanted(culprits, few, groups, self._layout_of(groups, few))
 
     def sharpen(
         self,
         diagnosis: Diagnosis,
         blocks: Sequence[BlockSummary],
         onset_step: int,
+        before: Sequence[IterationSummary],
         after: Sequence[IterationSummary],
         groups: Mapping[str, GroupInfo],
         nodes: Mapping[int, str],
         clocks: Any,
     ) -> Diagnosis:
-        from keepstep.locate import infer_layout, sharpen
+        from keepstep.core.iteration_table import newest_steps
+        from keepstep.locate import sharpen
 
-        last = max((one.step for one in after), default=0)
-        layout = self._declared(groups) or infer_layout(
-            groups, [one for one in after if one.step >= last - 1]
-        )
-        return sharpen(diagnosis, blocks, onset_step, after, layout.stages, nodes, clocks)
+        layout = self._layout_of(groups, newest_steps(after))
+        return sharpen(diagnosis, blocks, onset_step, before, after, groups, layout, nodes, clocks)
+
+    def _layout_of(self, groups: Mapping[str, GroupInfo], few: Sequence[IterationSummary]) -> Any:
+        from keepstep.locate import infer_layout
+
+        return self._declared(groups) or infer_layout(groups, few)
 
     def _declared(self, groups: Mapping[str, GroupInfo]) -> Any:
         if not self._layout:

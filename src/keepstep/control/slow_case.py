@@ -58,6 +58,7 @@ class SlowCase:
         self._tries = 0
         self._looks = 0  # after the verdict
         self._blocks_of: tuple[int, ...] = ()  # ranks to be asked for their blocks at the next look
+        self._cleared = False  # their blocks have shown that the delays of all culprits cost nothing
         self._settled = incident is not None  # nothing more to learn by asking
         self._asked_s = 0.0
         self._asked_step = -1
@@ -289,7 +290,8 @@ class SlowCase:
         if not self._validated and _firmness(diagnosis.culprits) <= 1:
             self._suspects = self._suspicious(after, diagnosis.culprits)
         old = self.incident
-        if old is not None and _firmness(old.culprits) > _firmness(diagnosis.culprits):
+        firmer = old is not None and _firmness(old.culprits) > _firmness(diagnosis.culprits)
+        if firmer and not self._cleared:
             return  # what was known is better: the newest steps may hold a part that is over already
         before_s, after_s = _pace(before) or _middle_s(self._before), _pace(after) or _middle_s(self._after)
         missing = diagnosis.missing
@@ -315,7 +317,8 @@ class SlowCase:
         )
         self.incident = incident
         with suppress(Exception):  # without them the verdict is as sharp as it is
-            self._blocks_of = desk.locators.blocks_wanted(incident.culprits, after)
+            wanted = desk.locators.blocks_wanted(incident.culprits, after, desk.cluster.groups)
+            self._blocks_of = wanted or self._blocks_of
         desk.publish(incident, how_to_say(old, diagnosis))
         links = [culprit.link.nodes for culprit in diagnosis.culprits if culprit.link is not None]
         if links and not self._probes and self.probing is None:
@@ -339,9 +342,11 @@ class SlowCase:
             diagnosis = desk.locators.probed(diagnosis, self._probes)
             if not blocks:
                 return diagnosis
-            return desk.locators.sharpen(
-                diagnosis, blocks, self.onset_step, after, cluster.groups, cluster.node_of, clocks
+            sharper = desk.locators.sharpen(
+                diagnosis, blocks, self.onset_step, before, after, cluster.groups, cluster.node_of, clocks
             )
+            self._cleared = bool(diagnosis.culprits) and not sharper.culprits
+            return sharper
         except Exception as error:
             return unlocated("slow", error)
 

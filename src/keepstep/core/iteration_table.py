@@ -30,6 +30,7 @@ STREAM = np.dtype([
 """One stream of one iteration; ``group`` counts in the table's names."""
 
 NO_NAME = "?"
+_MANY = 100_000  # iterations
 _STREAM_FIELDS = tuple(field.name for field in fields(StreamSummary))[1:]
 
 
@@ -171,6 +172,12 @@ def between(
         steps = summaries.column("step")
         return summaries.where((steps >= first_step) & (steps < until_step))
     return [one for one in summaries if first_step <= one.step < until_step]
+
+
+def newest_steps(summaries: Sequence[IterationSummary]) -> Sequence[IterationSummary]:
+    """Those of the newest two steps, one of a large job: enough to tell what groups are for."""
+    newest = 2 if len(summaries) < _MANY else 1
+    return at_steps(summaries, np.unique(column(summaries, "step"))[-newest:].tolist())
 
 
 def medians(summaries: Sequence[IterationSummary], name: str) -> dict[int, float]:

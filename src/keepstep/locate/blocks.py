@@ -6,101 +6,151 @@ the same way). A delay that the pipeline's bubbles or another delay take up is n
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from keepstep.core.errors import TraceError
 from keepstep.core.events import Op
 from keepstep.core.incident import Culprit, Diagnosis
-from keepstep.core.operations import Operation, OperationKind
-from keepstep.core.summary import BlockSummary, IterationSummary
+from keepstep.core.iteration_table import column, medians, of_ranks
+from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary
+from keepstep.locate._step_costs import Excess, StepCosts, step_costs
 from keepstep.locate.clocks import ClockOffsets
-from keepstep.locate.what_if import StepGraph, step_graphs
+from keepstep.locate.infer import InferredLayout
+from keepstep.locate.slow import MIN_SHARE
 
 MOST_RANKS = 256  # whose blocks are asked for
 _ONE_BLOCK = 0.75  # of what the rank's blocks grew: it is this one
-_ABSORBED = 0.1  # of what all culprits cost together: this one costs nothing
+_MOSTLY = 0.5  # of what a rank's own time grew
+_FAR = 1.5  # times what the block took
+_MOST_TOLD = 4
 _COMPUTE = ("forward", "backward")
 _P2P = (int(Op.SEND), int(Op.RECV))
 
 _Block = tuple[str, int]  # kind, index
-Floats = npt.NDArray[np.float64]
 
 
-def pipelines(summaries: Iterable[IterationSummary]) -> dict[int, int]:
-    """Rank -> lowest rank of its pipeline replica: the ranks that messages join."""
-    home: dict[int, int] = {}
-
-    def root(rank: int) -> int:
-        while home.setdefault(rank, rank) != rank:
-            rank = home[rank] = home[home[rank]]
-        return rank
-
-    for summary in summaries:
-        first = root(summary.rank)
-        for stream in summary.streams:
-            if stream.op in _P2P and stream.peer >= 0:
-                low, high = sorted((first, root(stream.peer)))
-                home[high] = first = low
-    return {rank: root(rank) for rank in list(home)}
+def pipelines(ranks: Iterable[int], summaries: Sequence[IterationSummary]) -> set[int]:
+    """All ranks that messages join with one of these, themselves included, as far as ``summaries`` tell."""
+    found: set[int] = set()
+    new = set(ranks)
+    while new:
+        rows = of_ranks(summaries, sorted(new))
+        found.update(row.rank for row in rows)
+        peers = {stream.peer for row in rows for stream in row.streams if stream.op in _P2P}
+        new = {peer for peer in peers if peer >= 0} - found - new
+    return found
 
 
-def blocks_wanted(culprits: Sequence[Culprit], summaries: Iterable[IterationSummary]) -> tuple[int, ...]:
-    """The ranks whose blocks tell more of these culprits: all of their pipelines, as far as there is room."""
-    home = pipelines(summaries)
-    wanted: list[int] = []
-    for first in dict.fromkeys(home[one.rank] for one in culprits if one.rank in home):
-        members = [rank for rank, root in home.items() if root == first]
-        if len(wanted) + len(members) <= MOST_RANKS:
-            wanted += members
-    return tuple(sorted(wanted))
+def blocks_wanted(
+    culprits: Sequence[Culprit],
+    summaries: Sequence[IterationSummary],
+    groups: Mapping[str, GroupInfo],
+    layout: InferredLayout,
+) -> tuple[int, ...]:
+    """The ranks whose blocks tell more of these culprits: their pipelines and the replicas that reduce with them.
+
+    As far as there is room: without the replicas, or the last culprits' pipelines, where there is not.
+    """
+    own: set[int] = set()
+    for one in culprits:
+        named = (one.rank,) if one.link is None else one.link.ranks
+        more = own | pipelines([rank for rank in named if rank is not None and rank not in own], summaries)
+        if len(more) > MOST_RANKS:
+            break
+        own = more
+    together = [groups[name].members for name in layout.groups_with("dp") if name in groups]
+    beside = {rank for group in together if not own.isdisjoint(group) for rank in group}
+    if len(beside) <= MOST_RANKS:
+        beside = pipelines(beside, summaries)
+    return tuple(sorted(own | beside if len(own | beside) <= MOST_RANKS else own))
 
 
 def sharpen(
     diagnosis: Diagnosis,
     blocks: Sequence[BlockSummary],
     onset_step: int,
+    before: Sequence[IterationSummary],
     after: Sequence[IterationSummary],
-    stages: Mapping[int, int],
+    groups: Mapping[str, GroupInfo],
+    layout: InferredLayout,
     nodes: Mapping[int, str],
     offsets: ClockOffsets | None = None,
 ) -> Diagnosis:
-    """Say which block of each slow rank grew, and drop the ranks whose delay is absorbed.
+    """Say which block of each slow rank grew, and drop the ranks and links whose delay is absorbed.
 
     Args:
-        diagnosis: of a slowdown, with the ranks that are slow.
+        diagnosis: of a slowdown, with the ranks and links that are slow.
         blocks: of the ranks in ``blocks_wanted``, from steps before and since ``onset_step``.
-        after: the slow iterations; tells when each ended.
-        stages: pipeline stage by rank.
+        before: healthy iterations.
+        after: the slow iterations.
+        groups: the process groups by name.
+        layout: roles of groups and stages of ranks.
         nodes: node name by rank.
         offsets: the nodes' clocks; without them no step over several nodes is replayed.
     """
     found = _Medians.of(blocks, onset_step)
-    culprits = tuple(_with_block(one, found) for one in diagnosis.culprits)
-    slow = [one.rank for one in culprits if one.rank is not None and found.grown(one.rank)]
-    graph = _graph([one for one in blocks if one.step >= onset_step], after, stages, nodes, offsets)
-    if graph is None or not slow:
-        return replace(diagnosis, culprits=culprits)
-    costs = _Costs(graph, found, slow)
-    absorbed = [rank for rank in slow if costs.is_absorbed(rank)] if len(slow) > 1 else []
-    told = [f"without {_whose(rank)} delay a step would take {costs.without([rank]):.3g} s, not {costs.actual_s:.3g} s"
-            for rank in slow if rank not in absorbed][:2]  # fmt: skip
-    told += [
-        f"{_whose(rank)} delay is absorbed: the step would be no shorter without it" for rank in absorbed
-    ]
-    return replace(
-        diagnosis,
-        culprits=tuple(one for one in culprits if one.rank not in absorbed),
-        evidence=(*diagnosis.evidence, *told),
-    )
+    diagnosis = replace(diagnosis, culprits=tuple(_with_block(one, found) for one in diagnosis.culprits))
+    costs = step_costs(blocks, onset_step, before, after, groups, layout, nodes, offsets)
+    if costs is None:
+        return diagnosis
+    then, now = medians(before, "self_s"), medians(after, "self_s")
+    causes: list[tuple[Culprit, Excess]] = []
+    for one in diagnosis.culprits:
+        excess: Excess = {}
+        if one.link is not None:
+            excess = costs.of_link(one.link, after)
+        elif one.rank in then and one.rank in now and found.explains(one.rank, now[one.rank] - then[one.rank]):
+            excess = costs.of_rank(one.rank)
+        if excess:
+            causes.append((one, excess))
+    named = {one.rank for one in diagnosis.culprits}
+    for rank in sorted(found.seconds.keys() - named):
+        if found.stands_out(rank) and then.get(rank, 0.0) > 0:
+            ratio = round(now[rank] / then[rank], 2)
+            one = Culprit(rank, None, nodes.get(rank, ""), "", ratio, "medium", "compute")
+            causes.append((_with_block(one, found), costs.of_rank(rank)))
+    return _judged(diagnosis, causes, costs, _slowdown_s(before, after))
 
 
-def _whose(rank: int) -> str:
-    return f"rank {rank}'s"
+def _judged(
+    diagnosis: Diagnosis, causes: Sequence[tuple[Culprit, Excess]], costs: StepCosts, slowdown_s: float
+) -> Diagnosis:
+    """Without the culprits whose delay costs nothing, with the ranks beside whose delay costs much."""
+    absorbed = costs.absorbed([excess for _, excess in causes])
+    culprits, told = list(diagnosis.culprits), list[str]()
+    for (one, excess), nothing in zip(causes, absorbed, strict=True):
+        without_s = costs.without(excess)
+        if nothing and one in culprits:
+            culprits.remove(one)
+            told.append(f"{_whose(one)} delay is absorbed: the step would be no shorter without it")
+        elif one not in diagnosis.culprits:
+            if nothing or costs.actual_s - without_s < MIN_SHARE * slowdown_s:
+                continue
+            culprits.append(one)
+        if not nothing:
+            told.append(
+                f"without {_whose(one)} delay a step would take {without_s:.3g} s, not {costs.actual_s:.3g} s"
+            )
+    left = replace(diagnosis, culprits=tuple(culprits), evidence=(*diagnosis.evidence, *told[:_MOST_TOLD]))
+    if culprits or not diagnosis.culprits:
+        blamed = {one.rank for one in culprits}
+        return replace(left, victims=tuple(rank for rank in left.victims if rank not in blamed))
+    missing = "what lengthens the step: the delays that were seen cost it nothing"
+    return replace(left, victims=(), missing=(*left.missing, missing), summary="cause unknown")
+
+
+def _whose(culprit: Culprit) -> str:
+    if culprit.link is None:
+        return f"rank {culprit.rank}'s"
+    return f"the link's between ranks {culprit.link.ranks[0]} and {culprit.link.ranks[1]}"
+
+
+def _slowdown_s(before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> float:
+    return float(np.median(column(after, "duration_s")) - np.median(column(before, "duration_s")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +177,19 @@ class _Medians:
             }
         )
 
+    def explains(self, rank: int, growth_s: float) -> bool:
+        """Whether it is in its blocks that the rank's own time has grown."""
+        return sum(self.grown(rank).values()) >= _MOSTLY * growth_s
+
+    def stands_out(self, rank: int) -> bool:
+        """Whether one block alone accounts for the rank's delay, and is far from what it was."""
+        grown = self.grown(rank)
+        block = max(grown, key=lambda one: grown[one], default=None)
+        if block is None or grown[block] < _ONE_BLOCK * sum(grown.values()):
+            return False
+        before, since = self.seconds[rank][block]
+        return since >= _FAR * before
+
     def grown(self, rank: int) -> dict[_Block, float]:
         """By how much each block grew; only those that did."""
         return {
@@ -149,132 +212,3 @@ def _with_block(culprit: Culprit, found: _Medians) -> Culprit:
     before, since = of_rank[block]
     told = f"in {block[0]} of micro-batch {block[1]}: {before * 1e3:.0f} -> {since * 1e3:.0f} ms"
     return replace(culprit, stage=block[0], detail="; ".join(filter(None, (culprit.detail, told))))
-
-
-class _Costs:
-    """What a step takes with some of the slow ranks as fast as they were before."""
-
-    def __init__(self, graph: StepGraph, found: _Medians, slow: Sequence[int]) -> None:
-        self._graph, self._slow = graph, slow
-        self._healthy: dict[int, Floats] = {}
-        for place, node in enumerate(graph.nodes):
-            rank, kind, index = node.key
-            before = found.seconds.get(rank, {}).get((kind, index))
-            if rank in slow and before is not None:
-                self._healthy[place] = np.minimum(graph.durations[place], before[0])
-        self.actual_s = self.without([])
-        self._least_s = self.without(slow)
-
-    def without(self, ranks: Iterable[int]) -> float:
-        """Mean seconds of a step in which these ranks are healthy."""
-        healthy = set(ranks)
-        durations: Floats = np.array(self._graph.durations)
-        for place, seconds in self._healthy.items():
-            if self._graph.nodes[place].key[0] in healthy:
-                durations[place] = seconds
-        return float(self._graph.replay(durations).mean())
-
-    def is_absorbed(self, rank: int) -> bool:
-        """It costs nothing as things are, and would cost nothing without the other delays."""
-        together = self.actual_s - self._least_s
-        now = self.actual_s - self.without([rank])
-        alone = self.without([other for other in self._slow if other != rank]) - self._least_s
-        return together > 0 and max(now, alone) < _ABSORBED * together
-
-
-def _graph(
-    blocks: Sequence[BlockSummary],
-    after: Sequence[IterationSummary],
-    stages: Mapping[int, int],
-    nodes: Mapping[int, str],
-    offsets: ClockOffsets | None,
-) -> StepGraph | None:
-    """The steps that all of these ranks have told of, as one graph; None where that cannot be had."""
-    ranks = {one.rank for one in blocks}
-    if offsets is None and len({nodes.get(rank, "") for rank in ranks}) > 1:
-        return None
-    ends = {(one.rank, one.step): one.start_s + one.duration_s for one in after}
-    by_step: dict[int, list[BlockSummary]] = defaultdict(list)
-    for one in blocks:
-        by_step[one.step].append(one)
-    homes = _homes(blocks)
-    operations: list[Operation] = []
-    for step, rows in by_step.items():
-        if {one.rank for one in rows} == ranks and all((rank, step) in ends for rank in ranks):
-            operations += _operations(rows, ends, homes, stages, nodes, offsets)
-    try:
-        return step_graphs(operations)[0] if operations else None
-    except TraceError:  # an order of blocks that no message explains
-        return None
-
-
-def _homes(blocks: Sequence[BlockSummary]) -> dict[int, int]:
-    home = {one.rank: one.rank for one in blocks}
-    for _ in range(len(home)):
-        changed = False
-        for one in blocks:
-            if one.peer in home:
-                low = min(home[one.rank], home[one.peer])
-                changed = changed or (home[one.rank], home[one.peer]) != (low, low)
-                home[one.rank] = home[one.peer] = low
-        if not changed:
-            break
-    return home
-
-
-def _operations(
-    rows: Sequence[BlockSummary],
-    ends: Mapping[tuple[int, int], float],
-    homes: Mapping[int, int],
-    stages: Mapping[int, int],
-    nodes: Mapping[int, str],
-    offsets: ClockOffsets | None,
-) -> list[Operation]:
-    """One step's blocks and messages; all ranks meet at its end."""
-
-    def on_one_clock(rank: int, time_s: float) -> float:
-        return time_s if offsets is None else offsets.to_reference_s(nodes.get(rank, ""), time_s)
-
-    last = max((stages.get(one.rank, 0) for one in rows), default=0)
-    found: list[Operation] = []
-    done: dict[int, float] = {}
-    for one in rows:
-        stage, kind = stages.get(one.rank, 0), one.kind
-        name: OperationKind
-        if kind == "forward" or kind == "backward":
-            name, seconds = kind, one.own_s
-            done[one.rank] = max(done.get(one.rank, 0.0), one.start_s + seconds)
-        elif one.peer in stages:
-            downstream = _is_downstream(stage, stages[one.peer], last)
-            seconds = one.duration_s
-            if kind == "send":
-                name = "forward-send" if downstream else "backward-send"
-            else:
-                name = "backward-recv" if downstream else "forward-recv"
-        else:
-            continue
-        start_s = on_one_clock(one.rank, one.start_s)
-        found.append(Operation(one.rank, one.step, homes[one.rank], stage, name, one.index, start_s, seconds))
-    for rank, done_s in done.items():
-        step = rows[0].step
-        rest_s = max(ends[rank, step] - done_s, 0.0)
-        found.append(
-            Operation(
-                rank,
-                step,
-                homes[rank],
-                stages.get(rank, 0),
-                "norm-sync",
-                0,
-                on_one_clock(rank, done_s),
-                rest_s,
-            )
-        )
-    return found
-
-
-def _is_downstream(stage: int, other: int, last: int) -> bool:
-    """Whether ``other`` is the next stage; with interleaved stages the last one's next is the first."""
-    if last >= 2 and {stage, other} == {0, last}:
-        return stage == last
-    return other > stage

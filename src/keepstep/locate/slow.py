@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.core.incident import Culprit, Diagnosis
-from keepstep.core.iteration_table import at_steps, column
+from keepstep.core.iteration_table import column, newest_steps
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import GroupInfo, HostCause, IterationSummary, PeerTraffic
 from keepstep.locate._arrivals import arrival_evidence
@@ -37,7 +37,6 @@ _ENOUGH_RANKS = 8  # to tell what is chance
 _FAR = 6.0  # robust standard deviations of all ranks' growth
 _LEAST_SPREAD = 0.003
 _MAX_CULPRITS = 64
-_MANY = 100_000  # iterations
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ def locate_slow(
     if not after:
         return _unknown((), ("profiles of the slow iterations: no rank sent one",))
     if layout is None:
-        layout = infer_layout(groups, _few(before or after))
+        layout = infer_layout(groups, newest_steps(before or after))
     silent = sorted(set(nodes) - set(column(after, "rank").tolist()))
     missing = (f"profiles of ranks {fold_ranks(silent)}: the cause may lie there",) if silent else ()
     growth = _growth(before, after, layout)
@@ -133,12 +132,6 @@ def locate_slow(
     if len(chosen) == 0 and not links.culprits:
         return _nobody(growth, links, missing, causes)
     return _diagnosis(growth, chosen, links, missing, groups, nodes, offsets, causes, after)
-
-
-def _few(summaries: Sequence[IterationSummary]) -> Sequence[IterationSummary]:
-    """The newest two steps, one of a large job: enough to tell roles."""
-    newest = 2 if len(summaries) < _MANY else 1
-    return at_steps(summaries, np.unique(column(summaries, "step"))[-newest:].tolist())
 
 
 def _growth(

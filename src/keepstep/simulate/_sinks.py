@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +72,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of every rank of a stage; times in seconds, shape (steps, dp, tp)."""
+    """One record of every rank of a stage; times in seconds, shape (steps, dp, tp) or as their sink says."""
 
     ticket: int
     kind: Kind
@@ -82,6 +83,24 @@ class Record:
     start: Floats
     wait: Floats | None  # None: no wait was seen
     end: Floats
+
+    def at(self, *place: int) -> RecordAt:
+        """Of one rank in one step."""
+        wait = None if self.wait is None else float(self.wait[place])
+        start, end = float(self.start[place]), float(self.end[place])
+        return RecordAt(self.kind, self.op, self.role, self.peer, start, wait, end)
+
+
+class RecordAt(NamedTuple):
+    """A record of one rank in one step; seconds."""
+
+    kind: Kind
+    op: int
+    role: Role | None
+    peer: int
+    start: float
+    wait: float | None
+    end: float
 
 
 class Log:
@@ -104,6 +123,40 @@ class Log:
     def of_stage(self, stage: int) -> list[Record]:
         """In the order in which they began."""
         return sorted(self._records[stage], key=lambda record: record.ticket)
+
+
+class Blocks:
+    """The passes and messages of some ranks. ``places``: (dp, tp) of those ranks by stage."""
+
+    def __init__(self, places: Mapping[int, Sequence[tuple[int, int]]]) -> None:
+        self._places = {stage: tuple(np.transpose(here)) for stage, here in places.items()}
+        self._records: dict[int, list[Record]] = {stage: [] for stage in places}
+
+    def operation(
+        self, stage: int, ticket: int, role: Role, op: Op, peer: int, flags: int,
+        start: Floats, wait: Floats | None, end: Floats,
+    ) -> None:  # fmt: skip
+        if stage in self._places:
+            kind = Kind.P2P if op in (Op.SEND, Op.RECV) else Kind.COLLECTIVE
+            times = (
+                self._of(stage, start),
+                None if wait is None else self._of(stage, wait),
+                self._of(stage, end),
+            )
+            self._records[stage].append(Record(ticket, kind, op, role, peer, flags, *times))
+
+    def phase(self, stage: int, ticket: int, phase: Phase, start: Floats, end: Floats, own: Floats) -> None:
+        if stage in self._places and phase in (Phase.MODEL, Phase.BACKWARD):
+            times = self._of(stage, start), None, self._of(stage, end)
+            self._records[stage].append(Record(ticket, Kind.PHASE, phase, None, -1, int(Flag.NONE), *times))
+
+    def of_stage(self, stage: int) -> list[Record]:
+        """In the order in which they began; times of shape (steps, places)."""
+        return sorted(self._records[stage], key=lambda record: record.ticket)
+
+    def _of(self, stage: int, times: Floats) -> Floats:
+        d, t = self._places[stage]
+        return np.array(times[:, d, t])
 
 
 @dataclass(slots=True)
@@ -181,6 +234,17 @@ class Progress:
         here.records += began
         here.records += ended
         return began, ended
+
+
+def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Their union, in order."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
 
 
 def per_rank(arrays: list[Floats]) -> Iterator[list[list[float]]]:

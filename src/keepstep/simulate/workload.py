@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.core.errors import UsageError
-from keepstep.core.events import Kind, Phase
+from keepstep.core.events import Kind, Op, Phase
 from keepstep.core.layout import ParallelLayout
 from keepstep.core.summary import (
+    BlockKind,
+    BlockSummary,
     GroupInfo,
     HostCause,
     IterationSummary,
@@ -33,7 +35,17 @@ from keepstep.simulate._faults import Fault
 from keepstep.simulate._jitter import Jitter
 from keepstep.simulate._replay import BYTES, BlockTimes, Durations, Replay, Role, Sink
 from keepstep.simulate._schedules import Schedule
-from keepstep.simulate._sinks import Log, Progress, StageSums, Stream, Sums, per_rank
+from keepstep.simulate._sinks import (
+    Blocks,
+    Log,
+    Progress,
+    RecordAt,
+    StageSums,
+    Stream,
+    Sums,
+    joined,
+    per_rank,
+)
 
 Floats = NDArray[np.float64]
 MOST_RANKS = 131_072
@@ -44,6 +56,12 @@ _DRIFT = 2e-5
 _THREAD = 1
 _STUCK_S = 60.0  # after the last progress of anybody states are told
 _Key = tuple[str, int, int]
+_BLOCKS: Mapping[tuple[Kind, int], BlockKind] = {
+    (Kind.PHASE, Phase.MODEL): "forward",
+    (Kind.PHASE, Phase.BACKWARD): "backward",
+    (Kind.P2P, Op.SEND): "send",
+    (Kind.P2P, Op.RECV): "recv",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +136,19 @@ class Workload:
         }
         return {role: "world" if role == "world" else f"{role}_{number[role]}" for role in self._roles()}
 
-    def run(self, steps: int, faults: Sequence[Fault] = (), *, log: bool = False, stuck: bool = False) -> Run:
+    def run(
+        self,
+        steps: int,
+        faults: Sequence[Fault] = (),
+        *,
+        log: bool = False,
+        stuck: bool = False,
+        blocks_of: Sequence[int] = (),
+    ) -> Run:
         """Steps 0 to ``steps`` - 1.
 
         ``log`` keeps the records (at most 1,024 ranks); ``stuck`` keeps where everybody is when a fault never ends,
-        else every step must end.
+        else every step must end; ``blocks_of`` keeps the blocks of these ranks.
         """
         if log and self.layout.world_size > _MOST_LOGGED:
             raise UsageError(
@@ -130,7 +156,7 @@ class Workload:
             )
         if not stuck and any(math.isinf(fault.delay_s) or fault.skips for fault in faults):
             raise UsageError("a fault that never ends: ask for stuck=True, there are no summaries of it")
-        return Run(self, steps, tuple(faults), log=log, stuck=stuck)
+        return Run(self, steps, tuple(faults), log=log, stuck=stuck, blocks_of=blocks_of)
 
     def iteration_s(self, steps: int, faults: Sequence[Fault] = ()) -> Floats:
         """Seconds of each step, and nothing else of it: the same as of `run`, sooner."""
@@ -162,14 +188,26 @@ class Run:
     """What happened. ``iteration_s``: shape (steps,), seconds between the ends of the steps' last collectives."""
 
     def __init__(
-        self, workload: Workload, steps: int, faults: tuple[Fault, ...], *, log: bool, stuck: bool
+        self,
+        workload: Workload,
+        steps: int,
+        faults: tuple[Fault, ...],
+        *,
+        log: bool,
+        stuck: bool,
+        blocks_of: Sequence[int],
     ) -> None:
         layout = workload.layout
         self.workload, self.steps, self.faults = workload, steps, faults
         self._log = Log(layout.pp) if log else None
         self._sums = None if stuck else Sums(layout.pp)
         self._progress = Progress(layout.pp, (steps, layout.dp, layout.tp)) if stuck else None
-        sinks = [sink for sink in (self._log, self._sums, self._progress) if sink is not None]
+        self._chosen: dict[int, list[int]] = {}
+        for rank in sorted(blocks_of):
+            self._chosen.setdefault(self._place(rank)[0], []).append(rank)
+        places = {stage: [self._place(rank)[1:] for rank in ranks] for stage, ranks in self._chosen.items()}
+        self._blocks = Blocks(places) if places else None
+        sinks = [sink for sink in (self._log, self._sums, self._progress, self._blocks) if sink is not None]
         self._replay = workload.replay(steps, faults, sinks)
         self.iteration_s = self._replay.ends
         # when each step's predecessor was through its last collective; inf where a step is never reached
@@ -216,6 +254,33 @@ class Run:
         assert self._sums is not None, "a run that is stuck has no summaries"
         for stage, sums in enumerate(self._sums.stages):
             yield from self._stage_summaries(stage, sums, first_step)
+
+    def blocks(self) -> Iterator[BlockSummary]:
+        """The blocks of the ranks in ``blocks_of``, as the agents would tell them."""
+        assert self._blocks is not None, "run with blocks_of"
+        for stage, ranks in self._chosen.items():
+            records = self._blocks.of_stage(stage)
+            for place, rank in enumerate(ranks):
+                for step in range(self.steps):
+                    yield from self._blocks_of(rank, step, [record.at(step, place) for record in records])
+
+    def _blocks_of(self, rank: int, step: int, records: Sequence[RecordAt]) -> Iterator[BlockSummary]:
+        _, d, t = self._place(rank)
+        offset, drift = self.workload.clock(rank // self.workload.ranks_per_node)
+        origin, rate = offset + (1 + drift) * float(self._origins[step]), 1 + drift
+        waits = joined((one.start if one.wait is None else one.wait, one.end) for one in records if one.role)
+        numbers: dict[tuple[BlockKind, int], int] = {}
+        for one in records:
+            kind = _BLOCKS.get((one.kind, one.op))
+            if kind is None:
+                continue
+            peer = -1 if one.peer < 0 else self._rank(one.peer, d, t)
+            numbers[kind, peer] = number = numbers.get((kind, peer), -1) + 1
+            lasts = one.end - one.start
+            own = lasts - sum(max(min(one.end, end) - max(one.start, start), 0.0) for start, end in waits)
+            yield BlockSummary(
+                rank, step, kind, peer, number, origin + rate * one.start, rate * lasts, rate * max(own, 0.0)
+            )
 
     def states(self) -> Iterator[RankState]:
         """Where every rank is when nothing moves any more. Only with ``stuck``."""

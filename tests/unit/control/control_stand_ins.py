@@ -69,9 +69,7 @@ class PlainLocators:
         others = tuple(sorted(set(nodes) - {worst}))
         return Diagnosis("slow", (blamed,), others, (f"own time of rank {worst} ×{growth[worst]:.1f}",), ())
 
-    def blocks_wanted(
-        self, culprits: Sequence[Culprit], after: Sequence[IterationSummary]
-    ) -> tuple[int, ...]:
+    def blocks_wanted(self, culprits: Sequence[Culprit], *_: Any) -> tuple[int, ...]:
         return ()
 
     def sharpen(self, diagnosis: Diagnosis, *_: Any) -> Diagnosis:

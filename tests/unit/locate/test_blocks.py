@@ -1,20 +1,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from keepstep.core.events import Op
-from keepstep.core.incident import Culprit, Diagnosis
-from keepstep.core.summary import BlockSummary, IterationSummary, StreamSummary
+from keepstep.core.incident import Culprit, Diagnosis, Link
+from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary, StreamSummary
 from keepstep.locate import blocks_wanted, sharpen
 from keepstep.locate.blocks import pipelines
+from keepstep.locate.infer import GroupRole, InferredLayout
 
 STAGES, REPLICAS, MICROBATCHES = 3, 2, 4
 FORWARD_S, BACKWARD_S, MESSAGE_S = 0.02, 0.04, 0.001
 NODES = dict.fromkeys(range(STAGES * REPLICAS), "n0")
 STAGE_OF = {rank: rank // REPLICAS for rank in NODES}
+ONSET = 5
+GROUPS: dict[str, GroupInfo] = {}
+LAYOUT = InferredLayout({}, STAGE_OF, STAGES, "high", {})
 Delays = Mapping[tuple[int, str, int], float]  # rank, kind, micro-batch -> seconds
 
 
@@ -62,10 +66,20 @@ def step(number: int, delays: Delays) -> tuple[list[BlockSummary], list[Iteratio
     return blocks, [IterationSummary(rank, number, begin_s, end_s - begin_s, 0.0, 0.0) for rank in NODES]
 
 
-def job(delays: Delays, onset: int = 5, steps: int = 10) -> tuple[list[BlockSummary], list[IterationSummary]]:
-    told = [step(number, delays if number >= onset else {}) for number in range(steps)]
-    after = [row for _, rows in told[onset:] for row in rows]
-    return [block for blocks, _ in told for block in blocks], after
+@dataclass
+class Told:
+    blocks: list[BlockSummary]
+    before: list[IterationSummary]
+    after: list[IterationSummary]
+
+    def sharpen(self, diagnosis: Diagnosis, nodes: Mapping[int, str] = NODES) -> Diagnosis:
+        return sharpen(diagnosis, self.blocks, ONSET, self.before, self.after, GROUPS, LAYOUT, nodes)
+
+
+def job(delays: Delays) -> Told:
+    told = [step(number, delays if number >= ONSET else {}) for number in range(10)]
+    before, after = ([row for _, rows in part for row in rows] for part in (told[:ONSET], told[ONSET:]))
+    return Told([block for blocks, _ in told for block in blocks], before, after)
 
 
 def slow(ranks: Iterable[int]) -> Diagnosis:
@@ -77,8 +91,7 @@ def slow(ranks: Iterable[int]) -> Diagnosis:
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_the_block_that_is_slow_is_named(kind: str) -> None:
-    blocks, after = job({(3, kind, 2): 0.1})
-    found = sharpen(slow([3]), blocks, 5, after, STAGE_OF, NODES)
+    found = job({(3, kind, 2): 0.1}).sharpen(slow([3]))
     (culprit,) = found.culprits
     before_ms = 20 if kind == "forward" else 40
     assert culprit.stage == kind
@@ -89,7 +102,7 @@ def test_the_block_that_is_slow_is_named(kind: str) -> None:
 
 def test_a_rank_slow_throughout_keeps_its_verdict() -> None:
     delays = {(2, kind, batch): 0.02 for kind in ("forward", "backward") for batch in range(MICROBATCHES)}
-    found = sharpen(slow([2]), *with_onset(job(delays)), STAGE_OF, NODES)
+    found = job(delays).sharpen(slow([2]))
     assert found.culprits == slow([2]).culprits
     assert "without rank 2's delay" in found.evidence[-1]
 
@@ -109,8 +122,7 @@ def test_a_delay_that_costs_nothing_is_not_blamed(rank: int, kind: str) -> None:
         if 0.05 < share < 0.15:
             continue  # too close to call: a message's own time is hidden where the receiver comes late
         costs = share >= 0.1
-        blocks, after = job({**main, **other})
-        found = sharpen(slow([3, rank]), blocks, 5, after, STAGE_OF, NODES)
+        found = job({**main, **other}).sharpen(slow([3, rank]))
         assert [one.rank for one in found.culprits] == ([3, rank] if costs else [3])
         text = f"rank {rank}'s delay is absorbed: the step would be no shorter without it"
         assert (text in found.evidence) is not costs
@@ -119,37 +131,28 @@ def test_a_delay_that_costs_nothing_is_not_blamed(rank: int, kind: str) -> None:
 
 
 def test_two_that_both_cost_time_are_both_blamed() -> None:
-    blocks, after = job({(2, "backward", 1): 0.1, (4, "forward", 0): 0.1})
-    found = sharpen(slow([2, 4]), blocks, 5, after, STAGE_OF, NODES)
+    found = job({(2, "backward", 1): 0.1, (4, "forward", 0): 0.1}).sharpen(slow([2, 4]))
     assert [one.rank for one in found.culprits] == [2, 4]
 
 
 def test_equal_delays_in_two_replicas_are_both_blamed() -> None:
     """Neither alone costs anything while the other lasts, but each would without it."""
-    blocks, after = job({(2, "backward", 1): 0.1, (3, "backward", 1): 0.1})
-    found = sharpen(slow([2, 3]), blocks, 5, after, STAGE_OF, NODES)
+    found = job({(2, "backward", 1): 0.1, (3, "backward", 1): 0.1}).sharpen(slow([2, 3]))
     assert [one.rank for one in found.culprits] == [2, 3]
 
 
 def test_without_clocks_the_steps_of_several_nodes_are_not_replayed() -> None:
-    blocks, after = job({(3, "forward", 2): 0.1})
-    nodes = {rank: f"n{rank % 2}" for rank in NODES}
-    found = sharpen(slow([3]), blocks, 5, after, STAGE_OF, nodes)
+    found = job({(3, "forward", 2): 0.1}).sharpen(slow([3]), {rank: f"n{rank % 2}" for rank in NODES})
     assert "micro-batch 2" in found.culprits[0].detail
     assert found.evidence == ("own time",)
 
 
 def test_blocks_that_make_no_sense_do_no_harm() -> None:
-    blocks, after = job({(3, "forward", 2): 0.1})
-    backwards = [replace(one, start_s=-one.start_s, index=one.index % 2) for one in blocks]
-    assert [one.rank for one in sharpen(slow([3]), backwards, 5, after, STAGE_OF, NODES).culprits] == [3]
-    assert sharpen(slow([3]), [], 5, after, STAGE_OF, NODES) == slow([3])
-
-
-def with_onset(
-    told: tuple[list[BlockSummary], list[IterationSummary]],
-) -> tuple[list[BlockSummary], int, list[IterationSummary]]:
-    return told[0], 5, told[1]
+    told = job({(3, "forward", 2): 0.1})
+    told.blocks = [replace(one, start_s=-one.start_s, index=one.index % 2) for one in told.blocks]
+    assert [one.rank for one in told.sharpen(slow([3])).culprits] == [3]
+    told.blocks = []
+    assert told.sharpen(slow([3])) == slow([3])
 
 
 def test_pipelines_are_what_messages_join() -> None:
@@ -158,7 +161,22 @@ def test_pipelines_are_what_messages_join() -> None:
         return IterationSummary(rank, 0, 0.0, 1.0, 0.0, 0.0, streams=tuple(streams))
 
     rows = [sends(0, 2), sends(1, 3), sends(2, 0, 4), sends(4, 2), sends(5), sends(3, 1)]
-    assert pipelines(rows) == {0: 0, 2: 0, 4: 0, 1: 1, 3: 1, 5: 5}
-    assert blocks_wanted(slow([4]).culprits, rows) == (0, 2, 4)
-    assert blocks_wanted(slow([3, 5]).culprits, rows) == (1, 3, 5)
-    assert blocks_wanted((Culprit(cause="network"),), rows) == ()
+    assert pipelines([4], rows) == {0, 2, 4}
+    assert blocks_wanted(slow([4]).culprits, rows, GROUPS, LAYOUT) == (0, 2, 4)
+    assert blocks_wanted(slow([3, 5]).culprits, rows, GROUPS, LAYOUT) == (1, 3, 5)
+    assert blocks_wanted((Culprit(cause="network"),), rows, GROUPS, LAYOUT) == ()
+    link = Culprit(None, Link((1, 3), ("n0", "n0")), cause="network")
+    assert blocks_wanted((link,), rows, GROUPS, LAYOUT) == (1, 3)
+
+
+def test_replicas_that_reduce_with_a_culprit_are_asked_too() -> None:
+    rows = [replace(row, streams=sends(row.rank)) for row in step(0, {})[1]]
+    groups = {f"dp_{stage}": GroupInfo(f"dp_{stage}", (2 * stage, 2 * stage + 1)) for stage in range(STAGES)}
+    dp = GroupRole(("dp",), "high", "")
+    layout = replace(LAYOUT, roles=dict.fromkeys(groups, dp))
+    assert blocks_wanted(slow([2]).culprits, rows, groups, layout) == (0, 1, 2, 3, 4, 5)
+
+
+def sends(rank: int) -> tuple[StreamSummary, ...]:
+    peers = (rank - REPLICAS, rank + REPLICAS)
+    return tuple(StreamSummary("p", int(Op.SEND), p, 1, 8, 1, 0, 0, 0, 0, 0) for p in peers if p in NODES)

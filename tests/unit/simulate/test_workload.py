@@ -213,6 +213,32 @@ def test_summaries_are_what_the_agents_make_of_the_records(layout, schedule):
             assert times(agents) == pytest.approx(times(ours), abs=2e-6)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_blocks_are_what_the_agents_make_of_the_records(schedule, tp):
+    workload = Workload(ParallelLayout(tp=tp, pp=4, dp=2), schedule, micro_batches=4, ranks_per_node=2)
+    ranks = (0, 1, 3 * tp, 8 * tp - 1)
+    fault = Fault("message", 0, peer=2 * tp, delay_s=0.2)
+    run = workload.run(3, [fault], log=True, blocks_of=ranks)
+    told = list(run.blocks())
+    for rank in ranks:
+        track = RankTrack(rank, "gpu", [rank])
+        for started, finished, now_ns in polled(run.records(rank)):
+            track.take(started, finished, 0, now_ns, lambda: workload.groups_of(rank))  # noqa: B023
+        agents = track.blocks(0, 2)
+        ours = [one for one in told if one.rank == rank]
+
+        def key(one):
+            return one.step, one.kind, one.peer, one.index
+
+        agents.sort(key=key)
+        ours.sort(key=key)
+        assert [key(one) for one in agents] == [key(one) for one in ours]
+        for one, other in zip(agents, ours, strict=True):
+            assert (one.start_s, one.duration_s) == pytest.approx((other.start_s, other.duration_s), abs=2e-6)
+            assert one.own_s == pytest.approx(other.own_s, abs=5e-6)
+
+
 @pytest.mark.parametrize(
     "fault",
     [
