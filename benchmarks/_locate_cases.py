@@ -98,12 +98,17 @@ def recorded_blocks(table: Path) -> BlockTimes:
 
 
 def effects(case: Case) -> list[float]:
-    """What each fault alone adds to the iteration, as a share of the same steps without any."""
-    healthy = case.workload.iteration_s(case.steps)[case.before :]
-    found: list[float] = []
+    """What each fault adds to the iteration, alone or beside the others (the more), as a share of it without any."""
+
+    def median_s(faults: Sequence[Fault]) -> float:
+        return float(np.median(case.workload.iteration_s(case.steps, faults)[case.before :]))
+
+    healthy_s, found = median_s([]), list[float]()
     for fault in case.faults:
-        alone = case.workload.iteration_s(case.steps, [fault])[case.before :]
-        found.append(float(np.median(alone) / np.median(healthy)) - 1.0)
+        others = [one for one in case.faults if one is not fault]
+        alone_s = median_s([fault]) - healthy_s
+        beside_s = median_s(case.faults) - median_s(others) if others else alone_s
+        found.append(max(alone_s, beside_s) / healthy_s)
     return found
 
 

@@ -26,6 +26,7 @@ Excess = Mapping[int, Floats]  # position of an operation in the graph -> its se
 _TRUE_WITHIN = 0.2  # of the step's time: a replay further off than that proves nothing
 _NOTHING = 0.01  # of a healthy step
 _LITTLE = 0.1  # of what all culprits cost together
+_MANY = 1 << 20  # more than a rank receives in a step
 _SMALL_BYTES = 1024  # per operation
 _P2P = (int(Op.SEND), int(Op.RECV))
 
@@ -55,18 +56,17 @@ class StepCosts:
         """Whose blocks are in the graph."""
         return self._graph.stage_of
 
-    def of_rank(self, rank: int) -> Excess:
-        """The passes of a rank, as they usually are."""
-        return self._usual(lambda key: key[0] == rank and key[1] in ("forward", "backward"))
+    def of_rank(self, rank: int, only: tuple[str, int] | None = None) -> Excess:
+        """The passes of a rank, or ``only`` one (kind, index), as they usually are."""
+        passes = ("forward", "backward")
+        return self._usual(lambda key: key[0] == rank and (key[1:] == only if only else key[1] in passes))
 
     def of_link(self, link: Link, after: Sequence[IterationSummary]) -> Excess:
-        """Transfers between two ranks or, on two nodes, between these; none where some of them are not in the graph."""
+        """All transfers between its nodes, or inside the one; none where some of them are not in the graph."""
         nodes, ends = self._job.nodes, set(link.nodes)
 
         def crosses(rank: int, other: int) -> bool:
-            if len(ends) == 2:
-                return {nodes.get(rank), nodes.get(other)} == ends
-            return {rank, other} == set(link.ranks)
+            return rank != other and {nodes.get(rank), nodes.get(other)} == ends
 
         if any(self._is_left_out(row, crosses) for row in of_ranks(after, link.ranks)):
             return {}
@@ -207,6 +207,17 @@ def _operations(
         if one.kind == "forward" or one.kind == "backward":
             add(one.rank, one.kind, one.index, one.start_s, one.own_s)
             done[one.rank] = max(done[one.rank], one.start_s + one.own_s)
+        elif (
+            one.peer not in iterations
+        ):  # silent: what it sends comes as long after the rank's own pass as it did
+            if one.kind == "recv":
+                add(
+                    one.rank,
+                    "local",
+                    one.peer * _MANY + one.index,
+                    one.start_s + one.own_s,
+                    one.duration_s - one.own_s,
+                )
         elif one.peer in stages:
             downstream = _is_downstream(stages.get(one.rank, 0), stages[one.peer], last)
             kind: OperationKind
@@ -217,9 +228,11 @@ def _operations(
             add(one.rank, kind, one.index, one.start_s, one.duration_s)
     for rank, row in iterations.items():
         for stream in row.streams:
-            if _is_sync(stream, job.layout) and row.start_s + stream.start_s >= done[rank]:
-                add(rank, "grads-sync", 0, row.start_s + stream.start_s, stream.busy_s)
-                done[rank] = row.start_s + stream.end_s
+            ends_s = row.start_s + stream.end_s
+            if _is_sync(stream, job.layout) and ends_s > done[rank]:
+                begins_s = max(row.start_s + stream.start_s, done[rank])
+                add(rank, "grads-sync", 0, begins_s, ends_s - begins_s)
+                done[rank] = ends_s
         add(rank, "norm-sync", 0, done[rank], max(row.start_s + row.duration_s - done[rank], 0.0))
     return found
 

@@ -6,7 +6,6 @@ the same way). A delay that the pipeline's bubbles or another delay take up is n
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from keepstep.core.events import Op
 from keepstep.core.incident import Culprit, Diagnosis
 from keepstep.core.iteration_table import column, medians, of_ranks
 from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary
-from keepstep.locate._step_costs import Excess, StepCosts, step_costs
+from keepstep.locate._step_costs import Excess, Floats, StepCosts, step_costs
 from keepstep.locate.clocks import ClockOffsets
 from keepstep.locate.infer import InferredLayout
 from keepstep.locate.slow import MIN_SHARE
@@ -98,43 +97,54 @@ def sharpen(
     if costs is None:
         return diagnosis
     then, now = medians(before, "self_s"), medians(after, "self_s")
-    causes: list[tuple[Culprit, Excess]] = []
+    causes: list[tuple[list[Culprit], Excess]] = []
+    starved: dict[tuple[str, str], list[Culprit]] = defaultdict(list)
     for one in diagnosis.culprits:
-        excess: Excess = {}
         if one.link is not None:
-            excess = costs.of_link(one.link, after)
-        elif one.rank in then and one.rank in now and found.explains(one.rank, now[one.rank] - then[one.rank]):
-            excess = costs.of_rank(one.rank)
-        if excess:
-            causes.append((one, excess))
+            causes.append(([one], costs.of_link(one.link, after)))
+        elif (
+            one.rank in then and one.rank in now and found.explains(one.rank, now[one.rank] - then[one.rank])
+        ):
+            if one.cause == "compute":
+                causes.append(([one], costs.of_rank(one.rank, found.one_block(one.rank))))
+            else:
+                starved[one.node, one.cause].append(one)  # one cause, whatever each rank's part
+    for together in starved.values():
+        excess: dict[int, Floats] = {}
+        for one in together:
+            excess |= costs.of_rank(one.rank) if one.rank is not None else {}
+        causes.append((together, excess))
+    causes = [(whose, excess) for whose, excess in causes if excess]
     named = {one.rank for one in diagnosis.culprits}
     for rank in sorted(found.seconds.keys() - named):
         if found.stands_out(rank) and then.get(rank, 0.0) > 0:
             ratio = round(now[rank] / then[rank], 2)
             one = Culprit(rank, None, nodes.get(rank, ""), "", ratio, "medium", "compute")
-            causes.append((_with_block(one, found), costs.of_rank(rank)))
+            causes.append(([_with_block(one, found)], costs.of_rank(rank, found.one_block(rank))))
     return _judged(diagnosis, causes, costs, _slowdown_s(before, after))
 
 
 def _judged(
-    diagnosis: Diagnosis, causes: Sequence[tuple[Culprit, Excess]], costs: StepCosts, slowdown_s: float
+    diagnosis: Diagnosis,
+    causes: Sequence[tuple[Sequence[Culprit], Excess]],
+    costs: StepCosts,
+    slowdown_s: float,
 ) -> Diagnosis:
     """Without the culprits whose delay costs nothing, with the ranks beside whose delay costs much."""
     absorbed = costs.absorbed([excess for _, excess in causes])
     culprits, told = list(diagnosis.culprits), list[str]()
-    for (one, excess), nothing in zip(causes, absorbed, strict=True):
-        without_s = costs.without(excess)
-        if nothing and one in culprits:
-            culprits.remove(one)
-            told.append(f"{_whose(one)} delay is absorbed: the step would be no shorter without it")
-        elif one not in diagnosis.culprits:
-            if nothing or costs.actual_s - without_s < MIN_SHARE * slowdown_s:
-                continue
-            culprits.append(one)
-        if not nothing:
-            told.append(
-                f"without {_whose(one)} delay a step would take {without_s:.3g} s, not {costs.actual_s:.3g} s"
-            )
+    for (together, excess), nothing in zip(causes, absorbed, strict=True):
+        without_s, known = costs.without(excess), together[0] in diagnosis.culprits
+        if not known and (nothing or costs.actual_s - without_s < MIN_SHARE * slowdown_s):
+            continue
+        if nothing:
+            culprits = [one for one in culprits if one not in together]
+            told.append(f"{_whose(together)} delay is absorbed: the step would be no shorter without it")
+            continue
+        culprits += [] if known else together
+        told.append(
+            f"without {_whose(together)} delay a step would take {without_s:.3g} s, not {costs.actual_s:.3g} s"
+        )
     left = replace(diagnosis, culprits=tuple(culprits), evidence=(*diagnosis.evidence, *told[:_MOST_TOLD]))
     if culprits or not diagnosis.culprits:
         blamed = {one.rank for one in culprits}
@@ -143,10 +153,11 @@ def _judged(
     return replace(left, victims=(), missing=(*left.missing, missing), summary="cause unknown")
 
 
-def _whose(culprit: Culprit) -> str:
-    if culprit.link is None:
-        return f"rank {culprit.rank}'s"
-    return f"the link's between ranks {culprit.link.ranks[0]} and {culprit.link.ranks[1]}"
+def _whose(culprits: Sequence[Culprit]) -> str:
+    first = culprits[0]
+    if first.link is not None:
+        return f"the link's between ranks {first.link.ranks[0]} and {first.link.ranks[1]}"
+    return f"rank {first.rank}'s" if len(culprits) == 1 else f"{first.node}'s ({first.cause})"
 
 
 def _slowdown_s(before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> float:
@@ -183,12 +194,17 @@ class _Medians:
 
     def stands_out(self, rank: int) -> bool:
         """Whether one block alone accounts for the rank's delay, and is far from what it was."""
-        grown = self.grown(rank)
-        block = max(grown, key=lambda one: grown[one], default=None)
-        if block is None or grown[block] < _ONE_BLOCK * sum(grown.values()):
+        block = self.one_block(rank)
+        if block is None:
             return False
         before, since = self.seconds[rank][block]
         return since >= _FAR * before
+
+    def one_block(self, rank: int) -> _Block | None:
+        """The block that alone accounts for what the rank's blocks have grown."""
+        grown = self.grown(rank)
+        block = max(grown, key=lambda one: grown[one], default=None)
+        return None if block is None or grown[block] < _ONE_BLOCK * sum(grown.values()) else block
 
     def grown(self, rank: int) -> dict[_Block, float]:
         """By how much each block grew; only those that did."""
@@ -203,11 +219,8 @@ def _with_block(culprit: Culprit, found: _Medians) -> Culprit:
     """The micro-batch that alone accounts for the rank's delay goes into the culprit's detail."""
     if culprit.rank is None or culprit.rank not in found.seconds:
         return culprit
-    grown, of_rank = found.grown(culprit.rank), found.seconds[culprit.rank]
-    if not grown or len(of_rank) <= len(_COMPUTE):  # one micro-batch: the stage has said it
-        return culprit
-    block = max(grown, key=lambda one: grown[one])
-    if grown[block] < _ONE_BLOCK * sum(grown.values()):
+    block, of_rank = found.one_block(culprit.rank), found.seconds[culprit.rank]
+    if block is None or len(of_rank) <= len(_COMPUTE):  # one micro-batch: the stage has said it
         return culprit
     before, since = of_rank[block]
     told = f"in {block[0]} of micro-batch {block[1]}: {before * 1e3:.0f} -> {since * 1e3:.0f} ms"
