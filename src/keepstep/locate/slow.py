@@ -37,6 +37,8 @@ _ENOUGH_RANKS = 8  # to tell what is chance
 _FAR = 6.0  # robust standard deviations of all ranks' growth
 _LEAST_SPREAD = 0.003
 _MAX_CULPRITS = 64
+_HOST_EXPLAINS = 0.25  # of what a rank's own time grew: enough to be its cause
+_LEAST_HOST_SHARE = 0.05  # of a rank's time, lost to what its agent saw
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,8 @@ def locate_slow(
         fact = f"iterations take {growth.job_before_s * 1e3:.0f} -> {growth.job_after_s * 1e3:.0f} ms"
         return _unknown((fact,), missing, "the job is not slower in the given iterations")
     chosen = _slow_ranks(growth)
+    if len(chosen) == 0 and silent:
+        chosen = _starved(growth, causes, nodes)
     explained = float(growth.share[chosen].max(initial=0.0))
     links = SlowLinks()
     if max(explained, growth.share_of_all) < _ENOUGH_SHARE:
@@ -209,6 +213,20 @@ def _alone(growth: _Growth, over_common: Floats) -> NDArray[np.bool_]:
     )
 
 
+def _starved(growth: _Growth, causes: Sequence[HostCause], nodes: Mapping[int, str]) -> Ints:
+    """All that told anything are slow alike, but agents saw why, and the others' nodes are silent."""
+    lost = {
+        cause.rank: cause.share * growth.job_after_s for cause in causes if cause.share >= _LEAST_HOST_SHARE
+    }
+    gains = zip(growth.ranks.tolist(), growth.gain_s.tolist(), strict=True)
+    found = [
+        place
+        for place, (rank, gain_s) in enumerate(gains)
+        if lost.get(rank, 0.0) >= _HOST_EXPLAINS * gain_s > 0
+    ]
+    return np.array(found if len(found) == len(growth.ranks) else [], dtype=np.int64)
+
+
 def _diagnosis(
     growth: _Growth,
     chosen: Ints,
@@ -258,7 +276,7 @@ def _culprit(
     host = _host_cause(rank, causes, nodes)
     if host is not None:
         lost_s = host.share * growth.job_after_s
-        if lost_s >= 0.25 * float(growth.gain_s[position]):
+        if lost_s >= _HOST_EXPLAINS * float(growth.gain_s[position]):
             cause = host.cause
         details.append(
             f"{host.cause}: {host.share:.0%} of the time lost{', ' + host.detail if host.detail else ''}"
@@ -297,7 +315,7 @@ def _host_cause(rank: int, causes: Sequence[HostCause], nodes: Mapping[int, str]
     one_node = len(set(nodes.values())) == 1
     fitting = [c for c in causes if c.rank == rank or (c.rank < 0 and one_node)]
     worst = max(fitting, key=lambda c: c.share, default=None)
-    return worst if worst is not None and worst.share >= 0.05 else None
+    return worst if worst is not None and worst.share >= _LEAST_HOST_SHARE else None
 
 
 def _self_evidence(growth: _Growth, chosen: Ints) -> list[str]:
@@ -337,7 +355,7 @@ def _nobody(
         facts = f"own time of all {len(growth.ranks)} ranks x{least:.2f} to x{most:.2f}"
         together = growth.share_of_all
         if together >= MIN_SHARE:
-            hosts = sorted({cause.cause for cause in causes if cause.share >= 0.05})
+            hosts = sorted({cause.cause for cause in causes if cause.share >= _LEAST_HOST_SHARE})
             evidence.append(f"{facts}: all ranks alike, {min(together, 1.0):.0%} of the slowdown")
             evidence.extend(f"agents saw {cause}" for cause in hosts)
             wanted = "what grew for all ranks: work per step, clocks of the devices, a shared resource"
