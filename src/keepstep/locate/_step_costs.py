@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -144,6 +144,9 @@ def step_costs(
     ranks = {one.rank for one in blocks}
     if offsets is None and len({nodes.get(rank, "") for rank in ranks}) > 1:
         return None
+    layout = replace(layout, stages=_stages(ranks, groups, layout))
+    if len(set(layout.stages.values())) > 1 and not ranks <= layout.stages.keys():
+        return None
     job = _Job(groups, layout, nodes, offsets)
     since = _graph([one for one in blocks if one.step >= onset_step], after, ranks, job)
     if since is None:
@@ -156,7 +159,38 @@ def step_costs(
         return StepCosts(since, {}, job, 0.0)
     medians: Floats = np.median(usual.durations, axis=1)
     healthy = {node.key: float(medians[place]) for place, node in enumerate(usual.nodes)}
-    return StepCosts(since, healthy, job, max(since_s - _measured(usual, before, ranks)[1], 0.0))
+    longer_s = max(since_s - _measured(usual, before, ranks)[1], 0.0)
+    return StepCosts(since, healthy, job, longer_s + _waited_for_others_s(since, healthy, ranks, job))
+
+
+def _waited_for_others_s(
+    graph: StepGraph, healthy: Mapping[_Key, float], ranks: set[int], job: _Job
+) -> float:
+    """By how much the collectives at a step's end grew that also wait for ranks of which nothing is known."""
+    partial: set[_Key] = set()
+    for name in job.layout.groups_with("dp"):
+        members = job.groups[name].members if name in job.groups else ()
+        if not ranks.issuperset(members):
+            partial |= {(rank, "grads-sync", 0) for rank in ranks.intersection(members)}
+    if any(node.key[1] == "local" for node in graph.nodes):  # a part of a pipeline is silent
+        partial |= {(rank, "norm-sync", 0) for rank in ranks}
+    grown = {"grads-sync": 0.0, "norm-sync": 0.0}
+    for place, node in enumerate(graph.nodes):
+        if node.key in partial and node.key in healthy:
+            kind, longer_s = node.key[1], float(graph.durations[place].mean()) - healthy[node.key]
+            grown[kind] = max(grown[kind], longer_s)
+    return sum(grown.values())
+
+
+def _stages(ranks: set[int], groups: Mapping[str, GroupInfo], layout: InferredLayout) -> dict[int, int]:
+    """Also of ranks that silent ones part from their pipeline: their replicas' in the same reduction."""
+    found = {rank: stage for rank, stage in layout.stages.items() if rank in ranks}
+    for name in layout.groups_with("dp"):
+        members = groups[name].members if name in groups else ()
+        known = next((found[rank] for rank in members if rank in found), None)
+        if known is not None:
+            found.update((rank, known) for rank in ranks.intersection(members) if rank not in found)
+    return found
 
 
 def _measured(graph: StepGraph, rows: Sequence[IterationSummary], ranks: set[int]) -> tuple[float, float]:
