@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from keepstep.core.incident import Culprit, Link
+from keepstep.core.iteration_table import IterationTable
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.core.summary import GroupInfo, IterationSummary, PeerTraffic
+from keepstep.locate._candidates import ranks_to_look_at
 from keepstep.locate._traffic import slowest_path
 from keepstep.locate._transfers import (
     Path,
@@ -54,8 +56,12 @@ def transfers_since(
     groups: Mapping[str, GroupInfo],
     nodes: Mapping[int, str],
     offsets: ClockOffsets | None,
+    slowdown_s: float,
 ) -> list[Transfer]:
-    """All paths' transfers, healthy and now."""
+    """All paths' transfers, healthy and now; of a large job those that may account for a part of the slowdown."""
+    if isinstance(before, IterationTable) and isinstance(after, IterationTable):
+        ranks = ranks_to_look_at(before, after, groups, nodes, _least_gain_s(slowdown_s))
+        before, after = before.of_ranks(ranks), after.of_ranks(ranks)
     old, new = collective_transfers(before, groups), collective_transfers(after, groups)
     found = [
         Transfer(
@@ -151,7 +157,7 @@ def blame_links(
     paths and absent from the fast ones, or when the connections of one pair lost more of their speed than all others.
     Otherwise nobody is named, and ``missing`` says between whom to test.
     """
-    floor = max(MIN_SHARE * slowdown_s, 1e-4)
+    floor = _least_gain_s(slowdown_s)
     slow = [
         t for t in transfers if t.gain_s >= max(floor, 2 * t.error_s * t.count) and _is_slow(t, slowdown_s)
     ]
@@ -180,6 +186,10 @@ def blame_links(
         f"which pair of {fold_nodes(rest)} is slow: {slow[0].path} spans all of them; test them pair by pair",
     )
     return SlowLinks((), evidence, missing, summary, share)
+
+
+def _least_gain_s(slowdown_s: float) -> float:
+    return max(MIN_SHARE * slowdown_s, 1e-4)
 
 
 def _is_slow(transfer: Transfer, slowdown_s: float) -> bool:

@@ -124,7 +124,7 @@ def locate_slow(
         if growth.before is None:
             transfers = transfers_against_peers(after, groups, nodes, offsets, layout)
         else:
-            transfers = transfers_since(before, after, groups, nodes, offsets)
+            transfers = transfers_since(before, after, groups, nodes, offsets, growth.lost_s)
         # a slow rank's own operations overlap its slow compute: they prove no slow link beside it
         blamed = {int(rank) for rank in growth.ranks[chosen]}
         apart = (
