@@ -75,7 +75,7 @@ def _plan_slow_8(what: str) -> Callable[[int], Plan]:
         truth: dict[str, Any] = {"ranks": ranks, "onset": onset, "relief": relief}
         if what == "block":
             truth |= {"stage": chance.choice(("forward", "backward")), "microbatch": chance.randrange(4)}
-            seconds = chance.choice((0.06, 0.1, 0.2))
+            seconds = chance.choice((0.25, 0.35, 0.5))  # more than any bubble of these steps absorbs
             faults = [
                 f"delay rank {ranks[0]} by {seconds} s in {truth['stage']} {truth['microbatch']} {when}"
             ]

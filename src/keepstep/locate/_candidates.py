@@ -71,10 +71,6 @@ class _Streams:
         return (((path << 19) + self.peer[which] + 1) << 18) + self.rank[which]
 
 
-def _group_of(keys: Ints) -> Ints:
-    return keys >> (18 + 19 + 5)
-
-
 def _growth(then: tuple[Ints, Floats], now: tuple[Ints, Floats]) -> tuple[Ints, Floats]:
     """(keys, the greatest value now less the least before) of the keys that both have."""
     old, least = _reduced(*then, np.minimum)
