@@ -116,8 +116,7 @@ class IterationTable(Sequence[IterationSummary]):
         breaks = np.flatnonzero((self.part[1:] != self.part[:-1]) | (self.first[1:] != ends[:-1])) + 1
         begins = np.concatenate(([0], breaks))[: len(counts)]
         lasts = np.concatenate((breaks, [len(counts)]))[: len(begins)] - 1
-        empty: Rows = np.zeros(0, STREAM)
-        pieces = [empty]
+        pieces: list[Rows] = [np.zeros(0, STREAM)]
         bases, sizes = [0], [0]
         bounds = (self.part[begins], self.first[begins], ends[lasts])
         runs: list[list[int]] = [values.tolist() for values in bounds]
@@ -125,7 +124,8 @@ class IterationTable(Sequence[IterationSummary]):
             pieces.append(self.parts[part][0][low:high])
             bases.append(self.parts[part][1])
             sizes.append(self.parts[part][2])
-        found = np.concatenate(pieces)
+        # many times faster than concatenating structured arrays
+        found: Rows = np.frombuffer(bytearray().join(map(memoryview, pieces)), STREAM)
         lengths = [len(piece) for piece in pieces]
         group: NDArray[np.int64] = found["group"].astype(np.int64)
         named = (group >= 0) & (group < np.repeat(sizes, lengths))

@@ -52,18 +52,16 @@ class _Streams:
     def __init__(self, table: IterationTable, names: dict[str, int]) -> None:
         place, streams = table.flat()
         numbers = np.array([names.setdefault(name, len(names)) for name in table.names], dtype=np.int64)
-        known = streams["count"] > 0
-        place, streams = place[known], streams[known]
-        rows = table.rows[place]
-        self.rank: Ints = rows["rank"].astype(np.int64)
-        self.step: Ints = rows["step"].astype(np.int64)
+        self.rank: Ints = table.rows["rank"].astype(np.int64)[place]
+        self.step: Ints = table.rows["step"].astype(np.int64)[place]
         self.group: Ints = numbers[streams["group"]]
         self.op: Ints = streams["op"].astype(np.int64)
         self.peer: Ints = streams["peer"].astype(np.int64)
         self.count: Ints = streams["count"].astype(np.int64)
         self.busy_s: Floats = streams["busy_s"].astype(np.float64)
-        self.start_s: Floats = rows["start_s"] + streams["start_s"]
-        self.end_s: Floats = rows["start_s"] + streams["end_s"]
+        begin_s: Floats = table.rows["start_s"][place]
+        self.start_s: Floats = begin_s + streams["start_s"]
+        self.end_s: Floats = begin_s + streams["end_s"]
 
     def keys(self, which: NDArray[np.bool_]) -> Ints:
         """One number for each path as one rank has it: (group, operation, peer, rank)."""
