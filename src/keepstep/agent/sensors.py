@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from keepstep.agent.host import CpuCounters, cpu_counters, quota_file
 from keepstep.agent.processes import ProcessId
+from keepstep.core.cpu_counters import CpuCounters, cpu_counters, quota_file
 from keepstep.core.summary import HostCause
 from keepstep.detect import HostSample, host_cause
 

@@ -45,6 +45,10 @@ class DeviceFigure:
     test: str  # "fp32", "bf16", "fp8", or the name of a custom test
     value: float
     unit: str = "TFLOP/s"
+    limited: float = (
+        0.0  # share of the test in which the rank's CPU quota kept it off its core; part of ``value``
+    )
+    taken: float = 0.0  # share in which other processes had its core; not part of ``value``
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.validation import SlowDevice, SlowLink, Validation
-from keepstep.validate.judge import link_speeds
+from keepstep.validate.judge import cause_of, link_speeds
 
 _ROWS = 64
 
@@ -26,8 +26,13 @@ def in_a_line(outcome: Validation) -> str:
 def of_device(slow: SlowDevice) -> str:
     """``fp32 0.9 TFLOP/s against 1.8``."""
     one = slow.figure
-    return (
+    told = (
         f"{one.test} {_short(one.value)} {one.unit}".rstrip() + f" against {_short(slow.median)} of its peers"
+    )
+    return (
+        told
+        if cause_of(slow) == "device"
+        else f"{told}, cpu quota: off its core {one.limited:.0%} of the test"
     )
 
 
