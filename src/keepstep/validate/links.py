@@ -24,7 +24,9 @@ _CHUNK = 1 << 20
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f">{_TOKEN_BYTES}sII")  # token, pass, source
 _ASK = struct.Struct(">I")
-_COST = struct.Struct(">QQ")  # after each message: ns that the source waited for a core, and ns that it had one
+_COST = struct.Struct(
+    ">QQ"
+)  # after each message: ns that the source waited for a core, and ns that it had one
 _WAITING_ROOM = 64
 _ANYWHERE = "192.0.2.1"  # for documentation (RFC 5737): routed like the rest of the world
 
