@@ -46,9 +46,9 @@ class DeviceFigure:
     value: float
     unit: str = "TFLOP/s"
     limited: float = (
-        0.0  # share of the test in which the rank's CPU quota kept it off its core; part of ``value``
+        0.0  # share of its own time in which a CPU quota kept the rank off its core; in ``value``
     )
-    taken: float = 0.0  # share in which other processes had its core; not part of ``value``
+    taken: float = 0.0  # share of the test in which other processes had its core; not in ``value``
 
 
 @dataclass(frozen=True, slots=True)

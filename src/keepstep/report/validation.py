@@ -26,14 +26,11 @@ def in_a_line(outcome: Validation) -> str:
 def of_device(slow: SlowDevice) -> str:
     """``fp32 0.9 TFLOP/s against 1.8``."""
     one = slow.figure
-    told = (
-        f"{one.test} {_short(one.value)} {one.unit}".rstrip() + f" against {_short(slow.median)} of its peers"
-    )
-    return (
-        told
-        if cause_of(slow) == "device"
-        else f"{told}, cpu quota: off its core {one.limited:.0%} of the test"
-    )
+    figure = f"{one.test} {_short(one.value)} {one.unit}".rstrip()
+    told = f"{figure} against {_short(slow.median)} of its peers"
+    if cause_of(slow) == "cpu quota":
+        told += f", cpu quota: off its core {one.limited:.0%} of its time"
+    return told
 
 
 def of_link(slow: SlowLink) -> str:

@@ -84,7 +84,7 @@ def _products_on_cpu(rank: int) -> DeviceFigure:
     limited_s = min(limited_s, max(wall_s - busy_s, 0.0))  # the kernel adds it over cores and processes
     speed = _teraflops(_CPU_SIZE, seconds * (1 + limited_s / max(busy_s, 1e-9)))
     taken = max(wall_s - busy_s - limited_s, 0.0) / wall_s
-    return DeviceFigure(rank, "fp32", speed, "TFLOP/s", limited_s / wall_s, taken)
+    return DeviceFigure(rank, "fp32", speed, "TFLOP/s", limited_s / (busy_s + limited_s), taken)
 
 
 def _products_on_gpu(rank: int, device: str) -> Iterator[DeviceFigure | str]:

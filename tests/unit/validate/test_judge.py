@@ -107,3 +107,9 @@ def test_a_core_that_others_had_is_said_and_nobody_accused() -> None:
     assert taken({0: 0.02, 1: 0.51, 2: 0.0}) == (
         "rank 1: other processes had its core 51% of the test (of its peers' 2%), which its figure leaves out",
     )
+
+
+def test_a_quota_is_the_cause_also_where_others_had_the_core_most_of_the_time() -> None:
+    held_back = DeviceFigure(1, "fp32", 0.1, limited=0.95, taken=0.9)
+    figures = [RankFigures(1, (held_back,)), *devices({0: 2.0, 2: 2.0, 3: 2.0})]
+    assert [cause_of(slow) for slow in judge(range(4), figures, {}).devices] == ["cpu quota"]
