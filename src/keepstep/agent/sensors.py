@@ -46,7 +46,7 @@ class HostSensors:
             sample = _sample(rank, looks)
             judged = host_cause([sample]) if sample is not None else None
             if judged is not None:
-                found.append(HostCause(rank, judged.kind.replace("-", " "), judged.share, str(judged)))
+                found.append(HostCause(rank, judged.kind.replace("-", " "), judged.share))
         return tuple(found)
 
 

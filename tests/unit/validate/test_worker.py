@@ -13,9 +13,19 @@ import torch
 
 from keepstep.core.cpu_counters import CpuCounters
 from keepstep.core.validation import RankTests, TransferEndpoint
-from keepstep.validate import devices
+from keepstep.validate import devices, worker
 from keepstep.validate.plan import transfers
 from keepstep.validate.worker import HeldTests
+
+
+@pytest.fixture(autouse=True)
+def patient_and_single_threaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One compute thread, as ``keepstep run`` gives each of several ranks; figures come however busy the host is."""
+    monkeypatch.setattr(worker, "MOST_LIMIT_S", 600.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @contextmanager
@@ -28,7 +38,7 @@ def held(*ranks: int) -> Iterator[dict[int, HeldTests]]:
         yield made
 
 
-def run_all(tests: dict[int, HeldTests], members: tuple[int, ...], limit_s: float = 20.0) -> dict[int, Any]:
+def run_all(tests: dict[int, HeldTests], members: tuple[int, ...], limit_s: float = 600.0) -> dict[int, Any]:
     planned = transfers([members])
     endpoints = {rank: TransferEndpoint(**one.endpoint()) for rank, one in tests.items()}
     reports: dict[int, Any] = {}
@@ -125,7 +135,6 @@ def test_time_of_others_on_the_core_leaves_the_figure_alone_and_time_beyond_the_
 
     monkeypatch.setattr(devices, "time", host)
     monkeypatch.setattr(devices, "cpu_counters", counters)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     (figure,) = (one for one in devices.device_tests(0, "cpu", lambda: False) if not isinstance(one, str))
     assert (round(figure.limited, 6), round(figure.taken, 6)) == (limited, taken)
     alone = 2 * 384**3 / 1e-3 * 1e-12
