@@ -25,6 +25,7 @@ setup: $(DEV)
 
 # torch first and pinned: a range would let the installer pick the newest build with gigabytes of CUDA.
 $(READY): pyproject.toml CMakeLists.txt $(NATIVE)
+	@echo "setting up $(VENV), once: downloads torch (200 MB), builds the native part; minutes" >&2
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "keepstep needs Python 3.10 or newer; name one: make PYTHON=python3.12" >&2; exit 2; }

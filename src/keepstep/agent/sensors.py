@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from keepstep.agent.host import CpuCounters, cpu_counters, quota_file
 from keepstep.agent.processes import ProcessId
+from keepstep.core.cpu_counters import CpuCounters, cpu_counters, quota_file
 from keepstep.core.summary import HostCause
 from keepstep.detect import HostSample, host_cause
 
@@ -46,7 +46,7 @@ class HostSensors:
             sample = _sample(rank, looks)
             judged = host_cause([sample]) if sample is not None else None
             if judged is not None:
-                found.append(HostCause(rank, judged.kind.replace("-", " "), judged.share, str(judged)))
+                found.append(HostCause(rank, judged.kind.replace("-", " "), judged.share))
         return tuple(found)
 
 

@@ -38,6 +38,11 @@ def validate(
     answer = _ask(run, _chosen(ranks), timeout)
     if answer.outcome is None:
         raise RunError(f"{run}: not validated: {answer.refused}; the training goes on as before")
+    if not any(one.devices or one.links for one in answer.outcome.figures):
+        raise RunError(
+            f"{run}: not validated: no rank's figures came in the {answer.outcome.held_s:.1f} s that it was held: "
+            "its hosts are too busy, or its devices hang; ask once more"
+        )
     if json:
         sys.stdout.write(msgspec.json.encode(answer.outcome).decode() + "\n")
     else:

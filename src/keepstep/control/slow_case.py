@@ -17,6 +17,7 @@ from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import BlockSummary, IterationSummary, PathProbe, PeerTraffic
 from keepstep.core.validation import Validation
 from keepstep.report.validation import in_a_line, of_device, of_link
+from keepstep.validate.judge import cause_of
 from keepstep.validate.suspects import suspicious_groups
 from keepstep.wire.messages import Profile
 
@@ -228,7 +229,14 @@ class SlowCase:
             rank, sure = device.figure.rank, "high" if device.figure.rank in ranks else "medium"
             found.append(
                 Culprit(
-                    rank, None, nodes.get(rank, ""), "", 1 / device.share, sure, "device", of_device(device)
+                    rank,
+                    None,
+                    nodes.get(rank, ""),
+                    "",
+                    1 / device.share,
+                    sure,
+                    cause_of(device),
+                    of_device(device),
                 )
             )
         for slow in outcome.links:

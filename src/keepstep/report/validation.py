@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.validation import SlowDevice, SlowLink, Validation
-from keepstep.validate.judge import link_speeds
+from keepstep.validate.judge import cause_of, link_speeds
 
 _ROWS = 64
 
@@ -26,9 +26,11 @@ def in_a_line(outcome: Validation) -> str:
 def of_device(slow: SlowDevice) -> str:
     """``fp32 0.9 TFLOP/s against 1.8``."""
     one = slow.figure
-    return (
-        f"{one.test} {_short(one.value)} {one.unit}".rstrip() + f" against {_short(slow.median)} of its peers"
-    )
+    figure = f"{one.test} {_short(one.value)} {one.unit}".rstrip()
+    told = f"{figure} against {_short(slow.median)} of its peers"
+    if cause_of(slow) == "cpu quota":
+        told += f", cpu quota: off its core {one.limited:.0%} of its time"
+    return told
 
 
 def of_link(slow: SlowLink) -> str:

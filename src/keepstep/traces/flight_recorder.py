@@ -340,6 +340,9 @@ def _entry(entry: Mapping[str, Any], groups: Mapping[str, GroupInfo], rank: int)
         here, there = int(message[2]), int(message[3])
         if not members:
             return None
+        if rank not in members:
+            told = f"has messages of {group}, which is between ranks {fold_ranks(members)}"
+            raise TraceError(f"{told}: the dump of another rank under this rank's name")
         peer = members[there if here == members.index(rank) else here]
     seq = int(entry["p2p_seq_id"] if peer >= 0 else entry["collective_seq_id"])
     done = bool(entry.get("retired")) or entry.get("state") == "completed"

@@ -11,6 +11,7 @@ from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures, Slow
 SLOW_SHARE = 0.8  # of the peers' median: a drop by 20 % makes a suspect
 _SPREADS = 3.5  # the figure must also be this many times the usual deviation away
 _MAD_TO_SIGMA = 1.4826
+_MUCH_TAKEN = 0.3
 
 
 def judge(
@@ -31,8 +32,10 @@ def judge(
             rank = slow.figure.rank
             if rank not in devices or slow.share < devices[rank].share:
                 devices[rank] = slow
+    # Who gets too little of the processor to send and receive has slow links for that reason.
+    starved = {rank for rank, slow in devices.items() if cause_of(slow) == "cpu quota"}
     links: list[SlowLink] = []
-    speeds = link_speeds(figures)
+    speeds = {pair: speed for pair, speed in link_speeds(figures).items() if not starved.intersection(pair)}
     for inside in (True, False):
         kind = {
             pair: speed
@@ -51,9 +54,15 @@ def judge(
         figures=tuple(replace(one, missing=()) for one in figures),
         devices=tuple(sorted(devices.values(), key=lambda slow: slow.share)),
         links=tuple(sorted(links, key=lambda slow: slow.share)),
-        missing=(*missing, *silent, *told),
+        missing=(*missing, *silent, *told, *_taken(figures, nodes)),
         held_s=held_s,
     )
+
+
+def cause_of(slow: SlowDevice) -> str:
+    """``cpu quota`` when the rank would be like its peers without it, else ``device``."""
+    without = slow.share / max(1.0 - slow.figure.limited, 1e-9)
+    return "cpu quota" if slow.figure.limited and without >= SLOW_SHARE else "device"
 
 
 def best_of(rounds: Sequence[RankFigures]) -> RankFigures:
@@ -85,6 +94,25 @@ def link_speeds(figures: Sequence[RankFigures]) -> dict[tuple[int, int], float]:
 def _slow_devices(known: Mapping[int, DeviceFigure]) -> list[SlowDevice]:
     middle, bar = _bar([one.value for one in known.values()])
     return [SlowDevice(one, middle, one.value / middle) for one in known.values() if one.value < bar]
+
+
+def _taken(figures: Sequence[RankFigures], nodes: Mapping[int, str]) -> list[str]:
+    """Ranks whose core others had for much longer than those of the ranks beside them: no fault of the device."""
+    beside: dict[str, dict[int, float]] = {}
+    for figure in figures:
+        for one in figure.devices:
+            shares = beside.setdefault(nodes.get(one.rank, ""), {})
+            shares[one.rank] = max(shares.get(one.rank, 0.0), one.taken)
+    found: list[str] = []
+    for shares in beside.values():
+        usual = median(shares.values())
+        found += [
+            f"rank {rank}: other processes had its core {share:.0%} of the test (of its peers' {usual:.0%}), "
+            "which its figure leaves out"
+            for rank, share in sorted(shares.items())
+            if share > usual + _MUCH_TAKEN
+        ]
+    return found
 
 
 def _bar(values: Sequence[float]) -> tuple[float, float]:

@@ -13,6 +13,7 @@ import socket
 import struct
 import time
 
+from keepstep.core.cpu_counters import queued_ns
 from keepstep.core.validation import LinkFigure, Transfer, TransferEndpoint
 
 MESSAGE_BYTES = (16 << 20, 32 << 20, 64 << 20)
@@ -23,6 +24,9 @@ _CHUNK = 1 << 20
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f">{_TOKEN_BYTES}sII")  # token, pass, source
 _ASK = struct.Struct(">I")
+_COST = struct.Struct(
+    ">QQ"
+)  # after each message: ns that the source waited for a core, and ns that it had one
 _WAITING_ROOM = 64
 _ANYWHERE = "192.0.2.1"  # for documentation (RFC 5737): routed like the rest of the world
 
@@ -117,17 +121,22 @@ def send(transfer: Transfer, endpoint: TransferEndpoint, sizes: tuple[int, ...],
                 (left,) = _ASK.unpack(_exactly(connection, _ASK.size))
                 if left > max(sizes):
                     return
+                queued, busy = queued_ns(), time.thread_time_ns()
                 while left:
                     sent = connection.send(chunk[: min(left, _CHUNK)])
                     left -= sent
+                connection.sendall(_COST.pack(queued_ns() - queued, time.thread_time_ns() - busy))
             except (ConnectionError, TimeoutError):
                 return  # the target has what it wants
 
 
 def _message(connection: socket.socket, size: int, until_s: float) -> float:
-    """Bytes per second of one message; of the part of it that came where it takes too long."""
+    """Bytes per second of one message; of the part of it that came where it takes too long.
+
+    Inside a host the cores are all that there is between two ranks: time in which others had them does not count.
+    """
     buffer = memoryview(bytearray(_CHUNK))
-    begun_s = time.monotonic()
+    begun_s, queued, busy = time.monotonic(), queued_ns(), time.thread_time_ns()
     got = 0
     try:
         connection.settimeout(_left(until_s))
@@ -138,10 +147,16 @@ def _message(connection: socket.socket, size: int, until_s: float) -> float:
             if count == 0:
                 raise ConnectionError("the source went away")
             got += count
+        took_s = time.monotonic() - begun_s
+        source_queued, source_busy = _COST.unpack(_exactly(connection, _COST.size))
     except TimeoutError:
         if got == 0:
             raise
-    return got / max(time.monotonic() - begun_s, 1e-9)
+        return got / max(time.monotonic() - begun_s, 1e-9)
+    if connection.getpeername()[0] == connection.getsockname()[0]:
+        queued_s = (queued_ns() - queued + source_queued) * 1e-9  # of both ends, which may overlap
+        took_s = max(took_s - queued_s, max(time.thread_time_ns() - busy, source_busy) * 1e-9)
+    return got / max(took_s, 1e-9)
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:

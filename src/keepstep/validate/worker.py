@@ -41,12 +41,16 @@ class HeldTests:
         devices: list[DeviceFigure] = []
         links: list[LinkFigure] = []
         missing: list[str] = []
+
+        def running() -> bool:
+            return not self._stopped.is_set() and time.monotonic() < deadline_s
+
         try:
-            for found in device_tests(self._device, lambda: not self._stopped.is_set()):
+            for found in device_tests(self._rank, self._device, running):
                 if isinstance(found, str):
                     missing.append(found[:_MOST_TEXT])
                 else:
-                    devices.append(DeviceFigure(self._rank, *found))
+                    devices.append(found)
         except Exception as error:  # a device that fails its test is no reason to leave the links untested
             missing.append(f"{self._device}: {type(error).__name__}: {error}"[:_MOST_TEXT])
         for transfer in sorted(wanted, key=lambda one: one.number):

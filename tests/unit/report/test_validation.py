@@ -48,3 +48,11 @@ def test_long_tables_are_cut() -> None:
     text = table(judge(range(100), many, {}), {})
     assert "and 36 more; all of them with --json" in text
     assert len(text.splitlines()) < 75
+
+
+def test_a_quota_is_told_with_the_figure() -> None:
+    slow = RankFigures(2, (DeviceFigure(2, "fp32", 0.01, limited=0.96),))
+    outcome = judge(range(3), [slow, *(RankFigures(n, (DeviceFigure(n, "fp32", 0.1),)) for n in (0, 1))], {})
+    assert in_a_line(outcome).endswith(
+        "rank 2 fp32 0.01 TFLOP/s against 0.1 of its peers, cpu quota: off its core 96% of its time"
+    )

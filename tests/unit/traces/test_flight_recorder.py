@@ -143,3 +143,12 @@ def test_dumps_without_counts_tell_them_by_their_entries(tmp_path: Path) -> None
     entries = [entry(6, state="completed"), entry(7), entry(8)]
     read = read_dumps(write(tmp_path, {0: dump(entries, 0, 0) | {"pg_status": {}}}))
     assert [(s.started, s.completed) for s in read.states[0].streams] == [(7, 6)]
+
+
+def test_the_dump_of_another_rank_is_said_to_be_one(tmp_path: Path) -> None:
+    pair = dump([entry(1, "send 0->1", group="1")], 1, 0)
+    pair["pg_config"]["1"] = {"name": "1", "desc": "pipeline", "ranks": "[0, 1]"}
+    read = read_dumps(write(tmp_path, {0: pair, 1: pair, 2: pair, 3: dump([entry(1)], 1, 0)}))
+    assert read.missing == (
+        "rank 2: has messages of 1, which is between ranks 0-1: the dump of another rank under this rank's name",
+    )

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures
-from keepstep.validate.judge import best_of, judge
+from keepstep.validate.judge import best_of, cause_of, judge
 
 
 def devices(values: dict[int, float], test: str = "fp32") -> list[RankFigures]:
@@ -70,3 +70,46 @@ def test_what_was_disturbed_in_one_round_only_is_not_slow() -> None:
     )  # fmt: skip
     best = best_of([one, other])
     assert (best.devices[0].value, best.links[0].bytes_per_s) == (2.0, 9e9)
+
+
+def test_a_device_that_its_quota_holds_back_is_named_with_that_cause_and_its_links_are_not() -> None:
+    figures = [
+        RankFigures(
+            rank,
+            (DeviceFigure(rank, "fp32", 0.2 if rank == 1 else 2.0, limited=0.9 if rank == 1 else 0.0),),
+            (LinkFigure((rank - 1) % 4, rank, "ring", 4, 1e6 if rank in (1, 3) else 1e9),),
+        )
+        for rank in range(4)
+    ]
+    outcome = judge(range(4), figures, {})
+    assert [(slow.figure.rank, cause_of(slow)) for slow in outcome.devices] == [(1, "cpu quota")]
+    assert [(slow.source, slow.target) for slow in outcome.links] == [(2, 3)]
+
+
+def test_a_slow_device_stays_one_when_a_quota_explains_a_little_of_it_only() -> None:
+    figures = [
+        RankFigures(rank, (DeviceFigure(rank, "fp32", 1.0 if rank == 1 else 2.0, limited=0.1),))
+        for rank in range(4)
+    ]
+    assert [cause_of(slow) for slow in judge(range(4), figures, {}).devices] == ["device"]
+
+
+def test_a_core_that_others_had_is_said_and_nobody_accused() -> None:
+    def taken(shares: dict[int, float]) -> tuple[str, ...]:
+        figures = [
+            RankFigures(rank, (DeviceFigure(rank, "fp32", 2.0, taken=one),)) for rank, one in shares.items()
+        ]
+        outcome = judge(tuple(shares), figures, dict.fromkeys(shares, "a"))
+        assert outcome.devices == ()
+        return outcome.missing
+
+    assert taken({0: 0.7, 1: 0.8, 2: 0.75}) == ()
+    assert taken({0: 0.02, 1: 0.51, 2: 0.0}) == (
+        "rank 1: other processes had its core 51% of the test (of its peers' 2%), which its figure leaves out",
+    )
+
+
+def test_a_quota_is_the_cause_also_where_others_had_the_core_most_of_the_time() -> None:
+    held_back = DeviceFigure(1, "fp32", 0.1, limited=0.95, taken=0.9)
+    figures = [RankFigures(1, (held_back,)), *devices({0: 2.0, 2: 2.0, 3: 2.0})]
+    assert [cause_of(slow) for slow in judge(range(4), figures, {}).devices] == ["cpu quota"]

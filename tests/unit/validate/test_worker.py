@@ -11,10 +11,21 @@ from typing import Any
 import pytest
 import torch
 
+from keepstep.core.cpu_counters import CpuCounters
 from keepstep.core.validation import RankTests, TransferEndpoint
-from keepstep.validate import devices
+from keepstep.validate import devices, worker
 from keepstep.validate.plan import transfers
 from keepstep.validate.worker import HeldTests
+
+
+@pytest.fixture(autouse=True)
+def patient_and_single_threaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One compute thread, as ``keepstep run`` gives each of several ranks; figures come however busy the host is."""
+    monkeypatch.setattr(worker, "MOST_LIMIT_S", 600.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @contextmanager
@@ -27,7 +38,7 @@ def held(*ranks: int) -> Iterator[dict[int, HeldTests]]:
         yield made
 
 
-def run_all(tests: dict[int, HeldTests], members: tuple[int, ...], limit_s: float = 20.0) -> dict[int, Any]:
+def run_all(tests: dict[int, HeldTests], members: tuple[int, ...], limit_s: float = 600.0) -> dict[int, Any]:
     planned = transfers([members])
     endpoints = {rank: TransferEndpoint(**one.endpoint()) for rank, one in tests.items()}
     reports: dict[int, Any] = {}
@@ -98,10 +109,42 @@ def test_orders_that_are_none_are_refused(body: dict[str, Any]) -> None:
         tests[0].run(body)
 
 
+class BusyHost:
+    """Clocks of a thread that has its core a quarter of the time."""
+
+    busy_s = 0.0
+
+    def thread_time(self) -> float:
+        self.busy_s += 1e-3
+        return self.busy_s
+
+    def perf_counter(self) -> float:
+        return 4 * self.busy_s
+
+    monotonic = perf_counter
+
+
+@pytest.mark.parametrize(("throttled", "limited", "taken"), [(False, 0.0, 0.75), (True, 0.75, 0.0)])
+def test_time_of_others_on_the_core_leaves_the_figure_alone_and_time_beyond_the_quota_lowers_it(
+    monkeypatch: pytest.MonkeyPatch, throttled: bool, limited: float, taken: float
+) -> None:
+    host = BusyHost()
+
+    def counters(pid: int, quota: Any) -> CpuCounters:
+        return CpuCounters(0, 0, throttled_us=int(host.busy_s * 1e9) if throttled else 0)
+
+    monkeypatch.setattr(devices, "time", host)
+    monkeypatch.setattr(devices, "cpu_counters", counters)
+    (figure,) = (one for one in devices.device_tests(0, "cpu", lambda: False) if not isinstance(one, str))
+    assert (round(figure.limited, 6), round(figure.taken, 6)) == (limited, taken)
+    alone = 2 * 384**3 / 1e-3 * 1e-12
+    assert figure.value == pytest.approx(alone * (1 - limited))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_is_tested_in_every_number_format_that_it_has() -> None:
-    found = list(devices.device_tests("cuda:0", lambda: True))
-    figures = {one[0]: one[1] for one in found if not isinstance(one, str)}
+    found = list(devices.device_tests(0, "cuda:0", lambda: True))
+    figures = {one.test: one.value for one in found if not isinstance(one, str)}
     assert not [one for one in found if isinstance(one, str)]
     assert {"fp32"} < set(figures)
     assert all(value > 0 for value in figures.values())

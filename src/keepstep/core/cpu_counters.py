@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.agent.processes import PROC
-
-_MOUNTS = PROC / "self" / "mountinfo"
+_PROC = Path("/proc")
+_MOUNTS = _PROC / "self" / "mountinfo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +21,7 @@ class CpuCounters:
     throttled_us: int = 0  # time the cgroup was kept off its CPUs, summed over these
 
 
-def cpu_counters(pid: int, quota: Path | None, proc: Path = PROC) -> CpuCounters | None:
+def cpu_counters(pid: int, quota: Path | None, proc: Path = _PROC) -> CpuCounters | None:
     """The counters of ``pid`` now; ``quota`` is its ``cpu.stat`` file (``quota_file``). None when it is gone."""
     try:
         words = (proc / str(pid) / "schedstat").read_text().split()
@@ -33,7 +32,15 @@ def cpu_counters(pid: int, quota: Path | None, proc: Path = PROC) -> CpuCounters
     return CpuCounters(running_ns, runnable_ns, *throttling)
 
 
-def quota_file(pid: int, proc: Path = PROC, mounts: Path = _MOUNTS) -> Path | None:
+def queued_ns(proc: Path = _PROC) -> int:
+    """How long the calling thread has waited for a CPU since it began; 0 where the kernel does not count it."""
+    try:
+        return int((proc / "thread-self" / "schedstat").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def quota_file(pid: int, proc: Path = _PROC, mounts: Path = _MOUNTS) -> Path | None:
     """The ``cpu.stat`` of the cgroup (v2, or v1's cpu controller) that limits ``pid``; None when none does.
 
     A quota may be set on any ancestor; the nearest one that counts periods is taken.
