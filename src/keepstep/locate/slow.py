@@ -37,7 +37,7 @@ _ENOUGH_RANKS = 8  # to tell what is chance
 _FAR = 6.0  # robust standard deviations of all ranks' growth
 _LEAST_SPREAD = 0.003
 _MAX_CULPRITS = 64
-_HOST_EXPLAINS = 0.25  # of what a rank's own time grew: enough to be its cause
+_HOST_EXPLAINS = 0.5  # of what a rank's own time grew: enough to be its cause
 _LEAST_HOST_SHARE = 0.05  # of a rank's time, lost to what its agent saw
 
 
