@@ -376,21 +376,25 @@ def judge_link(plan: Plan, outcome: Outcome) -> Verdict:
     return Verdict(why, measured)
 
 
-def _plan_cut(seed: int) -> Plan:
-    """Data parallelism over four hosts: the path between two that are neighbours in the all-reduce's ring is cut."""
-    chance = _random("hang8-allreduce", seed)
-    first, onset = chance.randrange(4), chance.randint(12, 20)
-    pair = (_HOSTS[first], _HOSTS[(first + 1) % 4])
-    sizes = ("--layers", "4", "--dim", "128", "--seq", "128", "--emulate-compute-ms", "20")
-    return Plan(
-        arguments=("--dp", "8", *sizes, "--steps", "200", "--seed", str(seed)),
-        truth={"hosts": sorted(pair), "onset": onset, "healthy_rate": "200mbit"},
-        nproc=2,
-        cut_path=pair,
-        end_on="hang",
-        end_after_s=10,  # for the probes
-        timeout_s=180,
-    )
+def _plan_cut(case: str, firsts: tuple[int, ...]) -> Callable[[int], Plan]:
+    """Data parallelism over four hosts: the path from one of ``firsts`` to the next in the all-reduce's ring is cut."""
+
+    def plan(seed: int) -> Plan:
+        chance = _random(case, seed)
+        first, onset = chance.choice(firsts), chance.randint(12, 20)
+        pair = (_HOSTS[first], _HOSTS[(first + 1) % len(_HOSTS)])
+        sizes = ("--layers", "4", "--dim", "128", "--seq", "128", "--emulate-compute-ms", "20")
+        return Plan(
+            arguments=("--dp", "8", *sizes, "--steps", "200", "--seed", str(seed)),
+            truth={"hosts": sorted(pair), "onset": onset, "healthy_rate": "200mbit"},
+            nproc=2,
+            cut_path=pair,
+            end_on="hang",
+            end_after_s=10,  # for the probes
+            timeout_s=100,
+        )
+
+    return plan
 
 
 def judge_cut(plan: Plan, outcome: Outcome) -> Verdict:
@@ -536,14 +540,20 @@ CASES: dict[str, Case] = {
             )
             for place in ("forward", "backward", "optimizer", "data", "stop", "skip")
         ),
-        Case(
-            "hang8-allreduce",
-            10,
-            "the two hosts and the transfer named within the budget, no rank accused, in 10 of 10 seeds (DP8 on four"
-            " hosts with their own clocks)",
-            _plan_cut,
-            judge_cut,
-            ("seconds_to_verdict", "seconds_to_name", "false_alarms"),
+        *(
+            Case(
+                name,
+                10,
+                "the two hosts and the transfer named within the budget, no rank accused, in 10 of 10 seeds (DP8 on"
+                f" four hosts with their own clocks; {where})",
+                _plan_cut(name, firsts),
+                judge_cut,
+                ("seconds_to_verdict", "seconds_to_name", "false_alarms"),
+            )
+            for name, firsts, where in (
+                ("hang8-allreduce", (1, 2), "both hosts reach the controller"),
+                ("hang8-allreduce-control", (0, 3), "one of them is the controller's"),
+            )
         ),
         Case(
             "kill8",

@@ -73,6 +73,11 @@ class RankTrack:
         """How long the rank has waited for others, once that is over the usual; else 0."""
         return self._watch.overdue_s
 
+    @property
+    def waiting(self) -> bool:
+        """It stands still, blocked in an operation."""
+        return self._waiting
+
     def microbatch(self) -> int:
         """Of the forward or backward pass that the rank is in; -1 where there is none or no second."""
         return self._cutter.microbatch()
