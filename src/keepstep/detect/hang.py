@@ -10,6 +10,7 @@ _MARKED_PAUSES = frozenset({Phase.EVALUATION, Phase.CHECKPOINT, Phase.GC, Phase.
 _GAPS_NEEDED = 3
 _STEPS_NEEDED = 2
 _GENERATION = 512
+_LOOK_S = 0.25  # from one look to the next; a look that comes later was held up, and so perhaps was the rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class HangDetector:
         self._gaps: dict[Phase, _Gaps] = {}
         self._over_limit_once: dict[Phase, float] = {}
         self._progress: int | None = None
-        self._since_s = 0.0
+        self._since_s = self._seen_s = 0.0  # the last progress, and the look that saw it
         self._phase = Phase.STARTUP
         self._step: int | None = None
         self._steps = 0
@@ -117,6 +118,7 @@ class HangDetector:
         waiting: bool = False,
         stopped_s: float = 0.0,
         held: bool = False,
+        moved_s: float | None = None,
     ) -> NoProgress | None:
         """Look at the rank at ``now_s``; report once per standstill that it is over the limit.
 
@@ -125,7 +127,8 @@ class HangDetector:
         of ``Phase.OPTIMIZER`` counts as the end of a step. ``waiting``: it is blocked in an operation that
         others have not entered, so its standstill accuses them, not it. ``stopped_s``: for how long its process
         has been seen stopped. ``held``: whoever observes keeps the job waiting; such time is neither
-        a standstill nor a gap to learn from.
+        a standstill nor a gap to learn from. ``moved_s``: when it made its last progress, where that is known better
+        than by looking now and then.
         """
         if step is not None:
             if step >= 0:
@@ -138,9 +141,12 @@ class HangDetector:
             self._overdue_s = 0.0
             return None
         if progress != self._progress:
+            since_s = now_s
             if self._progress is not None and not self._was_held:
-                self._moved(max(0.0, now_s - self._since_s))
-            self._progress, self._since_s, self._phase, self._stuck = progress, now_s, phase, None
+                self._moved(max(0.0, now_s - self._seen_s))
+                since_s = min(now_s, max(now_s - _LOOK_S, moved_s if moved_s is not None else now_s))
+            self._progress, self._since_s, self._phase, self._stuck = progress, since_s, phase, None
+            self._seen_s = now_s
             self._was_held = False
             self._overdue_s = 0.0
             return None

@@ -218,6 +218,26 @@ def test_who_waits_for_others_is_overdue_before_it_is_reported() -> None:
     assert rank.detector.overdue_s == 0
 
 
+def test_a_standstill_begins_with_the_last_progress_not_with_the_look_that_saw_it() -> None:
+    detector = HangDetector()
+    for step in range(20):
+        detector.observe(0.2 * step, step, Phase.BACKWARD, step=step, moved_s=0.2 * step)
+    detector.observe(4.0, 20, Phase.BACKWARD, step=20, moved_s=3.85)
+    report = detector.observe(4.9, 20, Phase.BACKWARD, step=20, moved_s=3.85)
+    assert report is not None
+    assert report.since_s == pytest.approx(3.85)
+
+
+def test_who_looks_late_does_not_count_the_time_in_which_nobody_looked() -> None:
+    detector = HangDetector()
+    for step in range(20):
+        detector.observe(0.2 * step, step, Phase.BACKWARD, step=step, moved_s=0.2 * step)
+    detector.observe(60.0, 20, Phase.BACKWARD, step=20, moved_s=4.0)
+    report = detector.observe(600.0, 20, Phase.BACKWARD, step=20, moved_s=4.0)
+    assert report is not None
+    assert report.since_s == pytest.approx(59.75)
+
+
 def test_phases_too_short_to_be_seen_are_known_by_how_long_they_lasted() -> None:
     rank = Rank(HangDetector())
     for _ in range(20):
