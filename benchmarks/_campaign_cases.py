@@ -268,12 +268,23 @@ def judge_hang(plan: Plan, outcome: Outcome) -> Verdict:
     if truth.get("stage", "") not in told:
         why.append(f"stage {told or 'not told'}, true {truth['stage']}")
     struck = [line["unix_s"] for line in outcome.faults if line["did"].startswith(("hang", "stop", "skip"))]
-    longest_s = max(outcome.script[0][WARM_UP_STEPS:], default=0.0)
-    measured["seconds_to_verdict"] = round(hangs[0]["detected_unix_s"] - struck[0], 3) if struck else None
-    measured["budget_s"] = round(2 * longest_s + 1, 3)
-    if not struck or measured["seconds_to_verdict"] > measured["budget_s"]:
-        why.append(f"verdict after {measured['seconds_to_verdict']} s, budget {measured['budget_s']} s")
+    _judge_hang_time(outcome, hangs[0], struck[0] if struck else None, measured, why)
     return Verdict(why, measured)
+
+
+def _judge_hang_time(
+    outcome: Outcome,
+    hang: Mapping[str, Any],
+    struck_unix_s: float | None,
+    measured: dict[str, Any],
+    why: list[str],
+) -> None:
+    longest_s = max(outcome.script[0][WARM_UP_STEPS:], default=0.0)
+    measured["budget_s"] = round(2 * longest_s + 1, 3)
+    late_s = None if struck_unix_s is None else round(hang["detected_unix_s"] - struck_unix_s, 3)
+    measured["seconds_to_verdict"] = late_s
+    if late_s is None or late_s > measured["budget_s"]:
+        why.append(f"verdict after {late_s} s, budget {measured['budget_s']} s")
 
 
 def _plan_crash(seed: int) -> Plan:
@@ -284,6 +295,18 @@ def _plan_crash(seed: int) -> Plan:
         arguments=(*DP2_PP2, "--steps", "60", "--seed", str(seed)),
         fault=f"kill rank {rank} at step {step}" if kill else f"raise in rank {rank} at step {step}",
         truth={"rank": rank, "step": step, "exit_code": 128 + 9 if kill else 1},
+    )
+
+
+def _plan_kill_8(seed: int) -> Plan:
+    chance = _random("kill8", seed)
+    rank, step = chance.randrange(8), chance.randint(12, 20)
+    return Plan(
+        arguments=(*TP2_PP2_DP2, "--steps", "200", "--seed", str(seed)),
+        fault=f"kill rank {rank} at step {step}",
+        truth={"rank": rank, "step": step, "exit_code": 128 + 9},
+        nproc=8,
+        timeout_s=120,
     )
 
 
@@ -350,6 +373,54 @@ def judge_link(plan: Plan, outcome: Outcome) -> Verdict:
         measured["job_slowdown"] = incident["job_slowdown"]
     if measured["false_alarms"]:
         why.append(f"{measured['false_alarms']} incidents too many")
+    return Verdict(why, measured)
+
+
+def _plan_cut(case: str, firsts: tuple[int, ...]) -> Callable[[int], Plan]:
+    """Data parallelism over four hosts: the path from one of ``firsts`` to the next in the all-reduce's ring is cut."""
+
+    def plan(seed: int) -> Plan:
+        chance = _random(case, seed)
+        first, onset = chance.choice(firsts), chance.randint(12, 20)
+        pair = (_HOSTS[first], _HOSTS[(first + 1) % len(_HOSTS)])
+        sizes = ("--layers", "4", "--dim", "128", "--seq", "128", "--emulate-compute-ms", "20")
+        return Plan(
+            arguments=("--dp", "8", *sizes, "--steps", "200", "--seed", str(seed)),
+            truth={"hosts": sorted(pair), "onset": onset, "healthy_rate": "200mbit"},
+            nproc=2,
+            cut_path=pair,
+            end_on="hang",
+            end_after_s=10,  # for the probes
+            timeout_s=100,
+        )
+
+    return plan
+
+
+def judge_cut(plan: Plan, outcome: Outcome) -> Verdict:
+    """A hang of the transfer between the two hosts, in a hang's time; no rank is ever accused of it."""
+    truth, why = plan.truth, _left_over(outcome)
+    measured: dict[str, Any] = {"false_alarms": max(0, len(outcome.incidents) - 1)}
+    if outcome.timed_out:
+        why.append("no hang reported in time")
+    if measured["false_alarms"]:
+        why.append(f"{measured['false_alarms']} incidents too many")
+    hangs = [incident for incident in outcome.incidents if incident["kind"] == "hang"]
+    if not hangs:
+        return Verdict([*why, "no hang reported"], measured)
+    accused = outcome.notes.get("accused", [])
+    ranks = sorted({rank for one in (*accused, hangs[0]) for rank in _culprit_ranks(one)})
+    if ranks:
+        why.append(f"ranks {ranks} accused")
+    if _culprit_links(hangs[0]) != [set(truth["hosts"])]:
+        why.append(f"link {truth['hosts']} not named: {[sorted(link) for link in _culprit_links(hangs[0])]}")
+    measured["stage"] = [culprit.get("stage") for culprit in hangs[0]["culprits"]]
+    if measured["stage"] != ["transfer"]:
+        why.append(f"stage {measured['stage']}, true transfer")
+    cut_unix_s = outcome.notes.get("onset_unix_s")
+    named = [one["unix_s"] for one in accused if set(truth["hosts"]) in _culprit_links(one)]
+    measured["seconds_to_name"] = round(named[0] - cut_unix_s, 3) if named and cut_unix_s else None
+    _judge_hang_time(outcome, hangs[0], cut_unix_s, measured, why)
     return Verdict(why, measured)
 
 
@@ -471,6 +542,29 @@ CASES: dict[str, Case] = {
         ),
         *(
             Case(
+                name,
+                10,
+                "the two hosts and the transfer named within the budget, no rank accused, in 10 of 10 seeds (DP8 on"
+                f" four hosts with their own clocks; {where})",
+                _plan_cut(name, firsts),
+                judge_cut,
+                ("seconds_to_verdict", "seconds_to_name", "false_alarms"),
+            )
+            for name, firsts, where in (
+                ("hang8-allreduce", (1, 2), "both hosts reach the controller"),
+                ("hang8-allreduce-control", (0, 3), "one of them is the controller's"),
+            )
+        ),
+        Case(
+            "kill8",
+            10,
+            "named with rank, dead process: <= 0.5 s, in 10 of 10 seeds (TP2xPP2xDP2)",
+            _plan_kill_8,
+            judge_crash,
+            ("seconds_to_verdict",),
+        ),
+        *(
+            Case(
                 f"slow8-{what}",
                 10,
                 "named with rank and stage in 10 of 10 seeds (PP2xDP4 and PP4xDP2, no layout declared)",
@@ -491,7 +585,7 @@ CASES: dict[str, Case] = {
         Case("crash", 10, "dead process: <= 0.5 s", _plan_crash, judge_crash, ("seconds_to_verdict",)),
         Case(
             "slow-link",
-            6,
+            10,
             "one pair throttled to a tenth: a slow link with the two nodes named, not a slow rank,"
             " with host clocks hours apart",
             _plan_link,

@@ -6,6 +6,7 @@ What was injected, and when, stays outside of the run's folder: in the plan and 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -34,9 +35,16 @@ class Plan:
     fault: str = ""
     nproc: int = 4
     timeout_s: float = 150.0
-    end_on: str = ""  # the job is ended (SIGTERM) 2 s after an incident of this kind
+    end_on: str = ""  # the job is ended (SIGTERM) after an incident of this kind
+    end_after_s: float = 2.0
     kill: str = ""  # "agent" or "controller": killed at step truth["kill_step"]
     slow_link: tuple[str, str, str] | None = None  # host, host, rate: on the namespace testbed
+    cut_path: tuple[str, str] | None = None  # host, host: there nothing passes from truth["onset"] on
+
+    @property
+    def on_hosts(self) -> bool:
+        """Whether it runs on the testbed's four hosts."""
+        return self.slow_link is not None or self.cut_path is not None
 
 
 @dataclass
@@ -70,7 +78,13 @@ class Live:
         return 0
 
     def incidents(self, kind: str) -> bool:
-        return any(incident.get("kind") == kind for incident in read_incidents(self.run))
+        """Whether there is an incident of this kind; who was accused meanwhile is noted."""
+        found = [incident for incident in read_incidents(self.run) if incident.get("kind") == kind]
+        accused: list[Any] = self.notes.setdefault("accused", [])
+        for incident in found:
+            if incident["culprits"] and (not accused or accused[-1]["culprits"] != incident["culprits"]):
+                accused.append({"unix_s": time.time(), "culprits": incident["culprits"]})
+        return bool(found)
 
     def companion(self, program: str) -> int:
         """The process number of this run's agent or controller; 0 when there is none."""
@@ -86,8 +100,10 @@ class Live:
         self.notes["killed"] = pid
 
     def interrupt(self) -> None:
-        for launcher in self.launchers:
-            launcher.send_signal(signal.SIGTERM)
+        for pid, line in processes_of(self.run).items():
+            if "keepstep.cli run" in line and not line.startswith("nsenter"):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
 
 
 def read_incidents(run: Path) -> list[dict[str, Any]]:
@@ -115,11 +131,10 @@ def processes_of(run: Path) -> dict[int, str]:
 
 def run_trial(plan: Plan, folder: Path) -> Outcome:
     """Run the plan's job in ``folder`` (its run folder is ``folder/run``) to its end and gather the outcome."""
-    if plan.slow_link is None:
+    if not plan.on_hosts:
         return _run(plan, folder, lambda command, env, log: [_start(command, env, log)])
     from tests.e2e.testbed import four_hosts
 
-    host, peer, rate = plan.slow_link
     with four_hosts(rate=str(plan.truth["healthy_rate"])) as bed:
 
         def start(command: list[str], env: dict[str, str], log: Any) -> list[subprocess.Popen[bytes]]:
@@ -136,8 +151,10 @@ def run_trial(plan: Plan, folder: Path) -> Outcome:
 
         from keepstep.faults import SlowLink
 
-        slowing = bed.links.inject(SlowLink(host, peer, rate))
-        return _run(plan, folder, start, slowing)
+        if plan.cut_path is not None:
+            return _run(plan, folder, start, bed.cut(*plan.cut_path))
+        assert plan.slow_link is not None
+        return _run(plan, folder, start, bed.links.inject(SlowLink(*plan.slow_link)))
 
 
 def _start(command: Sequence[str], env: Mapping[str, str], log: Any) -> subprocess.Popen[bytes]:
@@ -153,7 +170,7 @@ def _start(command: Sequence[str], env: Mapping[str, str], log: Any) -> subproce
 
 def _command(plan: Plan, folder: Path) -> list[str]:
     where = ["--nproc-per-node", str(plan.nproc), "--run-dir", str(folder / "run")]
-    if plan.slow_link is not None:
+    if plan.on_hosts:
         port = 20000 + random.Random(str(folder)).randrange(9000)
         where += ["--nnodes", "4", "--node-rank", _NODE_RANK]
         where += ["--master-addr", "node-a", "--master-port", str(port), "--rdzv-id", "campaign"]
@@ -164,7 +181,7 @@ def _command(plan: Plan, folder: Path) -> list[str]:
 
 
 def _run(
-    plan: Plan, folder: Path, start: Callable[..., list[subprocess.Popen[bytes]]], slowing: Any = None
+    plan: Plan, folder: Path, start: Callable[..., list[subprocess.Popen[bytes]]], disturbance: Any = None
 ) -> Outcome:
     folder.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "KEEPSTEP_FAULT_LOG": str(folder / "faults.jsonl"), "PYTHONUNBUFFERED": "1"}
@@ -172,7 +189,7 @@ def _run(
     with open(folder / "console.txt", "wb") as log:
         launchers = start(_command(plan, folder), env, log)
         live = Live(folder, launchers)
-        timed_out = _watch(plan, live, began + plan.timeout_s, slowing)
+        timed_out = _watch(plan, live, began + plan.timeout_s, disturbance)
     wall_s = time.monotonic() - began
     left_over = _end_left_overs(live.run)
     codes = [launcher.returncode for launcher in launchers]
@@ -190,7 +207,7 @@ def _run(
     )
 
 
-def _watch(plan: Plan, live: Live, deadline: float, slowing: Any) -> bool:
+def _watch(plan: Plan, live: Live, deadline: float, disturbance: Any) -> bool:
     """Disturb the run as planned and wait for its end; True when it had to be ended."""
     interrupt_at = float("inf")
     while any(launcher.poll() is None for launcher in live.launchers):
@@ -200,10 +217,10 @@ def _watch(plan: Plan, live: Live, deadline: float, slowing: Any) -> bool:
         if "killed" in live.notes and not live.notes.get("successor"):
             found = live.companion(plan.kill)
             live.notes["successor"] = found if found != live.notes["killed"] else 0
-        if slowing is not None:
-            _slow_as_planned(plan, live, slowing)
-        if plan.end_on and interrupt_at == float("inf") and live.incidents(plan.end_on):
-            interrupt_at = now + 2
+        if disturbance is not None:
+            _disturb_as_planned(plan, live, disturbance)
+        if plan.end_on and live.incidents(plan.end_on) and interrupt_at == float("inf"):
+            interrupt_at = now + plan.end_after_s
         if now > interrupt_at:
             live.interrupt()
             interrupt_at = now + 15
@@ -214,13 +231,14 @@ def _watch(plan: Plan, live: Live, deadline: float, slowing: Any) -> bool:
     return False
 
 
-def _slow_as_planned(plan: Plan, live: Live, slowing: Any) -> None:
+def _disturb_as_planned(plan: Plan, live: Live, disturbance: Any) -> None:
     steps = live.steps()
     if "onset" not in live.notes and steps >= plan.truth["onset"]:
-        slowing.__enter__()
+        live.notes["onset_unix_s"] = time.time()
+        disturbance.__enter__()
         live.notes["onset"] = live.steps()
-    elif "onset" in live.notes and "relief" not in live.notes and steps >= plan.truth["relief"]:
-        slowing.__exit__(None, None, None)
+    elif "onset" in live.notes and "relief" not in live.notes and steps >= plan.truth.get("relief", math.inf):
+        disturbance.__exit__(None, None, None)
         live.notes["relief"] = live.steps()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +38,6 @@ while True:
 """
 STEPS = 30
 PATIENCE_S = 240
-NOWHERE = "02:00:00:00:00:99"  # a hardware address of nobody
 _PTRACE_SEIZE, _PTRACE_INTERRUPT = 0x4206, 0x4207
 
 
@@ -102,13 +100,6 @@ def trained(folder: Path) -> bool:
     return read(folder / "run/status.json").get("newest_step", -1) >= STEPS
 
 
-def cut(one: Host, other: Host) -> None:
-    """Nothing sent from one to the other arrives, without an error to anybody."""
-    for here, there in ((one, other), (other, one)):
-        neighbour = ["neigh", "replace", there.address, "lladdr", NOWHERE, "dev", "eth0", "nud", "permanent"]
-        subprocess.run(["ip", "-netns", here.namespace, *neighbour], check=True)
-
-
 @contextmanager
 def frozen_transport(host: Host) -> Iterator[None]:
     """Gloo's thread that moves the bytes stands still, as in a deadlock of a library: no signal, no stopped process."""
@@ -130,8 +121,8 @@ def frozen_transport(host: Host) -> Iterator[None]:
 def test_a_cut_path_is_named(bed: Testbed, tmp_path: Path) -> None:
     start(bed, tmp_path)
     until(lambda: trained(tmp_path))
-    cut(bed.hosts["node-b"], bed.hosts["node-c"])
-    incident = until(lambda: sure(tmp_path))
+    with bed.cut("node-b", "node-c"):
+        incident = until(lambda: sure(tmp_path))
     (culprit,) = incident["culprits"]
     assert set(culprit["link"]["nodes"]) == {"node-b", "node-c"}
     assert culprit["cause"] == "path broken"

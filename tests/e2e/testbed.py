@@ -25,6 +25,7 @@ _PREFIX = "ksb-"
 _HOSTS_FOLDERS = Path("/etc/netns")
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_NOWHERE = "02:00:00:00:00:99"  # a hardware address of nobody
 HOURS = 3600
 
 
@@ -197,6 +198,17 @@ class Testbed:
         _do(*inside, "address", "add", f"{host.address}/24", "dev", "eth0")
         _do(*inside, "link", "set", "eth0", "up")
         _do(*inside, "link", "set", "lo", "up")
+
+    @contextmanager
+    def cut(self, one: str, other: str) -> Iterator[None]:
+        """Nothing sent from one host to the other, either way, arrives, without an error to anybody."""
+        ways = [(self.hosts[one], self.hosts[other]), (self.hosts[other], self.hosts[one])]
+        for here, there in ways:
+            _do("ip", "-netns", here.namespace, "neigh", "replace", there.address, "lladdr", _NOWHERE,
+                "dev", "eth0", "nud", "permanent")  # fmt: skip
+        yield
+        for here, there in ways:
+            _do("ip", "-netns", here.namespace, "neigh", "del", there.address, "dev", "eth0")
 
     def run(
         self,

@@ -36,6 +36,7 @@ logger = logging.getLogger("keepstep.agent")
 _REOPEN_NS = 2_000_000_000
 _SILENT_NS = 1_000_000_000
 _BUSIEST = 16  # paths told with the states
+_CLOSE_LOOK_S = 0.2  # after the last look at the sockets, when states are asked for
 _STILL_NS = 100_000_000  # without progress: its process is looked at, and again after twice that
 
 
@@ -90,6 +91,10 @@ class NodeAgent:
             busy = self._poll_safely(ring, now_ns) or busy
         for message in self._holding.poll():
             self._send(message)
+        if self._rings and all(ring.track.waiting for ring in self._rings):
+            last_ns = max(ring.track.last_progress_ns for ring in self._rings)
+            if self._sockets.looked_s * 1e9 < last_ns:  # what gets through while all wait counts from now on
+                self._look_at_sockets(now_ns)
         return busy
 
     def hold(self, message: Message) -> None:
@@ -97,6 +102,9 @@ class NodeAgent:
         self.poll(time.monotonic_ns())
         for answer in self._holding.receive(message):
             self._send(answer)
+
+    def _look_at_sockets(self, now_ns: int) -> None:
+        self._sockets.look(now_ns * 1e-9, [ring.process for ring in self._rings if ring.process is not None])
 
     def _steps_at_end_of(self, rank: int, step: int) -> int | None:
         ring = self._tracks.get(rank)
@@ -113,7 +121,7 @@ class NodeAgent:
         beats = tuple(self._beat(ring, now_ns) for ring in self._rings)
         processes = {ring.rank: ring.process for ring in self._rings if ring.process is not None}
         self._sensors.look(now_ns * 1e-9, processes)
-        self._sockets.look(now_ns * 1e-9, processes.values())
+        self._look_at_sockets(now_ns)
         clock: list[ClockSample] = []
         for ring in self._rings:
             clock.extend(ring.track.clock.drain())
@@ -182,6 +190,8 @@ class NodeAgent:
         clock = [sample for ring in self._rings for sample in ring.track.clock.recent()]
         known = tuple(state for state in states if state is not None)
         onset_s = max((state.last_progress_s for state in known if state.alive), default=0.0)
+        if now_ns * 1e-9 - self._sockets.looked_s > _CLOSE_LOOK_S:
+            self._look_at_sockets(now_ns)
         traffic = self._sockets.traffic(onset_s, self._node, _BUSIEST)
         return States(request.request, self._node_rank, known, tuple(clock), traffic)
 

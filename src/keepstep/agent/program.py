@@ -150,7 +150,11 @@ class Program:
             self._stop.set()
             return
         self._quiet = 0 if busy else self._quiet + 1
-        interval_s = max(self._interval_s, _IDLE_POLL_S) if self._quiet > _QUIET_POLLS else self._interval_s
+        interval_s = self._interval_s
+        if self._quiet > _QUIET_POLLS:
+            interval_s = max(interval_s, _IDLE_POLL_S)
+        elif not busy:  # such polls cost next to nothing, and a standstill may begin
+            interval_s = _POLL_S
         spent_s = time.monotonic() - begun_s
         asyncio.get_running_loop().call_later(max(interval_s - spent_s, 0.002), self._tick)
 

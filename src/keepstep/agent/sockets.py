@@ -63,7 +63,7 @@ class _Look:
 
 
 class SocketSensor:
-    """What the node's workers sent to each address, look by look; looks are about a second apart."""
+    """What the node's workers sent to each address, look by look; looks are about a second apart, closer in a hang."""
 
     def __init__(self) -> None:
         self._looks: deque[_Look] = deque(maxlen=_LOOKS)
@@ -74,6 +74,11 @@ class SocketSensor:
         self._foreign: set[int] = set()
         self._count = 0
         self._off = False
+
+    @property
+    def looked_s(self) -> float:
+        """When it last looked; 0 before the first time."""
+        return self._last_s
 
     def look(self, now_s: float, processes: Iterable[ProcessId]) -> None:
         """Read the counters of all workers' connections. Where the kernel tells none, that is said once."""

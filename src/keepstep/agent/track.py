@@ -55,7 +55,7 @@ class RankTrack:
         self._names: dict[int, str] = {}
         self._renumbered = 0
         self._caught_up = False
-        self._progress_then = 0
+        self._progress_then: int = 0
         self._waiting = False
         self._next_search_ns = 0
 
@@ -72,6 +72,11 @@ class RankTrack:
     def overdue_s(self) -> float:
         """How long the rank has waited for others, once that is over the usual; else 0."""
         return self._watch.overdue_s
+
+    @property
+    def waiting(self) -> bool:
+        """It stands still, blocked in an operation."""
+        return self._waiting
 
     def microbatch(self) -> int:
         """Of the forward or backward pass that the rank is in; -1 where there is none or no second."""
@@ -141,7 +146,14 @@ class RankTrack:
             self._waiting, self._next_search_ns = blocked(in_flight()), now_ns + _SEARCH_NS
         phase, _ = self._cutter.phase()
         found = self._watch.progress(
-            now_ns * 1e-9, self.progress, phase, self.step, self._waiting, stopped_ns * 1e-9, held
+            now_ns * 1e-9,
+            self.progress,
+            phase,
+            self.step,
+            self._waiting,
+            stopped_ns * 1e-9,
+            held,
+            self.last_progress_ns * 1e-9,
         )
         if found is not None:
             self._note([found])

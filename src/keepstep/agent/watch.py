@@ -100,17 +100,25 @@ class RankWatch:
         waiting: bool,
         stopped_s: float = 0.0,
         held: bool = False,
+        moved_s: float | None = None,
     ) -> Finding | None:
         """How far the rank has come at ``now_s``: a number that grows with every record and every end.
 
         ``waiting``: it is blocked in an operation. ``stopped_s``: its process has been stopped for so long.
-        ``held``: a hold is in force.
+        ``held``: a hold is in force. ``moved_s``: the time of its last record or end.
         """
         if not self._looked:  # by an agent that came later: the steps before it count, too
             self._looked = True
             self._hang.observe(now_s, progress, Phase.STARTUP, step=0 if step >= 0 else -1)
         stuck = self._hang.observe(
-            now_s, progress, Phase(phase), step=step, waiting=waiting, stopped_s=stopped_s, held=held
+            now_s,
+            progress,
+            Phase(phase),
+            step=step,
+            waiting=waiting,
+            stopped_s=stopped_s,
+            held=held,
+            moved_s=moved_s,
         )
         if stuck is not None:
             self._hanging = True

@@ -15,7 +15,7 @@ from keepstep.wire.messages import States
 
 _AGAIN_S = 2.0  # while it is not confirmed
 _STALLED_S = 1.0  # data under way between two hosts and none of it acknowledged
-_SECOND_LOOK_S = 0.1  # at ranks that all wait
+_LOOKS_S = (0.05, 0.25, 0.25, 0.25, 0.25, 0.5, 0.5)  # from one look to the next at ranks that all wait
 _SHARPEN_S = (3.0, 10.0, 30.0)  # after the verdict
 _TRIES = 3
 _MOST_TRIES = 15
@@ -109,9 +109,7 @@ class HangCase:
         if self.incident is None:
             if self._all_wait and not self._stuck and self._all_go_on():
                 self.closed = True
-            elif now_s - self._asked_s >= (
-                _SECOND_LOOK_S if self._all_wait and self._tries < 2 else _AGAIN_S
-            ):
+            elif now_s - self._asked_s >= self._pause_s():
                 self._ask(stacks=False, now_s=now_s)
         elif self._all_wait and not self._stuck and self._all_go_on():
             # no rank was stuck long enough to tell of it
@@ -147,6 +145,10 @@ class HangCase:
     def _ask(self, *, stacks: bool, now_s: float) -> None:
         self._asked_s = now_s
         self.question = self._desk.ask_states(stacks, now_s)
+
+    def _pause_s(self) -> float:
+        """From one question to the next while nothing is confirmed."""
+        return _LOOKS_S[self._tries - 1] if self._all_wait and 0 < self._tries <= len(_LOOKS_S) else _AGAIN_S
 
     def _all_go_on(self) -> bool:
         cluster = self._desk.cluster

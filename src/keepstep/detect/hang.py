@@ -10,6 +10,7 @@ _MARKED_PAUSES = frozenset({Phase.EVALUATION, Phase.CHECKPOINT, Phase.GC, Phase.
 _GAPS_NEEDED = 3
 _STEPS_NEEDED = 2
 _GENERATION = 512
+_LOOK_S = 0.25  # from one look to the next; a look that comes later was held up, and so perhaps was the rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class HangDetector:
 
     - until two steps are done, everything (imports, compilation, a first step of a minute):
       ``startup_limit_s``;
-    - a phase with fewer than three gaps, such as the first evaluation or checkpoint: ``pause_limit_s``, since such
-      pauses end by themselves;
+    - a phase with fewer than three gaps, and evaluations and checkpoints until there were three of them:
+      ``pause_limit_s``, since such pauses end by themselves;
     - compilation, however often it was seen: ``startup_limit_s``;
     - outside every marked phase (``Phase.FORWARD``, where an evaluation or a checkpoint that nobody marked
       hides) and while ``waiting`` for other ranks (who may be writing a checkpoint): ``pause_limit_s``, until
@@ -61,7 +62,7 @@ class HangDetector:
         self._gaps: dict[Phase, _Gaps] = {}
         self._over_limit_once: dict[Phase, float] = {}
         self._progress: int | None = None
-        self._since_s = 0.0
+        self._since_s = self._seen_s = 0.0  # the last progress, and the look that saw it
         self._phase = Phase.STARTUP
         self._step: int | None = None
         self._steps = 0
@@ -117,6 +118,7 @@ class HangDetector:
         waiting: bool = False,
         stopped_s: float = 0.0,
         held: bool = False,
+        moved_s: float | None = None,
     ) -> NoProgress | None:
         """Look at the rank at ``now_s``; report once per standstill that it is over the limit.
 
@@ -125,7 +127,8 @@ class HangDetector:
         of ``Phase.OPTIMIZER`` counts as the end of a step. ``waiting``: it is blocked in an operation that
         others have not entered, so its standstill accuses them, not it. ``stopped_s``: for how long its process
         has been seen stopped. ``held``: whoever observes keeps the job waiting; such time is neither
-        a standstill nor a gap to learn from.
+        a standstill nor a gap to learn from. ``moved_s``: when it made its last progress, where that is known better
+        than by looking now and then; ``overdue_s`` is counted from it, a report from the look that saw it.
         """
         if step is not None:
             if step >= 0:
@@ -134,25 +137,30 @@ class HangDetector:
         elif self._phase == Phase.OPTIMIZER and phase != Phase.OPTIMIZER:
             self._steps += 1
         if held and self._stuck is None:
-            self._progress, self._since_s, self._phase, self._was_held = progress, now_s, phase, True
+            self._progress, self._phase, self._was_held = progress, phase, True
+            self._since_s = self._seen_s = now_s
             self._overdue_s = 0.0
             return None
         if progress != self._progress:
+            since_s = now_s
             if self._progress is not None and not self._was_held:
-                self._moved(max(0.0, now_s - self._since_s))
-            self._progress, self._since_s, self._phase, self._stuck = progress, now_s, phase, None
+                self._moved(max(0.0, now_s - self._seen_s))
+                since_s = min(now_s, max(now_s - _LOOK_S, moved_s if moved_s is not None else now_s))
+            self._progress, self._since_s, self._phase, self._stuck = progress, since_s, phase, None
+            self._seen_s = now_s
             self._was_held = False
             self._overdue_s = 0.0
             return None
         self._phase = phase
-        stuck_s = now_s - self._since_s
+        stuck_s = now_s - self._seen_s
         stopped = min(stopped_s, stuck_s) > self._floor_s
-        self._overdue_s = stuck_s if waiting and stuck_s > self._usual_s(phase) else 0.0
+        waited_s = now_s - self._since_s
+        self._overdue_s = waited_s if waiting and waited_s > self._usual_s(phase) else 0.0
         limit_s = self._floor_s if stopped else self.limit_s(phase, waiting=waiting)
         if self._stuck is not None or stuck_s <= limit_s:
             return None
         self._stopped = stopped
-        self._stuck = NoProgress(self._since_s, stuck_s, limit_s, phase)
+        self._stuck = NoProgress(self._seen_s, stuck_s, limit_s, phase)
         return self._stuck
 
     def _moved(self, gap_s: float) -> None:
@@ -165,26 +173,30 @@ class HangDetector:
                 return
             gap_s = min(gap_s, before)
         if self._steps >= _STEPS_NEEDED or self._phase in _MARKED_PAUSES:
-            self._gaps.setdefault(self._phase, _Gaps()).add(gap_s, self._pause_limit_s / 4)
+            visit = self._steps if self._phase in _MARKED_PAUSES else None
+            self._gaps.setdefault(self._phase, _Gaps()).add(gap_s, self._pause_limit_s / 4, visit)
 
 
 class _Gaps:
     """The longest gap of one phase over two generations of gaps, so that an early freak is forgotten."""
 
-    __slots__ = ("_current_s", "_in_generation", "_previous_s", "count", "pauses")
+    __slots__ = ("_current_s", "_in_generation", "_previous_s", "_visit", "count", "pauses")
 
     def __init__(self) -> None:
         self.count = 0
         self.pauses = 0
         self._current_s = self._previous_s = 0.0
         self._in_generation = 0
+        self._visit: int | None = None
 
     @property
     def longest_s(self) -> float:
         return max(self._current_s, self._previous_s)
 
-    def add(self, gap_s: float, pause_s: float) -> None:
-        self.count += 1
+    def add(self, gap_s: float, pause_s: float, visit: int | None = None) -> None:
+        """Of the gaps of one ``visit`` only the first is counted: a first checkpoint may well have many."""
+        self.count += visit is None or visit != self._visit
+        self._visit = visit
         self.pauses += gap_s >= pause_s
         if self._in_generation == _GENERATION:
             self._previous_s, self._current_s, self._in_generation = self._current_s, 0.0, 0

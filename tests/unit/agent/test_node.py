@@ -7,13 +7,15 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from keepstep.agent.arguments import parse
 from keepstep.agent.node import NodeAgent
+from keepstep.agent.processes import ProcessId
+from keepstep.agent.sockets import SocketSensor, connections
 from keepstep.core.errors import UsageError
 from keepstep.core.events import Flag, Kind, Op, Phase
 from keepstep.ring import RingReader, RingWriter, create
@@ -101,6 +103,36 @@ def test_states_show_what_is_in_flight(node: Node) -> None:
     assert [(op.group, op.op, op.seq) for op in states[1].in_flight] == [("world", Op.BARRIER, 2)]
     assert [(one.started, one.completed) for one in states[1].streams] == [(2, 1)]
     assert all(state.alive and state.process_state in "RSD" for state in states)
+
+
+def test_sockets_are_looked_at_once_when_all_ranks_wait_and_when_states_are_asked_for(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[float] = []
+
+    def look(sensor: SocketSensor, now_s: float, processes: Iterable[ProcessId]) -> None:
+        looks.append(now_s)
+        sensor_look(sensor, now_s, processes)
+
+    try:
+        next(connections(), None)
+    except OSError as error:
+        pytest.skip(f"this kernel tells nothing of its sockets: {error}")
+    sensor_look = SocketSensor.look
+    monkeypatch.setattr(SocketSensor, "look", look)
+    node.step()
+    node.writers[0].start(Kind.COLLECTIVE, Op.BARRIER, 0, -1, 0, Flag.SYNC_KNOWN)
+    for later_s in (0.0, 0.4, 0.8):
+        node.poll(later_s)
+    assert looks == []  # one rank waits, the other computes
+    node.writers[1].start(Kind.COLLECTIVE, Op.BARRIER, 0, -1, 0, Flag.SYNC_KNOWN)
+    for later_s in (0.0, 0.4, 0.8, 1.2):
+        node.poll(later_s)
+    assert len(looks) == 1
+    monkeypatch.setattr(time, "monotonic_ns", lambda: int((looks[0] + 1) * 1e9))
+    for _ in range(2):
+        asyncio.run(node.agent.states(StateRequest(5)))
+    assert len(looks) == 2
 
 
 def test_an_agent_that_comes_later_counts_and_logs_on(node: Node) -> None:

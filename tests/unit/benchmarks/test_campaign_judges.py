@@ -137,6 +137,25 @@ def test_a_slow_link_needs_both_hosts_and_no_rank() -> None:
     )
 
 
+def test_a_cut_path_needs_both_hosts_in_time_and_no_rank() -> None:
+    plan = CASES["hang8-allreduce"].plan(0)
+    culprit = {"link": {"ranks": [0, 2], "nodes": plan.truth["hosts"]}, "stage": "transfer"}
+    incident = {"kind": "hang", "detected_unix_s": 501.0, "culprits": [culprit]}
+    accused = {"unix_s": 503.0, "culprits": [culprit]}
+
+    def said(incident: dict[str, Any], *before: dict[str, Any]) -> str:
+        notes = {"onset_unix_s": 500.0, "accused": [*before, accused]}
+        return why("hang8-allreduce", plan, outcome_of(plan, incident, notes=notes))
+
+    assert said(incident) == ""
+    assert "budget 1.6 s" in said({**incident, "detected_unix_s": 502.0})
+    assert "ranks [3] accused" in said(incident, {"unix_s": 502.0, "culprits": [{"rank": 3}]})
+    assert "not named" in said({**incident, "culprits": []})
+    elsewhere = {**culprit, "link": {"nodes": ["node-a", "node-c"]}}
+    assert "not named" in said({**incident, "culprits": [elsewhere]})
+    assert "stage" in said({**incident, "culprits": [{**culprit, "stage": "forward"}]})
+
+
 def test_iteration_times_are_compared_rank_by_rank() -> None:
     plan = CASES["iteration-time"].plan(0)
     good = outcome_of(plan)

@@ -218,6 +218,42 @@ def test_who_waits_for_others_is_overdue_before_it_is_reported() -> None:
     assert rank.detector.overdue_s == 0
 
 
+def test_a_wait_begins_with_the_last_progress_and_a_report_with_the_look_that_saw_it() -> None:
+    detector = HangDetector()
+    for step in range(20):
+        detector.observe(0.2 * step, step, Phase.BACKWARD, step=step, moved_s=0.2 * step)
+    detector.observe(4.0, 20, Phase.BACKWARD, step=20, moved_s=3.85)
+    assert detector.observe(4.9, 20, Phase.BACKWARD, step=20, waiting=True, moved_s=3.85) is None
+    assert detector.overdue_s == pytest.approx(1.05)
+    report = detector.observe(5.1, 20, Phase.BACKWARD, step=20, moved_s=3.85)
+    assert report is not None
+    assert report.since_s == pytest.approx(4.0)
+
+
+def test_who_looks_late_does_not_count_the_time_in_which_nobody_looked() -> None:
+    detector = HangDetector()
+    for step in range(20):
+        detector.observe(0.2 * step, step, Phase.BACKWARD, step=step, moved_s=0.2 * step)
+    detector.observe(60.0, 20, Phase.BACKWARD, step=20, moved_s=4.0)
+    detector.observe(600.0, 20, Phase.BACKWARD, step=20, waiting=True, moved_s=4.0)
+    assert detector.overdue_s == pytest.approx(540.25)
+
+
+@pytest.mark.parametrize("phase", [Phase.CHECKPOINT, Phase.EVALUATION])
+def test_the_many_gaps_of_one_pause_do_not_tell_how_long_such_pauses_are(phase: Phase) -> None:
+    rank = trained()
+    for _ in range(3):
+        for _ in range(5):
+            rank.spend(0.05, phase)
+        rank.spend(20.0, phase)
+        assert rank.reports == []
+        rank.train(5)
+    for _ in range(5):
+        rank.spend(0.05, phase)
+    rank.spend(60.0, phase)
+    assert len(rank.reports) == 1
+
+
 def test_phases_too_short_to_be_seen_are_known_by_how_long_they_lasted() -> None:
     rank = Rank(HangDetector())
     for _ in range(20):
