@@ -125,7 +125,7 @@ class IterationTable(Sequence[IterationSummary]):
             bases.append(self.parts[part][1])
             sizes.append(self.parts[part][2])
         # many times faster than concatenating structured arrays
-        found: Rows = np.frombuffer(bytearray().join((piece.data for piece in pieces)), STREAM)
+        found: Rows = np.frombuffer(bytearray().join(piece.data for piece in pieces), STREAM)
         lengths = [len(piece) for piece in pieces]
         group: NDArray[np.int64] = found["group"].astype(np.int64)
         named = (group >= 0) & (group < np.repeat(sizes, lengths))
