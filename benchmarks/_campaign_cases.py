@@ -6,43 +6,36 @@ on two cores; processes, sockets, collectives, gradients, faults, agents and con
 
 from __future__ import annotations
 
-import random
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
+from benchmarks._campaign_case import (
+    DP2_PP2,
+    HOSTS,
+    RANKS,
+    WARM_UP_STEPS,
+    Case,
+    Verdict,
+    culprit_links,
+    culprit_ranks,
+    drawn,
+    left_over,
+)
+from benchmarks._campaign_hangs import (
+    judge_crash,
+    judge_cut,
+    judge_hang,
+    plan_crash,
+    plan_cut,
+    plan_hang,
+    plan_hang_8,
+    plan_kill_8,
+)
 from benchmarks._campaign_trial import Outcome, Plan
 
-RANKS = 4
-DP2_PP2 = ("--dp", "2", "--pp", "2", "--layers", "2", "--emulate-compute-ms", "20")
 SLOW_STEPS, AFTER_STEPS = 12, 12
 DETECTED_WITHIN = 3  # iterations, of onset and of relief
-WARM_UP_STEPS = 5
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How one seed ended. ``why`` is empty exactly when it passed."""
-
-    why: list[str]
-    measured: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A kind of trial. ``goal`` is the issue's wording."""
-
-    name: str
-    seeds: int
-    goal: str
-    plan: Callable[[int], Plan]
-    judge: Callable[[Plan, Outcome], Verdict]
-    shown: tuple[str, ...] = ()  # figures of ``measured`` to summarise
-
-
-def _random(case: str, seed: int) -> random.Random:
-    return random.Random(f"{case}:{seed}")
 
 
 # --- slow ranks -----------------------------------------------------------------------------------------------------
@@ -50,7 +43,7 @@ def _random(case: str, seed: int) -> random.Random:
 
 def _plan_slow(case: str, factor: str) -> Callable[[int], Plan]:
     def plan(seed: int) -> Plan:
-        chance = _random(case, seed)
+        chance = drawn(case, seed)
         rank, onset = chance.randrange(RANKS), chance.randint(18, 28)
         relief = onset + SLOW_STEPS
         return Plan(
@@ -66,7 +59,7 @@ def _plan_slow_8(what: str) -> Callable[[int], Plan]:
     """Eight ranks, PP2xDP4 and PP4xDP2 in turn, a layer a stage: a rank, two, or one block of four is slow."""
 
     def plan(seed: int) -> Plan:
-        chance = _random(f"slow8-{what}", seed)
+        chance = drawn(f"slow8-{what}", seed)
         pp, dp = (2, 4) if seed % 2 == 0 else (4, 2)
         onset = chance.randint(18, 24)
         relief = onset + SLOW_STEPS
@@ -99,14 +92,6 @@ def last_step_ended_by(outcome: Outcome, unix_s: float) -> int | None:
     return max(ended, default=None)
 
 
-def _culprit_ranks(incident: Mapping[str, Any]) -> list[int]:
-    return [culprit["rank"] for culprit in incident["culprits"] if culprit.get("rank") is not None]
-
-
-def _culprit_links(incident: Mapping[str, Any]) -> list[set[str]]:
-    return [set(culprit["link"]["nodes"]) for culprit in incident["culprits"] if culprit.get("link")]
-
-
 def _within(name: str, found: int | None, true: int, why: list[str]) -> int | None:
     if found is None:
         why.append(f"{name}: not detected")
@@ -124,7 +109,7 @@ def judge_slow(plan: Plan, outcome: Outcome) -> Verdict:
     slow = [
         incident
         for incident in outcome.incidents
-        if incident["kind"] == "slow" and sorted(_culprit_ranks(incident)) == ranks
+        if incident["kind"] == "slow" and sorted(culprit_ranks(incident)) == ranks
     ]
     measured: dict[str, Any] = {"false_alarms": len(outcome.incidents) - min(1, len(slow))}
     if measured["false_alarms"]:
@@ -164,11 +149,7 @@ def _job_went_well(outcome: Outcome) -> list[str]:
         why.append("the job did not end in time")
     elif outcome.exit_code:
         why.append(f"the job ended with {outcome.exit_code}")
-    return why + _left_over(outcome)
-
-
-def _left_over(outcome: Outcome) -> list[str]:
-    return [f"left running: {line}" for line in outcome.left_over]
+    return why + left_over(outcome)
 
 
 # --- healthy runs and pauses ----------------------------------------------------------------------------------------
@@ -206,139 +187,14 @@ def _plan_pauses(seed: int) -> Plan:
     return Plan(arguments=arguments, timeout_s=240)
 
 
-# --- hangs and crashes ----------------------------------------------------------------------------------------------
-
-
-def _plan_hang(seed: int) -> Plan:
-    chance = _random("hang-backward", seed)
-    rank, step = chance.randrange(RANKS), chance.randint(20, 35)
-    return Plan(
-        arguments=(*DP2_PP2, "--steps", "200", "--seed", str(seed)),
-        fault=f"hang rank {rank} at step {step} in backward",
-        truth={"rank": rank, "step": step},
-        end_on="hang",
-        timeout_s=90,
-    )
-
-
-TP2_PP2_DP2 = ("--tp", "2", "--pp", "2", "--dp", "2", "--layers", "2", "--microbatches", "2", "--batch", "4")
-
-
-def _plan_hang_8(place: str) -> Callable[[int], Plan]:
-    """Eight ranks with tensor parallelism, whose pace is the CPU's: only the name and the stage are judged by it."""
-
-    def plan(seed: int) -> Plan:
-        chance = _random(f"hang8-{place}", seed)
-        rank, step = chance.randrange(8), chance.randint(12, 20)
-        fault = {
-            "stop": f"stop rank {rank} at step {step}",
-            "skip": f"skip in rank {rank} at step {step}",
-        }.get(place, f"hang rank {rank} at step {step} in {place}")
-        stage = {} if place in ("stop", "skip") else {"stage": place}
-        return Plan(
-            arguments=(*TP2_PP2_DP2, "--steps", "200", "--seed", str(seed)),
-            fault=fault,
-            truth={"rank": rank, "step": step, **stage},
-            nproc=8,
-            end_on="desync" if place == "skip" else "hang",
-            timeout_s=120,
-        )
-
-    return plan
-
-
-def judge_hang(plan: Plan, outcome: Outcome) -> Verdict:
-    """A hang of the right rank, at most 1 s after twice the longest gap usual.
-
-    The longest gap is taken to be the longest step after the warm-up: what a phase's own longest gap can be at most.
-    """
-    truth, why = plan.truth, _left_over(outcome)
-    measured: dict[str, Any] = {"false_alarms": max(0, len(outcome.incidents) - 1)}
-    if outcome.timed_out:
-        why.append("no hang reported in time")
-    if measured["false_alarms"]:
-        why.append(f"{measured['false_alarms']} incidents too many")
-    hangs = [incident for incident in outcome.incidents if incident["kind"] == plan.end_on]
-    if not hangs:
-        return Verdict([*why, "no hang reported"], measured)
-    if _culprit_ranks(hangs[0]) != [truth["rank"]]:
-        why.append(f"named {_culprit_ranks(hangs[0])}, true {truth['rank']}")
-    measured["stage"] = [culprit.get("stage") for culprit in hangs[0]["culprits"]]
-    told = str(measured["stage"][0]) if measured["stage"] else ""
-    if truth.get("stage", "") not in told:
-        why.append(f"stage {told or 'not told'}, true {truth['stage']}")
-    struck = [line["unix_s"] for line in outcome.faults if line["did"].startswith(("hang", "stop", "skip"))]
-    _judge_hang_time(outcome, hangs[0], struck[0] if struck else None, measured, why)
-    return Verdict(why, measured)
-
-
-def _judge_hang_time(
-    outcome: Outcome,
-    hang: Mapping[str, Any],
-    struck_unix_s: float | None,
-    measured: dict[str, Any],
-    why: list[str],
-) -> None:
-    longest_s = max(outcome.script[0][WARM_UP_STEPS:], default=0.0)
-    measured["budget_s"] = round(2 * longest_s + 1, 3)
-    late_s = None if struck_unix_s is None else round(hang["detected_unix_s"] - struck_unix_s, 3)
-    measured["seconds_to_verdict"] = late_s
-    if late_s is None or late_s > measured["budget_s"]:
-        why.append(f"verdict after {late_s} s, budget {measured['budget_s']} s")
-
-
-def _plan_crash(seed: int) -> Plan:
-    chance = _random("crash", seed)
-    rank, step = chance.randrange(RANKS), chance.randint(10, 20)
-    kill = seed % 2 == 0
-    return Plan(
-        arguments=(*DP2_PP2, "--steps", "60", "--seed", str(seed)),
-        fault=f"kill rank {rank} at step {step}" if kill else f"raise in rank {rank} at step {step}",
-        truth={"rank": rank, "step": step, "exit_code": 128 + 9 if kill else 1},
-    )
-
-
-def _plan_kill_8(seed: int) -> Plan:
-    chance = _random("kill8", seed)
-    rank, step = chance.randrange(8), chance.randint(12, 20)
-    return Plan(
-        arguments=(*TP2_PP2_DP2, "--steps", "200", "--seed", str(seed)),
-        fault=f"kill rank {rank} at step {step}",
-        truth={"rank": rank, "step": step, "exit_code": 128 + 9},
-        nproc=8,
-        timeout_s=120,
-    )
-
-
-def judge_crash(plan: Plan, outcome: Outcome) -> Verdict:
-    """A crash of the right rank, the job's own exit code; a killed process is noticed within 0.5 s."""
-    truth, why = plan.truth, _left_over(outcome)
-    measured: dict[str, Any] = {"exit_code": outcome.exit_code}
-    if outcome.exit_code != truth["exit_code"]:
-        why.append(f"exit code {outcome.exit_code}, true {truth['exit_code']}")
-    if [incident["kind"] for incident in outcome.incidents] != ["crash"]:
-        why.append(f"incidents: {[incident['kind'] for incident in outcome.incidents]}")
-        return Verdict(why, measured)
-    incident = outcome.incidents[0]
-    if _culprit_ranks(incident) != [truth["rank"]]:
-        why.append(f"named {_culprit_ranks(incident)}, true {truth['rank']}")
-    struck = [line["unix_s"] for line in outcome.faults if line["did"].startswith(("kill", "raise"))]
-    measured["seconds_to_verdict"] = round(incident["detected_unix_s"] - struck[0], 3)
-    if "kill" in plan.fault and measured["seconds_to_verdict"] > 0.5:
-        why.append(f"verdict after {measured['seconds_to_verdict']} s, budget 0.5 s")
-    return Verdict(why, measured)
-
-
 # --- slow links -----------------------------------------------------------------------------------------------------
-
-_HOSTS = ("node-a", "node-b", "node-c", "node-d")
 
 
 def _plan_link(seed: int) -> Plan:
-    chance = _random("slow-link", seed)
+    chance = drawn("slow-link", seed)
     pipeline = seed % 2 == 0
     first = chance.randrange(3)
-    pair = (_HOSTS[first], _HOSTS[first + 1])
+    pair = (HOSTS[first], HOSTS[first + 1])
     onset = chance.randint(18, 24)
     layout = ("--pp", "4", "--dp", "2") if pipeline else ("--dp", "8")
     sizes = ("--layers", "4", "--dim", "128", "--seq", "128", "--emulate-compute-ms", "20")
@@ -355,72 +211,24 @@ def judge_link(plan: Plan, outcome: Outcome) -> Verdict:
     """A slow link between the two hosts, both named, and no slow rank."""
     why = _job_went_well(outcome)
     truth = plan.truth
-    named = [links for incident in outcome.incidents if (links := _culprit_links(incident))]
+    named = [links for incident in outcome.incidents if (links := culprit_links(incident))]
     right = [links for links in named if links == [set(truth["hosts"])]]
     measured: dict[str, Any] = {
         "false_alarms": len(outcome.incidents) - min(1, len(right)),
         "layout": "pp4 x dp2" if "--pp" in plan.arguments else "dp8",
-        "ranks_named": sorted({rank for incident in outcome.incidents for rank in _culprit_ranks(incident)}),
+        "ranks_named": sorted({rank for incident in outcome.incidents for rank in culprit_ranks(incident)}),
         "links_named": [sorted(link) for links in named for link in links],
     }
     if not right:
         why.append(f"link {truth['hosts']} not named")
     else:
-        incident = next(one for one in outcome.incidents if _culprit_links(one) == [set(truth["hosts"])])
+        incident = next(one for one in outcome.incidents if culprit_links(one) == [set(truth["hosts"])])
         measured["onset_late"] = _difference(
             incident["detected_step"], outcome.notes.get("onset", truth["onset"])
         )
         measured["job_slowdown"] = incident["job_slowdown"]
     if measured["false_alarms"]:
         why.append(f"{measured['false_alarms']} incidents too many")
-    return Verdict(why, measured)
-
-
-def _plan_cut(case: str, firsts: tuple[int, ...]) -> Callable[[int], Plan]:
-    """Data parallelism over four hosts: the path from one of ``firsts`` to the next in the all-reduce's ring is cut."""
-
-    def plan(seed: int) -> Plan:
-        chance = _random(case, seed)
-        first, onset = chance.choice(firsts), chance.randint(12, 20)
-        pair = (_HOSTS[first], _HOSTS[(first + 1) % len(_HOSTS)])
-        sizes = ("--layers", "4", "--dim", "128", "--seq", "128", "--emulate-compute-ms", "20")
-        return Plan(
-            arguments=("--dp", "8", *sizes, "--steps", "200", "--seed", str(seed)),
-            truth={"hosts": sorted(pair), "onset": onset, "healthy_rate": "200mbit"},
-            nproc=2,
-            cut_path=pair,
-            end_on="hang",
-            end_after_s=10,  # for the probes
-            timeout_s=100,
-        )
-
-    return plan
-
-
-def judge_cut(plan: Plan, outcome: Outcome) -> Verdict:
-    """A hang of the transfer between the two hosts, in a hang's time; no rank is ever accused of it."""
-    truth, why = plan.truth, _left_over(outcome)
-    measured: dict[str, Any] = {"false_alarms": max(0, len(outcome.incidents) - 1)}
-    if outcome.timed_out:
-        why.append("no hang reported in time")
-    if measured["false_alarms"]:
-        why.append(f"{measured['false_alarms']} incidents too many")
-    hangs = [incident for incident in outcome.incidents if incident["kind"] == "hang"]
-    if not hangs:
-        return Verdict([*why, "no hang reported"], measured)
-    accused = outcome.notes.get("accused", [])
-    ranks = sorted({rank for one in (*accused, hangs[0]) for rank in _culprit_ranks(one)})
-    if ranks:
-        why.append(f"ranks {ranks} accused")
-    if _culprit_links(hangs[0]) != [set(truth["hosts"])]:
-        why.append(f"link {truth['hosts']} not named: {[sorted(link) for link in _culprit_links(hangs[0])]}")
-    measured["stage"] = [culprit.get("stage") for culprit in hangs[0]["culprits"]]
-    if measured["stage"] != ["transfer"]:
-        why.append(f"stage {measured['stage']}, true transfer")
-    cut_unix_s = outcome.notes.get("onset_unix_s")
-    named = [one["unix_s"] for one in accused if set(truth["hosts"]) in _culprit_links(one)]
-    measured["seconds_to_name"] = round(named[0] - cut_unix_s, 3) if named and cut_unix_s else None
-    _judge_hang_time(outcome, hangs[0], cut_unix_s, measured, why)
     return Verdict(why, measured)
 
 
@@ -525,7 +333,7 @@ CASES: dict[str, Case] = {
             "hang-backward",
             10,
             "a rank asleep in backward reported as a hang within the budget",
-            _plan_hang,
+            plan_hang,
             judge_hang,
             ("seconds_to_verdict", "false_alarms"),
         ),
@@ -534,32 +342,26 @@ CASES: dict[str, Case] = {
                 f"hang8-{place}",
                 10,
                 "named with rank and stage, hangs within the budget, in 10 of 10 seeds (TP2xPP2xDP2)",
-                _plan_hang_8(place),
+                plan_hang_8(place),
                 judge_hang,
                 ("seconds_to_verdict", "false_alarms"),
             )
             for place in ("forward", "backward", "optimizer", "data", "stop", "skip")
         ),
-        *(
-            Case(
-                name,
-                10,
-                "the two hosts and the transfer named within the budget, no rank accused, in 10 of 10 seeds (DP8 on"
-                f" four hosts with their own clocks; {where})",
-                _plan_cut(name, firsts),
-                judge_cut,
-                ("seconds_to_verdict", "seconds_to_name", "false_alarms"),
-            )
-            for name, firsts, where in (
-                ("hang8-allreduce", (1, 2), "both hosts reach the controller"),
-                ("hang8-allreduce-control", (0, 3), "one of them is the controller's"),
-            )
+        Case(
+            "hang8-allreduce",
+            10,
+            "the two hosts and the transfer named within the budget, no rank accused, in 10 of 10 seeds (DP8 on four"
+            " hosts with their own clocks, one of them the controller's)",
+            plan_cut,
+            judge_cut,
+            ("seconds_to_verdict", "seconds_to_name", "false_alarms"),
         ),
         Case(
             "kill8",
             10,
             "named with rank, dead process: <= 0.5 s, in 10 of 10 seeds (TP2xPP2xDP2)",
-            _plan_kill_8,
+            plan_kill_8,
             judge_crash,
             ("seconds_to_verdict",),
         ),
@@ -582,7 +384,7 @@ CASES: dict[str, Case] = {
             judge_healthy,
             ("false_alarms",),
         ),
-        Case("crash", 10, "dead process: <= 0.5 s", _plan_crash, judge_crash, ("seconds_to_verdict",)),
+        Case("crash", 10, "dead process: <= 0.5 s", plan_crash, judge_crash, ("seconds_to_verdict",)),
         Case(
             "slow-link",
             10,

@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from benchmarks._campaign_cases import WARM_UP_STEPS
+from benchmarks._campaign_case import WARM_UP_STEPS
 
 STREAM = 5_000  # iterations of one replayed series
 BLOCK = 25

@@ -23,7 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks._campaign_cases import CASES, Case
+from benchmarks._campaign_case import Case
+from benchmarks._campaign_cases import CASES
 from benchmarks._campaign_replay import replay
 from benchmarks._campaign_trial import Outcome, run_trial
 from benchmarks._report import Line, Report, machine, versions

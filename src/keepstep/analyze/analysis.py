@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,17 +117,24 @@ def _folder(path: Path, layout: ParallelLayout | None) -> Analysis:
 def _run(path: Path, layout: ParallelLayout | None) -> Analysis:
     """What the controller of a watched run wrote; from the iterations where it wrote nothing in this folder."""
     run = open_run(path)
+    try:
+        run.describe()
+        unread: tuple[str, ...] = ()
+    except RunError as error:
+        unread = (str(error),)
     read = [_incident(file) for file in sorted((run.path / "incidents").glob("[0-9]*.json"))]
     if run.status() is not None or read:
         incidents = tuple(one for one in read if isinstance(one, Incident))
         missing = tuple(one for one in read if isinstance(one, str))
         world = max((incident.world_size for incident in incidents), default=0)
         _check(layout, path, world, world)
-        return Analysis("keepstep run", incidents, missing)
-    iterations = list(run.iterations())
+        return Analysis("keepstep run", incidents, missing + unread)
+    broken: Counter[Path] = Counter()
+    iterations = list(run.iterations(broken))
     _check(layout, path, max((one.rank for one in iterations), default=-1) + 1)
     elsewhere = f"{path}: what the controller wrote; it is in the run folder of node 0"
-    return Analysis("keepstep run", tuple(slow_in_iterations(iterations)), (elsewhere,))
+    lines = tuple(f"{file}: {count} lines cannot be read" for file, count in broken.items())
+    return Analysis("keepstep run", tuple(slow_in_iterations(iterations)), (elsewhere, *unread, *lines))
 
 
 def _incident(file: Path) -> Incident | str:

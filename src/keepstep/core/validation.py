@@ -45,9 +45,7 @@ class DeviceFigure:
     test: str  # "fp32", "bf16", "fp8", or the name of a custom test
     value: float
     unit: str = "TFLOP/s"
-    limited: float = (
-        0.0  # share of its own time in which a CPU quota kept the rank off its core; in ``value``
-    )
+    limited: float = 0.0  # share of its own time in which a CPU quota kept it off its core; in ``value``
     taken: float = 0.0  # share of the test in which other processes had its core; not in ``value``
 
 

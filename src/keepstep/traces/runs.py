@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,12 +57,16 @@ class Run:
                 found[int(match[1])] = path
         return found
 
-    def iterations(self) -> Iterator[Iteration]:
-        """All finished steps of all ranks, in file order; lines that were cut short are skipped."""
+    def iterations(self, broken: Counter[Path] | None = None) -> Iterator[Iteration]:
+        """All finished steps of all ranks, in file order; lines that cannot be read are counted in ``broken``."""
         for path in sorted(self.path.glob("nodes/*/iterations*.jsonl*")):
             with path.open("rb") as lines:
                 for line in lines:
-                    yield from _iterations_of(line)
+                    found = _iterations_of(line)
+                    if found is not None:
+                        yield from found
+                    elif broken is not None:
+                        broken[path] += 1
 
 
 def open_run(path: str | Path) -> Run:
@@ -74,12 +79,12 @@ def open_run(path: str | Path) -> Run:
     raise RunError(f"{path}: no run folder (no run.json in it); {hint}")
 
 
-def _iterations_of(line: bytes) -> Iterator[Iteration]:
+def _iterations_of(line: bytes) -> list[Iteration] | None:
     try:
         row = msgspec.json.decode(line)
         step = int(row["step"])
-        for rank, cells in row["ranks"].items():
-            yield Iteration(
+        return [
+            Iteration(
                 rank=int(rank),
                 step=step,
                 start_unix_s=float(cells["t"]),
@@ -87,8 +92,10 @@ def _iterations_of(line: bytes) -> Iterator[Iteration]:
                 self_s=float(cells.get("self", 0.0)),
                 blocked_s=float(cells.get("blocked", 0.0)),
             )
+            for rank, cells in row["ranks"].items()
+        ]
     except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError):
-        return
+        return None
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -228,6 +228,18 @@ def test_a_run_folder_gives_what_its_controller_wrote(tmp_path: Path) -> None:
     assert "\n" not in line
 
 
+def test_what_cannot_be_read_of_a_run_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "nodes" / "a"
+    folder.mkdir(parents=True)
+    (tmp_path / "run.json").write_text('{"command": ["train')
+    good = '{"step": 1, "ranks": {"0": {"t": 1.0, "d": 0.5}}}'
+    half = '{"step": 2, "ranks": {"0": {"t": 1.5, "d": 0.5}, "1": {"t": 1.5}}}'
+    (folder / "iterations.jsonl").write_text(f"{good}\n{half}\n[]\n{good[:20]}")
+    found = analyze(tmp_path)
+    assert any("run.json: not the JSON that keepstep writes" in line for line in found.missing)
+    assert any(line.endswith("iterations.jsonl: 3 lines cannot be read") for line in found.missing)
+
+
 def test_a_run_folder_without_a_controller_is_judged_by_its_iterations(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     folder = tmp_path / "nodes" / "1"
