@@ -214,10 +214,10 @@ def regroup(rank: int, world: int) -> Any:
 
     found: dict[str, Any] = {}
     alive = []
+    # The first group's store for all rounds: on another port somebody else may be, and torch's own store on the
+    # same port again now and then meets its predecessor.
+    store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
-    # One store for all rounds: torch's own store on the same port again now and then meets its predecessor.
-    port = int(os.environ["MASTER_PORT"]) + 1
-    store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
 
     def again(name: str) -> None:
         dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world)

@@ -73,7 +73,7 @@ def run(
     tmp_path: Path, job: str, world: int = 2, *, watched: bool = True, ring_path: str | None = None
 ) -> Ran:
     """Run a job of ``capture_jobs.py`` as ``world`` processes; ``ring_path`` in the place of the test's own rings."""
-    port = free_port()  # and the one above it: where a job makes a store of its own
+    port = free_port()
     descriptors = [ring.create(4096) for _ in range(world)]
     results = [tmp_path / f"{job}-{watched}-{rank}.json" for rank in range(world)]
     processes: list[subprocess.Popen[str]] = []
@@ -99,10 +99,17 @@ def run(
         )
     try:
         errors = [process.communicate(timeout=120)[1] for process in processes]
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.kill()
+        said = [process.communicate()[1] for process in processes]
+        pytest.fail(
+            f"{job}: not ended after 120 s; exit codes {[p.returncode for p in processes]}, said {said}"
+        )
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
+            process.wait()
     readers = [ring.RingReader(descriptor) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
