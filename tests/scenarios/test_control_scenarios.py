@@ -11,7 +11,8 @@ Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
     profiles [nodes=0,1] rank=1 onset=30      answer the last ProfileRequest
     states [nodes=0,1] rank=1 idle=40 [going=1] [dead=1]   answer the last StateRequest; rank is not in the collective
     reachable node=0-2                        their agents say where they answer probes
-    probes [nodes=0,1] [lost=gpu-0:gpu-1]     answer the last ProbeRequests; nothing comes back between the lost pair
+    probes [nodes=0,1] [lost=gpu-0:gpu-1]     answer the last ProbeRequests; nothing comes back between the pair,
+                                              or from the node
     held [nodes=0,1] [state=2]                how ranks stand to the last Hold (ring.orders.State; 2: held)
     measured [nodes=0,1] [rank=2] [link=0-1]  figures of the ranks that the last RunTests named; who is slow
     validate [ranks=0-1]                      an operator asks
@@ -271,10 +272,12 @@ class Stage:
         out: list[Effect] = []
         for node in self.agents(nodes):
             peer, source = self.peer(f"agent{node}"), f"gpu-{node}"
-            asked = self.to_probe.pop(peer)
+            asked = self.to_probe.pop(peer, None)
+            if asked is None:
+                continue
             probes = tuple(
                 PathProbe(source, target.node, "timeout", 2.5)
-                if {source, target.node} == set(lost.split(":"))
+                if lost and {source, target.node}.issuperset(lost.split(":"))
                 else PathProbe(source, target.node, "echo", 0.0003)
                 for target in asked.targets
             )

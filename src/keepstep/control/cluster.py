@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from keepstep.core.summary import ClockSample, Endpoint, GroupInfo, HostCause
@@ -29,7 +29,8 @@ class Node:
     heard_s: float | None = None  # last heartbeat of the agent
     lost_s: float | None = None  # since when neither agent nor launcher is connected
     left: bool = False  # said Bye or Ended: its silence means nothing
-    silent: bool = False
+    mute: bool = False  # no heartbeat for a moment
+    silent: bool = False  # and for longer
     overdue: bool = False  # all its ranks wait for others, longer than usual
     beat: Heartbeat | None = None
     ranks: tuple[int, ...] = ()
@@ -73,7 +74,7 @@ class Cluster:
         """A heartbeat. The hot path: 12,500 a second."""
         node.beat = beat
         node.heard_s = now_s
-        node.silent = False
+        node.mute = node.silent = False
         ranks = beat.ranks
         if len(ranks) != len(node.ranks):
             self.plays(node, (one.rank for one in ranks))
@@ -128,6 +129,20 @@ class Cluster:
     def silent_nodes(self) -> set[str]:
         """Names of nodes whose agent is silent or gone."""
         return {node.name for node in self.nodes.values() if node.silent or node.agent is None}
+
+    def mute_nodes(self) -> set[str]:
+        """Names of nodes not to wait for: their agents have not been heard for a moment, while at least half are."""
+        mute = {node.name for node in self.nodes.values() if node.mute or node.silent or node.agent is None}
+        return mute if 2 * len(mute) <= len(self.nodes) else set()
+
+    def addresses(self, names: Collection[str]) -> dict[str, str]:
+        """Node name by address, of these nodes, as far as their agents have told where they answer probes."""
+        return {
+            one.address: node.name
+            for node in self.nodes.values()
+            if node.name in names
+            for one in node.endpoints
+        }
 
     def clock_samples(self) -> dict[str, list[ClockSample]]:
         """All samples by node name."""

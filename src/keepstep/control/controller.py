@@ -24,6 +24,7 @@ from keepstep.control.slow_case import SlowCase
 from keepstep.control.validation_case import ValidationCase
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Incident
+from keepstep.core.summary import PathProbe
 from keepstep.wire.messages import (
     PROTOCOL,
     Bye,
@@ -69,6 +70,7 @@ class Settings:
 
     nodes: int = 1
     heartbeat_s: float = 1.0
+    mute_s: float = 1.3  # without a heartbeat, that comes every second: nobody waits for the agent's answers
     silent_s: float = 3.0  # without a heartbeat: the agent is silent
     lost_s: float = 3.0  # neither agent nor launcher connected: the node is lost
     answer_s: float = 1.0  # longest wait for profiles and states
@@ -115,9 +117,7 @@ class Controller:
         self._changes: deque[int] = deque(maxlen=64)
         self._newest_number = 0
         self._requests = 0
-        self._profiles: dict[int, Question[Profile]] = {}
-        self._states: dict[int, Question[States]] = {}
-        self._probes: dict[int, Question[Probed]] = {}
+        self._questions: dict[int, Question] = {}
         self._launchers: dict[Launcher, Ended | Bye | None] = {}
         self._stop: Stop | None = None
         self._over_s: float | None = None
@@ -186,12 +186,8 @@ class Controller:
             self._found(message.finding, sender, now_s)
         elif isinstance(message, Groups):
             self.cluster.learn_groups(message.groups)
-        elif isinstance(message, Profile):
-            self._profile(sender, message, now_s)
-        elif isinstance(message, States):
-            self._state(sender, message, now_s)
-        elif isinstance(message, Probed):
-            self._probed(sender, message, now_s)
+        elif isinstance(message, Profile | States | Probed):
+            self._answered(sender, message, now_s)
         elif isinstance(message, Reachable):
             if sender.node is not None:
                 sender.node.endpoints = message.endpoints[:_MOST_ENDPOINTS]
@@ -215,12 +211,8 @@ class Controller:
         self._answer_joins(self.rendezvous.tick(now_s))
         self._watch_nodes(now_s)
         self._watch_waiting(now_s)
-        for number in [n for n, question in self._profiles.items() if question.due(now_s)]:
-            self._decide_profiles(number, now_s)
-        for number in [n for n, question in self._states.items() if question.due(now_s)]:
-            self._decide_states(number, now_s)
-        for number in [n for n, question in self._probes.items() if question.due(now_s)]:
-            self._decide_probes(number, now_s)
+        for question in [one for one in self._questions.values() if one.due(now_s)]:
+            self._decide(question, now_s)
         for case in self._cases():
             case.tick(now_s)
         self._tick_validation(now_s)
@@ -271,16 +263,18 @@ class Controller:
         onset_step: int = -1,
         blocks_of: tuple[int, ...] = (),
     ) -> int:
-        number, agents = self._request()
-        self._profiles[number] = Question(number, set(agents), now_s + self.settings.answer_s)
+        agents = self.cluster.agents()
+        number = self._question(Profile, agents, now_s + self.settings.answer_s)
         packed = self.cluster.known_ranks > PACKED_WORLD
         request = ProfileRequest(number, first_step, last_step, onset_step, blocks_of, packed)
         self._effects.append(Send(tuple(agents.values()), request))
         return number
 
     def ask_states(self, stacks: bool, now_s: float) -> int:
-        number, agents = self._request()
-        self._states[number] = Question(number, set(agents), now_s + self.settings.answer_s)
+        agents = self.cluster.agents()
+        names = self.cluster.mute_nodes()
+        mute = frozenset(rank for rank in agents if self.cluster.nodes[rank].name in names)
+        number = self._question(States, agents, now_s + self.settings.answer_s, mute)
         self._effects.append(Send(tuple(agents.values()), StateRequest(number, stacks)))
         return number
 
@@ -290,7 +284,7 @@ class Controller:
         for pair in pairs:
             for source, target in (pair, pair[::-1]):
                 here, there = by_name.get(source), by_name.get(target)
-                if here is None or there is None or here is there or here.agent is None or here.silent:
+                if here is None or there is None or here is there or here.agent is None or here.mute:
                     continue
                 targets = wanted.setdefault(here.rank, [])
                 if there.endpoints and len(targets) < _MOST_TARGETS:
@@ -298,8 +292,8 @@ class Controller:
         wanted = {rank: targets for rank, targets in wanted.items() if targets}
         if not wanted:
             return None
-        number, agents = self._request()
-        self._probes[number] = Question(number, set(wanted), now_s + self.settings.probe_s)
+        agents = self.cluster.agents()
+        number = self._question(Probed, wanted, now_s + self.settings.probe_s)
         for rank, targets in wanted.items():
             self._effects.append(Send((agents[rank],), ProbeRequest(number, tuple(targets))))
         return number
@@ -377,7 +371,7 @@ class Controller:
         if node.agent_pid != hello.pid:
             node.agent_pid, node.agent_starts = hello.pid, node.agent_starts + 1
         node.agent, node.left = peer, False
-        node.heard_s, node.silent = now_s, False
+        node.heard_s, node.mute, node.silent = now_s, False, False
 
     def _heartbeat(self, peer: int, sender: _Peer, beat: Heartbeat, now_s: float) -> None:
         node = sender.node
@@ -433,9 +427,12 @@ class Controller:
         for node in self.cluster.nodes.values():
             if node.left:
                 continue
-            if node.heard_s is not None and now_s - node.heard_s > self.settings.silent_s:
-                node.silent = True
-            if node.lost_s is not None and now_s - node.lost_s > self.settings.lost_s and not self.over:
+            if node.heard_s is not None:
+                node.mute = now_s - node.heard_s > self.settings.mute_s
+                node.silent = node.silent or now_s - node.heard_s > self.settings.silent_s
+            if node.lost_s is None or now_s - node.lost_s <= self.settings.lost_s or self.over:
+                continue
+            if self._hang is None or not self._hang.is_reached(node.name):
                 node.lost_s = None
                 self._crash_case().lost(node.name, node.ranks, now_s)
 
@@ -524,19 +521,24 @@ class Controller:
         case.found(finding, now_s)
 
     def _watch_waiting(self, now_s: float) -> None:
-        """When all ranks wait for others, and longer than usual, none of them is in a pause: they have locked up."""
+        """When all ranks wait for others, and longer than usual, none of them is in a pause: they have locked up.
+
+        Of a few nodes that are not heard any more that cannot be known; they may be what the others wait for.
+        """
         cluster = self.cluster
         if not cluster.overdue_nodes or self._validation is not None or self._standstill():
             return
         if now_s < self._waiting_again_s:
             return
         nodes = cluster.nodes.values()
-        if all(node.overdue and not node.silent for node in nodes) and (
-            sum(len(node.ranks) for node in nodes) == cluster.known_ranks
+        heard = sum(node.overdue and not node.mute for node in nodes)
+        if (
+            all(node.overdue or node.mute for node in nodes)
+            and 2 * heard >= len(nodes)
+            and sum(len(node.ranks) for node in nodes) == cluster.known_ranks
         ):
-            self._waiting_again_s = (
-                now_s + 2 * self.settings.heartbeat_s
-            )  # by then the heartbeats are new ones
+            # by the next time the heartbeats are new ones
+            self._waiting_again_s = now_s + 2 * self.settings.heartbeat_s
             self._hang = HangCase(self)
             self._hang.all_wait(now_s)
 
@@ -608,60 +610,46 @@ class Controller:
 
     # --- answers --------------------------------------------------------------------------------------------------
 
-    def _request(self) -> tuple[int, dict[int, int]]:
+    def _question(
+        self, kind: type, nodes: Iterable[int], deadline_s: float, mute: frozenset[int] = frozenset()
+    ) -> int:
         self._requests += 1
-        return self._requests, self.cluster.agents()
+        self._questions[self._requests] = Question(self._requests, kind, set(nodes), deadline_s, mute)
+        return self._requests
 
-    def _profile(self, sender: _Peer, profile: Profile, now_s: float) -> None:
-        question = self._profiles.get(profile.request)
-        if question is None or sender.node is None:
+    def _answered(self, sender: _Peer, answer: Profile | States | Probed, now_s: float) -> None:
+        question, node = self._questions.get(answer.request), sender.node
+        if question is None or node is None:
             return
-        sender.node.clock.extend(profile.clock)
-        if profile.causes:
-            sender.node.causes, sender.node.causes_s = profile.causes, now_s
-        packed = len(profile.packed.rows) // _ROW_BYTES if profile.packed is not None else 0
-        question.answer(sender.node.rank, profile, len(profile.iterations) + packed)
-        if not question.awaited:
-            self._decide_profiles(profile.request, now_s)
-
-    def _state(self, sender: _Peer, states: States, now_s: float) -> None:
-        question = self._states.get(states.request)
-        if question is None or sender.node is None:
+        if isinstance(answer, Probed):
+            rows = len(answer.probes)
+        else:
+            node.clock.extend(answer.clock)
+            rows = len(answer.states) if isinstance(answer, States) else _rows(answer)
+        if isinstance(answer, Profile) and answer.causes:
+            node.causes, node.causes_s = answer.causes, now_s
+        if not question.answer(node.rank, answer, rows):
             return
-        sender.node.clock.extend(states.clock)
-        question.answer(sender.node.rank, states, len(states.states))
-        if not question.awaited:
-            self._decide_states(states.request, now_s)
+        if question.due(now_s):
+            self._decide(question, now_s)
+        elif isinstance(answer, Probed) and self._hang is not None and self._hang.probing == question.number:
+            self._hang.probed(_probes(question), now_s, final=False)
 
-    def _probed(self, sender: _Peer, probed: Probed, now_s: float) -> None:
-        question = self._probes.get(probed.request)
-        if question is None or sender.node is None:
-            return
-        question.answer(sender.node.rank, probed, len(probed.probes))
-        if not question.awaited:
-            self._decide_probes(probed.request, now_s)
-
-    def _decide_profiles(self, number: int, now_s: float) -> None:
-        question = self._profiles.pop(number)
-        for case in self._slow:
-            if case.question == number and not case.closed:
-                case.profiles(question.answers, self._names(question.awaited), now_s)
-        self._sweep()
-
-    def _decide_states(self, number: int, now_s: float) -> None:
-        question = self._states.pop(number)
-        case = self._hang
-        if case is not None and case.question == number and not case.closed:
-            case.states(question.answers, self._names(question.awaited), now_s)
-        self._sweep()
-
-    def _decide_probes(self, number: int, now_s: float) -> None:
-        question = self._probes.pop(number)
-        probes = [probe for answer in question.answers for probe in answer.probes[:_MOST_TARGETS]]
-        probes = [one for one in probes if 0 <= one.round_trip_s < math.inf]
-        for case in (*self._slow, self._hang):
-            if case is not None and case.probing == number and not case.closed:
-                case.probed(probes, now_s)
+    def _decide(self, question: Question, now_s: float) -> None:
+        del self._questions[question.number]
+        if question.kind is Probed:
+            probes = _probes(question)
+            for case in (*self._slow, self._hang):
+                if case is not None and case.probing == question.number and not case.closed:
+                    case.probed(probes, now_s)
+        elif question.kind is States:
+            case = self._hang
+            if case is not None and case.question == question.number and not case.closed:
+                case.states(question.answers, self._names(question.unanswered), now_s)
+        else:
+            for case in self._slow:
+                if case.question == question.number and not case.closed:
+                    case.profiles(question.answers, self._names(question.unanswered), now_s)
         self._sweep()
 
     def _names(self, node_ranks: Iterable[int]) -> tuple[str, ...]:
@@ -700,3 +688,13 @@ class Controller:
 def _is_finite(finding: Finding) -> bool:
     values = (getattr(finding, field.name) for field in fields(finding))
     return all(math.isfinite(value) for value in values if isinstance(value, float))
+
+
+def _rows(profile: Profile) -> int:
+    packed = len(profile.packed.rows) // _ROW_BYTES if profile.packed is not None else 0
+    return len(profile.iterations) + packed
+
+
+def _probes(question: Question) -> list[PathProbe]:
+    probes = [probe for answer in question.answers for probe in answer.probes[:_MOST_TARGETS]]
+    return [one for one in probes if 0 <= one.round_trip_s < math.inf]

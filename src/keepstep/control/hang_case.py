@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from keepstep.control.desk import Desk, how_to_say, is_traffic, unlocated
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Diagnosis, Incident
+from keepstep.core.incident import Culprit, Diagnosis, Incident
 from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import PathProbe, PeerTraffic, RankState
 from keepstep.wire.messages import States
@@ -18,6 +18,7 @@ _STALLED_S = 1.0  # data under way between two hosts and none of it acknowledged
 _LOOKS_S = (0.05, 0.25, 0.25, 0.25, 0.25, 0.5, 0.5)  # from one look to the next at ranks that all wait
 _SHARPEN_S = (3.0, 10.0, 30.0)  # after the verdict
 _TRIES = 3
+_LOOKS_AT_SILENT = 8  # before ranks are blamed of which nothing is known
 _MOST_TRIES = 15
 
 
@@ -33,7 +34,8 @@ class HangCase:
         self.question: int | None = None
         self.probing: int | None = None  # the open question about paths
         self._probes: Sequence[PathProbe] = ()
-        self._answers: Sequence[States] = ()  # the last ones, and who did not answer
+        self._probed = False  # all answers of one question about paths have come, or none can
+        self._answers: Sequence[States] = ()  # the last that confirmed it, and who did not answer
         self._unanswered: Sequence[str] = ()
         self._stuck: dict[int, Finding] = {}
         self._resumed: set[int] = set()
@@ -78,6 +80,8 @@ class HangCase:
     def states(self, answers: Sequence[States], unanswered: Sequence[str], now_s: float) -> None:
         """Decide with what the agents have sent."""
         self.question = None
+        if self.incident is not None and not answers:
+            return
         self._answers, self._unanswered = answers, unanswered
         states = [state for answer in answers for state in answer.states]
         if self.incident is not None and any(not state.alive for state in states):
@@ -89,18 +93,28 @@ class HangCase:
                 self.closed = True
                 return
             if not self._confirmed(states, going):
+                self._answers = ()
                 self.closed = self._tries >= _MOST_TRIES
                 return
         diagnosis = self._decide(now_s)
-        if diagnosis.paths and self.probing is None:
+        if diagnosis.paths and self.probing is None and (self.incident is not None or not self._probed):
             self.probing = self._desk.ask_probes(diagnosis.paths, now_s)
+            if self.probing is None:
+                self.probed((), now_s)
 
-    def probed(self, probes: Sequence[PathProbe], now_s: float) -> None:
-        """Decide again with what the agents have learned of the paths between them."""
-        self.probing = None
-        self._probes = probes
-        if self.incident is not None and probes:
+    def probed(self, probes: Sequence[PathProbe], now_s: float, *, final: bool = True) -> None:
+        """Decide again with what the agents have learned of the paths between them; more comes unless ``final``."""
+        if not final and self.incident is not None:
+            return
+        if final:
+            self.probing, self._probed = None, True
+        self._probes = probes or self._probes
+        if self._answers and (probes or self.incident is None):
             self._decide(now_s)
+
+    def is_reached(self, node: str) -> bool:
+        """Whether somebody's probe of that node came back: it is not lost, whatever we hear."""
+        return any(probe.target == node and probe.arrived for probe in self._probes)
 
     def tick(self, now_s: float) -> None:
         """Ask again when it is time."""
@@ -172,8 +186,9 @@ class HangCase:
 
     def _confirmed(self, states: Sequence[RankState], going: set[int]) -> bool:
         if self._all_wait and not self._stuck:
-            # nobody has moved since the first look; of a node that does not answer in time that is not known
-            return self._tries >= 2 and len(states) > 0 and not self._unanswered
+            # nobody has moved since the first look; of a node that is heard but does not answer that is not known
+            missed = set(self._unanswered) - self._desk.cluster.mute_nodes()
+            return self._tries >= 2 and len(states) > 0 and not missed
         return not states or 2 * len(going) < len(states) or self._tries >= _TRIES
 
     def _decide(self, now_s: float) -> Diagnosis:
@@ -182,11 +197,15 @@ class HangCase:
         traffic = [one for answer in self._answers for one in answer.traffic if is_traffic(one)]
         diagnosis = self._locate(states, traffic)
         old = self.incident
-        if old is not None and old.culprits and not diagnosis.culprits and not self._acquitted(old):
-            return diagnosis  # what was known is better
+        silence = _is_silence(diagnosis.culprits)
+        if old is not None and old.culprits and not self._acquitted(old):
+            if not diagnosis.culprits or (silence and not _is_silence(old.culprits)):
+                return diagnosis  # what was known is better
         if old is None and self._all_wait and not self._stuck and not _is_locked_up(diagnosis, traffic):
             self.closed = self._tries >= _MOST_TRIES
             return diagnosis  # a slow transfer, perhaps: ranks that are in it for too long will tell
+        if old is None and silence and not self._looked_at_silence():
+            return diagnosis  # probes will tell whether it is the node, a path to it, or its agent alone
         missing = diagnosis.missing
         if self._unanswered:
             missing = (*missing, f"states of {fold_nodes(self._unanswered)}: no answer from there in time")
@@ -213,6 +232,10 @@ class HangCase:
         desk.publish(incident, how_to_say(old, diagnosis))
         return diagnosis
 
+    def _looked_at_silence(self) -> bool:
+        """An agent that died is back within a few seconds; until then its ranks are not blamed for its silence."""
+        return self._probed and self._tries >= (_TRIES if self._stuck else _LOOKS_AT_SILENT)
+
     def _acquitted(self, old: Incident) -> bool:
         """Probes came back over the links that were blamed."""
         return bool(self._probes) and all(culprit.link is not None for culprit in old.culprits)
@@ -229,9 +252,15 @@ class HangCase:
                 desk.clocks(),
                 traffic,
                 self._probes,
+                cluster.addresses(set(self._unanswered)),
             )
         except Exception as error:
             return unlocated("hang", error)
+
+
+def _is_silence(culprits: Sequence[Culprit]) -> bool:
+    """They are blamed, and nothing is known of them."""
+    return bool(culprits) and all(culprit.cause == "silent" for culprit in culprits)
 
 
 def _is_locked_up(diagnosis: Diagnosis, traffic: Sequence[PeerTraffic]) -> bool:

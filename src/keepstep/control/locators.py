@@ -71,6 +71,7 @@ class Locators(Protocol):
         clocks: Any,
         traffic: Sequence[PeerTraffic],
         probes: Sequence[PathProbe],
+        addresses: Mapping[str, str],
     ) -> Diagnosis:
         """Who keeps the others waiting."""
         ...
@@ -170,10 +171,11 @@ class LibraryLocators:
         clocks: Any,
         traffic: Sequence[PeerTraffic],
         probes: Sequence[PathProbe],
+        addresses: Mapping[str, str],
     ) -> Diagnosis:
         from keepstep.locate import locate_hang
 
-        return locate_hang(states, groups, nodes, silent_nodes, clocks, traffic, probes)
+        return locate_hang(states, groups, nodes, silent_nodes, clocks, traffic, probes, addresses)
 
     def probed(self, diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:
         from keepstep.locate import with_probes

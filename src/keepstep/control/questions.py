@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
-
-A = TypeVar("A")
+from typing import Any
 
 MOST_ROWS = 4_000_000  # iteration summaries or states kept for one question
 
 
 @dataclass(slots=True)
-class Question(Generic[A]):
-    """One request to many agents: complete when all have answered, due at ``deadline_s`` whatever has come."""
+class Question:
+    """One request to many agents: complete when all that are waited for have answered, due at ``deadline_s`` anyway."""
 
     number: int
-    awaited: set[int]  # node ranks
+    kind: type  # of the answers
+    unanswered: set[int]  # node ranks
     deadline_s: float
-    answers: list[A] = field(default_factory=list[A])
+    mute: frozenset[int] = frozenset()  # those of them that are not waited for
+    answers: list[Any] = field(default_factory=list[Any])
     rows: int = 0
 
-    def answer(self, node_rank: int, answer: A, rows: int) -> None:
+    def answer(self, node_rank: int, answer: Any, rows: int) -> bool:
         """Take one node's answer; a second one, or one beyond the bound, is ignored."""
-        if node_rank not in self.awaited:
-            return
-        self.awaited.discard(node_rank)
-        if self.rows + rows <= MOST_ROWS:
-            self.rows += rows
-            self.answers.append(answer)
+        if type(answer) is not self.kind or node_rank not in self.unanswered:
+            return False
+        self.unanswered.discard(node_rank)
+        if self.rows + rows > MOST_ROWS:
+            return False
+        self.rows += rows
+        self.answers.append(answer)
+        return True
 
     def due(self, now_s: float) -> bool:
         """Decide now."""
-        return not self.awaited or now_s >= self.deadline_s
+        return self.unanswered <= self.mute or now_s >= self.deadline_s

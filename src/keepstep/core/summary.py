@@ -173,6 +173,11 @@ class PathProbe:
     outcome: str
     round_trip_s: float = 0.0  # to connect or to echo, whichever was faster
 
+    @property
+    def arrived(self) -> bool:
+        """The target's host gave a sign of life."""
+        return self.outcome not in ("timeout", "unreachable")
+
 
 @dataclass(frozen=True, slots=True)
 class HostCause:

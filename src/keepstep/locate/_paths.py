@@ -7,7 +7,7 @@ has lost 20 % of its throughput.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -22,7 +22,6 @@ _LEAST_BUSY_SHARE = 0.25  # of the time since the onset
 _LEAST_BYTES = 65536  # before the onset: less tells no speed
 _ALL_PAIRS_NODES = 6  # of more nodes only neighbours are probed: rings run between them
 _MOST_PAIRS = 64
-_NO_ANSWER = ("timeout", "unreachable")
 _TOLD = {
     "silent": "its host answers, its agent does not",
     "refused": "its host answers, its agent is gone",
@@ -34,13 +33,21 @@ Pair = tuple[str, str]
 
 
 class Paths:
-    """All that is known of paths. A pair of nodes is given in any order."""
+    """All that is known of paths. A pair of nodes is given in any order.
 
-    def __init__(self, probes: Sequence[PathProbe] = (), traffic: Sequence[PeerTraffic] = ()) -> None:
+    ``addresses``: node name by address, of nodes that told no traffic of their own.
+    """
+
+    def __init__(
+        self,
+        probes: Sequence[PathProbe] = (),
+        traffic: Sequence[PeerTraffic] = (),
+        addresses: Mapping[str, str] | None = None,
+    ) -> None:
         self._probes: dict[frozenset[str], list[PathProbe]] = {}
         for probe in probes:
             self._probes.setdefault(frozenset((probe.source, probe.target)), []).append(probe)
-        node_of = {one.source: one.node for one in traffic}
+        node_of = {**(addresses or {}), **{one.source: one.node for one in traffic}}
         self._held: dict[frozenset[str], list[str]] = {}
         for one in traffic:
             target = node_of.get(one.target, "")
@@ -51,13 +58,17 @@ class Paths:
     def condition(self, pair: Pair) -> Condition:
         """``broken``: a probe did not come back; ``held up``: data is under way and too little of it arrives."""
         probes = self.between(pair)
-        if any(probe.outcome in _NO_ANSWER for probe in probes):
+        if not all(probe.arrived for probe in probes):
             return "broken"
-        if frozenset(pair) in self._held:
+        if self.holds_up(pair):
             return "held up"
         if any(probe.round_trip_s >= GUARD_S for probe in probes):
             return "slow"
         return "sound" if probes else "unknown"
+
+    def holds_up(self, pair: Pair) -> bool:
+        """By the kernel's counters data is under way there and too little of it arrives."""
+        return frozenset(pair) in self._held
 
     def between(self, pair: Pair) -> list[PathProbe]:
         """The probes from one to the other and back."""

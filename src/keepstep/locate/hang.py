@@ -25,7 +25,9 @@ _FEW = 4  # more roots than this are hardly all at fault
 _STOPPED = ("T", "t")
 _MOST_LINKS = 4
 _MOST_PATHS = 1024  # to be probed at once
-_PROBERS = 2  # that probe a silent node: one alone cannot tell the node from its own path to it
+_PROBERS = (
+    2  # of a silent node, and as many whose data it does not take: one path alone says nothing of the node
+)
 UNKNOWN_PROCESS = "?"  # process state of a rank known from a trace only
 
 Confidence = Literal["high", "medium", "low"]
@@ -67,6 +69,7 @@ def locate_hang(
     offsets: ClockOffsets | None = None,
     traffic: Sequence[PeerTraffic] = (),
     probes: Sequence[PathProbe] = (),
+    addresses: Mapping[str, str] | None = None,
 ) -> Diagnosis:
     """Name who never entered, stopped, died or entered something else; a stuck transfer when all have entered.
 
@@ -78,10 +81,11 @@ def locate_hang(
         offsets: the nodes' clocks; used to order ranks that stopped, not needed.
         traffic: what nodes sent to each other over TCP before and after they stopped.
         probes: what came of probes of the paths between nodes; which are wanted, ``Diagnosis.paths`` says.
+        addresses: node name by address, of nodes that told nothing.
     """
     by_rank = {state.rank: state for state in states}
     pending = pending_operations([state for state in states if state.alive], groups)
-    paths = Paths(probes, traffic)
+    paths = Paths(probes, traffic, addresses)
     known = _Evidence(by_rank, _with_dead(pending, by_rank), nodes, frozenset(silent_nodes), offsets, paths)
     gone = [state.rank for state in states if not state.alive or state.process_state in _STOPPED]
     if gone:
@@ -305,24 +309,37 @@ def _silent(known: _Evidence, p: Pending) -> Diagnosis:
     awaited = {rank for one in known.pending for rank in one.unknown}
     order = [rank for rank in known.silent if rank in awaited]
     silent = list(dict.fromkeys(known.nodes.get(rank, "") for rank in order))[:_MAX_CULPRITS]
-    others = list(dict.fromkeys(known.nodes[rank] for rank in known.states if known.nodes.get(rank)))
-    others = [node for node in others if node not in silent][:_PROBERS]
-    pairs = [(other, node) for node in silent for other in others]
-    culprits = tuple(_silent_rank(known, rank, p, others) for rank in order[:_MAX_CULPRITS])
+    told = dict.fromkeys(known.nodes[rank] for rank in known.states if known.nodes.get(rank))
+    others = [node for node in told if node not in silent]
+    pairs = [(other, node) for node in silent for other in _probers(known, node, others)]
+    reached = {node for other, node in pairs if known.paths.condition((other, node)) in ("sound", "slow")}
+    cut = known.paths.bad([(other, node) for other, node in pairs if node in reached])
+    if cut and known.paths.condition(cut[0]) != "slow":
+        found = _bad_paths(known, [one for one in known.pending if one.unknown], cut)
+    else:
+        culprits = tuple(_silent_rank(known, rank, p, pairs) for rank in order[:_MAX_CULPRITS])
+        found = _diagnosis(known, culprits, set(order), p, ())
     missing = (f"states of ranks {fold_ranks(order)}: reach their nodes by another way",)
-    evidence = known.paths.lines(pairs)
-    return replace(_diagnosis(known, culprits, set(order), p, evidence, missing), paths=tuple(pairs))
+    evidence = (*found.evidence, *known.paths.lines(pairs))
+    return replace(found, evidence=evidence, missing=missing, paths=tuple(pairs))
 
 
-def _silent_rank(known: _Evidence, rank: int, p: Pending, others: Sequence[str]) -> Culprit:
+def _probers(known: _Evidence, node: str, others: Sequence[str]) -> list[str]:
+    """Who is to probe a silent node: some whose data it does not take, and some others."""
+    held = [other for other in others if known.paths.holds_up((other, node))]
+    free = [other for other in others if other not in held]
+    return held[:_PROBERS] + free[:_PROBERS]
+
+
+def _silent_rank(known: _Evidence, rank: int, p: Pending, pairs: Sequence[Pair]) -> Culprit:
     """What is known of a rank that told nothing: whether its node can be reached from others."""
     node = known.nodes.get(rank, "")
     detail = f"told nothing; all others wait, last of all for {p}"
     confidence: Confidence = "medium" if node in known.silent_nodes else "low"
     cause = "silent"
-    found = [known.paths.condition((other, node)) for other in others]
+    found = [known.paths.condition(pair) for pair in pairs if pair[1] == node]
     if found and set(found) == {"broken"}:
-        cause, confidence = "node unreachable", "high" if len(found) == _PROBERS else "medium"
+        cause, confidence = "node unreachable", "high" if len(found) >= _PROBERS else "medium"
     elif found and set(found) <= {"sound", "slow"}:
         detail = f"its node can be reached, the path is not broken; {detail}"
     return Culprit(rank, None, node, "", 0.0, confidence, cause, detail)
@@ -359,15 +376,28 @@ def _bad_paths(known: _Evidence, stuck: Sequence[Pending], bad: Sequence[Pair]) 
     culprits: list[Culprit] = []
     blamed: set[int] = set()
     for pair in bad[:_MOST_LINKS]:
-        p = next(p for p in stuck if pair in known.pairs(p))
-        ranks = p.waiting if p.collective else (p.source, p.target)
-        one, other = (next(rank for rank in ranks if known.nodes.get(rank) == node) for node in pair)
+        main = next((p for p in stuck if _goes_over(known, p, pair)), stuck[0])
+        one, other = (_end_at(known, main, node) for node in pair)
         culprits.append(
             Culprit(None, Link((one, other), pair), hub, "transfer", 0.0, confidence, cause, detail)
         )
         blamed |= {one, other}
-    main = next(p for p in stuck if bad[0] in known.pairs(p))
-    return _diagnosis(known, tuple(culprits), blamed, main, (_entered(main),))
+    main = next((p for p in stuck if _goes_over(known, p, bad[0])), stuck[0])
+    return _diagnosis(known, tuple(culprits), blamed, main, (_entered(main),) if main.entered_by_all else ())
+
+
+def _members(p: Pending) -> tuple[int, ...]:
+    return (*p.waiting, *p.unknown) if p.collective else (p.source, p.target)
+
+
+def _goes_over(known: _Evidence, p: Pending, pair: Pair) -> bool:
+    return {known.nodes.get(rank, "") for rank in _members(p)}.issuperset(pair)
+
+
+def _end_at(known: _Evidence, p: Pending, node: str) -> int:
+    """A rank of the operation on that node, any rank there if it has none."""
+    ranks = [rank for rank in _members(p) if known.nodes.get(rank) == node]
+    return min(ranks or [rank for rank, its in known.nodes.items() if its == node])
 
 
 def _not_reading(known: _Evidence, stuck: Sequence[Pending]) -> list[int]:

@@ -84,10 +84,14 @@ class PlainLocators:
         clocks: Any,
         traffic: Sequence[PeerTraffic],
         probes: Sequence[PathProbe],
+        addresses: Mapping[str, str],
     ) -> Diagnosis:
         idle = [state.rank for state in states if not state.in_flight]
         waiting = tuple(state.rank for state in states if state.in_flight)
         names = tuple(dict.fromkeys(nodes[rank] for rank in waiting))
+        silent = [rank for rank in nodes if rank not in {*idle, *waiting}]
+        if not idle and silent:
+            return self.silence(waiting, silent, nodes, probes)
         if not idle and len(names) > 2:
             return self.transfer(waiting, nodes, names, probes)
         if not idle:
@@ -96,6 +100,30 @@ class PlainLocators:
             Culprit(rank, None, nodes[rank], "backward", 0, "high", "never entered") for rank in idle
         )
         return Diagnosis("hang", blamed, waiting, ("one root",), (), "group dp ALLREDUCE seq 7")
+
+    def silence(
+        self,
+        waiting: tuple[int, ...],
+        silent: Sequence[int],
+        nodes: Mapping[int, str],
+        probes: Sequence[PathProbe],
+    ) -> Diagnosis:
+        pairs = tuple((nodes[a], nodes[b]) for a in waiting for b in silent)
+        lost = {(p.source, p.target): p for p in probes if not p.arrived}
+        if lost and len(lost) < len(probes):
+            link = next(
+                Link((a, b), (nodes[a], nodes[b]))
+                for a in waiting
+                for b in silent
+                if (nodes[a], nodes[b]) in lost
+            )
+            blamed = (Culprit(None, link, "", "transfer", 0, "high", "path broken"),)
+        else:
+            cause = "node unreachable" if lost else "silent"
+            blamed = tuple(Culprit(rank, None, nodes[rank], "", 0, "medium", cause) for rank in silent)
+        return Diagnosis(
+            "hang", blamed, waiting, (f"{len(probes)} probes",), (), "group dp ALLREDUCE seq 7", pairs
+        )
 
     def transfer(
         self,

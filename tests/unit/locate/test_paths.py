@@ -167,3 +167,28 @@ def test_a_slow_link_that_fails_its_probe_is_blamed_for_sure():
         assert found.culprits[0].confidence == confidence
         assert len(found.evidence) == 2
         assert with_probes(found, seen) == found
+
+
+def test_a_silent_node_that_others_reach_is_cut_off_from_who_does_not_get_through():
+    """The kernel's counters tell it before a probe has waited long enough; the silent node's own are not there."""
+    job, states = stuck_ring()
+    states = [state for state in states if job.nodes[state.rank] != "n1"]
+    (held, _) = traffic("n0", "n1", busy_s=12.0, nbytes=0)
+    told = {"traffic": [held], "addresses": {"10.0.0.n1": "n1"}}
+    first = locate_hang(states, job.infos, job.nodes, **told)
+    assert {culprit.cause for culprit in first.culprits} == {"silent"}
+    assert set(first.paths) == {("n0", "n1"), ("n2", "n1"), ("n3", "n1")}
+    reached = [PathProbe("n2", "n1", "echo", 1e-4)]
+    by_counters = locate_hang(states, job.infos, job.nodes, probes=reached, **told)
+    by_probe = locate_hang(
+        states, job.infos, job.nodes, probes=[*reached, PathProbe("n0", "n1", "timeout", 2.5)], **told
+    )
+    for found, confidence in ((by_counters, "medium"), (by_probe, "high")):
+        (culprit,) = found.culprits
+        assert (culprit.link.nodes, culprit.stage, culprit.confidence) == (
+            ("n0", "n1"),
+            "transfer",
+            confidence,
+        )
+        assert not set(culprit.link.ranks) & set(found.victims)
+        assert any("ranks 2-3" in text for text in found.missing)
