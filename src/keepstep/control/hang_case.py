@@ -198,9 +198,9 @@ class HangCase:
         diagnosis = self._locate(states, traffic)
         old = self.incident
         silence = _is_silence(diagnosis.culprits)
-        if old is not None and old.culprits and not self._acquitted(old):
-            if not diagnosis.culprits or (silence and not _is_silence(old.culprits)):
-                return diagnosis  # what was known is better
+        knows_less = not diagnosis.culprits or (silence and old is not None and not _is_silence(old.culprits))
+        if old is not None and old.culprits and knows_less and not self._acquitted(old):
+            return diagnosis  # what was known is better
         if old is None and self._all_wait and not self._stuck and not _is_locked_up(diagnosis, traffic):
             self.closed = self._tries >= _MOST_TRIES
             return diagnosis  # a slow transfer, perhaps: ranks that are in it for too long will tell
