@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from keepstep.core.summary import ClockSample, Endpoint, GroupInfo, HostCause
@@ -135,14 +135,9 @@ class Cluster:
         mute = {node.name for node in self.nodes.values() if node.mute or node.silent or node.agent is None}
         return mute if 2 * len(mute) <= len(self.nodes) else set()
 
-    def addresses(self, names: Collection[str]) -> dict[str, str]:
-        """Node name by address, of these nodes, as far as their agents have told where they answer probes."""
-        return {
-            one.address: node.name
-            for node in self.nodes.values()
-            if node.name in names
-            for one in node.endpoints
-        }
+    def addresses(self) -> dict[str, str]:
+        """Node name by address, as agents have told where they answer probes."""
+        return {one.address: node.name for node in self.nodes.values() for one in node.endpoints}
 
     def clock_samples(self) -> dict[str, list[ClockSample]]:
         """All samples by node name."""

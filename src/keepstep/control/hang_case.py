@@ -252,7 +252,7 @@ class HangCase:
                 desk.clocks(),
                 traffic,
                 self._probes,
-                cluster.addresses(set(self._unanswered)),
+                cluster.addresses(),
             )
         except Exception as error:
             return unlocated("hang", error)

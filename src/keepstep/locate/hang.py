@@ -50,8 +50,7 @@ class _Evidence:
 
     def pairs(self, operation: Pending) -> list[Pair]:
         """The pairs of nodes between which the operation's data goes, as far as that can be told."""
-        ranks = operation.waiting if operation.collective else (operation.source, operation.target)
-        return pairs_among([self.nodes[rank] for rank in ranks if self.nodes.get(rank)])
+        return pairs_among([self.nodes[rank] for rank in sorted(_members(operation)) if self.nodes.get(rank)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,9 +308,9 @@ def _silent(known: _Evidence, p: Pending) -> Diagnosis:
     awaited = {rank for one in known.pending for rank in one.unknown}
     order = [rank for rank in known.silent if rank in awaited]
     silent = list(dict.fromkeys(known.nodes.get(rank, "") for rank in order))[:_MAX_CULPRITS]
-    told = dict.fromkeys(known.nodes[rank] for rank in known.states if known.nodes.get(rank))
+    told = dict.fromkeys(known.nodes[rank] for rank in sorted(known.states) if known.nodes.get(rank))
     others = [node for node in told if node not in silent]
-    pairs = [(other, node) for node in silent for other in _probers(known, node, others)]
+    pairs = [(other, node) for node in silent for other in _probers(known, p, node, others)]
     reached = {node for other, node in pairs if known.paths.condition((other, node)) in ("sound", "slow")}
     cut = known.paths.bad([(other, node) for other, node in pairs if node in reached])
     if cut and known.paths.condition(cut[0]) != "slow":
@@ -324,11 +323,11 @@ def _silent(known: _Evidence, p: Pending) -> Diagnosis:
     return replace(found, evidence=evidence, missing=missing, paths=tuple(pairs))
 
 
-def _probers(known: _Evidence, node: str, others: Sequence[str]) -> list[str]:
-    """Who is to probe a silent node: some whose data it does not take, and some others."""
-    held = [other for other in others if known.paths.holds_up((other, node))]
-    free = [other for other in others if other not in held]
-    return held[:_PROBERS] + free[:_PROBERS]
+def _probers(known: _Evidence, p: Pending, node: str, others: Sequence[str]) -> list[str]:
+    """Who is to probe a silent node: those that work with it, and two more."""
+    partners = {one for pair in known.pairs(p) if node in pair for one in pair}
+    near = [other for other in others if other in partners or known.paths.holds_up((other, node))]
+    return near[:_MOST_LINKS] + [other for other in others if other not in near][:_PROBERS]
 
 
 def _silent_rank(known: _Evidence, rank: int, p: Pending, pairs: Sequence[Pair]) -> Culprit:
