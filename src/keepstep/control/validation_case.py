@@ -29,14 +29,14 @@ from keepstep.wire.messages import Held, Hold, Measured, Release, RunTests
 
 LEASE_S = 3.0
 RENEW_S = 0.5
-TESTS_S = 4.0  # for all rounds of tests, from the first rank that is held
-_LEAST_TESTS_S = 2.0  # where the last rank came late
+TESTS_S = 3.8  # for all rounds of tests, from the first rank that is held
+_LEAST_TESTS_S = 1.2  # where the last rank came late
 _ROUNDS = 3
 _LEAST_ROUND_S = 1.0  # left for a further one
 _ANSWER_S = 0.8  # beyond that, for the figures to come
 _AHEAD_S = 1.5  # how old a heartbeat may be, and how long an order may take; doubled at each further try
 _AHEAD_STEPS = 2
-_GATHER_S = 5.0  # and an iteration: from the first rank that is held to the last
+_GATHER_S = 2.5  # and an iteration: from the first rank that is held to the last
 _TRIES = 3
 MOST_RANKS = 8192  # tested at once
 
@@ -155,7 +155,7 @@ class ValidationCase:
             self._ready.clear()
             self._held_s = None
             self._gather_s = _GATHER_S + max(times)
-            self._deadline_s = now_s + 2 * (ahead + 1) * max(times) + _GATHER_S
+            self._deadline_s = now_s + 2 * (ahead + 1) * max(times) + 2 * _GATHER_S
             self._order(now_s)
 
     def _order(self, now_s: float) -> None:
