@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from keepstep.analyze._call_logs import slow_in_calls
@@ -223,6 +224,8 @@ def _operation_table(path: Path, layout: ParallelLayout | None) -> Analysis:
         others = sum(len(other.steps) for other in graphs[1:])
         missing = (*missing, f"{path.name}: {others} steps with other operations than most, not looked at")
     _check(layout, path, max(graph.stage_of) + 1)
+    if absent := _absent(graph.stage_of):
+        missing = (*missing, f"{path.name}: operations of ranks {fold_ranks(absent)}")
     found = what_if(graph)
     if found.slowdown < _SLOW:
         return Analysis("operation table", (), missing)
@@ -247,6 +250,15 @@ def _operation_table(path: Path, layout: ParallelLayout | None) -> Analysis:
         world_size=len(graph.stage_of),
     )
     return Analysis("operation table", (incident,), missing)
+
+
+def _absent(ranks: Collection[int]) -> list[int]:
+    """Numbers left out of a table that has every rank, or every n-th (one of each tensor-parallel group)."""
+    ordered = sorted(ranks)
+    step = min((b - a for a, b in pairwise(ordered)), default=1)
+    if ordered[-1] // step > 2 * len(ordered):
+        return []  # no such numbering
+    return sorted(set(range(ordered[0] % step, ordered[-1], step)) - set(ordered))
 
 
 def _straggler(found: WhatIf, stage_of: Mapping[int, int]) -> tuple[tuple[Culprit, ...], tuple[str, ...]]:

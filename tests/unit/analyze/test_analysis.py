@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,23 @@ def test_the_slow_rank_of_call_logs_and_its_episode(tmp_path: Path) -> None:
     (incident,) = analyze(tmp_path).incidents
     assert [culprit.rank for culprit in incident.culprits] == [1]
     assert (incident.relief_step or 0) - (incident.onset_step or 0) == 15
+
+
+@with_samples
+@pytest.mark.parametrize(
+    ("gone", "told"), [([3], "operations of ranks 12,28,44"), ([0], "operations of ranks 0")]
+)
+def test_ranks_that_a_table_leaves_out_are_said(gone: list[int], told: str, tmp_path: Path) -> None:
+    """Shuffled, and without some replicas of the pipeline."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    whole = parquet.read_table(SAMPLES / "straggler_tables" / "trace-AR.parquet")
+    kept = [row for row, replica in enumerate(whole.column("dp_rank").to_pylist()) if replica not in gone]
+    random.Random(1).shuffle(kept)
+    path = tmp_path / "part.parquet"
+    parquet.write_table(whole.take(arrow.array(kept)), path)
+    found = analyze(path)
+    assert any(told in line for line in found.missing)
+    assert [c.rank for one in found.incidents for c in one.culprits] == ([0] if 0 not in gone else [])
 
 
 @with_samples
