@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -89,8 +90,8 @@ def _votes(
 def _table_votes(table: IterationTable) -> tuple[dict[tuple[int, int], int], bool, frozenset[str]]:
     """The same from columns."""
     row, streams = table.flat()
-    messages = (streams["op"] == Op.SEND) | (streams["op"] == Op.RECV)
-    row, streams = row[messages], streams[messages]
+    messages = np.flatnonzero((streams["op"] == Op.SEND) | (streams["op"] == Op.RECV))
+    row, streams = row[messages], streams.take(messages)
     rank, peer = table.column("rank")[row].astype(np.int64), streams["peer"].astype(np.int64)
     sends = streams["op"] == Op.SEND
     pair, place = np.unique(row << 32 | peer, return_inverse=True)
@@ -106,8 +107,8 @@ def _table_votes(table: IterationTable) -> tuple[dict[tuple[int, int], int], boo
         zip((edges >> 32).tolist(), (edges & 0xFFFFFFFF).tolist(), strict=True)
     )
     votes: dict[tuple[int, int], int] = dict(zip(pairs, counts.tolist(), strict=True))
-    used: list[int] = np.unique(streams["group"]).tolist()
-    groups = frozenset(table.names[name] for name in used)
+    used = np.bincount(streams["group"], minlength=len(table.names))
+    groups = frozenset(itertools.compress(table.names, used.tolist()))
     return votes, both_ways, groups
 
 

@@ -107,7 +107,7 @@ def locate_slow(
         return _unknown((), ("profiles of the slow iterations: no rank sent one",))
     if layout is None:
         layout = infer_layout(groups, newest_steps(before or after))
-    silent = sorted(set(nodes) - set(column(after, "rank").tolist()))
+    silent = sorted(set(nodes).difference(np.unique(column(after, "rank")).tolist()))
     missing = (f"profiles of ranks {fold_ranks(silent)}: the cause may lie there",) if silent else ()
     growth = _growth(before, after, layout)
     if growth is None:
@@ -142,14 +142,13 @@ def _growth(
     before: Sequence[IterationSummary], after: Sequence[IterationSummary], layout: InferredLayout
 ) -> _Growth | None:
     now = profile(after)
-    stages = {int(rank): layout.stages[int(rank)] for rank in now.ranks if int(rank) in layout.stages}
     if not before:
         base = _peer_base(now, layout)
         gain = now.self_s - base
         job = float(np.median(now.duration_s))
         slowdown = max(float(gain.max(initial=0.0)), 1e-9)
         ratio = now.self_s / np.maximum(base, 1e-9)
-        return _Growth(None, now, base, gain, ratio, 1.0, slowdown, job - slowdown, job, stages)
+        return _Growth(None, now, base, gain, ratio, 1.0, slowdown, job - slowdown, job, layout.stages)
     then = profile(before)
     shared = np.intersect1d(then.ranks, now.ranks)
     if len(shared) == 0:
@@ -161,7 +160,9 @@ def _growth(
     job_before, job_after = float(np.median(then.duration_s)), float(np.median(now.duration_s))
     slowdown = max(job_after - job_before, 1e-9)
     gain = now.self_s - then.self_s
-    return _Growth(then, now, then.self_s, gain, ratio, common, slowdown, job_before, job_after, stages)
+    return _Growth(
+        then, now, then.self_s, gain, ratio, common, slowdown, job_before, job_after, layout.stages
+    )
 
 
 def _peer_base(now: Profile, layout: InferredLayout) -> Floats:
@@ -343,7 +344,7 @@ def _victims(growth: _Growth, blamed: set[int]) -> tuple[int, ...]:
         waits_more = growth.after.blocked_s >= 0.1 * growth.job_after_s
     else:
         waits_more = growth.after.blocked_s - growth.before.blocked_s >= 0.25 * growth.slowdown_s
-    return tuple(int(rank) for rank in growth.ranks[waits_more] if int(rank) not in blamed)
+    return tuple(rank for rank in growth.ranks[waits_more].tolist() if rank not in blamed)
 
 
 def _nobody(
