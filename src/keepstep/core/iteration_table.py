@@ -126,7 +126,9 @@ class IterationTable(Sequence[IterationSummary]):
         runs: list[list[int]] = [values.tolist() for values in (part, low, high)]
         views = [memoryview(streams) for streams, _, _ in self.parts]
         # many times faster than concatenating structured arrays
-        pieces = (views[which][begin:end] for which, begin, end in zip(*runs, strict=True))
+        pieces = (
+            views[which][begin:end] for which, begin, end in zip(runs[0], runs[1], runs[2], strict=True)
+        )
         found: Rows = np.frombuffer(bytearray().join(pieces), STREAM)
         bases = np.array([base for _, base, _ in self.parts], np.int64)
         sizes = np.array([many for _, _, many in self.parts], np.int64)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,13 +33,14 @@ def ranks_to_look_at(
 
     What is compared is the worst iteration now with the best one before, so nothing that medians would show is missed.
     """
-    names: dict[str, int] = {}
-    then, now = _Streams(before, names), _Streams(after, names)
-    members = {names[name]: info.members for name, info in groups.items() if name in names}
+    numbers = {name: number for number, name in enumerate(dict.fromkeys((*before.names, *after.names)))}
+    then, now = (list(_steps(table, numbers)) for table in (before, after))
+    members = {numbers[name]: info.members for name, info in groups.items() if name in numbers}
     found: set[int] = set()
     for group in _grown_groups(then, now, members, least_s):
         found.update(members[group])
-    for source, target in _grown_messages(then, now, least_s):
+    elapsed_s = _span_s(before, after)  # clocks of nodes are not compared
+    for source, target in _grown_messages(then, now, least_s, 2 * MAX_DRIFT * elapsed_s):
         found.update((source, target))
     around = {nodes.get(rank, "") for rank in found}
     if len(around) <= MOST_NODES:
@@ -46,27 +48,80 @@ def ranks_to_look_at(
     return sorted(found)
 
 
-class _Streams:
-    """The streams of a table as columns; times per operation in seconds."""
+@dataclass(frozen=True, slots=True)
+class _Sends:
+    """One step's sends: from whom to whom (`_pair`), and when they began, by the sender's clock."""
 
-    def __init__(self, table: IterationTable, names: dict[str, int]) -> None:
-        place, streams = table.flat()
-        numbers = np.array([names.setdefault(name, len(names)) for name in table.names], dtype=np.int64)
-        self.rank: Ints = table.rows["rank"].astype(np.int64)[place]
-        self.step: Ints = table.rows["step"].astype(np.int64)[place]
-        self.group: Ints = numbers[streams["group"]]
-        self.op: Ints = streams["op"].astype(np.int64)
-        self.peer: Ints = streams["peer"].astype(np.int64)
-        self.count: Ints = streams["count"].astype(np.int64)
-        self.busy_s: Floats = streams["busy_s"].astype(np.float64)
-        begin_s: Floats = table.rows["start_s"][place]
-        self.start_s: Floats = begin_s + streams["start_s"]
-        self.end_s: Floats = begin_s + streams["end_s"]
+    pairs: Ints
+    start_s: Floats
 
-    def keys(self, which: NDArray[np.bool_]) -> Ints:
-        """One number for each path as one rank has it: (group, operation, peer, rank)."""
-        path = (self.group[which] << 5) + (self.op[which] & 31)
-        return (((path << 19) + self.peer[which] + 1) << 18) + self.rank[which]
+
+@dataclass(frozen=True, slots=True)
+class _Paths:
+    """One step's collectives or receives. ``keys``: the path (group, operation, peer, rank) as one number."""
+
+    keys: Ints
+    busy_s: Floats
+    pairs: Ints  # of receives: from whom to whom
+    end_s: Floats  # by the rank's clock
+    count: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    collectives: _Paths
+    receives: _Paths
+    sends: _Sends
+
+
+def _steps(table: IterationTable, numbers: Mapping[str, int]) -> Iterator[_Step]:
+    """Step by step, so that only one of them is held as a whole. ``numbers``: of the groups."""
+    steps = table.column("step")
+    number = np.fromiter(map(numbers.__getitem__, table.names), np.int64)
+    for step in np.unique(steps).tolist():
+        rows = table.where(steps == step)
+        place, streams = rows.flat()
+        rank, start_s = rows.column("rank").astype(np.int64), rows.column("start_s")
+        which = (streams["peer"] < 0, streams["op"] == int(Op.RECV), streams["op"] == int(Op.SEND))
+        collectives, receives, sends = (
+            (streams.take(chosen), place[chosen]) for chosen in map(np.flatnonzero, which)
+        )
+        yield _Step(
+            _paths(*collectives, rank, start_s, number),
+            _paths(*receives, rank, start_s, number),
+            _Sends(
+                _pair(number[sends[0]["group"]], rank[sends[1]], sends[0]["peer"]),
+                start_s[sends[1]] + sends[0]["start_s"],
+            ),
+        )
+
+
+def _paths(streams: Rows, place: Ints, ranks: Ints, start_s: Floats, number: Ints) -> _Paths:
+    group, rank, peer = number[streams["group"]], ranks[place], streams["peer"].astype(np.int64)
+    path = (group << 5) + (streams["op"] & 31)
+    return _Paths(
+        (((path << 19) + peer + 1) << 18) + rank,
+        streams["busy_s"].astype(np.float64),
+        _pair(group, peer, rank),
+        start_s[place] + streams["end_s"],
+        streams["count"].astype(np.int64),
+    )
+
+
+def _pair(group: Ints, source: Ints, target: Ints) -> Ints:
+    return (group << 37) + (source.astype(np.int64) << 18) + target
+
+
+def _span_s(before: IterationTable, after: IterationTable) -> float:
+    """From the first operation of the healthy steps to the last of the slow ones, by one rank's clock."""
+    one = [int(after.column("rank")[0])]
+
+    def starts(table: IterationTable) -> Floats:
+        rows = table.of_ranks(one)
+        place, streams = rows.flat()
+        return rows.column("start_s")[place] + streams["start_s"]
+
+    return max(float(starts(after).max(initial=-np.inf) - starts(before).min(initial=np.inf)), 0.0)
 
 
 def _growth(then: tuple[Ints, Floats], now: tuple[Ints, Floats]) -> tuple[Ints, Floats]:
@@ -77,6 +132,17 @@ def _growth(then: tuple[Ints, Floats], now: tuple[Ints, Floats]) -> tuple[Ints, 
     return both, most[after] - least[before]
 
 
+def _over_steps(steps: Iterable[tuple[Ints, Floats]], by: np.ufunc) -> tuple[Ints, Floats]:
+    """(keys, values) of all steps, each key once; the same ranks mostly tell the same of every step."""
+    keys, values = np.zeros(0, np.int64), np.zeros(0)
+    for new_keys, new_values in steps:
+        if np.array_equal(keys, new_keys):
+            values = by(values, new_values)
+        else:
+            keys, values = np.concatenate((keys, new_keys)), np.concatenate((values, new_values))
+    return _reduced(keys, values, by)
+
+
 def _reduced(keys: Ints, values: Floats, by: np.ufunc) -> tuple[Ints, Floats]:
     order = np.argsort(keys, kind="stable")
     keys, values = keys[order], values[order]
@@ -85,15 +151,14 @@ def _reduced(keys: Ints, values: Floats, by: np.ufunc) -> tuple[Ints, Floats]:
 
 
 def _grown_groups(
-    then: _Streams, now: _Streams, members: Mapping[int, tuple[int, ...]], least_s: float
+    then: Sequence[_Step], now: Sequence[_Step], members: Mapping[int, tuple[int, ...]], least_s: float
 ) -> list[int]:
     """Groups with a collective that takes every member longer."""
 
-    def busy(streams: _Streams) -> tuple[Ints, Floats]:
-        which = streams.peer < 0
-        return streams.keys(which), streams.busy_s[which]
+    def busy(steps: Sequence[_Step]) -> Iterator[tuple[Ints, Floats]]:
+        return ((step.collectives.keys, step.collectives.busy_s) for step in steps)
 
-    keys, growth = _growth(busy(then), busy(now))
+    keys, growth = _growth(_over_steps(busy(then), np.minimum), _over_steps(busy(now), np.maximum))
     paths, told = np.unique(keys >> (18 + 19), return_counts=True)
     _, least = _reduced(keys >> (18 + 19), growth, np.minimum)
     sizes = np.array([len(members.get(group, ())) for group in (paths >> 5).tolist()], dtype=np.int64)
@@ -102,46 +167,52 @@ def _grown_groups(
     return (paths[worst] >> 5).tolist()
 
 
-def _grown_messages(then: _Streams, now: _Streams, least_s: float) -> list[tuple[int, int]]:
+def _grown_messages(
+    then: Sequence[_Step], now: Sequence[_Step], least_s: float, slack_s: float
+) -> list[tuple[int, int]]:
     """(source, target) of the messages that are received for longer and come later after they were sent."""
 
-    def receiving(streams: _Streams) -> tuple[Ints, Floats]:
-        which = streams.op == int(Op.RECV)
-        return streams.keys(which), streams.busy_s[which]
+    def receiving(steps: Sequence[_Step]) -> Iterator[tuple[Ints, Floats]]:
+        return ((step.receives.keys, step.receives.busy_s) for step in steps)
 
-    keys, growth = _growth(receiving(then), receiving(now))
+    keys, growth = _growth(_over_steps(receiving(then), np.minimum), _over_steps(receiving(now), np.maximum))
     longer = keys[growth >= least_s]
     if len(longer) == 0:
         return []
-    one = int(now.rank[0])  # clocks of nodes are not compared
-    elapsed_s = now.start_s[now.rank == one].max() - then.start_s[then.rank == one].min(initial=np.inf)
-    slack_s = 2 * MAX_DRIFT * max(float(elapsed_s), 0.0)
-    late, later = _growth(_latencies(then, longer), _latencies(now, longer))
+    first, last = (
+        _over_steps(_latencies(then, longer), np.minimum),
+        _over_steps(_latencies(now, longer), np.maximum),
+    )
+    late, later = _growth(first, last)
     places = np.flatnonzero(later + slack_s >= least_s)
     worst = late[places[np.argsort(-later[places], kind="stable")][:MOST_PATHS]]
     sources, targets = (worst >> 18 & (1 << 19) - 1) - 1, worst & (1 << 18) - 1
     return list(zip(sources.tolist(), targets.tolist(), strict=True))
 
 
-def _latencies(streams: _Streams, wanted: Ints) -> tuple[Ints, Floats]:
-    """Of the wanted receives (key, seconds per iteration from the sends' start to the receives' end)."""
-    receives = streams.op == int(Op.RECV)
-    keys = streams.keys(receives)
-    chosen = np.flatnonzero(receives)[np.isin(keys, wanted)]
-    sends = np.flatnonzero(streams.op == int(Op.SEND))
+def _latencies(steps: Sequence[_Step], wanted: Ints) -> Iterator[tuple[Ints, Floats]]:
+    """Step by step of the wanted receives (key, seconds per iteration from the sends' start to the receives' end)."""
+    old: _Step | None = None
+    chosen, sent = wanted[:0], wanted[:0]
+    for step in steps:
+        receives, sends = step.receives, step.sends
+        if old is None or not (
+            np.array_equal(old.receives.pairs, receives.pairs)
+            and np.array_equal(old.sends.pairs, sends.pairs)
+        ):
+            chosen, sent = _matched(step, wanted)
+        old = step
+        latency_s = receives.end_s[chosen] - sends.start_s[sent]
+        yield receives.keys[chosen], latency_s * receives.count[chosen]
 
-    def pairs(places: Ints, source: Ints, target: Ints) -> Ints:
-        first = int(streams.step.min())
-        path = (streams.group[places] << 37) + (source[places] << 18) + target[places]
-        return path * 64 + (streams.step[places] - first) % 64
 
-    sent = pairs(sends, streams.rank, streams.peer)
-    order = np.argsort(sent, kind="stable")
-    received = pairs(chosen, streams.peer, streams.rank)
-    at = np.minimum(np.searchsorted(sent[order], received), max(len(sent) - 1, 0))
-    matched = sent[order][at] == received if len(sent) else np.zeros(len(chosen), np.bool_)
-    chosen, place = chosen[matched], sends[order][at[matched]] if len(sent) else chosen[:0]
-    latency = (streams.end_s[chosen] - streams.start_s[place]) * streams.count[chosen]
-    mask = np.zeros(len(streams.rank), np.bool_)
-    mask[chosen] = True
-    return streams.keys(mask), latency
+def _matched(step: _Step, wanted: Ints) -> tuple[Ints, Ints]:
+    """Places of the wanted receives, as far as it was told who sent, and of their sends."""
+    chosen = np.flatnonzero(np.isin(step.receives.keys, wanted))
+    received, pairs = step.receives.pairs[chosen], step.sends.pairs
+    order = np.argsort(pairs, kind="stable")
+    if len(order) == 0:
+        return chosen[:0], order
+    place = order[np.minimum(np.searchsorted(pairs[order], received), len(order) - 1)]
+    matched = pairs[place] == received
+    return chosen[matched], place[matched]
