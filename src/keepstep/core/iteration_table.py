@@ -38,15 +38,17 @@ _STREAM_FIELDS = tuple(field.name for field in fields(StreamSummary))[1:]
 class IterationTable(Sequence[IterationSummary]):
     """A sequence of summaries that makes an object only of what is looked at, and copies streams only then.
 
-    ``parts``: the streams of each sender (STREAM, as bytes), and where its names begin in ``names`` and how many they
-    are; shared with the tables cut from this one. ``part`` and ``first``: which part holds a row's streams, and from
-    which place on. A name may occur twice; the last one stands for what is none.
+    ``parts``: the streams of each sender (STREAM, as bytes); ``bases`` and ``sizes``: where its names begin in
+    ``names`` and how many they are; all shared with the tables cut from this one. ``part`` and ``first``: which part
+    holds a row's streams, and from which place on. A name may occur twice; the last one stands for what is none.
     """
 
     rows: Rows  # ROW
     part: NDArray[np.int64]
     first: NDArray[np.int64]
-    parts: Sequence[tuple[bytes, int, int]]
+    parts: Sequence[memoryview]
+    bases: NDArray[np.int64]
+    sizes: NDArray[np.int64]
     names: Sequence[str]
 
     @classmethod
@@ -65,9 +67,9 @@ class IterationTable(Sequence[IterationSummary]):
         )
         first = np.cumsum(told) - told
         begin = np.cumsum(sums).astype(np.int64) - sums.astype(np.int64)
-        base: list[int] = np.cumsum([0, *(len(one) for one in names)])[:-1].tolist()
+        sizes = np.fromiter(map(len, names), np.int64)
         table = cls(
-            rows, part, first - begin[part], list(zip(streams, base, map(len, names), strict=True)),
+            rows, part, first - begin[part], [memoryview(one) for one in streams], np.cumsum(sizes) - sizes, sizes,
             [*itertools.chain.from_iterable(names), NO_NAME],
         )  # fmt: skip
         return table if good.all() else table.where(good[part])
@@ -124,18 +126,15 @@ class IterationTable(Sequence[IterationSummary]):
         part, size = self.part[begins], STREAM.itemsize
         low, high = self.first[begins] * size, ends[lasts] * size
         runs: list[list[int]] = [values.tolist() for values in (part, low, high)]
-        views = [memoryview(streams) for streams, _, _ in self.parts]
         # many times faster than concatenating structured arrays
         pieces = (
-            views[which][begin:end] for which, begin, end in zip(runs[0], runs[1], runs[2], strict=True)
+            self.parts[which][begin:end] for which, begin, end in zip(runs[0], runs[1], runs[2], strict=True)
         )
         found: Rows = np.frombuffer(bytearray().join(pieces), STREAM)
-        bases = np.array([base for _, base, _ in self.parts], np.int64)
-        sizes = np.array([many for _, _, many in self.parts], np.int64)
         part = np.repeat(part, (high - low) // size)
         group: NDArray[np.int64] = found["group"].astype(np.int64)
-        named = (group >= 0) & (group < sizes[part])
-        found["group"] = np.where(named, group + bases[part], len(self.names) - 1)
+        named = (group >= 0) & (group < self.sizes[part])
+        found["group"] = np.where(named, group + self.bases[part], len(self.names) - 1)
         return np.repeat(np.arange(len(counts)), counts), found
 
 

@@ -128,6 +128,8 @@ def _growth(then: tuple[Ints, Floats], now: tuple[Ints, Floats]) -> tuple[Ints, 
     """(keys, the greatest value now less the least before) of the keys that both have."""
     old, least = _reduced(*then, np.minimum)
     new, most = _reduced(*now, np.maximum)
+    if np.array_equal(old, new):
+        return old, most - least
     both, before, after = np.intersect1d(old, new, assume_unique=True, return_indices=True)
     return both, most[after] - least[before]
 
