@@ -163,6 +163,12 @@ def column(summaries: Sequence[IterationSummary], name: str) -> NDArray[Any]:
     return np.array([getattr(one, name) for one in summaries])
 
 
+def distinct(values: NDArray[Any]) -> NDArray[Any]:
+    """Each whole number once, ascending; of the columns of a large job in a fraction of numpy's time."""
+    ordered = np.sort(values)
+    return ordered[np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))]
+
+
 def at_steps(summaries: Sequence[IterationSummary], steps: Sequence[int]) -> Sequence[IterationSummary]:
     """Those of some steps."""
     if isinstance(summaries, IterationTable):
@@ -184,7 +190,7 @@ def between(
 def newest_steps(summaries: Sequence[IterationSummary]) -> Sequence[IterationSummary]:
     """Those of the newest two steps, one of a large job: enough to tell what groups are for."""
     newest = 2 if len(summaries) < _MANY else 1
-    return at_steps(summaries, np.unique(column(summaries, "step"))[-newest:].tolist())
+    return at_steps(summaries, distinct(column(summaries, "step"))[-newest:].tolist())
 
 
 def medians(summaries: Sequence[IterationSummary], name: str) -> dict[int, float]:

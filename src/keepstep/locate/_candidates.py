@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from keepstep.locate.clocks import MAX_DRIFT
 
 MOST_PATHS = 256  # of each kind, those that may have grown most
 MOST_NODES = 16  # around them, all of whose ranks are looked at, too: a fast path clears a pair
+_AT_ONCE = 32_768  # rows: what is unfolded of them stays in the caches
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -34,7 +35,7 @@ def ranks_to_look_at(
     What is compared is the worst iteration now with the best one before, so nothing that medians would show is missed.
     """
     numbers = {name: number for number, name in enumerate(dict.fromkeys((*before.names, *after.names)))}
-    then, now = (list(_steps(table, numbers)) for table in (before, after))
+    then, now = _streams(before, numbers, np.minimum), _streams(after, numbers, np.maximum)
     members = {numbers[name]: info.members for name, info in groups.items() if name in numbers}
     found: set[int] = set()
     for group in _grown_groups(then, now, members, least_s):
@@ -49,67 +50,61 @@ def ranks_to_look_at(
 
 
 @dataclass(frozen=True, slots=True)
-class _Sends:
-    """One step's sends: from whom to whom (`_pair`), and when they began, by the sender's clock."""
+class _Streams:
+    """The operations of all iterations as columns; times in seconds, ``start_s`` and ``end_s`` by each rank's clock.
 
-    pairs: Ints
+    A key is the path (group, operation, peer, rank) as one number, a pair that of (group, source, target, step).
+    """
+
+    collectives: Ints  # keys
+    in_collectives_s: Floats  # of each key the least or the greatest
+    receives: Ints
+    in_receives_s: Floats
+    received: Ints  # pairs, of every receive
+    received_by: Ints  # keys
+    count: Ints
+    end_s: Floats
+    sent: Ints  # pairs, of every send
     start_s: Floats
 
 
-@dataclass(frozen=True, slots=True)
-class _Paths:
-    """One step's collectives or receives. ``keys``: the path (group, operation, peer, rank) as one number."""
-
-    keys: Ints
-    busy_s: Floats
-    pairs: Ints  # of receives: from whom to whom
-    end_s: Floats  # by the rank's clock
-    count: Ints
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    collectives: _Paths
-    receives: _Paths
-    sends: _Sends
-
-
-def _steps(table: IterationTable, numbers: Mapping[str, int]) -> Iterator[_Step]:
-    """Step by step, so that only one of them is held as a whole. ``numbers``: of the groups."""
-    steps = table.column("step")
+def _streams(table: IterationTable, numbers: Mapping[str, int], by: np.ufunc) -> _Streams:
+    """``numbers``: of the groups. ``by``: which of a key's times is kept."""
     number = np.fromiter(map(numbers.__getitem__, table.names), np.int64)
-    for step in np.unique(steps).tolist():
-        rows = table.where(steps == step)
-        place, streams = rows.flat()
-        rank, start_s = rows.column("rank").astype(np.int64), rows.column("start_s")
-        which = (streams["peer"] < 0, streams["op"] == int(Op.RECV), streams["op"] == int(Op.SEND))
-        collectives, receives, sends = (
-            (streams.take(chosen), place[chosen]) for chosen in map(np.flatnonzero, which)
-        )
-        yield _Step(
-            _paths(*collectives, rank, start_s, number),
-            _paths(*receives, rank, start_s, number),
-            _Sends(
-                _pair(number[sends[0]["group"]], rank[sends[1]], sends[0]["peer"]),
-                start_s[sends[1]] + sends[0]["start_s"],
-            ),
-        )
-
-
-def _paths(streams: Rows, place: Ints, ranks: Ints, start_s: Floats, number: Ints) -> _Paths:
-    group, rank, peer = number[streams["group"]], ranks[place], streams["peer"].astype(np.int64)
-    path = (group << 5) + (streams["op"] & 31)
-    return _Paths(
-        (((path << 19) + peer + 1) << 18) + rank,
-        streams["busy_s"].astype(np.float64),
-        _pair(group, peer, rank),
-        start_s[place] + streams["end_s"],
-        streams["count"].astype(np.int64),
+    parts = (
+        _unfolded(table[begin : begin + _AT_ONCE], number, by)
+        for begin in range(0, max(len(table), 1), _AT_ONCE)
     )
+    return _Streams(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _pair(group: Ints, source: Ints, target: Ints) -> Ints:
-    return (group << 37) + (source.astype(np.int64) << 18) + target
+def _unfolded(table: IterationTable, number: Ints, by: np.ufunc) -> tuple[NDArray[Any], ...]:
+    """The columns of some rows."""
+    place, streams = table.flat()
+    ranks, steps = (table.column(name).astype(np.int64) for name in ("rank", "step"))
+    begin_s = table.column("start_s")
+
+    def only(which: NDArray[np.bool_]) -> tuple[Rows, Ints, Ints, Ints, Ints]:
+        chosen = np.flatnonzero(which)
+        rows, at = streams.take(chosen), place[chosen]
+        return rows, at, number[rows["group"]], ranks[at], rows["peer"].astype(np.int64)
+
+    def keys(rows: Rows, group: Ints, rank: Ints, peer: Ints) -> Ints:
+        return (((((group << 5) + (rows["op"] & 31)) << 19) + peer + 1) << 18) + rank
+
+    def pairs(at: Ints, group: Ints, source: Ints, target: Ints) -> Ints:
+        return ((group << 37) + (source << 18) + target) * 64 + steps[at] % 64
+
+    rows, _, group, rank, peer = only(streams["peer"] < 0)
+    collectives = _reduced(keys(rows, group, rank, peer), rows["busy_s"].astype(np.float64), by)
+    rows, at, group, rank, peer = only(streams["op"] == int(Op.RECV))
+    received_by = keys(rows, group, rank, peer)
+    receives = _reduced(received_by, rows["busy_s"].astype(np.float64), by)
+    end_s, count = begin_s[at] + rows["end_s"], rows["count"].astype(np.int64)
+    received = pairs(at, group, peer, rank), received_by, count, end_s
+    rows, at, group, rank, peer = only(streams["op"] == int(Op.SEND))
+    sent = pairs(at, group, rank, peer), begin_s[at] + rows["start_s"]
+    return *collectives, *receives, *received, *sent
 
 
 def _span_s(before: IterationTable, after: IterationTable) -> float:
@@ -134,33 +129,19 @@ def _growth(then: tuple[Ints, Floats], now: tuple[Ints, Floats]) -> tuple[Ints, 
     return both, most[after] - least[before]
 
 
-def _over_steps(steps: Iterable[tuple[Ints, Floats]], by: np.ufunc) -> tuple[Ints, Floats]:
-    """(keys, values) of all steps, each key once; the same ranks mostly tell the same of every step."""
-    keys, values = np.zeros(0, np.int64), np.zeros(0)
-    for new_keys, new_values in steps:
-        if np.array_equal(keys, new_keys):
-            values = by(values, new_values)
-        else:
-            keys, values = np.concatenate((keys, new_keys)), np.concatenate((values, new_values))
-    return _reduced(keys, values, by)
-
-
 def _reduced(keys: Ints, values: Floats, by: np.ufunc) -> tuple[Ints, Floats]:
-    order = np.argsort(keys, kind="stable")
+    order = np.argsort(keys)
     keys, values = keys[order], values[order]
     first = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1]))) if len(keys) else order
     return keys[first], by.reduceat(values, first) if len(keys) else values
 
 
 def _grown_groups(
-    then: Sequence[_Step], now: Sequence[_Step], members: Mapping[int, tuple[int, ...]], least_s: float
+    then: _Streams, now: _Streams, members: Mapping[int, tuple[int, ...]], least_s: float
 ) -> list[int]:
     """Groups with a collective that takes every member longer."""
 
-    def busy(steps: Sequence[_Step]) -> Iterator[tuple[Ints, Floats]]:
-        return ((step.collectives.keys, step.collectives.busy_s) for step in steps)
-
-    keys, growth = _growth(_over_steps(busy(then), np.minimum), _over_steps(busy(now), np.maximum))
+    keys, growth = _growth((then.collectives, then.in_collectives_s), (now.collectives, now.in_collectives_s))
     paths, told = np.unique(keys >> (18 + 19), return_counts=True)
     _, least = _reduced(keys >> (18 + 19), growth, np.minimum)
     sizes = np.array([len(members.get(group, ())) for group in (paths >> 5).tolist()], dtype=np.int64)
@@ -169,52 +150,29 @@ def _grown_groups(
     return (paths[worst] >> 5).tolist()
 
 
-def _grown_messages(
-    then: Sequence[_Step], now: Sequence[_Step], least_s: float, slack_s: float
-) -> list[tuple[int, int]]:
+def _grown_messages(then: _Streams, now: _Streams, least_s: float, slack_s: float) -> list[tuple[int, int]]:
     """(source, target) of the messages that are received for longer and come later after they were sent."""
 
-    def receiving(steps: Sequence[_Step]) -> Iterator[tuple[Ints, Floats]]:
-        return ((step.receives.keys, step.receives.busy_s) for step in steps)
-
-    keys, growth = _growth(_over_steps(receiving(then), np.minimum), _over_steps(receiving(now), np.maximum))
+    keys, growth = _growth((then.receives, then.in_receives_s), (now.receives, now.in_receives_s))
     longer = keys[growth >= least_s]
     if len(longer) == 0:
         return []
-    first, last = (
-        _over_steps(_latencies(then, longer), np.minimum),
-        _over_steps(_latencies(now, longer), np.maximum),
-    )
-    late, later = _growth(first, last)
+    late, later = _growth(_latencies(then, longer), _latencies(now, longer))
     places = np.flatnonzero(later + slack_s >= least_s)
     worst = late[places[np.argsort(-later[places], kind="stable")][:MOST_PATHS]]
     sources, targets = (worst >> 18 & (1 << 19) - 1) - 1, worst & (1 << 18) - 1
     return list(zip(sources.tolist(), targets.tolist(), strict=True))
 
 
-def _latencies(steps: Sequence[_Step], wanted: Ints) -> Iterator[tuple[Ints, Floats]]:
-    """Step by step of the wanted receives (key, seconds per iteration from the sends' start to the receives' end)."""
-    old: _Step | None = None
-    chosen, sent = wanted[:0], wanted[:0]
-    for step in steps:
-        receives, sends = step.receives, step.sends
-        if old is None or not (
-            np.array_equal(old.receives.pairs, receives.pairs)
-            and np.array_equal(old.sends.pairs, sends.pairs)
-        ):
-            chosen, sent = _matched(step, wanted)
-        old = step
-        latency_s = receives.end_s[chosen] - sends.start_s[sent]
-        yield receives.keys[chosen], latency_s * receives.count[chosen]
-
-
-def _matched(step: _Step, wanted: Ints) -> tuple[Ints, Ints]:
-    """Places of the wanted receives, as far as it was told who sent, and of their sends."""
-    chosen = np.flatnonzero(np.isin(step.receives.keys, wanted))
-    received, pairs = step.receives.pairs[chosen], step.sends.pairs
-    order = np.argsort(pairs, kind="stable")
-    if len(order) == 0:
-        return chosen[:0], order
-    place = order[np.minimum(np.searchsorted(pairs[order], received), len(order) - 1)]
-    matched = pairs[place] == received
-    return chosen[matched], place[matched]
+def _latencies(streams: _Streams, wanted: Ints) -> tuple[Ints, Floats]:
+    """Of the wanted receives (key, seconds per iteration from the sends' start to the receives' end)."""
+    chosen = np.flatnonzero(np.isin(streams.received_by, wanted))
+    if len(streams.sent) == 0:
+        return wanted[:0], np.zeros(0)
+    order = np.argsort(streams.sent, kind="stable")
+    sent, received = streams.sent[order], streams.received[chosen]
+    at = np.minimum(np.searchsorted(sent, received), len(sent) - 1)
+    matched = sent[at] == received
+    chosen, place = chosen[matched], order[at[matched]]
+    latency_s = streams.end_s[chosen] - streams.start_s[place]
+    return streams.received_by[chosen], latency_s * streams.count[chosen]

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from keepstep.core.events import Op
-from keepstep.core.iteration_table import IterationTable, column
+from keepstep.core.iteration_table import IterationTable, column, distinct
 from keepstep.core.layout import DIMENSIONS, ParallelLayout
 from keepstep.core.summary import GroupInfo, IterationSummary
 from keepstep.locate._stages import Chains, chains
@@ -108,7 +108,7 @@ def infer_layout(groups: Mapping[str, GroupInfo], traffic: Sequence[IterationSum
     for family, operations in loads.items():
         by_family[family] = _judge(operations)
     members = (info.members for info in groups.values())
-    world = set(np.unique(column(traffic, "rank")).tolist()).union(*members)
+    world = set(distinct(column(traffic, "rank")).tolist()).union(*members)
     roles = {
         name: _role(info, by_family.get(families[name]), pipeline, len(world))
         for name, info in groups.items()

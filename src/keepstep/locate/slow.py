@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.core.incident import Culprit, Diagnosis
-from keepstep.core.iteration_table import column, newest_steps
+from keepstep.core.iteration_table import column, distinct, newest_steps
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import GroupInfo, HostCause, IterationSummary, PeerTraffic
 from keepstep.locate._arrivals import arrival_evidence
@@ -107,7 +107,7 @@ def locate_slow(
         return _unknown((), ("profiles of the slow iterations: no rank sent one",))
     if layout is None:
         layout = infer_layout(groups, newest_steps(before or after))
-    silent = sorted(set(nodes).difference(np.unique(column(after, "rank")).tolist()))
+    silent = sorted(set(nodes).difference(distinct(column(after, "rank")).tolist()))
     missing = (f"profiles of ranks {fold_ranks(silent)}: the cause may lie there",) if silent else ()
     growth = _growth(before, after, layout)
     if growth is None:
