@@ -21,7 +21,7 @@ from keepstep.core.summary import GroupInfo, HostCause, IterationSummary, PeerTr
 from keepstep.locate._arrivals import arrival_evidence
 from keepstep.locate._links import SlowLinks, blame_links, transfers_against_peers, transfers_since
 from keepstep.locate._profile import Floats, Ints, Profile, profile
-from keepstep.locate.clocks import ClockOffsets
+from keepstep.locate.clocks import Clocks
 from keepstep.locate.infer import InferredLayout, infer_layout
 
 MIN_RATIO = 1.08  # of self time to its healthy value, over what all ranks share
@@ -86,7 +86,7 @@ def locate_slow(
     after: Sequence[IterationSummary],
     groups: Mapping[str, GroupInfo],
     nodes: Mapping[int, str],
-    offsets: ClockOffsets | None = None,
+    clocks: Clocks | None = None,
     causes: Sequence[HostCause] = (),
     layout: InferredLayout | None = None,
     traffic: Sequence[PeerTraffic] = (),
@@ -98,7 +98,7 @@ def locate_slow(
         after: iterations of all ranks from slow steps.
         groups: the process groups by name.
         nodes: node name by rank, of all ranks of the job.
-        offsets: the nodes' clocks; sharpens arrival order and messages, not needed.
+        clocks: of the nodes; sharpens arrival order and messages, not needed.
         causes: what agents saw outside the processes.
         layout: roles of groups and stages of ranks; inferred when not given.
         traffic: what nodes sent to each other over TCP before and after; tells pairs apart inside a collective.
@@ -122,9 +122,9 @@ def locate_slow(
     links = SlowLinks()
     if max(explained, growth.share_of_all) < _ENOUGH_SHARE:
         if growth.before is None:
-            transfers = transfers_against_peers(after, groups, nodes, offsets, layout)
+            transfers = transfers_against_peers(after, groups, nodes, clocks, layout)
         else:
-            transfers = transfers_since(before, after, groups, nodes, offsets, growth.lost_s)
+            transfers = transfers_since(before, after, groups, nodes, clocks, growth.lost_s)
         # a slow rank's own operations overlap its slow compute: they prove no slow link beside it
         blamed = {int(rank) for rank in growth.ranks[chosen]}
         apart = (
@@ -135,7 +135,7 @@ def locate_slow(
         chosen = chosen[:0]
     if len(chosen) == 0 and not links.culprits:
         return _nobody(growth, links, missing, causes)
-    return _diagnosis(growth, chosen, links, missing, groups, nodes, offsets, causes, after)
+    return _diagnosis(growth, chosen, links, missing, groups, nodes, clocks, causes, after)
 
 
 def _growth(
@@ -235,7 +235,7 @@ def _diagnosis(
     missing: tuple[str, ...],
     groups: Mapping[str, GroupInfo],
     nodes: Mapping[int, str],
-    offsets: ClockOffsets | None,
+    clocks: Clocks | None,
     causes: Sequence[HostCause],
     after: Sequence[IterationSummary],
 ) -> Diagnosis:
@@ -243,7 +243,7 @@ def _diagnosis(
     last = True
     if len(chosen):
         evidence.extend(_self_evidence(growth, chosen))
-        arrival = arrival_evidence(after, int(growth.ranks[chosen[0]]), groups, nodes, offsets)
+        arrival = arrival_evidence(after, int(growth.ranks[chosen[0]]), groups, nodes, clocks)
         evidence.extend(arrival.text)
         last = arrival.last is not False
     culprits = [_culprit(growth, int(position), nodes, causes, last) for position in chosen]
