@@ -83,11 +83,13 @@ def _clock_samples(
     Messages, which agents pick too, are left out: summaries have only means of them.
     """
     local = {row.rank for row in rows}
+    lowest: dict[str, int] = {}
+    for row in rows:
+        for one in row.streams:
+            lowest[one.group] = min(row.rank, lowest.get(one.group, row.rank))
+    members = {name: groups[name].members for name in lowest}
     remote = {
-        stream.group: min(local.intersection(groups[stream.group].members))
-        for row in rows
-        for stream in row.streams
-        if stream.peer < 0 and not local.issuperset(groups[stream.group].members)
+        name for name, those in members.items() if len(those) > len(local) or not local.issuperset(those)
     }
     return tuple(
         ClockSample(
@@ -95,7 +97,7 @@ def _clock_samples(
         )
         for row in rows
         for one in row.streams
-        if one.peer < 0 and one.count == 1 and remote.get(one.group) == row.rank
+        if one.peer < 0 and one.count == 1 and one.group in remote and lowest[one.group] == row.rank
     )
 
 
