@@ -1,4 +1,4 @@
-"""The controller's part of one slowdown, alone in its process: read, decode, locate; prints seconds and memory."""
+"""The controller's part of one slowdown or hang, alone in its process; prints seconds and memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from pathlib import Path
 
 import msgspec
 
+import keepstep.locate  # noqa: F401  # the first verdict's import is not what is measured
+from keepstep import wire
+from keepstep.control.__main__ import collect_rarely
+from keepstep.control.cluster import Cluster
+from keepstep.control.locators import LibraryLocators
 from keepstep.control.profiles import iterations_of
 from keepstep.core.iteration_table import between
 from keepstep.core.summary import GroupInfo
-from keepstep.locate import locate_slow
 from keepstep.wire.messages import AgentMessage
 
 
@@ -32,18 +36,32 @@ def main() -> None:
     for message in messages(folder / "groups"):
         groups.update((one.name, one) for one in decode(message).groups)
     nodes = dict(enumerate(json.loads((folder / "nodes.json").read_text())))
-    frames = list(messages(folder / "profiles"))[::-1]  # as received
+    names = list(dict.fromkeys(nodes.values()))
+    cluster = Cluster(len(names))
+    for message in messages(folder / "beats"):
+        beat = decode(message)
+        cluster.heard(cluster.node(beat.node_rank, names[beat.node_rank]), beat, 0.0)
+    frames = list(messages(folder / "answers"))[::-1]  # as received
+    collect_rarely()
+    locators = LibraryLocators()
     began, cpu = time.perf_counter(), time.process_time()
     answers = [decode(frames.pop()) for _ in range(len(frames))]
     decoded = time.perf_counter()
-    rows = iterations_of(answers)
-    del answers
-    before, after = between(rows, 0, onset), between(rows, onset, 1 << 30)
-    found = locate_slow(before, after, groups, nodes)
+    clocks = locators.offsets(cluster.clock_samples())
+    if isinstance(answers[0], wire.States):
+        told = [state for answer in answers for state in answer.states]
+        found = locators.hang(told, groups, nodes, (), clocks, [], [])
+    else:
+        traffic = [one for answer in answers for one in answer.traffic]
+        causes = [one for answer in answers for one in answer.causes]
+        rows = iterations_of(answers)
+        del answers
+        before, after = between(rows, 0, onset), between(rows, onset, 1 << 30)
+        found = locators.slow(before, after, groups, nodes, clocks, causes, traffic)
     done, cpu = time.perf_counter(), time.process_time() - cpu
     status = Path("/proc/self/status").read_text()  # what getrusage tells was the parent's before exec
     memory_mb = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
-    culprits = [culprit.rank for culprit in found.culprits]
+    culprits = [one.rank if one.link is None else sorted(one.link.nodes) for one in found.culprits]
     print(json.dumps({
         "seconds": done - began, "cpu_s": cpu, "decode_s": decoded - began, "memory_mb": memory_mb,
         "culprits": culprits, "evidence": found.evidence,

@@ -27,11 +27,12 @@ from benchmarks._locate_cases import ABSORBED, FELT, Case, draw, effects, meant,
 from benchmarks._locate_judge import Judged, Score, judge
 from benchmarks._report import Line, Report, bench_arguments
 from keepstep import wire
+from keepstep.control.cluster import Cluster
 from keepstep.control.controller import PACKED_WORLD
 from keepstep.control.locators import LibraryLocators
 from keepstep.control.profiles import iterations_of
 from keepstep.core.incident import Diagnosis
-from keepstep.core.iteration_table import between, of_ranks
+from keepstep.core.iteration_table import between
 from keepstep.core.layout import ParallelLayout
 from keepstep.core.summary import BlockSummary, ClockSample, GroupInfo, IterationSummary, RankState
 from keepstep.locate import locate_hang
@@ -52,10 +53,10 @@ Job = tuple[str, int, bool, Path | None]  # kind, seed, at 131,072 ranks, record
 _decode = msgspec.msgpack.Decoder(AgentMessage).decode  # as the controller's channel does
 
 
-def profiles(run: Run, onset: int, silent: frozenset[int]) -> Iterator[bytes]:
-    """What the agents answer to a `ProfileRequest`, node by node, encoded."""
+def profiles(run: Run, onset: int, silent: frozenset[int]) -> Iterator[tuple[bytes, bytes]]:
+    """What the agents answer to a `ProfileRequest`, node by node, encoded, after a heartbeat with clock samples."""
     per_node, nodes = run.workload.ranks_per_node, run.workload.nodes
-    traffic, causes = run.traffic(onset), run.causes()
+    traffic, causes, groups = run.traffic(onset), run.causes(), run.workload.groups()
     rows: list[IterationSummary] = []
     last = run.workload.layout.world_size - 1
     for rank, summaries in enumerate(run.summaries()):
@@ -69,8 +70,35 @@ def profiles(run: Run, onset: int, silent: frozenset[int]) -> Iterator[bytes]:
             sent = tuple(traffic.get(nodes[rank], ()))
             packed = pack(rows) if last >= PACKED_WORLD else None
             told = () if packed else tuple(rows)
-            yield wire.encode(wire.Profile(1, node, told, (), own, sent, packed=packed))
+            beat = wire.Heartbeat(node, 1, 0.0, (), _clock_samples(rows, groups))
+            yield wire.encode(beat), wire.encode(wire.Profile(1, node, told, (), own, sent, packed=packed))
         rows = []
+
+
+def _clock_samples(
+    rows: Sequence[IterationSummary], groups: Mapping[str, GroupInfo]
+) -> tuple[ClockSample, ...]:
+    """A node's, as its agent picks them: collectives with other nodes, by the group's lowest rank here.
+
+    Messages, which agents pick too, are left out: summaries have only means of them.
+    """
+    local = {row.rank for row in rows}
+    lowest: dict[str, int] = {}
+    for row in rows:
+        for one in row.streams:
+            lowest[one.group] = min(row.rank, lowest.get(one.group, row.rank))
+    members = {name: groups[name].members for name in lowest}
+    remote = {
+        name for name, those in members.items() if len(those) > len(local) or not local.issuperset(those)
+    }
+    return tuple(
+        ClockSample(
+            one.group, one.op, -1, one.first_seq, row.rank, row.start_s + one.start_s, row.start_s + one.end_s
+        )
+        for row in rows
+        for one in row.streams
+        if one.peer < 0 and one.count == 1 and one.group in remote and lowest[one.group] == row.rank
+    )
 
 
 def states(run: Run, silent: frozenset[int]) -> Iterator[bytes]:
@@ -88,7 +116,7 @@ def states(run: Run, silent: frozenset[int]) -> Iterator[bytes]:
 
 
 def locate_profiles(
-    messages: Iterable[bytes],
+    messages: Iterable[tuple[bytes, bytes]],
     onset: int,
     groups: Mapping[str, GroupInfo],
     nodes: Mapping[int, str],
@@ -99,32 +127,24 @@ def locate_profiles(
     ``blocks_of`` is asked for the blocks that would tell more of the culprits, as the agents are.
     """
     locators = LibraryLocators()
-    answers = [_decode(message) for message in messages]
+    names = list(dict.fromkeys(nodes.values()))
+    cluster = Cluster(len(names))
+    answers: list[wire.Profile] = []
+    for heartbeat, profile in messages:
+        beat = _decode(heartbeat)
+        cluster.heard(cluster.node(beat.node_rank, names[beat.node_rank]), beat, 0.0)
+        answers.append(_decode(profile))
     rows = iterations_of(answers)
     before, after = between(rows, 0, onset), between(rows, onset, 1 << 30)
     causes = [cause for answer in answers for cause in answer.causes]
     traffic = [one for answer in answers for one in answer.traffic]
-    found = locators.slow(before, after, groups, nodes, None, causes, traffic)
+    clocks = locators.offsets(cluster.clock_samples())
+    found = locators.slow(before, after, groups, nodes, clocks, causes, traffic)
     wanted = locators.blocks_wanted(found.culprits, after, groups) if blocks_of is not None else ()
     if blocks_of is not None and wanted:
         blocks = [one for message in blocks_of(wanted) for one in _decode(message).blocks]
-        clocks = locators.offsets(_clock_samples(of_ranks(rows, wanted), nodes))
         found = locators.sharpen(found, blocks, onset, before, after, groups, nodes, clocks)
     return found, after
-
-
-def _clock_samples(
-    rows: Sequence[IterationSummary], nodes: Mapping[int, str]
-) -> dict[str, list[ClockSample]]:
-    """As heartbeats carry them: the last collective of every step."""
-    found: dict[str, list[ClockSample]] = defaultdict(list)
-    for row in rows:
-        for one in row.streams:
-            if one.group == "world":
-                begin, end = row.start_s + one.start_s, row.start_s + one.end_s
-                sample = ClockSample(one.group, one.op, -1, one.first_seq, row.rank, begin, end)
-                found[nodes[row.rank]].append(sample)
-    return found
 
 
 def judge_slow(case: Case) -> dict[str, Any]:
@@ -298,51 +318,61 @@ def _how(rows: list[dict[str, Any]]) -> str:
 
 
 def measure(report: Report, sizes: Iterable[tuple[int, int, int, int]]) -> None:
-    """Time and memory of one slowdown, each in a process of its own that does only this."""
+    """Time and memory of a slow rank, a slow link and a hang, each in a process of its own that does only this."""
     for tp, pp, dp, batches in sizes:
         layout = ParallelLayout(tp=tp, pp=pp, dp=dp)
         workload = Workload(layout, micro_batches=batches, seed=1)
-        slow = layout.world_size * 2 // 3
-        run = workload.run(7, [Fault("compute", slow, factor=1.5, first_step=4)])
-        with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as folder:
-            path = Path(folder)
-            size = _write(path / "profiles", profiles(run, 4, frozenset()))
-            infos = tuple(workload.groups().values())
-            _write(
-                path / "groups",
-                (wire.encode(wire.Groups(0, infos[i : i + 64])) for i in range(0, len(infos), 64)),
-            )
-            (path / "nodes.json").write_text(json.dumps(list(workload.nodes.values())))
-            del run
-            done = subprocess.run(
-                [sys.executable, "-m", "benchmarks._locate_controller", folder, "4"],
-                capture_output=True, text=True, check=True,
-            )  # fmt: skip
-        found = json.loads(done.stdout)
-        largest = layout.world_size == 131_072
-        right = found["culprits"] == [slow]
-        met = found["seconds"] <= 2 and found["memory_mb"] <= 2000 and right if largest else None
-        limit = (
-            f"4 healthy and 3 slow steps of every rank, {size / layout.world_size / 7:.0f} bytes per rank and step; "
-            f"decoding {found['decode_s']:.2f} s of it; CPU {found['cpu_s']:.2f} s, one core; "
-            f"the slow rank was {'' if right else 'NOT '}named"
+        rank = layout.world_size * 2 // 3
+        for fault in (
+            Fault("compute", rank, factor=1.5, first_step=4),
+            Fault("link", rank, rank + tp * dp, delay_s=0.05, first_step=4),
+            Fault("backward", rank, micro_batch=3, delay_s=math.inf, first_step=1),
+        ):
+            _measure_one(report, workload, fault)
+
+
+def _measure_one(report: Report, workload: Workload, fault: Fault) -> None:
+    world, hangs = workload.layout.world_size, math.isinf(fault.delay_s)
+    with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as folder:
+        path = Path(folder)
+        infos = tuple(workload.groups().values())
+        _write(
+            path / "groups",
+            (wire.encode(wire.Groups(0, infos[i : i + 64])) for i in range(0, len(infos), 64)),
         )
-        name = f"{layout.world_size} ranks"
-        report.add(
-            Line(
-                f"locate, {name}",
-                round(found["seconds"], 3),
-                "s",
-                GOAL_TIME if largest else None,
-                met,
-                {},
-                limit,
-            )
-        )
-        report.add(
-            Line(f"memory, {name}", round(found["memory_mb"]), "MB", GOAL_TIME if largest else None, met,
-                 limit="peak resident, everything included")
+        (path / "nodes.json").write_text(json.dumps(list(workload.nodes.values())))
+        if hangs:
+            size = _write(path / "answers", states(workload.run(2, [fault], stuck=True), frozenset())) / world
+            (path / "beats").touch()
+        else:
+            with open(path / "answers", "wb") as answers, open(path / "beats", "wb") as beats:
+                for beat, profile in profiles(workload.run(7, [fault]), fault.first_step, frozenset()):
+                    beats.write(len(beat).to_bytes(4, "big") + beat)
+                    answers.write(len(profile).to_bytes(4, "big") + profile)
+            size = (path / "answers").stat().st_size / world / 7
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks._locate_controller", folder, str(fault.first_step)],
+            capture_output=True, text=True, check=True,
         )  # fmt: skip
+    found = json.loads(done.stdout)
+    what = "hang" if hangs else "slow link" if fault.peer >= 0 else "slow rank"
+    ends = {workload.nodes[rank] for rank in (fault.rank, fault.peer) if rank >= 0}
+    right = found["culprits"] == ([sorted(ends)] if fault.peer >= 0 else [fault.rank])
+    largest = world == 131_072
+    met = found["seconds"] <= 2 and found["memory_mb"] <= 2000 and right if largest else None
+    told = (
+        f"{size:.0f} bytes per rank" if hangs else f"{size:.0f} bytes per rank and step, 4 healthy and 3 slow"
+    )
+    limit = (
+        f"{told}; decoding {found['decode_s']:.2f} s of it; CPU {found['cpu_s']:.2f} s, one core; "
+        f"the culprit was {'' if right else 'NOT '}named"
+    )
+    goal = GOAL_TIME if largest else None
+    report.add(Line(f"locate, {what}, {world} ranks", round(found["seconds"], 3), "s", goal, met, {}, limit))
+    report.add(
+        Line(f"memory, {what}, {world} ranks", round(found["memory_mb"]), "MB", goal, met,
+             limit="peak resident, everything included")
+    )  # fmt: skip
 
 
 def _write(path: Path, messages: Iterable[bytes]) -> int:
@@ -370,9 +400,9 @@ def main() -> None:
     """Judge, measure, print, write."""
     parser = bench_arguments("locate", __doc__ or "")
     parser.add_argument(
-        "--cases", type=int, help="at most 4,096 ranks, half of them hangs (default 1000; quick: 120)"
+        "--cases", type=int, help="at most 4,096 ranks, half of them hangs (default 1000; quick: 60)"
     )
-    parser.add_argument("--largest", type=int, help="cases at 131,072 ranks (default 20; quick: 2)")
+    parser.add_argument("--largest", type=int, help="cases at 131,072 ranks (default 20; quick: none)")
     parser.add_argument("--recorded", type=int, help="cases on recorded blocks (default 400; quick: 40)")
     parser.add_argument("--seed", type=int, default=0, help="first seed")
     parser.add_argument("--jobs", type=int, default=2)
@@ -385,7 +415,7 @@ def main() -> None:
 
     report = Report("locate", quick=quick, packages=("keepstep", "numpy", "msgspec"))
     first = arguments.seed
-    half = count(arguments.cases, 120, 1000) // 2
+    half = count(arguments.cases, 60, 1000) // 2
     jobs: list[Job] = []
     for kind in ("hang", "slow"):
         jobs += [(kind, seed, False, None) for seed in range(first, first + half)]
@@ -400,7 +430,9 @@ def main() -> None:
         ]
     else:
         report.leave_out("recorded blocks", f"no {_TABLES[0].parent} under --samples")
-    large = count(arguments.largest, 2, 20)
+    large = count(arguments.largest, 0, 20)
+    if not large:
+        report.leave_out("faults at 131072 ranks", "minutes per case; --largest N asks for them")
     jobs += [("slow" if seed % 2 else "hang", first + seed, True, None) for seed in range(large)]
     cases = arguments.json.with_name(f"{arguments.json.stem}-cases.jsonl") if arguments.json else None
     rows = campaign(jobs, arguments.jobs, cases, resume=arguments.resume)
@@ -415,7 +447,7 @@ def main() -> None:
                 report_hangs(report, hangs, where + extra, ("oldest progress",))
             if slow:
                 report_slow(report, slow, where + extra)
-    measure(report, _TIMED if large else _TIMED[:2])
+    measure(report, _TIMED)
     table(rows, print)
     report.finish(arguments.json)
 

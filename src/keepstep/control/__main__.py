@@ -76,6 +76,12 @@ def parse(argv: list[str]) -> Options:
     )
 
 
+def collect_rarely() -> None:
+    """What is kept is bounded and without cycles: looking for them among 100,000 ranks would only cost time."""
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+
+
 def main(argv: list[str]) -> int:
     """Runs until the job is over; 0 then and on SIGTERM, 2 when it cannot start."""
     parent = os.getppid()
@@ -86,9 +92,7 @@ def main(argv: list[str]) -> int:
             if os.getppid() != parent:
                 return 0
 
-        # What is kept is bounded and without cycles: looking for them among 100,000 ranks would only cost time.
-        gc.freeze()
-        gc.set_threshold(100_000, 50, 100)
+        collect_rarely()
 
         async def serve() -> int:
             return await ControlServer(options, parent=parent).main()

@@ -21,7 +21,8 @@ def iterations_of(answers: Sequence[Profile]) -> Sequence[IterationSummary]:
 
     table = unpack(packed)
     duration, own = table.column("duration_s"), table.column("self_s")
-    table = table.where(np.isfinite(duration) & np.isfinite(own) & (duration >= 0))
+    sane = np.isfinite(duration) & np.isfinite(own) & (duration >= 0)
+    table = table if sane.all() else table.where(sane)
     return [*rows, *table] if rows else table
 
 

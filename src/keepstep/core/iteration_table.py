@@ -38,34 +38,38 @@ _STREAM_FIELDS = tuple(field.name for field in fields(StreamSummary))[1:]
 class IterationTable(Sequence[IterationSummary]):
     """A sequence of summaries that makes an object only of what is looked at, and copies streams only then.
 
-    ``parts``: the streams of each sender (STREAM), and where its names begin in ``names`` and how many they are; shared
-    with the tables cut from this one. ``part`` and ``first``: which part holds a row's streams, and from which place
-    on. A name may occur twice; the last one stands for what is none.
+    ``parts``: the streams of each sender (STREAM, as bytes); ``bases`` and ``sizes``: where its names begin in
+    ``names`` and how many they are; all shared with the tables cut from this one. ``part`` and ``first``: which part
+    holds a row's streams, and from which place on. A name may occur twice; the last one stands for what is none.
     """
 
     rows: Rows  # ROW
     part: NDArray[np.int64]
     first: NDArray[np.int64]
-    parts: Sequence[tuple[Rows, int, int]]
+    parts: Sequence[memoryview]
+    bases: NDArray[np.int64]
+    sizes: NDArray[np.int64]
     names: Sequence[str]
 
     @classmethod
     def of(
-        cls, rows: Rows, counts: Sequence[int], streams: Sequence[Rows], names: Sequence[Sequence[str]]
+        cls, rows: Rows, counts: Sequence[int], streams: Sequence[bytes], names: Sequence[Sequence[str]]
     ) -> IterationTable:
-        """Of several senders: ``counts`` rows of each, one after the other, its streams and its names.
+        """Of several senders: ``counts`` rows of each, one after the other, the bytes of its streams and its names.
 
         Left out is who tells of more or fewer streams than there are.
         """
         told = rows["streams"].astype(np.int64)
         part = np.repeat(np.arange(len(counts)), counts)
         sums = np.bincount(part, told, len(counts))
-        good = (sums == [len(one) for one in streams]) & (np.bincount(part, told < 0, len(counts)) == 0)
+        good = (sums * STREAM.itemsize == [len(one) for one in streams]) & (
+            np.bincount(part, told < 0, len(counts)) == 0
+        )
         first = np.cumsum(told) - told
         begin = np.cumsum(sums).astype(np.int64) - sums.astype(np.int64)
-        base: list[int] = np.cumsum([0, *(len(one) for one in names)])[:-1].tolist()
+        sizes = np.fromiter(map(len, names), np.int64)
         table = cls(
-            rows, part, first - begin[part], list(zip(streams, base, map(len, names), strict=True)),
+            rows, part, first - begin[part], [memoryview(one) for one in streams], np.cumsum(sizes) - sizes, sizes,
             [*itertools.chain.from_iterable(names), NO_NAME],
         )  # fmt: skip
         return table if good.all() else table.where(good[part])
@@ -103,7 +107,10 @@ class IterationTable(Sequence[IterationSummary]):
 
     def where(self, which: NDArray[Any]) -> IterationTable:
         """The rows of a mask or at places."""
-        return replace(self, rows=self.rows[which], part=self.part[which], first=self.first[which])
+        places = np.flatnonzero(which) if which.dtype == np.bool_ else which
+        # many times faster than indexing structured arrays
+        rows, part, first = (values.take(places) for values in (self.rows, self.part, self.first))
+        return replace(self, rows=rows, part=part, first=first)
 
     def of_ranks(self, ranks: Sequence[int]) -> IterationTable:
         """The rows of some ranks."""
@@ -116,20 +123,18 @@ class IterationTable(Sequence[IterationSummary]):
         breaks = np.flatnonzero((self.part[1:] != self.part[:-1]) | (self.first[1:] != ends[:-1])) + 1
         begins = np.concatenate(([0], breaks))[: len(counts)]
         lasts = np.concatenate((breaks, [len(counts)]))[: len(begins)] - 1
-        pieces: list[Rows] = [np.zeros(0, STREAM)]
-        bases, sizes = [0], [0]
-        bounds = (self.part[begins], self.first[begins], ends[lasts])
-        runs: list[list[int]] = [values.tolist() for values in bounds]
-        for part, low, high in zip(runs[0], runs[1], runs[2], strict=True):
-            pieces.append(self.parts[part][0][low:high])
-            bases.append(self.parts[part][1])
-            sizes.append(self.parts[part][2])
+        part, size = self.part[begins], STREAM.itemsize
+        low, high = self.first[begins] * size, ends[lasts] * size
+        runs: list[list[int]] = [values.tolist() for values in (part, low, high)]
         # many times faster than concatenating structured arrays
-        found: Rows = np.frombuffer(bytearray().join(piece.data for piece in pieces), STREAM)
-        lengths = [len(piece) for piece in pieces]
+        pieces = (
+            self.parts[which][begin:end] for which, begin, end in zip(runs[0], runs[1], runs[2], strict=True)
+        )
+        found: Rows = np.frombuffer(bytearray().join(pieces), STREAM)
+        part = np.repeat(part, (high - low) // size)
         group: NDArray[np.int64] = found["group"].astype(np.int64)
-        named = (group >= 0) & (group < np.repeat(sizes, lengths))
-        found["group"] = np.where(named, group + np.repeat(bases, lengths), len(self.names) - 1)
+        named = (group >= 0) & (group < self.sizes[part])
+        found["group"] = np.where(named, group + self.bases[part], len(self.names) - 1)
         return np.repeat(np.arange(len(counts)), counts), found
 
 
@@ -146,7 +151,9 @@ def table_of(summaries: Sequence[IterationSummary]) -> IterationTable:
     rows = [
         (one.rank, one.step, len(one.streams), *(getattr(one, name) for name in _SUMS)) for one in summaries
     ]
-    return IterationTable.of(np.array(rows, ROW), [len(rows)], [np.array(streams, STREAM)], [tuple(names)])
+    return IterationTable.of(
+        np.array(rows, ROW), [len(rows)], [np.array(streams, STREAM).tobytes()], [tuple(names)]
+    )
 
 
 def column(summaries: Sequence[IterationSummary], name: str) -> NDArray[Any]:
@@ -154,6 +161,12 @@ def column(summaries: Sequence[IterationSummary], name: str) -> NDArray[Any]:
     if isinstance(summaries, IterationTable):
         return summaries.column(name)
     return np.array([getattr(one, name) for one in summaries])
+
+
+def distinct(values: NDArray[Any]) -> NDArray[Any]:
+    """Each whole number once, ascending; of the columns of a large job in a fraction of numpy's time."""
+    ordered = np.sort(values)
+    return ordered[np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))]
 
 
 def at_steps(summaries: Sequence[IterationSummary], steps: Sequence[int]) -> Sequence[IterationSummary]:
@@ -177,7 +190,7 @@ def between(
 def newest_steps(summaries: Sequence[IterationSummary]) -> Sequence[IterationSummary]:
     """Those of the newest two steps, one of a large job: enough to tell what groups are for."""
     newest = 2 if len(summaries) < _MANY else 1
-    return at_steps(summaries, np.unique(column(summaries, "step"))[-newest:].tolist())
+    return at_steps(summaries, distinct(column(summaries, "step"))[-newest:].tolist())
 
 
 def medians(summaries: Sequence[IterationSummary], name: str) -> dict[int, float]:

@@ -3,7 +3,7 @@
 from keepstep.locate._paths import with_probes
 from keepstep.locate.blocks import blocks_wanted, sharpen
 from keepstep.locate.call_gaps import CallStep, boundaries, locate_by_gaps, split
-from keepstep.locate.clocks import ClockOffsets, NodeClock, estimate_offsets
+from keepstep.locate.clocks import ClockOffsets, NodeClock, SampledClocks, estimate_offsets
 from keepstep.locate.crash import locate_crash
 from keepstep.locate.hang import locate_hang
 from keepstep.locate.infer import GroupRole, InferredLayout, declared_layout, infer_layout
@@ -16,6 +16,7 @@ __all__ = [
     "GroupRole",
     "InferredLayout",
     "NodeClock",
+    "SampledClocks",
     "StepGraph",
     "WhatIf",
     "blocks_wanted",

@@ -11,7 +11,7 @@ import numpy as np
 from keepstep.core.events import Op
 from keepstep.core.iteration_table import of_ranks
 from keepstep.core.summary import GroupInfo, IterationSummary
-from keepstep.locate.clocks import ClockOffsets
+from keepstep.locate.clocks import ClockOffsets, Clocks
 
 _MAX_PEERS = 64  # of a large group, enough to compare with
 
@@ -29,7 +29,7 @@ def arrival_evidence(
     rank: int,
     groups: Mapping[str, GroupInfo],
     nodes: Mapping[int, str],
-    offsets: ClockOffsets | None,
+    clocks: Clocks | None,
 ) -> Arrival:
     """Compare the rank's time in its collectives with its peers': who waits least has arrived last."""
     own = [
@@ -61,6 +61,7 @@ def arrival_evidence(
     mine, theirs, key = max(compared, key=lambda row: abs(row[1] - row[0]))
     name = f"{key[0]} {Op(key[1]).name}"
     text = [f"{name}: rank {rank} is in it {mine * 1e3:.1f} ms, its peers {theirs * 1e3:.1f} ms"]
+    offsets = clocks and clocks.among({nodes.get(peer, "") for peer in starts[key]})
     late = _lateness(starts[key], rank, nodes, offsets)
     if late is not None:
         text.append(

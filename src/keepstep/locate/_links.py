@@ -22,7 +22,7 @@ from keepstep.locate._transfers import (
     message_transfers,
     messages_now,
 )
-from keepstep.locate.clocks import ClockOffsets
+from keepstep.locate.clocks import Clocks
 from keepstep.locate.infer import InferredLayout
 
 MIN_RATIO = 1.3  # of a transfer to its healthy time
@@ -55,7 +55,7 @@ def transfers_since(
     after: Sequence[IterationSummary],
     groups: Mapping[str, GroupInfo],
     nodes: Mapping[int, str],
-    offsets: ClockOffsets | None,
+    clocks: Clocks | None,
     slowdown_s: float,
 ) -> list[Transfer]:
     """All paths' transfers, healthy and now; of a large job those that may account for a part of the slowdown."""
@@ -71,14 +71,14 @@ def transfers_since(
         for path, now in new.items()
         if path in old
     ]  # fmt: skip
-    return found + message_transfers(before, after, nodes, offsets)
+    return found + message_transfers(before, after, nodes, clocks)
 
 
 def transfers_against_peers(
     after: Sequence[IterationSummary],
     groups: Mapping[str, GroupInfo],
     nodes: Mapping[int, str],
-    offsets: ClockOffsets | None,
+    clocks: Clocks | None,
     layout: InferredLayout,
 ) -> list[Transfer]:
     """Paths against comparable ones, for want of a healthy time; those without a peer are left out.
@@ -93,7 +93,7 @@ def transfers_against_peers(
         role = layout.roles[path.group].roles if path.group in layout.roles else ()
         alike = role, path.op, len(ranks), round(taken.nbytes), len({nodes.get(rank) for rank in ranks})
         clusters.setdefault(alike, []).append((path, ranks, taken))
-    for path, taken in messages_now(after, nodes, offsets).items():
+    for path, taken in messages_now(after, nodes, clocks).items():
         ranks = path.source, path.target
         stages = tuple(layout.stage_of(rank) for rank in ranks)
         alike = stages, path.op, 0, round(taken.nbytes), len({nodes.get(rank) for rank in ranks})

@@ -43,7 +43,9 @@ def profile(summaries: Sequence[IterationSummary]) -> Profile:
     """Medians and noise of every rank that has at least one iteration."""
     ranks = column(summaries, "rank").astype(np.int64)
     order = np.argsort(ranks, kind="stable")
-    known, first, counts = np.unique(ranks[order], return_index=True, return_counts=True)
+    ranks = ranks[order]
+    first = np.flatnonzero(np.diff(ranks, prepend=ranks[:1] - 1))
+    known, counts = ranks[first], np.diff(first, append=len(ranks))
     width = int(counts.max(initial=0))
     place = np.arange(len(order)) - np.repeat(first, counts)
     row = np.repeat(np.arange(len(known)), counts)

@@ -15,7 +15,7 @@ from keepstep.core.incident import Link
 from keepstep.core.iteration_table import of_ranks
 from keepstep.core.operations import Operation, OperationKind
 from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary, StreamSummary
-from keepstep.locate.clocks import ClockOffsets
+from keepstep.locate.clocks import ClockOffsets, Clocks
 from keepstep.locate.infer import InferredLayout
 from keepstep.locate.what_if import StepGraph, step_graphs
 
@@ -138,11 +138,13 @@ def step_costs(
     groups: Mapping[str, GroupInfo],
     layout: InferredLayout,
     nodes: Mapping[int, str],
-    offsets: ClockOffsets | None,
+    clocks: Clocks | None,
 ) -> StepCosts | None:
     """The steps since ``onset_step`` that all ranks with blocks have told of; None where no true graph can be had."""
     ranks = {one.rank for one in blocks}
-    if offsets is None and len({nodes.get(rank, "") for rank in ranks}) > 1:
+    names = {nodes.get(rank, "") for rank in ranks}
+    offsets = clocks and clocks.among(names)
+    if offsets is None and len(names) > 1:
         return None
     layout = replace(layout, stages=_stages(ranks, groups, layout))
     if len(set(layout.stages.values())) > 1 and not ranks <= layout.stages.keys():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from keepstep.core.events import Op
 from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
-from keepstep.locate.clocks import MAX_DRIFT, ClockOffsets
+from keepstep.locate.clocks import MAX_DRIFT, ClockOffsets, Clocks
 
 _MAD_TO_SIGMA = 1.4826
 
@@ -121,7 +121,7 @@ def message_transfers(
     before: Sequence[IterationSummary],
     after: Sequence[IterationSummary],
     nodes: Mapping[int, str],
-    offsets: ClockOffsets | None,
+    clocks: Clocks | None,
 ) -> list[Transfer]:
     """Every pair's messages, before and after.
 
@@ -129,12 +129,16 @@ def message_transfers(
     latter the *growth* is known without comparing clocks, but for their drift; so the smaller growth is the transfer's.
     """
     old, new = _messages(before), _messages(after)
+    offsets = _between_ends(old.keys() & new.keys(), nodes, clocks)
     transfers: list[Transfer] = []
     for path, rows in new.items():
         if path not in old:
             continue
         healthy, now = old[path], rows
         grown, error = _latency_growth(path, healthy, now, nodes, offsets)
+        if grown < 2 * error:  # clocks may drift apart by as much: less so from one iteration to the next
+            last, first = max(healthy, key=lambda row: row.at_s), min(now, key=lambda row: row.at_s)
+            grown, error = _latency_growth(path, [last], [first], nodes, offsets)
         receiving_before = float(np.median([row.receiving_s for row in healthy]))
         receiving_growth = float(np.median([row.receiving_s for row in now])) - receiving_before
         base = min(receiving_before, _healthy_latency(path, healthy, nodes, offsets))
@@ -147,17 +151,27 @@ def message_transfers(
 
 
 def messages_now(
-    after: Sequence[IterationSummary], nodes: Mapping[int, str], offsets: ClockOffsets | None
+    after: Sequence[IterationSummary], nodes: Mapping[int, str], clocks: Clocks | None
 ) -> dict[Path, Taken]:
     """What every pair's messages take: no longer than the receive, nor than from the send's start to its end."""
     found: dict[Path, Taken] = {}
-    for path, rows in _messages(after).items():
+    messages = _messages(after)
+    offsets = _between_ends(messages, nodes, clocks)
+    for path, rows in messages.items():
         latency, bound = _latency(path, rows, nodes, offsets)
         taken = _taken([(row.receiving_s, float(row.count), row.nbytes) for row in rows])
         if latency + bound < taken.seconds:
             taken = Taken(latency + bound, taken.count, taken.nbytes, taken.error_s + bound)
         found[path] = taken
     return found
+
+
+def _between_ends(
+    paths: Iterable[Path], nodes: Mapping[int, str], clocks: Clocks | None
+) -> ClockOffsets | None:
+    """The clocks of the nodes between which these messages go."""
+    pairs = ((nodes.get(path.source, ""), nodes.get(path.target, "")) for path in paths)
+    return clocks and clocks.among({node for pair in pairs if pair[0] != pair[1] for node in pair})
 
 
 def _messages(summaries: Sequence[IterationSummary]) -> dict[Path, list[_Message]]:
@@ -203,7 +217,8 @@ def _latency_growth(
     drift, error = 0.0, 2 * MAX_DRIFT
     if offsets is not None and source in offsets.nodes and target in offsets.nodes:
         one, other = offsets.nodes[source], offsets.nodes[target]
-        drift, error = other.drift - one.drift, other.drift_bound + one.drift_bound
+        if other.drift_bound + one.drift_bound < error:
+            drift, error = other.drift - one.drift, other.drift_bound + one.drift_bound
     return now - then + drift * elapsed, error * abs(elapsed)
 
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from keepstep.core.events import Op
-from keepstep.core.summary import GroupInfo, RankState
+from keepstep.core.summary import GroupInfo, RankState, StreamProgress
 
 _PER_GROUP = 8  # operations of a group are in order: the lowest numbers are the ones that block
 _RECENT_S = 1e-3
+_P2P = (int(Op.SEND), int(Op.RECV))
 # Nobody leaves these before all members have entered; a broadcast's root does.
 _NEEDS_ALL = {Op.ALLREDUCE, Op.ALLGATHER, Op.REDUCE_SCATTER, Op.ALLTOALL, Op.BARRIER}
 
@@ -52,38 +53,34 @@ class Pending:
 
 
 _Stream = tuple[str, int, int, int]  # group, op (0 for collectives), source, target
+_Flights = dict[int, dict[int, tuple[int, float]]]  # seq -> rank -> (op, since)
 
 
 def pending_operations(states: Sequence[RankState], groups: Mapping[str, GroupInfo]) -> list[Pending]:
     """All operations in flight, those with most waiting ranks first. Linear in ranks and operations."""
     by_rank = {state.rank: state for state in states}
-    started: dict[_Stream, dict[int, int]] = {}
-    completed: dict[_Stream, dict[int, int]] = {}
-    last_op: dict[str, dict[int, int]] = {}
-    for state in states:
-        for stream in state.streams:
-            key = _stream(state.rank, stream.group, stream.op, stream.peer)
-            started.setdefault(key, {})[state.rank] = stream.started
-            completed.setdefault(key, {})[state.rank] = stream.completed
-            if stream.peer < 0:
-                last_op.setdefault(stream.group, {})[state.rank] = stream.op
-    flights: dict[
-        _Stream, dict[int, dict[int, tuple[int, float]]]
-    ] = {}  # stream -> seq -> rank -> (op, since)
+    flights: dict[_Stream, _Flights] = {}
     waits: set[tuple[_Stream, int]] = set()
     for state in states:
+        rank = state.rank
         for flight in state.in_flight:
-            key = _stream(state.rank, flight.group, flight.op, flight.peer)
-            flights.setdefault(key, {}).setdefault(flight.seq, {})[state.rank] = (flight.op, flight.since_s)
+            key = _stream(rank, flight.group, flight.op, flight.peer)
+            flights.setdefault(key, {}).setdefault(flight.seq, {})[rank] = (flight.op, flight.since_s)
             if flight.waits:
                 waits.add((key, flight.seq))
+    progress: dict[str, dict[int, StreamProgress]] = {key[0]: {} for key in flights if key[1] == 0}
+    for state in states:
+        rank = state.rank
+        for stream in state.streams:
+            if stream.group in progress and stream.op not in _P2P:
+                progress[stream.group][rank] = stream
     found: list[Pending] = []
     for key, by_seq in flights.items():
         for seq in sorted(by_seq)[:_PER_GROUP]:
             pending = (
-                _collective(key[0], seq, by_seq[seq], by_rank, groups, started, completed, last_op)
+                _collective(key[0], seq, by_seq[seq], by_rank, groups, progress[key[0]])
                 if key[1] == 0
-                else _message(key, seq, by_seq[seq], by_rank, started, completed, (key, seq) in waits)
+                else _message(key, seq, by_seq[seq], by_rank, (key, seq) in waits)
             )
             if pending is not None:
                 found.append(pending)
@@ -104,21 +101,17 @@ def _collective(
     here: Mapping[int, tuple[int, float]],
     by_rank: Mapping[int, RankState],
     groups: Mapping[str, GroupInfo],
-    started: Mapping[_Stream, Mapping[int, int]],
-    completed: Mapping[_Stream, Mapping[int, int]],
-    last_op: Mapping[str, Mapping[int, int]],
+    progress: Mapping[int, StreamProgress],
 ) -> Pending:
-    counts = started.get((group, 0, -1, -1), {})
-    ends = completed.get((group, 0, -1, -1), {})
-    members = groups[group].members if group in groups else tuple(sorted(counts.keys() | here.keys()))
-    absent = tuple(m for m in members if m in by_rank and m not in here and counts.get(m, 0) < seq)
+    members = groups[group].members if group in groups else tuple(sorted(progress.keys() | here.keys()))
+    started = {rank: stream.started for rank, stream in progress.items()}
+    absent = tuple(m for m in members if m in by_rank and m not in here and started.get(m, 0) < seq)
     unknown = tuple(m for m in members if m not in by_rank)
-    through = sum(m not in here and ends.get(m, 0) >= seq for m in members)
+    through = sum(m not in here and m in progress and progress[m].completed >= seq for m in members)
     ops = {op for op, _ in here.values()}
     if through and ops <= _NEEDS_ALL:
         unknown = ()  # somebody is through, so all have come
-    latest = last_op.get(group, {})
-    ops |= {latest[m] for m in members if m not in here and counts.get(m, 0) == seq and m in latest}
+    ops |= {progress[m].op for m in members if m not in here and started.get(m, 0) == seq}
     return Pending(
         group, tuple(sorted(ops)), seq, -1, -1, tuple(sorted(here)), _firm(here, by_rank), absent, unknown, through,
         _stuck_s(here, by_rank),
@@ -130,17 +123,17 @@ def _message(
     seq: int,
     here: Mapping[int, tuple[int, float]],
     by_rank: Mapping[int, RankState],
-    started: Mapping[_Stream, Mapping[int, int]],
-    completed: Mapping[_Stream, Mapping[int, int]],
     waits: bool,
 ) -> Pending | None:
     """One side of a message; when both are in flight, the receiver's tells."""
     group, op, source, target = key
     receives = op == Op.RECV
     peer = source if receives else target
-    other: _Stream = (group, int(Op.SEND if receives else Op.RECV), source, target)
-    came = started.get(other, {}).get(peer, 0) >= seq
-    through = completed.get(other, {}).get(peer, 0) >= seq
+    other = _progress(
+        by_rank.get(peer), group, Op.SEND if receives else Op.RECV, target if receives else source
+    )
+    came = other is not None and other.started >= seq
+    through = other is not None and other.completed >= seq
     if came and not receives:
         return None
     return Pending(
@@ -149,6 +142,12 @@ def _message(
         # a send that is through says nothing of the receive, which ends later
         int(through and not receives), _stuck_s(here, by_rank), waits,
     )  # fmt: skip
+
+
+def _progress(state: RankState | None, group: str, op: Op, peer: int) -> StreamProgress | None:
+    """How far a rank is in the messages to or from ``peer``."""
+    streams = state.streams[::-1] if state is not None else ()
+    return next((one for one in streams if (one.peer, one.op, one.group) == (peer, op, group)), None)
 
 
 def _firm(here: Mapping[int, tuple[int, float]], by_rank: Mapping[int, RankState]) -> tuple[int, ...]:

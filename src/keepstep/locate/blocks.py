@@ -17,7 +17,7 @@ from keepstep.core.incident import Culprit, Diagnosis
 from keepstep.core.iteration_table import column, medians, of_ranks
 from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary
 from keepstep.locate._step_costs import Excess, Floats, StepCosts, step_costs
-from keepstep.locate.clocks import ClockOffsets
+from keepstep.locate.clocks import Clocks
 from keepstep.locate.infer import InferredLayout
 from keepstep.locate.slow import MIN_SHARE
 
@@ -77,7 +77,7 @@ def sharpen(
     groups: Mapping[str, GroupInfo],
     layout: InferredLayout,
     nodes: Mapping[int, str],
-    offsets: ClockOffsets | None = None,
+    clocks: Clocks | None = None,
 ) -> Diagnosis:
     """Say which block of each slow rank grew, and drop the ranks and links whose delay is absorbed.
 
@@ -89,11 +89,11 @@ def sharpen(
         groups: the process groups by name.
         layout: roles of groups and stages of ranks.
         nodes: node name by rank.
-        offsets: the nodes' clocks; without them no step over several nodes is replayed.
+        clocks: of the nodes; without them no step over several nodes is replayed.
     """
     found = _Medians.of(blocks, onset_step)
     diagnosis = replace(diagnosis, culprits=tuple(_with_block(one, found) for one in diagnosis.culprits))
-    costs = step_costs(blocks, onset_step, before, after, groups, layout, nodes, offsets)
+    costs = step_costs(blocks, onset_step, before, after, groups, layout, nodes, clocks)
     if costs is None:
         return diagnosis
     then, now = medians(before, "self_s"), medians(after, "self_s")

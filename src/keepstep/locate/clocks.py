@@ -9,7 +9,7 @@ pair of samples is outvoted) and propagated from a reference node (shortest path
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from keepstep.locate._constraints import Constraint, constraints_between_nodes
 Floats = npt.NDArray[np.float64]
 
 MAX_DRIFT = 2e-4  # seconds per second: beyond what an undisciplined quartz and NTP's slewing do together
+MOST_NODES, MOST_SAMPLES = 1024, 20_000  # compared at once: about a second of work
 _BUCKETS = 32
 _GRID = 41
 _MIN_SPAN_S = 5.0
@@ -47,6 +48,10 @@ class ClockOffsets:
     contradictions: int = 0  # operations that cannot be true together with the others
     notes: tuple[str, ...] = ()
 
+    def among(self, nodes: Collection[str]) -> ClockOffsets:
+        """These and the others."""
+        return self
+
     def offset_s(self, node: str, at_s: float | None = None) -> float:
         """What to add to ``node``'s clock to get the reference's.
 
@@ -67,6 +72,25 @@ class ClockOffsets:
     def to_reference_s(self, node: str, time_s: float) -> float:
         """A time on ``node``'s clock as time on the reference's."""
         return time_s + self.offset_s(node, time_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledClocks:
+    """The samples of a large job's nodes. The clocks of all would take longer than the rest of the verdict."""
+
+    samples: Mapping[str, Sequence[ClockSample]]  # by node
+
+    def among(self, nodes: Collection[str]) -> ClockOffsets | None:
+        """These nodes' clocks, from the operations that they share; None of more than `MOST_NODES`."""
+        if len(nodes) > MOST_NODES:
+            return None
+        newest = max(MOST_SAMPLES // max(len(nodes), 1), 1)
+        return estimate_offsets(
+            {node: self.samples[node][-newest:] for node in sorted(nodes) if node in self.samples}
+        )
+
+
+Clocks = ClockOffsets | SampledClocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import RankState
-from keepstep.locate.clocks import ClockOffsets
+from keepstep.locate.clocks import ClockOffsets, Clocks
 
 _SAME_MOMENT_S = 0.5
 _MAX_CULPRITS = 64
@@ -31,7 +31,7 @@ def locate_crash(
     findings: Sequence[Finding],
     states: Sequence[RankState] = (),
     nodes: Mapping[int, str] | None = None,
-    offsets: ClockOffsets | None = None,
+    clocks: Clocks | None = None,
 ) -> Diagnosis:
     """Name the process that died first of its own doing; those that lost their connection to it are victims.
 
@@ -39,11 +39,12 @@ def locate_crash(
         findings: of kind ``crash`` (others are ignored), times on their nodes' clocks.
         states: ranks that are still there; they count as victims.
         nodes: node name by rank; findings carry their own.
-        offsets: the nodes' clocks. Without them deaths on different nodes are told apart by their messages.
+        clocks: of the nodes. Without them deaths on different nodes are told apart by their messages.
     """
     crashes = _one_per_rank([finding for finding in findings if finding.kind == "crash"])
     if not crashes:
         return Diagnosis("crash", (), (), (), ("a finding about a process that died",), "cause unknown")
+    offsets = clocks and clocks.among({finding.node for finding in crashes})
     clocks_known = offsets is not None or len({finding.node for finding in crashes}) == 1
     times = {finding.rank: _time_s(finding, offsets) for finding in crashes}
     order = sorted(

@@ -17,7 +17,7 @@ from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.core.summary import GroupInfo, OpInFlight, PathProbe, PeerTraffic, RankState
 from keepstep.locate._paths import Pair, Paths, common_node, pairs_among
 from keepstep.locate._waiting import Pending, pending_operations
-from keepstep.locate.clocks import ClockOffsets
+from keepstep.locate.clocks import Clocks
 
 _MAX_CULPRITS = 64
 _LONGEST_CHAIN = 256  # pipeline stages
@@ -41,7 +41,7 @@ class _Evidence:
     pending: Sequence[Pending]
     nodes: Mapping[int, str]
     silent_nodes: frozenset[str]
-    offsets: ClockOffsets | None
+    clocks: Clocks | None
     paths: Paths
 
     @property
@@ -65,7 +65,7 @@ def locate_hang(
     groups: Mapping[str, GroupInfo],
     nodes: Mapping[int, str],
     silent_nodes: Collection[str] = (),
-    offsets: ClockOffsets | None = None,
+    clocks: Clocks | None = None,
     traffic: Sequence[PeerTraffic] = (),
     probes: Sequence[PathProbe] = (),
     addresses: Mapping[str, str] | None = None,
@@ -77,7 +77,7 @@ def locate_hang(
         groups: the process groups by name.
         nodes: node name by rank, of all ranks of the job.
         silent_nodes: nodes whose agent does not answer.
-        offsets: the nodes' clocks; used to order ranks that stopped, not needed.
+        clocks: of the nodes; used to order ranks that stopped, not needed.
         traffic: what nodes sent to each other over TCP before and after they stopped.
         probes: what came of probes of the paths between nodes; which are wanted, ``Diagnosis.paths`` says.
         addresses: node name by address, of nodes that told nothing.
@@ -85,7 +85,7 @@ def locate_hang(
     by_rank = {state.rank: state for state in states}
     pending = pending_operations([state for state in states if state.alive], groups)
     paths = Paths(probes, traffic, addresses)
-    known = _Evidence(by_rank, _with_dead(pending, by_rank), nodes, frozenset(silent_nodes), offsets, paths)
+    known = _Evidence(by_rank, _with_dead(pending, by_rank), nodes, frozenset(silent_nodes), clocks, paths)
     gone = [state.rank for state in states if not state.alive or state.process_state in _STOPPED]
     if gone:
         return _gone(known, sorted(gone))
@@ -151,7 +151,8 @@ def _never_entered(known: _Evidence, roots: _Roots) -> Diagnosis:
     for p in known.pending:
         for rank in p.absent:
             waited_for[rank] = waited_for.get(rank, 0) + len(p.waiting)
-    order = sorted(roots.ranks, key=lambda rank: (-waited_for[rank], _last_progress(known, rank)))
+    last = _last_progress(known, roots.ranks)
+    order = sorted(roots.ranks, key=lambda rank: (-waited_for[rank], last[rank]))
     first = next(p for p in known.pending if order[0] in p.absent)
     if len(order) > _FEW and 2 * len(order) > len(known.states):
         return _hardly_any_entered(known, order, first)
@@ -176,7 +177,8 @@ def _hardly_any_entered(known: _Evidence, order: Sequence[int], first: Pending) 
 def _gone(known: _Evidence, gone: Sequence[int]) -> Diagnosis:
     """Dead and stopped processes explain what waits for them, whatever they were in."""
     first = next((p for p in known.pending if set(gone) & {*p.absent, *p.waiting}), None)
-    order = sorted(gone, key=lambda rank: (_last_progress(known, rank), rank))
+    last = _last_progress(known, gone)
+    order = sorted(gone, key=lambda rank: (last[rank], rank))
     culprits = tuple(_culprit(known, rank, first, "high") for rank in order[:_MAX_CULPRITS])
     return _diagnosis(known, culprits, set(gone), first, _progress_lines(known, order))
 
@@ -562,12 +564,16 @@ def _direct(known: _Evidence, blamed: set[int]) -> int:
     return len({rank for p in known.pending if holds_up(p) for rank in p.waiting} - blamed)
 
 
-def _last_progress(known: _Evidence, rank: int) -> float:
-    """When the rank last did something, on the reference clock where clocks are known."""
-    state = known.states[rank]
-    if known.offsets is None:
-        return state.last_progress_s - state.now_s
-    return known.offsets.to_reference_s(known.nodes.get(rank, ""), state.last_progress_s)
+def _last_progress(known: _Evidence, ranks: Sequence[int]) -> dict[int, float]:
+    """When these ranks last did something, on one clock where clocks are known."""
+    states = [known.states[rank] for rank in ranks]
+    offsets = known.clocks and known.clocks.among({known.nodes.get(rank, "") for rank in ranks})
+    if offsets is None:
+        return {state.rank: state.last_progress_s - state.now_s for state in states}
+    return {
+        state.rank: offsets.to_reference_s(known.nodes.get(state.rank, ""), state.last_progress_s)
+        for state in states
+    }
 
 
 def _progress_lines(known: _Evidence, order: Sequence[int]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from keepstep.core.events import Op
-from keepstep.core.iteration_table import IterationTable, column
+from keepstep.core.iteration_table import IterationTable, column, distinct
 from keepstep.core.layout import DIMENSIONS, ParallelLayout
 from keepstep.core.summary import GroupInfo, IterationSummary
 from keepstep.locate._stages import Chains, chains
@@ -101,14 +102,17 @@ def infer_layout(groups: Mapping[str, GroupInfo], traffic: Sequence[IterationSum
         traffic: a few iterations of all ranks; one or two steps are enough.
     """
     pipeline = chains(traffic)
-    loads = _loads(groups, traffic)
+    families = {name: _family(info) for name, info in groups.items()}
+    loads = _loads(families, traffic)
     by_family: dict[_Family, tuple[Role, Confidence, str]] = {}
     for family, operations in loads.items():
         by_family[family] = _judge(operations)
-    world = {rank for info in groups.values() for rank in info.members} | set(
-        column(traffic, "rank").tolist()
-    )
-    roles = {name: _role(info, by_family, pipeline, len(world)) for name, info in groups.items()}
+    members = (info.members for info in groups.values())
+    world = set(distinct(column(traffic, "rank")).tolist()).union(*members)
+    roles = {
+        name: _role(info, by_family.get(families[name]), pipeline, len(world))
+        for name, info in groups.items()
+    }
     sizes: dict[str, int] = {}
     for name, found in roles.items():
         for role in found.roles:
@@ -147,14 +151,13 @@ def declared_layout(layout: ParallelLayout, groups: Mapping[str, GroupInfo]) -> 
 def _family(info: GroupInfo) -> _Family:
     """Size and strides: the same for all groups over one dimension of a layout."""
     members = info.members
-    strides = {second - first for first, second in itertools.pairwise(members)}
+    strides = set(map(operator.sub, members[1:], members))
     return len(members), tuple(sorted(strides))[:4]
 
 
 def _loads(
-    groups: Mapping[str, GroupInfo], traffic: Sequence[IterationSummary]
+    families: Mapping[str, _Family], traffic: Sequence[IterationSummary]
 ) -> dict[_Family, dict[int, _Load]]:
-    families = {name: _family(info) for name, info in groups.items()}
     if isinstance(traffic, IterationTable):
         return _table_loads(families, traffic)
     loads: dict[_Family, dict[int, _Load]] = {}
@@ -172,11 +175,11 @@ def _table_loads(families: Mapping[str, _Family], table: IterationTable) -> dict
     """The same from columns."""
     numbers = {family: number for number, family in enumerate(dict.fromkeys(families.values()))}
     number_of = {name: numbers[family] for name, family in families.items()}
-    known = np.array([number_of.get(name, -1) for name in table.names], np.int64)
+    known = np.fromiter(map(number_of.get, table.names, itertools.repeat(-1)), np.int64)
     row, streams = table.flat()
     family = known[streams["group"]]
-    useful = (family >= 0) & (streams["peer"] < 0) & (streams["count"] > 0)
-    row, streams, family = row[useful], streams[useful], family[useful]
+    useful = np.flatnonzero((family >= 0) & (streams["peer"] < 0) & (streams["count"] > 0))
+    row, streams, family = row[useful], streams.take(useful), family[useful]
     place = streams["start_s"] / np.maximum(table.column("duration_s")[row], 1e-9)
     keys, which, seen = np.unique(family << 8 | streams["op"], return_inverse=True, return_counts=True)
     weights = (streams["count"], streams["bytes"], place * streams["count"])
@@ -221,11 +224,11 @@ def _judge(operations: Mapping[int, _Load]) -> tuple[Role, Confidence, str]:
 
 def _role(
     info: GroupInfo,
-    by_family: Mapping[_Family, tuple[Role, Confidence, str]],
+    judged: tuple[Role, Confidence, str] | None,
     pipeline: Chains,
     world_size: int,
 ) -> GroupRole:
-    role, confidence, reason = by_family.get(_family(info), ("unknown", "low", "no traffic"))
+    role, confidence, reason = judged or ("unknown", "low", "no traffic")
     carries: Role | None = None
     if info.name in pipeline.groups:
         carries = {"pipeline": "pp", "ring": "cp"}.get(pipeline.shape)  # pyright: ignore[reportAssignmentType]

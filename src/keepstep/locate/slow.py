@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.core.incident import Culprit, Diagnosis
-from keepstep.core.iteration_table import column, newest_steps
+from keepstep.core.iteration_table import column, distinct, newest_steps
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import GroupInfo, HostCause, IterationSummary, PeerTraffic
 from keepstep.locate._arrivals import arrival_evidence
 from keepstep.locate._links import SlowLinks, blame_links, transfers_against_peers, transfers_since
 from keepstep.locate._profile import Floats, Ints, Profile, profile
-from keepstep.locate.clocks import ClockOffsets
+from keepstep.locate.clocks import Clocks
 from keepstep.locate.infer import InferredLayout, infer_layout
 
 MIN_RATIO = 1.08  # of self time to its healthy value, over what all ranks share
@@ -86,7 +86,7 @@ def locate_slow(
     after: Sequence[IterationSummary],
     groups: Mapping[str, GroupInfo],
     nodes: Mapping[int, str],
-    offsets: ClockOffsets | None = None,
+    clocks: Clocks | None = None,
     causes: Sequence[HostCause] = (),
     layout: InferredLayout | None = None,
     traffic: Sequence[PeerTraffic] = (),
@@ -98,7 +98,7 @@ def locate_slow(
         after: iterations of all ranks from slow steps.
         groups: the process groups by name.
         nodes: node name by rank, of all ranks of the job.
-        offsets: the nodes' clocks; sharpens arrival order and messages, not needed.
+        clocks: of the nodes; sharpens arrival order and messages, not needed.
         causes: what agents saw outside the processes.
         layout: roles of groups and stages of ranks; inferred when not given.
         traffic: what nodes sent to each other over TCP before and after; tells pairs apart inside a collective.
@@ -107,7 +107,7 @@ def locate_slow(
         return _unknown((), ("profiles of the slow iterations: no rank sent one",))
     if layout is None:
         layout = infer_layout(groups, newest_steps(before or after))
-    silent = sorted(set(nodes) - set(column(after, "rank").tolist()))
+    silent = sorted(set(nodes).difference(distinct(column(after, "rank")).tolist()))
     missing = (f"profiles of ranks {fold_ranks(silent)}: the cause may lie there",) if silent else ()
     growth = _growth(before, after, layout)
     if growth is None:
@@ -122,9 +122,9 @@ def locate_slow(
     links = SlowLinks()
     if max(explained, growth.share_of_all) < _ENOUGH_SHARE:
         if growth.before is None:
-            transfers = transfers_against_peers(after, groups, nodes, offsets, layout)
+            transfers = transfers_against_peers(after, groups, nodes, clocks, layout)
         else:
-            transfers = transfers_since(before, after, groups, nodes, offsets, growth.lost_s)
+            transfers = transfers_since(before, after, groups, nodes, clocks, growth.lost_s)
         # a slow rank's own operations overlap its slow compute: they prove no slow link beside it
         blamed = {int(rank) for rank in growth.ranks[chosen]}
         apart = (
@@ -135,21 +135,20 @@ def locate_slow(
         chosen = chosen[:0]
     if len(chosen) == 0 and not links.culprits:
         return _nobody(growth, links, missing, causes)
-    return _diagnosis(growth, chosen, links, missing, groups, nodes, offsets, causes, after)
+    return _diagnosis(growth, chosen, links, missing, groups, nodes, clocks, causes, after)
 
 
 def _growth(
     before: Sequence[IterationSummary], after: Sequence[IterationSummary], layout: InferredLayout
 ) -> _Growth | None:
     now = profile(after)
-    stages = {int(rank): layout.stages[int(rank)] for rank in now.ranks if int(rank) in layout.stages}
     if not before:
         base = _peer_base(now, layout)
         gain = now.self_s - base
         job = float(np.median(now.duration_s))
         slowdown = max(float(gain.max(initial=0.0)), 1e-9)
         ratio = now.self_s / np.maximum(base, 1e-9)
-        return _Growth(None, now, base, gain, ratio, 1.0, slowdown, job - slowdown, job, stages)
+        return _Growth(None, now, base, gain, ratio, 1.0, slowdown, job - slowdown, job, layout.stages)
     then = profile(before)
     shared = np.intersect1d(then.ranks, now.ranks)
     if len(shared) == 0:
@@ -161,7 +160,9 @@ def _growth(
     job_before, job_after = float(np.median(then.duration_s)), float(np.median(now.duration_s))
     slowdown = max(job_after - job_before, 1e-9)
     gain = now.self_s - then.self_s
-    return _Growth(then, now, then.self_s, gain, ratio, common, slowdown, job_before, job_after, stages)
+    return _Growth(
+        then, now, then.self_s, gain, ratio, common, slowdown, job_before, job_after, layout.stages
+    )
 
 
 def _peer_base(now: Profile, layout: InferredLayout) -> Floats:
@@ -234,7 +235,7 @@ def _diagnosis(
     missing: tuple[str, ...],
     groups: Mapping[str, GroupInfo],
     nodes: Mapping[int, str],
-    offsets: ClockOffsets | None,
+    clocks: Clocks | None,
     causes: Sequence[HostCause],
     after: Sequence[IterationSummary],
 ) -> Diagnosis:
@@ -242,7 +243,7 @@ def _diagnosis(
     last = True
     if len(chosen):
         evidence.extend(_self_evidence(growth, chosen))
-        arrival = arrival_evidence(after, int(growth.ranks[chosen[0]]), groups, nodes, offsets)
+        arrival = arrival_evidence(after, int(growth.ranks[chosen[0]]), groups, nodes, clocks)
         evidence.extend(arrival.text)
         last = arrival.last is not False
     culprits = [_culprit(growth, int(position), nodes, causes, last) for position in chosen]
@@ -343,7 +344,7 @@ def _victims(growth: _Growth, blamed: set[int]) -> tuple[int, ...]:
         waits_more = growth.after.blocked_s >= 0.1 * growth.job_after_s
     else:
         waits_more = growth.after.blocked_s - growth.before.blocked_s >= 0.25 * growth.slowdown_s
-    return tuple(int(rank) for rank in growth.ranks[waits_more] if int(rank) not in blamed)
+    return tuple(rank for rank in growth.ranks[waits_more].tolist() if rank not in blamed)
 
 
 def _nobody(

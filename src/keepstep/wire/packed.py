@@ -28,6 +28,6 @@ def unpack(parts: Sequence[PackedIterations]) -> IterationTable:
     return IterationTable.of(
         np.frombuffer(b"".join(part.rows for part in good), ROW),
         [len(part.rows) // ROW.itemsize for part in good],
-        [np.frombuffer(part.streams, STREAM) for part in good],
+        [part.streams for part in good],
         [part.names for part in good],
     )

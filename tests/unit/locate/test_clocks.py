@@ -5,7 +5,7 @@ import time
 
 from keepstep.core.events import Op
 from keepstep.core.summary import ClockSample
-from keepstep.locate.clocks import estimate_offsets
+from keepstep.locate.clocks import SampledClocks, estimate_offsets
 
 
 def sample(rank, start, end, *, seq=0, op=Op.ALLREDUCE, group="world", peer=-1):
@@ -89,3 +89,13 @@ def test_thousands_of_nodes_in_linear_work():
     assert len(offsets.nodes) == 3000
     assert abs(offsets.offset_s("n2999") - offsets.offset_s("n0") + 2999e3) < 0.1
     assert time.perf_counter() - began < 30
+
+
+def test_of_many_nodes_only_those_asked_for_are_compared():
+    rows = {f"n{node}": [sample(node, 100.0 * node, 100.0 * node + 1.0)] for node in range(2000)}
+    clocks = SampledClocks(rows)
+    some = clocks.among({"n3", "n7", "elsewhere"})
+    assert some is not None
+    assert set(some.nodes) == {"n3", "n7"}
+    assert math.isclose(some.to_reference_s("n7", 700.5), some.to_reference_s("n3", 300.5))
+    assert clocks.among(rows) is None

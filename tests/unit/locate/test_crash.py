@@ -59,7 +59,7 @@ def test_clocks_order_deaths_on_different_nodes():
     assert {c.rank for c in blind.culprits} == {0, 1}
     assert any("clock offsets" in text for text in blind.missing)
     clocks = {"n0": NodeClock(0, 0, 0, 0, 0), "n1": NodeClock(-7200.0, 0, 7000.0, 0.001, 0)}
-    seen = locate_crash(deaths, offsets=ClockOffsets("n0", clocks))
+    seen = locate_crash(deaths, clocks=ClockOffsets("n0", clocks))
     assert [c.rank for c in seen.culprits] == [1]
 
 

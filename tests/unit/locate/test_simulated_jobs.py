@@ -92,3 +92,15 @@ def test_the_layout_of_a_table_is_that_of_its_rows():
     assert {name: one.roles for name, one in from_rows.roles.items()} == {
         name: one.roles for name, one in from_table.roles.items()
     }
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("where", "batch", "delay_s"), [("link", -1, 0.015), ("message", 5, 0.24)])
+def test_a_delay_that_clocks_might_drift_apart_by_over_the_given_steps(where, batch, delay_s, seed):
+    workload = Workload(ParallelLayout(pp=4, dp=2), micro_batches=32, seed=seed, ranks_per_node=2)
+    fault = Fault(where, 2, peer=4, micro_batch=batch, delay_s=delay_s, first_step=8)
+    rows = [row for rank in workload.run(11, [fault]).summaries() for row in rank]
+    before, after = [row for row in rows if row.step < 8], [row for row in rows if row.step >= 8]
+    found = locate_slow(before, after, workload.groups(), workload.nodes)
+    between = {"gpu-00001", "gpu-00002"}
+    assert [(set(c.link.nodes), c.stage) for c in found.culprits] == [(between, "transfer")]
