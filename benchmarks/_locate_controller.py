@@ -50,7 +50,7 @@ def main() -> None:
     clocks = locators.offsets(cluster.clock_samples())
     if isinstance(answers[0], wire.States):
         told = [state for answer in answers for state in answer.states]
-        found = locators.hang(told, groups, nodes, (), clocks, [], [])
+        found = locators.hang(told, groups, nodes, (), clocks, [], [], {})
     else:
         traffic = [one for answer in answers for one in answer.traffic]
         causes = [one for answer in answers for one in answer.causes]

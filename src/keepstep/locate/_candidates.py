@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.core.events import Op
-from keepstep.core.iteration_table import IterationTable
+from keepstep.core.iteration_table import IterationTable, distinct
 from keepstep.core.summary import GroupInfo
 from keepstep.locate.clocks import MAX_DRIFT
 
@@ -32,21 +32,34 @@ def ranks_to_look_at(
 ) -> list[int]:
     """Ranks of the collectives and messages that may take ``least_s`` longer per iteration than before.
 
-    What is compared is the worst iteration now with the best one before, so nothing that medians would show is missed.
+    What is compared is the worst iteration now with the best one before, of more than half of each: nothing that
+    medians would show is missed.
     """
+    elapsed_s = _span_s(before, after)  # clocks of nodes are not compared
+    before, after = _majority(before, newest=True), _majority(after, newest=False)
     numbers = {name: number for number, name in enumerate(dict.fromkeys((*before.names, *after.names)))}
     then, now = _streams(before, numbers, np.minimum), _streams(after, numbers, np.maximum)
     members = {numbers[name]: info.members for name, info in groups.items() if name in numbers}
     found: set[int] = set()
     for group in _grown_groups(then, now, members, least_s):
         found.update(members[group])
-    elapsed_s = _span_s(before, after)  # clocks of nodes are not compared
     for source, target in _grown_messages(then, now, least_s, 2 * MAX_DRIFT * elapsed_s):
         found.update((source, target))
     around = {nodes.get(rank, "") for rank in found}
     if len(around) <= MOST_NODES:
         found.update(rank for rank, node in nodes.items() if node in around)
     return sorted(found)
+
+
+def _majority(table: IterationTable, *, newest: bool) -> IterationTable:
+    """The newest, or oldest, half of the steps and one more; all where not all ranks tell of all steps."""
+    steps, ranks = distinct(table.column("step")), distinct(table.column("rank"))
+    if len(table) != len(steps) * len(ranks):
+        return table
+    few = len(steps) // 2 + 1
+    first, last = (steps[-few], steps[-1]) if newest else (steps[0], steps[few - 1])
+    step = table.column("step")
+    return table.where((first <= step) & (step <= last))
 
 
 @dataclass(frozen=True, slots=True)
