@@ -43,11 +43,12 @@ _eval_frame: Any = getattr(getattr(_core, "_dynamo", None), "eval_frame", None)
 _compiling_callback: Any = getattr(_eval_frame, "get_eval_frame_callback", None)
 
 
-def in_compiled_module() -> bool:
-    """Whether the compiler looks at every function that is called now, to compile it."""
-    if _compiling_callback is None:
-        return "torch._dynamo" in sys.modules
-    return _compiling_callback() is not None
+def _may_compile() -> object:
+    return sys.modules.get("torch._dynamo")
+
+
+COMPILING: Callable[[], object] = _may_compile if _compiling_callback is None else _compiling_callback
+"""None unless the compiler looks at every function that is called now, to compile it."""
 
 
 def hidden(ours: F) -> F:
@@ -113,9 +114,8 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
-def after_gradients(call: Callable[[], None]) -> None:
-    """Have the autograd engine call when the gradients of the backward in progress are computed."""
-    cast(Any, Variable)._execution_engine.queue_callback(call)
+after_gradients: Callable[[Callable[[], None]], None] = cast(Any, Variable)._execution_engine.queue_callback
+"""Has the autograd engine call when the gradients of the backward in progress are computed."""
 
 
 def holders(name: str, original: Any) -> list[ModuleType]:

@@ -17,14 +17,15 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from keepstep.capture._native import Buckets, Oldest  # pyright: ignore[reportMissingModuleSource]
 from keepstep.capture.evaluation import Evaluation
 from keepstep.capture.hold import Hold
 from keepstep.capture.internals import (
     LOADER_ITERATOR,
     STAGE_MODULE,
+    COMPILING,
     as_torchs_own,
     compile_callbacks,
-    in_compiled_module,
     stage_class,
 )
 from keepstep.capture.patches import Patches
@@ -33,17 +34,15 @@ from keepstep.core.events import WORLD_PEER, Phase
 
 # Plain numbers: an enum's members cost more to look up than the record.
 _BACKWARD, _OPTIMIZER = int(Phase.BACKWARD), int(Phase.OPTIMIZER)
-_OLDEST = 2  # the garbage collections that take long; those of younger generations are many and short
 
 
 class Phases:
     """The phases in progress, one of each kind at most: what nests inside its own kind is counted once."""
 
-    def __init__(self, recorder: Recorder, patches: Patches) -> None:
+    def __init__(self, recorder: Recorder, patches: Patches, buckets: Buckets) -> None:
         self.backwards = 0  # outermost ones begun so far
-        self.nested = 0  # backwards inside the one in progress
-        self.gradients_reduced: Callable[[], None] = lambda: None  # after a backward that did not raise
         self.recorder = recorder
+        self._buckets = buckets
         self._patches = patches
         self._evaluation = Evaluation(recorder)
         self._hold = Hold(recorder)
@@ -53,11 +52,6 @@ class Phases:
         self._open: dict[Phase, Operation] = {}
         self._modules = 0  # imported when it was last looked for what to watch
         self._saving_watched = self._stages_watched = self._compiling_watched = False
-
-    @property
-    def in_plain_backward(self) -> bool:
-        """Inside a backward that has no other backward inside it."""
-        return self._backward is not None and self.nested == 0
 
     def install(self) -> None:
         """Hook every phase; what this torch lacks is noted in ``patches.missing``."""
@@ -104,23 +98,23 @@ class Phases:
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            marks = torch.is_grad_enabled() and not in_compiled_module()
+            marks = torch.is_grad_enabled() and COMPILING() is None
             return (recorded if marks else original)(*args, **kwargs)
 
         as_torchs_own(forward, original)
         return forward
 
     def _run_backward(self, original: Any) -> Any:
-        recorder, evaluation = self.recorder, self._evaluation
+        recorder, evaluation, buckets = self.recorder, self._evaluation, self._buckets
 
         @wraps(original)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             if self._backward is not None:
-                self.nested += 1
+                was_plain, buckets.plain = buckets.plain, False
                 try:
                     return original(*args, **kwargs)
                 finally:
-                    self.nested -= 1
+                    buckets.plain = was_plain
             start = recorder.start
             if start is None:
                 return original(*args, **kwargs)
@@ -128,11 +122,13 @@ class Phases:
                 evaluation.end_by_backward()
             self.backwards += 1
             operation = self._backward = start(PHASE, _BACKWARD, NO_GROUP, WORLD_PEER, 0, 0, 0)
+            buckets.begin()
             try:
                 result = original(*args, **kwargs)
-                self.gradients_reduced()
+                buckets.over()
                 return result
             finally:
+                buckets.plain = False
                 self._backward = None
                 operation()
                 if self._stepped_in_backward:
@@ -252,17 +248,16 @@ class Phases:
         self._patches.register(register)
 
     def _collection_callback(self) -> Callable[[], None]:
-        gc.callbacks.append(self._collecting)
+        callback = Oldest(self._collecting)
+        gc.callbacks.append(callback)
 
         def remove() -> None:
-            if self._collecting in gc.callbacks:
-                gc.callbacks.remove(self._collecting)
+            if callback in gc.callbacks:
+                gc.callbacks.remove(callback)
 
         return remove
 
     def _collecting(self, when: str, info: dict[str, int]) -> None:
-        if info["generation"] != _OLDEST:  # nearly always: the young are collected many times a step
-            return
         operation = self._open.pop(Phase.GC, None)
         if operation is not None:
             operation()
