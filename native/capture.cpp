@@ -4,9 +4,11 @@
 #include <structmember.h>
 
 #include <deque>
+#include <initializer_list>
 #include <new>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace {
 
@@ -339,6 +341,50 @@ PyObject* oldest_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return make(type, oldest_call, Oldest{Ref::to(callback)});
 }
 
+// --- Hidden: a method that the compiler does not look into ----------------------------------------------------------
+
+struct Hidden {
+  Ref ours, compiling, set_compiling;  // without ``compiling`` there is no compiler to hide from
+  Ref original, owner;                 // binds to instances of just this class, else the original does; or to all
+};
+
+PyObject* hidden_call(PyObject* self, PyObject* const* args, size_t flagged, PyObject* names) {
+  const auto& hidden = state_of<Hidden>(self);
+  const Ref callback(hidden.compiling ? PyObject_CallNoArgs(hidden.compiling.get()) : Py_NewRef(Py_None));
+  if (!callback) return nullptr;
+  if (callback.get() == Py_None) return PyObject_Vectorcall(hidden.ours.get(), args, flagged, names);
+  if (!Ref(PyObject_CallOneArg(hidden.set_compiling.get(), Py_None))) return nullptr;
+  Ref result(PyObject_Vectorcall(hidden.ours.get(), args, flagged, names));
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  if (!Ref(PyObject_CallOneArg(hidden.set_compiling.get(), callback.get()))) PyErr_Clear();
+  PyErr_Restore(type, value, trace);
+  return result.release();
+}
+
+PyObject* hidden_get(PyObject* self, PyObject* object, PyObject* type) {
+  const auto& hidden = state_of<Hidden>(self);
+  if (hidden.owner && (object == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(object)) != hidden.owner.get()))
+    return PyObject_CallMethod(hidden.original.get(), "__get__", "OO", object == nullptr ? Py_None : object,
+                               type == nullptr ? Py_None : type);
+  return object == nullptr ? Py_NewRef(self) : PyMethod_New(self, object);
+}
+
+PyObject* hidden_attribute(PyObject* self, PyObject* name) {
+  PyObject* found = PyObject_GenericGetAttr(self, name);
+  if (found != nullptr || PyErr_ExceptionMatches(PyExc_AttributeError) == 0) return found;
+  PyErr_Clear();
+  return PyObject_GetAttr(state_of<Hidden>(self).ours.get(), name);
+}
+
+PyObject* hidden_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *ours, *compiling, *set_compiling, *original = Py_None, *owner = Py_None;
+  if (PyArg_ParseTuple(args, "OOO|OO", &ours, &compiling, &set_compiling, &original, &owner) == 0) return nullptr;
+  Hidden hidden{Ref::to(ours), compiling == Py_None ? Ref() : Ref::to(compiling), Ref::to(set_compiling),
+                Ref::to(original), owner == Py_None ? Ref() : Ref::to(owner)};
+  return make(type, hidden_call, std::move(hidden));
+}
+
 // --- the module ---------------------------------------------------------------------------------------------------
 
 PyMethodDef buckets_methods[] = {{"begin", buckets_begin, METH_NOARGS, nullptr},
@@ -356,15 +402,17 @@ void* slot(Function* function) {
 }
 
 template <typename State>
-PyObject* callable_type(const char* name, PyObject* (*make_one)(PyTypeObject*, PyObject*, PyObject*)) {
-  PyType_Slot slots[] = {{Py_tp_dealloc, slot(dealloc<State>)},
-                         {Py_tp_call, slot(PyVectorcall_Call)},
-                         {Py_tp_members, vectorcall_member<State>()},
-                         {make_one == nullptr ? 0 : Py_tp_new, make_one == nullptr ? nullptr : slot(make_one)},
-                         {0, nullptr}};
+PyObject* callable_type(const char* name, PyObject* (*make_one)(PyTypeObject*, PyObject*, PyObject*),
+                        std::initializer_list<PyType_Slot> more = {}) {
+  std::vector<PyType_Slot> slots = {{Py_tp_dealloc, slot(dealloc<State>)},
+                                    {Py_tp_call, slot(PyVectorcall_Call)},
+                                    {Py_tp_members, vectorcall_member<State>()}};
+  if (make_one != nullptr) slots.push_back({Py_tp_new, slot(make_one)});
+  slots.insert(slots.end(), more);
+  slots.push_back({0, nullptr});
   unsigned flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
   if (make_one == nullptr) flags |= Py_TPFLAGS_DISALLOW_INSTANTIATION;
-  PyType_Spec spec = {name, sizeof(Object<State>), 0, flags, slots};
+  PyType_Spec spec = {name, sizeof(Object<State>), 0, flags, slots.data()};
   return PyType_FromSpec(&spec);
 }
 
@@ -392,10 +440,13 @@ PyMODINIT_FUNC PyInit__native() {
       reinterpret_cast<PyTypeObject*>(callable_type<BucketCall>("keepstep.capture._native.BucketCall", nullptr));
   const Ref here(callable_type<Here>("keepstep.capture._native.Here", here_new));
   const Ref oldest(callable_type<Oldest>("keepstep.capture._native.Oldest", oldest_new));
+  const Ref hidden(callable_type<Hidden>("keepstep.capture._native.Hidden", hidden_new,
+                                         {{Py_tp_descr_get, slot(hidden_get)}, {Py_tp_getattro, slot(hidden_attribute)}}));
   const Ref buckets(PyType_FromSpec(&buckets_spec));
-  if (g_bucket_call_type == nullptr || !here || !oldest || !buckets) return nullptr;
+  if (g_bucket_call_type == nullptr || !here || !oldest || !hidden || !buckets) return nullptr;
   if (PyModule_AddObjectRef(module.get(), "Here", here.get()) < 0 ||
       PyModule_AddObjectRef(module.get(), "Oldest", oldest.get()) < 0 ||
+      PyModule_AddObjectRef(module.get(), "Hidden", hidden.get()) < 0 ||
       PyModule_AddObjectRef(module.get(), "Buckets", buckets.get()) < 0)
     return nullptr;
   return module.release();

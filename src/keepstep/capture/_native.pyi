@@ -10,8 +10,8 @@ from typing import Any, final
 class Here:
     """Finds the innermost line of the user's code.
 
-    ``judge(file name)`` tells whether a file is not the user's; ``enter(frame)`` gives the line's site id. Each is asked
-    once about the same thing.
+    ``judge(file name)`` tells whether a file is not the user's; ``enter(frame)`` gives the line's site id. Each is
+    asked once about the same thing.
     """
 
     def __new__(cls, judge: Callable[[str], bool], enter: Callable[[FrameType], int]) -> Here: ...
@@ -62,3 +62,22 @@ class Oldest:
 
     def __new__(cls, callback: Callable[[str, dict[str, int]], object]) -> Oldest: ...
     def __call__(self, when: str, info: dict[str, int], /) -> None: ...
+
+@final
+class Hidden:
+    """A method ``ours`` for callers inside a compiled module: the compiler looks neither at it nor at what it calls.
+
+    ``compiling()`` is what ``set_compiling`` puts back after the call, None outside compiled modules. With an ``owner``
+    it binds to instances of just this class; to others ``original`` binds.
+    """
+
+    def __new__(
+        cls,
+        ours: Callable[..., Any],
+        compiling: Callable[[], object] | None,
+        set_compiling: Callable[[Any], object] | None,
+        original: Any = None,
+        owner: type | None = None,
+    ) -> Hidden: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __get__(self, instance: Any, owner: Any = None) -> Any: ...

@@ -19,11 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from keepstep.capture._native import Buckets, Oldest  # pyright: ignore[reportMissingModuleSource]
 from keepstep.capture.evaluation import Evaluation
-from keepstep.capture.hold import Hold
+from keepstep.capture.hold import ORDER, Hold
 from keepstep.capture.internals import (
+    COMPILING,
     LOADER_ITERATOR,
     STAGE_MODULE,
-    COMPILING,
     as_torchs_own,
     compile_callbacks,
     stage_class,
@@ -34,6 +34,7 @@ from keepstep.core.events import WORLD_PEER, Phase
 
 # Plain numbers: an enum's members cost more to look up than the record.
 _BACKWARD, _OPTIMIZER = int(Phase.BACKWARD), int(Phase.OPTIMIZER)
+_COMPILE, _GC = int(Phase.COMPILE), int(Phase.GC)
 
 
 class Phases:
@@ -49,7 +50,7 @@ class Phases:
         self._backward: Operation | None = None
         self._stepped_in_backward = False
         self._step: tuple[int, int, Operation] | None = None  # optimizer, backwards before it, record
-        self._open: dict[Phase, Operation] = {}
+        self._open: dict[int, Operation] = {}
         self._modules = 0  # imported when it was last looked for what to watch
         self._saving_watched = self._stages_watched = self._compiling_watched = False
 
@@ -58,7 +59,7 @@ class Phases:
         patches = self._patches
         patches.replace(torch.autograd, "_engine_run_backward", self._run_backward)
         patches.register(self._optimizer_hooks)
-        patches.replace(DistributedDataParallel, "forward", self._forward)
+        patches.replace(DistributedDataParallel, "forward", self._spanning(Phase.MODEL, training=True))
         patches.replace(LOADER_ITERATOR, "__next__", self._spanning(Phase.DATA))
         patches.replace(torch.nn.Module, "eval", self._evaluation.eval)
         patches.replace(torch.nn.Module, "train", self._evaluation.train)
@@ -66,43 +67,36 @@ class Phases:
         patches.replace(torch.serialization, "save", self._spanning(Phase.CHECKPOINT))
         patches.register(self._collection_callback)
 
-    def _spanning(self, phase: Phase) -> Callable[[Any], Any]:
-        """Records calls of the training thread as a phase; other threads prefetch and save beside the training."""
-        recorder, open_phases, evaluation, code = self.recorder, self._open, self._evaluation, int(phase)
+    def _spanning(self, phase: Phase, training: bool = False) -> Callable[[Any], Any]:
+        """Records calls of the training thread as a phase; other threads prefetch and save beside the training.
+
+        ``training``: only those that gradients are wanted of, evaluation and generation are none; and none inside a
+        compiled module, where the compiler would trace us.
+        """
+        recorder, open_phases, evaluation = self.recorder, self._open, self._evaluation
+        code, thread, wanted, compiling = int(phase), threading.get_ident, torch.is_grad_enabled, COMPILING
 
         def make(original: Any) -> Any:
             @wraps(original)
             def spanned(*args: Any, **kwargs: Any) -> Any:
                 start = recorder.start
-                if start is None or phase in open_phases or threading.get_ident() != recorder.thread:
+                if start is None or code in open_phases or thread() != recorder.thread:
+                    return original(*args, **kwargs)
+                if training and not (wanted() and compiling() is None):
                     return original(*args, **kwargs)
                 if evaluation.operation is not None:
                     evaluation.end_if_over()
-                operation = open_phases[phase] = start(PHASE, code, NO_GROUP, WORLD_PEER, 0, 0, 0)
+                operation = open_phases[code] = start(PHASE, code, NO_GROUP, WORLD_PEER, 0, 0, 0)
                 try:
                     return original(*args, **kwargs)
                 finally:
-                    open_phases.pop(phase, None)
+                    open_phases.pop(code, None)
                     operation()
 
+            as_torchs_own(spanned, original)
             return spanned
 
         return make
-
-    def _forward(self, original: Any) -> Any:
-        """A forward pass that gradients are wanted of; evaluation and generation are none.
-
-        Inside a compiled module nothing is marked: the compiler would trace us.
-        """
-        recorded = self._spanning(Phase.MODEL)(original)
-
-        @wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            marks = torch.is_grad_enabled() and COMPILING() is None
-            return (recorded if marks else original)(*args, **kwargs)
-
-        as_torchs_own(forward, original)
-        return forward
 
     def _run_backward(self, original: Any) -> Any:
         recorder, evaluation, buckets = self.recorder, self._evaluation, self._buckets
@@ -148,41 +142,38 @@ class Phases:
 
         return remove
 
-    @harmless
     def _before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if self.recorder.start is None and not self.recorder.claim():
-            return
-        if self._backward is not None:
-            self._stepped_in_backward = True
-            return
-        if self._step is not None:
-            known, backwards, abandoned = self._step
-            if known != id(optimizer) and backwards == self.backwards:
-                return  # an optimizer that steps others inside its own step
-            abandoned.fail()  # it raised, so that its end was never told
-        if len(sys.modules) != self._modules:
-            self._modules = len(sys.modules)
-            self._watch_saving()
-            self._watch_stages()
-            self._watch_compiling()
-        evaluation, start = self._evaluation, self.recorder.start
-        if evaluation.operation is not None:
-            evaluation.end_by_backward()
-        evaluation.trained = True
-        self._hold.open()
-        self.recorder.thread = threading.get_ident()
-        self._step = None
-        if start is not None:
-            operation = start(PHASE, _OPTIMIZER, NO_GROUP, WORLD_PEER, 0, 0, 0)
-            self._step = id(optimizer), self.backwards, operation
+        recorder = self.recorder
+        try:
+            if recorder.start is None and not recorder.claim():
+                return
+            if self._backward is not None:
+                self._stepped_in_backward = True
+                return
+            if self._step is not None:
+                known, backwards, abandoned = self._step
+                if known != id(optimizer) and backwards == self.backwards:
+                    return  # an optimizer that steps others inside its own step
+                abandoned.fail()  # it raised, so that its end was never told
+                self._step = None
+            if len(sys.modules) != self._modules:
+                self._look_for_more()
+            if self._evaluation.operation is not None:
+                self._evaluation.end_by_backward()
+            recorder.thread = threading.get_ident()
+            if recorder.start is not None:
+                operation = recorder.start(PHASE, _OPTIMIZER, NO_GROUP, WORLD_PEER, 0, 0, 0)
+                self._step = id(optimizer), self.backwards, operation
+        except Exception as error:
+            recorder.stumbled(error)
 
-    @harmless
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if self._step is not None and self._step[0] == id(optimizer):
             operation = self._step[2]
             self._step = None
             operation()
-            self._hold.look(operation.seq)
+            if self._hold.words[ORDER]:
+                self._hold.look(operation.seq)
 
     def _mark_step_in_backward(self) -> None:
         """Optimizers that step inside backward do so once per parameter: one mark for all of them, after it."""
@@ -190,7 +181,17 @@ class Phases:
         operation = self.recorder.phase(Phase.OPTIMIZER)
         if operation is not None:
             operation()
-            self._hold.look(operation.seq)
+            if self._hold.words[ORDER]:
+                self._hold.look(operation.seq)
+
+    def _look_for_more(self) -> None:
+        """At the first optimizer step, and whenever the script has imported more since."""
+        self._modules = len(sys.modules)
+        self._evaluation.trained = True
+        self._hold.open()
+        self._watch_saving()
+        self._watch_stages()
+        self._watch_compiling()
 
     def _watch_saving(self) -> None:
         """Hook distributed checkpoints once the script has imported them: it is no small import."""
@@ -213,7 +214,8 @@ class Phases:
         if self._stages_watched or module is None:
             return
         self._stages_watched = True
-        self._patches.replace(stage_class(module), "forward_one_chunk", self._forward)
+        forward = self._spanning(Phase.MODEL, training=True)
+        self._patches.replace(stage_class(module), "forward_one_chunk", forward)
 
     def _watch_compiling(self) -> None:
         """Mark compilation once the script uses it: it may take minutes in the middle of a run."""
@@ -224,14 +226,14 @@ class Phases:
 
         @harmless
         def begin(_: Any) -> None:
-            if Phase.COMPILE not in self._open and threading.get_ident() == self.recorder.thread:
+            if _COMPILE not in self._open and threading.get_ident() == self.recorder.thread:
                 operation = self.recorder.phase(Phase.COMPILE)
                 if operation is not None:
-                    self._open[Phase.COMPILE] = operation
+                    self._open[_COMPILE] = operation
 
         @harmless
         def end(_: Any) -> None:
-            operation = self._open.pop(Phase.COMPILE, None)
+            operation = self._open.pop(_COMPILE, None)
             if operation is not None:
                 operation()
 
@@ -258,10 +260,10 @@ class Phases:
         return remove
 
     def _collecting(self, when: str, info: dict[str, int]) -> None:
-        operation = self._open.pop(Phase.GC, None)
+        operation = self._open.pop(_GC, None)
         if operation is not None:
             operation()
         if when == "start":
             started = self.recorder.phase(Phase.GC)
             if started is not None:
-                self._open[Phase.GC] = started
+                self._open[_GC] = started

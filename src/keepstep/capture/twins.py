@@ -63,12 +63,11 @@ class Twin(ProcessGroup):
 
 
 def _override(name: str) -> Callable[..., Any]:
-    @hidden
     def override(self: Twin, *args: Any) -> Any:
         return self.call(name, self.native, args, self.caller)
 
     override.__name__ = name
-    return override
+    return hidden(override)
 
 
 for _name in OVERRIDABLE:
