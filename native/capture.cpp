@@ -203,8 +203,9 @@ bool queue(PyObject* self, Buckets& buckets) {
 
 // The work of an operation that has begun; only an interrupt comes out of it.
 bool began(Buckets& buckets, PyObject* work, Ref operation) {
+  const bool good = end_completed(buckets) || stumbled(buckets);  // of those before it
   buckets.pending.push_back({Ref::to(work), std::move(operation)});
-  return end_completed(buckets) || stumbled(buckets);
+  return good;
 }
 
 PyObject* buckets_new(PyTypeObject* type, PyObject* args, PyObject*) {
