@@ -8,6 +8,7 @@ rounds within one process, in a group of one rank (where it shows) and of two (b
 Overhead: four ranks train a small transformer with DDP, compute emulated by sleeping so that two cores can carry four
 ranks; probe on and off in alternating blocks of steps, switched by step number on all ranks together. Off, torch's own
 functions are back in their places and the steps use a DDP model that was built unwatched: nothing of the probe is left.
+Several jobs, each of fresh processes: the interval is over the jobs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ CALL_BUDGET_US = 40.0
 STEP_BUDGET_PERCENT = 1.0
 IMPORT_BUDGET_MS = 1.0
 PAIRS_WANTED = 300
+# 97.5 % quantiles of Student's t for 1 to 15 degrees of freedom; the last stands for more.
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
 
 # --- run in the worker processes -----------------------------------------------------------------------------------
@@ -121,6 +125,7 @@ def own_cost(probe: Any, group: Any) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
+    from keepstep.capture.internals import hidden
     from keepstep.capture.operations import METHODS, Caller
 
     finished = dist.all_reduce(torch.ones(1), async_op=True)
@@ -131,14 +136,12 @@ def own_cost(probe: Any, group: Any) -> dict[str, float]:
     def immediate(_group: Any, *_: Any) -> Any:
         return finished
 
-    recorded: Callable[..., Any] = probe._operations._recorded
-    collective = recorded("bench", immediate, METHODS["allreduce"])._method
-    p2p = recorded("bench", immediate, METHODS["send"])._method
+    recorded: Callable[..., Any] = probe._operations.recorded
+    collective = hidden(recorded(immediate, METHODS["allreduce"], Caller.PYTHON))
+    p2p = hidden(recorded(immediate, METHODS["send"], Caller.PYTHON))
     waiting, asynchronous = dist.AllreduceOptions(), dist.AllreduceOptions()
     waiting.asyncOp, asynchronous.asyncOp = False, True
-    probe._operations._calls.pop("bench")
     writer = probe.recorder.writer
-    assert Caller.PYTHON == 0
     plain = fastest(lambda: immediate(group, [tensor], waiting).wait())
     return {
         "sync": fastest(lambda: collective(group, [tensor], waiting).wait()) - plain,
@@ -266,10 +269,10 @@ def launch(worker: str, world: int, arguments: list[float]) -> tuple[list[dict[s
     return found, written
 
 
-def interval(differences: list[float]) -> tuple[float, float, float]:
-    """Mean and its 95 % interval (normal)."""
-    mean = statistics.fmean(differences)
-    half = 1.96 * statistics.stdev(differences) / len(differences) ** 0.5
+def interval(means: list[float]) -> tuple[float, float, float]:
+    """Mean of independent runs' means and its 95 % interval (Student's t)."""
+    mean = statistics.fmean(means)
+    half = T_95[min(len(means) - 1, len(T_95)) - 1] * statistics.stdev(means) / len(means) ** 0.5
     return mean, mean - half, mean + half
 
 
@@ -321,31 +324,65 @@ def paired(pairs: list[list[float]]) -> tuple[float, float]:
     )
 
 
-def step_lines(report: Report, pairs: int, block: int, emulate_ms: float) -> None:
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """What one job of four ranks showed."""
+
+    added_percent: list[float]  # one per pair
+    unwatched_ms: float
+    records: float  # a watched step and rank
+    cpu_us: float  # added to a step and rank, mean
+    dropped: int
+
+
+def step_run(pairs: int, block: int, emulate_ms: float) -> StepRun:
+    """Start a job of four ranks and measure in it."""
     results, written = launch("step", 4, [pairs, block, emulate_ms])
     # One number a pair for the job: its ranks step together, so the slowest is the job's time.
     blocks = [
         [max(result["pairs"][i][state] for result in results) for state in (0, 1)] for i in range(pairs)
     ]
-    relative = [(on - off) / off * 100 for on, off in blocks]
-    mean, low, high = interval(relative)
-    limit = (
-        f"{pairs} pairs of {block}-step blocks; compute emulated by sleeping, 4 ranks on this machine's cores"
+    return StepRun(
+        [(on - off) / off * 100 for on, off in blocks],
+        statistics.median(off for _, off in blocks) / block * 1e3,
+        written[0] / ((pairs + 3) * block),
+        statistics.fmean((on - off) / block * 1e6 for result in results for on, off in result["cpu"]),
+        sum(result["dropped"] for result in results),
     )
-    judged = None if pairs < PAIRS_WANTED else high <= STEP_BUDGET_PERCENT
+
+
+def step_lines(report: Report, runs: int, pairs: int, block: int, emulate_ms: float) -> None:
+    """Fresh jobs: one job's pairs agree better with each other than with another job's."""
+    found = [step_run(pairs, block, emulate_ms) for _ in range(runs)]
+    mean, low, high = interval([statistics.fmean(run.added_percent) for run in found])
+    limit = (
+        f"{runs} jobs of {pairs} pairs of {block}-step blocks, Student's t interval of the jobs' means; "
+        "compute emulated by sleeping, 4 ranks on this machine's cores"
+    )
+    total = runs * pairs
+    judged = None if total < PAIRS_WANTED else high <= STEP_BUDGET_PERCENT
     report.add(Line("step time added, mean", mean, "%", limit=limit))
     report.add(Line("step time added, 95 % interval from", low, "%", limit=limit))
     report.add(Line("step time added, 95 % interval to", high, "%", STEP_GOAL, judged, limit=limit))
-    report.add(Line("step time unwatched", statistics.median(off for _, off in blocks) / block * 1e3, "ms"))
-    records = written[0] / ((pairs + 3) * block)
-    cpu = [(on - off) / block * 1e6 for result in results for on, off in result["cpu"]]
-    _, cpu_low, cpu_high = interval(cpu)
+    for number, run in enumerate(found, 1):
+        error = statistics.stdev(run.added_percent) / pairs**0.5
+        figures = {
+            "standard error": round(error, 3),
+            "unwatched step (ms)": round(run.unwatched_ms, 1),
+            "CPU added a step (µs)": round(run.cpu_us),
+        }
+        report.add(
+            Line(f"step time added, job {number}", statistics.fmean(run.added_percent), "%", peers=figures)
+        )
+    report.add(Line("step time unwatched", statistics.median(run.unwatched_ms for run in found), "ms"))
+    records = statistics.fmean(run.records for run in found)
+    _, cpu_low, cpu_high = interval([run.cpu_us for run in found])
     report.add(Line("records a watched step", records, "records"))
     report.add(Line("CPU time added a record, 95 % interval from", cpu_low / records, "µs"))
     report.add(Line("CPU time added a record, 95 % interval to", cpu_high / records, "µs"))
-    report.add(Line("records dropped", sum(result["dropped"] for result in results), "records"))
+    report.add(Line("records dropped", sum(run.dropped for run in found), "records"))
     if judged is None:
-        report.leave_out("overhead against its goal", f"{pairs} pairs, the goal wants {PAIRS_WANTED}")
+        report.leave_out("overhead against its goal", f"{total} pairs, the goal wants {PAIRS_WANTED}")
 
 
 IMPORT = "import time, os; b = time.perf_counter(); import torch; print(time.perf_counter() - b)"
@@ -403,13 +440,17 @@ def main() -> None:
         Path(result).write_text(json.dumps(found))
         os._exit(0)  # a bench's rank has nothing to tear down
     parser = bench_arguments("probe", "What the probe costs per call, per step and per import.")
-    parser.add_argument("--pairs", type=int, help="pairs of blocks (default 320; 60 with --quick)")
+    parser.add_argument("--runs", type=int, help="jobs, at least 2 (default 8; 2 with --quick)")
+    parser.add_argument("--pairs", type=int, help="pairs of blocks a job (default 100; 30 with --quick)")
     chosen = parser.parse_args()
+    runs, pairs = chosen.runs or (2 if chosen.quick else 8), chosen.pairs or (30 if chosen.quick else 100)
+    if runs < 2 or pairs < 2:
+        parser.error(f"--runs {runs} --pairs {pairs}: an interval needs at least 2 of each")
     report = Report("probe", quick=chosen.quick)
     call_lines(report, 12 if chosen.quick else 60)
     import_lines(report, 5 if chosen.quick else 15)
     # Long blocks: the steps after a switch run slower than those of a job that never switches, on and off alike.
-    step_lines(report, chosen.pairs or (60 if chosen.quick else 320), 3 if chosen.quick else 10, 8.0)
+    step_lines(report, runs, pairs, 3 if chosen.quick else 10, 8.0)
     report.finish(chosen.json)
 
 

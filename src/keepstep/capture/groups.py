@@ -37,21 +37,16 @@ class Groups:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._captured: dict[int, CapturedGroup] = {}
+        self.known: dict[int, CapturedGroup] = {}  # by identity of the group
         self._made: Counter[str] = Counter()
 
-    def of(self, group: Any) -> CapturedGroup:
-        """The captured group; captured now if its making was missed."""
-        found = self._captured.get(id(group))
-        return self.capture(group, None) if found is None else found
-
     def capture(self, group: Any, ranks: list[int] | None) -> CapturedGroup:
-        """Write a group to the ring.
+        """Write a group to the ring, unless it is there.
 
         ``ranks``: global ranks in group order, empty for the world, None to look them up.
         """
         key = id(group)
-        found = self._captured.get(key)
+        found = self.known.get(key)
         if found is not None:
             return found
         members = registered_members(group) if ranks is None else tuple(ranks) or tuple(range(group.size()))
@@ -62,9 +57,9 @@ class Groups:
             name = self._unique(str(group.group_name))
             backend = ",".join(f"{device}:{name}" for device, name in sorted(backends.items()))
             ident = writer.group(name, members, backend, str(group.group_desc))
-        captured = self._captured
-        reference = weakref.ref(group, lambda _: captured.pop(key, None))
-        captured[key] = made = CapturedGroup(ident, members, backends, reference)
+        known = self.known
+        reference = weakref.ref(group, lambda _: known.pop(key, None))
+        known[key] = made = CapturedGroup(ident, members, backends, reference)
         return made
 
     def _unique(self, name: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from keepstep.capture.recorder import Recorder
+from keepstep.capture.recorder import Recorder, harmless
 from keepstep.core.errors import RingError
 from keepstep.core.events import Phase
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from keepstep.validate.worker import HeldTests
 
 MOST_HELD_S = 30.0
-_ORDER = 1  # Word.ORDER, as a plain number: it is read at every step
+ORDER = 1  # Word.ORDER, as a plain number: it is read at every step
 _LOOK_S = 0.005
 
 
@@ -34,7 +34,7 @@ class Hold:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self._page: OrdersPage | None = None
-        self._words: Any = (0, 0)  # the page's words; without a page nothing is ever ordered
+        self.words: Any = (0, 0)  # the page's words; without a page nothing is ever ordered
         self._opened = False
         self._done = 0  # the last hold that is over for us
 
@@ -50,13 +50,17 @@ class Hold:
 
         try:
             self._page = OrdersPage(where)
-            self._words = self._page.words
+            self.words = self._page.words
         except RingError as error:
             self.recorder.stumbled(error)
 
+    @harmless
     def look(self, steps: int) -> None:
-        """At the end of optimizer step number ``steps`` (from 1): wait here if it was ordered."""
-        order = self._words[_ORDER]
+        """At the end of optimizer step number ``steps`` (from 1): wait here if it was ordered.
+
+        Called where ``words[ORDER]`` is not 0.
+        """
+        order = self.words[ORDER]
         if order and order != self._done and self._page is not None:
             self._obey(self._page, order, steps)
 
@@ -91,7 +95,7 @@ class Hold:
         running: threading.Thread | None = None
         ran = 0
         try:
-            while page.words[_ORDER] == order:
+            while page.words[ORDER] == order:
                 now_ns = time.monotonic_ns()
                 if now_ns >= until_ns or not page.leased(now_ns):
                     return

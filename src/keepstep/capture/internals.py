@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import wraps
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup, distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import dataloader
+
+from keepstep.capture._native import Hidden  # pyright: ignore[reportMissingModuleSource]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,41 +40,25 @@ def as_torchs_own(ours: Any, original: Any) -> None:
 # Of the compiler's core, which loads nothing else of it; None in a torch that has it elsewhere.
 _core = cast(Any, torch._C)
 _eval_frame: Any = getattr(getattr(_core, "_dynamo", None), "eval_frame", None)
+_set_eval_frame: Any = getattr(_eval_frame, "set_eval_frame", None)
 _compiling_callback: Any = getattr(_eval_frame, "get_eval_frame_callback", None)
 
 
-def in_compiled_module() -> bool:
-    """Whether the compiler looks at every function that is called now, to compile it."""
-    if _compiling_callback is None:
-        return "torch._dynamo" in sys.modules
-    return _compiling_callback() is not None
+def _may_compile() -> object:
+    return sys.modules.get("torch._dynamo")
 
 
-def hidden(ours: F) -> F:
+COMPILING: Callable[[], object] = _may_compile if _compiling_callback is None else _compiling_callback
+"""None unless the compiler looks at every function that is called now, to compile it."""
+
+
+def hidden(ours: F, original: Any = None, owner: type | None = None) -> F:
     """``ours`` for callers inside a compiled module: the compiler looks neither at it nor at what it calls.
 
-    It fails hard on process groups and Works of a Python class, which is what ours deal with.
+    It fails hard on process groups and Works of a Python class, which is what ours deal with. With an ``owner`` it
+    binds to instances of just this class; to those of its subclasses ``original`` binds.
     """
-    callback_now, eval_frame = (
-        _compiling_callback,
-        _eval_frame,
-    )  # a module's names are gone when the interpreter ends
-    if callback_now is None:
-        return ours
-
-    @wraps(ours)
-    def unseen(*args: Any, **kwargs: Any) -> Any:
-        callback = callback_now()
-        if callback is None:
-            return ours(*args, **kwargs)
-        eval_frame.set_eval_frame(None)
-        try:
-            return ours(*args, **kwargs)
-        finally:
-            eval_frame.set_eval_frame(callback)
-
-    as_torchs_own(unseen, DistributedDataParallel.forward)
-    return cast(F, unseen)
+    return cast(F, Hidden(ours, _compiling_callback, _set_eval_frame, original, owner))
 
 
 def compile_callbacks() -> Any:
@@ -113,9 +97,8 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
-def after_gradients(call: Callable[[], None]) -> None:
-    """Have the autograd engine call when the gradients of the backward in progress are computed."""
-    cast(Any, Variable)._execution_engine.queue_callback(call)
+after_gradients: Callable[[Callable[[], None]], None] = cast(Any, Variable)._execution_engine.queue_callback
+"""Has the autograd engine call when the gradients of the backward in progress are computed."""
 
 
 def holders(name: str, original: Any) -> list[ModuleType]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from types import MethodType
+from functools import wraps
 from typing import Any, cast
 
 from torch.distributed import ProcessGroup
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from keepstep.capture.groups import CapturedGroup, Groups
 from keepstep.capture.internals import hidden
 from keepstep.capture.patches import Patches
-from keepstep.capture.recorder import Operation, Recorder, Start
+from keepstep.capture.recorder import Operation, Recorder
 from keepstep.capture.reducer import REDUCED, ReducerWaits
 from keepstep.capture.sites import Sites
 from keepstep.capture.works import RecordedWork
@@ -39,12 +39,12 @@ class Method:
 
 
 def _nbytes(tensors: Any) -> int:
-    if isinstance(tensors, (list, tuple)):
-        total = 0
-        for tensor in tensors:  # pyright: ignore[reportUnknownVariableType]
-            total += _nbytes(tensor)
-        return total
-    return tensors.nbytes
+    if not isinstance(tensors, (list, tuple)):
+        return tensors.nbytes
+    total = 0
+    for tensor in cast("list[Any]", tensors):
+        total += _nbytes(tensor) if isinstance(tensor, (list, tuple)) else tensor.nbytes
+    return total
 
 
 def _first(_: int, args: tuple[Any, ...]) -> int:
@@ -106,8 +106,9 @@ class Ending(IntEnum):
     """
 
     RETURN = 0  # the call's return: device backends, whose transfer is seen elsewhere
-    WAIT = 1  # the return of the caller's wait
-    REDUCER = 2  # whatever DDP's reducer waits for
+    CALL = 1  # our own wait in the call: the caller said that it is about to wait
+    WAIT = 2  # the return of the caller's wait
+    REDUCER = 3  # whatever DDP's reducer waits for
 
 
 # Flags and ending of a call; made here because an enum's "|" costs more than the record.
@@ -116,27 +117,23 @@ _P2P = (int(Flag.END_BY_WAIT), Ending.WAIT)
 _REDUCED = (REDUCED, Ending.REDUCER)
 _ASYNC = (int(Flag.ASYNC | Flag.SYNC_KNOWN | Flag.END_BY_WAIT), Ending.WAIT)
 _UNTOLD = (int(Flag.END_BY_WAIT), Ending.WAIT)
-_SYNC = (int(Flag.SYNC_KNOWN), Ending.WAIT)
+_SYNC = (int(Flag.SYNC_KNOWN), Ending.CALL)
 
 
-def _plan(
-    captured: CapturedGroup, method: Method, args: tuple[Any, ...], caller: Caller
-) -> tuple[int, Ending]:
-    """Flags and ending of a call."""
-    if not captured.host_only and not _on_host(captured, args):
-        return _DEVICE
+_CALL, _REDUCER = Ending.CALL, Ending.REDUCER
+
+
+def _untold(method: Method, caller: Caller) -> tuple[int, Ending] | None:
+    """Flags and ending of a call on the host; None where its options tell."""
     if method.kind is Kind.P2P:
         return _P2P
-    if caller is Caller.REDUCER:
-        return _REDUCED
-    if caller is Caller.NATIVE:
-        return _ASYNC
-    asynchronous = (
-        getattr(args[-1], "asyncOp", None) if args else None
-    )  # options come last; not in every version
-    if asynchronous is None:
-        return _UNTOLD
-    return _ASYNC if asynchronous else _SYNC
+    return {Caller.REDUCER: _REDUCED, Caller.NATIVE: _ASYNC}.get(caller)
+
+
+def _told(args: tuple[Any, ...]) -> tuple[int, Ending]:
+    """The same from the options, which come last; not in every version of torch."""
+    asynchronous = getattr(args[-1], "asyncOp", None) if args else None
+    return _UNTOLD if asynchronous is None else _ASYNC if asynchronous else _SYNC
 
 
 def _on_host(captured: CapturedGroup, args: tuple[Any, ...]) -> bool:
@@ -155,8 +152,8 @@ class Operations:
         self.reducer: ReducerWaits | None = None  # takes the Works of DDP's reducer
         self._recorder = recorder
         self._groups = groups
-        self._sites = sites
-        self._calls: dict[str, Callable[..., Any]] = {}
+        self._here = sites.here
+        self._calls: list[dict[str, Callable[..., Any]]] = [{} for _ in Caller]
 
     def install(self, patches: Patches) -> None:
         """Record every call that Python code makes on a native process group."""
@@ -164,83 +161,66 @@ class Operations:
             if name not in vars(ProcessGroup):
                 continue  # each torch version has the old names, the new ones, or both
             patches.replace(
-                ProcessGroup, name, lambda original, n=name, m=method: self._recorded(n, original, m)
+                ProcessGroup, name, lambda original, n=name, m=method: self._method(n, original, m)
             )
 
     def group_of(self, group: Any) -> int:
         """The ring's number of a native group."""
-        return self._groups.of(group).ident
+        return self._groups.capture(group, None).ident
 
     def call(self, name: str, group: Any, args: tuple[Any, ...], caller: Caller) -> Any:
         """Run the method ``name`` of a native group, recorded."""
-        return self._calls[name](group, args, {}, caller)
+        return self._calls[caller][name](group, *args)
 
-    def _recorded(self, name: str, original: Any, method: Method) -> _RecordedMethod:
-        recorder, begin, finish = self._recorder, self._begin, self._finish
+    def _method(self, name: str, original: Any, method: Method) -> Any:
+        """Binds to native groups only: a Python subclass must find torch's own method under its overrides."""
+        for caller in Caller:
+            self._calls[caller][name] = self.recorded(original, method, caller)
+        return hidden(self._calls[Caller.PYTHON][name], original, ProcessGroup)
 
-        def call(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: Caller) -> Any:
+    def recorded(self, original: Any, method: Method, caller: Caller) -> Callable[..., Any]:
+        """``original``, a method of ``ProcessGroup``, recorded when such a caller calls it."""
+        recorder, groups, here, waited = self._recorder, self._groups, self._here, self._waited
+        kind, op, measure, peer_at = int(method.kind), int(method.op), method.measure, method.peer_at
+        untold = _untold(method, caller)
+
+        @wraps(original)
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             start = recorder.start
             if start is None:
                 return original(group, *args, **kwargs)
             try:
-                operation, ending = begin(start, group, method, args, kwargs, caller)
+                captured = groups.known.get(id(group)) or groups.capture(group, None)
+                given = (*args, *kwargs.values()) if kwargs else args
+                if captured.host_only or _on_host(captured, given):
+                    flags, ending = untold or _told(given)
+                else:
+                    flags, ending = _DEVICE
+                try:
+                    nbytes = measure(len(captured.members), given)
+                    peer = captured.global_rank(given[peer_at]) if peer_at >= 0 else WORLD_PEER
+                except (AttributeError, IndexError, RuntimeError, TypeError):
+                    nbytes, peer = 0, WORLD_PEER  # sparse, or arguments that torch itself is about to refuse
+                operation = start(kind, op, captured.ident, peer, nbytes, flags, here())
             except Exception as error:
                 recorder.stumbled(error)
                 return original(group, *args, **kwargs)
             try:
                 work = original(group, *args, **kwargs)
+                if ending is _CALL and work is not None:
+                    operation.waiting()
+                    work.wait()
             except BaseException:
                 operation.fail()
                 raise
-            return finish(work, operation, ending)
+            if work is None or ending <= _CALL:
+                operation()
+                return work
+            return waited(work, operation, ending)
 
-        self._calls[name] = call
-        return _RecordedMethod(original, call)
+        return call
 
-    def _begin(
-        self,
-        start: Start,
-        group: Any,
-        method: Method,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        caller: Caller,
-    ) -> tuple[Operation, Ending]:
-        captured = self._groups.of(group)
-        if kwargs:
-            args = (*args, *kwargs.values())
-        flags, ending = _plan(captured, method, args, caller)
-        try:
-            nbytes = method.measure(len(captured.members), args)
-            peer = captured.global_rank(args[method.peer_at]) if method.peer_at >= 0 else WORLD_PEER
-        except (AttributeError, IndexError, RuntimeError, TypeError):
-            nbytes, peer = 0, WORLD_PEER  # sparse, or arguments that torch itself is about to refuse
-        return start(method.kind, method.op, captured.ident, peer, nbytes, flags, self._sites.here()), ending
-
-    def _finish(self, work: Any, operation: Operation, ending: Ending) -> Any:
-        if work is None or ending is Ending.RETURN:
-            operation()
-            return work
-        if ending is Ending.REDUCER and self.reducer is not None:
+    def _waited(self, work: Any, operation: Operation, ending: Ending) -> Any:
+        if ending is _REDUCER and self.reducer is not None:
             return self.reducer.take(work, operation)
         return RecordedWork(work, operation)
-
-
-class _RecordedMethod:
-    """Binds to native groups only: a Python subclass must find torch's own method under its overrides."""
-
-    def __init__(self, original: Any, call: Callable[..., Any]) -> None:
-        self._original = original
-
-        @hidden
-        def method(group: Any, *args: Any, **kwargs: Any) -> Any:
-            return call(group, args, kwargs, Caller.PYTHON)
-
-        method.__name__ = original.__name__
-        method.__doc__ = original.__doc__
-        self._method = method
-
-    def __get__(self, group: Any, owner: Any = None) -> Any:
-        if type(group) is ProcessGroup:
-            return MethodType(self._method, group)
-        return self._original.__get__(group, owner)

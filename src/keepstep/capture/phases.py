@@ -17,14 +17,15 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from keepstep.capture._native import Buckets, Oldest  # pyright: ignore[reportMissingModuleSource]
 from keepstep.capture.evaluation import Evaluation
-from keepstep.capture.hold import Hold
+from keepstep.capture.hold import ORDER, Hold
 from keepstep.capture.internals import (
+    COMPILING,
     LOADER_ITERATOR,
     STAGE_MODULE,
     as_torchs_own,
     compile_callbacks,
-    in_compiled_module,
     stage_class,
 )
 from keepstep.capture.patches import Patches
@@ -33,38 +34,32 @@ from keepstep.core.events import WORLD_PEER, Phase
 
 # Plain numbers: an enum's members cost more to look up than the record.
 _BACKWARD, _OPTIMIZER = int(Phase.BACKWARD), int(Phase.OPTIMIZER)
-_OLDEST = 2  # the garbage collections that take long; those of younger generations are many and short
+_COMPILE, _GC = int(Phase.COMPILE), int(Phase.GC)
 
 
 class Phases:
     """The phases in progress, one of each kind at most: what nests inside its own kind is counted once."""
 
-    def __init__(self, recorder: Recorder, patches: Patches) -> None:
+    def __init__(self, recorder: Recorder, patches: Patches, buckets: Buckets) -> None:
         self.backwards = 0  # outermost ones begun so far
-        self.nested = 0  # backwards inside the one in progress
-        self.gradients_reduced: Callable[[], None] = lambda: None  # after a backward that did not raise
         self.recorder = recorder
+        self._buckets = buckets
         self._patches = patches
         self._evaluation = Evaluation(recorder)
         self._hold = Hold(recorder)
         self._backward: Operation | None = None
         self._stepped_in_backward = False
         self._step: tuple[int, int, Operation] | None = None  # optimizer, backwards before it, record
-        self._open: dict[Phase, Operation] = {}
+        self._open: dict[int, Operation] = {}
         self._modules = 0  # imported when it was last looked for what to watch
         self._saving_watched = self._stages_watched = self._compiling_watched = False
-
-    @property
-    def in_plain_backward(self) -> bool:
-        """Inside a backward that has no other backward inside it."""
-        return self._backward is not None and self.nested == 0
 
     def install(self) -> None:
         """Hook every phase; what this torch lacks is noted in ``patches.missing``."""
         patches = self._patches
         patches.replace(torch.autograd, "_engine_run_backward", self._run_backward)
         patches.register(self._optimizer_hooks)
-        patches.replace(DistributedDataParallel, "forward", self._forward)
+        patches.replace(DistributedDataParallel, "forward", self._spanning(Phase.MODEL, training=True))
         patches.replace(LOADER_ITERATOR, "__next__", self._spanning(Phase.DATA))
         patches.replace(torch.nn.Module, "eval", self._evaluation.eval)
         patches.replace(torch.nn.Module, "train", self._evaluation.train)
@@ -72,55 +67,48 @@ class Phases:
         patches.replace(torch.serialization, "save", self._spanning(Phase.CHECKPOINT))
         patches.register(self._collection_callback)
 
-    def _spanning(self, phase: Phase) -> Callable[[Any], Any]:
-        """Records calls of the training thread as a phase; other threads prefetch and save beside the training."""
-        recorder, open_phases, evaluation, code = self.recorder, self._open, self._evaluation, int(phase)
+    def _spanning(self, phase: Phase, training: bool = False) -> Callable[[Any], Any]:
+        """Records calls of the training thread as a phase; other threads prefetch and save beside the training.
+
+        ``training``: only those that gradients are wanted of, evaluation and generation are none; and none inside a
+        compiled module, where the compiler would trace us.
+        """
+        recorder, open_phases, evaluation = self.recorder, self._open, self._evaluation
+        code, thread, wanted, compiling = int(phase), threading.get_ident, torch.is_grad_enabled, COMPILING
 
         def make(original: Any) -> Any:
             @wraps(original)
             def spanned(*args: Any, **kwargs: Any) -> Any:
                 start = recorder.start
-                if start is None or phase in open_phases or threading.get_ident() != recorder.thread:
+                if start is None or code in open_phases or thread() != recorder.thread:
+                    return original(*args, **kwargs)
+                if training and not (wanted() and compiling() is None):
                     return original(*args, **kwargs)
                 if evaluation.operation is not None:
                     evaluation.end_if_over()
-                operation = open_phases[phase] = start(PHASE, code, NO_GROUP, WORLD_PEER, 0, 0, 0)
+                operation = open_phases[code] = start(PHASE, code, NO_GROUP, WORLD_PEER, 0, 0, 0)
                 try:
                     return original(*args, **kwargs)
                 finally:
-                    open_phases.pop(phase, None)
+                    open_phases.pop(code, None)
                     operation()
 
+            as_torchs_own(spanned, original)
             return spanned
 
         return make
 
-    def _forward(self, original: Any) -> Any:
-        """A forward pass that gradients are wanted of; evaluation and generation are none.
-
-        Inside a compiled module nothing is marked: the compiler would trace us.
-        """
-        recorded = self._spanning(Phase.MODEL)(original)
-
-        @wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            marks = torch.is_grad_enabled() and not in_compiled_module()
-            return (recorded if marks else original)(*args, **kwargs)
-
-        as_torchs_own(forward, original)
-        return forward
-
     def _run_backward(self, original: Any) -> Any:
-        recorder, evaluation = self.recorder, self._evaluation
+        recorder, evaluation, buckets = self.recorder, self._evaluation, self._buckets
 
         @wraps(original)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             if self._backward is not None:
-                self.nested += 1
+                was_plain, buckets.plain = buckets.plain, False
                 try:
                     return original(*args, **kwargs)
                 finally:
-                    self.nested -= 1
+                    buckets.plain = was_plain
             start = recorder.start
             if start is None:
                 return original(*args, **kwargs)
@@ -128,11 +116,13 @@ class Phases:
                 evaluation.end_by_backward()
             self.backwards += 1
             operation = self._backward = start(PHASE, _BACKWARD, NO_GROUP, WORLD_PEER, 0, 0, 0)
+            buckets.begin()
             try:
                 result = original(*args, **kwargs)
-                self.gradients_reduced()
+                buckets.over()
                 return result
             finally:
+                buckets.plain = False
                 self._backward = None
                 operation()
                 if self._stepped_in_backward:
@@ -152,41 +142,38 @@ class Phases:
 
         return remove
 
-    @harmless
     def _before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if self.recorder.start is None and not self.recorder.claim():
-            return
-        if self._backward is not None:
-            self._stepped_in_backward = True
-            return
-        if self._step is not None:
-            known, backwards, abandoned = self._step
-            if known != id(optimizer) and backwards == self.backwards:
-                return  # an optimizer that steps others inside its own step
-            abandoned.fail()  # it raised, so that its end was never told
-        if len(sys.modules) != self._modules:
-            self._modules = len(sys.modules)
-            self._watch_saving()
-            self._watch_stages()
-            self._watch_compiling()
-        evaluation, start = self._evaluation, self.recorder.start
-        if evaluation.operation is not None:
-            evaluation.end_by_backward()
-        evaluation.trained = True
-        self._hold.open()
-        self.recorder.thread = threading.get_ident()
-        self._step = None
-        if start is not None:
-            operation = start(PHASE, _OPTIMIZER, NO_GROUP, WORLD_PEER, 0, 0, 0)
-            self._step = id(optimizer), self.backwards, operation
+        recorder = self.recorder
+        try:
+            if recorder.start is None and not recorder.claim():
+                return
+            if self._backward is not None:
+                self._stepped_in_backward = True
+                return
+            if self._step is not None:
+                known, backwards, abandoned = self._step
+                if known != id(optimizer) and backwards == self.backwards:
+                    return  # an optimizer that steps others inside its own step
+                abandoned.fail()  # it raised, so that its end was never told
+                self._step = None
+            if len(sys.modules) != self._modules:
+                self._look_for_more()
+            if self._evaluation.operation is not None:
+                self._evaluation.end_by_backward()
+            recorder.thread = threading.get_ident()
+            if recorder.start is not None:
+                operation = recorder.start(PHASE, _OPTIMIZER, NO_GROUP, WORLD_PEER, 0, 0, 0)
+                self._step = id(optimizer), self.backwards, operation
+        except Exception as error:
+            recorder.stumbled(error)
 
-    @harmless
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if self._step is not None and self._step[0] == id(optimizer):
             operation = self._step[2]
             self._step = None
             operation()
-            self._hold.look(operation.seq)
+            if self._hold.words[ORDER]:
+                self._hold.look(operation.seq)
 
     def _mark_step_in_backward(self) -> None:
         """Optimizers that step inside backward do so once per parameter: one mark for all of them, after it."""
@@ -194,7 +181,17 @@ class Phases:
         operation = self.recorder.phase(Phase.OPTIMIZER)
         if operation is not None:
             operation()
-            self._hold.look(operation.seq)
+            if self._hold.words[ORDER]:
+                self._hold.look(operation.seq)
+
+    def _look_for_more(self) -> None:
+        """At the first optimizer step, and whenever the script has imported more since."""
+        self._modules = len(sys.modules)
+        self._evaluation.trained = True
+        self._hold.open()
+        self._watch_saving()
+        self._watch_stages()
+        self._watch_compiling()
 
     def _watch_saving(self) -> None:
         """Hook distributed checkpoints once the script has imported them: it is no small import."""
@@ -217,7 +214,8 @@ class Phases:
         if self._stages_watched or module is None:
             return
         self._stages_watched = True
-        self._patches.replace(stage_class(module), "forward_one_chunk", self._forward)
+        forward = self._spanning(Phase.MODEL, training=True)
+        self._patches.replace(stage_class(module), "forward_one_chunk", forward)
 
     def _watch_compiling(self) -> None:
         """Mark compilation once the script uses it: it may take minutes in the middle of a run."""
@@ -228,14 +226,14 @@ class Phases:
 
         @harmless
         def begin(_: Any) -> None:
-            if Phase.COMPILE not in self._open and threading.get_ident() == self.recorder.thread:
+            if _COMPILE not in self._open and threading.get_ident() == self.recorder.thread:
                 operation = self.recorder.phase(Phase.COMPILE)
                 if operation is not None:
-                    self._open[Phase.COMPILE] = operation
+                    self._open[_COMPILE] = operation
 
         @harmless
         def end(_: Any) -> None:
-            operation = self._open.pop(Phase.COMPILE, None)
+            operation = self._open.pop(_COMPILE, None)
             if operation is not None:
                 operation()
 
@@ -252,21 +250,20 @@ class Phases:
         self._patches.register(register)
 
     def _collection_callback(self) -> Callable[[], None]:
-        gc.callbacks.append(self._collecting)
+        callback = Oldest(self._collecting)
+        gc.callbacks.append(callback)
 
         def remove() -> None:
-            if self._collecting in gc.callbacks:
-                gc.callbacks.remove(self._collecting)
+            if callback in gc.callbacks:
+                gc.callbacks.remove(callback)
 
         return remove
 
     def _collecting(self, when: str, info: dict[str, int]) -> None:
-        if info["generation"] != _OLDEST:  # nearly always: the young are collected many times a step
-            return
-        operation = self._open.pop(Phase.GC, None)
+        operation = self._open.pop(_GC, None)
         if operation is not None:
             operation()
         if when == "start":
             started = self.recorder.phase(Phase.GC)
             if started is not None:
-                self._open[Phase.GC] = started
+                self._open[_GC] = started

@@ -33,9 +33,9 @@ class Probe:
         self._groups = Groups(self.recorder)
         sites = Sites(self.recorder, os.path.dirname(torch.__file__))
         self._operations = Operations(self.recorder, self._groups, sites)
-        self._phases = Phases(self.recorder, self._patches)
+        self._operations.reducer = reducer = ReducerWaits(self.recorder, sites)
+        self._phases = Phases(self.recorder, self._patches, reducer.buckets)
         self._twins = Twins(self.recorder, self._operations)
-        self._operations.reducer = ReducerWaits(self.recorder, self._phases, sites)
 
     def install(self) -> None:
         """Hook torch. What this version of torch lacks is noted in the ring's sites table."""

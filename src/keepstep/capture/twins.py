@@ -18,7 +18,6 @@ from keepstep.capture.internals import (
     backends_of,
     hidden,
     holders,
-    in_compiled_module,
     make_trampoline,
     share_backends,
 )
@@ -64,12 +63,11 @@ class Twin(ProcessGroup):
 
 
 def _override(name: str) -> Callable[..., Any]:
-    @hidden
     def override(self: Twin, *args: Any) -> Any:
         return self.call(name, self.native, args, self.caller)
 
     override.__name__ = name
-    return override
+    return hidden(override)
 
 
 for _name in OVERRIDABLE:
@@ -77,33 +75,17 @@ for _name in OVERRIDABLE:
         setattr(Twin, _name, _override(_name))
 
 
-_allreduce = ProcessGroup.allreduce  # torch's own
-
-
 class ReducerTwin(Twin):
     """Called by DDP's reducer once a bucket, in the middle of the backward pass: the shortest way that records it."""
 
     def __init__(self, native: Any, call: Callable[..., Any], group: int, waits: ReducerWaits) -> None:
         super().__init__(native, call, Caller.REDUCER)
-        self.group = group
-        self.waits = waits
 
-    def allreduce(self, tensors: Any, *opts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if in_compiled_module():
-            return super().allreduce(tensors, *opts)
-        try:
-            operation = self.waits.begin(self.group, tensors[0].nbytes)
-        except Exception:
-            operation = None  # the general way tells of it
-        if operation is None:
-            return super().allreduce(tensors, *opts)
-        try:
-            work = _allreduce(self.native, tensors, *opts)
-        except BaseException:
-            operation.fail()
-            raise
-        self.waits.began(work, operation)
-        return work
+        @hidden
+        def general(*args: Any) -> Any:
+            return call("allreduce", native, args, Caller.REDUCER)
+
+        self.allreduce = waits.buckets.call(native, group, general)
 
 
 class Twins:

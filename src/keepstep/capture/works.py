@@ -59,12 +59,11 @@ class RecordedWork(Work):
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
-    @hidden
     def forward(self: RecordedWork, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.native, name)(*args, **kwargs)
 
     forward.__name__ = name
-    return forward
+    return hidden(forward)
 
 
 for _name, _attribute in list(vars(Work).items()):

@@ -1,0 +1,83 @@
+"""What runs in the middle of a training step, without a Python function of ours being entered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, final
+
+@final
+class Here:
+    """Finds the innermost line of the user's code.
+
+    ``judge(file name)`` tells whether a file is not the user's; ``enter(frame)`` gives the line's site id. Each is
+    asked once about the same thing.
+    """
+
+    def __new__(cls, judge: Callable[[str], bool], enter: Callable[[FrameType], int]) -> Here: ...
+    def __call__(self) -> int:
+        """Site id of the user's line that led to the function that asks; 0 when there is none."""
+
+@final
+class Buckets:
+    """The all-reduces of DDP's reducer in the backward in progress, from their start to their end.
+
+    ``queue(callback)`` has the autograd engine call when the gradients are computed; ``compiling()`` is None outside
+    compiled modules; ``allreduce(native, tensors, ...)`` is torch's own. The rest are fields of the records.
+    """
+
+    plain: bool
+    """Inside a backward that has no other backward inside it."""
+
+    def __new__(
+        cls,
+        recorder: Any,
+        here: Callable[[], int],
+        queue: Callable[[Callable[[], None]], None],
+        compiling: Callable[[], object],
+        allreduce: Callable[..., Any],
+        kind: int,
+        op: int,
+        peer: int,
+        flags: int,
+    ) -> Buckets: ...
+    def begin(self) -> None:
+        """A backward begins, ``plain``. What an earlier one left is forgotten, without an end."""
+
+    def call(self, native: Any, group: int, general: Callable[..., Any]) -> Callable[..., Any]:
+        """An ``allreduce`` of the group ``native``, recorded; ``general`` is called where it cannot be, in this way."""
+
+    def add(self, work: Any, operation: Any) -> None:
+        """An operation was begun in a plain backward in the general way."""
+
+    def computed(self) -> None:
+        """The gradients are computed: wait for all Works in order, and end each operation."""
+
+    def over(self) -> None:
+        """The backward is over: end what has no end yet."""
+
+@final
+class Oldest:
+    """A garbage collector's callback that is passed on for the oldest generation only."""
+
+    def __new__(cls, callback: Callable[[str, dict[str, int]], object]) -> Oldest: ...
+    def __call__(self, when: str, info: dict[str, int], /) -> None: ...
+
+@final
+class Hidden:
+    """A method ``ours`` for callers inside a compiled module: the compiler looks neither at it nor at what it calls.
+
+    ``compiling()`` is what ``set_compiling`` puts back after the call, None outside compiled modules. With an ``owner``
+    it binds to instances of just this class; to others ``original`` binds.
+    """
+
+    def __new__(
+        cls,
+        ours: Callable[..., Any],
+        compiling: Callable[[], object] | None,
+        set_compiling: Callable[[Any], object] | None,
+        original: Any = None,
+        owner: type | None = None,
+    ) -> Hidden: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __get__(self, instance: Any, owner: Any = None) -> Any: ...

@@ -1,0 +1,274 @@
+"""The native part of the probe, on fakes: what is called, in which order, and whose errors go where."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from keepstep.capture._native import Buckets, Here, Hidden, Oldest
+
+
+class FakeOperation:
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def __call__(self) -> None:
+        self.log.append(f"end {self.name}")
+
+    def waiting(self) -> None:
+        self.log.append(f"wait for {self.name}")
+
+    def fail(self) -> None:
+        self.log.append(f"fail {self.name}")
+
+
+class FakeWork:
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.completed: bool | Exception = False
+        self.error = error
+
+    def is_completed(self) -> bool:
+        if isinstance(self.completed, Exception):
+            raise self.completed
+        return self.completed
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class Job:
+    """A recorder, an autograd engine and a process group; ``allreduce`` is what stands in the reducer's group."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.records: list[tuple[int, ...]] = []
+        self.stumbles: list[Exception] = []
+        self.queued: list[Callable[[], None]] = []
+        self.works: list[FakeWork] = []
+        self.start: Any = self._start
+        self.compiling: object = None
+        self.refusal: BaseException | None = None
+        self.buckets = Buckets(
+            self, self.here, self.queued.append, lambda: self.compiling, self._torchs, 1, 2, -1, 11
+        )
+        self.allreduce = self.buckets.call("native", 5, self._general)
+
+    def _start(self, *fields: int) -> FakeOperation:
+        self.records.append(fields)
+        return FakeOperation(self.log, str(len(self.records)))
+
+    def stumbled(self, error: Exception) -> None:
+        self.stumbles.append(error)
+
+    def here(self) -> int:
+        return 7
+
+    def _torchs(self, native: str, tensors: Any, *options: Any) -> FakeWork:
+        assert (native, options) == ("native", ("options",))
+        if self.refusal is not None:
+            raise self.refusal
+        self.works.append(FakeWork())
+        return self.works[-1]
+
+    def _general(self, *arguments: Any) -> str:
+        return f"general {len(arguments)}"
+
+    def bucket(self, nbytes: int = 64) -> Any:
+        return self.allreduce([types.SimpleNamespace(nbytes=nbytes)], "options")
+
+
+def test_buckets_are_recorded_from_start_to_end() -> None:
+    job = Job()
+    job.buckets.begin()
+    assert job.bucket(64) is job.works[0]
+    assert job.bucket(32) is job.works[1]
+    assert job.records == [(1, 2, 5, -1, 64, 11, 7), (1, 2, 5, -1, 32, 11, 7)]
+    assert len(job.queued) == 1
+    job.works[0].completed = True
+    job.bucket()
+    assert job.log == ["wait for 1", "end 1"]
+    job.queued[0]()
+    assert job.log[2:] == ["wait for 2", "wait for 3", "end 2", "end 3"]
+    job.buckets.over()
+    assert len(job.log) == 6
+    assert job.stumbles == []
+
+
+def test_each_backward_is_queued_and_located_anew() -> None:
+    job = Job()
+    for _ in range(2):
+        job.buckets.begin()
+        job.bucket()
+        job.buckets.over()
+    assert len(job.queued) == 2
+    assert job.log == ["end 1", "end 2"]
+
+
+def test_what_a_failed_backward_left_is_forgotten() -> None:
+    job = Job()
+    job.buckets.begin()
+    job.bucket()
+    job.buckets.begin()
+    job.buckets.over()
+    assert job.log == []
+
+
+def test_outside_a_plain_backward_the_general_way_is_taken() -> None:
+    job = Job()
+    assert job.bucket() == "general 2"
+    job.buckets.begin()
+    job.buckets.plain = False
+    assert job.bucket() == "general 2"
+    job.buckets.plain = True
+    job.compiling = "callback"
+    assert job.bucket() == "general 2"
+    job.compiling = None
+    job.start = None
+    assert job.bucket() == "general 2"
+    job.start = job._start
+    assert job.allreduce(["no tensor"], "options") == "general 2"
+    assert job.allreduce([], "options") == "general 2"
+    assert [type(error) for error in job.stumbles] == [AttributeError, IndexError]
+    assert job.records == []
+
+
+def test_an_operation_begun_the_general_way_ends_with_the_others() -> None:
+    job = Job()
+    job.buckets.begin()
+    job.buckets.add(FakeWork(), FakeOperation(job.log, "added"))
+    job.queued[0]()
+    assert job.log == ["wait for added", "end added"]
+
+
+def test_torchs_refusal_goes_to_the_caller() -> None:
+    job = Job()
+    job.buckets.begin()
+    job.refusal = ValueError("torch's")
+    with pytest.raises(ValueError, match="torch's"):
+        job.bucket()
+    assert job.log == ["fail 1"]
+    assert job.stumbles == []
+
+
+def test_a_work_that_fails_is_left_to_the_reducer() -> None:
+    job = Job()
+    job.buckets.begin()
+    job.bucket()
+    job.bucket()
+    job.works[0].error = RuntimeError("peer")
+    job.queued[0]()
+    assert job.log == ["wait for 1", "wait for 2", "fail 1"]
+    assert job.stumbles == []
+
+
+def test_an_interrupt_is_nobodys_to_keep() -> None:
+    job = Job()
+    job.buckets.begin()
+    job.bucket()
+    job.works[0].error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        job.queued[0]()
+
+
+def test_an_odd_work_is_told_and_the_bucket_goes_on() -> None:
+    job = Job()
+    job.buckets.begin()
+    job.bucket()
+    odd = job.works[0].completed = ValueError("odd")
+    assert job.bucket() is job.works[1]
+    assert job.stumbles == [odd]
+
+
+def test_a_call_holds_nothing_of_its_caller() -> None:
+    job = Job()
+    native = object()
+    held = sys.getrefcount(native)
+    call = job.buckets.call(native, 5, len)
+    assert sys.getrefcount(native) == held + 1
+    del call
+    assert sys.getrefcount(native) == held
+
+
+def test_here_asks_once_about_a_file_and_a_line() -> None:
+    judged: list[str] = []
+    entered: list[int] = []
+
+    def judge(name: str) -> bool:
+        judged.append(name)
+        return name != __file__
+
+    def enter(frame: types.FrameType) -> int:
+        entered.append(frame.f_lineno)
+        return len(entered)
+
+    here = Here(judge, enter)
+
+    def operation() -> int:
+        return here()
+
+    assert [operation() for _ in range(3)] == [1, 1, 1]
+    assert operation() == 2
+    assert len(set(entered)) == len(entered) == 2
+    assert judged == [__file__]
+
+
+def test_here_knows_no_line_among_strangers_and_passes_errors_on() -> None:
+    def enter(_: types.FrameType) -> int:
+        raise ValueError("no room")
+
+    strangers, failing = Here(lambda _: True, enter), Here(lambda _: False, enter)
+
+    def operation(here: Here) -> int:
+        return here()
+
+    assert operation(strangers) == 0
+    with pytest.raises(ValueError, match="no room"):
+        operation(failing)
+
+
+def test_only_collections_of_the_oldest_generation_are_passed_on() -> None:
+    seen: list[Any] = []
+    callback = Oldest(lambda when, info: seen.append((when, info["generation"])))
+    for generation in (0, 1, 2, 0):
+        callback("start", {"generation": generation})
+    assert seen == [("start", 2)]
+
+
+class Group:
+    def size(self) -> str:
+        return "torch's"
+
+
+class OurGroup(Group):
+    pass
+
+
+def test_hidden_binds_to_its_owner_only_and_switches_the_compiler_off() -> None:
+    states: list[Any] = ["callback"]
+
+    def ours(group: Group, *args: int, **kwargs: int) -> Any:
+        """Ours."""
+        if args:
+            raise ValueError("as without us")
+        return states[-1], kwargs
+
+    hidden = Hidden(ours, lambda: states[-1], states.append, Group.__dict__["size"], Group)
+    replaced: Any = type("Replaced", (), {"size": Hidden(ours, None, None)})
+    assert replaced().size(a=1) == ("callback", {"a": 1})
+    original, Group.size = Group.size, hidden  # type: ignore[assignment,method-assign]
+    try:
+        assert Group().size(a=1) == (None, {"a": 1})  # type: ignore[call-arg,comparison-overlap]
+        assert states == ["callback", None, "callback"]
+        with pytest.raises(ValueError, match="as without us"):
+            Group().size(3)  # type: ignore[call-arg]
+        assert states[-1] == "callback"
+        assert OurGroup().size() == "torch's"
+        assert Group.size is original
+        assert Group().size.__name__ == "ours"
+    finally:
+        Group.size = original  # type: ignore[method-assign]
