@@ -189,7 +189,7 @@ class HangCase:
             # nobody has moved since the first look; of a node that is heard but does not answer that is not known
             missed = set(self._unanswered) - self._desk.cluster.mute_nodes()
             return self._tries >= 2 and len(states) > 0 and not missed
-        return not states or 2 * len(going) < len(states) or self._tries >= _TRIES
+        return (len(states) > 0 and 2 * len(going) < len(states)) or self._tries >= _TRIES
 
     def _decide(self, now_s: float) -> Diagnosis:
         desk = self._desk
