@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from keepstep.capture._native import Buckets, Here, Hidden, Oldest
+from keepstep.capture.patches import Patches
+from keepstep.capture.phases import Phases
 
 
 class FakeOperation:
@@ -195,6 +198,21 @@ def test_a_backward_begun_meanwhile_takes_nothing_from_a_bucket() -> None:
     job.buckets.begin()
     assert job.allreduce([Tensor()], "options") is job.works[0]
     assert job.records == [(1, 2, 5, -1, 64, 11, 7)]
+
+
+def test_a_backward_that_raises_keeps_no_works() -> None:
+    job = Job()
+
+    def original() -> None:
+        job.bucket()
+        raise RuntimeError("torch's")
+
+    run_backward = Phases(cast(Any, job), Patches(), job.buckets)._run_backward(original)
+    with pytest.raises(RuntimeError, match="torch's"):
+        run_backward()
+    work = weakref.ref(job.works.pop())
+    assert work() is None
+    assert not job.buckets.plain
 
 
 def test_an_interrupt_is_nobodys_to_keep() -> None:
