@@ -116,7 +116,8 @@ int is_foreign(Here& here, PyObject* file) {
   const Ref judged(PyObject_CallOneArg(here.judge.get(), file));
   if (!judged) return -1;
   const int foreign = PyObject_IsTrue(judged.get());
-  if (foreign >= 0 && here.foreign.size() < kMostKnown) here.foreign.emplace(file, std::make_pair(Ref::to(file), foreign == 1));
+  if (foreign >= 0 && here.foreign.size() < kMostKnown)
+    here.foreign.emplace(file, std::make_pair(Ref::to(file), foreign == 1));
   return foreign;
 }
 
