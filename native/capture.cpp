@@ -1,6 +1,7 @@
 // The probe's calls in the middle of a training step, as plain CPython without torch. Between two of them the caches go
 // cold, and then every Python function that is entered costs microseconds; what is here enters none.
 #include <Python.h>
+#include <frameobject.h>
 #include <structmember.h>
 
 #include <deque>
@@ -95,7 +96,7 @@ struct LineHash {
 
 struct Here {
   Ref judge, enter;
-  std::unordered_map<PyObject*, bool> foreign;             // by file name, by identity; owns its keys
+  std::unordered_map<PyObject*, std::pair<Ref, bool>> foreign;    // by file name, by identity; with what keeps it valid
   std::unordered_map<Line, std::pair<Ref, Ref>, LineHash> known;  // site, and the code that keeps the key valid
 };
 
@@ -111,11 +112,12 @@ int instruction_of(PyFrameObject* frame) {
 // 1 torch's, ours or the standard library's, 0 the user's, -1 an error.
 int is_foreign(Here& here, PyObject* file) {
   const auto found = here.foreign.find(file);
-  if (found != here.foreign.end()) return found->second;
+  if (found != here.foreign.end()) return found->second.second;
   const Ref judged(PyObject_CallOneArg(here.judge.get(), file));
   if (!judged) return -1;
   const int foreign = PyObject_IsTrue(judged.get());
-  if (foreign >= 0 && here.foreign.size() < kMostKnown) here.foreign.emplace(Py_NewRef(file), foreign == 1);
+  if (foreign >= 0 && here.foreign.size() < kMostKnown)
+    here.foreign.emplace(file, std::make_pair(Ref::to(file), foreign == 1));
   return foreign;
 }
 
@@ -161,6 +163,7 @@ struct Buckets {
   Ref site;                      // of the backward in progress; none before our callback is queued
   std::deque<Pending> pending;  // oldest first
   bool plain = false;            // inside a backward that has no other backward inside it
+  bool failed = false;           // a Work has: what is pending is left to the reducer, which meets the same error
 };
 
 bool called(PyObject* callable) { return static_cast<bool>(Ref(PyObject_CallNoArgs(callable))); }
@@ -173,32 +176,45 @@ bool stumbled(Buckets& buckets) {
   PyErr_Fetch(&type, &value, &trace);
   PyErr_NormalizeException(&type, &value, &trace);
   const Ref held_type(type), held(value), held_trace(trace);
-  if (!Ref(PyObject_CallMethodOneArg(buckets.recorder.get(), g_stumbled, value))) PyErr_Clear();
+  if (Ref(PyObject_CallMethodOneArg(buckets.recorder.get(), g_stumbled, value))) return true;
+  if (PyErr_ExceptionMatches(PyExc_Exception) == 0) return false;
+  PyErr_Clear();
   return true;
+}
+
+// Waits for a Work and ends its operation. False with an error of ours, or an interrupt, set.
+bool end(Buckets& buckets, const Pending& each) {
+  if (called(each.work.get(), g_wait)) return called(each.operation.get());
+  if (PyErr_ExceptionMatches(PyExc_Exception) == 0) return false;
+  PyErr_Clear();
+  buckets.failed = true;
+  return called(each.operation.get(), g_fail);
 }
 
 // Ends what is complete by now: the end is then known to within a bucket. False with an error set.
 bool end_completed(Buckets& buckets) {
   auto& pending = buckets.pending;
-  while (!pending.empty()) {
+  while (!pending.empty() && !buckets.failed) {
     const Ref work = Ref::to(pending.front().work.get());
     const Ref completed(PyObject_CallMethodNoArgs(work.get(), g_is_completed));
     if (completed.get() != Py_True) return static_cast<bool>(completed);
     if (pending.empty() || pending.front().work.get() != work.get()) continue;  // another thread took it meanwhile
-    const Ref operation = std::move(pending.front().operation);
+    const Pending done = std::move(pending.front());
     pending.pop_front();
-    if (!called(operation.get(), g_waiting) || !called(operation.get())) return false;
+    if (!called(done.operation.get(), g_waiting) || !end(buckets, done)) return false;
   }
   return true;
 }
 
-// Has the autograd engine call us when the gradients are computed, and notes whose backward it is.
-bool queue(PyObject* self, Buckets& buckets) {
-  if (buckets.site) return true;
+// The site of the backward in progress. At its first bucket, has the autograd engine call us when the gradients are
+// computed. None with an error set.
+Ref queue(PyObject* self, Buckets& buckets) {
+  if (buckets.site) return Ref::to(buckets.site.get());
   const Ref computed(PyObject_GetAttr(self, g_computed));
-  if (!computed || !Ref(PyObject_CallOneArg(buckets.queue.get(), computed.get()))) return false;
-  buckets.site = Ref(PyObject_CallNoArgs(buckets.here.get()));
-  return static_cast<bool>(buckets.site);
+  Ref site(computed ? PyObject_CallNoArgs(buckets.here.get()) : nullptr);
+  if (!site || !Ref(PyObject_CallOneArg(buckets.queue.get(), computed.get()))) return Ref();
+  buckets.site = Ref::to(site.get());
+  return site;
 }
 
 // The work of an operation that has begun; only an interrupt comes out of it.
@@ -223,6 +239,7 @@ PyObject* buckets_begin(PyObject* self, PyObject*) {
   std::deque<Pending>().swap(buckets.pending);
   buckets.site = Ref();
   buckets.plain = true;
+  buckets.failed = false;
   Py_RETURN_NONE;
 }
 
@@ -238,18 +255,14 @@ PyObject* buckets_over(PyObject* self, PyObject*) {
 PyObject* buckets_computed(PyObject* self, PyObject*) {
   auto& buckets = state_of<Buckets>(self);
   if (!end_completed(buckets) && !stumbled(buckets)) return nullptr;
+  if (buckets.failed) Py_RETURN_NONE;
   std::deque<Pending> left;
   left.swap(buckets.pending);
   for (const Pending& each : left)
     if (!called(each.operation.get(), g_waiting) && !stumbled(buckets)) return nullptr;
   for (const Pending& each : left) {
-    if (!called(each.work.get(), g_wait)) {  // the reducer, which waits next, meets the same error
-      if (PyErr_ExceptionMatches(PyExc_Exception) == 0) return nullptr;
-      PyErr_Clear();
-      if (!called(each.operation.get(), g_fail) && !stumbled(buckets)) return nullptr;
-      break;
-    }
-    if (!called(each.operation.get()) && !stumbled(buckets)) return nullptr;
+    if (!end(buckets, each) && !stumbled(buckets)) return nullptr;
+    if (buckets.failed) break;
   }
   Py_RETURN_NONE;
 }
@@ -283,12 +296,14 @@ Ref begin(PyObject* self, Buckets& buckets, const BucketCall& call, PyObject* te
   const Ref start(PyObject_GetAttr(buckets.recorder.get(), g_start));
   if (!start || start.get() == Py_None) return Ref();
   const Ref compiling(PyObject_CallNoArgs(buckets.compiling.get()));
-  if (compiling.get() != Py_None || !queue(self, buckets)) return Ref();
+  if (compiling.get() != Py_None) return Ref();
+  const Ref site = queue(self, buckets);  // ours while others run: they may begin a backward
+  if (!site) return Ref();
   const Ref first(PySequence_GetItem(tensors, 0));
   const Ref nbytes(first ? PyObject_GetAttr(first.get(), g_nbytes) : nullptr);
   if (!nbytes) return Ref();
   PyObject* fields[] = {buckets.kind.get(), buckets.op.get(),    call.group.get(),  buckets.peer.get(),
-                        nbytes.get(),       buckets.flags.get(), buckets.site.get()};
+                        nbytes.get(),       buckets.flags.get(), site.get()};
   return Ref(PyObject_Vectorcall(start.get(), fields, 7, nullptr));
 }
 
@@ -365,9 +380,11 @@ PyObject* hidden_call(PyObject* self, PyObject* const* args, size_t flagged, PyO
 
 PyObject* hidden_get(PyObject* self, PyObject* object, PyObject* type) {
   const auto& hidden = state_of<Hidden>(self);
-  if (hidden.owner && (object == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(object)) != hidden.owner.get()))
-    return PyObject_CallMethod(hidden.original.get(), "__get__", "OO", object == nullptr ? Py_None : object,
-                               type == nullptr ? Py_None : type);
+  if (hidden.owner && (object == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(object)) != hidden.owner.get())) {
+    PyObject* original = hidden.original.get();
+    const descrgetfunc get = Py_TYPE(original)->tp_descr_get;  // what somebody put there before us may have none
+    return get == nullptr ? Py_NewRef(original) : get(original, object, type);
+  }
   return object == nullptr ? Py_NewRef(self) : PyMethod_New(self, object);
 }
 
@@ -381,7 +398,8 @@ PyObject* hidden_attribute(PyObject* self, PyObject* name) {
 PyObject* hidden_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *ours, *compiling, *set_compiling, *original = Py_None, *owner = Py_None;
   if (PyArg_ParseTuple(args, "OOO|OO", &ours, &compiling, &set_compiling, &original, &owner) == 0) return nullptr;
-  Hidden hidden{Ref::to(ours), compiling == Py_None ? Ref() : Ref::to(compiling), Ref::to(set_compiling),
+  const bool compiler = compiling != Py_None && set_compiling != Py_None;
+  Hidden hidden{Ref::to(ours), compiler ? Ref::to(compiling) : Ref(), Ref::to(set_compiling),
                 Ref::to(original), owner == Py_None ? Ref() : Ref::to(owner)};
   return make(type, hidden_call, std::move(hidden));
 }

@@ -51,7 +51,7 @@ class Buckets:
         """An operation was begun in a plain backward in the general way."""
 
     def computed(self) -> None:
-        """The gradients are computed: wait for all Works in order, and end each operation."""
+        """The gradients are computed: wait for the Works in order, up to one that fails, and end each operation."""
 
     def over(self) -> None:
         """The backward is over: end what has no end yet."""

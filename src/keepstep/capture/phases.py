@@ -121,6 +121,9 @@ class Phases:
                 result = original(*args, **kwargs)
                 buckets.over()
                 return result
+            except BaseException:
+                buckets.begin()  # lets go of its Works, which keep their tensors and the group's connections
+                raise
             finally:
                 buckets.plain = False
                 self._backward = None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from keepstep.capture._native import Buckets, Here, Hidden, Oldest
+from keepstep.capture.patches import Patches
+from keepstep.capture.phases import Phases
 
 
 class FakeOperation:
@@ -166,6 +170,51 @@ def test_a_work_that_fails_is_left_to_the_reducer() -> None:
     assert job.stumbles == []
 
 
+def test_a_work_that_has_failed_is_no_good_end_and_nothing_after_it_is_waited_for() -> None:
+    job = Job()
+    job.buckets.begin()
+    job.bucket()
+    job.bucket()
+    job.works[0].completed, job.works[0].error = True, RuntimeError("peer")
+    assert job.bucket() is job.works[2]
+    job.queued[0]()
+    assert job.log == ["wait for 1", "fail 1"]
+    job.buckets.begin()
+    job.bucket()
+    job.queued[1]()
+    assert job.log[2:] == ["wait for 4", "end 4"]
+    assert job.stumbles == []
+
+
+def test_a_backward_begun_meanwhile_takes_nothing_from_a_bucket() -> None:
+    job = Job()
+
+    class Tensor:
+        @property
+        def nbytes(self) -> int:
+            job.buckets.begin()
+            return 64
+
+    job.buckets.begin()
+    assert job.allreduce([Tensor()], "options") is job.works[0]
+    assert job.records == [(1, 2, 5, -1, 64, 11, 7)]
+
+
+def test_a_backward_that_raises_keeps_no_works() -> None:
+    job = Job()
+
+    def original() -> None:
+        job.bucket()
+        raise RuntimeError("torch's")
+
+    run_backward = Phases(cast(Any, job), Patches(), job.buckets)._run_backward(original)
+    with pytest.raises(RuntimeError, match="torch's"):
+        run_backward()
+    work = weakref.ref(job.works.pop())
+    assert work() is None
+    assert not job.buckets.plain
+
+
 def test_an_interrupt_is_nobodys_to_keep() -> None:
     job = Job()
     job.buckets.begin()
@@ -173,6 +222,20 @@ def test_an_interrupt_is_nobodys_to_keep() -> None:
     job.works[0].error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         job.queued[0]()
+
+
+def test_an_interrupt_while_a_stumble_is_told_is_the_users() -> None:
+    job = Job()
+    job.buckets.begin()
+    job.bucket()
+    job.works[0].completed = ValueError("odd")
+
+    def interrupted(error: Exception) -> None:
+        raise KeyboardInterrupt
+
+    job.stumbled = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        job.bucket()
 
 
 def test_an_odd_work_is_told_and_the_bucket_goes_on() -> None:
@@ -272,3 +335,13 @@ def test_hidden_binds_to_its_owner_only_and_switches_the_compiler_off() -> None:
         assert Group().size.__name__ == "ours"
     finally:
         Group.size = original  # type: ignore[method-assign]
+
+
+def test_hidden_leaves_a_callable_that_does_not_bind_as_it_is() -> None:
+    original = functools.partial(int, "7")
+    hidden = Hidden(lambda group: 0, lambda: "callback", None, original, Group)
+    replaced: Any = type("Replaced", (OurGroup,), {"size": hidden})
+    if not hasattr(original, "__get__"):
+        assert replaced.size is original
+        assert replaced().size() == 7
+    assert hidden("group") == 0  # nothing to hide from without a way to switch the compiler off
