@@ -35,3 +35,7 @@ class TraceError(KeepstepError):
 
 class RunError(KeepstepError):
     """A run that cannot be started, found or read."""
+
+
+class CheckpointError(KeepstepError):
+    """A checkpoint that cannot be planned, stored or read back: names the file or term, and what is wrong with it."""

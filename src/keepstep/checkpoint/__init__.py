@@ -1,0 +1,1 @@
+"""The checkpoint engine: state in the memory of nodes first, on storage behind."""
