@@ -18,7 +18,9 @@ costs = st.builds(
     checkpoint_s=st.floats(0.0, 60.0),
     step_s=st.floats(0.5, 30.0),
 )
-limits = st.builds(Limits, copy_s=st.floats(0, 100), backup_s=st.floats(0, 200), slowdown=st.floats(0.01, 1.0))
+limits = st.builds(
+    Limits, copy_s=st.floats(0, 100), backup_s=st.floats(0, 200), slowdown=st.floats(0.01, 1.0)
+)
 
 
 def allowed(costs: Costs, limits: Limits, steps: int) -> bool:

@@ -37,7 +37,9 @@ class Costs:
     step_s: float
 
     def __post_init__(self) -> None:
-        _require(self, above_zero=("period_s", "failures", "step_s"), not_negative=("recovery_s", "checkpoint_s"))
+        _require(
+            self, above_zero=("period_s", "failures", "step_s"), not_negative=("recovery_s", "checkpoint_s")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,11 @@ class ShardedModel:
         """Equation 1: the most that one rank saves; each rank loads as much."""
         return self.rank_weight_bytes + self.rank_optimizer_bytes
 
+    @property
+    def saved_bytes(self) -> float:
+        """What all ranks save together."""
+        return (self.weight_bytes + self.optimizer_bytes) * self.parameters
+
     def save_s(self, bandwidth: float) -> float:
         """Time of the slowest rank's save at ``bandwidth``, bytes a second of one rank."""
         return self.most_saved_bytes / bandwidth
@@ -231,4 +238,6 @@ def _require(terms: object, *, above_zero: tuple[str, ...], not_negative: tuple[
         value: float = getattr(terms, name)
         if not math.isfinite(value) or value < 0 or (value == 0 and name in above_zero):
             least = "above 0" if name in above_zero else "0 or more"
-            raise CheckpointError(f"{name.replace('_', ' ')} is {value:g}; it must be a finite number, {least}")
+            raise CheckpointError(
+                f"{name.replace('_', ' ')} is {value:g}; it must be a finite number, {least}"
+            )
