@@ -1,1 +1,0 @@
-"""The checkpoint engine: state in the memory of nodes first, on storage behind."""

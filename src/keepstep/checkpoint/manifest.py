@@ -1,0 +1,146 @@
+"""What says that a step is on storage: one JSON manifest a step, written last, with size and checksum of every file.
+
+A step's folder ``step-0000018422-i0003`` (step 18422 as incarnation 3 of the job reached it) holds for every rank
+``rank-00003.safetensors`` and ``rank-00003.json``, and ``manifest.json``. The checksums are those of ``sha256sum``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from keepstep.checkpoint.storage import safe_name
+from keepstep.core.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+MOST_RANKS = 1 << 20
+MOST_STEP = 10**15
+MOST_INCARNATION = 10**9
+MOST_MANIFEST_BYTES = 256 << 20  # a million ranks'
+VERSION = 1
+FORMAT = "keepstep-checkpoint"
+
+_FOLDER = re.compile(r"step-(\d{10,16})-i(\d{4,10})")
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class StepKey(NamedTuple):
+    """One step as one incarnation of the job reached it; sorts by age."""
+
+    step: int
+    incarnation: int
+
+    @property
+    def folder(self) -> str:
+        """``step-0000018422-i0003``."""
+        return f"step-{self.step:010d}-i{self.incarnation:04d}"
+
+    def __str__(self) -> str:
+        return f"step {self.step} (incarnation {self.incarnation})"
+
+
+class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file's size in bytes and SHA-256 in hexadecimal digits."""
+
+    nbytes: Count
+    sha256: Digest
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All files of one step but the manifest itself, by name."""
+
+    step: Annotated[int, msgspec.Meta(ge=0, le=MOST_STEP)]
+    incarnation: Annotated[int, msgspec.Meta(ge=0, le=MOST_INCARNATION)]
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
+    files: dict[str, StoredFile]
+    format: str = FORMAT
+    version: int = VERSION
+
+    @property
+    def key(self) -> StepKey:
+        """The step and incarnation."""
+        return StepKey(self.step, self.incarnation)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all files."""
+        return sum(one.nbytes for one in self.files.values())
+
+
+def key_of(folder: str) -> StepKey | None:
+    """The step that a folder is named after; None for other folders."""
+    match = _FOLDER.fullmatch(folder)
+    if not match:
+        return None
+    key = StepKey(int(match[1]), int(match[2]))
+    return key if key.folder == folder else None
+
+
+def data_file(rank: int) -> str:
+    """Name of a rank's tensors: ``rank-00003.safetensors``."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def header_file(rank: int) -> str:
+    """Name of what is said of a rank's tensors: ``rank-00003.json``."""
+    return f"rank-{rank:05d}.json"
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as JSON, one line a file, files in order."""
+    ordered = msgspec.structs.replace(manifest, files=dict(sorted(manifest.files.items())))
+    return msgspec.json.format(msgspec.json.encode(ordered), indent=1) + b"\n"
+
+
+def decode_manifest(data: bytes, folder: str) -> Manifest:
+    """A manifest from outside, checked: sizes bounded, names harmless, all ranks there, and of this folder.
+
+    Raises:
+        CheckpointError: says what is wrong.
+    """
+    where = f"{folder}/{MANIFEST}"
+    try:
+        found = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{where}: cannot be read: {str(error)[:200]}") from None
+    if (found.format, found.version) != (FORMAT, VERSION):
+        raise CheckpointError(
+            f"{where}: has format {found.format[:40]!r} {found.version}, this keepstep reads {FORMAT!r} {VERSION}"
+        )
+    if key_of(folder) != found.key:
+        raise CheckpointError(f"{where}: is that of {found.key}, not of its folder")
+    for name in found.files:
+        safe_name(name)
+    if MANIFEST in found.files:
+        raise CheckpointError(f"{where}: names itself")
+    if len(found.files) < 2 * found.world_size:
+        raise CheckpointError(f"{where}: names {len(found.files)} files for {found.world_size} ranks")
+    for rank in range(found.world_size):
+        for name in (data_file(rank), header_file(rank)):
+            if name not in found.files:
+                raise CheckpointError(f"{where}: lacks {name}")
+    return found
+
+
+def differences(manifest: Manifest, files: Mapping[str, int]) -> list[str]:
+    """What a folder's listing (sizes by name) holds otherwise than the manifest says, a line each."""
+    folder = manifest.key.folder
+    found = [f"{folder}/{name}: foreign, the manifest does not name it" for name in sorted(files)
+             if name not in manifest.files and name != MANIFEST]  # fmt: skip
+    for name, stored in manifest.files.items():
+        if name not in files:
+            found.append(f"{folder}/{name}: missing")
+        elif files[name] != stored.nbytes:
+            found.append(f"{folder}/{name}: has {files[name]} bytes instead of {stored.nbytes}")
+    return found
+
+
+def digest() -> hashlib._Hash:
+    """A new running checksum of a file."""
+    return hashlib.sha256(usedforsecurity=False)

@@ -1,0 +1,359 @@
+"""Steps from the node's cache to storage, behind training: the rim around ``PersistPlan``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, closing
+
+import msgspec
+
+from keepstep.checkpoint.header import MOST_HEADER_BYTES, StateHeader
+from keepstep.checkpoint.manifest import (
+    MANIFEST,
+    Count,
+    Manifest,
+    StepKey,
+    StoredFile,
+    data_file,
+    digest,
+    encode_manifest,
+    header_file,
+)
+from keepstep.checkpoint.persist_plan import Conclude, PersistPlan, Remove, Task, WriteShard
+from keepstep.checkpoint.shard_file import cut, encode_shard, places, safetensors_header
+from keepstep.checkpoint.storage import Bytes, Storage
+from keepstep.checkpoint.stored import CHUNK_BYTES, check_file, look, scan
+from keepstep.core.clock import Clock, MonotonicClock
+from keepstep.core.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+Source = Callable[[StepKey, int], AbstractContextManager[tuple[StateHeader, memoryview]]]
+"""Gives a rank's sealed state of a step out of the cache, where it stays while the context is open."""
+
+Checksum = Callable[[memoryview], int]
+
+
+class Incomplete(Exception):
+    """Parts of a step are not on storage yet."""
+
+
+class Damaged(CheckpointError):
+    """Parts that were written are not on storage as they were.
+
+    Attributes:
+        ranks: whose parts.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class _Said(msgspec.Struct):
+    """Of a rank's JSON file, what the manifest needs; readers check the rest."""
+
+    class State(msgspec.Struct):
+        step: Count
+        incarnation: Count
+        rank: Count
+        world_size: Count
+
+    data: StoredFile
+    state: State
+
+
+def write_shard(
+    storage: Storage,
+    header: StateHeader,
+    data: memoryview,
+    *,
+    checksum: Checksum | None = None,
+    pace: Callable[[int], None] | None = None,
+) -> None:
+    """Write a rank's state, read it back and compare. Its step counts only once it has a manifest.
+
+    Args:
+        storage: where to.
+        header: of the state; its storages' checksums are what the snapshot found.
+        data: the state's bytes; must not change meanwhile.
+        checksum: of a storage's bytes; compared with the header's after writing.
+        pace: called with the bytes about to be written; may sleep.
+
+    Raises:
+        OSError: the storage's.
+        CheckpointError: ``data`` is not what the snapshot was, or what was written cannot be read back.
+    """
+    folder = StepKey(header.step, header.incarnation).folder
+    pieces = cut(header)
+    table = safetensors_header(header, pieces)
+    found = digest()
+    spans = places(header, tuple(one.piece for one in pieces))
+    size = storage.write(
+        folder, data_file(header.rank), _told(_chunks(table, data, spans), found.update, pace)
+    )
+    stored = StoredFile(size, found.hexdigest())
+    if checksum:
+        _check_source(header, data, checksum)
+    check_file(storage, folder, data_file(header.rank), stored)
+    _write_checked(storage, folder, header_file(header.rank), encode_shard(header, len(table), pieces, stored))
+
+
+def conclude(storage: Storage, key: StepKey, ranks: Iterable[int], world_size: int, *, leader: bool) -> None:
+    """See that all ranks' parts are there and, as the leader, write the manifest.
+
+    Args:
+        storage: where they are.
+        key: the step.
+        ranks: this node's, which were written.
+        world_size: ranks of the job.
+        leader: whether this node writes the manifest.
+
+    Raises:
+        Incomplete: other ranks' parts, or, elsewhere than at the leader, the manifest are not there yet.
+        Damaged: parts of this node are not there any more, or changed.
+        CheckpointError: another node's part is damaged, or there is a file that belongs to no rank.
+        OSError: the storage's.
+    """
+    if look(storage, key).whole:
+        return
+    files = storage.files(key.folder)
+    entries: dict[str, StoredFile] = {}
+    for rank in ranks:
+        try:
+            entries.update(_entries(storage, key, rank, world_size, files))
+        except (Incomplete, CheckpointError) as error:
+            raise Damaged(str(error), (rank,)) from None
+    if not leader:
+        raise Incomplete("no sound manifest is there yet")
+    for rank in range(world_size):
+        if data_file(rank) not in entries:
+            entries.update(_entries(storage, key, rank, world_size, files))
+    manifest = Manifest(key.step, key.incarnation, world_size, entries)
+    _write_checked(storage, key.folder, MANIFEST, encode_manifest(manifest))
+    problems = look(storage, key).problems
+    if problems:
+        raise CheckpointError(problems[0])
+
+
+def remove(storage: Storage, key: StepKey) -> None:
+    """Remove a step, its manifest first, so that what is left of it is never offered. Raises OSError."""
+    names = sorted(storage.files(key.folder), key=lambda name: name != MANIFEST)
+    storage.remove(key.folder, names)
+
+
+class Persister:
+    """Carries out a plan in a thread of its own; declarations and seals come from any thread.
+
+    Args:
+        plan: the node's plan; not to be used by others afterwards.
+        storage: where to.
+        source: gives sealed states.
+        world_size: ranks of the job.
+        checksum: the snapshot's, of a storage's bytes.
+        bytes_per_s: upper limit of writing; 0: none.
+    """
+
+    def __init__(
+        self,
+        plan: PersistPlan,
+        storage: Storage,
+        source: Source,
+        *,
+        world_size: int,
+        checksum: Checksum | None = None,
+        bytes_per_s: float = 0.0,
+        clock: Clock | None = None,
+    ) -> None:
+        self._plan, self._storage, self._source = plan, storage, source
+        self._ranks, self._world_size, self._leader = plan.ranks, world_size, plan.leader
+        self._checksum = checksum
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock or MonotonicClock()
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._listed = False
+        self._thread: threading.Thread | None = None
+
+    def want(self, keys: Iterable[StepKey], *, remove_others: bool = False) -> None:
+        """See ``PersistPlan.want``."""
+        with self._changed:
+            self._plan.want(keys, remove_others=remove_others)
+            self._listed = self._listed and not remove_others
+            self._changed.notify()
+
+    def sealed(self, key: StepKey, rank: int) -> None:
+        """See ``PersistPlan.sealed``."""
+        with self._changed:
+            self._plan.sealed(key, rank)
+            self._changed.notify()
+
+    def evicted(self, key: StepKey, rank: int) -> None:
+        """See ``PersistPlan.evicted``."""
+        with self._changed:
+            self._plan.evicted(key, rank)
+
+    @property
+    def pinned(self) -> frozenset[StepKey]:
+        """Steps that the cache must keep."""
+        with self._changed:
+            return self._plan.pinned
+
+    @property
+    def stored(self) -> frozenset[StepKey]:
+        """Wanted steps that are whole on storage."""
+        with self._changed:
+            return self._plan.stored
+
+    def troubles(self) -> list[str]:
+        """What keeps wanted steps from storage."""
+        with self._changed:
+            return self._plan.troubles(self._clock.now_s())
+
+    def start(self) -> None:
+        """Begin to work in a thread."""
+        self._thread = threading.Thread(target=self._run, name="keepstep-persist", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the task at hand; whatever is pending stays wanted and is begun anew next time."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        if self._thread:
+            self._thread.join()
+
+    def work(self) -> bool:
+        """Carry out one task that is due; whether there was one."""
+        if not self._listed:
+            self._list()
+        with self._changed:
+            task = self._plan.next(self._clock.now_s())
+        if task is None:
+            return False
+        try:
+            self._carry_out(task)
+        except Damaged as error:
+            with self._changed:
+                for rank in error.ranks:
+                    self._plan.again(task.key, rank)
+                self._plan.failed(task, str(error), self._clock.now_s())
+        except Incomplete as missing:
+            with self._changed:
+                assert isinstance(task, Conclude)
+                self._plan.waits(task, str(missing), self._clock.now_s())
+        except Exception as error:  # of a cache or a store, of any kind: never the end of persisting
+            log.warning("%s: %s: %s", self._storage.where, task, error)
+            with self._changed:
+                self._plan.failed(task, _in_a_line(error), self._clock.now_s())
+        else:
+            with self._changed:
+                self._plan.done(task)
+        return True
+
+    def _run(self) -> None:
+        while not self._stopped:
+            if self.work():
+                continue
+            with self._changed:
+                due_s = self._plan.wake_s()
+                if not self._stopped:
+                    self._changed.wait(None if due_s is None else max(0.0, due_s - self._clock.now_s()))
+
+    def _carry_out(self, task: Task) -> None:
+        if isinstance(task, WriteShard):
+            with self._source(task.key, task.rank) as (header, data):
+                if (header.step, header.incarnation, header.rank) != (*task.key, task.rank):
+                    raise CheckpointError(
+                        f"the cache gave step {header.step} of rank {header.rank} (incarnation {header.incarnation})"
+                    )
+                write_shard(self._storage, header, data, checksum=self._checksum, pace=self._pace)
+        elif isinstance(task, Conclude):
+            conclude(self._storage, task.key, self._ranks, self._world_size, leader=self._leader)
+        else:
+            remove(self._storage, task.key)
+
+    def _list(self) -> None:
+        try:
+            stored = {step.key: step.whole for step in scan(self._storage)}
+        except CheckpointError as error:
+            log.warning("%s", error)  # what is there already is then written once more
+            return
+        with self._changed:
+            self._plan.listed(stored)
+            self._listed = True
+
+    def _pace(self, nbytes: int) -> None:
+        if self._stopped:
+            raise InterruptedError("told to stop")
+        if self._bytes_per_s > 0:
+            time.sleep(nbytes / self._bytes_per_s)
+
+
+def _chunks(table: bytes, data: memoryview, spans: Iterable[tuple[int, int]]) -> Iterator[Bytes]:
+    yield table
+    for offset, nbytes in spans:
+        for at in range(offset, offset + nbytes, CHUNK_BYTES):
+            yield data[at : min(at + CHUNK_BYTES, offset + nbytes)]
+
+
+def _told(
+    chunks: Iterable[Bytes], each: Callable[[Bytes], None], pace: Callable[[int], None] | None
+) -> Iterator[Bytes]:
+    for chunk in chunks:
+        if pace:
+            pace(len(chunk))
+        each(chunk)
+        yield chunk
+
+
+def _check_source(header: StateHeader, data: memoryview, checksum: Checksum) -> None:
+    for index, storage in enumerate(header.storages):
+        if checksum(data[storage.offset : storage.offset + storage.nbytes]) != storage.checksum:
+            raise CheckpointError(
+                f"storage {index} in the cache is not what the snapshot of rank {header.rank} at step "
+                f"{header.step} was"
+            )
+
+
+def _write_checked(storage: Storage, folder: str, name: str, content: bytes) -> None:
+    found = digest()
+    found.update(content)
+    size = storage.write(folder, name, [content])
+    check_file(storage, folder, name, StoredFile(size, found.hexdigest()))
+
+
+def _entries(
+    storage: Storage, key: StepKey, rank: int, world_size: int, files: dict[str, int]
+) -> dict[str, StoredFile]:
+    """The manifest's entries for a rank's two files, out of the JSON file. Raises Incomplete: not there."""
+    name, where = header_file(rank), f"{key.folder}/{header_file(rank)}"
+    absent = next((one for one in (data_file(rank), name) if one not in files), None)
+    if absent:
+        raise Incomplete(f"{key.folder}/{absent} is not there yet")
+    if files[name] > 2 * MOST_HEADER_BYTES:
+        raise CheckpointError(f"{where}: has {files[name]} bytes, more than any state's header")
+    with closing(storage.open(key.folder, name)) as file:
+        content = b"".join(iter(lambda: file.read(CHUNK_BYTES), b""))
+    try:
+        said = msgspec.json.decode(content, type=_Said)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{where}: cannot be read: {str(error)[:200]}") from None
+    found = (said.state.step, said.state.incarnation, said.state.rank, said.state.world_size)
+    if found != (*key, rank, world_size):
+        raise CheckpointError(f"{where}: is that of rank {found[2]} of {found[3]} at step {found[0]}")
+    if files[data_file(rank)] != said.data.nbytes:
+        raise CheckpointError(
+            f"{key.folder}/{data_file(rank)}: has {files[data_file(rank)]} bytes instead of {said.data.nbytes}"
+        )
+    sha = digest()
+    sha.update(content)
+    return {name: StoredFile(len(content), sha.hexdigest()), data_file(rank): said.data}
+
+
+def _in_a_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}" if not isinstance(error, CheckpointError) else lines[0]
