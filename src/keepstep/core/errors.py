@@ -38,4 +38,4 @@ class RunError(KeepstepError):
 
 
 class CheckpointError(KeepstepError):
-    """A checkpoint that cannot be planned, stored or read back: names the file or term, and what is wrong with it."""
+    """A state that cannot be saved as asked, or a snapshot that is damaged, foreign or not the one wanted."""
