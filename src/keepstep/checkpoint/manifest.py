@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 
-from keepstep.checkpoint.storage import safe_name
+from keepstep.checkpoint.storage import Bytes, safe_name
 from keepstep.core.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -27,7 +27,7 @@ FORMAT = "keepstep-checkpoint"
 _FOLDER = re.compile(r"step-(\d{10,16})-i(\d{4,10})")
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+HexDigest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class StepKey(NamedTuple):
@@ -49,7 +49,7 @@ class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file's size in bytes and SHA-256 in hexadecimal digits."""
 
     nbytes: Count
-    sha256: Digest
+    sha256: HexDigest
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,6 +141,18 @@ def differences(manifest: Manifest, files: Mapping[str, int]) -> list[str]:
     return found
 
 
-def digest() -> hashlib._Hash:
-    """A new running checksum of a file."""
+class Digest(Protocol):
+    """A running SHA-256."""
+
+    def update(self, data: Bytes, /) -> None:
+        """Take more bytes."""
+        ...
+
+    def hexdigest(self) -> str:
+        """The checksum of all bytes so far."""
+        ...
+
+
+def digest() -> Digest:
+    """The checksum of a file that is about to be read or written."""
     return hashlib.sha256(usedforsecurity=False)

@@ -22,7 +22,7 @@ from keepstep.checkpoint.manifest import (
     encode_manifest,
     header_file,
 )
-from keepstep.checkpoint.persist_plan import Conclude, PersistPlan, Remove, Task, WriteShard
+from keepstep.checkpoint.persist_plan import Conclude, PersistPlan, Task, WriteShard
 from keepstep.checkpoint.shard_file import cut, encode_shard, places, safetensors_header
 from keepstep.checkpoint.storage import Bytes, Storage
 from keepstep.checkpoint.stored import CHUNK_BYTES, check_file, look, scan
@@ -99,7 +99,9 @@ def write_shard(
     if checksum:
         _check_source(header, data, checksum)
     check_file(storage, folder, data_file(header.rank), stored)
-    _write_checked(storage, folder, header_file(header.rank), encode_shard(header, len(table), pieces, stored))
+    _write_checked(
+        storage, folder, header_file(header.rank), encode_shard(header, len(table), pieces, stored)
+    )
 
 
 def conclude(storage: Storage, key: StepKey, ranks: Iterable[int], world_size: int, *, leader: bool) -> None:
@@ -125,7 +127,7 @@ def conclude(storage: Storage, key: StepKey, ranks: Iterable[int], world_size: i
     for rank in ranks:
         try:
             entries.update(_entries(storage, key, rank, world_size, files))
-        except (Incomplete, CheckpointError) as error:
+        except (Incomplete, CheckpointError) as error:  # noqa: PERF203
             raise Damaged(str(error), (rank,)) from None
     if not leader:
         raise Incomplete("no sound manifest is there yet")

@@ -178,9 +178,13 @@ class PersistPlan:
         for key in sorted(self._wanted):
             if self._stored.get(key, False):
                 continue
-            lost = [r for r in self.ranks if r not in self._sealed.get(key, ()) and (key, r) not in self._written]
+            lost = [
+                r for r in self.ranks if r not in self._sealed.get(key, ()) and (key, r) not in self._written
+            ]
             if lost:
-                lines.append(f"{key}: wanted on storage, but not in the cache of ranks {', '.join(map(str, lost))}")
+                lines.append(
+                    f"{key}: wanted on storage, but not in the cache of ranks {', '.join(map(str, lost))}"
+                )
         return lines
 
     def _due(self) -> Iterable[Task]:

@@ -2,8 +2,8 @@
 
 The data of the safetensors file is the bytes of the state's storages, cut into pieces: a contiguous tensor is a piece
 under the path that leads to it in the state, so that any reader of safetensors finds it. Of a tensor that is not
-contiguous the span of memory is there (``PATH#memory``), one row of elements; a dtype that safetensors lacks stands as
-bytes (``U8``, one dimension more); bytes that belong to no piece of their own stand as ``#bytes.STORAGE.START``. Tensors
+contiguous the span of memory is there (``PATH#memory``), one row of elements; a dtype that safetensors lacks stands
+as bytes (``U8``, one dimension more); bytes without a piece of their own stand as ``#bytes.STORAGE.START``. Tensors
 that share memory are there once. Pieces of larger elements come first, so that all are aligned.
 """
 
@@ -194,5 +194,3 @@ def _claim(claimed: list[NamedPiece], tensor: TensorEntry, path: str) -> None:
             align=size if known else 1,
         ),
     )
-
-

@@ -14,13 +14,27 @@ import secrets
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol, cast
 
 from keepstep.core.errors import CheckpointError, UsageError
 
 MOST_FILES = 1 << 22
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 Bytes = bytes | bytearray | memoryview
+
+
+class Readable(Protocol):
+    """An open file."""
+
+    def read(self, size: int) -> bytes:
+        """At most ``size`` bytes; none at the end."""
+        ...
+
+    def readinto(self, target: memoryview) -> int:
+        """Fill ``target`` from its beginning; returns how far, 0 at the end."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Storage(Protocol):
@@ -39,7 +53,7 @@ class Storage(Protocol):
         """Files of a folder and their sizes, hidden ones apart; empty when it is not there."""
         ...
 
-    def open(self, folder: str, name: str) -> BinaryIO:
+    def open(self, folder: str, name: str) -> Readable:
         """A file to be read from its beginning."""
         ...
 
@@ -103,14 +117,14 @@ class LocalStorage:
         except FileNotFoundError:
             return {}
 
-    def open(self, folder: str, name: str) -> BinaryIO:
+    def open(self, folder: str, name: str) -> Readable:
         # Not blocking, so that a pipe in a file's place cannot hold us up; no links, which may lead out of the folder.
         path = self._root / safe_name(folder) / safe_name(name)
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb", 0)
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.close()
             raise OSError(errno.EINVAL, "is no regular file", str(path))
-        return file
+        return cast("Readable", file)
 
     def write(self, folder: str, name: str, chunks: Iterable[Bytes]) -> int:
         path = self._root / safe_name(folder)
@@ -188,10 +202,10 @@ class FsspecStorage:
         named = ((str(entry["name"]).rstrip("/").rpartition("/")[2], entry) for entry in entries[:MOST_FILES])
         return [(name, entry) for name, entry in named if name]
 
-    def open(self, folder: str, name: str) -> BinaryIO:
+    def open(self, folder: str, name: str) -> Readable:
         path = f"{self._root}/{safe_name(folder)}/{safe_name(name)}"
         try:
-            return _Wrapped(self._fs.open(path, "rb"), path)  # pyright: ignore[reportReturnType]
+            return _Wrapped(self._fs.open(path, "rb"), path)
         except Exception as error:
             raise _as_os_error(error, path) from error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from keepstep.checkpoint.header import MOST_HEADER_BYTES, StateHeader
 from keepstep.checkpoint.manifest import (
@@ -22,7 +21,7 @@ from keepstep.checkpoint.manifest import (
     key_of,
 )
 from keepstep.checkpoint.shard_file import ShardFile, decode_shard, places
-from keepstep.checkpoint.storage import Storage
+from keepstep.checkpoint.storage import Readable, Storage
 from keepstep.core.errors import CheckpointError
 
 CHUNK_BYTES = 8 << 20
@@ -78,18 +77,15 @@ def look(storage: Storage, key: StepKey) -> StoredStep:
 def verify(storage: Storage, manifest: Manifest) -> Iterator[str]:
     """A line for every file that is not what the manifest says, each read to its last byte."""
     folder = manifest.key.folder
-    for rank in range(manifest.world_size):
+    ranks = {header_file(rank): rank for rank in range(manifest.world_size)}
+    for name, stored in sorted(manifest.files.items()):
         try:
-            _header_of(storage, manifest, rank)
-        except CheckpointError as error:
-            yield str(error)
-    headers = {header_file(rank) for rank in range(manifest.world_size)}
-    for name, stored in manifest.files.items():
-        if name not in headers:
-            try:
+            if name in ranks:
+                _header_of(storage, manifest, ranks[name])
+            else:
                 check_file(storage, folder, name, stored)
-            except CheckpointError as error:
-                yield str(error)
+        except CheckpointError as error:  # noqa: PERF203
+            yield str(error)
 
 
 def check_file(storage: Storage, folder: str, name: str, stored: StoredFile) -> None:
@@ -103,7 +99,7 @@ def check_file(storage: Storage, folder: str, name: str, stored: StoredFile) -> 
     size = 0
     try:
         with closing(storage.open(folder, name)) as file:
-            while count := file.readinto(scratch):  # pyright: ignore[reportAttributeAccessIssue]
+            while count := file.readinto(scratch):
                 size += count
                 if size > stored.nbytes:
                     break
@@ -216,7 +212,7 @@ def _read_whole(storage: Storage, folder: str, name: str, nbytes: int, most: int
     return b"".join(parts)
 
 
-def _skip(file: BinaryIO, nbytes: int, each: Callable[[bytes], None]) -> int:
+def _skip(file: Readable, nbytes: int, each: Callable[[bytes], None]) -> int:
     left = nbytes
     while left and (part := file.read(min(left, CHUNK_BYTES))):
         each(part)
@@ -224,11 +220,11 @@ def _skip(file: BinaryIO, nbytes: int, each: Callable[[bytes], None]) -> int:
     return nbytes - left
 
 
-def _fill(file: BinaryIO, target: memoryview, each: Callable[[memoryview], None]) -> int:
+def _fill(file: Readable, target: memoryview, each: Callable[[memoryview], None]) -> int:
     done = 0
     while done < len(target):
         part = target[done : done + CHUNK_BYTES]
-        count: int = file.readinto(part)  # pyright: ignore
+        count = file.readinto(part)
         if not count:
             break
         each(part[:count])

@@ -20,7 +20,8 @@ def sample_state(seed: int = 0) -> dict[str, Any]:
     flat = torch.randn(40, generator=made, dtype=torch.float64)
     return {
         "model": {"weight": weight, "tied": weight, "transposed": torch.randn(6, 3, generator=made).t(),
-                  "bf16": torch.randn(7, generator=made).bfloat16(), "empty": torch.zeros(0, 4), "scalar": torch.tensor(3)},
+                  "bf16": torch.randn(7, generator=made).bfloat16(),
+                  "empty": torch.zeros(0, 4), "scalar": torch.tensor(3)},
         "flat": flat, "views": [flat[:10].view(2, 5), flat[10:13], flat[::2]],
         "late": torch.arange(100, dtype=torch.int16)[90:],
         "odd": {"c128": torch.randn(3, generator=made, dtype=torch.complex128),
@@ -32,7 +33,9 @@ def sample_state(seed: int = 0) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def taken(state: Any, step: int, rank: int = 0, world_size: int = 1, incarnation: int = 0) -> tuple[StateHeader, bytes]:
+def taken(
+    state: Any, step: int, rank: int = 0, world_size: int = 1, incarnation: int = 0
+) -> tuple[StateHeader, bytes]:
     """Header and bytes of a state, as a snapshot has them."""
     header, spans = flatten(state, step=step, rank=rank, world_size=world_size, incarnation=incarnation)
     data = bytearray(header.data_bytes)

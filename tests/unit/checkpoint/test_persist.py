@@ -93,20 +93,28 @@ def flip(path: Path, at: int = -1) -> None:
     path.write_bytes(content)
 
 
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b" ")
+
+
+def link(path: Path) -> None:
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
 DAMAGE = {
     "flipped data": (lambda f: flip(f / "rank-00000.safetensors"), "rank-00000.safetensors: its bytes are not"),
     "flipped table": (lambda f: flip(f / "rank-00000.safetensors", 30), "rank-00000.safetensors: its bytes are"),
     "flipped header": (lambda f: flip(f / "rank-00000.json", 200), "rank-00000.json: its bytes are not"),
     "truncated": (lambda f: os.truncate(f / "rank-00000.safetensors", 100), "safetensors: has 100 bytes instead of"),
-    "longer": (lambda f: (f / "rank-00000.json").write_bytes((f / "rank-00000.json").read_bytes() + b" "), "rank-00000.json: has"),
+    "longer": (lambda f: lengthen(f / "rank-00000.json"), "rank-00000.json: has"),
     "missing": (lambda f: (f / "rank-00000.json").unlink(), "rank-00000.json: missing"),
     "foreign": (lambda f: (f / "rank-00009.json").touch(), "rank-00009.json: foreign"),
     "folder": (lambda f: (f / "deep").mkdir(), "deep: foreign"),
     "swapped": (lambda f: shutil.copy(f / "rank-00001.json", f / "rank-00000.json"), "rank-00000.json: its bytes"),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), "has no manifest"),
     "half a manifest": (lambda f: os.truncate(f / MANIFEST, 100), "manifest.json: cannot be read"),
-    "link": (lambda f: [(f / "rank-00000.json").rename(f.parent / "x"), os.symlink(f.parent / "x", f / "rank-00000.json")],
-             "rank-00000.json: has"),
+    "link": (lambda f: link(f / "rank-00000.json"), "rank-00000.json: has"),
     "pipe": (lambda f: [(f / "rank-00000.json").unlink(), os.mkfifo(f / "rank-00000.json")], "rank-00000.json: has 0"),
 }  # fmt: skip
 
@@ -187,7 +195,10 @@ def test_a_thread_of_its_own_and_removal_of_what_is_not_wanted(tmp_path: Path) -
         node.want([key, StepKey(2, 0)], remove_others=True)
         node.sealed(key, 0)
         for _ in range(6000):
-            if storage.folders() == [StepKey(2, 0).folder, key.folder] and node.stored == {key, StepKey(2, 0)}:
+            if storage.folders() == [StepKey(2, 0).folder, key.folder] and node.stored == {
+                key,
+                StepKey(2, 0),
+            }:
                 break
             time.sleep(0.01)
     finally:
