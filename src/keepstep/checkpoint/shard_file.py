@@ -90,28 +90,42 @@ def cut(header: StateHeader) -> list[NamedPiece]:
     return sorted(pieces, key=lambda one: -one.align)
 
 
+class Entry(NamedTuple):
+    """A tensor in the table of a safetensors file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
 def safetensors_header(header: StateHeader, pieces: list[NamedPiece]) -> bytes:
-    """What stands before the first piece: the length of the table of pieces, and the table.
+    """What stands before the first piece of a rank's file; see ``safetensors_table``."""
+    about = {name: str(getattr(header, name)) for name in ("step", "incarnation", "rank", "world_size")}
+    return safetensors_table(
+        [Entry(one.name, one.dtype, one.shape, one.piece.nbytes) for one in pieces], about
+    )
+
+
+def safetensors_table(entries: list[Entry], about: dict[str, str]) -> bytes:
+    """What stands before the data of a safetensors file: the length of the table of tensors, and the table.
 
     Raises:
         CheckpointError: the table is longer than readers of safetensors take.
     """
-    about = {"format": "pt", "step": str(header.step), "incarnation": str(header.incarnation),
-             "rank": str(header.rank), "world_size": str(header.world_size)}  # fmt: skip
-    table: dict[str, object] = {"__metadata__": about}
+    table: dict[str, object] = {"__metadata__": {"format": "pt", **about}}
     at = 0
-    for one in pieces:
-        end = at + one.piece.nbytes
+    for one in entries:
         name = one.name
         while name in table:
             name += "'"
-        table[name] = {"dtype": one.dtype, "shape": one.shape, "data_offsets": [at, end]}
-        at = end
+        table[name] = {"dtype": one.dtype, "shape": one.shape, "data_offsets": [at, at + one.nbytes]}
+        at += one.nbytes
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     if len(text) > MOST_SAFETENSORS_HEADER:
         raise CheckpointError(
-            f"the table of {len(pieces)} tensors takes {len(text)} bytes; readers of safetensors take "
+            f"the table of {len(entries)} tensors takes {len(text)} bytes; readers of safetensors take "
             f"{MOST_SAFETENSORS_HEADER}"
         )
     return len(text).to_bytes(8, "little") + text

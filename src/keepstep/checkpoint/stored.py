@@ -172,11 +172,6 @@ def newest(
     return None, refused
 
 
-def read_header(storage: Storage, manifest: Manifest, rank: int) -> tuple[ShardFile, StateHeader]:
-    """What is said of a rank's state, verified. Raises CheckpointError naming the file."""
-    return _header_of(storage, manifest, rank)
-
-
 def _header_of(storage: Storage, manifest: Manifest, rank: int) -> tuple[ShardFile, StateHeader]:
     folder, name = manifest.key.folder, header_file(rank)
     where, stored = f"{folder}/{name}", manifest.files[name]
