@@ -326,7 +326,7 @@ class _Taken:
             return seen[1]
         local, shard = tensor, None
         if isinstance(tensor, DTensor):
-            local, shard = tensor.to_local().detach(), _shard_entry(tensor, path)
+            local, shard = tensor.to_local().detach(), shard_entry(tensor, path)
         if hasattr(local, "wait") and type(local).__name__ == "AsyncCollectiveTensor":
             local = cast("torch.Tensor", cast("Any", local).wait())
         index = self._local(local, shard, path)
@@ -375,7 +375,12 @@ def _text(value: str, path: str) -> str:
     return value
 
 
-def _shard_entry(tensor: DTensor, path: str) -> ShardEntry:
+def shard_entry(tensor: DTensor, path: str) -> ShardEntry:
+    """What ``tensor`` is beyond its local part.
+
+    Raises:
+        CheckpointError: it is a partial sum, or on a mesh without this rank.
+    """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh = tensor.device_mesh

@@ -1,0 +1,223 @@
+"""A snapshot brought back into a live state: every byte checked, copied once."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+from mmap import mmap
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
+from keepstep.checkpoint.header import TensorEntry, join
+from keepstep.checkpoint.state import DTYPES, ITEM_BYTES, StateHeader, build, identity, shard_entry, tensor_of
+from keepstep.core.errors import CheckpointError
+
+
+def fill(state: Any, header: StateHeader, slot: mmap, threads: int) -> None:
+    """Bring the snapshot in ``slot`` back into ``state``, a dict.
+
+    Tensors in it are filled where they are; they must have the dtype, shape and placement they were saved with. Objects
+    with ``load_state_dict`` get theirs. Everything else is replaced by what was saved, and what was saved beyond that
+    is added.
+
+    Raises:
+        CheckpointError: the state lacks something of the snapshot's structure, or the bytes changed meanwhile;
+            ``state`` may be half restored.
+    """
+    if type(state) is not dict:
+        raise CheckpointError("give load() a dict, as save() was given")
+    _Filling(header, slot, threads).run(cast("dict[Any, Any]", state))
+
+
+class _Filling:
+    """One restore: first what goes where is gathered, then all bytes are copied together."""
+
+    def __init__(self, header: StateHeader, slot: mmap, threads: int) -> None:
+        self._header, self._slot, self._threads = header, slot, threads
+        self._plan = array("Q")  # offset in the slot, address, nbytes
+        self._checksums: list[int | None] = []
+        self._fresh: dict[int, torch.Tensor] = {}  # memory for what the state has no tensor for, by storage
+        self._after: list[Callable[[], None]] = []
+
+    def run(self, state: dict[Any, Any]) -> None:
+        self._value(self._header.tree, state, "")
+        found = native.copy_out(self._slot, self._plan, self._threads)
+        if any(
+            wanted not in (None, checksum) for wanted, checksum in zip(self._checksums, found, strict=True)
+        ):
+            raise CheckpointError("the snapshot changed while it was restored; the state is half restored")
+        for action in self._after:
+            action()
+
+    def _value(self, node: Any, target: Any, path: str) -> Any:
+        """What stands for ``node`` in the restored state: ``target``, filled, where that can be."""
+        if hasattr(target, "load_state_dict") and hasattr(target, "state_dict"):
+            self._object(node, target, path)
+            return target
+        if isinstance(node, dict):
+            pairs = list(cast("dict[Any, Any]", node).items())
+            return self._dict(pairs, cast("Any", target) if type(target) is dict else {}, path)
+        tag, items = _tagged(node)
+        if tag == "tensor":
+            return self._tensor(items[0], target, path)
+        if tag == "dict":
+            return self._dict(_pairs(items, path), cast("Any", target) if type(target) is dict else {}, path)
+        if tag == "ordered":
+            there = cast("Any", target) if type(target) is OrderedDict else build(node[:2], (), path)
+            return self._dict(_pairs(items[1:], path), there, path)
+        if tag in ("list", "tuple"):
+            return self._row(tag, items, target, path)
+        if tag in ("array", "scalar", "set", "frozenset"):
+            return self._private(node, path)
+        return build(node, (), path)
+
+    def _row(self, tag: str, items: list[Any], target: Any, path: str) -> Any:
+        there: list[Any] = list(target) if type(target) in (list, tuple) and len(target) == len(items) else []
+        there = there or [None] * len(items)
+        made = [
+            self._value(n, t, join(path, str(i))) for i, (n, t) in enumerate(zip(items, there, strict=True))
+        ]
+        if tag == "tuple":
+            return tuple(made)
+        if type(target) is list:
+            cast("list[Any]", target)[:] = made
+            return cast("Any", target)
+        return made
+
+    def _dict(self, pairs: list[tuple[Any, Any]], target: dict[Any, Any], path: str) -> dict[Any, Any]:
+        missing = target.keys() - {key for key, _ in pairs}
+        if missing:
+            raise CheckpointError(
+                f"{join(path, str(min(missing, key=str)))}: not in the snapshot, nor {len(missing) - 1} more; "
+                "restore into a state of the structure that was saved"
+            )
+        for key, node in pairs:
+            target[key] = self._value(node, target.get(key), join(path, str(key)))
+        return target
+
+    def _tensor(self, index: int, target: Any, path: str) -> torch.Tensor:
+        entry = self._header.tensors[index]
+        if not isinstance(target, torch.Tensor):
+            return tensor_of(entry, self._storage(entry.storage))
+        local: torch.Tensor = target
+        if isinstance(target, DTensor):
+            local = target.to_local().detach()
+            if entry.shard != shard_entry(target, path):
+                raise CheckpointError(
+                    f"{path}: was saved with another mesh or placement; it must be resharded"
+                )
+        elif entry.shard is not None:
+            raise CheckpointError(
+                f"{path}: was saved as a part of a DTensor, and is to become a whole tensor"
+            )
+        if DTYPES.get(entry.dtype) != local.dtype or entry.shape != tuple(local.shape):
+            raise CheckpointError(
+                f"{path}: the snapshot has {entry.dtype} of {entry.shape}, the state {local.dtype} of "
+                f"{tuple(local.shape)}"
+            )
+        self._into(entry, local)
+        return target
+
+    def _into(self, entry: TensorEntry, target: torch.Tensor) -> None:
+        size, numel = ITEM_BYTES[entry.dtype], target.numel()
+        if numel == 0:
+            return
+        begin = entry.offset * size
+        dense = entry.reach_bytes - begin == numel * size
+        if (
+            dense
+            and target.device.type == "cpu"
+            and _strides(entry.shape, entry.stride) == _strides(entry.shape, target.stride())
+        ):
+            self._copy(entry.storage, begin, target.data_ptr(), numel * size)
+            return
+        self._after.append(lambda: _copy_into(target, tensor_of(entry, self._view(entry.storage))))
+
+    def _storage(self, index: int) -> torch.Tensor:
+        if index not in self._fresh:
+            nbytes = self._header.storages[index].nbytes
+            self._fresh[index] = torch.empty(nbytes, dtype=torch.uint8)
+            self._copy(index, 0, self._fresh[index].data_ptr(), nbytes)
+        return self._fresh[index]
+
+    def _copy(self, storage: int, begin: int, address: int, nbytes: int) -> None:
+        entry = self._header.storages[storage]
+        self._plan.extend((native.DATA_OFFSET + entry.offset + begin, address, nbytes))
+        self._checksums.append(entry.checksum if (begin, nbytes) == (0, entry.nbytes) else None)
+
+    def _view(self, storage: int) -> torch.Tensor:
+        """The bytes of a storage in the slot, shared with it."""
+        entry = self._header.storages[storage]
+        if entry.nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        begin = native.DATA_OFFSET + entry.offset
+        return torch.frombuffer(self._slot, dtype=torch.uint8, count=entry.nbytes, offset=begin)
+
+    def _private(self, node: Any, path: str) -> Any:
+        """The value of a node with all its tensors in memory of their own, there at once."""
+        tensors = {
+            index: tensor_of(
+                self._header.tensors[index], self._view(self._header.tensors[index].storage).clone()
+            )
+            for index in _indices(node)
+        }
+        return build(node, cast("Any", tensors), path)
+
+    def _object(self, node: Any, target: Any, path: str) -> None:
+        if isinstance(target, torch.nn.Module):
+            there: dict[str, Any] = target.state_dict()
+            own = {identity(t.untyped_storage()) for t in _own_tensors(target)}
+            if all(_is_part_of(value, own) for value in there.values()):
+                # Filled where they are: load_state_dict would copy a second time.
+                self._value(node, there, path)
+                return
+        value = self._value(node, None, path)
+
+        def load() -> None:
+            target.load_state_dict(value)
+
+        self._after.append(load)
+
+
+def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)
+
+
+def _own_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    found: list[Any] = [*module.parameters(), *module.buffers()]
+    return [getattr(tensor, "_local_tensor", tensor) for tensor in found]
+
+
+def _is_part_of(value: Any, own: set[int]) -> bool:
+    local = getattr(value, "_local_tensor", value)
+    return isinstance(local, torch.Tensor) and identity(local.untyped_storage()) in own
+
+
+def _strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
+    """The strides that matter: those of dimensions with more than one element."""
+    return [step for n, step in zip(shape, stride, strict=True) if n > 1]
+
+
+def _tagged(node: Any) -> tuple[str, list[Any]]:
+    """Tag and rest of a node; "" for a plain value."""
+    if not isinstance(node, list):
+        return "", []
+    items = cast("list[Any]", node)
+    return items[0], items[1:]
+
+
+def _pairs(items: list[Any], path: str) -> list[tuple[Any, Any]]:
+    return [(build(key, (), path), value) for key, value in items]
+
+
+def _indices(node: Any) -> set[int]:
+    """The tensors that a node below which there are no dicts refers to."""
+    tag, items = _tagged(node)
+    if tag in ("tensor", "array", "scalar"):
+        return {items[0]}
+    return {index for item in items for index in _indices(item)}
