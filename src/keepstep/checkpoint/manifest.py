@@ -9,40 +9,26 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
+from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.storage import Bytes, safe_name
 from keepstep.core.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 MOST_RANKS = 1 << 20
-MOST_STEP = 10**15
-MOST_INCARNATION = 10**9
+MOST_STEP = (1 << 47) - 2  # what a key holds
+MOST_INCARNATION = (1 << 15) - 1
 MOST_MANIFEST_BYTES = 256 << 20  # a million ranks'
 VERSION = 1
 FORMAT = "keepstep-checkpoint"
 
-_FOLDER = re.compile(r"step-(\d{10,16})-i(\d{4,10})")
+_FOLDER = re.compile(r"step-(\d{10,15})-i(\d{4,5})")
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 HexDigest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-
-
-class StepKey(NamedTuple):
-    """One step as one incarnation of the job reached it; sorts by age."""
-
-    step: int
-    incarnation: int
-
-    @property
-    def folder(self) -> str:
-        """``step-0000018422-i0003``."""
-        return f"step-{self.step:010d}-i{self.incarnation:04d}"
-
-    def __str__(self) -> str:
-        return f"step {self.step} (incarnation {self.incarnation})"
 
 
 class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,9 +49,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int = VERSION
 
     @property
-    def key(self) -> StepKey:
+    def key(self) -> Key:
         """The step and incarnation."""
-        return StepKey(self.step, self.incarnation)
+        return Key(self.incarnation, self.step)
 
     @property
     def nbytes(self) -> int:
@@ -73,13 +59,23 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(one.nbytes for one in self.files.values())
 
 
-def key_of(folder: str) -> StepKey | None:
+def key_of(folder: str) -> Key | None:
     """The step that a folder is named after; None for other folders."""
     match = _FOLDER.fullmatch(folder)
     if not match:
         return None
-    key = StepKey(int(match[1]), int(match[2]))
-    return key if key.folder == folder else None
+    key = Key(incarnation=int(match[2]), step=int(match[1]))
+    return key if folder_name(key) == folder else None
+
+
+def folder_name(key: Key) -> str:
+    """Of the folder of a step: ``step-0000018422-i0003``."""
+    return f"step-{key.step:010d}-i{key.incarnation:04d}"
+
+
+def key_text(key: Key) -> str:
+    """A step in messages: ``step 18422 (incarnation 3)``."""
+    return f"step {key.step} (incarnation {key.incarnation})"
 
 
 def data_file(rank: int) -> str:
@@ -114,7 +110,7 @@ def decode_manifest(data: bytes, folder: str) -> Manifest:
             f"{where}: has format {found.format[:40]!r} {found.version}, this keepstep reads {FORMAT!r} {VERSION}"
         )
     if key_of(folder) != found.key:
-        raise CheckpointError(f"{where}: is that of {found.key}, not of its folder")
+        raise CheckpointError(f"{where}: is that of {key_text(found.key)}, not of its folder")
     for name in found.files:
         safe_name(name)
     if MANIFEST in found.files:
@@ -130,7 +126,7 @@ def decode_manifest(data: bytes, folder: str) -> Manifest:
 
 def differences(manifest: Manifest, files: Mapping[str, int]) -> list[str]:
     """What a folder's listing (sizes by name) holds otherwise than the manifest says, a line each."""
-    folder = manifest.key.folder
+    folder = folder_name(manifest.key)
     found = [f"{folder}/{name}: foreign, the manifest does not name it" for name in sorted(files)
              if name not in manifest.files and name != MANIFEST]  # fmt: skip
     for name, stored in manifest.files.items():

@@ -5,25 +5,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing
 
 import msgspec
 
+from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
 from keepstep.checkpoint.header import MOST_HEADER_BYTES, StateHeader
 from keepstep.checkpoint.manifest import (
     MANIFEST,
     Count,
     Manifest,
-    StepKey,
     StoredFile,
     data_file,
     digest,
     encode_manifest,
+    folder_name,
     header_file,
 )
 from keepstep.checkpoint.persist_plan import Conclude, PersistPlan, Task, WriteShard
 from keepstep.checkpoint.shard_file import cut, encode_shard, places, safetensors_header
+from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.storage import Bytes, Storage
 from keepstep.checkpoint.stored import CHUNK_BYTES, check_file, look, scan
 from keepstep.core.clock import Clock, MonotonicClock
@@ -31,10 +34,8 @@ from keepstep.core.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-Source = Callable[[StepKey, int], AbstractContextManager[tuple[StateHeader, memoryview]]]
+Source = Callable[[Key, int], AbstractContextManager[tuple[StateHeader, memoryview]]]
 """Gives a rank's sealed state of a step out of the cache, where it stays while the context is open."""
-
-Checksum = Callable[[memoryview], int]
 
 
 class Incomplete(Exception):
@@ -71,7 +72,6 @@ def write_shard(
     header: StateHeader,
     data: memoryview,
     *,
-    checksum: Checksum | None = None,
     pace: Callable[[int], None] | None = None,
 ) -> None:
     """Write a rank's state, read it back and compare. Its step counts only once it has a manifest.
@@ -80,14 +80,13 @@ def write_shard(
         storage: where to.
         header: of the state; its storages' checksums are what the snapshot found.
         data: the state's bytes; must not change meanwhile.
-        checksum: of a storage's bytes; compared with the header's after writing.
         pace: called with the bytes about to be written; may sleep.
 
     Raises:
         OSError: the storage's.
         CheckpointError: ``data`` is not what the snapshot was, or what was written cannot be read back.
     """
-    folder = StepKey(header.step, header.incarnation).folder
+    folder = folder_name(Key(header.incarnation, header.step))
     pieces = cut(header)
     table = safetensors_header(header, pieces)
     found = digest()
@@ -96,15 +95,14 @@ def write_shard(
         folder, data_file(header.rank), _told(_chunks(table, data, spans), found.update, pace)
     )
     stored = StoredFile(size, found.hexdigest())
-    if checksum:
-        _check_source(header, data, checksum)
+    _check_source(header, data)
     check_file(storage, folder, data_file(header.rank), stored)
     _write_checked(
         storage, folder, header_file(header.rank), encode_shard(header, len(table), pieces, stored)
     )
 
 
-def conclude(storage: Storage, key: StepKey, ranks: Iterable[int], world_size: int, *, leader: bool) -> None:
+def conclude(storage: Storage, key: Key, ranks: Iterable[int], world_size: int, *, leader: bool) -> None:
     """See that all ranks' parts are there and, as the leader, write the manifest.
 
     Args:
@@ -122,7 +120,7 @@ def conclude(storage: Storage, key: StepKey, ranks: Iterable[int], world_size: i
     """
     if look(storage, key).whole:
         return
-    files = storage.files(key.folder)
+    files = storage.files(folder_name(key))
     entries: dict[str, StoredFile] = {}
     for rank in ranks:
         try:
@@ -135,16 +133,16 @@ def conclude(storage: Storage, key: StepKey, ranks: Iterable[int], world_size: i
         if data_file(rank) not in entries:
             entries.update(_entries(storage, key, rank, world_size, files))
     manifest = Manifest(key.step, key.incarnation, world_size, entries)
-    _write_checked(storage, key.folder, MANIFEST, encode_manifest(manifest))
+    _write_checked(storage, folder_name(key), MANIFEST, encode_manifest(manifest))
     problems = look(storage, key).problems
     if problems:
         raise CheckpointError(problems[0])
 
 
-def remove(storage: Storage, key: StepKey) -> None:
+def remove(storage: Storage, key: Key) -> None:
     """Remove a step, its manifest first, so that what is left of it is never offered. Raises OSError."""
-    names = sorted(storage.files(key.folder), key=lambda name: name != MANIFEST)
-    storage.remove(key.folder, names)
+    names = sorted(storage.files(folder_name(key)), key=lambda name: name != MANIFEST)
+    storage.remove(folder_name(key), names)
 
 
 class Persister:
@@ -155,7 +153,6 @@ class Persister:
         storage: where to.
         source: gives sealed states.
         world_size: ranks of the job.
-        checksum: the snapshot's, of a storage's bytes.
         bytes_per_s: upper limit of writing; 0: none.
     """
 
@@ -166,13 +163,11 @@ class Persister:
         source: Source,
         *,
         world_size: int,
-        checksum: Checksum | None = None,
         bytes_per_s: float = 0.0,
         clock: Clock | None = None,
     ) -> None:
         self._plan, self._storage, self._source = plan, storage, source
         self._ranks, self._world_size, self._leader = plan.ranks, world_size, plan.leader
-        self._checksum = checksum
         self._bytes_per_s = bytes_per_s
         self._clock = clock or MonotonicClock()
         self._changed = threading.Condition()
@@ -180,32 +175,32 @@ class Persister:
         self._listed = False
         self._thread: threading.Thread | None = None
 
-    def want(self, keys: Iterable[StepKey], *, remove_others: bool = False) -> None:
+    def want(self, keys: Iterable[Key], *, remove_others: bool = False) -> None:
         """See ``PersistPlan.want``."""
         with self._changed:
             self._plan.want(keys, remove_others=remove_others)
             self._listed = self._listed and not remove_others
             self._changed.notify()
 
-    def sealed(self, key: StepKey, rank: int) -> None:
+    def sealed(self, key: Key, rank: int) -> None:
         """See ``PersistPlan.sealed``."""
         with self._changed:
             self._plan.sealed(key, rank)
             self._changed.notify()
 
-    def evicted(self, key: StepKey, rank: int) -> None:
+    def evicted(self, key: Key, rank: int) -> None:
         """See ``PersistPlan.evicted``."""
         with self._changed:
             self._plan.evicted(key, rank)
 
     @property
-    def pinned(self) -> frozenset[StepKey]:
+    def pinned(self) -> frozenset[Key]:
         """Steps that the cache must keep."""
         with self._changed:
             return self._plan.pinned
 
     @property
-    def stored(self) -> frozenset[StepKey]:
+    def stored(self) -> frozenset[Key]:
         """Wanted steps that are whole on storage."""
         with self._changed:
             return self._plan.stored
@@ -268,11 +263,11 @@ class Persister:
     def _carry_out(self, task: Task) -> None:
         if isinstance(task, WriteShard):
             with self._source(task.key, task.rank) as (header, data):
-                if (header.step, header.incarnation, header.rank) != (*task.key, task.rank):
+                if (header.incarnation, header.step, header.rank) != (*task.key, task.rank):
                     raise CheckpointError(
                         f"the cache gave step {header.step} of rank {header.rank} (incarnation {header.incarnation})"
                     )
-                write_shard(self._storage, header, data, checksum=self._checksum, pace=self._pace)
+                write_shard(self._storage, header, data, pace=self._pace)
         elif isinstance(task, Conclude):
             conclude(self._storage, task.key, self._ranks, self._world_size, leader=self._leader)
         else:
@@ -312,9 +307,12 @@ def _told(
         yield chunk
 
 
-def _check_source(header: StateHeader, data: memoryview, checksum: Checksum) -> None:
-    for index, storage in enumerate(header.storages):
-        if checksum(data[storage.offset : storage.offset + storage.nbytes]) != storage.checksum:
+def _check_source(header: StateHeader, data: memoryview) -> None:
+    plan = array("Q")
+    for storage in header.storages:
+        plan.extend((storage.offset, storage.nbytes))
+    for index, found in enumerate(native.checksums(data, plan)):
+        if found != header.storages[index].checksum:
             raise CheckpointError(
                 f"storage {index} in the cache is not what the snapshot of rank {header.rank} at step "
                 f"{header.step} was"
@@ -329,27 +327,27 @@ def _write_checked(storage: Storage, folder: str, name: str, content: bytes) -> 
 
 
 def _entries(
-    storage: Storage, key: StepKey, rank: int, world_size: int, files: dict[str, int]
+    storage: Storage, key: Key, rank: int, world_size: int, files: dict[str, int]
 ) -> dict[str, StoredFile]:
     """The manifest's entries for a rank's two files, out of the JSON file. Raises Incomplete: not there."""
-    name, where = header_file(rank), f"{key.folder}/{header_file(rank)}"
+    name, where = header_file(rank), f"{folder_name(key)}/{header_file(rank)}"
     absent = next((one for one in (data_file(rank), name) if one not in files), None)
     if absent:
-        raise Incomplete(f"{key.folder}/{absent} is not there yet")
+        raise Incomplete(f"{folder_name(key)}/{absent} is not there yet")
     if files[name] > 2 * MOST_HEADER_BYTES:
         raise CheckpointError(f"{where}: has {files[name]} bytes, more than any state's header")
-    with closing(storage.open(key.folder, name)) as file:
+    with closing(storage.open(folder_name(key), name)) as file:
         content = b"".join(iter(lambda: file.read(CHUNK_BYTES), b""))
     try:
         said = msgspec.json.decode(content, type=_Said)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{where}: cannot be read: {str(error)[:200]}") from None
-    found = (said.state.step, said.state.incarnation, said.state.rank, said.state.world_size)
+    found = (said.state.incarnation, said.state.step, said.state.rank, said.state.world_size)
     if found != (*key, rank, world_size):
-        raise CheckpointError(f"{where}: is that of rank {found[2]} of {found[3]} at step {found[0]}")
+        raise CheckpointError(f"{where}: is that of rank {found[2]} of {found[3]} at step {found[1]}")
     if files[data_file(rank)] != said.data.nbytes:
         raise CheckpointError(
-            f"{key.folder}/{data_file(rank)}: has {files[data_file(rank)]} bytes instead of {said.data.nbytes}"
+            f"{folder_name(key)}/{data_file(rank)}: has {files[data_file(rank)]} bytes instead of {said.data.nbytes}"
         )
     sha = digest()
     sha.update(content)

@@ -11,14 +11,15 @@ import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from keepstep.checkpoint.manifest import StepKey
+from keepstep.checkpoint.manifest import key_text
+from keepstep.checkpoint.slots import Key
 
 
 @dataclass(frozen=True, slots=True)
 class WriteShard:
     """Write a rank's part of a step, read it back and compare."""
 
-    key: StepKey
+    key: Key
     rank: int
 
 
@@ -26,14 +27,14 @@ class WriteShard:
 class Conclude:
     """See whether all parts of a step are there; the leader then writes the manifest, the others look for it."""
 
-    key: StepKey
+    key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Remove:
     """Remove a step that is wanted no longer; its manifest goes first."""
 
-    key: StepKey
+    key: Key
 
 
 Task = WriteShard | Conclude | Remove
@@ -74,15 +75,15 @@ class PersistPlan:
         self.leader = leader
         self._backoff = backoff or Backoff()
         self._chance = random.Random(seed)
-        self._wanted: set[StepKey] = set()
+        self._wanted: set[Key] = set()
         self._remove_others = False
-        self._sealed: dict[StepKey, set[int]] = {}
-        self._written: set[tuple[StepKey, int]] = set()
-        self._stored: dict[StepKey, bool] = {}
+        self._sealed: dict[Key, set[int]] = {}
+        self._written: set[tuple[Key, int]] = set()
+        self._stored: dict[Key, bool] = {}
         self._tries: dict[Task, _Tries] = {}
         self._flying: set[Task] = set()
 
-    def want(self, keys: Iterable[StepKey], *, remove_others: bool = False) -> None:
+    def want(self, keys: Iterable[Key], *, remove_others: bool = False) -> None:
         """Declare the steps that are to be on storage; replaces what was declared before.
 
         Args:
@@ -97,15 +98,15 @@ class PersistPlan:
             if isinstance(task, Remove) or task.key in self._wanted
         }
 
-    def sealed(self, key: StepKey, rank: int) -> None:
+    def sealed(self, key: Key, rank: int) -> None:
         """A rank's part of a step is whole in the node's cache."""
         self._sealed.setdefault(key, set()).add(rank)
 
-    def evicted(self, key: StepKey, rank: int) -> None:
+    def evicted(self, key: Key, rank: int) -> None:
         """It is not in the cache any more."""
         self._sealed.get(key, set()).discard(rank)
 
-    def listed(self, stored: Mapping[StepKey, bool]) -> None:
+    def listed(self, stored: Mapping[Key, bool]) -> None:
         """All steps found on storage: True for those with a manifest."""
         self._stored = dict(stored)
 
@@ -147,19 +148,19 @@ class PersistPlan:
         self._flying.discard(task)
         self._tries[task] = _Tries(0, now_s + self._backoff.first_s, missing)
 
-    def again(self, key: StepKey, rank: int) -> None:
+    def again(self, key: Key, rank: int) -> None:
         """A part that was written is not on storage as it was: write it again."""
         self._written.discard((key, rank))
 
     @property
-    def pinned(self) -> frozenset[StepKey]:
+    def pinned(self) -> frozenset[Key]:
         """Steps that must stay in the node's cache: wanted, in it, and not whole on storage."""
         return frozenset(
             key for key in self._wanted if self._sealed.get(key) and not self._stored.get(key, False)
         )
 
     @property
-    def stored(self) -> frozenset[StepKey]:
+    def stored(self) -> frozenset[Key]:
         """Wanted steps that are whole on storage."""
         return frozenset(key for key in self._wanted if self._stored.get(key, False))
 
@@ -172,7 +173,7 @@ class PersistPlan:
                 what = f"rank {task.rank}'s part" if isinstance(task, WriteShard) else "its manifest"
                 verb = "cannot be removed" if isinstance(task, Remove) else f"{what} is not on storage"
                 lines.append(
-                    f"{task.key}: {verb} after {tries.failures} tries: {tries.error}; "
+                    f"{key_text(task.key)}: {verb} after {tries.failures} tries: {tries.error}; "
                     f"next try in {max(tries.not_before_s - now_s, 0.0):.0f} s"
                 )
         for key in sorted(self._wanted):
@@ -183,7 +184,7 @@ class PersistPlan:
             ]
             if lost:
                 lines.append(
-                    f"{key}: wanted on storage, but not in the cache of ranks {', '.join(map(str, lost))}"
+                    f"{key_text(key)}: wanted on storage, but not in the cache of ranks {', '.join(map(str, lost))}"
                 )
         return lines
 

@@ -11,16 +11,17 @@ from keepstep.checkpoint.manifest import (
     MANIFEST,
     MOST_MANIFEST_BYTES,
     Manifest,
-    StepKey,
     StoredFile,
     data_file,
     decode_manifest,
     differences,
     digest,
+    folder_name,
     header_file,
     key_of,
 )
 from keepstep.checkpoint.shard_file import ShardFile, decode_shard, places
+from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.storage import Readable, Storage
 from keepstep.core.errors import CheckpointError
 
@@ -31,7 +32,7 @@ CHUNK_BYTES = 8 << 20
 class StoredStep:
     """A step's folder: its manifest when it can be read, and a line for everything that is wrong with it."""
 
-    key: StepKey
+    key: Key
     manifest: Manifest | None
     problems: tuple[str, ...]
 
@@ -58,17 +59,20 @@ def scan(storage: Storage) -> list[StoredStep]:
     return [look(storage, key) for key in sorted(keys, reverse=True)]
 
 
-def look(storage: Storage, key: StepKey) -> StoredStep:
+def look(storage: Storage, key: Key) -> StoredStep:
     """One step, judged by its manifest, names and sizes."""
     try:
-        files = storage.files(key.folder)
+        files = storage.files(folder_name(key))
         if MANIFEST not in files:
-            return StoredStep(key, None, (f"{key.folder}: has no manifest, it was not written to the end",))
+            return StoredStep(
+                key, None, (f"{folder_name(key)}: has no manifest, it was not written to the end",)
+            )
         manifest = decode_manifest(
-            _read_whole(storage, key.folder, MANIFEST, files[MANIFEST], MOST_MANIFEST_BYTES), key.folder
+            _read_whole(storage, folder_name(key), MANIFEST, files[MANIFEST], MOST_MANIFEST_BYTES),
+            folder_name(key),
         )
     except OSError as error:
-        return StoredStep(key, None, (f"{key.folder}: cannot be read: {_why(error)}",))
+        return StoredStep(key, None, (f"{folder_name(key)}: cannot be read: {_why(error)}",))
     except CheckpointError as error:
         return StoredStep(key, None, (str(error),))
     return StoredStep(key, manifest, tuple(differences(manifest, files)))
@@ -76,7 +80,7 @@ def look(storage: Storage, key: StepKey) -> StoredStep:
 
 def verify(storage: Storage, manifest: Manifest) -> Iterator[str]:
     """A line for every file that is not what the manifest says, each read to its last byte."""
-    folder = manifest.key.folder
+    folder = folder_name(manifest.key)
     ranks = {header_file(rank): rank for rank in range(manifest.world_size)}
     for name, stored in sorted(manifest.files.items()):
         try:
@@ -123,7 +127,7 @@ def read_shard(
     Raises:
         CheckpointError: a file is missing, cut short or changed; names it. What ``into`` gave is then worthless.
     """
-    folder, name = manifest.key.folder, data_file(rank)
+    folder, name = folder_name(manifest.key), data_file(rank)
     shard, header = _header_of(storage, manifest, rank)
     stored = manifest.files[name]
     try:
@@ -148,7 +152,7 @@ def newest(
     rank: int,
     *,
     world_size: int,
-    key: StepKey | None = None,
+    key: Key | None = None,
     into: Callable[[int], memoryview] | None = None,
 ) -> tuple[StoredShard | None, list[str]]:
     """The newest step (or the one given) whose part of this rank is sound, and why newer ones are not.
@@ -162,7 +166,7 @@ def newest(
             refused.extend(step.problems[:1])
         elif step.manifest.world_size != world_size:
             refused.append(
-                f"{step.key.folder}: was saved by {step.manifest.world_size} ranks, the job has {world_size}"
+                f"{folder_name(step.key)}: was saved by {step.manifest.world_size} ranks, the job has {world_size}"
             )
         else:
             try:
@@ -173,7 +177,7 @@ def newest(
 
 
 def _header_of(storage: Storage, manifest: Manifest, rank: int) -> tuple[ShardFile, StateHeader]:
-    folder, name = manifest.key.folder, header_file(rank)
+    folder, name = folder_name(manifest.key), header_file(rank)
     where, stored = f"{folder}/{name}", manifest.files[name]
     try:
         data = _read_whole(storage, folder, name, stored.nbytes, 2 * MOST_HEADER_BYTES)
@@ -183,7 +187,7 @@ def _header_of(storage: Storage, manifest: Manifest, rank: int) -> tuple[ShardFi
     found.update(data)
     _compare(where, stored, len(data), found.hexdigest())
     shard, header = decode_shard(data, where)
-    said = (header.step, header.incarnation, header.rank, header.world_size)
+    said = (header.incarnation, header.step, header.rank, header.world_size)
     if said != (*manifest.key, rank, manifest.world_size):
         raise CheckpointError(
             f"{where}: is that of rank {header.rank} of {header.world_size} at step {header.step} "

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from keepstep.checkpoint.manifest import Manifest
+from keepstep.checkpoint.manifest import Manifest, folder_name, key_text
 from keepstep.checkpoint.persist import remove
 from keepstep.checkpoint.storage import Storage, open_storage
 from keepstep.checkpoint.stored import StoredStep, scan
@@ -68,7 +68,7 @@ def verify(
         found.append({**_as_json(one), "whole": not lines, "problems": lines})
         if not json:
             size = f"{_size(one.manifest.nbytes)} sound" if one.manifest and not lines else "DAMAGED"
-            print(f"{one.key}: {size}")
+            print(f"{key_text(one.key)}: {size}")
             for line in _folded(lines):
                 print(f"  {line}")
     if json:
@@ -102,7 +102,7 @@ def export(
 
         assert dcp
         count, target = export_dcp(storage, manifest, dcp), dcp
-    print(f"wrote {target}: {count} entries of {manifest.key}", file=sys.stderr)
+    print(f"wrote {target}: {count} entries of {key_text(manifest.key)}", file=sys.stderr)
 
 
 @app.command()
@@ -126,10 +126,10 @@ def prune(
                 remove(storage, step.key)
             except OSError as error:
                 raise CheckpointError(
-                    f"{path}: {step.key} cannot be removed: {error.strerror or error}"
+                    f"{path}: {key_text(step.key)} cannot be removed: {error.strerror or error}"
                 ) from None
         if not json:
-            print(f"{'would remove' if dry_run else 'removed'} {step.key}")
+            print(f"{'would remove' if dry_run else 'removed'} {key_text(step.key)}")
     if json:
         _print_json([_as_json(step) for step in gone])
 
@@ -155,7 +155,7 @@ def _as_json(step: StoredStep) -> dict[str, Any]:
     return {
         "step": step.key.step,
         "incarnation": step.key.incarnation,
-        "folder": step.key.folder,
+        "folder": folder_name(step.key),
         "world_size": step.manifest.world_size if step.manifest else None,
         "nbytes": step.manifest.nbytes if step.manifest else None,
         "whole": step.whole,

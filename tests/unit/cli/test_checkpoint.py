@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file
 from tests.unit.checkpoint.stored_states import sample_state, taken
 
-from keepstep.checkpoint.manifest import StepKey
 from keepstep.checkpoint.persist import conclude, write_shard
+from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.storage import LocalStorage
 from keepstep.cli import main
 
@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> Path:
         header, data = taken(sample_state(step), step, incarnation=step // 20)
         write_shard(storage, header, memoryview(data))
         if step != 30:
-            conclude(storage, StepKey(step, step // 20), [0], 1, leader=True)
+            conclude(storage, Key(step // 20, step), [0], 1, leader=True)
     return tmp_path / "run"
 
 
