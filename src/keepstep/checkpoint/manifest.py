@@ -39,7 +39,7 @@ class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All files of one step but the manifest itself, by name."""
+    """All files of one step but the manifest itself, by name; ``checksum``: of the manifest while that is empty."""
 
     step: Annotated[int, msgspec.Meta(ge=0, le=MOST_STEP)]
     incarnation: Annotated[int, msgspec.Meta(ge=0, le=MOST_INCARNATION)]
@@ -47,6 +47,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, StoredFile]
     format: str = FORMAT
     version: int = VERSION
+    checksum: str = ""
 
     @property
     def key(self) -> Key:
@@ -89,9 +90,19 @@ def header_file(rank: int) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as JSON, one line a file, files in order."""
+    """The manifest as JSON, files in order, with its checksum."""
+    return _text(msgspec.structs.replace(manifest, checksum=_checksum(manifest)))
+
+
+def _text(manifest: Manifest) -> bytes:
     ordered = msgspec.structs.replace(manifest, files=dict(sorted(manifest.files.items())))
     return msgspec.json.format(msgspec.json.encode(ordered), indent=1) + b"\n"
+
+
+def _checksum(manifest: Manifest) -> str:
+    found = digest()
+    found.update(_text(msgspec.structs.replace(manifest, checksum="")))
+    return found.hexdigest()
 
 
 def decode_manifest(data: bytes, folder: str) -> Manifest:
@@ -109,6 +120,8 @@ def decode_manifest(data: bytes, folder: str) -> Manifest:
         raise CheckpointError(
             f"{where}: has format {found.format[:40]!r} {found.version}, this keepstep reads {FORMAT!r} {VERSION}"
         )
+    if found.checksum != _checksum(found):
+        raise CheckpointError(f"{where}: was changed since it was written: its own checksum does not fit")
     if key_of(folder) != found.key:
         raise CheckpointError(f"{where}: is that of {key_text(found.key)}, not of its folder")
     for name in found.files:

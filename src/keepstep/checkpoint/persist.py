@@ -7,12 +7,12 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 
 import msgspec
 
 from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
-from keepstep.checkpoint.header import MOST_HEADER_BYTES, StateHeader
+from keepstep.checkpoint.header import MOST_HEADER_BYTES, StateHeader, encode_header
 from keepstep.checkpoint.manifest import (
     MANIFEST,
     Count,
@@ -25,14 +25,23 @@ from keepstep.checkpoint.manifest import (
     header_file,
 )
 from keepstep.checkpoint.persist_plan import Conclude, PersistPlan, Task, WriteShard
-from keepstep.checkpoint.shard_file import cut, encode_shard, places, safetensors_header
+from keepstep.checkpoint.shard_file import (
+    cut,
+    decode_shard,
+    encode_shard,
+    open_shard,
+    places,
+    safetensors_header,
+)
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.storage import Bytes, Storage
-from keepstep.checkpoint.stored import CHUNK_BYTES, check_file, look, scan
+from keepstep.checkpoint.stored import CHUNK_BYTES, check_file, look_again, read_whole, scan
 from keepstep.core.clock import Clock, MonotonicClock
 from keepstep.core.errors import CheckpointError
 
 log = logging.getLogger(__name__)
+
+_LIST_AGAIN_S = 5.0
 
 Source = Callable[[Key, int], AbstractContextManager[tuple[StateHeader, memoryview]]]
 """Gives a rank's sealed state of a step out of the cache, where it stays while the context is open."""
@@ -54,17 +63,13 @@ class Damaged(CheckpointError):
         self.ranks = ranks
 
 
-class _Said(msgspec.Struct):
-    """Of a rank's JSON file, what the manifest needs; readers check the rest."""
+class _Place(msgspec.Struct):
+    """Of a state's header, whose it is."""
 
-    class State(msgspec.Struct):
-        step: Count
-        incarnation: Count
-        rank: Count
-        world_size: Count
-
-    data: StoredFile
-    state: State
+    incarnation: Count
+    step: Count
+    rank: Count
+    world_size: Count
 
 
 def write_shard(
@@ -74,7 +79,10 @@ def write_shard(
     *,
     pace: Callable[[int], None] | None = None,
 ) -> None:
-    """Write a rank's state, read it back and compare. Its step counts only once it has a manifest.
+    """Have a rank's state on storage: written, read back and compared. Its step counts only once it has a manifest.
+
+    What is there already and sound is left alone. Else the JSON file, without which no manifest is written, goes
+    first and comes last.
 
     Args:
         storage: where to.
@@ -91,6 +99,9 @@ def write_shard(
     table = safetensors_header(header, pieces)
     found = digest()
     spans = places(header, tuple(one.piece for one in pieces))
+    if _is_there(storage, folder, header):
+        return
+    storage.remove(folder, [header_file(header.rank)])
     size = storage.write(
         folder, data_file(header.rank), _told(_chunks(table, data, spans), found.update, pace)
     )
@@ -118,7 +129,7 @@ def conclude(storage: Storage, key: Key, ranks: Iterable[int], world_size: int, 
         CheckpointError: another node's part is damaged, or there is a file that belongs to no rank.
         OSError: the storage's.
     """
-    if look(storage, key).whole:
+    if look_again(storage, key).whole:
         return
     files = storage.files(folder_name(key))
     entries: dict[str, StoredFile] = {}
@@ -134,7 +145,7 @@ def conclude(storage: Storage, key: Key, ranks: Iterable[int], world_size: int, 
             entries.update(_entries(storage, key, rank, world_size, files))
     manifest = Manifest(key.step, key.incarnation, world_size, entries)
     _write_checked(storage, folder_name(key), MANIFEST, encode_manifest(manifest))
-    problems = look(storage, key).problems
+    problems = look_again(storage, key).problems
     if problems:
         raise CheckpointError(problems[0])
 
@@ -173,6 +184,7 @@ class Persister:
         self._changed = threading.Condition()
         self._stopped = False
         self._listed = False
+        self._list_s = 0.0  # not before then
         self._thread: threading.Thread | None = None
 
     def want(self, keys: Iterable[Key], *, remove_others: bool = False) -> None:
@@ -225,8 +237,8 @@ class Persister:
 
     def work(self) -> bool:
         """Carry out one task that is due; whether there was one."""
-        if not self._listed:
-            self._list()
+        if not self._listed and not self._list():
+            return False
         with self._changed:
             task = self._plan.next(self._clock.now_s())
         if task is None:
@@ -256,7 +268,7 @@ class Persister:
             if self.work():
                 continue
             with self._changed:
-                due_s = self._plan.wake_s()
+                due_s = self._plan.wake_s() if self._listed else self._list_s
                 if not self._stopped:
                     self._changed.wait(None if due_s is None else max(0.0, due_s - self._clock.now_s()))
 
@@ -273,15 +285,19 @@ class Persister:
         else:
             remove(self._storage, task.key)
 
-    def _list(self) -> None:
+    def _list(self) -> bool:
+        if self._clock.now_s() < self._list_s:
+            return False
         try:
             stored = {step.key: step.whole for step in scan(self._storage)}
         except CheckpointError as error:
-            log.warning("%s", error)  # what is there already is then written once more
-            return
+            log.warning("%s", error)
+            self._list_s = self._clock.now_s() + _LIST_AGAIN_S
+            return False
         with self._changed:
             self._plan.listed(stored)
             self._listed = True
+        return True
 
     def _pace(self, nbytes: int) -> None:
         if self._stopped:
@@ -305,6 +321,22 @@ def _told(
             pace(len(chunk))
         each(chunk)
         yield chunk
+
+
+def _is_there(storage: Storage, folder: str, header: StateHeader) -> bool:
+    """Whether this very state is there. Raises OSError: that cannot be told."""
+    name = header_file(header.rank)
+    nbytes = storage.files(folder).get(name)
+    if nbytes is None:
+        return False
+    try:
+        shard, _ = decode_shard(read_whole(storage, folder, name, nbytes, 2 * MOST_HEADER_BYTES), name)
+        if bytes(shard.state) != encode_header(header):
+            return False
+        check_file(storage, folder, data_file(header.rank), shard.data)
+    except (CheckpointError, FileNotFoundError):
+        return False
+    return True
 
 
 def _check_source(header: StateHeader, data: memoryview) -> None:
@@ -334,24 +366,23 @@ def _entries(
     absent = next((one for one in (data_file(rank), name) if one not in files), None)
     if absent:
         raise Incomplete(f"{folder_name(key)}/{absent} is not there yet")
-    if files[name] > 2 * MOST_HEADER_BYTES:
-        raise CheckpointError(f"{where}: has {files[name]} bytes, more than any state's header")
-    with closing(storage.open(folder_name(key), name)) as file:
-        content = b"".join(iter(lambda: file.read(CHUNK_BYTES), b""))
+    content = read_whole(storage, folder_name(key), name, files[name], 2 * MOST_HEADER_BYTES)
+    shard = open_shard(content, where)
     try:
-        said = msgspec.json.decode(content, type=_Said)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        place = msgspec.json.decode(shard.state, type=_Place)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise CheckpointError(f"{where}: cannot be read: {str(error)[:200]}") from None
-    found = (said.state.incarnation, said.state.step, said.state.rank, said.state.world_size)
-    if found != (*key, rank, world_size):
-        raise CheckpointError(f"{where}: is that of rank {found[2]} of {found[3]} at step {found[1]}")
-    if files[data_file(rank)] != said.data.nbytes:
+    if (place.incarnation, place.step, place.rank, place.world_size) != (*key, rank, world_size):
         raise CheckpointError(
-            f"{folder_name(key)}/{data_file(rank)}: has {files[data_file(rank)]} bytes instead of {said.data.nbytes}"
+            f"{where}: is that of rank {place.rank} of {place.world_size} at step {place.step}"
+        )
+    if files[data_file(rank)] != shard.data.nbytes:
+        raise CheckpointError(
+            f"{folder_name(key)}/{data_file(rank)}: has {files[data_file(rank)]} bytes instead of {shard.data.nbytes}"
         )
     sha = digest()
     sha.update(content)
-    return {name: StoredFile(len(content), sha.hexdigest()), data_file(rank): said.data}
+    return {name: StoredFile(len(content), sha.hexdigest()), data_file(rank): shard.data}
 
 
 def _in_a_line(error: Exception) -> str:

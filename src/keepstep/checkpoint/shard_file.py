@@ -26,7 +26,7 @@ from keepstep.checkpoint.header import (
     encode_header,
     tensor_paths,
 )
-from keepstep.checkpoint.manifest import Count, StoredFile
+from keepstep.checkpoint.manifest import Count, StoredFile, digest
 from keepstep.core.errors import CheckpointError
 
 FORMAT = "keepstep-shard"
@@ -60,7 +60,7 @@ class NamedPiece(NamedTuple):
 
 
 class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Content of a rank's JSON file."""
+    """Content of a rank's JSON file; ``checksum``: of it while that is empty, so that a leader certifies no damage."""
 
     data: StoredFile  # the safetensors file
     begin: Annotated[int, msgspec.Meta(ge=8, le=8 + MOST_SAFETENSORS_HEADER)]  # where its first piece begins
@@ -68,6 +68,7 @@ class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: msgspec.Raw  # a StateHeader
     format: str = FORMAT
     version: int = VERSION
+    checksum: str = ""
 
 
 def cut(header: StateHeader) -> list[NamedPiece]:
@@ -134,7 +135,13 @@ def safetensors_table(entries: list[Entry], about: dict[str, str]) -> bytes:
 def encode_shard(header: StateHeader, begin: int, pieces: list[NamedPiece], data: StoredFile) -> bytes:
     """The JSON file of a rank whose safetensors file is ``data``."""
     shard = ShardFile(data, begin, tuple(one.piece for one in pieces), msgspec.Raw(encode_header(header)))
-    return msgspec.json.encode(shard) + b"\n"
+    return msgspec.json.encode(msgspec.structs.replace(shard, checksum=_checksum(shard))) + b"\n"
+
+
+def _checksum(shard: ShardFile) -> str:
+    found = digest()
+    found.update(msgspec.json.encode(msgspec.structs.replace(shard, checksum="")))
+    return found.hexdigest()
 
 
 def decode_shard(data: bytes, where: str) -> tuple[ShardFile, StateHeader]:
@@ -143,16 +150,7 @@ def decode_shard(data: bytes, where: str) -> tuple[ShardFile, StateHeader]:
     Raises:
         CheckpointError: says what is wrong.
     """
-    if len(data) > 2 * MOST_HEADER_BYTES:
-        raise CheckpointError(f"{where}: has {len(data)} bytes, more than any state's header")
-    try:
-        shard = msgspec.json.decode(data, type=ShardFile)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{where}: cannot be read: {str(error)[:200]}") from None
-    if (shard.format, shard.version) != (FORMAT, VERSION):
-        raise CheckpointError(
-            f"{where}: has format {shard.format[:40]!r} {shard.version}, this keepstep reads {FORMAT!r} {VERSION}"
-        )
+    shard = open_shard(data, where)
     try:
         header = decode_header(bytes(shard.state))
     except CheckpointError as error:
@@ -169,6 +167,23 @@ def decode_shard(data: bytes, where: str) -> tuple[ShardFile, StateHeader]:
     if reached != [storage.nbytes for storage in header.storages]:
         raise CheckpointError(f"{where}: its pieces overlap, leave bytes out or belong to no storage")
     return shard, header
+
+
+def open_shard(data: bytes, where: str) -> ShardFile:
+    """A rank's JSON file as it was written; its state is not looked at. Raises CheckpointError: says what is wrong."""
+    if len(data) > 2 * MOST_HEADER_BYTES:
+        raise CheckpointError(f"{where}: has {len(data)} bytes, more than any state's header")
+    try:
+        shard = msgspec.json.decode(data, type=ShardFile)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{where}: cannot be read: {str(error)[:200]}") from None
+    if (shard.format, shard.version) != (FORMAT, VERSION):
+        raise CheckpointError(
+            f"{where}: has format {shard.format[:40]!r} {shard.version}, this keepstep reads {FORMAT!r} {VERSION}"
+        )
+    if shard.checksum != _checksum(shard):
+        raise CheckpointError(f"{where}: was changed since it was written: its own checksum does not fit")
+    return shard
 
 
 def places(header: StateHeader, pieces: tuple[Piece, ...]) -> Iterator[tuple[int, int]]:

@@ -7,6 +7,7 @@ cut short in an object store, which is why nothing counts before a manifest says
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -62,7 +63,7 @@ class Storage(Protocol):
         ...
 
     def remove(self, folder: str, names: Iterable[str]) -> None:
-        """Remove files in the order given, those that are gone already too, and the folder when it is empty."""
+        """Remove files in the order given, those that are gone already too; the folder when nothing is left in it."""
         ...
 
 
@@ -149,15 +150,16 @@ class LocalStorage:
     def remove(self, folder: str, names: Iterable[str]) -> None:
         path = self._root / safe_name(folder)
         for name in names:
-            (path / safe_name(name)).unlink(missing_ok=True)
-            _sync_folder(path)
-        try:
-            for draft in path.glob(".*"):
-                draft.unlink(missing_ok=True)
-            path.rmdir()
-        except (FileNotFoundError, OSError):
+            with contextlib.suppress(FileNotFoundError):
+                (path / safe_name(name)).unlink()
+                _sync_folder(path)
+        if not path.is_dir() or self.files(folder):
             return
-        _sync_folder(self._root)
+        for draft in path.glob(".*"):
+            draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # NFS keeps a removed file that somebody has open, hidden
+            path.rmdir()
+            _sync_folder(self._root)
 
 
 class FsspecStorage:

@@ -62,17 +62,23 @@ def scan(storage: Storage) -> list[StoredStep]:
 def look(storage: Storage, key: Key) -> StoredStep:
     """One step, judged by its manifest, names and sizes."""
     try:
+        return look_again(storage, key)
+    except OSError as error:
+        return StoredStep(key, None, (f"{folder_name(key)}: cannot be read: {_why(error)}",))
+
+
+def look_again(storage: Storage, key: Key) -> StoredStep:
+    """As ``look``, but what cannot be read is an OSError, not a finding."""
+    try:
         files = storage.files(folder_name(key))
         if MANIFEST not in files:
             return StoredStep(
                 key, None, (f"{folder_name(key)}: has no manifest, it was not written to the end",)
             )
         manifest = decode_manifest(
-            _read_whole(storage, folder_name(key), MANIFEST, files[MANIFEST], MOST_MANIFEST_BYTES),
+            read_whole(storage, folder_name(key), MANIFEST, files[MANIFEST], MOST_MANIFEST_BYTES),
             folder_name(key),
         )
-    except OSError as error:
-        return StoredStep(key, None, (f"{folder_name(key)}: cannot be read: {_why(error)}",))
     except CheckpointError as error:
         return StoredStep(key, None, (str(error),))
     return StoredStep(key, manifest, tuple(differences(manifest, files)))
@@ -88,7 +94,9 @@ def verify(storage: Storage, manifest: Manifest) -> Iterator[str]:
                 _header_of(storage, manifest, ranks[name])
             else:
                 check_file(storage, folder, name, stored)
-        except CheckpointError as error:  # noqa: PERF203
+        except OSError as error:  # noqa: PERF203
+            yield f"{folder}/{name}: cannot be read: {_why(error)}"
+        except CheckpointError as error:
             yield str(error)
 
 
@@ -96,20 +104,18 @@ def check_file(storage: Storage, folder: str, name: str, stored: StoredFile) -> 
     """Read a file to its end and compare.
 
     Raises:
-        CheckpointError: size or checksum differ, or it cannot be read.
+        CheckpointError: size or checksum differ.
+        OSError: it cannot be read.
     """
     found = digest()
     scratch = memoryview(bytearray(min(CHUNK_BYTES, stored.nbytes + 1)))
     size = 0
-    try:
-        with closing(storage.open(folder, name)) as file:
-            while count := file.readinto(scratch):
-                size += count
-                if size > stored.nbytes:
-                    break
-                found.update(scratch[:count])
-    except OSError as error:
-        raise CheckpointError(f"{folder}/{name}: cannot be read: {_why(error)}") from None
+    with closing(storage.open(folder, name)) as file:
+        while count := file.readinto(scratch):
+            size += count
+            if size > stored.nbytes:
+                break
+            found.update(scratch[:count])
     _compare(f"{folder}/{name}", stored, size, found.hexdigest())
 
 
@@ -180,7 +186,7 @@ def _header_of(storage: Storage, manifest: Manifest, rank: int) -> tuple[ShardFi
     folder, name = folder_name(manifest.key), header_file(rank)
     where, stored = f"{folder}/{name}", manifest.files[name]
     try:
-        data = _read_whole(storage, folder, name, stored.nbytes, 2 * MOST_HEADER_BYTES)
+        data = read_whole(storage, folder, name, stored.nbytes, 2 * MOST_HEADER_BYTES)
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read: {_why(error)}") from None
     found = digest()
@@ -198,7 +204,7 @@ def _header_of(storage: Storage, manifest: Manifest, rank: int) -> tuple[ShardFi
     return shard, header
 
 
-def _read_whole(storage: Storage, folder: str, name: str, nbytes: int, most: int) -> bytes:
+def read_whole(storage: Storage, folder: str, name: str, nbytes: int, most: int) -> bytes:
     """A small file; at most one byte more than ``nbytes`` is read, so that a longer one is noticed."""
     if nbytes > most:
         raise CheckpointError(f"{folder}/{name}: has {nbytes} bytes; at most {most} are read")
