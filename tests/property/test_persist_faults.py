@@ -81,6 +81,9 @@ class FaultyStorage:
             self._may_fail()
             self._files.get(folder, {}).pop(name, None)
 
+    def remove_folder(self, folder: str) -> None:
+        self._files.pop(folder, None)
+
 
 class _LyingFile:
     def __init__(self, file: Readable, chance: random.Random) -> None:
@@ -95,6 +98,9 @@ class _LyingFile:
         count = self._file.readinto(target)
         self._spoil(target[:count])
         return count
+
+    def seek(self, offset: int) -> object:
+        return self._file.seek(offset)
 
     def _spoil(self, found: memoryview) -> None:
         if len(found) and self._chance.random() < 0.3:

@@ -91,6 +91,9 @@ def _all_of(rank: int, index: int, shape: tuple[int, ...]) -> Block:
 
 
 def _blocks(rank: int, index: int, tensor: TensorEntry, shard: ShardEntry) -> Iterator[Block]:
+    if shard.offset and not shard.placements:  # a block that needs no mesh to say where it lies
+        yield Block(rank, index, (0,) * len(tensor.shape), shard.offset, tensor.shape)
+        return
     axes = local_runs(shard)
     for size, runs in zip(tensor.shape, axes, strict=True):
         if sum(count for _, count in runs) != size:

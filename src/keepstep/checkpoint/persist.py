@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import msgspec
@@ -108,12 +108,18 @@ def write_shard(
     stored = StoredFile(size, found.hexdigest())
     _check_source(header, data)
     check_file(storage, folder, data_file(header.rank), stored)
-    _write_checked(
-        storage, folder, header_file(header.rank), encode_shard(header, len(table), pieces, stored)
-    )
+    write_checked(storage, folder, header_file(header.rank), encode_shard(header, len(table), pieces, stored))
 
 
-def conclude(storage: Storage, key: Key, ranks: Iterable[int], world_size: int, *, leader: bool) -> None:
+def conclude(
+    storage: Storage,
+    key: Key,
+    ranks: Iterable[int],
+    world_size: int,
+    *,
+    leader: bool,
+    besides: Mapping[str, StoredFile] | None = None,
+) -> None:
     """See that all ranks' parts are there and, as the leader, write the manifest.
 
     Args:
@@ -122,6 +128,7 @@ def conclude(storage: Storage, key: Key, ranks: Iterable[int], world_size: int, 
         ranks: this node's, which were written.
         world_size: ranks of the job.
         leader: whether this node writes the manifest.
+        besides: files of the step that are no rank's.
 
     Raises:
         Incomplete: other ranks' parts, or, elsewhere than at the leader, the manifest are not there yet.
@@ -132,7 +139,7 @@ def conclude(storage: Storage, key: Key, ranks: Iterable[int], world_size: int, 
     if look_again(storage, key).whole:
         return
     files = storage.files(folder_name(key))
-    entries: dict[str, StoredFile] = {}
+    entries: dict[str, StoredFile] = dict(besides or {})
     for rank in ranks:
         try:
             entries.update(_entries(storage, key, rank, world_size, files))
@@ -144,7 +151,7 @@ def conclude(storage: Storage, key: Key, ranks: Iterable[int], world_size: int, 
         if data_file(rank) not in entries:
             entries.update(_entries(storage, key, rank, world_size, files))
     manifest = Manifest(key.step, key.incarnation, world_size, entries)
-    _write_checked(storage, folder_name(key), MANIFEST, encode_manifest(manifest))
+    write_checked(storage, folder_name(key), MANIFEST, encode_manifest(manifest))
     problems = look_again(storage, key).problems
     if problems:
         raise CheckpointError(problems[0])
@@ -154,6 +161,7 @@ def remove(storage: Storage, key: Key) -> None:
     """Remove a step, its manifest first, so that what is left of it is never offered. Raises OSError."""
     names = sorted(storage.files(folder_name(key)), key=lambda name: name != MANIFEST)
     storage.remove(folder_name(key), names)
+    storage.remove_folder(folder_name(key))
 
 
 class Persister:
@@ -351,11 +359,13 @@ def _check_source(header: StateHeader, data: memoryview) -> None:
             )
 
 
-def _write_checked(storage: Storage, folder: str, name: str, content: bytes) -> None:
+def write_checked(storage: Storage, folder: str, name: str, content: bytes) -> StoredFile:
+    """Write a small file, read it back and compare. Raises OSError, CheckpointError."""
     found = digest()
     found.update(content)
-    size = storage.write(folder, name, [content])
-    check_file(storage, folder, name, StoredFile(size, found.hexdigest()))
+    stored = StoredFile(storage.write(folder, name, [content]), found.hexdigest())
+    check_file(storage, folder, name, stored)
+    return stored
 
 
 def _entries(

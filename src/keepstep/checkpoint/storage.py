@@ -35,6 +35,10 @@ class Readable(Protocol):
         """Fill ``target`` from its beginning; returns how far, 0 at the end."""
         ...
 
+    def seek(self, offset: int) -> object:
+        """Go to ``offset`` bytes from the beginning."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -63,7 +67,11 @@ class Storage(Protocol):
         ...
 
     def remove(self, folder: str, names: Iterable[str]) -> None:
-        """Remove files in the order given, those that are gone already too; the folder when nothing is left in it."""
+        """Remove files in the order given, those that are gone already too."""
+        ...
+
+    def remove_folder(self, folder: str) -> None:
+        """Remove a folder in which no files are left, and what writers that died left hidden in it."""
         ...
 
 
@@ -153,8 +161,9 @@ class LocalStorage:
             with contextlib.suppress(FileNotFoundError):
                 (path / safe_name(name)).unlink()
                 _sync_folder(path)
-        if not path.is_dir() or self.files(folder):
-            return
+
+    def remove_folder(self, folder: str) -> None:
+        path = self._root / safe_name(folder)
         for draft in path.glob(".*"):
             draft.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # NFS keeps a removed file that somebody has open, hidden
@@ -245,10 +254,10 @@ class FsspecStorage:
                 continue
             except Exception as error:
                 raise _as_os_error(error, path) from error
-        try:
+
+    def remove_folder(self, folder: str) -> None:
+        with contextlib.suppress(Exception):  # object stores have no folders
             self._fs.rmdir(f"{self._root}/{safe_name(folder)}")
-        except Exception:  # object stores have no folders
-            return
 
 
 class _Wrapped:
@@ -267,6 +276,12 @@ class _Wrapped:
         found = self.read(len(target))
         target[: len(found)] = found
         return len(found)
+
+    def seek(self, offset: int) -> object:
+        try:
+            return self._file.seek(offset)
+        except Exception as error:
+            raise _as_os_error(error, self._path) from error
 
     def close(self) -> None:
         self._file.close()

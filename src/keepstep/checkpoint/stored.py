@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
+from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
 from keepstep.checkpoint.header import MOST_HEADER_BYTES, StateHeader
 from keepstep.checkpoint.manifest import (
     MANIFEST,
@@ -20,7 +21,7 @@ from keepstep.checkpoint.manifest import (
     header_file,
     key_of,
 )
-from keepstep.checkpoint.shard_file import ShardFile, decode_shard, places
+from keepstep.checkpoint.shard_file import Piece, ShardFile, decode_shard, places
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.storage import Readable, Storage
 from keepstep.core.errors import CheckpointError
@@ -91,7 +92,7 @@ def verify(storage: Storage, manifest: Manifest) -> Iterator[str]:
     for name, stored in sorted(manifest.files.items()):
         try:
             if name in ranks:
-                _header_of(storage, manifest, ranks[name])
+                header_of(storage, manifest, ranks[name])
             else:
                 check_file(storage, folder, name, stored)
         except OSError as error:  # noqa: PERF203
@@ -134,7 +135,7 @@ def read_shard(
         CheckpointError: a file is missing, cut short or changed; names it. What ``into`` gave is then worthless.
     """
     folder, name = folder_name(manifest.key), data_file(rank)
-    shard, header = _header_of(storage, manifest, rank)
+    shard, header = header_of(storage, manifest, rank)
     stored = manifest.files[name]
     try:
         size = storage.files(folder).get(name, 0)
@@ -182,7 +183,8 @@ def newest(
     return None, refused
 
 
-def _header_of(storage: Storage, manifest: Manifest, rank: int) -> tuple[ShardFile, StateHeader]:
+def header_of(storage: Storage, manifest: Manifest, rank: int) -> tuple[ShardFile, StateHeader]:
+    """What is said of a rank's state, verified. Raises CheckpointError naming the file."""
     folder, name = folder_name(manifest.key), header_file(rank)
     where, stored = f"{folder}/{name}", manifest.files[name]
     try:
@@ -223,6 +225,39 @@ def _skip(file: Readable, nbytes: int, each: Callable[[bytes], None]) -> int:
         each(part)
         left -= len(part)
     return nbytes - left
+
+
+def read_storages(
+    storage: Storage, manifest: Manifest, rank: int, wanted: Iterable[int]
+) -> Iterator[tuple[int, bytearray]]:
+    """Some storages of a rank's state, each verified by the snapshot's own checksum, not the whole file by its.
+
+    Raises:
+        CheckpointError: a file is missing, cut short or changed; names it.
+    """
+    shard, header = header_of(storage, manifest, rank)
+    where = f"{folder_name(manifest.key)}/{data_file(rank)}"
+    parts: dict[int, list[tuple[int, Piece]]] = {}
+    at = shard.begin
+    for piece in shard.pieces:
+        parts.setdefault(piece.storage, []).append((at, piece))
+        at += piece.nbytes
+    try:
+        if storage.files(folder_name(manifest.key)).get(data_file(rank)) != shard.data.nbytes:
+            raise CheckpointError(f"{where}: missing, or not {shard.data.nbytes} bytes")
+        with closing(storage.open(folder_name(manifest.key), data_file(rank))) as file:
+            for index in wanted:
+                data = bytearray(header.storages[index].nbytes)
+                for begin, piece in parts.get(index, ()):
+                    file.seek(begin)
+                    _fill(file, memoryview(data)[piece.start : piece.start + piece.nbytes], lambda _: None)
+                if native.checksum(data) != header.storages[index].checksum:
+                    raise CheckpointError(
+                        f"{where}: bytes of storage {index} are not those that were written"
+                    )
+                yield index, data
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be read: {_why(error)}") from None
 
 
 def _fill(file: Readable, target: memoryview, each: Callable[[memoryview], None]) -> int:
