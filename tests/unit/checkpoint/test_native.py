@@ -78,7 +78,13 @@ def test_copies_are_whole_and_summed(threads: int, lengths: list[int]) -> None:
 
 def test_nothing_is_written_outside_a_slot() -> None:
     slot, tensor = mmap.mmap(-1, 8192), torch.ones(5000, dtype=torch.uint8)
-    for offset, nbytes, data_bytes in [(0, 5000, 5000), (1 << 63, 1, 1), (0, 2, 1), (10, 4000, 4005), (0, 9000, (1 << 64) - 1)]:
+    for offset, nbytes, data_bytes in [
+        (0, 5000, 5000),
+        (1 << 63, 1, 1),
+        (0, 2, 1),
+        (10, 4000, 4005),
+        (0, 9000, (1 << 64) - 1),
+    ]:
         with pytest.raises(ValueError, match="outside"):
             native.Snapshot(
                 slot, array("Q", (tensor.data_ptr(), offset, nbytes, 0)), header=b"", data_bytes=data_bytes,
