@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -158,10 +159,11 @@ def test_a_damaged_snapshot_is_told_and_the_one_before_is_restored(
     assert snapshots.load(state) == 1
     assert torch.all(state["w"] == 1)
     said = capsys.readouterr().err
-    assert "the snapshot of rank 0 at step 2 is not restored: 1 of 1 storages are damaged" in said
+    assert "the snapshot of rank 0 at step 2 is damaged, not restored" in said
     assert "resumed after step 1 from this node's cache" in said
     snapshots._shelf.slots[0].memory[8000] ^= 1
-    assert snapshots.load(state) is None
+    with pytest.raises(CheckpointError, match="the state is half restored, and no snapshot is left"):
+        snapshots.load(state)
     snapshots.close()
 
 
@@ -223,6 +225,33 @@ def test_ranks_that_got_differently_far_resume_together(served: Any) -> None:
     for rank, (step, value, held) in enumerate(ranks.run(served, load, incarnation=1)):
         assert (step, value) == (4, 40.0 + rank)
         assert [key for key in held if key] == [Key(0, 4)]
+
+
+def test_when_one_rank_finds_damage_all_take_the_snapshot_before(served: Any) -> None:
+    def save(rank: int, snapshots: Snapshots) -> None:
+        for number in (1, 2):
+            snapshots.save(
+                {"w": torch.full((5000,), number * 10.0 + rank), "seen": [number] * number}, number
+            )
+
+    def load(rank: int, snapshots: Snapshots) -> Any:
+        state = {"w": torch.zeros(5000), "seen": [0]}
+        return snapshots.load(state), state["w"].unique().tolist(), state["seen"]
+
+    ranks = Ranks(2)
+    ranks.run(served, save)
+    os.pwrite(served.cache.slots(1)[1], b"\xff", 7000)
+    assert ranks.run(served, load, incarnation=1) == [(1, [10.0], [1]), (1, [11.0], [1])]
+
+
+def test_a_rank_whose_state_differs_stops_all(served: Any) -> None:
+    ranks = Ranks(2)
+    ranks.run(served, lambda rank, snapshots: snapshots.save({"w": torch.ones(4)}, 1))
+    said = ranks.run(
+        served, lambda rank, snapshots: snapshots.load({"w": torch.ones(4 + rank)}), incarnation=1
+    )
+    assert said[0] == "another rank could not restore its state: see what it says"
+    assert said[1] == "w: the snapshot has float32 of (4,), the state torch.float32 of (5,)"
 
 
 def test_a_rank_without_a_snapshot_refuses_the_restore_of_all(served: Any) -> None:
