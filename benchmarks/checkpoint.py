@@ -2,10 +2,10 @@
 
     python -m benchmarks.checkpoint [--quick] [--json FILE]
 
-Each rank holds 200 tensors of fp32 that an optimizer owns. Every save is paired with the plain copy (`Tensor.copy_`, one
-thread, into memory that is there) of the same tensors, made just before it by as many processes at once. Overlapped
-saves are made in a loop of steps: compute, optimizer step, save; each pair of steps has one with and one without a save,
-in turn. Emulated compute sleeps for three copies; real compute multiplies matrices for about as long.
+Each rank holds 200 tensors of fp32 that an optimizer owns. Every save is paired with the plain copy (`Tensor.copy_`,
+one thread, into memory that is there) of the same tensors, made just before it by as many processes at once. Overlapped
+saves are made in steps: save, compute, optimizer step; of each pair of steps one has a save, in turn. Emulated compute
+sleeps for three copies; real compute multiplies matrices for about as long.
 """
 
 from __future__ import annotations
@@ -164,21 +164,24 @@ def overlapped(
 ) -> dict[str, list[list[float]]]:
     """Pairs of (blocking of the save, copy) and (step with a save less one without, copy)."""
     blocking, increase = [], []
+    blocked_s = 0.0
+
+    def step(saving: bool) -> None:
+        nonlocal blocked_s
+        if saving:
+            began = time.perf_counter()
+            save(overlap=True)
+            blocked_s = time.perf_counter() - began
+        compute()
+        optimizer.step()
+
     for number in range(repetitions):
         base = timed(plain_copy)
         pair = [0.0, 0.0]
         for saving in (True, False) if number % 2 else (False, True):
-
-            def step(saving: bool = saving) -> None:
-                if saving:
-                    began = time.perf_counter()
-                    save(overlap=True)
-                    blocking.append([time.perf_counter() - began, base])
-                compute()
-                optimizer.step()
-
-            pair[saving] = timed(step)
+            pair[saving] = timed(lambda saving=saving: step(saving))
             wait()
+        blocking.append([blocked_s, base])
         increase.append([pair[1] - pair[0], base])
     return {"blocking": blocking, "increase": increase}
 
@@ -189,7 +192,7 @@ def peers(
     """Blocking seconds of torch's own saves, paired like ours; and why one is missing."""
     import torch
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     def torch_save() -> None:
@@ -207,7 +210,7 @@ def peers(
 
     # Every rank's own tensors: under names of its own, else DCP would keep one copy of them.
     own = {f"{rank}": state}
-    cached = BlockingAsyncStager(cache_staged_state_dict=True)
+    cached = DefaultStager(StagingOptions(False, False, False, False))
     shared = DefaultStager(StagingOptions(False, True, False, False))
     ways: dict[str, Callable[[], Any]] = {
         "torch.save and fsync": torch_save,
@@ -226,16 +229,22 @@ def peers(
     }
     found: dict[str, Any] = {}
     missing: dict[str, str] = {}
-    for name, way in ways.items():
+
+    def attempt(name: str, way: Callable[[], Any]) -> str:
         try:
-            warm_up = 1 if "async" in name else 0  # the first one allocates what is cached
             pairs = []
-            for _ in range(warm_up + repetitions):
+            for _ in range(repetitions + 1):
                 pairs += paired(way, 1)
                 finish()
-            found[name] = pairs[warm_up:]
+            found[name] = pairs[1:]  # the first one allocates what is cached
         except Exception as error:  # a peer that does not run here is a line less, not the end of the bench
-            missing[name] = f"{type(error).__name__}: {error}"[:120]
+            return f"{type(error).__name__}: {error}"[:120]
+        return ""
+
+    for name, way in ways.items() if repetitions else ():
+        why = attempt(name, way)
+        if why:
+            missing[name] = why
     return found, missing
 
 
@@ -274,9 +283,13 @@ def launch(ranks: int, mib: int, repetitions: int, peer_repetitions: int) -> lis
         processes = []
         for rank in range(ranks):
             environment = os.environ | {
-                **{"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
-                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-                **{"KEEPSTEP_CACHE": address, "OMP_NUM_THREADS": "1"},
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "KEEPSTEP_CACHE": address,
+                "OMP_NUM_THREADS": "1",
             }
             arguments = [f"{folder}/{rank}.json", str(mib), str(repetitions), str(peer_repetitions), folder]
             command = [sys.executable, "-m", "benchmarks.checkpoint", "--worker", *arguments]

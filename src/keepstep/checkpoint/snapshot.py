@@ -71,7 +71,7 @@ class Snapshots:
         Raises:
             CheckpointError: there is no cache at ``address``.
         """
-        self._seat, self._gather = seat, gather
+        self._seat, self._gather, self._process = seat, gather, os.getpid()
         self._shelf = Shelf(address, seat.rank, count=slots)
         self._threads = threads or max(1, min(4, len(os.sched_getaffinity(0)) // seat.local_world_size))
         self._begun = self._saved = False
@@ -104,6 +104,8 @@ class Snapshots:
         Raises:
             CheckpointError: the state cannot be saved or does not fit; ``step`` is not above the last one.
         """
+        if self._process != os.getpid():
+            raise CheckpointError("a forked process cannot save: only the one that began to save can")
         self.wait()
         header, spans, text = self._flatten(state, step)
         if not self._begun:
@@ -135,7 +137,7 @@ class Snapshots:
     def wait(self) -> None:
         """Return when the last snapshot is sealed. Call it before changing saved tensors other than by an optimizer."""
         flight = self._flight
-        if flight is not None:
+        if flight is not None and self._process == os.getpid():  # a forked child has none of the threads
             flight.native.wait()
             self._shelf.slots[flight.slot].unlock()
             self._flight = None

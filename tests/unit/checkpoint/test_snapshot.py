@@ -191,11 +191,11 @@ class Ranks:
         self.barrier.wait()
         return found
 
-    def run(self, served: Any, work: Any, incarnation: int = 0) -> list[Any]:
+    def run(self, served: Any, work: Any, incarnation: int = 0, *, one_node: bool = True) -> list[Any]:
         results: list[Any] = [None] * self.count
 
         def one(rank: int) -> None:
-            seat = Seat(rank, self.count, self.count, incarnation)
+            seat = Seat(rank, self.count, self.count if one_node else 1, incarnation)
             snapshots = Snapshots(served.address, seat, lambda row: self.gather(rank, row), threads=1)
             try:
                 results[rank] = work(rank, snapshots)
@@ -225,6 +225,38 @@ def test_ranks_that_got_differently_far_resume_together(served: Any) -> None:
     for rank, (step, value, held) in enumerate(ranks.run(served, load, incarnation=1)):
         assert (step, value) == (4, 40.0 + rank)
         assert [key for key in held if key] == [Key(0, 4)]
+
+
+def test_ranks_on_several_nodes_tell_each_other_what_they_hold(served: Any) -> None:
+    def save(rank: int, snapshots: Snapshots) -> list[int]:
+        for number in range(1, 6):
+            snapshots.save({"w": rank}, number)
+        return sorted(key.step for key in snapshots._shelf.held() if key)
+
+    ranks = Ranks(3)
+    assert ranks.run(served, save, one_node=False) == [[4, 5]] * 3
+    assert ranks.run(served, lambda _, found: found.load({"w": 0}), 1, one_node=False) == [5, 5, 5]
+
+
+def test_a_forked_child_neither_waits_nor_saves(served: Any) -> None:
+    snapshots = Snapshots(served.address, Seat(), alone)
+    parameter = torch.nn.Parameter(torch.zeros(20_000_000))
+    optimizer = torch.optim.SGD([parameter])
+    parameter.grad = torch.ones(1).expand(20_000_000)
+    optimizer.step()
+    snapshots.save({"w": parameter}, 1)
+    child = os.fork()
+    if child == 0:
+        try:
+            snapshots._before_step(iter([parameter.untyped_storage()._cdata]))
+            snapshots.save({"w": 1}, 2)
+        except CheckpointError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    snapshots.wait()
+    assert snapshots.load({"w": parameter}) == 1
+    snapshots.close()
 
 
 def test_when_one_rank_finds_damage_all_take_the_snapshot_before(served: Any) -> None:
