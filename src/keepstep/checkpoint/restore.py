@@ -17,39 +17,45 @@ from keepstep.checkpoint.state import DTYPES, ITEM_BYTES, StateHeader, build, id
 from keepstep.core.errors import CheckpointError
 
 
-def fill(state: Any, header: StateHeader, slot: mmap, threads: int) -> None:
-    """Bring the snapshot in ``slot`` back into ``state``, a dict.
+class Filling:
+    """A restore of the snapshot in ``slot`` into ``state``, a dict, in two parts: bytes first, all else when they hold.
 
-    Tensors in it are filled where they are; they must have the dtype, shape and placement they were saved with. Objects
-    with ``load_state_dict`` get theirs. Everything else is replaced by what was saved, and what was saved beyond that
-    is added.
-
-    Raises:
-        CheckpointError: the state lacks something of the snapshot's structure, or the bytes changed meanwhile;
-            ``state`` may be half restored.
+    Tensors in the state are filled where they are; they must have the dtype, shape and placement they were saved with.
+    Objects with ``load_state_dict`` get theirs. Everything else is replaced by what was saved, and what was saved
+    beyond that is added.
     """
-    if type(state) is not dict:
-        raise CheckpointError("give load() a dict, as save() was given")
-    _Filling(header, slot, threads).run(cast("dict[Any, Any]", state))
 
-
-class _Filling:
-    """One restore: first what goes where is gathered, then all bytes are copied together."""
-
-    def __init__(self, header: StateHeader, slot: mmap, threads: int) -> None:
+    def __init__(self, state: Any, header: StateHeader, slot: mmap, threads: int) -> None:
+        """Changes nothing yet. Raises `CheckpointError` when the state has not the structure of the snapshot."""
         self._header, self._slot, self._threads = header, slot, threads
         self._plan = array("Q")  # offset in the slot, address, nbytes
-        self._checksums: list[int | None] = []
+        self._whole: list[int] = []  # the storage that each row of the plan copies, -1: a part of one
+        self._parts: set[int] = set()  # storages of which only parts are copied, or elsewhere
         self._fresh: dict[int, torch.Tensor] = {}  # memory for what the state has no tensor for, by storage
-        self._after: list[Callable[[], None]] = []
+        self._after: list[Callable[[], object]] = []
+        self.damaged: list[int] = []
+        if type(state) is not dict:
+            raise CheckpointError("give load() a dict, as save() was given")
+        self._value(header.tree, cast("dict[Any, Any]", state), "")
 
-    def run(self, state: dict[Any, Any]) -> None:
-        self._value(self._header.tree, state, "")
-        found = native.copy_out(self._slot, self._plan, self._threads)
-        if any(
-            wanted not in (None, checksum) for wanted, checksum in zip(self._checksums, found, strict=True)
-        ):
-            raise CheckpointError("the snapshot changed while it was restored; the state is half restored")
+    def copy(self) -> None:
+        """Bring the bytes to where they belong, and sum every byte on the way: ``damaged`` are storages that differ.
+
+        When there are any, tensors of the state may hold wrong bytes: restore another snapshot over them.
+        """
+        entries = self._header.storages
+        rows = sorted(self._parts | (set(range(len(entries))) - set(self._whole)))
+        plan = array("Q")
+        for index in rows:
+            plan.extend((native.DATA_OFFSET + entries[index].offset, entries[index].nbytes))
+        summed = [*zip(rows, native.checksums(self._slot, plan, self._threads), strict=True)]
+        if not any(found != entries[index].checksum for index, found in summed):
+            copied = native.copy_out(self._slot, self._plan, self._threads)
+            summed += [(index, found) for index, found in zip(self._whole, copied, strict=True) if index >= 0]
+        self.damaged = sorted({index for index, found in summed if found != entries[index].checksum})
+
+    def finish(self) -> None:
+        """Put everything else in its place, now that the bytes hold."""
         for action in self._after:
             action()
 
@@ -84,8 +90,9 @@ class _Filling:
         if tag == "tuple":
             return tuple(made)
         if type(target) is list:
-            cast("list[Any]", target)[:] = made
-            return cast("Any", target)
+            there = cast("list[Any]", target)
+            self._after.append(lambda: there.__setitem__(slice(None), made))
+            return there
         return made
 
     def _dict(self, pairs: list[tuple[Any, Any]], target: dict[Any, Any], path: str) -> dict[Any, Any]:
@@ -95,8 +102,8 @@ class _Filling:
                 f"{join(path, str(min(missing, key=str)))}: not in the snapshot, nor {len(missing) - 1} more; "
                 "restore into a state of the structure that was saved"
             )
-        for key, node in pairs:
-            target[key] = self._value(node, target.get(key), join(path, str(key)))
+        made = {key: self._value(node, target.get(key), join(path, str(key))) for key, node in pairs}
+        self._after.append(lambda: target.update(made))
         return target
 
     def _tensor(self, index: int, target: Any, path: str) -> torch.Tensor:
@@ -135,6 +142,7 @@ class _Filling:
         ):
             self._copy(entry.storage, begin, target.data_ptr(), numel * size)
             return
+        self._parts.add(entry.storage)
         self._after.append(lambda: _copy_into(target, tensor_of(entry, self._view(entry.storage))))
 
     def _storage(self, index: int) -> torch.Tensor:
@@ -147,7 +155,10 @@ class _Filling:
     def _copy(self, storage: int, begin: int, address: int, nbytes: int) -> None:
         entry = self._header.storages[storage]
         self._plan.extend((native.DATA_OFFSET + entry.offset + begin, address, nbytes))
-        self._checksums.append(entry.checksum if (begin, nbytes) == (0, entry.nbytes) else None)
+        whole = (begin, nbytes) == (0, entry.nbytes)
+        self._whole.append(storage if whole else -1)
+        if not whole:
+            self._parts.add(storage)
 
     def _view(self, storage: int) -> torch.Tensor:
         """The bytes of a storage in the slot, shared with it."""

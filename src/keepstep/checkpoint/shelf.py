@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from keepstep.checkpoint.cache import Board, Open, Reserve, Slot, ask
 from keepstep.checkpoint.header import StateHeader
-from keepstep.checkpoint.slots import Key, damaged_storages, next_slot, read_header
+from keepstep.checkpoint.slots import Key, next_slot, read_header
 from keepstep.core.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A snapshot of which every byte was verified."""
+    """A sealed snapshot; its header was verified, its storages were not yet."""
 
     slot: int
     header: StateHeader
@@ -38,8 +38,8 @@ class Shelf:
         records = [slot.record() for slot in self.slots]
         return [record.key if record else None for record in records]
 
-    def offers(self, world_size: int, threads: int) -> tuple[dict[Key, Offer], list[str]]:
-        """What can be restored, every byte verified; and a line about each slot that holds something else."""
+    def offers(self, world_size: int) -> tuple[dict[Key, Offer], list[str]]:
+        """What can be restored if its storages hold, and a line about each slot that holds something else."""
         found: dict[Key, Offer] = {}
         refused: list[str] = []
         for index, slot in enumerate(self.slots):
@@ -49,9 +49,6 @@ class Shelf:
             try:
                 with memoryview(slot.memory) as view:
                     header = read_header(view, record)
-                    damaged = damaged_storages(view, header, threads)
-                if damaged:
-                    raise CheckpointError(f"{len(damaged)} of {len(header.storages)} storages are damaged")
                 if (header.rank, header.world_size) != (self._rank, world_size):
                     raise CheckpointError(f"it is of rank {header.rank} of {header.world_size}")
                 found[record.key] = Offer(index, header)

@@ -21,7 +21,7 @@ import torch
 from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
 from keepstep.checkpoint.cache import SLOTS_PER_RANK
 from keepstep.checkpoint.optimizers import OptimizerWatch
-from keepstep.checkpoint.restore import fill
+from keepstep.checkpoint.restore import Filling
 from keepstep.checkpoint.shelf import Offer, Shelf
 from keepstep.checkpoint.slots import Key, agree, newest_common
 from keepstep.checkpoint.state import Span, StateHeader, encode_header, flatten, identity
@@ -33,6 +33,7 @@ Gather = Callable[[list[int]], list[list[int]]]
 PATIENCE_S = 30.0
 _POLL_S = 0.001
 _SPARE_HEADER_BYTES = 1 << 16
+_NOT_POSSIBLE = 2  # a rank's word on its restore, beside 0 (whole) and 1 (damaged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Snapshots:
         Raises:
             CheckpointError: there is no cache at ``address``.
         """
-        self._seat, self._gather = seat, gather
+        self._seat, self._gather, self._process = seat, gather, os.getpid()
         self._shelf = Shelf(address, seat.rank, count=slots)
         self._threads = threads or max(1, min(4, len(os.sched_getaffinity(0)) // seat.local_world_size))
         self._begun = self._saved = False
@@ -103,6 +104,8 @@ class Snapshots:
         Raises:
             CheckpointError: the state cannot be saved or does not fit; ``step`` is not above the last one.
         """
+        if self._process != os.getpid():
+            raise CheckpointError("a forked process cannot save: only the one that began to save can")
         self.wait()
         header, spans, text = self._flatten(state, step)
         if not self._begun:
@@ -134,7 +137,7 @@ class Snapshots:
     def wait(self) -> None:
         """Return when the last snapshot is sealed. Call it before changing saved tensors other than by an optimizer."""
         flight = self._flight
-        if flight is not None:
+        if flight is not None and self._process == os.getpid():  # a forked child has none of the threads
             flight.native.wait()
             self._shelf.slots[flight.slot].unlock()
             self._flight = None
@@ -142,23 +145,47 @@ class Snapshots:
     def load(self, state: Any) -> int | None:
         """Bring back the newest snapshot that every rank has, into ``state``; its step, or None when none has any.
 
-        Collective. See `restore.fill` for what becomes of ``state``.
+        Collective. See `restore.Filling` for what becomes of ``state``.
 
         Raises:
             CheckpointError: there are snapshots, but none that all ranks have whole; or one does not fit ``state``,
                 which may be half restored then.
         """
         self.wait()
-        key, offer = self._begin()
-        if key is None or offer is None:
-            return None
-        slot = self._shelf.slots[offer.slot]
-        if not slot.lock(shared=True):
-            raise CheckpointError(f"the snapshot of step {key.step} is being written by another process")
-        try:
-            fill(state, offer.header, slot.memory, self._threads)
-        finally:
-            slot.unlock()
+        offers = self._offers()
+        half = ""
+        while True:
+            rows = self._gather(self._row(set(offers)))
+            try:
+                key = agree({rank: _keys(row) for rank, row in enumerate(rows)})
+            except CheckpointError as error:
+                raise CheckpointError(f"{half}{error}") from None
+            if key is None:
+                self._settle(None)
+                if half:
+                    raise CheckpointError(
+                        f"{half}no snapshot is left: start from the beginning with a fresh process"
+                    )
+                return None
+            found = self._copy(offers[key], state)
+            damaged = isinstance(found, Filling) and bool(found.damaged)
+            rows = self._gather(
+                self._row(set(), int(damaged) if isinstance(found, Filling) else _NOT_POSSIBLE)
+            )
+            if isinstance(found, CheckpointError):
+                raise found
+            if any(row[0] == _NOT_POSSIBLE for row in rows):
+                raise CheckpointError("another rank could not restore its state: see what it says")
+            if not any(row[0] for row in rows):
+                break
+            half = "the state is half restored, and "
+            if damaged:
+                self._say(
+                    f"the snapshot of rank {self._seat.rank} at step {key.step} is damaged, not restored"
+                )
+                del offers[key]
+        found.finish()
+        self._settle(key)
         self._say(f"resumed after step {key.step} from this node's cache", every_rank=False)
         return key.step
 
@@ -168,19 +195,34 @@ class Snapshots:
         self._watch.close()
         self._shelf.close()
 
-    def _begin(self) -> tuple[Key | None, Offer | None]:
-        """Agree with all ranks on the snapshot to go on from, and forget the others."""
-        offers, refused = self._shelf.offers(self._seat.world_size, self._threads)
+    def _offers(self) -> dict[Key, Offer]:
+        offers, refused = self._shelf.offers(self._seat.world_size)
         for line in refused:
             self._say(line)
-        rows = self._gather(self._row(set(offers)))
-        key = agree({rank: _keys(row) for rank, row in enumerate(rows)})
-        self._settle(key)
-        return key, offers[key] if key else None
+        return offers
+
+    def _copy(self, offer: Offer, state: Any) -> Filling | CheckpointError:
+        """The bytes of a snapshot brought into the state, good or damaged; or why that cannot be."""
+        slot = self._shelf.slots[offer.slot]
+        if not slot.lock(shared=True):
+            return CheckpointError(
+                f"rank {self._seat.rank}: its snapshot is being written by another process"
+            )
+        try:
+            filling = Filling(state, offer.header, slot.memory, self._threads)
+            filling.copy()
+            return filling
+        except CheckpointError as error:
+            return error
+        finally:
+            slot.unlock()
 
     def _begin_anew(self) -> None:
+        """Agree with all ranks on what to keep until there is something newer."""
+        offers = self._offers()
+        rows = self._gather(self._row(set(offers)))
         try:
-            self._begin()
+            self._settle(agree({rank: _keys(row) for rank, row in enumerate(rows)}))
         except CheckpointError as error:
             self._say(str(error), every_rank=False)
             self._settle(None)
@@ -189,8 +231,8 @@ class Snapshots:
         self._shelf.settle(key)
         self._last, self._begun = key, True
 
-    def _row(self, keys: set[Key]) -> list[int]:
-        found = sorted(key.pack() for key in keys)
+    def _row(self, keys: set[Key], *numbers: int) -> list[int]:
+        found = [*numbers, *sorted(key.pack() for key in keys)]
         return [*found, *[0] * (SLOTS_PER_RANK - len(found))]
 
     def _slot(self) -> int | None:
