@@ -54,12 +54,15 @@ def main(verb: str, where: str, reference: str, meet: str) -> int:
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "epoch": 3 if verb == "save" else 0}
     if verb == "save":
-        dcp.save(state, storage_writer=DcpWriter(where, 5))
+        dcp.save(state, storage_writer=DcpWriter(where, 4))
+        dcp.async_save(state, storage_writer=DcpWriter(where, 5)).result()
         full = whole(model, optimizer)
         if rank == 0:
             torch.save(full, reference)
     else:
-        dcp.load(state, storage_reader=DcpReader(where))
+        reader = DcpReader(where)
+        dcp.load(state, storage_reader=reader)
+        assert reader.key == (0, 5)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         full = whole(model, optimizer)
         if rank == 0:

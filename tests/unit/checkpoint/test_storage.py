@@ -110,6 +110,7 @@ WRITER = """
     header = decode_header(Path(sys.argv[2]).read_bytes())
     data = memoryview(Path(sys.argv[3]).read_bytes())
     storage = LocalStorage(Path(sys.argv[1]))
+    assert "torch" not in sys.modules  # what runs beside training stays small
     for step in itertools.count(int(sys.argv[4])):
         write_shard(storage, msgspec.structs.replace(header, step=step), data)
         conclude(storage, Key(0, step), [0], 1, leader=True)
