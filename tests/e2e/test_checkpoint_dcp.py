@@ -36,6 +36,7 @@ def run(verb: str, world_size: int, folder: Path) -> tuple[list[int], str]:
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(900)
 def test_saved_by_two_ranks_loaded_by_one_and_four(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,7 +34,7 @@ from keepstep.checkpoint.shard_file import (
     safetensors_header,
 )
 from keepstep.checkpoint.slots import Key
-from keepstep.checkpoint.storage import Bytes, Storage
+from keepstep.checkpoint.storage import Bytes, Storage, safe_name
 from keepstep.checkpoint.stored import CHUNK_BYTES, check_file, look_again, read_whole, scan
 from keepstep.core.clock import Clock, MonotonicClock
 from keepstep.core.errors import CheckpointError
@@ -158,8 +158,13 @@ def conclude(
 
 
 def remove(storage: Storage, key: Key) -> None:
-    """Remove a step, its manifest first, so that what is left of it is never offered. Raises OSError."""
-    names = sorted(storage.files(folder_name(key)), key=lambda name: name != MANIFEST)
+    """Remove a step, its manifest first, so that what is left of it is never offered.
+
+    Raises:
+        OSError: the storage's.
+        CheckpointError: a file's name is none of ours; nothing is removed.
+    """
+    names = sorted(map(safe_name, storage.files(folder_name(key))), key=lambda name: name != MANIFEST)
     storage.remove(folder_name(key), names)
     storage.remove_folder(folder_name(key))
 
@@ -258,10 +263,10 @@ class Persister:
                 for rank in error.ranks:
                     self._plan.again(task.key, rank)
                 self._plan.failed(task, str(error), self._clock.now_s())
-        except Incomplete as missing:
+        except Incomplete:
             with self._changed:
                 assert isinstance(task, Conclude)
-                self._plan.waits(task, str(missing), self._clock.now_s())
+                self._plan.waits(task, self._clock.now_s())
         except Exception as error:  # of a cache or a store, of any kind: never the end of persisting
             log.warning("%s: %s: %s", self._storage.where, task, error)
             with self._changed:

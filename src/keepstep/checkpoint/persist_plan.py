@@ -55,6 +55,7 @@ class Backoff:
 @dataclass(slots=True)
 class _Tries:
     failures: int = 0
+    waits: int = 0
     not_before_s: float = 0.0
     error: str = ""
 
@@ -143,10 +144,12 @@ class PersistPlan:
         tries.error = error
         tries.not_before_s = now_s + self._backoff.delay_s(tries.failures, self._chance.random())
 
-    def waits(self, task: Conclude, missing: str, now_s: float) -> None:
-        """Parts of the step are not there yet, which is no fault: look again soon."""
+    def waits(self, task: Conclude, now_s: float) -> None:
+        """Parts of the step are not there yet, which is no fault: look again later."""
         self._flying.discard(task)
-        self._tries[task] = _Tries(0, now_s + self._backoff.first_s, missing)
+        tries = self._tries.setdefault(task, _Tries())
+        tries.failures, tries.waits = 0, tries.waits + 1
+        tries.not_before_s = now_s + self._backoff.delay_s(tries.waits, 1.0)
 
     def again(self, key: Key, rank: int) -> None:
         """A part that was written is not on storage as it was: write it again."""

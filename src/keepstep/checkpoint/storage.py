@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -138,7 +137,10 @@ class LocalStorage:
     def write(self, folder: str, name: str, chunks: Iterable[Bytes]) -> int:
         path = self._root / safe_name(folder)
         _make(path)
-        draft = path / f".{safe_name(name)}.{secrets.token_hex(6)}"
+        # One name, so that drafts of writers that died do not pile up. Should two write at once, what is renamed is
+        # read back before it counts.
+        draft = path / f".{safe_name(name)}.draft"
+        draft.unlink(missing_ok=True)
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             try:

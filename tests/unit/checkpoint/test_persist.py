@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.unit.checkpoint.stored_states import Cache, rebuilt, same, sample_state, taken
 
 from keepstep.checkpoint.manifest import MANIFEST, folder_name
-from keepstep.checkpoint.persist import Incomplete, Persister, conclude, write_shard
+from keepstep.checkpoint.persist import Incomplete, Persister, conclude, remove, write_shard
 from keepstep.checkpoint.persist_plan import PersistPlan
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.storage import LocalStorage, Storage, open_storage
@@ -206,3 +206,23 @@ def test_a_thread_of_its_own_and_removal_of_what_is_not_wanted(tmp_path: Path) -
         node.stop()
     assert [step.key.step for step in scan(storage) if step.whole] == [3, 2]
     assert storage.folders() == [folder_name(Key(0, 2)), folder_name(key)]
+
+
+def test_a_step_with_a_file_that_is_not_ours_is_not_removed(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    store(storage)
+    (tmp_path / folder_name(KEY) / "My Notes").touch()
+    with pytest.raises(CheckpointError, match="'My Notes': is no name"):
+        remove(storage, KEY)
+    assert (tmp_path / folder_name(KEY) / MANIFEST).exists()
+    (tmp_path / folder_name(KEY) / "My Notes").unlink()
+    remove(storage, KEY)
+    assert storage.folders() == []
+
+
+def test_drafts_of_a_writer_that_died_do_not_pile_up(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / ".file.draft").write_bytes(b"half")
+    storage.write("step", "file", [b"whole"])
+    assert [path.name for path in (tmp_path / "step").iterdir()] == ["file"]

@@ -79,11 +79,13 @@ def test_waiting_for_other_nodes_is_no_failure() -> None:
     next_done(one)
     task = one.next(0.0)
     assert task == Conclude(OLD)
-    one.waits(task, "the manifest is not there yet", 0.0)
+    one.waits(task, 0.0)
     assert one.next(0.5) is None
     assert one.troubles(0.5) == []
     assert one.pinned == {OLD}
     assert one.next(1.0) == Conclude(OLD)
+    one.waits(task, 1.0)
+    assert one.wake_s() == 3.0
 
 
 def test_what_is_in_no_cache_is_told() -> None:
