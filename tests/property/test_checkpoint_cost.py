@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.cost import Costs, Limits, ShardedModel, best_interval, optimal_steps, total_cost_s
@@ -32,6 +32,7 @@ def allowed(costs: Costs, limits: Limits, steps: int) -> bool:
     )
 
 
+@settings(deadline=None)
 @given(costs, limits)
 def test_no_allowed_interval_costs_less(costs: Costs, limits: Limits) -> None:
     best = best_interval(costs, limits)
@@ -49,6 +50,7 @@ def test_no_allowed_interval_costs_less(costs: Costs, limits: Limits) -> None:
     )
 
 
+@settings(deadline=None)
 @given(costs.filter(lambda one: one.checkpoint_s > 1e-6), st.floats(0.2, 5.0))
 def test_the_cost_is_least_at_the_optimum(costs: Costs, factor: float) -> None:
     optimum = optimal_steps(costs)
@@ -60,6 +62,7 @@ def test_the_cost_is_least_at_the_optimum(costs: Costs, factor: float) -> None:
     assert least == pytest.approx(equation_4)
 
 
+@settings(deadline=None)
 @given(
     parameters=st.floats(1e6, 1e13),
     nodes=st.integers(1, 512),

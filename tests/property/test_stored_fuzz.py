@@ -95,7 +95,7 @@ def bounded(nbytes: int, content: dict[str, bytes]) -> int:
     return nbytes
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(st.sampled_from(sorted(SOUND)), st.randoms(use_true_random=False), st.integers(1, 4))
 def test_damaged_bytes_are_never_accepted(name: str, chance: random.Random, edits: int) -> None:
     content = bytearray(SOUND[name])
@@ -146,7 +146,7 @@ ODD = st.sampled_from(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(st.sampled_from(PLACES), ODD)
 def test_files_meant_to_harm_are_refused_or_harmless(path: tuple[Any, ...], odd: Any) -> None:
     shard = json.loads(SOUND[RANK])
