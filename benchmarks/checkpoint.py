@@ -280,7 +280,8 @@ def launch(ranks: int, mib: int, repetitions: int, peer_repetitions: int) -> lis
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    with served() as address, tempfile.TemporaryDirectory(dir=".") as folder:
+    Path(".cache").mkdir(exist_ok=True)  # on disk: the peers' files
+    with served() as address, tempfile.TemporaryDirectory(dir=".cache") as folder:
         processes = []
         for rank in range(ranks):
             environment = os.environ | {
