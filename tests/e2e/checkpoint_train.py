@@ -1,4 +1,4 @@
-"""DDP training that keeps a checkpoint every step and resumes from it; prints nothing, writes each step's loss as hex.
+"""Training (DDP, or FSDP2 with ``KIND=fsdp2``) that resumes from its checkpoints; writes each step's loss as hex.
 
 Arguments: folder, steps, and optionally ``RANK STEP WHERE``: that rank kills itself there in the first incarnation.
 """
@@ -58,8 +58,18 @@ class Block(torch.nn.Sequential):
         return super().forward(x)
 
 
-model = torch.nn.parallel.DistributedDataParallel(
-    Block(torch.nn.Linear(32, 512), torch.nn.BatchNorm1d(512), torch.nn.Dropout(0.1), torch.nn.Linear(512, 1))
+def wrapped(block: Block) -> torch.nn.Module:
+    if os.environ.get("KIND") != "fsdp2":
+        return torch.nn.parallel.DistributedDataParallel(block)
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in (block[0], block[3]):
+        fully_shard(layer)
+    return fully_shard(block)
+
+
+model = wrapped(
+    Block(torch.nn.Linear(32, 511), torch.nn.BatchNorm1d(511), torch.nn.Dropout(0.1), torch.nn.Linear(511, 1))
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

@@ -16,7 +16,9 @@ STEPS = 12
 PATIENCE_S = 180
 
 
-def train(folder: Path, *arguments: str, flags: tuple[str, ...] = ()) -> tuple[dict[str, list[str]], str]:
+def train(
+    folder: Path, *arguments: str, flags: tuple[str, ...] = (), kind: str = "ddp"
+) -> tuple[dict[str, list[str]], str]:
     """Run the job with two ranks; the losses by step (one for each time the step was made), and what was said."""
     folder.mkdir()
     command = [sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(folder / "run"), "--no-watch"]
@@ -27,7 +29,7 @@ def train(folder: Path, *arguments: str, flags: tuple[str, ...] = ()) -> tuple[d
         text=True,
         timeout=PATIENCE_S,
         stdin=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "KIND": kind},
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -40,40 +42,43 @@ def train(folder: Path, *arguments: str, flags: tuple[str, ...] = ()) -> tuple[d
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    losses, _ = train(tmp_path_factory.mktemp("jobs") / "undisturbed")
-    assert len(losses) == 2 * STEPS
-    return losses
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[str]]]:
+    folder = tmp_path_factory.mktemp("jobs")
+    found = {kind: train(folder / kind, kind=kind)[0] for kind in ("ddp", "fsdp2")}
+    assert all(len(losses) == 2 * STEPS for losses in found.values())
+    return found
 
 
 @pytest.mark.parametrize(
-    ("rank", "step", "where", "resumed"),
+    ("kind", "rank", "step", "where", "resumed"),
     [
-        (1, 6, "forward", (5, 6)),  # the copy of step 6 may or may not be done
-        (0, 6, "backward", (5, 6)),
-        (1, 5, "before save", (5,)),
-        (0, 5, "after save", (5, 6)),
-        (1, 0, "forward", (0,)),
+        ("ddp", 1, 6, "forward", (5, 6)),  # the copy of step 6 may or may not be done
+        ("ddp", 0, 6, "backward", (5, 6)),
+        ("ddp", 1, 5, "before save", (5,)),
+        ("ddp", 0, 5, "after save", (5, 6)),
+        ("ddp", 1, 0, "forward", (0,)),
+        ("fsdp2", 1, 6, "forward", (5, 6)),
     ],
 )
 def test_a_killed_rank_costs_no_bit(
     tmp_path: Path,
-    undisturbed: dict[str, list[str]],
+    undisturbed: dict[str, dict[str, list[str]]],
+    kind: str,
     rank: int,
     step: int,
     where: str,
     resumed: tuple[int, ...],
 ) -> None:
     arguments = (str(rank), str(step), where)
-    losses, said = train(tmp_path / "killed", *arguments, flags=("--max-restarts", "1"))
+    losses, said = train(tmp_path / "killed", *arguments, flags=("--max-restarts", "1"), kind=kind)
     starts = {(tmp_path / "killed" / f"start-{r}-1").read_text() for r in range(2)}
     assert len(starts) == 1
     start = int(starts.pop())
     assert start in resumed
     assert (f"resumed after step {start} from this node's cache" in said) == (start > 0)
-    assert losses.keys() == undisturbed.keys()
+    assert losses.keys() == undisturbed[kind].keys()
     for name, found in losses.items():
-        assert set(found) == set(undisturbed[name]), name
+        assert set(found) == set(undisturbed[kind][name]), name
 
 
 def test_without_keepstep_run_nothing_is_kept_and_that_is_said(tmp_path: Path) -> None:

@@ -124,18 +124,18 @@ class Cache:
 
     def _check_room(self, rank: int, size: int, slots: int, growth: int) -> None:
         used = self.used_bytes
-        asked = f"rank {rank} asks for {slots} slots of {_gib(size)} for its snapshots"
+        asked = f"rank {rank} asks for {slots} slots of {gib(size)} for its snapshots"
         if used + growth > self.limit_bytes:
             raise CheckpointError(
-                f"{asked}: with the {_gib(used)} that are taken, {_gib(used + growth)} of this node, "
-                f"whose limit is {_gib(self.limit_bytes)}; raise KEEPSTEP_CHECKPOINT_BYTES or save a smaller state"
+                f"{asked}: with the {gib(used)} that are taken, {gib(used + growth)} of this node, "
+                f"whose limit is {gib(self.limit_bytes)}; raise KEEPSTEP_CHECKPOINT_BYTES or save a smaller state"
             )
         there = sum(os.fstat(d).st_blocks * 512 for slots_ in self._slots.values() for d in slots_)
         missing = max(0, used - there) + growth
         available = available_bytes()
         if missing > available:
             raise CheckpointError(
-                f"{asked}: {_gib(missing)} more of this node, of whose memory {_gib(available)} are free"
+                f"{asked}: {gib(missing)} more of this node, of whose memory {gib(available)} are free"
             )
 
 
@@ -359,5 +359,6 @@ def _peer_uid(connection: socket.socket) -> int:
     return struct.unpack("3i", raw)[1]
 
 
-def _gib(nbytes: int) -> str:
+def gib(nbytes: int) -> str:
+    """Bytes as people read them."""
     return f"{nbytes / (1 << 30):.2f} GiB"

@@ -9,11 +9,22 @@ from mmap import mmap
 from typing import Any, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
 from keepstep.checkpoint.header import TensorEntry, join
-from keepstep.checkpoint.state import DTYPES, ITEM_BYTES, StateHeader, build, identity, shard_entry, tensor_of
+from keepstep.checkpoint.state import (
+    DTYPES,
+    ITEM_BYTES,
+    ShardEntry,
+    StateHeader,
+    build,
+    identity,
+    placement_of,
+    shard_entry,
+    tensor_of,
+)
 from keepstep.core.errors import CheckpointError
 
 
@@ -34,8 +45,10 @@ class Filling:
         self._fresh: dict[int, torch.Tensor] = {}  # memory for what the state has no tensor for, by storage
         self._after: list[Callable[[], object]] = []
         self.damaged: list[int] = []
+        self._meshes: dict[tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]], DeviceMesh] = {}
         if type(state) is not dict:
             raise CheckpointError("give load() a dict, as save() was given")
+        self._find_meshes(state)
         self._value(header.tree, cast("dict[Any, Any]", state), "")
 
     def copy(self) -> None:
@@ -109,8 +122,9 @@ class Filling:
     def _tensor(self, index: int, target: Any, path: str) -> torch.Tensor:
         entry = self._header.tensors[index]
         if not isinstance(target, torch.Tensor):
-            return tensor_of(entry, self._storage(entry.storage))
-        local: torch.Tensor = target
+            local = tensor_of(entry, self._storage(entry.storage))
+            return local if entry.shard is None else self._whole_of(local, entry.shard, path)
+        local = target
         if isinstance(target, DTensor):
             local = target.to_local().detach()
             if entry.shard != shard_entry(target, path):
@@ -128,6 +142,36 @@ class Filling:
             )
         self._into(entry, local)
         return target
+
+    def _whole_of(self, local: torch.Tensor, shard: ShardEntry, path: str) -> torch.Tensor:
+        """A DTensor with this local part, on the mesh of those that the state has already."""
+        mesh = self._meshes.get((shard.mesh_shape, shard.mesh_names, shard.coordinate))
+        if mesh is None:
+            raise CheckpointError(
+                f"{path}: was saved as a part of a DTensor on a mesh of {shard.mesh_shape}, and nothing in the state "
+                "is on such a mesh: put the model into the state, too"
+            )
+        shape = torch.Size(shard.global_shape)
+        stride = torch.empty(shape, device="meta").stride()
+        placements = [placement_of(word) for word in shard.placements]
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    def _find_meshes(self, value: Any) -> None:
+        """Note the meshes of all DTensors in a live state."""
+        if isinstance(value, torch.nn.Module):
+            value = [*value.parameters(), *value.buffers()]
+        elif isinstance(value, torch.optim.Optimizer):
+            value = value.param_groups
+        if isinstance(value, DTensor):
+            mesh = value.device_mesh
+            names, coordinate = tuple(mesh.mesh_dim_names or ()), tuple(mesh.get_coordinate() or ())
+            self._meshes.setdefault((tuple(mesh.shape), names, coordinate), mesh)
+        elif isinstance(value, dict):
+            for item in cast("dict[Any, Any]", value).values():
+                self._find_meshes(item)
+        elif isinstance(value, list | tuple):
+            for item in cast("list[Any]", value):
+                self._find_meshes(item)
 
     def _into(self, entry: TensorEntry, target: torch.Tensor) -> None:
         size, numel = ITEM_BYTES[entry.dtype], target.numel()

@@ -30,6 +30,7 @@ class Shelf:
         answer = ask(address, Open(rank))
         self.board = Board(answer.board)
         self.slots: list[Slot] = [Slot(descriptor) for descriptor in answer.slots]
+        self.limit_bytes = answer.limit_bytes
         self._populating: threading.Thread | None = None
         self._closing: list[object] = []
 
@@ -85,7 +86,7 @@ class Shelf:
     def make_room(self, nbytes: int, index: int | None = None) -> None:
         """Have slots of ``nbytes``: all of them when there are none yet, else a larger one in place of ``index``.
 
-        The pages are given by the kernel in the background.
+        The kernel gives the pages in the background. ``limit_bytes`` is then what the node gives all its ranks at most.
 
         Raises:
             CheckpointError: the node's limit or memory does not allow it.
@@ -93,6 +94,7 @@ class Shelf:
         self._stop_populating()
         keep = tuple(i for i in range(len(self.slots)) if i != index)
         answer = ask(self._address, Reserve(self._rank, nbytes, max(self._count, len(self.slots)), keep))
+        self.limit_bytes = answer.limit_bytes
         self.board.close()
         self.board = Board(answer.board)
         old, self.slots = self.slots, list[Slot]()

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
-from keepstep.checkpoint.cache import SLOTS_PER_RANK
+from keepstep.checkpoint.cache import SLOTS_PER_RANK, gib
 from keepstep.checkpoint.optimizers import OptimizerWatch
 from keepstep.checkpoint.restore import Filling
 from keepstep.checkpoint.shelf import Offer, Shelf
@@ -89,7 +89,7 @@ class Snapshots:
         """
         if not self._shelf.slots:
             header, _, text = self._flatten(state, 0)
-            self._shelf.make_room(_slot_bytes(header, text))
+            self._make_first_room(_slot_bytes(header, text), header.data_bytes)
 
     def populated(self) -> None:
         """Wait until all memory that was asked for is there."""
@@ -116,7 +116,7 @@ class Snapshots:
             raise CheckpointError(f"step {step} after step {self._last.step}: steps must grow between saves")
         nbytes = _slot_bytes(header, text)
         if not self._shelf.slots:
-            self._shelf.make_room(nbytes)
+            self._make_first_room(nbytes, header.data_bytes)
         index = self._slot()
         if index is None:
             self.skipped += 1
@@ -216,6 +216,15 @@ class Snapshots:
             return error
         finally:
             slot.unlock()
+
+    def _make_first_room(self, nbytes: int, data_bytes: int) -> None:
+        self._shelf.make_room(nbytes)
+        total = sum(slot.nbytes for slot in self._shelf.slots)
+        self._say(
+            f"{len(self._shelf.slots)} snapshots of rank {self._seat.rank} take {gib(total)} "
+            f"({total / max(1, data_bytes):.1f} × its state) of the {gib(self._shelf.limit_bytes)} that the node gives",
+            every_rank=False,
+        )
 
     def _begin_anew(self) -> None:
         """Agree with all ranks on what to keep until there is something newer."""

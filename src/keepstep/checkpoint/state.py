@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from keepstep.checkpoint.header import (
     ALIGNMENT,
@@ -414,3 +415,21 @@ def shard_entry(tensor: DTensor, path: str) -> ShardEntry:
         coordinate=tuple(coordinate),
         placements=tuple(words),
     )
+
+
+def placement_of(word: str) -> Placement:
+    """The placement that a word of ``ShardEntry.placements`` stands for.
+
+    Raises:
+        CheckpointError: it stands for none.
+    """
+    found = re.fullmatch(r"R|(_?)S\((\d{1,2})(?:, (\d{1,9}))?\)", word, re.ASCII)
+    if found is None or bool(found[1]) != bool(found[3]):
+        raise CheckpointError(f"a placement {word[:40]!r}, which this keepstep does not know")
+    if word == "R":
+        return Replicate()
+    if not found[1]:
+        return Shard(int(found[2]))
+    from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
+
+    return _StridedShard(int(found[2]), split_factor=int(found[3]))

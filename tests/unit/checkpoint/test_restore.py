@@ -178,6 +178,13 @@ def test_dtensors_are_filled_locally_and_only_when_placed_alike() -> None:
         restore(saved, state)
         assert torch.equal(state["w"].to_local(), torch.ones(2, 3))
         header, slot = sealed(saved)
+        found: dict[str, Any] = {"model": [state["w"]]}
+        restore({"model": [saved["w"]], "optimizer": {"average": saved["w"]}}, found)
+        average = found["optimizer"]["average"]
+        assert (average.device_mesh, average.placements, average.shape) == (mesh, (Shard(0),), (4, 3))
+        assert torch.equal(average.to_local(), torch.ones(2, 3))
+        with pytest.raises(CheckpointError, match="put the model into the state, too"):
+            Filling({}, header, slot, 1)
         with pytest.raises(CheckpointError, match="it must be resharded"):
             Filling({"w": DTensor.from_local(torch.zeros(2, 3), mesh, [Replicate()])}, header, slot, 1)
         with pytest.raises(CheckpointError, match="is to become a whole tensor"):

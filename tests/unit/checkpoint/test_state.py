@@ -17,6 +17,7 @@ from keepstep.checkpoint.state import (
     decode_header,
     encode_header,
     flatten,
+    placement_of,
     tensor_paths,
     unflatten,
 )
@@ -210,3 +211,19 @@ def test_the_local_part_of_a_dtensor_says_where_it_belongs() -> None:
             flatten([DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()])], step=0)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("word", ["R", "S(0)", "S(11)", "_S(1, 4)"])
+def test_placements_are_read_as_they_are_written(word: str) -> None:
+    placement = placement_of(word)
+    written = {"Replicate": "R", "Shard": f"S({getattr(placement, 'dim', '')})"}.get(
+        type(placement).__name__,
+        f"_S({getattr(placement, 'dim', '')}, {getattr(placement, 'split_factor', '')})",
+    )
+    assert written == word
+
+
+@pytest.mark.parametrize("word", ["", "P", "S(1, 2)", "_S(1)", "S(-1)", "S(1) ", "R(0)"])
+def test_other_placements_are_refused(word: str) -> None:
+    with pytest.raises(CheckpointError, match="a placement"):
+        placement_of(word)
