@@ -69,7 +69,7 @@ soak: $(DEV)
 	$(BIN)/python -m benchmarks.campaign --case all
 
 bench: $(DEV)
-	for name in probe changepoint controller locate; do \
+	for name in probe changepoint controller locate checkpoint; do \
 	  $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done
 
 clean:

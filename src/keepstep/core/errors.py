@@ -35,3 +35,7 @@ class TraceError(KeepstepError):
 
 class RunError(KeepstepError):
     """A run that cannot be started, found or read."""
+
+
+class CheckpointError(KeepstepError):
+    """A state that cannot be saved as asked, or a snapshot that is damaged, foreign or not the one wanted."""

@@ -110,6 +110,7 @@ class Job:
     controller_listen: Endpoint | None
     layout: str  # declared parallel layout; empty: inferred
     ring_records: int
+    checkpoint_bytes: int  # 0: half of the node's memory
     linger_s: float
     quiet: bool
     verbose: bool
@@ -183,6 +184,7 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         else None,
         layout=_layout(str(value["layout"]), nproc * max_nodes if min_nodes == max_nodes else None),
         ring_records=int(value["ring_records"]),
+        checkpoint_bytes=int(value["checkpoint_bytes"]),
         linger_s=float(value["linger_s"]),
         quiet=given.quiet,
         verbose=given.verbose,

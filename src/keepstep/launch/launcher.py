@@ -23,12 +23,23 @@ from keepstep.launch import addresses, root_cause, run_folder
 from keepstep.launch.companions import Companion, agent_command, controller_command
 from keepstep.launch.guard import Guard
 from keepstep.launch.job import STDERR, STDOUT, Endpoint, Job
-from keepstep.launch.placement import COOKIE, INCARNATION, ORDERS, RING, RUN_DIR, Place, worker_plans
+from keepstep.launch.placement import (
+    CACHE,
+    COOKIE,
+    INCARNATION,
+    LAYOUT,
+    ORDERS,
+    RING,
+    RUN_DIR,
+    Place,
+    worker_plans,
+)
 from keepstep.launch.processes import Processes
 from keepstep.launch.streams import Follower, WorkerStreams, line_prefix, worker_streams
 from keepstep.launch.workers import Workers, sweep
 
 if TYPE_CHECKING:
+    from keepstep.checkpoint.cache import Cache, CacheServer
     from keepstep.launch.link import Link
     from keepstep.wire import Stop
 
@@ -71,6 +82,7 @@ class Launcher:
         self._place: Place | None = None
         self._rings: dict[int, int] = {}  # descriptor by rank
         self._orders: dict[int, int] = {}  # the same of the orders pages
+        self._cache: tuple[Cache, CacheServer] | None = None
         self._workers: Workers | None = None
         self._followers: list[Follower] = []
         self._filter_files: list[int] = []
@@ -247,6 +259,7 @@ class Launcher:
     def _start_workers(self, place: Place, restarts: int) -> None:
         job = self._job
         watching = self._make_rings(place) if job.watch else {}
+        caching = self._caching(place)
         ranks = {local_rank: place.first_rank + local_rank for local_rank in range(job.nproc)}
         error_files = {
             local: str(self._logs.error_file(rank, local, restarts)) for local, rank in ranks.items()
@@ -257,7 +270,7 @@ class Launcher:
             self._environ,
             error_files=error_files,
             restart_count=restarts,
-            watching=watching,
+            extra={local: {**caching, **watching.get(local, {})} for local in ranks},
         )
         streams = {
             local: worker_streams(job, self._logs, rank, local, restarts) for local, rank in ranks.items()
@@ -267,7 +280,7 @@ class Launcher:
         )
         self._follow(streams, ranks, restarts)
         self._workers.start(
-            {k: v for k, v in self._environ.items() if k not in (RING, ORDERS, RUN_DIR, INCARNATION)}
+            {k: v for k, v in self._environ.items() if k not in (RING, ORDERS, RUN_DIR, CACHE, INCARNATION)}
         )
         self._describe()
         if job.watch and job.rendezvous.endpoint is None and self._controller is None:
@@ -304,6 +317,27 @@ class Launcher:
             }
             for rank in self._rings
         }
+
+    def _caching(self, place: Place) -> dict[str, str]:
+        """The environment in which workers find the node's cache; it outlives them, from the first start on."""
+        try:
+            from keepstep.checkpoint.cache import Cache, CacheServer, default_limit_bytes
+
+            if self._cache is None:
+                cache = Cache(self._job.checkpoint_bytes or default_limit_bytes())
+                self._cache = (cache, CacheServer(cache))
+        except (KeepstepError, OSError, ImportError) as error:
+            self._warn(f"no checkpoints are kept in memory: {error}")
+            return {}
+        layout = {LAYOUT: self._job.layout} if self._job.layout else {}
+        return {CACHE: self._cache[1].address, INCARNATION: str(place.incarnation), **layout}
+
+    def _close_cache(self) -> None:
+        if self._cache:
+            cache, server = self._cache
+            server.close()
+            cache.close()
+            self._cache = None
 
     def _close_rings(self) -> None:
         for descriptor in (*self._rings.values(), *self._orders.values()):
@@ -463,6 +497,7 @@ class Launcher:
             await self._controller.stop(self._job.linger_s)
         await self._sweep()
         self._close_rings()
+        self._close_cache()
         code = self._stop_code if outcome.kind == "finished" and self._stop_code else outcome.code
         if self._hosts_controller:
             ending = {"exit_code": code, "reason": outcome.reason, "ended_unix_s": time.time()}

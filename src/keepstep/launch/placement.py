@@ -12,6 +12,8 @@ RUN_DIR = "KEEPSTEP_RUN_DIR"
 RING = "KEEPSTEP_RING"
 ORDERS = "KEEPSTEP_ORDERS"
 INCARNATION = "KEEPSTEP_INCARNATION"
+CACHE = "KEEPSTEP_CACHE"
+LAYOUT = "KEEPSTEP_LAYOUT"
 COOKIE = "KEEPSTEP_JOB"  # marks every process of a run, so that none outlives it
 _LOCAL_RANK_MACRO = "${local_rank}"
 
@@ -46,9 +48,9 @@ def worker_plans(
     *,
     error_files: Mapping[int, str],
     restart_count: int = 0,
-    watching: Mapping[int, Mapping[str, str]] | None = None,
+    extra: Mapping[int, Mapping[str, str]] | None = None,
 ) -> list[WorkerPlan]:
-    """The workers of this node. ``error_files`` and ``watching`` (extra environment) are by local rank."""
+    """The workers of this node. ``error_files`` and ``extra`` (environment) are by local rank."""
     return [
         WorkerPlan(
             rank=place.first_rank + local_rank,
@@ -57,7 +59,7 @@ def worker_plans(
             environment={
                 **worker_environment(job, place, local_rank, environ, restart_count),
                 "TORCHELASTIC_ERROR_FILE": error_files[local_rank],
-                **(watching or {}).get(local_rank, {}),
+                **(extra or {}).get(local_rank, {}),
             },
         )
         for local_rank in range(job.nproc)

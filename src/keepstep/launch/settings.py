@@ -16,6 +16,7 @@ SETTINGS = (
     Setting("run", "controller_listen", "", "HOST:PORT the controller listens on; empty: the endpoint"),
     Setting("run", "layout", "", "parallel layout, e.g. tp2-dp4-pp2, first varies fastest; empty: inferred"),
     Setting("run", "ring_records", 65536, "records of 64 bytes in each worker's ring"),
+    Setting("run", "checkpoint_bytes", 0, "most memory of a node for checkpoints; 0: half of what it has"),
     Setting("run", "join_timeout_s", 600.0, "how long to wait for the other nodes at the start"),
     Setting("run", "linger_s", 10.0, "how long agent and controller may take after the workers ended"),
 )

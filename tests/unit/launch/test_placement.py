@@ -57,7 +57,7 @@ def test_plans_carry_error_files_and_rings() -> None:
         PLACE,
         {},
         error_files={0: "/e0", 1: "/e1"},
-        watching={1: {"KEEPSTEP_RING": "/proc/1/fd/9"}},
+        extra={1: {"KEEPSTEP_RING": "/proc/1/fd/9"}},
     )
     assert [plan.rank for plan in plans] == [2, 3]
     assert plans[0].environment["TORCHELASTIC_ERROR_FILE"] == "/e0"

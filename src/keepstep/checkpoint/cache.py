@@ -1,0 +1,364 @@
+"""The node's cache: memory for snapshots that outlives workers and agent, because the launcher keeps it.
+
+Each slot is a memfd whose size is sealed; workers get descriptors over a Unix socket, from a peer of their own user
+only. When the last process that holds one is gone, so is the memory: nothing of the node is left taken. The board says
+what every rank of the node holds: a row of `SLOTS_PER_RANK` words (`Key.pack`) by rank, set when a slot is sealed and
+cleared before it is overwritten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
+from keepstep.checkpoint.header import MOST_BYTES
+from keepstep.checkpoint.slots import Key, Record, read_record
+from keepstep.core.errors import CheckpointError
+
+ADDRESS = "KEEPSTEP_CACHE"  # environment of the workers: name of the socket
+SLOTS_PER_RANK = 8
+MOST_RANKS = 1 << 20
+_MOST_MESSAGE_BYTES = 4096
+_MOST_CONNECTIONS = 4096
+_PATIENCE_S = 30.0
+_PAGE_BYTES = 4096
+_POPULATED_AT_ONCE = 64 << 20
+
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
+_Index = Annotated[int, msgspec.Meta(ge=0, lt=SLOTS_PER_RANK)]
+
+
+class Open(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The slots of a rank as they are."""
+
+    rank: _Rank
+
+
+class Reserve(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Give the rank ``slots`` slots of at least ``nbytes`` each; those in ``keep`` stay as they are, whatever size."""
+
+    rank: _Rank
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=MOST_BYTES)]
+    slots: Annotated[int, msgspec.Meta(ge=1, le=SLOTS_PER_RANK)]
+    keep: Annotated[tuple[_Index, ...], msgspec.Meta(max_length=SLOTS_PER_RANK)] = ()
+
+
+class Granted(msgspec.Struct, frozen=True, tag=True):
+    """Comes with the descriptors of the board and of the rank's slots, in this order. Bytes, of the whole node."""
+
+    used_bytes: int
+    limit_bytes: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Nothing was changed; the reason is for the job's operator."""
+
+    reason: str
+
+
+_requests = msgspec.json.Decoder(Open | Reserve)
+_answers = msgspec.json.Decoder(Granted | Refused)
+
+
+class Cache:
+    """The slots of all ranks of a node, by rank. ``limit_bytes``: most that all slots together may take."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.board = _memfd("keepstep-board", MOST_RANKS * SLOTS_PER_RANK * 8)
+        self._slots: dict[int, list[int]] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        """Size of all slots, whether their pages are there yet or not."""
+        return sum(_size(descriptor) for slots in self._slots.values() for descriptor in slots)
+
+    def slots(self, rank: int) -> list[int]:
+        """The descriptors of a rank's slots."""
+        return self._slots.get(rank, [])
+
+    def reserve(self, rank: int, nbytes: int, slots: int, keep: Collection[int] = ()) -> None:
+        """Make the rank's slots so large; a slot that is replaced loses what it held.
+
+        Raises:
+            CheckpointError: the node's limit or memory does not allow it; nothing was changed.
+        """
+        old = self.slots(rank)
+        count = max(slots, len(old))
+        size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+        new = [i for i in range(count) if i >= len(old) or (i not in keep and _size(old[i]) < size)]
+        growth = size * len(new) - sum(_size(old[i]) for i in new if i < len(old))
+        self._check_room(rank, size, slots, growth)
+        made: list[int] = []
+        try:
+            made.extend(_memfd(f"keepstep-rank-{rank}", size) for _ in new)
+        except OSError as error:
+            for descriptor in made:
+                os.close(descriptor)
+            raise CheckpointError(f"no memory file can be made: {error.strerror}") from None
+        kept = self._slots.setdefault(rank, [])
+        for index, descriptor in zip(new, made, strict=True):
+            if index < len(kept):
+                os.close(kept[index])
+                kept[index] = descriptor
+            else:
+                kept.append(descriptor)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for descriptor in (self.board, *(d for slots in self._slots.values() for d in slots)):
+            os.close(descriptor)
+        self._slots = {}
+
+    def _check_room(self, rank: int, size: int, slots: int, growth: int) -> None:
+        used = self.used_bytes
+        asked = f"rank {rank} asks for {slots} slots of {gib(size)} for its snapshots"
+        if used + growth > self.limit_bytes:
+            raise CheckpointError(
+                f"{asked}: with the {gib(used)} that are taken, {gib(used + growth)} of this node, "
+                f"whose limit is {gib(self.limit_bytes)}; raise KEEPSTEP_CHECKPOINT_BYTES or save a smaller state"
+            )
+        there = sum(os.fstat(d).st_blocks * 512 for slots_ in self._slots.values() for d in slots_)
+        missing = max(0, used - there) + growth
+        available = available_bytes()
+        if missing > available:
+            raise CheckpointError(
+                f"{asked}: {gib(missing)} more of this node, of whose memory {gib(available)} are free"
+            )
+
+
+class CacheServer:
+    """Hands out a cache's descriptors; lives on the launcher's event loop."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.address = f"keepstep-cache-{secrets.token_hex(16)}"
+        self._cache = cache
+        self._connections: set[socket.socket] = set()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._listener.bind(f"\0{self.address}")
+        self._listener.listen(128)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._listener, self._accept)
+
+    def close(self) -> None:
+        """Stop serving; the cache is the owner's to close."""
+        for connection in (*self._connections, self._listener):
+            self._loop.remove_reader(connection)
+            connection.close()
+        self._connections.clear()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        if len(self._connections) >= _MOST_CONNECTIONS or _peer_uid(connection) != os.getuid():
+            connection.close()
+            return
+        connection.setblocking(False)
+        self._connections.add(connection)
+        self._loop.add_reader(connection, self._serve, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(_MOST_MESSAGE_BYTES)
+            if data:
+                answer, descriptors = self._answer(data)
+                socket.send_fds(connection, [msgspec.json.encode(answer)], descriptors)
+                return
+        except OSError:
+            pass
+        self._loop.remove_reader(connection)
+        self._connections.discard(connection)
+        connection.close()
+
+    def _answer(self, data: bytes) -> tuple[Granted | Refused, list[int]]:
+        try:
+            request = _requests.decode(data)
+            if isinstance(request, Reserve):
+                self._cache.reserve(request.rank, request.nbytes, request.slots, request.keep)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            return Refused(f"not a request to the cache: {error}"), []
+        except CheckpointError as error:
+            return Refused(str(error)), []
+        granted = Granted(self._cache.used_bytes, self._cache.limit_bytes)
+        return granted, [self._cache.board, *self._cache.slots(request.rank)]
+
+
+class Answer(NamedTuple):
+    """What a client got: descriptors, which it closes, and the node's figures."""
+
+    board: int
+    slots: list[int]
+    used_bytes: int
+    limit_bytes: int
+
+
+def ask(address: str, request: Open | Reserve) -> Answer:
+    """Ask the cache at ``address`` (the value of `ADDRESS`).
+
+    Raises:
+        CheckpointError: it refused, is not there, or is not of this user.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(_PATIENCE_S)
+        try:
+            connection.connect(f"\0{address}")
+            if _peer_uid(connection) != os.getuid():
+                raise CheckpointError(f"the cache {address} belongs to another user")
+            connection.send(msgspec.json.encode(request))
+            data, descriptors, _, _ = socket.recv_fds(connection, _MOST_MESSAGE_BYTES, 1 + SLOTS_PER_RANK)
+        except OSError as error:
+            raise CheckpointError(
+                f"the cache of this node does not answer ({error}): is `keepstep run` still there?"
+            ) from None
+    try:
+        answer = _answers.decode(data)
+        if isinstance(answer, Refused):
+            raise CheckpointError(answer.reason)
+        if not descriptors:
+            raise CheckpointError("the cache of this node sent no descriptors")
+    except (CheckpointError, msgspec.MsgspecError) as error:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise CheckpointError(str(error)) from None
+    return Answer(descriptors[0], list(descriptors[1:]), answer.used_bytes, answer.limit_bytes)
+
+
+class Slot:
+    """A slot, mapped. Owns its descriptor. One process should map a slot once: closing any map ends its locks."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Raises `CheckpointError` when the size of the file is not sealed: it could vanish under a reader."""
+        self._descriptor = descriptor
+        if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise CheckpointError("a slot of the cache whose size is not sealed")
+        self.nbytes = _size(descriptor)
+        self.memory = mmap.mmap(descriptor, self.nbytes)
+
+    def record(self) -> Record | None:
+        """The commit record; None while the slot is not sealed."""
+        with memoryview(self.memory) as view:
+            return read_record(view)
+
+    def clear(self) -> None:
+        """Forget what it holds."""
+        native.clear(self.memory)
+
+    def populate(self, until: Collection[object] = ()) -> None:
+        """Have the kernel give it all its pages now; stops early when something is in ``until``."""
+        for begin in range(0, self.nbytes, _POPULATED_AT_ONCE):
+            if until:
+                return
+            native.populate(self.memory, begin, min(_POPULATED_AT_ONCE, self.nbytes - begin))
+
+    def lock(self, *, shared: bool = False) -> bool:
+        """Take it for writing, or ``shared`` for reading, until `unlock` or the end of this process; False: taken."""
+        try:
+            fcntl.lockf(self._descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            return False
+
+    def unlock(self) -> None:
+        """Let others have it."""
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Unmap it. A view of ``memory`` that is still in use keeps it mapped."""
+        with contextlib.suppress(BufferError):
+            self.memory.close()
+        os.close(self._descriptor)
+
+
+class Board:
+    """What each rank of the node holds."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Maps the board and closes the descriptor."""
+        try:
+            self.memory = mmap.mmap(descriptor, MOST_RANKS * SLOTS_PER_RANK * 8)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"the board of the cache cannot be mapped: {error}") from None
+        finally:
+            os.close(descriptor)
+        self._words = memoryview(self.memory).cast("Q")
+
+    def index(self, rank: int, slot: int) -> int:
+        """Which word stands for a slot."""
+        return rank * SLOTS_PER_RANK + slot
+
+    def held(self, rank: int) -> frozenset[Key]:
+        """What the rank holds now."""
+        words = self._words[self.index(rank, 0) : self.index(rank, SLOTS_PER_RANK)]
+        return frozenset(key for key in map(Key.unpack, words) if key is not None)
+
+    def put(self, rank: int, slot: int, key: Key | None) -> None:
+        """Say what a slot holds."""
+        self._words[self.index(rank, slot)] = key.pack() if key else 0
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._words.release()
+        with contextlib.suppress(BufferError):
+            self.memory.close()
+
+
+def default_limit_bytes() -> int:
+    """Half of the memory that this machine or container has."""
+    return _memory_bytes("MemTotal", ("memory.max", "memory/memory.limit_in_bytes")) // 2
+
+
+def available_bytes() -> int:
+    """Memory that can be had without taking it from somebody."""
+    return _memory_bytes("MemAvailable", ())
+
+
+def _memory_bytes(field: str, limits: Iterable[str]) -> int:
+    found = 1 << 62
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            found = int(line.split()[1]) * 1024
+    for name in limits:
+        with contextlib.suppress(OSError, ValueError):
+            found = min(found, int((Path("/sys/fs/cgroup") / name).read_text()))
+    return found
+
+
+def _memfd(name: str, nbytes: int) -> int:
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        fcntl.fcntl(
+            descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _size(descriptor: int) -> int:
+    return os.fstat(descriptor).st_size
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", raw)[1]
+
+
+def gib(nbytes: int) -> str:
+    """Bytes as people read them."""
+    return f"{nbytes / (1 << 30):.2f} GiB"

@@ -1,0 +1,136 @@
+"""The sealed states of a node's ranks, for who brings them elsewhere: found, pinned by a lock, read in place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
+
+from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
+from keepstep.checkpoint.cache import Board, Open, Slot, ask
+from keepstep.checkpoint.header import StateHeader
+from keepstep.checkpoint.manifest import key_text
+from keepstep.checkpoint.persist import Persister
+from keepstep.checkpoint.slots import Key, read_header
+from keepstep.core.errors import CheckpointError
+
+
+class CachedStates:
+    """The slots of a node's ranks, mapped for reading. Of one process only one may be had (see `Slot`).
+
+    A pinned state is not overwritten by its worker: a rank with a pinned slot needs one slot more than the two that
+    take turns.
+    """
+
+    def __init__(self, address: str, ranks: Collection[int]) -> None:
+        self._address = address
+        self._slots: dict[int, list[Slot]] = {rank: [] for rank in ranks}
+        self._locked: dict[tuple[int, int], Key] = {}  # by rank and slot
+        self._boards: dict[int, Board] = {}
+        self._reading: set[tuple[int, int]] = set()
+        self._pinned: frozenset[Key] = frozenset()
+        self._told: set[tuple[Key, int]] = set()
+        self._guard = threading.RLock()  # the persister's thread reads while the agent's looks around
+
+    def held(self, rank: int) -> frozenset[Key]:
+        """What the rank has sealed. Raises CheckpointError: the cache does not answer."""
+        with self._guard:
+            if rank not in self._boards:
+                self._open(rank)
+            return self._boards[rank].held(rank)
+
+    def changes(self) -> tuple[list[tuple[Key, int]], list[tuple[Key, int]]]:
+        """(key, rank) of what was sealed, and of what was overwritten, since the last call."""
+        now = {(key, rank) for rank in self._slots for key in self.held(rank)}
+        sealed, gone = sorted(now - self._told), sorted(self._told - now)
+        self._told = now
+        return sealed, gone
+
+    def pin(self, keys: Collection[Key]) -> None:
+        """Keep these, and no others, from being overwritten: every rank's slot that holds one of them now."""
+        with self._guard:
+            for (rank, index), key in list(self._locked.items()):
+                if key not in keys and (rank, index) not in self._reading:
+                    self._slots[rank][index].unlock()
+                    del self._locked[rank, index]
+            self._pinned = frozenset(keys)
+            for rank in self._slots:
+                for key in self.held(rank) & self._pinned:
+                    self._lock(rank, key)
+
+    @contextmanager
+    def source(self, key: Key, rank: int) -> Generator[tuple[StateHeader, memoryview]]:
+        """Header and bytes of a state, pinned while the context is open.
+
+        Raises:
+            CheckpointError: the cache does not hold it any more, or its header is damaged.
+        """
+        with self._guard:
+            index = self._lock(rank, key)
+            if index is None:
+                raise CheckpointError(f"{key_text(key)} of rank {rank} is not in the cache any more")
+            slot = self._slots[rank][index]
+            self._reading.add((rank, index))
+        try:
+            with memoryview(slot.memory) as view:
+                record = slot.record()
+                assert record
+                header = read_header(view, record)
+                with view[native.DATA_OFFSET : native.DATA_OFFSET + header.data_bytes] as data:
+                    yield header, data
+        finally:
+            with self._guard:
+                self._reading.discard((rank, index))
+                self.pin(self._pinned)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        with self._guard:
+            for rank in self._slots:
+                self._close(rank)
+
+    def _lock(self, rank: int, key: Key) -> int | None:
+        """The slot that holds the key, locked; None without one."""
+        for fresh in (False, True):
+            if fresh:
+                self._open(rank)  # slots that grew are others
+            for index, slot in enumerate(self._slots[rank]):
+                record = slot.record()
+                if record is None or record.key != key:
+                    continue
+                if (rank, index) in self._locked or slot.lock(shared=True):
+                    record = slot.record()
+                    if record and record.key == key:
+                        self._locked[rank, index] = key
+                        return index
+                    slot.unlock()
+        return None
+
+    def _open(self, rank: int) -> None:
+        answer = ask(self._address, Open(rank))
+        kept = {key for (owner, _), key in self._locked.items() if owner == rank}
+        self._close(rank)
+        self._boards[rank] = Board(answer.board)
+        self._slots[rank] = [Slot(descriptor) for descriptor in answer.slots]
+        for index, slot in enumerate(self._slots[rank]):
+            record = slot.record()
+            if record and record.key in kept and slot.lock(shared=True):
+                self._locked[rank, index] = record.key
+
+    def _close(self, rank: int) -> None:
+        for index, slot in enumerate(self._slots[rank]):
+            self._locked.pop((rank, index), None)
+            slot.close()
+        self._slots[rank] = []
+        if rank in self._boards:
+            self._boards.pop(rank).close()
+
+
+def follow(states: CachedStates, persister: Persister) -> None:
+    """Tell the persister what was sealed and overwritten since the last call, and pin what it needs."""
+    sealed, gone = states.changes()
+    for key, rank in sealed:
+        persister.sealed(key, rank)
+    for key, rank in gone:
+        persister.evicted(key, rank)
+    states.pin(persister.pinned)

@@ -1,0 +1,130 @@
+"""The functions that a training script calls. Each process has one seat in its job and one set of snapshots."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import sys
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from keepstep.checkpoint.cache import ADDRESS
+from keepstep.checkpoint.snapshot import Seat, Snapshots
+from keepstep.core.errors import CheckpointError
+
+_open: list[Snapshots] = []
+_told: list[bool] = []
+
+
+def save(state: dict[Any, Any], step: int, *, overlap: bool = True) -> None:
+    """Take a snapshot of ``state`` as it is now, after ``step`` steps. Called by all ranks with the same steps.
+
+    With ``overlap`` parameters and optimizer states are copied during the next forward and backward and waited for
+    before the optimizer steps; whatever else changes them must call `wait` first. Without, all is copied on return.
+
+    Raises:
+        CheckpointError: the state cannot be saved or does not fit into the node's memory.
+    """
+    snapshots = _snapshots()
+    if snapshots:
+        snapshots.save(state, step, overlap=overlap)
+
+
+def load(state: dict[Any, Any]) -> int | None:
+    """Bring back the newest snapshot that all ranks have into ``state``. Called by all ranks, once, before training.
+
+    Gives the step that it was saved with; None when there is none, and ``state`` is as it was. Tensors and models are
+    filled in place, other objects get ``load_state_dict``, plain values are replaced.
+
+    Raises:
+        CheckpointError: ranks have different snapshots and none in common, or the state has another structure.
+    """
+    snapshots = _snapshots()
+    return snapshots.load(state) if snapshots else None
+
+
+def register(state: dict[Any, Any]) -> None:
+    """Get memory for snapshots of ``state`` now, so that the first `save` need not.
+
+    Raises:
+        CheckpointError: the state cannot be saved, or does not fit into the node's memory.
+    """
+    snapshots = _snapshots()
+    if snapshots:
+        snapshots.register(state)
+
+
+def wait() -> None:
+    """Return when the last snapshot is sealed: from then on it outlives this process."""
+    for snapshots in _open:
+        snapshots.wait()
+
+
+class RandomState:
+    """The random states of Python, numpy and torch, CUDA's included, to be put into a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of them now."""
+        return {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set all of them."""
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _snapshots() -> Snapshots | None:
+    if _open:
+        return _open[0]
+    address = os.environ.get(ADDRESS)
+    if not address:
+        if not _told:
+            _told.append(True)
+            print(
+                "keepstep: no checkpoint is kept in memory: this process was not started by `keepstep run`",
+                file=sys.stderr,
+                flush=True,
+            )
+        return None
+    _open.append(Snapshots(address, _seat(), _gather))
+    atexit.register(_open[0].wait)
+    return _open[0]
+
+
+def _seat() -> Seat:
+    def number(name: str, default: int) -> int:
+        return int(os.environ.get(name, default))
+
+    return Seat(
+        rank=number("RANK", 0),
+        world_size=number("WORLD_SIZE", 1),
+        local_world_size=number("LOCAL_WORLD_SIZE", 1),
+        incarnation=number("KEEPSTEP_INCARNATION", 0),
+        layout=os.environ.get("KEEPSTEP_LAYOUT", ""),
+    )
+
+
+def _gather(row: list[int]) -> list[list[int]]:
+    """What every rank gives, over the default process group. Plain numbers: nothing is unpickled."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return [row]
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise CheckpointError("the ranks cannot agree on a checkpoint: call init_process_group() before")
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    own = torch.tensor(row, dtype=torch.int64, device=device)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    cast("Any", dist).all_gather(rows, own)
+    return [cast("Any", found).tolist() for found in rows]

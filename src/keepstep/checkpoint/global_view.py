@@ -1,0 +1,196 @@
+"""The tensors of the whole job, out of the headers of all ranks: which rank's bytes go where in which tensor."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from keepstep.checkpoint.header import ShardEntry, StateHeader, TensorEntry, tensor_paths
+from keepstep.core.errors import CheckpointError
+
+MOST_RUNS = 4096
+MOST_BLOCKS = 1 << 20
+
+Run = tuple[int, int]  # first index and count
+_PLACEMENT = re.compile(r"R|S\((\d{1,2})\)|_S\((\d{1,2}), (\d{1,7})\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of a tensor: ``sizes`` elements from ``local`` on in the rank's part, from ``whole`` on in the whole."""
+
+    rank: int
+    tensor: int  # index in the rank's header
+    local: tuple[int, ...]
+    whole: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class WholeTensor:
+    """A tensor of the job; its blocks cover it without overlap."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: list[Block] = field(default_factory=list[Block])
+
+
+def whole_tensors(
+    headers: Sequence[StateHeader], fingerprint: Callable[[int, int], bytes]
+) -> dict[str, WholeTensor]:
+    """All tensors of the job by name, in the order in which ranks name them.
+
+    Of parts that several ranks hold the lowest rank's is taken. A tensor that is not sharded and differs between
+    ranks (random number states, say) is there once for each different content: the lowest rank's under its own
+    name, the others' as ``NAME@rank3``.
+
+    Args:
+        headers: of all ranks, in order.
+        fingerprint: of a tensor's content, by rank and its index in the rank's header.
+
+    Raises:
+        CheckpointError: parts of one tensor contradict each other, or do not cover it.
+    """
+    found: dict[str, WholeTensor] = {}
+    starts: dict[str, set[tuple[int, ...]]] = {}
+    contents: dict[str, list[bytes]] = {}
+    for rank, header in enumerate(headers):
+        for index, (tensor, path) in enumerate(zip(header.tensors, tensor_paths(header), strict=True)):
+            shape = tensor.shard.global_shape if tensor.shard else tensor.shape
+            whole = found.get(path)
+            if not tensor.shard:
+                content = f"{tensor.dtype}{shape}".encode() + fingerprint(rank, index)
+                if content in contents.setdefault(path, []):
+                    continue
+                contents[path].append(content)
+                name = path if whole is None else f"{path}@rank{rank}"
+                found[name] = WholeTensor(name, tensor.dtype, shape, [_all_of(rank, index, shape)])
+                continue
+            if whole is None:
+                whole = found[path] = WholeTensor(path, tensor.dtype, shape)
+            if (whole.dtype, whole.shape) != (tensor.dtype, shape) or path in contents:
+                raise CheckpointError(
+                    f"{path}: rank {rank} has another shape or dtype of it than lower ranks"
+                )
+            for block in _blocks(rank, index, tensor, tensor.shard):
+                if block.whole not in starts.setdefault(path, set()):
+                    starts[path].add(block.whole)
+                    whole.blocks.append(block)
+    for path in starts:
+        _check_covered(found[path])
+    return found
+
+
+def _all_of(rank: int, index: int, shape: tuple[int, ...]) -> Block:
+    zeros = (0,) * len(shape)
+    return Block(rank, index, zeros, zeros, shape)
+
+
+def _blocks(rank: int, index: int, tensor: TensorEntry, shard: ShardEntry) -> Iterator[Block]:
+    if shard.offset and not shard.placements:  # a block that needs no mesh to say where it lies
+        yield Block(rank, index, (0,) * len(tensor.shape), shard.offset, tensor.shape)
+        return
+    axes = local_runs(shard)
+    for size, runs in zip(tensor.shape, axes, strict=True):
+        if sum(count for _, count in runs) != size:
+            raise CheckpointError(
+                f"rank {rank}: the local part of tensor {index} has shape {tensor.shape}, which its placements "
+                f"{', '.join(shard.placements)} do not give"
+            )
+    if math.prod(map(len, axes)) > MOST_BLOCKS:
+        raise CheckpointError(f"placements {', '.join(shard.placements)} cut a tensor too finely")
+    starts = [list(itertools.accumulate((count for _, count in runs), initial=0)) for runs in axes]
+    for choice in itertools.product(*(range(len(runs)) for runs in axes)):
+        yield Block(
+            rank,
+            index,
+            local=tuple(starts[axis][at] for axis, at in enumerate(choice)),
+            whole=tuple(axes[axis][at][0] for axis, at in enumerate(choice)),
+            sizes=tuple(axes[axis][at][1] for axis, at in enumerate(choice)),
+        )
+
+
+def local_runs(shard: ShardEntry) -> list[list[Run]]:
+    """For each dimension the indices of the whole that the local part holds, in its order, as runs without gaps.
+
+    ``_S(axis, factor)`` stands for a split made after later ones of the same axis, as FSDP2 does with what tensor
+    parallelism left it; where no later splits make up the factor, for every part of ``factor`` split alike.
+
+    Raises:
+        CheckpointError: a placement that is not known, or does not fit the shape.
+    """
+    axes: list[list[Run]] = [[(0, size)] if size else [] for size in shard.global_shape]
+    splits = [_split_of(word, len(axes)) for word in shard.placements]
+    for axis in range(len(axes)):
+        cuts = [
+            (factor, count, at)
+            for (own, factor), count, at in zip(splits, shard.mesh_shape, shard.coordinate, strict=True)
+            if own == axis
+        ]
+        # Splits that were made last first, as all factors say then, are made in that order here.
+        later = [math.prod(count for _, count, _ in cuts[index + 1 :]) for index in range(len(cuts))]
+        reverse = all(factor in (1, parts) for (factor, _, _), parts in zip(cuts, later, strict=True))
+        for factor, count, at in [cut for cut in cuts if cut[0] == 1 or not reverse]:
+            axes[axis] = _part(axes[axis], factor, count, at)
+        for _, count, at in reversed([cut for cut in cuts if cut[0] > 1 and reverse]):
+            axes[axis] = _part(axes[axis], 1, count, at)
+    return axes
+
+
+def _split_of(word: str, dimensions: int) -> tuple[int, int]:
+    """Axis and factor of a placement; axis -1 for a replica."""
+    match = _PLACEMENT.fullmatch(word)
+    if not match:
+        raise CheckpointError(f"placement {word[:40]!r} is none that this keepstep knows")
+    if word == "R":
+        return -1, 1
+    axis, factor = int(match[1] or match[2]), int(match[3] or 1)
+    if axis >= dimensions or not 0 < factor <= MOST_RUNS:
+        raise CheckpointError(f"placement {word!r} does not fit a tensor of {dimensions} dimensions")
+    return axis, factor
+
+
+def _part(runs: list[Run], factor: int, count: int, at: int) -> list[Run]:
+    """Of each of ``factor`` chunks the ``at``-th of ``count`` chunks."""
+    if at >= count:
+        raise CheckpointError(f"coordinate {at} on a mesh dimension of {count}")
+    found = _joined(
+        run for turn in range(factor) for run in _chunk(list(_chunk(runs, factor, turn)), count, at)
+    )
+    if len(found) > MOST_RUNS:
+        raise CheckpointError(f"a dimension is cut into more than {MOST_RUNS} runs")
+    return found
+
+
+def _chunk(runs: list[Run], chunks: int, at: int) -> Iterator[Run]:
+    """The ``at``-th of ``chunks`` parts as ``torch.chunk`` cuts them: equal, the last ones shorter or empty."""
+    size = -(-sum(count for _, count in runs) // chunks)
+    first, behind = at * size, (at + 1) * size
+    passed = 0
+    for start, count in runs:
+        low, high = max(first, passed), min(behind, passed + count)
+        if low < high:
+            yield start + low - passed, high - low
+        passed += count
+
+
+def _joined(runs: Iterator[Run]) -> list[Run]:
+    found: list[Run] = []
+    for start, count in runs:
+        if found and sum(found[-1]) == start:
+            found[-1] = (found[-1][0], found[-1][1] + count)
+        else:
+            found.append((start, count))
+    return found
+
+
+def _check_covered(whole: WholeTensor) -> None:
+    wanted, have = math.prod(whole.shape), sum(math.prod(block.sizes) for block in whole.blocks)
+    if wanted != have:
+        raise CheckpointError(
+            f"{whole.name}: the ranks' parts have {have} of its {wanted} elements; a rank's part is missing"
+        )

@@ -1,0 +1,72 @@
+"""Which tensors only an optimizer's step changes, and a call before any does: what overlapped copying rests on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from keepstep.checkpoint.state import identity
+
+
+class OptimizerWatch:
+    """Sees every `torch.optim.Optimizer` of this process step.
+
+    ``before_step`` gets the storages of the optimizer's parameters, lazily, before each step. An optimizer is known
+    once it has stepped, when its state is there. One that steps inside a backward pass makes its tensors unsafe to copy
+    in the background for good: between two steps of it there is hardly a moment.
+    """
+
+    def __init__(self, before_step: Callable[[Iterator[int]], None]) -> None:
+        self._before_step = before_step
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.in_backward = False
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        )
+
+    def owned(self) -> set[int]:
+        """The storages (`state.identity`) that nothing but a known optimizer's step is expected to change."""
+        if self.in_backward:
+            return set()
+        return {found for optimizer in self._known for found in _identities(_tensors(optimizer))}
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if cast("Any", torch)._C._current_graph_task_id() != -1:
+            self.in_backward = True
+        self._before_step(_identities(_parameters(optimizer)))
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._known.add(optimizer)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    yield from _parameters(optimizer)
+    for state in cast("dict[Any, Any]", optimizer.state).values():
+        if isinstance(state, dict):
+            yield from cast("dict[str, Any]", state).values()
+
+
+def _identities(values: Iterable[Any]) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            local = getattr(value, "_local_tensor", value)  # a DTensor's own part
+            if type(local) in (torch.Tensor, torch.nn.Parameter):
+                yield identity(local.untyped_storage())

@@ -1,0 +1,137 @@
+"""The slots of one rank, as its worker sees them: what they offer, and where the next snapshot goes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from keepstep.checkpoint.cache import Board, Open, Reserve, Slot, ask
+from keepstep.checkpoint.header import StateHeader
+from keepstep.checkpoint.slots import Key, next_slot, read_header
+from keepstep.core.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A sealed snapshot; its header was verified, its storages were not yet."""
+
+    slot: int
+    header: StateHeader
+
+
+class Shelf:
+    """A rank's slots and the node's board, mapped. ``count``: how many slots it has once it has any."""
+
+    def __init__(self, address: str, rank: int, *, count: int = 2) -> None:
+        """Raises `CheckpointError` when the cache at ``address`` cannot be had."""
+        self._address, self._rank, self._count = address, rank, count
+        answer = ask(address, Open(rank))
+        self.board = Board(answer.board)
+        self.slots: list[Slot] = [Slot(descriptor) for descriptor in answer.slots]
+        self.limit_bytes = answer.limit_bytes
+        self._populating: threading.Thread | None = None
+        self._closing: list[object] = []
+
+    def held(self) -> list[Key | None]:
+        """What each slot holds, by its commit record."""
+        records = [slot.record() for slot in self.slots]
+        return [record.key if record else None for record in records]
+
+    def offers(self, world_size: int) -> tuple[dict[Key, Offer], list[str]]:
+        """What can be restored if its storages hold, and a line about each slot that holds something else."""
+        found: dict[Key, Offer] = {}
+        refused: list[str] = []
+        for index, slot in enumerate(self.slots):
+            record = slot.record()
+            if record is None:
+                continue
+            try:
+                with memoryview(slot.memory) as view:
+                    header = read_header(view, record)
+                if (header.rank, header.world_size) != (self._rank, world_size):
+                    raise CheckpointError(f"it is of rank {header.rank} of {header.world_size}")
+                found[record.key] = Offer(index, header)
+            except CheckpointError as error:
+                refused.append(
+                    f"the snapshot of rank {self._rank} at step {record.step} is not restored: {error}"
+                )
+        return found, refused
+
+    def settle(self, key: Key | None) -> None:
+        """From here on the job continues from ``key``: forget everything else, and say so on the board."""
+        for index, held in enumerate(self.held()):
+            if held != key or held is None:
+                self.slots[index].clear()
+                held = None
+            self.board.put(self._rank, index, held)
+
+    def take(self, complete: Callable[[], Key | None]) -> int | None:
+        """A slot for the next snapshot, locked and said to be empty; None while none may be overwritten.
+
+        ``complete`` gives the newest key that all ranks hold; it is asked when that matters.
+        """
+        keys, busy = self.held(), set[int]()
+        newest = complete() if keys and None not in keys else None
+        while True:
+            index = next_slot(keys, newest, busy)
+            if index is None:
+                return None
+            if self.slots[index].lock():
+                self.board.put(self._rank, index, None)
+                return index
+            busy.add(index)
+
+    def make_room(self, nbytes: int, index: int | None = None) -> None:
+        """Have slots of ``nbytes``: all of them when there are none yet, else a larger one in place of ``index``.
+
+        The kernel gives the pages in the background. ``limit_bytes`` is then what the node gives all its ranks at most.
+
+        Raises:
+            CheckpointError: the node's limit or memory does not allow it.
+        """
+        self._stop_populating()
+        keep = tuple(i for i in range(len(self.slots)) if i != index)
+        answer = ask(self._address, Reserve(self._rank, nbytes, max(self._count, len(self.slots)), keep))
+        self.limit_bytes = answer.limit_bytes
+        self.board.close()
+        self.board = Board(answer.board)
+        old, self.slots = self.slots, list[Slot]()
+        for i, descriptor in enumerate(answer.slots):
+            if i in keep:
+                self.slots.append(old[i])
+                os.close(descriptor)
+            else:
+                self.slots.append(Slot(descriptor))
+        if index is not None:
+            old[index].close()
+            self.slots[index].lock()
+        fresh = [slot for i, slot in enumerate(self.slots) if i not in keep]
+        self._populating = threading.Thread(
+            target=self._populate, args=(fresh, self._closing), name="keepstep-populate", daemon=True
+        )
+        self._populating.start()
+
+    def populated(self) -> None:
+        """Wait until all slots have their pages."""
+        if self._populating:
+            self._populating.join()
+
+    def close(self) -> None:
+        """Unmap everything; the cache keeps it."""
+        self._stop_populating()
+        self.board.close()
+        for slot in self.slots:
+            slot.close()
+
+    @staticmethod
+    def _populate(slots: list[Slot], until: list[object]) -> None:
+        for slot in slots:
+            slot.populate(until)
+
+    def _stop_populating(self) -> None:
+        if self._populating:
+            self._closing.append(True)
+            self._populating.join()
+            self._closing, self._populating = [], None

@@ -1,0 +1,159 @@
+"""Slots of the cache: what stands in one, and which one the next snapshot may take.
+
+A slot holds one snapshot: a page that begins with the commit record, the storages' bytes, the header and a table of the
+storages' checksums. The record is cleared before anything else changes and written when every byte is there, so a slot
+whose writer died says nothing. This module reads; ``native/snapshot.hpp`` writes.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
+
+from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
+from keepstep.checkpoint.header import MOST_HEADER_BYTES, StateHeader, decode_header, with_checksums
+from keepstep.core.errors import CheckpointError
+from keepstep.core.ranges import fold_ranks
+
+_RECORD = struct.Struct("<8Q")
+_STEP_BITS = 47
+_MOST_TOLD = 6
+
+
+class Key(NamedTuple):
+    """Which snapshot: a later incarnation is newer than any step of an earlier one."""
+
+    incarnation: int
+    step: int
+
+    def pack(self) -> int:
+        """As one number below 2**63, never 0, in the order of keys. CheckpointError: it does not fit."""
+        if not (0 <= self.incarnation < 1 << 15 and 0 <= self.step < (1 << _STEP_BITS) - 1):
+            raise CheckpointError(
+                f"step {self.step} of incarnation {self.incarnation} is too large to be kept"
+            )
+        return self.incarnation << _STEP_BITS | self.step + 1
+
+    @classmethod
+    def unpack(cls, number: int) -> Key | None:
+        """The key that `pack` made ``number`` of; None for 0."""
+        return cls(number >> _STEP_BITS, (number & ((1 << _STEP_BITS) - 1)) - 1) if number else None
+
+
+class Record(NamedTuple):
+    """The commit record of a slot. Sizes in bytes."""
+
+    step: int
+    incarnation: int
+    data_bytes: int
+    header_bytes: int
+    storages: int
+    header_checksum: int
+
+    @property
+    def key(self) -> Key:
+        return Key(self.incarnation, self.step)
+
+
+def read_record(slot: memoryview) -> Record | None:
+    """The record of a sealed slot that fits into ``slot``; None when it is not sealed."""
+    if len(slot) < native.DATA_OFFSET:
+        return None
+    raw = bytes(slot[: _RECORD.size])
+    magic, *fields, own = _RECORD.unpack(raw)
+    if magic != native.MAGIC or own != native.checksum(raw[:-8]):
+        return None
+    step, incarnation, data_bytes, header_bytes, storages, header_checksum = fields
+    if header_bytes > MOST_HEADER_BYTES or data_bytes > len(slot) or storages > len(slot):
+        return None
+    if native.slot_bytes(data_bytes, header_bytes, storages) > len(slot):
+        return None
+    return Record(step, incarnation, data_bytes, header_bytes, storages, header_checksum)
+
+
+def read_header(slot: memoryview, record: Record) -> StateHeader:
+    """The header in a slot, with its checksums.
+
+    Raises:
+        CheckpointError: it is damaged, or not of this record.
+    """
+    begin = native.DATA_OFFSET + _aligned(record.data_bytes)
+    text = bytes(slot[begin : begin + record.header_bytes])
+    begin += _aligned(record.header_bytes)
+    table = bytes(slot[begin : begin + 8 * record.storages])
+    if native.checksum(table, native.checksum(text)) != record.header_checksum:
+        raise CheckpointError("the header is damaged")
+    header = with_checksums(decode_header(text), tuple(array("Q", table)))
+    if (header.step, header.incarnation, header.data_bytes) != record[:3]:
+        raise CheckpointError("the header is of another snapshot")
+    return header
+
+
+def damaged_storages(slot: memoryview, header: StateHeader, threads: int) -> list[int]:
+    """The storages whose bytes in ``slot`` do not have their checksums; every byte is read."""
+    plan = array("Q")
+    for entry in header.storages:
+        plan.extend((native.DATA_OFFSET + entry.offset, entry.nbytes))
+    sums = native.checksums(slot, plan, threads)
+    return [
+        i
+        for i, (entry, found) in enumerate(zip(header.storages, sums, strict=True))
+        if entry.checksum != found
+    ]
+
+
+def newest_common(held: Iterable[AbstractSet[Key]]) -> Key | None:
+    """The newest key that is in every set; None without one."""
+    sets = list(held)
+    return max(set[Key]().union(*sets[:1]).intersection(*sets[1:]), default=None)
+
+
+def next_slot(
+    keys: Sequence[Key | None], complete: Key | None, busy: AbstractSet[int] = frozenset()
+) -> int | None:
+    """The slot that the next snapshot may overwrite; None while there is none.
+
+    ``keys``: what each slot holds; ``complete``: the newest key that every rank of the job holds; ``busy``: slots that
+    somebody reads. Empty slots come first, then the oldest below ``complete``. A snapshot that is or may become the
+    newest that all ranks hold is never given up.
+    """
+    free = [index for index in range(len(keys)) if index not in busy]
+    for index in free:
+        if keys[index] is None:
+            return index
+    below = [
+        (key, index)
+        for index, key in enumerate(keys)
+        if index in free and key is not None and complete is not None and key < complete
+    ]
+    return min(below)[1] if below else None
+
+
+def agree(offers: Mapping[int, AbstractSet[Key]]) -> Key | None:
+    """The snapshot that all ranks resume from: the newest that each of them offers; None when none offers anything.
+
+    Raises:
+        CheckpointError: some offer one but there is none that all have; says who has what.
+    """
+    best = newest_common(offers.values())
+    if best is not None or not any(offers.values()):
+        return best
+    by_offer: dict[tuple[Key, ...], list[int]] = {}
+    for rank, keys in sorted(offers.items()):
+        by_offer.setdefault(tuple(sorted(keys)), []).append(rank)
+    told = [
+        f"ranks {fold_ranks(ranks)}: "
+        + (", ".join(f"step {k.step} of incarnation {k.incarnation}" for k in keys) or "nothing")
+        for keys, ranks in list(by_offer.items())[:_MOST_TOLD]
+    ]
+    raise CheckpointError(
+        "no snapshot is whole on every rank, so none is restored (" + "; ".join(told) + "): "
+        "restore from storage, or start from the beginning on purpose"
+    )
+
+
+def _aligned(count: int) -> int:
+    return -(-count // 64) * 64

@@ -1,0 +1,435 @@
+"""A state taken apart into a `StateHeader` and the storages of its tensors, and put together again.
+
+Storages, not tensors, are what is copied: tensors that share memory share it again after a restore. Of a storage only
+the bytes between the first and the last that its tensors reach are kept.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from keepstep.checkpoint.header import (
+    ALIGNMENT,
+    ITEM_BYTES,
+    MOST_DEPTH,
+    ShardEntry,
+    StateHeader,
+    StorageEntry,
+    TensorEntry,
+    decode_header,
+    encode_header,
+    join,
+    key_text,
+    plain_value,
+    references,
+    tensor_paths,
+    with_checksums,
+)
+from keepstep.core.errors import CheckpointError
+
+__all__ = [
+    "ShardEntry",
+    "Span",
+    "StateHeader",
+    "StorageEntry",
+    "TensorEntry",
+    "decode_header",
+    "encode_header",
+    "flatten",
+    "references",
+    "tensor_paths",
+    "unflatten",
+    "with_checksums",
+]
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_SMALL = range(-(1 << 63), 1 << 64)
+
+
+@dataclass(slots=True)
+class Span:
+    """The bytes of a live storage that a `StorageEntry` stands for. Holding it keeps them alive."""
+
+    storage: torch.UntypedStorage
+    start: int  # bytes, from the beginning of the storage
+    nbytes: int
+
+    @property
+    def pointer(self) -> int:
+        """Address of the first byte, on ``storage.device``."""
+        return self.storage.data_ptr() + self.start
+
+    def view(self) -> torch.Tensor:
+        """The bytes as a uint8 tensor of shape (nbytes,) that shares their memory."""
+        empty: Any = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return empty.set_(self.storage, self.start, (self.nbytes,))
+
+
+def flatten(
+    state: Any, *, step: int, incarnation: int = 0, rank: int = 0, world_size: int = 1, layout: str = ""
+) -> tuple[StateHeader, list[Span]]:
+    """The header of ``state`` and the spans of its storages, in the order of ``header.storages``. Copies no tensor.
+
+    Values are taken by their exact type: a subclass would come back as something else. Tensors lose autograd
+    (a parameter comes back as a plain tensor); of a DTensor the local part is taken.
+
+    Raises:
+        CheckpointError: something in the state cannot be said safely; names its path.
+    """
+    taken = _Taken()
+    tree = taken.node(state, "", 0)
+    offset, storages = 0, list[StorageEntry]()
+    spans = taken.spans()
+    for span in spans:
+        storages.append(StorageEntry(offset, span.nbytes))
+        offset = -(-(offset + span.nbytes) // ALIGNMENT) * ALIGNMENT
+    tensors = tuple(
+        TensorEntry(
+            storage=found.storage,
+            dtype=found.dtype,
+            shape=found.shape,
+            stride=found.stride,
+            offset=found.offset - spans[found.storage].start // ITEM_BYTES[found.dtype],
+            device=found.device,
+            shard=found.shard,
+        )
+        for found in taken.tensors
+    )
+    header = StateHeader(
+        step=step,
+        incarnation=incarnation,
+        rank=rank,
+        world_size=world_size,
+        layout=layout,
+        data_bytes=storages[-1].offset + storages[-1].nbytes if storages else 0,
+        tree=tree,
+        storages=tuple(storages),
+        tensors=tensors,
+    )
+    return header, spans
+
+
+def unflatten(header: StateHeader, storages: Sequence[torch.Tensor]) -> Any:
+    """The state whose bytes ``storages`` holds: one uint8 tensor of shape (nbytes,) per storage entry.
+
+    The tensors of the result share memory with ``storages``, and are on their devices. Of a DTensor it has the local
+    part; ``header.tensors[i].shard`` says the rest. ``header`` must come from `flatten` or `decode_header`.
+
+    Raises:
+        CheckpointError: a storage is too short for its entry, or a dtype is unknown to this torch.
+    """
+    for index, (entry, storage) in enumerate(zip(header.storages, storages, strict=True)):
+        if storage.dtype != torch.uint8 or storage.dim() != 1 or storage.numel() < entry.nbytes:
+            raise CheckpointError(f"storage {index}: not a row of {entry.nbytes} bytes")
+    tensors = [tensor_of(entry, storages[entry.storage]) for entry in header.tensors]
+    return build(header.tree, tensors, "")
+
+
+def tensor_of(entry: TensorEntry, storage: torch.Tensor) -> torch.Tensor:
+    """The tensor of an entry in its storage (uint8), sharing its memory.
+
+    Raises:
+        CheckpointError: its dtype is unknown to this torch.
+    """
+    if entry.dtype not in DTYPES:
+        raise CheckpointError(f"dtype {entry.dtype} is unknown to torch {torch.__version__}: use a newer one")
+    start = int(storage.storage_offset()) // ITEM_BYTES[entry.dtype]
+    empty: Any = torch.empty(0, dtype=DTYPES[entry.dtype], device=storage.device)
+    return empty.set_(storage.untyped_storage(), start + entry.offset, entry.shape, entry.stride)
+
+
+def build(node: Any, tensors: Sequence[Any], path: str) -> Any:
+    """The value that a node of a header's tree stands for, with ``tensors`` in their places.
+
+    Raises:
+        CheckpointError: the tree is not sound; `decode_header` lets no such tree through.
+    """
+    if node is None or isinstance(node, str | bool | int | float):
+        return node
+    if isinstance(node, dict):
+        return {key: build(value, tensors, join(path, key)) for key, value in cast("Any", node).items()}
+    tag, items = node[0], node[1:]
+    match tag:
+        case "tensor":
+            return tensors[items[0]]
+        case "array":
+            return tensors[items[0]].numpy()
+        case "scalar":
+            return tensors[items[0]].numpy()[()]
+        case "list" | "tuple" | "set" | "frozenset":
+            made = [build(item, tensors, join(path, str(index))) for index, item in enumerate(items)]
+            return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[tag](made)
+        case "dict":
+            return dict(_built_pairs(items, tensors, path))
+        case "ordered":
+            ordered = OrderedDict(_built_pairs(items[1:], tensors, path))
+            if items[0] is not None:
+                cast("Any", ordered)._metadata = build(items[0], (), join(path, "_metadata"))
+            return ordered
+        case "dtype":
+            return DTYPES[plain_value(tag, items, path)]
+        case "size":
+            return torch.Size(plain_value(tag, items, path))
+        case "device":
+            return torch.device(plain_value(tag, items, path))
+        case _:
+            return plain_value(tag, items, path)
+
+
+def _built_pairs(pairs: list[Any], tensors: Sequence[Any], path: str) -> list[tuple[Any, Any]]:
+    try:
+        found = [
+            (build(key, (), path), build(value, tensors, join(path, key_text(key)))) for key, value in pairs
+        ]
+        if len(dict(found)) == len(found):
+            return found
+    except TypeError:
+        pass
+    raise CheckpointError(f"{path or 'the state'}: a dict with a key twice, or one that cannot be a key")
+
+
+@dataclass(slots=True)
+class _FoundTensor:
+    storage: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # elements, from the beginning of the live storage
+    device: str
+    shard: ShardEntry | None
+
+
+@dataclass(slots=True)
+class _Reach:
+    storage: torch.UntypedStorage
+    first: int
+    last: int  # bytes; behind the last one
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What was met so far on the way through a state."""
+
+    tensors: list[_FoundTensor] = field(default_factory=list[_FoundTensor])
+    _reaches: list[_Reach] = field(default_factory=list[_Reach])
+    _storages: dict[int, int] = field(default_factory=dict[int, int])  # index by identity
+    _seen: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict[int, tuple[torch.Tensor, int]])
+
+    def spans(self) -> list[Span]:
+        """One per storage, from the first byte that is reached (a multiple of 64) to the last."""
+        found: list[Span] = []
+        for reach in self._reaches:
+            start = reach.first // ALIGNMENT * ALIGNMENT if reach.last else 0
+            found.append(Span(reach.storage, start, max(0, reach.last - start)))
+        return found
+
+    def node(self, value: Any, path: str, depth: int) -> Any:
+        kind = cast("type[Any]", type(value))
+        if value is None or kind is bool:
+            return value
+        if kind is str:
+            return _text(value, path)
+        if kind is int:
+            return value if value in _SMALL else ["int", hex(value)]
+        if kind is float:
+            return value if math.isfinite(value) else ["float", repr(value)]
+        if depth >= MOST_DEPTH:
+            raise CheckpointError(
+                f"{path[:200]}: nested deeper than {MOST_DEPTH}, or in itself; give a flat state"
+            )
+        if isinstance(value, torch.Tensor):
+            return ["tensor", self._tensor(value, path)]
+        if kind is dict:
+            return self._dict(cast("dict[Any, Any]", value), path, depth)
+        if kind is OrderedDict:
+            return self._ordered(cast("OrderedDict[Any, Any]", value), path, depth)
+        if kind in (list, tuple, set, frozenset):
+            return [
+                kind.__name__,
+                *(self.node(v, join(path, str(i)), depth + 1) for i, v in enumerate(value)),
+            ]
+        return self._rare(value, path)
+
+    def _rare(self, value: Any, path: str) -> Any:
+        if type(value) is complex:
+            parts = (value.real, value.imag)
+            return ["complex", *(part if math.isfinite(part) else ["float", repr(part)] for part in parts)]
+        if type(value) is bytes:
+            return ["bytes", base64.b64encode(value).decode()]
+        if isinstance(value, torch.dtype) and value in _NAMES:
+            return ["dtype", _NAMES[value]]
+        if isinstance(value, torch.Size):
+            return ["size", *value]
+        if isinstance(value, torch.device):
+            return ["device", str(value)]
+        if type(value) is np.ndarray or isinstance(value, np.generic):
+            tag = "array" if type(cast("Any", value)) is np.ndarray else "scalar"
+            return [tag, self._array(cast("Any", value), path)]
+        if isinstance(value, torch.Generator):
+            raise CheckpointError(f"{path or 'the state'}: a torch.Generator; give its get_state()")
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        advice = "give its state_dict()" if hasattr(value, "state_dict") else "give plain values or tensors"
+        raise CheckpointError(
+            f"{path or 'the state'}: a {name} cannot be saved without running code: {advice}"
+        )
+
+    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
+        if all(type(key) is str for key in value):
+            return {_text(k, path): self.node(v, join(path, k), depth + 1) for k, v in value.items()}
+        return ["dict", *self._pairs(value, path, depth)]
+
+    def _ordered(self, value: OrderedDict[Any, Any], path: str, depth: int) -> Any:
+        metadata = getattr(value, "_metadata", None)
+        before = len(self.tensors)
+        said = self.node(metadata, join(path, "_metadata"), depth + 1)
+        if len(self.tensors) != before:
+            raise CheckpointError(
+                f"{join(path, '_metadata')}: has tensors; only plain values can be kept there"
+            )
+        return ["ordered", said, *self._pairs(value, path, depth)]
+
+    def _pairs(self, value: dict[Any, Any], path: str, depth: int) -> list[list[Any]]:
+        pairs: list[list[Any]] = []
+        for key, item in value.items():
+            before = len(self.tensors)
+            node = self.node(key, path, depth + 1)
+            if len(self.tensors) != before:
+                raise CheckpointError(
+                    f"{path or 'the state'}: a tensor as a key of a dict; use a plain value"
+                )
+            pairs.append([node, self.node(item, join(path, key_text(node)), depth + 1)])
+        return pairs
+
+    def _array(self, array: Any, path: str) -> int:
+        try:
+            # A private copy: numpy's arrays may be read-only or step backwards, which torch does not take.
+            return self._tensor(torch.as_tensor(np.array(array, copy=True, order="C")), path)
+        except TypeError:
+            raise CheckpointError(
+                f"{path or 'the state'}: a numpy array of dtype {array.dtype}; only plain numbers can be kept"
+            ) from None
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> int:
+        seen = self._seen.get(id(tensor))
+        if seen:
+            return seen[1]
+        local, shard = tensor, None
+        if isinstance(tensor, DTensor):
+            local, shard = tensor.to_local().detach(), shard_entry(tensor, path)
+        if hasattr(local, "wait") and type(local).__name__ == "AsyncCollectiveTensor":
+            local = cast("torch.Tensor", cast("Any", local).wait())
+        index = self._local(local, shard, path)
+        self._seen[id(tensor)] = (tensor, index)
+        return index
+
+    def _local(self, tensor: torch.Tensor, shard: ShardEntry | None, path: str) -> int:
+        if type(tensor) not in _PLAIN_TENSORS or tensor.layout != torch.strided or tensor.is_meta:
+            kind = f"{type(tensor).__name__} ({tensor.layout}, {tensor.device})"
+            raise CheckpointError(
+                f"{path or 'the state'}: a {kind} has no plain bytes; give the tensors it is made of"
+            )
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(
+                f"{path or 'the state'}: tensors of {tensor.dtype} cannot be kept; convert it"
+            )
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.detach().resolve_conj().resolve_neg()
+        name = _NAMES[tensor.dtype]
+        storage = tensor.untyped_storage()
+        place = self._storages.setdefault(identity(storage), len(self._reaches))
+        if place == len(self._reaches):
+            self._reaches.append(_Reach(storage, storage.nbytes(), 0))
+        shape, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        if 0 in shape:
+            offset, stride = 0, (0,) * len(shape)
+        else:
+            size, reach = ITEM_BYTES[name], self._reaches[place]
+            last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+            reach.first = min(reach.first, offset * size)
+            reach.last = max(reach.last, (last + 1) * size)
+        self.tensors.append(_FoundTensor(place, name, shape, stride, offset, str(tensor.device), shard))
+        return len(self.tensors) - 1
+
+
+def identity(storage: torch.UntypedStorage) -> int:
+    """The same number for all tensors of a storage, for as long as it lives."""
+    return cast("Any", storage)._cdata
+
+
+def _text(value: str, path: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{path or 'the state'}: text with half a character; give bytes") from None
+    return value
+
+
+def shard_entry(tensor: DTensor, path: str) -> ShardEntry:
+    """What ``tensor`` is beyond its local part.
+
+    Raises:
+        CheckpointError: it is a partial sum, or on a mesh without this rank.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise CheckpointError(
+            f"{path}: a DTensor on a mesh without this rank; leave it out of this rank's state"
+        )
+    words: list[str] = []
+    for placement in tensor.placements:
+        # _StridedShard is a Shard in some versions of torch and stands beside it in others.
+        strided = getattr(placement, "split_factor", None)
+        if isinstance(placement, Replicate):
+            words.append("R")
+        elif strided is not None:
+            words.append(f"_S({cast('Any', placement).dim}, {strided})")
+        elif isinstance(placement, Shard):
+            words.append(f"S({cast('Any', placement).dim})")
+        else:
+            raise CheckpointError(
+                f"{path}: a DTensor with placement {placement}, which is no state yet; reduce it first"
+            )
+    offset: tuple[int, ...] = ()
+    if not any(word.startswith("_S") for word in words):
+        offset = tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)[1])
+    return ShardEntry(
+        global_shape=tuple(tensor.shape),
+        offset=offset,
+        mesh_shape=tuple(mesh.shape),
+        mesh_names=tuple(mesh.mesh_dim_names or ()),
+        coordinate=tuple(coordinate),
+        placements=tuple(words),
+    )
+
+
+def placement_of(word: str) -> Placement:
+    """The placement that a word of ``ShardEntry.placements`` stands for.
+
+    Raises:
+        CheckpointError: it stands for none.
+    """
+    found = re.fullmatch(r"R|(_?)S\((\d{1,2})(?:, (\d{1,9}))?\)", word, re.ASCII)
+    if found is None or bool(found[1]) != bool(found[3]):
+        raise CheckpointError(f"a placement {word[:40]!r}, which this keepstep does not know")
+    if word == "R":
+        return Replicate()
+    if not found[1]:
+        return Shard(int(found[2]))
+    from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
+
+    return _StridedShard(int(found[2]), split_factor=int(found[3]))

@@ -1,0 +1,194 @@
+"""``keepstep checkpoint plan``: how often to checkpoint, and what it costs."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from keepstep.checkpoint.cost import Costs, Interval, Limits, ShardedModel, best_interval, save_gain
+from keepstep.core.errors import RunError, UsageError
+from keepstep.traces import open_run
+
+_DAY_S = 86_400.0
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40, "PI": 2.0**50}
+
+
+def plan(
+    run: Annotated[str, typer.Argument(help="A run whose measured step time is taken.")] = "",
+    failures_per_day: Annotated[
+        float, typer.Option("--failures-per-day", help="Failures of the whole job in a day (m/d).")
+    ] = 1.0,
+    recovery: Annotated[
+        float,
+        typer.Option("--recovery", help="Seconds from a failure to training again, lost work apart (s0)."),
+    ] = 60.0,
+    step_time: Annotated[float, typer.Option("--step-time", help="Seconds of a training step (τ).")] = 0.0,
+    state_size: Annotated[
+        str, typer.Option("--state-size", help="State of the rank that saves most, e.g. 38GB.")
+    ] = "",
+    parameters: Annotated[
+        str,
+        typer.Option("--parameters", help="Instead of --state-size, e.g. 175B: 2 + 12 bytes each, as ZeRO."),
+    ] = "",
+    data_parallel: Annotated[int, typer.Option("--data-parallel", help="Replicas, with --parameters.")] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", help="Nodes of the job.")] = 1,
+    ranks_per_node: Annotated[int, typer.Option("--ranks-per-node", help="Ranks on a node.")] = 8,
+    memory_bandwidth: Annotated[
+        str, typer.Option("--memory-bandwidth", help="Copy of one rank to its node's memory, a second.")
+    ] = "5GB",
+    backup_bandwidth: Annotated[
+        str, typer.Option("--backup-bandwidth", help="What a node may send its neighbour, a second.")
+    ] = "2GB",
+    storage_bandwidth: Annotated[
+        str, typer.Option("--storage-bandwidth", help="What the storage takes from the whole job, a second.")
+    ] = "5GB",
+    step_increase: Annotated[
+        float | None,
+        typer.Option(
+            "--step-increase",
+            help="Seconds that a checkpoint adds to its step, measured; default: the whole copy (k0).",
+        ),
+    ] = None,
+    max_slowdown: Annotated[
+        float, typer.Option("--max-slowdown", help="Largest share of training time for checkpoints.")
+    ] = 0.05,
+    json: Annotated[bool, typer.Option("--json", help="Print all terms as JSON.")] = False,
+) -> int:
+    """Say after how many steps to save: to memory, and to storage. The default values are guesses: give yours."""
+    step_s, step_source = (step_time, "given") if step_time else _measured(run)
+    model = _model(parameters, nodes, ranks_per_node, data_parallel) if parameters else None
+    if (model is None) == (not state_size):
+        raise UsageError("give either --state-size BYTES of a rank, or --parameters COUNT")
+    rank_bytes = model.most_saved_bytes if model else quantity("--state-size", state_size)
+    node_bytes = rank_bytes * ranks_per_node
+    job_bytes = model.saved_bytes if model else node_bytes * nodes
+    memory = quantity("--memory-bandwidth", memory_bandwidth)
+    backup = quantity("--backup-bandwidth", backup_bandwidth)
+    storage = quantity("--storage-bandwidth", storage_bandwidth)
+    copy_s = rank_bytes / memory
+    costs = Costs(
+        period_s=_DAY_S,
+        failures=failures_per_day,
+        recovery_s=recovery,
+        checkpoint_s=copy_s if step_increase is None else step_increase,
+        step_s=step_s,
+    )
+    best = best_interval(costs, Limits(copy_s=copy_s, backup_s=node_bytes / backup, slowdown=max_slowdown))
+    storage_s = job_bytes / storage
+    terms: dict[str, Any] = {
+        "step_s": step_s,
+        "step_source": step_source,
+        "failures_per_day": failures_per_day,
+        "recovery_s": recovery,
+        "rank_bytes": rank_bytes,
+        "node_bytes": node_bytes,
+        "job_bytes": job_bytes,
+        "copy_s": copy_s,
+        "checkpoint_s": costs.checkpoint_s,
+        "backup_s": node_bytes / backup,
+        "storage_s": storage_s,
+        "save_gain": save_gain(memory, storage / (nodes * ranks_per_node)),
+        "load_s": model.load_s(memory, backup) if model else copy_s,
+        "optimum_steps": best.optimum_steps,
+        "interval_steps": best.steps,
+        "decided_by": best.decided_by,
+        "storage_steps": max(best.steps, -int(-storage_s // costs.step_s)),
+        "saving_s": best.saving_s,
+        "lost_s": best.lost_s,
+        "total_s": best.total_s,
+    }
+    if json:
+        import msgspec
+
+        sys.stdout.write(msgspec.json.encode(terms).decode() + "\n")
+    else:
+        _print(terms, best, costs)
+    return 0
+
+
+def quantity(flag: str, text: str) -> float:
+    """Bytes or counts such as ``38GB``, ``2GiB/s``, ``175B``. Raises UsageError naming the flag."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGTP]I?)?(B)?(?:/S)?", text.strip().upper())
+    if not match or float(match[1]) <= 0:
+        raise UsageError(f"{flag} {text}: give a number above 0 with a unit, e.g. 38GB or 2GiB")
+    unit = match[2] or ""
+    return float(match[1]) * (_BINARY[unit] if unit in _BINARY else _UNITS[unit])
+
+
+def _model(text: str, nodes: int, ranks_per_node: int, data_parallel: int) -> ShardedModel:
+    # Parameters are counted in billions: 175B is no number of bytes.
+    billions = re.fullmatch(r"(\d+(?:\.\d*)?)\s*[bB]", text.strip())
+    count = float(billions[1]) * 1e9 if billions else quantity("--parameters", text)
+    return ShardedModel(count, nodes, data_parallel, ranks_per_node)
+
+
+def _measured(name: str) -> tuple[float, str]:
+    if not name:
+        raise UsageError("no step time: give --step-time SECONDS, or a run that has finished steps")
+    durations = [one.duration_s for one in open_run(name).iterations() if one.duration_s > 0]
+    if not durations:
+        raise RunError(f"{name}: no finished step in it; give --step-time SECONDS")
+    return statistics.median(durations), f"median of {len(durations)} iterations in {name}"
+
+
+def _print(terms: dict[str, Any], best: Interval, costs: Costs) -> None:
+    every_s = best.steps * costs.step_s
+    print(f"memory    every {_steps(best.steps)} ({_time(every_s)}), decided by: {_WHY[best.decided_by]}")
+    apart_s = terms["storage_steps"] * costs.step_s
+    print(f"storage   at most every {_steps(terms['storage_steps'])} ({_time(apart_s)})")
+    print(
+        f"costs     {best.total_s / costs.period_s:.2%} of the time: {_time(best.saving_s)} a day for checkpoints, "
+        f"{_time(best.lost_s)} of work done twice, {_time(best.recovery_s)} of recovery"
+    )
+    print()
+    rows = [
+        ("step time τ", _time(costs.step_s), terms["step_source"]),
+        ("failures m/d", f"{costs.failures:g} a day", ""),
+        ("recovery s0", _time(costs.recovery_s), "without lost work"),
+        ("checkpoint k0", _time(costs.checkpoint_s), "what one adds to the training's time"),
+        ("optimum t*", f"{best.optimum_steps:.1f} steps", "sqrt(2·d·k0/m)/τ, without limits"),
+        ("copy", _time(terms["copy_s"]), f"{_bytes(terms['rank_bytes'])} of the rank that saves most"),
+        ("backup", _time(terms["backup_s"]), f"{_bytes(terms['node_bytes'])} of a node to its neighbour"),
+        (
+            "storage k1",
+            _time(terms["storage_s"]),
+            f"{_bytes(terms['job_bytes'])} of the job, {terms['save_gain']:.0f} times slower than memory",
+        ),
+        ("load", _time(terms["load_s"]), "from the nodes' caches"),
+    ]
+    for name, value, note in rows:
+        print(f"{name:<14}  {value:<12}  {note}".rstrip())
+
+
+_WHY = {
+    "optimum": "least total cost",
+    "step": "it costs nothing",
+    "copy": "the copy lasts that long",
+    "backup": "the backup lasts that long",
+    "slowdown": "--max-slowdown",
+}
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} PB"

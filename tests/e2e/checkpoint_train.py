@@ -1,0 +1,100 @@
+"""Training (DDP, or FSDP2 with ``KIND=fsdp2``) that resumes from its checkpoints; writes each step's loss as hex.
+
+Arguments: folder, steps, and optionally ``RANK STEP WHERE``: that rank kills itself there in the first incarnation.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import keepstep.checkpoint
+
+folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+dying, dies_at, where = (
+    (int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]) if len(sys.argv) > 3 else (-1, -1, "")
+)
+
+
+class Data:
+    """Batches drawn from a generator, and where in them we are."""
+
+    def __init__(self, rank: int) -> None:
+        self.generator = torch.Generator().manual_seed(rank)
+        self.position = 0
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self.position += 1
+        x = torch.randn(16, 32, generator=self.generator)
+        return x, x.sum(1, keepdim=True) + self.position
+
+    def state_dict(self) -> dict[str, object]:
+        return {"generator": self.generator.get_state(), "position": self.position}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.generator.set_state(state["generator"])  # type: ignore[arg-type]
+        self.position = state["position"]  # type: ignore[assignment]
+
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+incarnation = int(os.environ.get("KEEPSTEP_INCARNATION", "0"))
+torch.manual_seed(7)
+
+
+def die(step: int, here: str) -> None:
+    if (rank, step, here, incarnation) == (dying, dies_at, where, 0):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Block(torch.nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        die(step, "forward")
+        return super().forward(x)
+
+
+def wrapped(block: Block) -> torch.nn.Module:
+    if os.environ.get("KIND") != "fsdp2":
+        return torch.nn.parallel.DistributedDataParallel(block)
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in (block[0], block[3]):
+        fully_shard(layer)
+    return fully_shard(block)
+
+
+model = wrapped(
+    Block(torch.nn.Linear(32, 511), torch.nn.BatchNorm1d(511), torch.nn.Dropout(0.1), torch.nn.Linear(511, 1))
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+data = Data(rank)
+state = {
+    "model": model,
+    "optimizer": optimizer,
+    "scheduler": scheduler,
+    "data": data,
+    "random": keepstep.checkpoint.RandomState(),
+}
+start = keepstep.checkpoint.load(state) or 0
+(folder / f"start-{rank}-{incarnation}").write_text(str(start))
+with (folder / f"losses-{rank}").open("a") as log:
+    for step in range(start, steps):
+        x, y = data.next()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        die(step, "backward")
+        optimizer.step()
+        log.write(f"{step} {loss.item().hex()}\n")
+        log.flush()
+        scheduler.step()
+        die(step, "before save")
+        optimizer.zero_grad()
+        keepstep.checkpoint.save(state, step + 1)
+        die(step, "after save")
+dist.destroy_process_group()
