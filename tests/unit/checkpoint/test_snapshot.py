@@ -308,3 +308,18 @@ def test_a_rank_that_saves_alone_is_told_and_keeps_what_all_may_need(
 
     assert Ranks(2).run(served, save)[0] == [1, 2]
     assert "step 3 is not kept" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_compiled_optimizer_step_waits_too(served: Any) -> None:
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.Adam(model.parameters())
+    compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+    snapshots = Snapshots(served.address, Seat(), alone)
+    for number in range(1, 4):
+        model(torch.ones(2, 64)).sum().backward()
+        compiled()
+        assert snapshots._flight is None
+        snapshots.save({"model": model, "optimizer": optimizer}, number)
+        assert snapshots._flight is not None
+    snapshots.close()
