@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -151,3 +152,21 @@ def test_a_deep_tree_is_refused() -> None:
         tree = ["list", tree]
     use(msgspec.json.encode(msgspec.structs.replace(header, tree=tree)))
     assert list(references(header)) == []
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        ["device", ""],
+        ["device", "x:y"],
+        ["set", ["list"]],
+        ["frozenset", {}],
+        ["array", 1],
+        ["dict", [["list"], 1]],
+    ],
+)
+def test_values_that_cannot_be_made_are_refused(tree: Any) -> None:
+    header, spans = flatten([torch.ones(2), torch.ones(2, dtype=torch.bfloat16)], step=0)
+    data = msgspec.json.encode(msgspec.structs.replace(header, tree=tree))
+    with pytest.raises(CheckpointError):
+        unflatten(decode_header(data), [span.view() for span in spans])

@@ -27,7 +27,9 @@ class OptimizerWatch:
         self._before_step = before_step
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.in_backward = False
-        unseen = cast("Any", torch.compiler).disable  # a compiled step calls the hooks, and must not trace them
+        unseen = cast(
+            "Any", torch.compiler
+        ).disable  # a compiled step calls the hooks, and must not trace them
         self._hooks = (
             register_optimizer_step_pre_hook(unseen(self._before)),
             register_optimizer_step_post_hook(unseen(self._after)),

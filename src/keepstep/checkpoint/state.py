@@ -154,12 +154,21 @@ def build(node: Any, tensors: Sequence[Any], path: str) -> Any:
     """The value that a node of a header's tree stands for, with ``tensors`` in their places.
 
     Raises:
-        CheckpointError: the tree is not sound; `decode_header` lets no such tree through.
+        CheckpointError: the tree is not sound, or has a value that this torch does not know.
     """
+    try:
+        return _build(node, tensors, path)
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path or 'the state'}: holds a value that cannot be made here: {error}"
+        ) from None
+
+
+def _build(node: Any, tensors: Sequence[Any], path: str) -> Any:
     if node is None or isinstance(node, str | bool | int | float):
         return node
     if isinstance(node, dict):
-        return {key: build(value, tensors, join(path, key)) for key, value in cast("Any", node).items()}
+        return {key: _build(value, tensors, join(path, key)) for key, value in cast("Any", node).items()}
     tag, items = node[0], node[1:]
     match tag:
         case "tensor":
@@ -169,14 +178,14 @@ def build(node: Any, tensors: Sequence[Any], path: str) -> Any:
         case "scalar":
             return tensors[items[0]].numpy()[()]
         case "list" | "tuple" | "set" | "frozenset":
-            made = [build(item, tensors, join(path, str(index))) for index, item in enumerate(items)]
+            made = [_build(item, tensors, join(path, str(index))) for index, item in enumerate(items)]
             return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[tag](made)
         case "dict":
             return dict(_built_pairs(items, tensors, path))
         case "ordered":
             ordered = OrderedDict(_built_pairs(items[1:], tensors, path))
             if items[0] is not None:
-                cast("Any", ordered)._metadata = build(items[0], (), join(path, "_metadata"))
+                cast("Any", ordered)._metadata = _build(items[0], (), join(path, "_metadata"))
             return ordered
         case "dtype":
             return DTYPES[plain_value(tag, items, path)]
@@ -191,7 +200,7 @@ def build(node: Any, tensors: Sequence[Any], path: str) -> Any:
 def _built_pairs(pairs: list[Any], tensors: Sequence[Any], path: str) -> list[tuple[Any, Any]]:
     try:
         found = [
-            (build(key, (), path), build(value, tensors, join(path, key_text(key)))) for key, value in pairs
+            (_build(key, (), path), _build(value, tensors, join(path, key_text(key)))) for key, value in pairs
         ]
         if len(dict(found)) == len(found):
             return found
