@@ -241,8 +241,9 @@ def _run_and_kill(
         seen, wanted = 0, chance.randrange(2, 9)
         while seen < wanted:
             seen = max(record.step if (record := slot.record()) else 0 for slot in slots)
-        while chance.random() < 0.8 and all(slot.record() for slot in slots):
-            pass  # most often until it is writing
+        if chance.random() < 0.8:
+            while all(slot.record() for slot in slots):
+                pass  # until it is writing
         return seen
     finally:
         writer.send_signal(signal.SIGKILL)
