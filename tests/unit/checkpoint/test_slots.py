@@ -243,8 +243,9 @@ def _run_and_kill(
         seen, wanted = 0, chance.randrange(2, 9)
         while seen < wanted:
             seen = max(record.step if (record := slot.record()) else 0 for slot in slots)
-        for _ in range(chance.randrange(300_000)):
-            pass
+        if chance.random() < 0.8:
+            while all(slot.record() for slot in slots):
+                pass  # until it is writing
         return seen
     finally:
         writer.send_signal(signal.SIGKILL)
