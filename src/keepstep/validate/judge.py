@@ -9,6 +9,9 @@ from statistics import median
 from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures, SlowDevice, SlowLink, Validation
 
 SLOW_SHARE = 0.8  # of the peers' median: a drop by 20 % makes a suspect
+_INSIDE_SHARE = (
+    0.5  # the same of links inside a node, whose speed is also that of the cores their ends happen to get
+)
 _SPREADS = 3.5  # the figure must also be this many times the usual deviation away
 _MAD_TO_SIGMA = 1.4826
 _MUCH_TAKEN = 0.3
@@ -43,6 +46,7 @@ def judge(
             if (nodes.get(pair[0]) == nodes.get(pair[1])) is inside
         }
         middle, bar = _bar(list(kind.values()))
+        bar = min(bar, _INSIDE_SHARE * middle) if inside else bar
         links += [
             SlowLink(*pair, speed, middle, speed / middle) for pair, speed in kind.items() if speed < bar
         ]

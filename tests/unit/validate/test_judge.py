@@ -53,6 +53,13 @@ def test_links_are_compared_with_links_of_their_kind() -> None:
     assert (slow.source, slow.target, slow.median) == (3, 0, 1e9)
 
 
+@pytest.mark.parametrize(("nodes", "share", "named"), [("aaaa", 0.7, 0), ("aaaa", 0.4, 1), ("abcd", 0.7, 1)])
+def test_a_link_inside_a_node_must_lose_half(nodes: str, share: float, named: int) -> None:
+    speeds = {(0, 1): 1e9, (1, 2): 1e9, (2, 3): share * 1e9, (3, 0): 1e9}
+    found = judge(range(4), links(speeds), dict(enumerate(nodes)))
+    assert [(one.source, one.target) for one in found.links] == [(2, 3)][:named]
+
+
 def test_what_did_not_come_is_said() -> None:
     figures = [*devices({0: 1.0}), RankFigures(1, missing=("link 0 → 1: timed out",))]
     outcome = judge(range(3), figures, {})
