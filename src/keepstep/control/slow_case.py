@@ -208,13 +208,13 @@ class SlowCase:
             self._desk.publish(self.incident, "")
 
     def _suspicious(
-        self, after: Sequence[IterationSummary], culprits: Sequence[Culprit]
+        self, after: Sequence[IterationSummary], culprits: Sequence[Culprit], slowdown_s: float
     ) -> tuple[tuple[int, ...], ...]:
         cluster = self._desk.cluster
         if cluster.known_ranks > _LARGE_WORLD:
             newest = max((row.step for row in after), default=0)
             after = [row for row in after if row.step == newest]
-        return suspicious_groups(after, cluster.groups, culprits, sorted(cluster.node_of))
+        return suspicious_groups(after, cluster.groups, culprits, sorted(cluster.node_of), slowdown_s)
 
     def _in_doubt(self) -> bool:
         return self.incident is not None and _firmness(self.incident.culprits) <= 1
@@ -295,13 +295,14 @@ class SlowCase:
     ) -> None:
         desk = self._desk
         diagnosis = self._locate(before, after, traffic, blocks, now_s)
+        before_s, after_s = _pace(before) or _middle_s(self._before), _pace(after) or _middle_s(self._after)
         if not self._validated and _firmness(diagnosis.culprits) <= 1:
-            self._suspects = self._suspicious(after, diagnosis.culprits)
+            slowdown_s = after_s - before_s if after_s and before_s else 0.0
+            self._suspects = self._suspicious(after, diagnosis.culprits, slowdown_s)
         old = self.incident
         firmer = old is not None and _firmness(old.culprits) > _firmness(diagnosis.culprits)
         if firmer and not self._cleared:
             return  # what was known is better: the newest steps may hold a part that is over already
-        before_s, after_s = _pace(before) or _middle_s(self._before), _pace(after) or _middle_s(self._after)
         missing = diagnosis.missing
         if unanswered:
             missing = (*missing, f"profiles of {fold_nodes(unanswered)}: no answer from there in time")
