@@ -152,12 +152,12 @@ def _print(terms: dict[str, Any], best: Interval, costs: Costs) -> None:
         ("recovery s0", _time(costs.recovery_s), "without lost work"),
         ("checkpoint k0", _time(costs.checkpoint_s), "what one adds to the training's time"),
         ("optimum t*", f"{best.optimum_steps:.1f} steps", "sqrt(2·d·k0/m)/τ, without limits"),
-        ("copy", _time(terms["copy_s"]), f"{_bytes(terms['rank_bytes'])} of the rank that saves most"),
-        ("backup", _time(terms["backup_s"]), f"{_bytes(terms['node_bytes'])} of a node to its neighbour"),
+        ("copy", _time(terms["copy_s"]), f"{bytes_text(terms['rank_bytes'])} of the rank that saves most"),
+        ("backup", _time(terms["backup_s"]), f"{bytes_text(terms['node_bytes'])} of a node to its neighbour"),
         (
             "storage k1",
             _time(terms["storage_s"]),
-            f"{_bytes(terms['job_bytes'])} of the job, {terms['save_gain']:.0f} times slower than memory",
+            f"{bytes_text(terms['job_bytes'])} of the job, {terms['save_gain']:.0f} times slower than memory",
         ),
         ("load", _time(terms["load_s"]), "from the nodes' caches"),
     ]
@@ -186,7 +186,8 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _bytes(count: float) -> str:
+def bytes_text(count: float) -> str:
+    """A size in the largest unit that leaves a number above 1: ``1.5 GB``."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

@@ -13,7 +13,7 @@ from keepstep.checkpoint.persist import remove
 from keepstep.checkpoint.storage import Storage, open_storage
 from keepstep.checkpoint.stored import StoredStep, scan
 from keepstep.checkpoint.stored import verify as problems_of
-from keepstep.cli._checkpoint_plan import plan
+from keepstep.cli._checkpoint_plan import bytes_text, plan
 from keepstep.core.errors import CheckpointError, UsageError
 
 _MOST_LINES = 20
@@ -45,7 +45,9 @@ def list_steps(path: Where, json: Json = False) -> None:
     row = "{:>12}  {:>11}  {:>7}  {:>10}  {}"
     print(row.format("STEP", "INCARNATION", "RANKS", "SIZE", "STATE"))
     for step in steps:
-        ranks, size = (step.manifest.world_size, _size(step.manifest.nbytes)) if step.manifest else ("-", "-")
+        ranks, size = (
+            (step.manifest.world_size, bytes_text(step.manifest.nbytes)) if step.manifest else ("-", "-")
+        )
         state = "whole" if step.whole else _folded(step.problems)[0]
         print(row.format(step.key.step, step.key.incarnation, ranks, size, state))
 
@@ -67,7 +69,7 @@ def verify(
             lines = (*lines, *(line for line in deep if line.split(": ", 1)[0] not in named))
         found.append({**_as_json(one), "whole": not lines, "problems": lines})
         if not json:
-            size = f"{_size(one.manifest.nbytes)} sound" if one.manifest and not lines else "DAMAGED"
+            size = f"{bytes_text(one.manifest.nbytes)} sound" if one.manifest and not lines else "DAMAGED"
             print(f"{key_text(one.key)}: {size}")
             for line in _folded(lines):
                 print(f"  {line}")
@@ -172,11 +174,3 @@ def _print_json(content: Any) -> None:
 def _folded(lines: tuple[str, ...]) -> list[str]:
     more = len(lines) - _MOST_LINES
     return [*lines[:_MOST_LINES], f"… and {more} more"] if more > 0 else list(lines)
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} PB"
