@@ -30,26 +30,27 @@ from keepstep.core.errors import CheckpointError
 ADDRESS = "KEEPSTEP_CACHE"  # environment of the workers: name of the socket
 SLOTS_PER_RANK = 8
 MOST_RANKS = 1 << 20
+MOST_OWNERS = 2 * MOST_RANKS  # a rank that runs here, or the backup of one that runs elsewhere
 _MOST_MESSAGE_BYTES = 4096
 _MOST_CONNECTIONS = 4096
 _PATIENCE_S = 30.0
 _PAGE_BYTES = 4096
 _POPULATED_AT_ONCE = 64 << 20
 
-_Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
+_Owner = Annotated[int, msgspec.Meta(ge=0, lt=MOST_OWNERS)]
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=SLOTS_PER_RANK)]
 
 
 class Open(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The slots of a rank as they are."""
 
-    rank: _Rank
+    rank: _Owner
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Give the rank ``slots`` slots of at least ``nbytes`` each; those in ``keep`` stay as they are, whatever size."""
 
-    rank: _Rank
+    rank: _Owner
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=MOST_BYTES)]
     slots: Annotated[int, msgspec.Meta(ge=1, le=SLOTS_PER_RANK)]
     keep: Annotated[tuple[_Index, ...], msgspec.Meta(max_length=SLOTS_PER_RANK)] = ()
@@ -72,12 +73,17 @@ _requests = msgspec.json.Decoder(Open | Reserve)
 _answers = msgspec.json.Decoder(Granted | Refused)
 
 
+def backup_of(rank: int) -> int:
+    """The owner, in the cache of another node, of the backup of a rank's snapshots."""
+    return MOST_RANKS + rank
+
+
 class Cache:
     """The slots of all ranks of a node, by rank. ``limit_bytes``: most that all slots together may take."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.board = _memfd("keepstep-board", MOST_RANKS * SLOTS_PER_RANK * 8)
+        self.board = _memfd("keepstep-board", MOST_OWNERS * SLOTS_PER_RANK * 8)
         self._slots: dict[int, list[int]] = {}
 
     @property
@@ -289,7 +295,7 @@ class Board:
     def __init__(self, descriptor: int) -> None:
         """Maps the board and closes the descriptor."""
         try:
-            self.memory = mmap.mmap(descriptor, MOST_RANKS * SLOTS_PER_RANK * 8)
+            self.memory = mmap.mmap(descriptor, MOST_OWNERS * SLOTS_PER_RANK * 8)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"the board of the cache cannot be mapped: {error}") from None
         finally:

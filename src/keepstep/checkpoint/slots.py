@@ -2,7 +2,8 @@
 
 A slot holds one snapshot: a page that begins with the commit record, the storages' bytes, the header and a table of the
 storages' checksums. The record is cleared before anything else changes and written when every byte is there, so a slot
-whose writer died says nothing. This module reads; ``native/snapshot.hpp`` writes.
+whose writer died says nothing. ``native/snapshot.hpp`` writes what a worker saves; what comes from elsewhere gets its
+record from here.
 """
 
 from __future__ import annotations
@@ -72,6 +73,14 @@ def read_record(slot: memoryview) -> Record | None:
     if native.slot_bytes(data_bytes, header_bytes, storages) > len(slot):
         return None
     return Record(step, incarnation, data_bytes, header_bytes, storages, header_checksum)
+
+
+def write_record(slot: memoryview, record: Record) -> None:
+    """Make a slot count whose every other byte is there; what is written last is what makes it so."""
+    raw = _RECORD.pack(native.MAGIC, *record, 0)[:-8]
+    raw += native.checksum(raw).to_bytes(8, "little")
+    slot[8 : len(raw)] = raw[8:]
+    slot[:8] = raw[:8]
 
 
 def read_header(slot: memoryview, record: Record) -> StateHeader:

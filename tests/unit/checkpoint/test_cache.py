@@ -86,7 +86,7 @@ def test_a_client_gets_its_slots_and_the_figures(served) -> None:  # type: ignor
         b'{"type":"Reserve","rank":-1,"nbytes":1,"slots":1}',
         b'{"type":"Reserve","rank":0,"nbytes":1,"slots":99}',
         b'{"type":"Reserve","rank":0,"nbytes":1e300,"slots":1}',
-        b'{"type":"Open","rank":1048576}',
+        b'{"type":"Open","rank":2097152}',
         b"[" * 4000,
     ],
 )
