@@ -57,14 +57,15 @@ class Plan:
     kills: tuple[Kill, ...]
 
 
-def _moment(chances: random.Random) -> float:
-    """From microseconds, in which a record is written, to the tens of milliseconds of a whole step."""
-    return 10 ** chances.uniform(-5, -1.5)
+def _moment(chances: random.Random, longest: float = -1.5) -> float:
+    """From microseconds, in which a record is written, to tens of milliseconds, in which a state is copied."""
+    return 10 ** chances.uniform(-5, longest)
 
 
-def _while_saving(phase: Phase) -> Callable[[random.Random], Plan]:
+def _while_saving(phase: Phase, longest: float) -> Callable[[random.Random], Plan]:
     def plan(chances: random.Random) -> Plan:
-        return Plan((Kill(chances.randrange(RANKS), phase, chances.randint(1, STEPS - 2), _moment(chances)),))
+        after_s = _moment(chances, longest)
+        return Plan((Kill(chances.randrange(RANKS), phase, chances.randint(1, STEPS - 2), after_s),))
 
     return plan
 
@@ -75,8 +76,8 @@ def _while_restoring(chances: random.Random) -> Plan:
 
 
 CASES: dict[str, Callable[[random.Random], Plan]] = {
-    "worker-at-save": _while_saving(Phase.SAVE),
-    "worker-at-seal": _while_saving(Phase.SEAL),
+    "worker-at-save": _while_saving(Phase.SAVE, -2.8),
+    "worker-at-seal": _while_saving(Phase.SEAL, -1.5),
     "worker-at-restore": _while_restoring,
 }
 
