@@ -1,7 +1,8 @@
 """A small real training (DDP, Gloo) for the checkpoint campaigns: says where it is, and keeps a ledger of its states.
 
-Arguments: folder, steps. In the folder, by rank: ``mark-R`` (a page: where this process is, see ``Phase``),
-``ledger-R`` (a JSON line for each state: what it was when saved, when it was sealed, what came back) and ``loss-R``.
+Arguments: folder, steps, number of the run, steps between those that are to be on storage (0: none). In the folder,
+by rank: ``mark-R`` (a page: where this process is, see ``Phase``), ``ledger-R`` (a JSON line for each state: what it
+was when saved, when it was sealed, what came back) and ``loss-R``.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def main() -> None:
 
     import keepstep.checkpoint
 
-    folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+    folder = Path(sys.argv[1])
+    steps, run, every = map(int, sys.argv[2:5])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, incarnation = dist.get_rank(), int(os.environ.get("KEEPSTEP_INCARNATION", "0"))
@@ -89,7 +91,9 @@ def main() -> None:
     ledger = (folder / f"ledger-{rank}").open("a", buffering=1)
 
     def note(what: str, step: int, **more: Any) -> None:
-        ledger.write(json.dumps({"what": what, "incarnation": incarnation, "step": step, **more}) + "\n")
+        ledger.write(
+            json.dumps({"what": what, "run": run, "incarnation": incarnation, "step": step, **more}) + "\n"
+        )
 
     mark.put(Phase.RESTORE, incarnation)
     start = keepstep.checkpoint.load(state)
@@ -114,7 +118,8 @@ def main() -> None:
             saved = fingerprint(state)
             note("saved", step + 1, sum=saved)
             mark.put(Phase.SAVE, step + 1)
-            keepstep.checkpoint.save(state, step + 1)
+            more = {"persist": True} if every and (step + 1) % every == 0 else {}
+            keepstep.checkpoint.save(state, step + 1, **more)
             mark.put(Phase.SEAL, step + 1)
     keepstep.checkpoint.wait()
     dist.destroy_process_group()
