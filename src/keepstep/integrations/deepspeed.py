@@ -137,7 +137,8 @@ class _About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     folder: str  # that it was saved for, absolute
     tag: str
     latest: bool  # whether it may stand for the newest
-    layout: tuple[int, ...]  # ZeRO stage, data-parallel size, model-parallel size and rank
+    stage: int  # of ZeRO
+    data_parallel: int  # ranks
     client: tuple[str, ...]  # keys of the client state
     written: tuple[str, ...]  # tags given to DeepSpeed's files so far, this one's included
     unwritten: int  # saves since the files were last written, this one included
@@ -172,9 +173,10 @@ class _Checkpoints:
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
-        client = dict(client_state or {})
-        if STATES in client:
-            raise CheckpointError(f"client_state has a key {STATES!r}, which is keepstep's own: take another one")
+        client: dict[Any, Any] = dict(client_state or {})
+        for key in client:
+            if not isinstance(key, str) or key == STATES:
+                raise CheckpointError(f"client_state has a key {key!r}: take text, and not keepstep's own {STATES!r}")
         self._unwritten += 1
         due = 0 < self._files_every <= self._unwritten if files is None else files
         if due:
@@ -184,7 +186,8 @@ class _Checkpoints:
                 folder=os.path.realpath(save_dir),
                 tag=tag,
                 latest=save_latest,
-                layout=self._layout(),
+                stage=self._stage,
+                data_parallel=self._engine.seq_dp_world_size,
                 client=tuple(client),
                 written=self._written,
                 unwritten=self._unwritten,
@@ -271,8 +274,8 @@ class _Checkpoints:
             return "without optimizer states, DeepSpeed reads the files of all ranks (ZeRO-3)"
         if about.folder != os.path.realpath(load_dir):
             return f"it was saved for {about.folder}"
-        if about.layout != self._layout():
-            return f"it is of ZeRO stage, data- and model-parallel sizes and rank {about.layout}, not {self._layout()}"
+        if (about.stage, about.data_parallel) != (self._stage, self._engine.seq_dp_world_size):
+            return f"it is of {about.data_parallel} data-parallel ranks and ZeRO stage {about.stage}"
         if tag is not None:
             return "" if str(tag) == about.tag else f"it is {about.tag}, and {tag} is asked for"
         if not about.latest:
@@ -323,10 +326,6 @@ class _Checkpoints:
             raise CheckpointError(f"the checkpoint holds no {', '.join(lacking)}: load one saved with the same `state`")
         for name, one in self._state.items():
             one.load_state_dict(states[name])
-
-    def _layout(self) -> tuple[int, ...]:
-        engine = self._engine
-        return self._stage, engine.seq_dp_world_size, engine.mp_world_size, engine.checkpoint_mp_rank
 
     def _broadcast(self, row: torch.Tensor, source: int, group: Any) -> torch.Tensor:
         """The row of bytes that ``source`` (a rank of the job) gives. Collective in the group."""
@@ -397,6 +396,8 @@ def _why_not(engine: Any) -> str:
             return f"DeepSpeed {version} has no engine.{name}; 0.19 does"
     if isinstance(engine.module, import_module("deepspeed.runtime.pipe.module").PipelineModule):
         return "pipeline stages are written by layers, each by one rank only"
+    if engine.mp_world_size > 1:
+        return "with model parallelism each rank reads a file of another"
     if engine.has_moe_layers:
         return "experts are written each by one rank only"
     if engine.zero_elastic_checkpoint():
