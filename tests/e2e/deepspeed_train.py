@@ -1,8 +1,8 @@
 """DeepSpeed training (ZeRO stage ``STAGE``) that resumes from its checkpoints; writes each step's loss as hex.
 
 Arguments: folder, steps of this run, steps of the schedule. ``KEEP``: "no" trains without keepstep's part, a number is
-``files_every``. ``DIE``: "STEP WHERE": all ranks kill themselves there in the first incarnation. ``DAMAGE``: this rank's
-snapshots are damaged before the second one loads.
+``files_every``. ``DIE``: "STEP WHERE": all ranks kill themselves there in the first incarnation. ``DAMAGE``: this
+rank's snapshots are damaged before the second one loads.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ def damage() -> None:
     shelf.close()
 
 
+# Not compiled at first use, a minute on each machine, whose lock outlives a killed compiler: everything goes over Gloo.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 rank = dist.get_rank()
 torch.manual_seed(7)

@@ -23,10 +23,20 @@ STEPS = 8
 PATIENCE_S = 240
 
 
-def train(folder: Path, stage: int, *, keep: str, steps: int = STEPS, restarts: int = 0, **settings: str) -> str:
+def train(
+    folder: Path, stage: int, *, keep: str, steps: int = STEPS, restarts: int = 0, **settings: str
+) -> str:
     """Run the job with two ranks; what was said."""
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(folder / f"run-{steps}"), "--no-watch"]
+    command = [
+        sys.executable,
+        "-m",
+        "keepstep.cli",
+        "run",
+        "--run-dir",
+        str(folder / f"run-{steps}"),
+        "--no-watch",
+    ]
     flags = ["--max-restarts", str(restarts), "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, *flags, str(JOB), str(folder), str(steps), str(STEPS)],
@@ -69,7 +79,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str,
     for stage in (1, 2, 3):
         train(folder / str(stage), stage, keep="no")
     found = {stage: losses(folder / str(stage)) for stage in (1, 2, 3)}
-    assert all(len(one) == 2 * STEPS and all(len(loss) == 1 for loss in one.values()) for one in found.values())
+    assert all(
+        len(one) == 2 * STEPS and all(len(loss) == 1 for loss in one.values()) for one in found.values()
+    )
     return found
 
 

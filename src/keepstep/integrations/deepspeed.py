@@ -6,11 +6,11 @@
     ...
     model_engine.save_checkpoint(folder)  # into memory; each 100th into DeepSpeed's files, too
 
-A save has two passes. In the first DeepSpeed gives its states to `MemoryEngine`, on every rank all that the rank needs to
-resume, and they are a snapshot in the node's cache before the second begins. That one, when it is due, is DeepSpeed's own
-and goes to the engine that DeepSpeed's configuration chose, which a save into memory never touches: what it has pending
-stays pending. All is copied when ``save_checkpoint`` returns: DeepSpeed takes parameters in and out of its optimizers
-(ZeRO-3) and writes 16-bit weights itself, so that nothing says when they move.
+A save has two passes. In the first DeepSpeed gives its states to `MemoryEngine`, on every rank all that this rank needs
+to resume, and they are a snapshot in the node's cache before the second begins. That one, when due, is DeepSpeed's
+own and goes to the engine that DeepSpeed's configuration chose, which a save into memory never touches: what it has
+pending stays pending. All is copied when ``save_checkpoint`` returns: DeepSpeed takes parameters in and out of its
+optimizers (ZeRO-3) and writes 16-bit weights itself, so that nothing says when they move.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Stateful(Protocol):
 def install(model_engine: Any, *, files_every: int = 1, state: Mapping[str, Stateful] | None = None) -> None:
     """Have ``model_engine.save_checkpoint`` keep each checkpoint in memory, and ``load_checkpoint`` look there first.
 
-    Called by all ranks after ``deepspeed.initialize``. Each ``files_every``-th save goes to DeepSpeed's files, too; with
-    0 only those called with ``files=True``, which ``save_checkpoint`` takes besides its own arguments (``files=False``:
-    not this one). Without ``keepstep run`` there is no memory to keep them in, and all go to the files. ``state``: what
-    each rank has of its own (random states, data position), by name; it is saved and loaded with each checkpoint,
-    wherever that is.
+    Called by all ranks after ``deepspeed.initialize``. Each ``files_every``-th save goes to DeepSpeed's files, too;
+    with 0 only those called with ``files=True``, which ``save_checkpoint`` takes besides its own arguments
+    (``files=False``: not this one). Without ``keepstep run`` there is no memory to keep them in, and all go to the
+    files. ``state``: what each rank has of its own (random states, data position), by name; it is saved and loaded with
+    each checkpoint, wherever that is.
 
     Raises:
         CheckpointError: this engine keeps what a rank needs to resume where it cannot be had (says what).
@@ -62,11 +62,15 @@ def install(model_engine: Any, *, files_every: int = 1, state: Mapping[str, Stat
     if files_every < 0:
         raise CheckpointError(f"files_every={files_every}: 0 (never by itself), 1 (each save), 2, …")
     if isinstance(getattr(model_engine, "checkpoint_engine", None), MemoryEngine):
-        raise CheckpointError("this DeepSpeed engine keeps its checkpoints in memory already: call install() once")
+        raise CheckpointError(
+            "this DeepSpeed engine keeps its checkpoints in memory already: call install() once"
+        )
     reason = _why_not(model_engine)
     if reason:
         raise CheckpointError(f"checkpoints of this DeepSpeed engine cannot be kept in memory: {reason}")
-    import_module("deepspeed.runtime.checkpoint_engine.checkpoint_engine").CheckpointEngine.register(MemoryEngine)
+    import_module("deepspeed.runtime.checkpoint_engine.checkpoint_engine").CheckpointEngine.register(
+        MemoryEngine
+    )
     memory = MemoryEngine(model_engine.checkpoint_engine)
     checkpoints = _Checkpoints(model_engine, memory, files_every, dict(state or {}))
     model_engine.checkpoint_engine = memory
@@ -75,7 +79,7 @@ def install(model_engine: Any, *, files_every: int = 1, state: Mapping[str, Stat
 
 
 class MemoryEngine:
-    """DeepSpeed's ``CheckpointEngine``: takes and gives states in memory while told to, else is the one it was given."""
+    """DeepSpeed's ``CheckpointEngine``: takes and gives states in memory while told to, else is the one it got."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -148,7 +152,9 @@ class _About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Checkpoints:
     """Saves and loads of one engine; stands in for its two functions."""
 
-    def __init__(self, engine: Any, memory: MemoryEngine, files_every: int, state: dict[str, Stateful]) -> None:
+    def __init__(
+        self, engine: Any, memory: MemoryEngine, files_every: int, state: dict[str, Stateful]
+    ) -> None:
         self._engine, self._memory, self._files_every, self._state = engine, memory, files_every, state
         self._save, self._load = engine.save_checkpoint, engine.load_checkpoint
         self._stage = int(engine.zero_optimization_stage())
@@ -157,7 +163,9 @@ class _Checkpoints:
         self._written: tuple[str, ...] = ()
         self._cached = self._everywhere(_cache_answers())
         if not self._cached:
-            self._say("checkpoints go to DeepSpeed's files only: not all ranks were started by `keepstep run`")
+            self._say(
+                "checkpoints go to DeepSpeed's files only: not all ranks were started by `keepstep run`"
+            )
 
     def save(
         self,
@@ -176,7 +184,9 @@ class _Checkpoints:
         client: dict[Any, Any] = dict(client_state or {})
         for key in client:
             if not isinstance(key, str) or key == STATES:
-                raise CheckpointError(f"client_state has a key {key!r}: take text, and not keepstep's own {STATES!r}")
+                raise CheckpointError(
+                    f"client_state has a key {key!r}: take text, and not keepstep's own {STATES!r}"
+                )
         self._unwritten += 1
         due = 0 < self._files_every <= self._unwritten if files is None else files
         if due:
@@ -222,9 +232,14 @@ class _Checkpoints:
             self._take_states(unpack(row))
         return path, client
 
-    def _keep(self, about: _About, client: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _keep(
+        self, about: _About, client: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Take a snapshot of what DeepSpeed would write, and of what this rank needs of what others would."""
-        engine, writers = self._engine, (self._engine.save_non_zero_checkpoint, self._engine.save_zero_checkpoint)
+        engine, writers = (
+            self._engine,
+            (self._engine.save_non_zero_checkpoint, self._engine.save_zero_checkpoint),
+        )
         engine.save_non_zero_checkpoint = True
         engine.save_zero_checkpoint = hasattr(engine.optimizer, "dp_process_group")
         try:
@@ -236,7 +251,9 @@ class _Checkpoints:
                 snapshot = {
                     "deepspeed": msgspec.to_builtins(about),
                     "files": to_plain(states),
-                    "states": to_plain({name: one.state_dict() for name, one in self._state.items()}, "state"),
+                    "states": to_plain(
+                        {name: one.state_dict() for name, one in self._state.items()}, "state"
+                    ),
                 }
                 checkpoint.save(snapshot, self._step, overlap=False)
         finally:
@@ -286,7 +303,12 @@ class _Checkpoints:
         return ""
 
     def _resume(
-        self, about: _About, snapshot: dict[str, Any], load_dir: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        about: _About,
+        snapshot: dict[str, Any],
+        load_dir: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[str | None, Any]:
         states = snapshot["files"]
         with tempfile.TemporaryDirectory(prefix="keepstep-memory-") as folder:
@@ -323,7 +345,9 @@ class _Checkpoints:
     def _take_states(self, states: dict[str, Any]) -> None:
         lacking = sorted(self._state.keys() - states.keys())
         if lacking:
-            raise CheckpointError(f"the checkpoint holds no {', '.join(lacking)}: load one saved with the same `state`")
+            raise CheckpointError(
+                f"the checkpoint holds no {', '.join(lacking)}: load one saved with the same `state`"
+            )
         for name, one in self._state.items():
             one.load_state_dict(states[name])
 
@@ -389,7 +413,12 @@ def _cache_answers() -> bool:
 
 def _why_not(engine: Any) -> str:
     """What makes this engine's checkpoints unfit for memory; "" when nothing does."""
-    needed = ("checkpoint_engine", "save_non_zero_checkpoint", "save_zero_checkpoint", "seq_data_parallel_group")
+    needed = (
+        "checkpoint_engine",
+        "save_non_zero_checkpoint",
+        "save_zero_checkpoint",
+        "seq_data_parallel_group",
+    )
     for name in needed:
         if not hasattr(engine, name):
             version = getattr(import_module("deepspeed"), "__version__", "?")

@@ -1,8 +1,8 @@
 """What DeepSpeed and its users put into checkpoints beside tensors, as values that a snapshot can hold.
 
-A snapshot names no code. The few classes that DeepSpeed stores as objects (and two that users do) are listed here: one of
-them becomes ``{(MARK, its name): its fields}``, and reading makes nothing but these. Anything else is left as it is, for
-`flatten` to take or to refuse by its path.
+A snapshot names no code. The few classes that DeepSpeed stores as objects, and some that users do, are listed here: one
+of them becomes ``{(MARK, its name): its fields}``, and reading makes nothing but these. Anything else is left as it is,
+for `flatten` to take or to refuse by its path.
 """
 
 from __future__ import annotations
@@ -41,11 +41,15 @@ def to_plain(value: Any, path: str = "", depth: int = 0) -> Any:
         CheckpointError: a key of a dict is one of those that stand for objects, or it is nested too deeply.
     """
     if depth > MOST_DEPTH:
-        raise CheckpointError(f"{path[:200]}: nested deeper than {MOST_DEPTH}, or in itself; give a flat state")
+        raise CheckpointError(
+            f"{path[:200]}: nested deeper than {MOST_DEPTH}, or in itself; give a flat state"
+        )
     kind = cast("type[Any]", type(value))
     if kind is dict or kind is OrderedDict:
         if any(_name(key) for key in value):
-            raise CheckpointError(f"{path or 'the state'}: a key that begins with {MARK!r}, which is keepstep's own")
+            raise CheckpointError(
+                f"{path or 'the state'}: a key that begins with {MARK!r}, which is keepstep's own"
+            )
         return _mapped(value, lambda key, item: to_plain(item, join(path, str(key)), depth + 1))
     if kind in (list, tuple):
         return kind(to_plain(item, join(path, str(index)), depth + 1) for index, item in enumerate(value))
@@ -108,7 +112,9 @@ def unpack(packed: Any) -> Any:
     if header.data_bytes > row.numel() - begin:
         raise CheckpointError("a packed state that is cut short")
     data = row[begin:]
-    return from_plain(unflatten(header, [data[e.offset : e.offset + e.nbytes].clone() for e in header.storages]))
+    return from_plain(
+        unflatten(header, [data[e.offset : e.offset + e.nbytes].clone() for e in header.storages])
+    )
 
 
 def _mapped(value: Any, item: Callable[[Any, Any], Any]) -> Any:
@@ -132,7 +138,7 @@ def _made(name: str, fields: Any, path: str) -> Any:
         found: Any = getattr(import_module(_CLASSES[name]), name)
         if issubclass(found, Enum):
             return found(fields)
-        made = object.__new__(found)
+        made = found.__new__(found)
         vars(made).update({str(key): value for key, value in fields.items()})
         return made
     except (KeyError, ImportError, AttributeError, TypeError, ValueError) as error:
