@@ -19,7 +19,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -91,7 +91,7 @@ class MemoryEngine:
         return getattr(self._inner, name)
 
     @contextlib.contextmanager
-    def taking(self, folder: str) -> Iterator[dict[str, Any]]:
+    def taking(self, folder: str) -> Generator[dict[str, Any]]:
         """Meanwhile what is saved below ``folder`` goes into the dict, by path, and nowhere else."""
         self._taken, self._folder = {}, folder
         try:
@@ -100,7 +100,7 @@ class MemoryEngine:
             self._taken = None
 
     @contextlib.contextmanager
-    def giving(self, folder: str, states: dict[str, Any]) -> Iterator[None]:
+    def giving(self, folder: str, states: dict[str, Any]) -> Generator[None]:
         """Meanwhile what is loaded from below ``folder`` is one of ``states``, which go by path."""
         self._given, self._folder = states, folder
         try:
@@ -223,10 +223,10 @@ class _Checkpoints:
         self._written, self._unwritten = (loaded,), 0
         self._say(f"checkpoint {loaded} was loaded from DeepSpeed's files in {load_dir}")
         states = client.pop(STATES, None)
-        if states is None and self._state:
+        if self._state and not isinstance(states, dict):
             self._say(f"checkpoint {loaded} holds no {', '.join(self._state)}: it was written without them")
         elif self._state:
-            row = states.get(dist.get_rank())
+            row = cast("dict[int, Any]", states).get(dist.get_rank())
             if row is None:
                 raise CheckpointError(f"checkpoint {loaded} holds no states of rank {dist.get_rank()}")
             self._take_states(unpack(row))

@@ -44,7 +44,7 @@ def to_plain(value: Any, path: str = "", depth: int = 0) -> Any:
         raise CheckpointError(
             f"{path[:200]}: nested deeper than {MOST_DEPTH}, or in itself; give a flat state"
         )
-    kind = cast("type[Any]", type(value))
+    kind: Any = type(value)
     if kind is dict or kind is OrderedDict:
         if any(_name(key) for key in value):
             raise CheckpointError(
@@ -56,7 +56,7 @@ def to_plain(value: Any, path: str = "", depth: int = 0) -> Any:
     if isinstance(value, PurePath):
         return {(MARK, _PATH): str(value)}
     if _CLASSES.get(kind.__qualname__) == kind.__module__:
-        fields = value.value if isinstance(value, Enum) else vars(value)
+        fields: Any = cast("Any", value).value if isinstance(value, Enum) else vars(value)
         return {(MARK, kind.__qualname__): to_plain(fields, path, depth + 1)}
     return value
 
@@ -67,7 +67,7 @@ def from_plain(value: Any, path: str = "") -> Any:
     Raises:
         CheckpointError: an object of a class that is not one of those, or is not in this DeepSpeed.
     """
-    kind = cast("type[Any]", type(value))
+    kind: Any = type(value)
     if kind is dict or kind is OrderedDict:
         name = _name(next(iter(value))) if len(value) == 1 else ""
         if name:
@@ -138,7 +138,7 @@ def _made(name: str, fields: Any, path: str) -> Any:
         found: Any = getattr(import_module(_CLASSES[name]), name)
         if issubclass(found, Enum):
             return found(fields)
-        made = found.__new__(found)
+        made: Any = found.__new__(found)
         vars(made).update({str(key): value for key, value in fields.items()})
         return made
     except (KeyError, ImportError, AttributeError, TypeError, ValueError) as error:
