@@ -44,7 +44,7 @@ def to_plain(value: Any, path: str = "", depth: int = 0) -> Any:
         raise CheckpointError(
             f"{path[:200]}: nested deeper than {MOST_DEPTH}, or in itself; give a flat state"
         )
-    kind: Any = type(value)
+    kind = cast("Any", type(cast("object", value)))
     if kind is dict or kind is OrderedDict:
         if any(_name(key) for key in value):
             raise CheckpointError(
@@ -52,11 +52,13 @@ def to_plain(value: Any, path: str = "", depth: int = 0) -> Any:
             )
         return _mapped(value, lambda key, item: to_plain(item, join(path, str(key)), depth + 1))
     if kind in (list, tuple):
-        return kind(to_plain(item, join(path, str(index)), depth + 1) for index, item in enumerate(value))
+        return cast("Any", kind)(
+            to_plain(item, join(path, str(index)), depth + 1) for index, item in enumerate(value)
+        )
     if isinstance(value, PurePath):
         return {(MARK, _PATH): str(value)}
     if _CLASSES.get(kind.__qualname__) == kind.__module__:
-        fields: Any = cast("Any", value).value if isinstance(value, Enum) else vars(value)
+        fields = value.value if issubclass(kind, Enum) else value.__dict__
         return {(MARK, kind.__qualname__): to_plain(fields, path, depth + 1)}
     return value
 
@@ -67,14 +69,14 @@ def from_plain(value: Any, path: str = "") -> Any:
     Raises:
         CheckpointError: an object of a class that is not one of those, or is not in this DeepSpeed.
     """
-    kind: Any = type(value)
+    kind = cast("Any", type(cast("object", value)))
     if kind is dict or kind is OrderedDict:
         name = _name(next(iter(value))) if len(value) == 1 else ""
         if name:
             return _made(name, from_plain(next(iter(value.values())), path), path)
         return _mapped(value, lambda key, item: from_plain(item, join(path, str(key))))
     if kind in (list, tuple):
-        return kind(from_plain(item, join(path, str(index))) for index, item in enumerate(value))
+        return cast("Any", kind)(from_plain(item, join(path, str(index))) for index, item in enumerate(value))
     return value
 
 
@@ -139,7 +141,7 @@ def _made(name: str, fields: Any, path: str) -> Any:
         if issubclass(found, Enum):
             return found(fields)
         made: Any = found.__new__(found)
-        vars(made).update({str(key): value for key, value in fields.items()})
+        made.__dict__.update({str(key): value for key, value in fields.items()})
         return made
     except (KeyError, ImportError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path or 'the state'}: a {name[:40]} cannot be made here: {error}") from None
