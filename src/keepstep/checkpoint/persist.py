@@ -196,7 +196,8 @@ class Persister:
         self._clock = clock or MonotonicClock()
         self._changed = threading.Condition()
         self._stopped = False
-        self._listed = False
+        self._listed = self._ever_listed = False
+        self._list_trouble = ""
         self._list_s = 0.0  # not before then
         self._thread: threading.Thread | None = None
 
@@ -230,23 +231,33 @@ class Persister:
         with self._changed:
             return self._plan.stored
 
+    @property
+    def whole(self) -> frozenset[Key] | None:
+        """All steps that are whole on storage; None while it could not be listed."""
+        with self._changed:
+            return self._plan.whole if self._ever_listed else None
+
     def troubles(self) -> list[str]:
         """What keeps wanted steps from storage."""
         with self._changed:
-            return self._plan.troubles(self._clock.now_s())
+            unlisted = [self._list_trouble] if self._list_trouble else []
+            return unlisted + self._plan.troubles(self._clock.now_s())
 
     def start(self) -> None:
         """Begin to work in a thread."""
         self._thread = threading.Thread(target=self._run, name="keepstep-persist", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread after the task at hand; whatever is pending stays wanted and is begun anew next time."""
+    def stop(self, patience_s: float | None = None) -> None:
+        """End the thread after the task at hand, at most ``patience_s`` later.
+
+        Whatever is pending stays wanted and is begun anew next time.
+        """
         with self._changed:
             self._stopped = True
             self._changed.notify()
         if self._thread:
-            self._thread.join()
+            self._thread.join(patience_s)
 
     def work(self) -> bool:
         """Carry out one task that is due; whether there was one."""
@@ -306,10 +317,12 @@ class Persister:
         except CheckpointError as error:
             log.warning("%s", error)
             self._list_s = self._clock.now_s() + _LIST_AGAIN_S
+            self._list_trouble = str(error)
             return False
         with self._changed:
             self._plan.listed(stored)
-            self._listed = True
+            self._listed = self._ever_listed = True
+            self._list_trouble = ""
         return True
 
     def _pace(self, nbytes: int) -> None:
