@@ -124,6 +124,15 @@ class Cache:
             else:
                 kept.append(descriptor)
 
+    def wanted(self) -> list[Key]:
+        """The keys that all ranks which run here have sealed and that wait for storage, oldest first."""
+        held = [
+            {key for key in map(_wanted, slots) if key}
+            for owner, slots in self._slots.items()
+            if owner < MOST_RANKS
+        ]
+        return sorted(set[Key].intersection(*held)) if held else []
+
     def close(self) -> None:
         """Let go of everything."""
         for descriptor in (self.board, *(d for slots in self._slots.values() for d in slots)):
@@ -370,6 +379,14 @@ def _memfd(name: str, nbytes: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _wanted(descriptor: int) -> Key | None:
+    slot = Slot(os.dup(descriptor))
+    try:
+        return slot.wanted()
+    finally:
+        slot.close()
 
 
 def _size(descriptor: int) -> int:
