@@ -285,7 +285,7 @@ class Snapshots:
             rows = self._gather(
                 row_of(
                     (),
-                    len(self._shelf.wanted()) >= (len(self._shelf.slots) or self._slots) - _TURNS,
+                    len(self._shelf.wanted()) >= self._slots - _TURNS,
                     time.monotonic() >= deadline_s,
                     self._cadence.proposal(),
                     self._unkept.pack() if self._unkept else 0,

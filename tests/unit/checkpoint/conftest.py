@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import pytest
 
 from keepstep.checkpoint.cache import Cache, CacheServer
+from keepstep.checkpoint.cached import CachedStates
+from keepstep.checkpoint.desk import Desk, DeskServer, desk_of
 
 
 @dataclass
@@ -39,3 +41,14 @@ def served() -> Iterator[Served]:
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+@pytest.fixture
+def empty_desk(served: Served) -> Iterator[None]:
+    """An agent's desk with nothing to offer, for ranks 0 to 3."""
+    states = CachedStates(served.address, range(4))
+    server = DeskServer(desk_of(served.address), Desk(range(4), [], states.held, states.filling))
+    server.start()
+    yield
+    server.stop()
+    states.close()
