@@ -102,6 +102,9 @@ class Checkpoints:
     def look(self) -> None:
         """Once: what is wanted by what the workers sealed; what is on storage is let go."""
         assert self._persister
+        for key, rank in self._persister.damaged():
+            if self.states.drop(key, rank):
+                logger.error("%s of rank %d is damaged in the cache, and given up", key_text(key), rank)
         wished = self.states.wished()
         whole = self._persister.whole
         for key in sorted(key for key in wished if whole and key in whole):

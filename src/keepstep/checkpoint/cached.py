@@ -71,6 +71,20 @@ class CachedStates:
                 if slot.wanted() == key:
                     slot.want(None)
 
+    def drop(self, key: Key, rank: int) -> bool:
+        """Forget a state that is damaged; False: it is not there, or somebody reads it now."""
+        with self._guard:
+            for index, slot in enumerate(self._slots[rank]):
+                record = slot.record()
+                if record is None or record.key != key or (rank, index) in self._reading or not slot.lock():
+                    continue
+                self._boards[rank].put(rank, index, None)
+                slot.clear()
+                slot.unlock()
+                self._locked.pop((rank, index), None)
+                return True
+        return False
+
     @contextmanager
     def filling(self, rank: int, slots: int) -> Generator[Room]:
         """What gives the room for a state of the rank that comes from elsewhere; one at a time.

@@ -78,7 +78,7 @@ class Restoring:
         """See `resume.Rank`."""
         if self._desk is None:
             raise CheckpointError("there is no source besides the node's cache")
-        self._shelf.make_way(key)
+        self._shelf.make_way(key, [offer.slot for offer in self._offers.values()])
         brought = self._desk.bring(self._rank, key, self._slots)
         self._shelf.reopen()
         for line in brought.passed:

@@ -87,8 +87,11 @@ class Shelf:
         self.board.put(self._rank, index, None)
         self.slots[index].clear()
 
-    def make_way(self, key: Key) -> None:
-        """Have an empty slot for ``key``, to which the ranks go back, if one holds something newer."""
+    def make_way(self, key: Key, usable: Collection[int]) -> None:
+        """Have an empty slot for ``key``, to which the ranks go back: of what is not ``usable``, or is newer."""
+        for index, slot in enumerate(self.slots):
+            if index not in usable and slot.record() is not None:
+                self.drop(index)
         held = self.held()
         if None not in held:
             newest = max(range(len(held)), key=lambda index: held[index] or key, default=None)

@@ -36,6 +36,7 @@ Gather = Callable[[Row], Rows]
 
 PATIENCE_S = 30.0
 _TURNS = 2
+_ALONE_S = 120.0
 _POLL_S = 0.001
 _STORED_POLL_S = 0.05
 
@@ -104,6 +105,7 @@ class Snapshots:
         self._desk = DeskClient(desk_of(address)) if elsewhere or storing else None
         self._blocked_s = 0.0
         self._unkept: Key | None = None  # was to go to storage, and was not even saved
+        self._alone: dict[Key, float] = {}  # waits for storage here and not with all others, since when
         self._begun = self._saved = False
         self._last: Key | None = None
         self._flight: _Flight | None = None
@@ -145,8 +147,8 @@ class Snapshots:
         """
         if self._process != os.getpid():
             raise CheckpointError("a forked process cannot save: only the one that began to save can")
-        begun_s = time.monotonic()
         self.wait()
+        begun_s = time.monotonic()
         blocked_s, self._blocked_s = self._blocked_s, 0.0
         header, spans, text = self._flatten(state, step)
         if not self._begun:
@@ -284,7 +286,7 @@ class Snapshots:
         while True:
             rows = self._gather(
                 row_of(
-                    (),
+                    self._shelf.wanted(),
                     len(self._shelf.wanted()) >= self._slots - _TURNS,
                     time.monotonic() >= deadline_s,
                     self._cadence.proposal(),
@@ -316,6 +318,14 @@ class Snapshots:
                     every_rank=False,
                 )
         self._unkept = None
+        pending = self._shelf.wanted()
+        alone = {key for key in pending if not all(key in keys_of(row) for row in rows)}
+        now_s = time.monotonic()
+        self._alone = {key: self._alone.get(key, now_s) for key in alone}
+        for key, since_s in self._alone.items():
+            if now_s - since_s > _ALONE_S:  # on storage all ranks let it go, within seconds
+                self._shelf.let_go(key)
+                self._say(f"step {key.step} is not brought to {self._storing_where}: not all ranks have it any more")
 
     @property
     def _storing_where(self) -> str:

@@ -152,6 +152,18 @@ def test_training_goes_on_with_a_full_disk_and_nothing_wanted_is_lost(make) -> N
     assert node.stored() == [Key(0, 2), Key(0, 10)]
 
 
+def test_a_damaged_snapshot_is_given_up_and_later_ones_go_on(make, served: Served) -> None:  # noqa: F811
+    node = make(every=2)
+    node.worker.do("save", 1)
+    node.worker.do("save", 2)
+    os.pwrite(served.cache.slots(0)[1], b"damaged", 4096 + 100)
+    node.work()
+    assert node.stored() == []
+    assert node.worker.do("save", 3) == "[3]"
+    node.work()
+    assert node.stored() == [Key(0, 3)]
+
+
 def test_old_steps_are_removed_once_newer_ones_are_whole(make) -> None:
     node = make(every=1, keep=2)
     for step in range(1, 6):

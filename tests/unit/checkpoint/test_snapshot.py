@@ -390,6 +390,24 @@ def test_what_one_rank_did_not_keep_is_waited_for_no_longer(
     assert "step 1 is not brought to storage /ckpt: rank 1 did not keep it" in capsys.readouterr().err
 
 
+def test_what_not_all_ranks_hold_any_more_is_let_go_in_time(
+    served: Any, empty_desk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ALONE_S", -1.0)
+
+    def save(rank: int, snapshots: Snapshots) -> list[list[int]]:
+        snapshots.save({"w": rank}, 1, persist=True)
+        if rank == 1:
+            snapshots._shelf.drop(0)  # the agent found it damaged
+        said: list[list[int]] = []
+        for number in (2, 3):
+            snapshots.save({"w": rank}, number)
+            said.append(sorted(key.step for key in snapshots._shelf.wanted()))
+        return said
+
+    assert Ranks(2).run(served, save, every=1) == [[[], [3]], [[], [3]]]
+
+
 def test_without_an_agent_nobody_begins_as_if_storage_were_empty(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
