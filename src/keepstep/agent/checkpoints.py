@@ -31,7 +31,7 @@ logger = logging.getLogger("keepstep.agent")
 FILE = "checkpoints.json"  # in the node's folder of the run
 _LOOK_S = 0.25
 _TELL_S = 1.0
-_STOP_S = 2.0
+_STOP_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)

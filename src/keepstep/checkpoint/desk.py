@@ -262,7 +262,7 @@ class DeskClient:
     """A worker's way to the desk of its node's agent. Calls wait for an agent that is not there (yet, or any more)."""
 
     address: str
-    patience_s: float = _PATIENCE_S
+    patience_s: float = 60.0
 
     def offers(self, rank: int) -> Offered:
         """What can be had for a rank. Raises CheckpointError: the agent does not answer, or cannot say."""

@@ -535,7 +535,7 @@ class Launcher:
 
     async def _wait_for_storage(self, outcome: _Outcome) -> None:
         """Keep the cache until what was to be on storage is there: it ends with this process."""
-        if self._cache is None or self._agent is None or self._job.persisting is None:
+        if self._cache is None or self._job.persisting is None:
             return
         persisting, cache = self._job.persisting, self._cache[0]
         wait_s = {"finished": persisting.wait_s, "failed": min(persisting.wait_s, _FAILED_WAIT_S)}.get(
@@ -545,8 +545,9 @@ class Launcher:
         said = False
         while wanted := cache.wanted():
             steps = ", ".join(str(key.step) for key in wanted)
-            given_up = self._kill_now.is_set() or self._job_over.is_set() or self._signalled or self._unwatched
-            if given_up or time.monotonic() >= deadline_s:
+            interrupted = self._kill_now.is_set() or self._job_over.is_set() or self._signalled
+            nobody = self._unwatched or self._agent is None
+            if interrupted or nobody or time.monotonic() >= deadline_s:
                 self._warn(
                     f"step {steps} is not on storage {persisting.where} and is lost: see `keepstep status "
                     f"{self._folder}`"

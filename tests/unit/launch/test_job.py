@@ -66,7 +66,7 @@ def test_the_join_timeout_comes_from_the_rendezvous_configuration() -> None:
         (["--checkpoint-dir", "ckpt", "--no-watch"], "leave one of them out"),
         (["--checkpoint-dir", "ckpt", "--checkpoint-every", "often"], "a number of steps, auto, or 0"),
         (["--checkpoint-dir", "ckpt", "--checkpoint-keep", "-1"], "0 to keep all"),
-        (["--checkpoint-dir", "/proc/ckpt"], "/proc is no folder that can be written to"),
+        (["--checkpoint-dir", "/etc/passwd/ckpt"], "/etc/passwd is no folder that can be written to"),
         (["--checkpoint-dir", "nowhere://bucket"], "nowhere://bucket"),
         (["--nproc-per-node", "0"], "at least 1"),
         (["--nproc-per-node", "tpu"], "auto, cpu or gpu"),
