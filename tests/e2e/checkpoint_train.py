@@ -1,8 +1,8 @@
 """Training (DDP, or FSDP2 with ``KIND=fsdp2``) that resumes from its checkpoints; writes each step's loss as hex.
 
 Arguments: folder, steps, and optionally ``RANK STEP WHERE``: that rank kills itself there in the first incarnation.
-``PERSIST_AT=4,8``: these steps are asked for on storage, and waited for. ``DAMAGED_RANK=1``: in the second incarnation all
-that this rank has in its node's cache is damaged.
+``PERSIST_AT=4,8``: these steps are asked for on storage, and waited for. ``DAMAGED_RANK=1``: in the second incarnation
+all that this rank has in its node's cache is damaged.
 """
 
 from __future__ import annotations

@@ -50,7 +50,13 @@ def test_bytes_are_answered(desk: Desk, data: bytes) -> None:
     assert _answers.decode(desk.answer(data))
 
 
-@given(desks, st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+@given(
+    desks,
+    st.recursive(
+        st.none() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    ),
+)
 def test_any_json_is_answered(desk: Desk, value: object) -> None:
     assert _answers.decode(desk.answer(msgspec.json.encode(value)))
 

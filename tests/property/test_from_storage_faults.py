@@ -40,9 +40,7 @@ def place() -> Iterator[tuple[Slot, Board]]:
 
 
 damages = st.lists(
-    st.tuples(
-        st.sampled_from(["flip", "cut", "remove", "swap"]), st.integers(0, 4), st.integers(0, 1 << 20)
-    ),
+    st.tuples(st.sampled_from(["flip", "cut", "remove", "swap"]), st.integers(0, 4), st.integers(0, 1 << 20)),
     max_size=3,
 )
 

@@ -32,7 +32,9 @@ class CachedStates:
         self._boards: dict[int, Board] = {}
         self._reading: set[tuple[int, int]] = set()
         self._pinned: frozenset[Key] = frozenset()
-        self._filling: set[int] = set()  # ranks: to open their slots anew would end the lock on what is filled
+        self._filling: set[int] = (
+            set()
+        )  # ranks: to open their slots anew would end the lock on what is filled
         self._told: set[tuple[Key, int]] = set()
         self._guard = threading.RLock()  # the persister's thread reads while the agent's looks around
 
@@ -60,7 +62,7 @@ class CachedStates:
                 if not held <= {record.key for record in records if record} and rank not in self._filling:
                     self._open(rank)  # slots that grew are others
                 for key in (slot.wanted() for slot in self._slots[rank]):
-                    if key in held:
+                    if key is not None and key in held:
                         found.setdefault(key, set()).add(rank)
         return found
 

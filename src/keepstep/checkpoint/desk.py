@@ -39,7 +39,7 @@ _MOST_DEATHS = 3
 _BIND_AGAIN_S = 0.2
 
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
-_Packed = Annotated[int, msgspec.Meta(ge=1, lt=1 << 63)]
+_Packed = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 _Slots = Annotated[int, msgspec.Meta(ge=1, le=SLOTS_PER_RANK)]
 _Line = Annotated[str, msgspec.Meta(max_length=_MOST_LINE)]
 _Lines = Annotated[tuple[_Line, ...], msgspec.Meta(max_length=_MOST_LINES)]
@@ -225,7 +225,9 @@ class DeskServer:
             if not self._places.acquire(blocking=False):
                 connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="keepstep-desk", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(connection,), name="keepstep-desk", daemon=True
+            ).start()
 
     def _bind(self) -> bool:
         while not self._stopped.is_set():

@@ -125,7 +125,10 @@ def _seat() -> Seat:
 
 
 def _storing() -> Storing | None:
-    where, every = os.environ.get("KEEPSTEP_CHECKPOINT_DIR"), os.environ.get("KEEPSTEP_CHECKPOINT_EVERY", "auto")
+    where, every = (
+        os.environ.get("KEEPSTEP_CHECKPOINT_DIR"),
+        os.environ.get("KEEPSTEP_CHECKPOINT_EVERY", "auto"),
+    )
     if not where:
         return None
     failures_per_day = float(os.environ.get("KEEPSTEP_FAILURES_PER_DAY", 1.0))

@@ -156,7 +156,9 @@ class PersistPlan:
         self._flying.discard(task)
         tries = self._tries.setdefault(task, _Tries())
         tries.failures, tries.waits = 0, tries.waits + 1
-        tries.not_before_s = now_s + min(self._backoff.delay_s(tries.waits, 1.0), self._backoff.longest_wait_s)
+        tries.not_before_s = now_s + min(
+            self._backoff.delay_s(tries.waits, 1.0), self._backoff.longest_wait_s
+        )
 
     def again(self, key: Key, rank: int) -> None:
         """A part that was written is not on storage as it was: write it again."""

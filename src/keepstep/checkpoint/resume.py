@@ -241,4 +241,3 @@ def row_of(keys: Iterable[Key], *numbers: int) -> Row:
     packed = sorted((key.pack() for key in keys), reverse=True)[: WIDTH - 4]
     row = [*map(int, numbers), *[0] * (4 - len(numbers)), *packed]
     return row + [0] * (WIDTH - len(row))
-

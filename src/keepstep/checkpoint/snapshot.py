@@ -325,7 +325,9 @@ class Snapshots:
         for key, since_s in self._alone.items():
             if now_s - since_s > _ALONE_S:  # on storage all ranks let it go, within seconds
                 self._shelf.let_go(key)
-                self._say(f"step {key.step} is not brought to {self._storing_where}: not all ranks have it any more")
+                self._say(
+                    f"step {key.step} is not brought to {self._storing_where}: not all ranks have it any more"
+                )
 
     @property
     def _storing_where(self) -> str:
@@ -422,4 +424,3 @@ def _slot_bytes(header: StateHeader, text: bytes) -> int:
     """Of a slot for this state and for later ones whose plain values are a little longer."""
     spare = max(SPARE_HEADER_BYTES, len(text) // 4)
     return native.slot_bytes(header.data_bytes, len(text) + spare, len(header.storages))
-

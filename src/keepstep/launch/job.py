@@ -406,7 +406,9 @@ def _persisting(value: Mapping[str, Any]) -> Persisting | None:
             "leave one of them out"
         )
     if every != "auto" and not (every.isascii() and every.isdigit()):
-        raise UsageError(f"--checkpoint-every {every}: give a number of steps, auto, or 0 for none of themselves")
+        raise UsageError(
+            f"--checkpoint-every {every}: give a number of steps, auto, or 0 for none of themselves"
+        )
     keep, wait_s, failures = (
         value[name] for name in ("checkpoint_keep", "checkpoint_wait_s", "failures_per_day")
     )

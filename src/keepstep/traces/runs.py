@@ -41,7 +41,7 @@ class Run:
         return _read_json(self.path / "status.json")
 
     def checkpoints(self) -> dict[int, dict[str, Any]]:
-        """``nodes/*/checkpoints.json`` by node: what is on storage, what is on its way there, and what is in its way."""
+        """``nodes/*/checkpoints.json`` by node: what is on storage, on its way there, and in its way."""
         found: dict[int, dict[str, Any]] = {}
         for path in self.path.glob("nodes/*/checkpoints.json"):
             told = _read_json(path)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.unit.checkpoint.conftest import Served, served  # noqa: F401
+from tests.unit.checkpoint.conftest import Served, serving
 
 from keepstep.agent import checkpoints as module
 from keepstep.agent.checkpoints import FILE, Checkpoints, Place
@@ -71,13 +71,13 @@ class Disk(LocalStorage):
 class Node:
     """An agent without its threads, and a worker."""
 
-    def __init__(self, served: Served, folder: Path, every: int, keep: int = 0) -> None:
+    def __init__(self, cache: Served, folder: Path, every: int, keep: int = 0) -> None:
         self.storage = folder / "ckpt"
         (folder / "node").mkdir(exist_ok=True)
-        self.place = Place(served.address, (0,), 0, 1, folder / "node", str(self.storage), keep)
+        self.place = Place(cache.address, (0,), 0, 1, folder / "node", str(self.storage), keep)
         self.agents = [Checkpoints(self.place)]
         self.agents[0]._desk.start()
-        self.worker = Worker(served.address, self.storage, every)
+        self.worker = Worker(cache.address, self.storage, every)
 
     def work(self) -> None:
         """Until nothing more can be done now."""
@@ -106,7 +106,13 @@ class Node:
 
 
 @pytest.fixture
-def make(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Node]]:  # noqa: F811
+def served() -> Iterator[Served]:
+    with serving() as one:
+        yield one
+
+
+@pytest.fixture
+def make(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Node]]:
     nodes: list[Node] = []
     monkeypatch.setattr(module, "open_storage", lambda where: Disk(Path(where)))
     monkeypatch.setattr(Disk, "full", False)
@@ -152,7 +158,7 @@ def test_training_goes_on_with_a_full_disk_and_nothing_wanted_is_lost(make) -> N
     assert node.stored() == [Key(0, 2), Key(0, 10)]
 
 
-def test_a_damaged_snapshot_is_given_up_and_later_ones_go_on(make, served: Served) -> None:  # noqa: F811
+def test_a_damaged_snapshot_is_given_up_and_later_ones_go_on(make, served: Served) -> None:
     node = make(every=2)
     node.worker.do("save", 1)
     node.worker.do("save", 2)
@@ -178,7 +184,7 @@ def test_old_steps_are_removed_once_newer_ones_are_whole(make) -> None:
     assert node.stored() == [Key(0, 4), Key(0, 5)]
 
 
-def test_a_new_job_goes_on_from_storage_and_counts_on(make, served: Served) -> None:  # noqa: F811
+def test_a_new_job_goes_on_from_storage_and_counts_on(make, served: Served) -> None:
     node = make(every=2)
     for step in (1, 2, 3):
         node.worker.do("save", step)
@@ -197,7 +203,7 @@ def test_a_new_job_goes_on_from_storage_and_counts_on(make, served: Served) -> N
     assert node.stored() == [Key(0, 2), Key(1, 4)]
 
 
-def test_without_storage_the_desk_says_that_there_is_nothing(served: Served, tmp_path: Path) -> None:  # noqa: F811
+def test_without_storage_the_desk_says_that_there_is_nothing(served: Served, tmp_path: Path) -> None:
     agent = Checkpoints(Place(served.address, (0,), 0, 1, tmp_path))
     agent.start()
     offered = DeskClient(desk_of(served.address)).offers(0)
@@ -205,6 +211,6 @@ def test_without_storage_the_desk_says_that_there_is_nothing(served: Served, tmp
     agent.stop()
 
 
-def test_a_storage_that_nothing_reaches_is_refused(served: Served, tmp_path: Path) -> None:  # noqa: F811
+def test_a_storage_that_nothing_reaches_is_refused(served: Served, tmp_path: Path) -> None:
     with pytest.raises(KeepstepError, match="nowhere"):
         Checkpoints(Place(served.address, (0,), 0, 1, tmp_path, "nowhere://bucket"))

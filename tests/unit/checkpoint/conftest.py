@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -20,8 +21,9 @@ class Served:
     address: str
 
 
-@pytest.fixture
-def served() -> Iterator[Served]:
+@contextmanager
+def serving() -> Iterator[Served]:
+    """Such a cache."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -41,6 +43,13 @@ def served() -> Iterator[Served]:
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    """Such a cache."""
+    with serving() as one:
+        yield one
 
 
 @pytest.fixture

@@ -126,9 +126,7 @@ def test_other_bytes_are_denied(data: bytes) -> None:
     assert isinstance(module._answers.decode(Node().desk.answer(data)), Denied)
 
 
-def test_a_new_agent_takes_the_place_of_the_old_one(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_agent_takes_the_place_of_the_old_one(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BIND_AGAIN_S", 0.01)
     first, second = (DeskServer(address, Node(Source(name, OLD)).desk) for name in ("first", "second"))
     first.start()
@@ -158,7 +156,7 @@ def test_an_agent_that_dies_over_each_request_is_not_asked_for_ever(address: str
 
     thread = threading.Thread(target=agent)
     thread.start()
-    with pytest.raises(CheckpointError, match="does not answer .it ended"):
+    with pytest.raises(CheckpointError, match=r"does not answer .it ended"):
         DeskClient(address).bring(0, OLD, 2)
     thread.join()
     listener.close()
@@ -166,7 +164,14 @@ def test_an_agent_that_dies_over_each_request_is_not_asked_for_ever(address: str
     assert module._requests.decode(asked[0]) == Bring(0, OLD.pack(), 2)
 
 
-@pytest.mark.parametrize("data", [b"nonsense", b'{"type":"Brought","where":""}', b'{"type":"Offered","shops":[["x",[0]]],"incarnation":0}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"nonsense",
+        b'{"type":"Brought","where":""}',
+        b'{"type":"Offered","shops":[["x",[0]]],"incarnation":0}',
+    ],
+)
 def test_an_answer_that_cannot_be_read_is_an_error(address: str, data: bytes) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0{address}")
@@ -186,7 +191,9 @@ def test_an_answer_that_cannot_be_read_is_an_error(address: str, data: bytes) ->
     listener.close()
 
 
-def test_a_desk_of_another_user_is_not_asked(served: Node, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_desk_of_another_user_is_not_asked(
+    served: Node, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "peer_uid", lambda connection: os.getuid() + 1)
     with pytest.raises(CheckpointError, match="belongs to another user"):
         DeskClient(address).offers(0)

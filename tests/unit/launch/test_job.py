@@ -5,7 +5,14 @@ import pytest
 
 from keepstep.core.errors import UsageError
 from keepstep.launch.devices import gpu_count, worker_count
-from keepstep.launch.job import Endpoint, Persisting, job_from_command_line, node_range, parse_endpoint, stream_masks
+from keepstep.launch.job import (
+    Endpoint,
+    Persisting,
+    job_from_command_line,
+    node_range,
+    parse_endpoint,
+    stream_masks,
+)
 
 BARE = {"HOME": "/nowhere"}
 
@@ -45,7 +52,9 @@ def test_where_checkpoints_go_and_how_often(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     assert job().persisting is None
     assert job("--checkpoint-dir", "a/b").persisting == Persisting(str(tmp_path / "a/b"), None, 0, 600.0, 1.0)
-    given = job("--checkpoint-dir", f"file://{tmp_path}", "--checkpoint-every", "50", "--checkpoint-keep", "3")
+    given = job(
+        "--checkpoint-dir", f"file://{tmp_path}", "--checkpoint-every", "50", "--checkpoint-keep", "3"
+    )
     assert given.persisting == Persisting(str(tmp_path), 50, 3, 600.0, 1.0)
     assert job("--checkpoint-dir", "memory://run", KEEPSTEP_FAILURES_PER_DAY="4").persisting == Persisting(
         "memory://run", None, 0, 600.0, 4.0
