@@ -1,7 +1,7 @@
 """The agent's part in checkpoints: the desk for its node's workers, and what brings wanted steps to storage.
 
-All of it runs in threads of its own: reading, writing and listing may take as long as a store or a network likes, and the
-agent's polls never wait for that.
+All of it runs in threads of its own: reading, writing and listing may take as long as a store or a network likes, and
+the agent's polls never wait for that.
 """
 
 from __future__ import annotations

@@ -180,7 +180,8 @@ class CachedStates:
                 record = slot.record()
                 if record is None or record.key != key:
                     continue
-                if (rank, index) in self._locked or slot.lock(shared=True):
+                # What waits for storage nobody overwrites; its worker may hold the lock until its next step.
+                if (rank, index) in self._locked or slot.wanted() == key or slot.lock(shared=True):
                     record = slot.record()
                     if record and record.key == key:
                         self._locked[rank, index] = key

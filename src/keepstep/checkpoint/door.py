@@ -38,7 +38,7 @@ def save(state: dict[Any, Any], step: int, *, overlap: bool = True, persist: boo
 
 
 def load(state: dict[Any, Any]) -> int | None:
-    """Bring back the newest snapshot that all ranks can have into ``state``. Called by all ranks, once, before training.
+    """Bring the newest snapshot that all ranks can have into ``state``. Called by all ranks, once, before training.
 
     It comes from the node's cache, else from another node's backup or from storage, as the node's agent finds it.
 
