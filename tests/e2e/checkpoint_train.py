@@ -2,7 +2,7 @@
 
 Arguments: folder, steps, and optionally ``RANK STEP WHERE``: that rank kills itself there in the first incarnation.
 ``PERSIST_AT=4,8``: these steps are asked for on storage, and waited for. ``DAMAGED_RANK=1``: in the second incarnation
-all that this rank has in its node's cache is damaged.
+all that this rank has in its node's cache is damaged. ``KILL_AGENT_AT=4``: rank 0 kills the agent before that step is saved.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -104,6 +105,14 @@ def wait_for_storage(step: int) -> None:
 
 if incarnation == 1 and rank == int(os.environ.get("DAMAGED_RANK", "-1")):
     damage_cache()
+
+
+def kill_agent() -> None:
+    for process in psutil.Process(os.getppid()).children():
+        if "keepstep.agent" in process.cmdline():
+            process.kill()
+
+
 persist_at = {int(word) for word in os.environ.get("PERSIST_AT", "").split(",") if word}
 start = keepstep.checkpoint.load(state) or 0
 (folder / f"start-{rank}-{incarnation}").write_text(str(start))
@@ -119,6 +128,8 @@ with (folder / f"losses-{rank}").open("a") as log:
         scheduler.step()
         die(step, "before save")
         optimizer.zero_grad()
+        if rank == 0 and step + 1 == int(os.environ.get("KILL_AGENT_AT", "-1")):
+            kill_agent()
         keepstep.checkpoint.save(state, step + 1, persist=True if step + 1 in persist_at else None)
         if step + 1 in persist_at:
             wait_for_storage(step + 1)

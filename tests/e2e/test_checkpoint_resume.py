@@ -131,6 +131,19 @@ def test_a_rank_whose_cache_is_damaged_takes_all_back_to_storage(
     assert same(tmp_path, undisturbed["ddp"])
 
 
+def test_an_agent_that_is_killed_is_followed_by_one_that_goes_on(tmp_path: Path) -> None:
+    storage = tmp_path / "ckpt"
+    flags = ("--checkpoint-dir", str(storage), "--checkpoint-every", "0")
+    code, said = run(tmp_path, flags=flags, PERSIST_AT="2,4", KILL_AGENT_AT="4", KIND="ddp")
+    assert code == 0, said
+    log = (tmp_path / "run" / "nodes" / "0" / "agent.log").read_text()
+    assert log.count("agent of node 0") == 2
+    assert sorted(path.parent.name for path in storage.glob("*/manifest.json")) == [
+        "step-0000000002-i0000",
+        "step-0000000004-i0000",
+    ]
+
+
 def test_the_interval_brings_steps_to_storage_and_the_end_waits_for_them(tmp_path: Path) -> None:
     storage = tmp_path / "ckpt"
     flags = ("--checkpoint-dir", str(storage), "--checkpoint-every", "5", "--checkpoint-keep", "1")
