@@ -2,7 +2,8 @@
 
 Arguments: folder, steps, and optionally ``RANK STEP WHERE``: that rank kills itself there in the first incarnation.
 ``PERSIST_AT=4,8``: these steps are asked for on storage, and waited for. ``DAMAGED_RANK=1``: in the second incarnation
-all that this rank has in its node's cache is damaged. ``KILL_AGENT_AT=4``: rank 0 kills the agent before that step is saved.
+all that this rank has in its node's cache is damaged. ``KILL_AGENT_AT=4``: rank 0 kills the agent
+before that step is saved.
 """
 
 from __future__ import annotations

@@ -154,7 +154,8 @@ class CachedStates:
         try:
             with memoryview(slot.memory) as view:
                 record = slot.record()
-                assert record
+                if record is None or record.key != key:
+                    raise CheckpointError(f"{key_text(key)} of rank {rank} was given up")
                 header = read_header(view, record)
                 with view[native.DATA_OFFSET : native.DATA_OFFSET + header.data_bytes] as data:
                     yield header, data
