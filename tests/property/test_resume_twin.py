@@ -134,3 +134,12 @@ def test_a_state_that_fits_no_rank_stops_all() -> None:
     job = [Simulated({Key(0, 1): True}, {}), Simulated({Key(0, 1): True}, {})]
     job[1].copy = lambda key: Copied.IMPOSSIBLE  # type: ignore[method-assign]
     assert run(job) == ["another rank could not restore its state: see what it says"] * 2
+
+
+def test_states_of_another_world_size_are_not_taken_for_none() -> None:
+    job = [Simulated({}, {}) for _ in range(2)]
+    told = "step 7 is of 4 ranks, this job has 2: reshard it"
+    job[0].elsewhere = lambda: Elsewhere(incarnation=0, refused=(told,))  # type: ignore[method-assign]
+    first, second = run(job)
+    assert first == f"there are states, but none that can be had ({told})"
+    assert second == "there are states, but none that can be had: see what another rank says"
