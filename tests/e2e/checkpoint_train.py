@@ -1,6 +1,9 @@
 """Training (DDP, or FSDP2 with ``KIND=fsdp2``) that resumes from its checkpoints; writes each step's loss as hex.
 
 Arguments: folder, steps, and optionally ``RANK STEP WHERE``: that rank kills itself there in the first incarnation.
+``PERSIST_AT=4,8``: these steps are asked for on storage, and waited for. ``DAMAGED_RANK=1``: in the second incarnation
+all that this rank has in its node's cache is damaged. ``KILL_AGENT_AT=4``: rank 0 kills the agent
+before that step is saved.
 """
 
 from __future__ import annotations
@@ -8,12 +11,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
 import keepstep.checkpoint
+from keepstep.checkpoint.cache import ADDRESS, Open, ask
 
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
 dying, dies_at, where = (
@@ -81,6 +87,34 @@ state = {
     "data": data,
     "random": keepstep.checkpoint.RandomState(),
 }
+
+
+def damage_cache() -> None:
+    found = ask(os.environ[ADDRESS], Open(rank))
+    for slot in found.slots:
+        for offset in range(4096, os.fstat(slot).st_size, 4096):
+            os.pwrite(slot, b"damaged", offset)
+    for descriptor in (found.board, *found.slots):
+        os.close(descriptor)
+
+
+def wait_for_storage(step: int) -> None:
+    where = Path(os.environ["KEEPSTEP_CHECKPOINT_DIR"])
+    while not list(where.glob(f"step-{step:010d}-i*/manifest.json")):
+        time.sleep(0.02)
+
+
+if incarnation == 1 and rank == int(os.environ.get("DAMAGED_RANK", "-1")):
+    damage_cache()
+
+
+def kill_agent() -> None:
+    for process in psutil.Process(os.getppid()).children():
+        if "keepstep.agent" in process.cmdline():
+            process.kill()
+
+
+persist_at = {int(word) for word in os.environ.get("PERSIST_AT", "").split(",") if word}
 start = keepstep.checkpoint.load(state) or 0
 (folder / f"start-{rank}-{incarnation}").write_text(str(start))
 with (folder / f"losses-{rank}").open("a") as log:
@@ -95,6 +129,10 @@ with (folder / f"losses-{rank}").open("a") as log:
         scheduler.step()
         die(step, "before save")
         optimizer.zero_grad()
-        keepstep.checkpoint.save(state, step + 1)
+        if rank == 0 and step + 1 == int(os.environ.get("KILL_AGENT_AT", "-1")):
+            kill_agent()
+        keepstep.checkpoint.save(state, step + 1, persist=True if step + 1 in persist_at else None)
+        if step + 1 in persist_at:
+            wait_for_storage(step + 1)
         die(step, "after save")
 dist.destroy_process_group()

@@ -16,29 +16,41 @@ STEPS = 12
 PATIENCE_S = 180
 
 
-def train(
-    folder: Path, *arguments: str, flags: tuple[str, ...] = (), kind: str = "ddp"
-) -> tuple[dict[str, list[str]], str]:
-    """Run the job with two ranks; the losses by step (one for each time the step was made), and what was said."""
-    folder.mkdir()
-    command = [sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(folder / "run"), "--no-watch"]
-    job = [*flags, "--nproc-per-node", "2", str(JOB), str(folder), str(STEPS), *arguments]
+def run(
+    folder: Path, *arguments: str, flags: tuple[str, ...], run: str = "run", **environment: str
+) -> tuple[int, str]:
+    """Run the job with two ranks; exit code, and what was said."""
+    command = [sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(folder / run), *flags]
     done = subprocess.run(
-        [*command, *job],
+        [*command, "--nproc-per-node", "2", str(JOB), str(folder), str(STEPS), *arguments],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
         stdin=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "KIND": kind},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    return done.returncode, done.stderr
+
+
+def train(
+    folder: Path, *arguments: str, flags: tuple[str, ...] = (), kind: str = "ddp"
+) -> tuple[dict[str, list[str]], str]:
+    """Run the job without an agent; the losses, and what was said."""
+    folder.mkdir()
+    code, said = run(folder, *arguments, flags=("--no-watch", *flags), KIND=kind)
+    assert code == 0, said
+    return losses_of(folder), said
+
+
+def losses_of(folder: Path) -> dict[str, list[str]]:
+    """The losses by rank and step, one for each time the step was made."""
     losses: dict[str, list[str]] = {}
     for rank in range(2):
         for line in (folder / f"losses-{rank}").read_text().splitlines():
             step, loss = line.split()
             losses.setdefault(f"{rank}/{step}", []).append(loss)
-    return losses, done.stderr
+    return losses
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +91,97 @@ def test_a_killed_rank_costs_no_bit(
     assert losses.keys() == undisturbed[kind].keys()
     for name, found in losses.items():
         assert set(found) == set(undisturbed[kind][name]), name
+
+
+def same(folder: Path, undisturbed: dict[str, list[str]]) -> bool:
+    losses = losses_of(folder)
+    return losses.keys() == undisturbed.keys() and all(
+        set(found) == set(undisturbed[name]) for name, found in losses.items()
+    )
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_new_run_with_empty_caches_resumes_from_storage(
+    tmp_path: Path, undisturbed: dict[str, dict[str, list[str]]], kind: str
+) -> None:
+    storage = tmp_path / "ckpt"
+    flags = ("--checkpoint-dir", str(storage), "--checkpoint-every", "0")
+    code, said = run(tmp_path, "1", "6", "forward", flags=flags, PERSIST_AT="2,4", KIND=kind)
+    assert code == 128 + 9, said
+    assert "3 snapshots of rank 0 take" in said
+    (tmp_path / "start-0-0").unlink()
+    code, said = run(tmp_path, flags=flags, run="again", KIND=kind)
+    assert code == 0, said
+    assert f"resumed after step 4 from storage {storage}" in said
+    assert {(tmp_path / f"start-{rank}-0").read_text() for rank in range(2)} == {"4"}
+    assert same(tmp_path, undisturbed[kind])
+
+
+def test_a_rank_whose_cache_is_damaged_takes_all_back_to_storage(
+    tmp_path: Path, undisturbed: dict[str, dict[str, list[str]]]
+) -> None:
+    storage = tmp_path / "ckpt"
+    flags = ("--checkpoint-dir", str(storage), "--checkpoint-every", "0", "--max-restarts", "1")
+    code, said = run(
+        tmp_path, "0", "7", "backward", flags=flags, PERSIST_AT="3,5", DAMAGED_RANK="1", KIND="ddp"
+    )
+    assert code == 0, said
+    assert "the snapshot of rank 1 at step" in said
+    assert f"resumed after step 5 from storage {storage}" in said
+    assert same(tmp_path, undisturbed["ddp"])
+
+
+def test_an_agent_that_is_killed_is_followed_by_one_that_goes_on(tmp_path: Path) -> None:
+    storage = tmp_path / "ckpt"
+    flags = ("--checkpoint-dir", str(storage), "--checkpoint-every", "0")
+    code, said = run(tmp_path, flags=flags, PERSIST_AT="2,4", KILL_AGENT_AT="4", KIND="ddp")
+    assert code == 0, said
+    log = (tmp_path / "run" / "nodes" / "0" / "agent.log").read_text()
+    assert log.count("agent of node 0") == 2
+    assert sorted(path.parent.name for path in storage.glob("*/manifest.json")) == [
+        "step-0000000002-i0000",
+        "step-0000000004-i0000",
+    ]
+
+
+def test_the_interval_brings_steps_to_storage_and_the_end_waits_for_them(tmp_path: Path) -> None:
+    storage = tmp_path / "ckpt"
+    flags = ("--checkpoint-dir", str(storage), "--checkpoint-every", "5", "--checkpoint-keep", "1")
+    code, said = run(tmp_path, flags=flags, KIND="ddp")
+    assert code == 0, said
+    stored = sorted(path.parent.name for path in storage.glob("step-*/manifest.json"))
+    assert stored
+    assert "is lost" not in said
+    done = subprocess.run(
+        [sys.executable, "-m", "keepstep.cli", "checkpoint", "verify", str(storage)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_training_ends_well_when_storage_cannot_be_written(tmp_path: Path) -> None:
+    storage = tmp_path / "ckpt"
+    storage.mkdir()
+    (storage / "step-0000000005-i0000").write_text("a file where the folder should be")
+    flags = ("--checkpoint-dir", str(storage), "--checkpoint-every", "5")
+    os.environ["KEEPSTEP_CHECKPOINT_WAIT_S"] = "1"
+    try:
+        code, said = run(tmp_path, flags=flags, KIND="ddp")
+    finally:
+        del os.environ["KEEPSTEP_CHECKPOINT_WAIT_S"]
+    assert code == 0, said
+    assert f"step 5 is not on storage {storage} and is lost" in said
+    status = subprocess.run(
+        [sys.executable, "-m", "keepstep.cli", "status", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert "step 5 (incarnation 0): rank 0's part is not on storage" in status.stdout
 
 
 def test_without_keepstep_run_nothing_is_kept_and_that_is_said(tmp_path: Path) -> None:

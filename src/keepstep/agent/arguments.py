@@ -22,6 +22,10 @@ class Arguments:
     rings: dict[int, str]  # path by rank
     orders: dict[int, str]  # the same of the orders pages
     tls: tuple[str, str, str] | None  # certificate, key, authority
+    cache: str = ""  # address of the node's cache; "": there is none
+    world_size: int = 0
+    checkpoint_dir: str = ""
+    checkpoint_keep: int = 0
 
 
 def parse(words: Sequence[str] | None = None) -> Arguments:
@@ -37,6 +41,10 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
     parser.add_argument("--node-rank", required=True, type=int)
     parser.add_argument("--ring", required=True, action="append", metavar="RANK=PATH")
     parser.add_argument("--orders", default=[], action="append", metavar="RANK=PATH")
+    parser.add_argument("--cache", default="", metavar="ADDRESS")
+    parser.add_argument("--world-size", type=int, default=0)
+    parser.add_argument("--checkpoint-dir", default="", metavar="PATH_OR_URL")
+    parser.add_argument("--checkpoint-keep", type=int, default=0)
     for name in ("--tls-cert", "--tls-key", "--tls-ca"):
         parser.add_argument(name)
     given = parser.parse_args(words)
@@ -50,6 +58,10 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
         rings=_paths("--ring", given.ring),
         orders=_paths("--orders", given.orders),
         tls=(paths.cert, paths.key, paths.ca) if paths is not None else None,
+        cache=given.cache,
+        world_size=given.world_size,
+        checkpoint_dir=given.checkpoint_dir,
+        checkpoint_keep=given.checkpoint_keep,
     )
 
 

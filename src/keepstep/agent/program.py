@@ -12,9 +12,11 @@ from collections.abc import Coroutine, Iterator
 
 from keepstep import wire
 from keepstep.agent.arguments import Arguments
+from keepstep.agent.checkpoints import Checkpoints, Place
 from keepstep.agent.node import NodeAgent
 from keepstep.agent.paths import Echo, probe_paths
 from keepstep.agent.processes import alive, identify, kill_carriers
+from keepstep.core.errors import KeepstepError
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -46,6 +48,7 @@ class Program:
         self._secret = b""
         self._echo: Echo | None = None
         self._probing = False
+        self._checkpoints: Checkpoints | None = None
         self._agent = NodeAgent(
             arguments.rings,
             arguments.node,
@@ -74,11 +77,31 @@ class Program:
             disconnected=lambda: logger.info("the connection to the controller is lost"),
             tls=tls,
         )
+        self._start_checkpoints()
         self._tick()
         await self._stop.wait()
         await self._end()
         if self._failure is not None:
             raise self._failure
+
+    def _start_checkpoints(self) -> None:
+        arguments = self._arguments
+        if not arguments.cache or not arguments.world_size:
+            return
+        place = Place(
+            cache=arguments.cache,
+            ranks=tuple(sorted(arguments.rings)),
+            node_rank=arguments.node_rank,
+            world_size=arguments.world_size,
+            folder=arguments.run_dir / "nodes" / str(arguments.node_rank),
+            storage=arguments.checkpoint_dir,
+            keep=arguments.checkpoint_keep,
+        )
+        try:
+            self._checkpoints = Checkpoints(place)
+            self._checkpoints.start()
+        except KeepstepError as error:
+            logger.error("checkpoints stay in this node's cache: %s", error)
 
     def _send(self, message: wire.Message) -> None:
         if self._client is not None:
@@ -180,6 +203,8 @@ class Program:
         return os.getppid() != self._parent or self._launcher is None or not alive(self._launcher)
 
     async def _end(self) -> None:
+        if self._checkpoints is not None:
+            await asyncio.to_thread(self._checkpoints.stop)
         if self._echo is not None:
             self._echo.close()
         orphaned = self._orphaned()

@@ -29,12 +29,14 @@ from keepstep.core.errors import CheckpointError
 
 ADDRESS = "KEEPSTEP_CACHE"  # environment of the workers: name of the socket
 SLOTS_PER_RANK = 8
+SPARE_HEADER_BYTES = 1 << 16  # of a slot, for later snapshots whose plain values are a little longer
 MOST_RANKS = 1 << 20
 MOST_OWNERS = 2 * MOST_RANKS  # a rank that runs here, or the backup of one that runs elsewhere
 _MOST_MESSAGE_BYTES = 4096
 _MOST_CONNECTIONS = 4096
 _PATIENCE_S = 30.0
 _PAGE_BYTES = 4096
+_WISH_OFFSET = 64  # behind the commit record
 _POPULATED_AT_ONCE = 64 << 20
 
 _Owner = Annotated[int, msgspec.Meta(ge=0, lt=MOST_OWNERS)]
@@ -122,6 +124,15 @@ class Cache:
             else:
                 kept.append(descriptor)
 
+    def wanted(self) -> list[Key]:
+        """The keys that all ranks which run here have sealed and that wait for storage, oldest first."""
+        held = [
+            {key for key in map(_wanted, slots) if key}
+            for owner, slots in self._slots.items()
+            if owner < MOST_RANKS
+        ]
+        return sorted(set[Key].intersection(*held)) if held else []
+
     def close(self) -> None:
         """Let go of everything."""
         for descriptor in (self.board, *(d for slots in self._slots.values() for d in slots)):
@@ -170,7 +181,7 @@ class CacheServer:
             connection, _ = self._listener.accept()
         except OSError:
             return
-        if len(self._connections) >= _MOST_CONNECTIONS or _peer_uid(connection) != os.getuid():
+        if len(self._connections) >= _MOST_CONNECTIONS or peer_uid(connection) != os.getuid():
             connection.close()
             return
         connection.setblocking(False)
@@ -222,7 +233,7 @@ def ask(address: str, request: Open | Reserve) -> Answer:
         connection.settimeout(_PATIENCE_S)
         try:
             connection.connect(f"\0{address}")
-            if _peer_uid(connection) != os.getuid():
+            if peer_uid(connection) != os.getuid():
                 raise CheckpointError(f"the cache {address} belongs to another user")
             connection.send(msgspec.json.encode(request))
             data, descriptors, _, _ = socket.recv_fds(connection, _MOST_MESSAGE_BYTES, 1 + SLOTS_PER_RANK)
@@ -262,6 +273,20 @@ class Slot:
     def clear(self) -> None:
         """Forget what it holds."""
         native.clear(self.memory)
+
+    def wanted(self) -> Key | None:
+        """The key it holds, when that is to be brought to storage: then nobody overwrites it."""
+        record = self.record()
+        with memoryview(self.memory)[_WISH_OFFSET : _WISH_OFFSET + 8].cast("Q") as word:
+            return record.key if record is not None and word[0] == record.key.pack() else None
+
+    def want(self, key: Key | None) -> None:
+        """Say which key is to be brought to storage from here, None: none.
+
+        Said before the slot is filled, it counts from the moment at which that very key is sealed, and not before.
+        """
+        with memoryview(self.memory)[_WISH_OFFSET : _WISH_OFFSET + 8].cast("Q") as word:
+            word[0] = key.pack() if key else 0
 
     def populate(self, until: Collection[object] = ()) -> None:
         """Have the kernel give it all its pages now; stops early when something is in ``until``."""
@@ -356,11 +381,20 @@ def _memfd(name: str, nbytes: int) -> int:
     return descriptor
 
 
+def _wanted(descriptor: int) -> Key | None:
+    slot = Slot(os.dup(descriptor))
+    try:
+        return slot.wanted()
+    finally:
+        slot.close()
+
+
 def _size(descriptor: int) -> int:
     return os.fstat(descriptor).st_size
 
 
-def _peer_uid(connection: socket.socket) -> int:
+def peer_uid(connection: socket.socket) -> int:
+    """The user of the process at the other end of a Unix socket."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", raw)[1]
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
+from functools import partial
 
 from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
-from keepstep.checkpoint.cache import Board, Open, Slot, ask
+from keepstep.checkpoint.cache import SPARE_HEADER_BYTES, Board, Open, Reserve, Slot, ask
 from keepstep.checkpoint.header import StateHeader
+from keepstep.checkpoint.incoming import Incoming, Room
 from keepstep.checkpoint.manifest import key_text
 from keepstep.checkpoint.persist import Persister
-from keepstep.checkpoint.slots import Key, read_header
+from keepstep.checkpoint.slots import Key, Record, read_header
 from keepstep.core.errors import CheckpointError
 
 
@@ -29,6 +32,9 @@ class CachedStates:
         self._boards: dict[int, Board] = {}
         self._reading: set[tuple[int, int]] = set()
         self._pinned: frozenset[Key] = frozenset()
+        self._filling: set[int] = (
+            set()
+        )  # ranks: to open their slots anew would end the lock on what is filled
         self._told: set[tuple[Key, int]] = set()
         self._guard = threading.RLock()  # the persister's thread reads while the agent's looks around
 
@@ -45,6 +51,80 @@ class CachedStates:
         sealed, gone = sorted(now - self._told), sorted(self._told - now)
         self._told = now
         return sealed, gone
+
+    def wished(self) -> dict[Key, set[int]]:
+        """What is to be brought to storage, as the slots say: by key, the ranks that have it sealed."""
+        found: dict[Key, set[int]] = {}
+        with self._guard:
+            for rank in self._slots:
+                held = self.held(rank)
+                records = [slot.record() for slot in self._slots[rank]]
+                if not held <= {record.key for record in records if record} and rank not in self._filling:
+                    self._open(rank)  # slots that grew are others
+                for key in (slot.wanted() for slot in self._slots[rank]):
+                    if key is not None and key in held:
+                        found.setdefault(key, set()).add(rank)
+        return found
+
+    def release(self, key: Key) -> None:
+        """It is on storage: its slots may be overwritten."""
+        with self._guard:
+            for slot in (slot for slots in self._slots.values() for slot in slots):
+                if slot.wanted() == key:
+                    slot.want(None)
+
+    def drop(self, key: Key, rank: int) -> bool:
+        """Forget a state that is damaged; False: it is not there, or somebody reads it now."""
+        with self._guard:
+            for index, slot in enumerate(self._slots[rank]):
+                record = slot.record()
+                if record is None or record.key != key or (rank, index) in self._reading or not slot.lock():
+                    continue
+                self._boards[rank].put(rank, index, None)
+                slot.clear()
+                slot.unlock()
+                self._locked.pop((rank, index), None)
+                return True
+        return False
+
+    @contextmanager
+    def filling(self, rank: int, slots: int) -> Generator[Room]:
+        """What gives the room for a state of the rank that comes from elsewhere; one at a time.
+
+        It is an empty slot that is large enough. Without one the rank gets it, of ``slots`` in all or, when they all
+        hold something, of one more. Raises CheckpointError: another is being filled.
+        """
+        with self._guard:
+            if rank in self._filling:
+                raise CheckpointError(f"another state of rank {rank} is being brought")
+            self._open(rank)
+            self._filling.add(rank)
+        try:
+            yield partial(self._room, rank, slots)
+        finally:
+            with self._guard:
+                self._filling.discard(rank)
+
+    def _room(self, rank: int, slots: int, record: Record) -> Incoming:
+        spare = max(SPARE_HEADER_BYTES, record.header_bytes // 4)
+        nbytes = native.slot_bytes(record.data_bytes, record.header_bytes + spare, record.storages)
+        with self._guard:
+            empty: list[int] = []
+            for index, slot in enumerate(self._slots[rank]):
+                if slot.record() is None and slot.lock():
+                    slot.unlock()
+                    empty.append(index)
+            if not any(self._slots[rank][index].nbytes >= nbytes for index in empty):
+                keep = tuple(i for i in range(len(self._slots[rank])) if i not in empty)
+                answer = ask(self._address, Reserve(rank, nbytes, max(slots, len(keep) + 1), keep))
+                Board(answer.board).close()
+                for descriptor in answer.slots:
+                    os.close(descriptor)
+                self._open(rank)
+            for index, slot in enumerate(self._slots[rank]):
+                if slot.record() is None and slot.nbytes >= nbytes and slot.lock():
+                    return Incoming(slot, self._boards[rank], rank, index, record)
+        raise CheckpointError(f"rank {rank} has no free slot")
 
     def pin(self, keys: Collection[Key]) -> None:
         """Keep these, and no others, from being overwritten: every rank's slot that holds one of them now."""
@@ -74,7 +154,8 @@ class CachedStates:
         try:
             with memoryview(slot.memory) as view:
                 record = slot.record()
-                assert record
+                if record is None or record.key != key:
+                    raise CheckpointError(f"{key_text(key)} of rank {rank} was given up")
                 header = read_header(view, record)
                 with view[native.DATA_OFFSET : native.DATA_OFFSET + header.data_bytes] as data:
                     yield header, data
@@ -93,12 +174,15 @@ class CachedStates:
         """The slot that holds the key, locked; None without one."""
         for fresh in (False, True):
             if fresh:
+                if rank in self._filling:
+                    return None
                 self._open(rank)  # slots that grew are others
             for index, slot in enumerate(self._slots[rank]):
                 record = slot.record()
                 if record is None or record.key != key:
                     continue
-                if (rank, index) in self._locked or slot.lock(shared=True):
+                # What waits for storage nobody overwrites; its worker may hold the lock until its next step.
+                if (rank, index) in self._locked or slot.wanted() == key or slot.lock(shared=True):
                     record = slot.record()
                     if record and record.key == key:
                         self._locked[rank, index] = key

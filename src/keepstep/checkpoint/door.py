@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from keepstep.checkpoint.cache import ADDRESS
+from keepstep.checkpoint.cadence import Storing
 from keepstep.checkpoint.snapshot import Seat, Snapshots
 from keepstep.core.errors import CheckpointError
 
@@ -19,28 +20,34 @@ _open: list[Snapshots] = []
 _told: list[bool] = []
 
 
-def save(state: dict[Any, Any], step: int, *, overlap: bool = True) -> None:
+def save(state: dict[Any, Any], step: int, *, overlap: bool = True, persist: bool | None = None) -> None:
     """Take a snapshot of ``state`` as it is now, after ``step`` steps. Called by all ranks with the same steps.
 
     With ``overlap`` parameters and optimizer states are copied during the next forward and backward and waited for
     before the optimizer steps; whatever else changes them must call `wait` first. Without, all is copied on return.
 
+    ``persist`` has the snapshot brought to storage (``keepstep run --checkpoint-dir``), behind training; None: when it
+    is due (``--checkpoint-every``). Ranks give the same.
+
     Raises:
-        CheckpointError: the state cannot be saved or does not fit into the node's memory.
+        CheckpointError: the state cannot be saved or does not fit into the node's memory; ``persist`` without storage.
     """
     snapshots = _snapshots()
     if snapshots:
-        snapshots.save(state, step, overlap=overlap)
+        snapshots.save(state, step, overlap=overlap, persist=persist)
 
 
 def load(state: dict[Any, Any]) -> int | None:
-    """Bring back the newest snapshot that all ranks have into ``state``. Called by all ranks, once, before training.
+    """Bring the newest snapshot that all ranks can have into ``state``. Called by all ranks, once, before training.
+
+    It comes from the node's cache, else from another node's backup or from storage, as the node's agent finds it.
 
     Gives the step that it was saved with; None when there is none, and ``state`` is as it was. Tensors and models are
     filled in place, other objects get ``load_state_dict``, plain values are replaced.
 
     Raises:
-        CheckpointError: ranks have different snapshots and none in common, or the state has another structure.
+        CheckpointError: there are snapshots, but none that all ranks can have; it cannot be told whether there are
+            any; or the state has another structure.
     """
     snapshots = _snapshots()
     return snapshots.load(state) if snapshots else None
@@ -97,7 +104,9 @@ def _snapshots() -> Snapshots | None:
                 flush=True,
             )
         return None
-    _open.append(Snapshots(address, _seat(), _gather))
+    seat = _seat()
+    elsewhere = not seat.one_node and "KEEPSTEP_RING" in os.environ
+    _open.append(Snapshots(address, seat, _gather, storing=_storing(), elsewhere=elsewhere))
     atexit.register(_open[0].wait)
     return _open[0]
 
@@ -113,6 +122,17 @@ def _seat() -> Seat:
         incarnation=number("KEEPSTEP_INCARNATION", 0),
         layout=os.environ.get("KEEPSTEP_LAYOUT", ""),
     )
+
+
+def _storing() -> Storing | None:
+    where, every = (
+        os.environ.get("KEEPSTEP_CHECKPOINT_DIR"),
+        os.environ.get("KEEPSTEP_CHECKPOINT_EVERY", "auto"),
+    )
+    if not where:
+        return None
+    failures_per_day = float(os.environ.get("KEEPSTEP_FAILURES_PER_DAY", 1.0))
+    return Storing(where, None if every == "auto" else int(every), failures_per_day)
 
 
 def _gather(row: list[int]) -> list[list[int]]:

@@ -33,7 +33,7 @@ from keepstep.checkpoint.shard_file import (
     places,
     safetensors_header,
 )
-from keepstep.checkpoint.slots import Key
+from keepstep.checkpoint.slots import Key, SnapshotDamaged
 from keepstep.checkpoint.storage import Bytes, Storage, safe_name
 from keepstep.checkpoint.stored import CHUNK_BYTES, check_file, look_again, read_whole, scan
 from keepstep.core.clock import Clock, MonotonicClock
@@ -196,7 +196,9 @@ class Persister:
         self._clock = clock or MonotonicClock()
         self._changed = threading.Condition()
         self._stopped = False
-        self._listed = False
+        self._listed = self._ever_listed = False
+        self._list_trouble = ""
+        self._damaged: set[tuple[Key, int]] = set()
         self._list_s = 0.0  # not before then
         self._thread: threading.Thread | None = None
 
@@ -230,23 +232,39 @@ class Persister:
         with self._changed:
             return self._plan.stored
 
+    @property
+    def whole(self) -> frozenset[Key] | None:
+        """All steps that are whole on storage; None while it could not be listed."""
+        with self._changed:
+            return self._plan.whole if self._ever_listed else None
+
+    def damaged(self) -> list[tuple[Key, int]]:
+        """Step and rank of what turned out damaged in the cache since the last call: it cannot be brought."""
+        with self._changed:
+            found, self._damaged = sorted(self._damaged), set()
+            return found
+
     def troubles(self) -> list[str]:
         """What keeps wanted steps from storage."""
         with self._changed:
-            return self._plan.troubles(self._clock.now_s())
+            unlisted = [self._list_trouble] if self._list_trouble else []
+            return unlisted + self._plan.troubles(self._clock.now_s())
 
     def start(self) -> None:
         """Begin to work in a thread."""
         self._thread = threading.Thread(target=self._run, name="keepstep-persist", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread after the task at hand; whatever is pending stays wanted and is begun anew next time."""
+    def stop(self, patience_s: float | None = None) -> None:
+        """End the thread after the task at hand, at most ``patience_s`` later.
+
+        Whatever is pending stays wanted and is begun anew next time.
+        """
         with self._changed:
             self._stopped = True
             self._changed.notify()
         if self._thread:
-            self._thread.join()
+            self._thread.join(patience_s)
 
     def work(self) -> bool:
         """Carry out one task that is due; whether there was one."""
@@ -267,6 +285,11 @@ class Persister:
             with self._changed:
                 assert isinstance(task, Conclude)
                 self._plan.waits(task, self._clock.now_s())
+        except SnapshotDamaged as error:
+            with self._changed:
+                self._plan.failed(task, str(error), self._clock.now_s())
+                if isinstance(task, WriteShard):
+                    self._damaged.add((task.key, task.rank))
         except Exception as error:  # of a cache or a store, of any kind: never the end of persisting
             log.warning("%s: %s: %s", self._storage.where, task, error)
             with self._changed:
@@ -306,10 +329,12 @@ class Persister:
         except CheckpointError as error:
             log.warning("%s", error)
             self._list_s = self._clock.now_s() + _LIST_AGAIN_S
+            self._list_trouble = str(error)
             return False
         with self._changed:
             self._plan.listed(stored)
-            self._listed = True
+            self._listed = self._ever_listed = True
+            self._list_trouble = ""
         return True
 
     def _pace(self, nbytes: int) -> None:
@@ -358,7 +383,7 @@ def _check_source(header: StateHeader, data: memoryview) -> None:
         plan.extend((storage.offset, storage.nbytes))
     for index, found in enumerate(native.checksums(data, plan)):
         if found != header.storages[index].checksum:
-            raise CheckpointError(
+            raise SnapshotDamaged(
                 f"storage {index} in the cache is not what the snapshot of rank {header.rank} at step "
                 f"{header.step} was"
             )

@@ -42,10 +42,14 @@ Task = WriteShard | Conclude | Remove
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Delays between tries: doubled from the first to the longest, each shortened by up to half by chance."""
+    """Delays between tries: doubled from the first to the longest, each shortened by up to half by chance.
+
+    ``longest_wait_s``: the longest between looks for other nodes' parts.
+    """
 
     first_s: float = 1.0
     longest_s: float = 120.0
+    longest_wait_s: float = 15.0
 
     def delay_s(self, failures: int, chance: float) -> float:
         """After the ``failures``-th failure in a row; ``chance`` in 0 to 1."""
@@ -105,7 +109,10 @@ class PersistPlan:
 
     def evicted(self, key: Key, rank: int) -> None:
         """It is not in the cache any more."""
-        self._sealed.get(key, set()).discard(rank)
+        ranks = self._sealed.get(key, set())
+        ranks.discard(rank)
+        if not ranks:
+            self._sealed.pop(key, None)
 
     def listed(self, stored: Mapping[Key, bool]) -> None:
         """All steps found on storage: True for those with a manifest."""
@@ -149,7 +156,9 @@ class PersistPlan:
         self._flying.discard(task)
         tries = self._tries.setdefault(task, _Tries())
         tries.failures, tries.waits = 0, tries.waits + 1
-        tries.not_before_s = now_s + self._backoff.delay_s(tries.waits, 1.0)
+        tries.not_before_s = now_s + min(
+            self._backoff.delay_s(tries.waits, 1.0), self._backoff.longest_wait_s
+        )
 
     def again(self, key: Key, rank: int) -> None:
         """A part that was written is not on storage as it was: write it again."""
@@ -166,6 +175,11 @@ class PersistPlan:
     def stored(self) -> frozenset[Key]:
         """Wanted steps that are whole on storage."""
         return frozenset(key for key in self._wanted if self._stored.get(key, False))
+
+    @property
+    def whole(self) -> frozenset[Key]:
+        """All steps that are whole on storage, wanted or not."""
+        return frozenset(key for key, whole in self._stored.items() if whole)
 
     def troubles(self, now_s: float) -> list[str]:
         """What keeps wanted steps from storage, a line each; oldest step first."""

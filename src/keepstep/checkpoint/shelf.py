@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from keepstep.checkpoint.cache import Board, Open, Reserve, Slot, ask
@@ -59,20 +59,62 @@ class Shelf:
                 )
         return found, refused
 
-    def settle(self, key: Key | None) -> None:
-        """From here on the job continues from ``key``: forget everything else, and say so on the board."""
+    def settle(self, key: Key | None, pending: Collection[Key] = (), *, wanted: bool = False) -> None:
+        """From here on the job continues from ``key``: forget everything else, and say so on the board.
+
+        Kept besides are those of ``pending`` that wait for storage. ``wanted``: ``key`` is to be brought there, too.
+        """
+        for slot, held in zip(self.slots, self.held(), strict=True):
+            if held is not None and held == key and wanted:
+                slot.want(key)
+            if held is None or (held != key and not (held in pending and slot.wanted())):
+                slot.clear()
         for index, held in enumerate(self.held()):
-            if held != key or held is None:
-                self.slots[index].clear()
-                held = None
             self.board.put(self._rank, index, held)
+
+    def wanted(self) -> frozenset[Key]:
+        """What waits for storage."""
+        return frozenset(key for key in (slot.wanted() for slot in self.slots) if key)
+
+    def let_go(self, key: Key) -> None:
+        """It need not be brought to storage."""
+        for slot in self.slots:
+            if slot.wanted() == key:
+                slot.want(None)
+
+    def drop(self, index: int) -> None:
+        """Forget what a slot holds."""
+        self.board.put(self._rank, index, None)
+        self.slots[index].clear()
+
+    def make_way(self, key: Key, usable: Collection[int]) -> None:
+        """Have an empty slot for ``key``, to which the ranks go back: of what is not ``usable``, or is newer."""
+        for index, slot in enumerate(self.slots):
+            if index not in usable and slot.record() is not None:
+                self.drop(index)
+        held = self.held()
+        if None not in held:
+            newest = max(range(len(held)), key=lambda index: held[index] or key, default=None)
+            if newest is not None and (held[newest] or key) > key:
+                self.drop(newest)
+
+    def reopen(self) -> None:
+        """See the slots as the cache has them now, after somebody else filled one."""
+        self._stop_populating()
+        answer = ask(self._address, Open(self._rank))
+        self.board.close()
+        for slot in self.slots:
+            slot.close()
+        self.board = Board(answer.board)
+        self.slots = [Slot(descriptor) for descriptor in answer.slots]
 
     def take(self, complete: Callable[[], Key | None]) -> int | None:
         """A slot for the next snapshot, locked and said to be empty; None while none may be overwritten.
 
         ``complete`` gives the newest key that all ranks hold; it is asked when that matters.
         """
-        keys, busy = self.held(), set[int]()
+        keys = self.held()
+        busy = {index for index, slot in enumerate(self.slots) if slot.wanted()}
         newest = complete() if keys and None not in keys else None
         while True:
             index = next_slot(keys, newest, busy)

@@ -24,6 +24,10 @@ _STEP_BITS = 47
 _MOST_TOLD = 6
 
 
+class SnapshotDamaged(CheckpointError):
+    """What stands in a slot is not what was sealed there."""
+
+
 class Key(NamedTuple):
     """Which snapshot: a later incarnation is newer than any step of an earlier one."""
 
@@ -87,14 +91,15 @@ def read_header(slot: memoryview, record: Record) -> StateHeader:
     """The header in a slot, with its checksums.
 
     Raises:
-        CheckpointError: it is damaged, or not of this record.
+        SnapshotDamaged: it is not what was sealed.
+        CheckpointError: it is not of this record.
     """
     begin = native.DATA_OFFSET + _aligned(record.data_bytes)
     text = bytes(slot[begin : begin + record.header_bytes])
     begin += _aligned(record.header_bytes)
     table = bytes(slot[begin : begin + 8 * record.storages])
     if native.checksum(table, native.checksum(text)) != record.header_checksum:
-        raise CheckpointError("the header is damaged")
+        raise SnapshotDamaged("the header is damaged")
     header = with_checksums(decode_header(text), tuple(array("Q", table)))
     if (header.step, header.incarnation, header.data_bytes) != record[:3]:
         raise CheckpointError("the header is of another snapshot")

@@ -12,28 +12,33 @@ import os
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
 from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
-from keepstep.checkpoint.cache import SLOTS_PER_RANK, gib
+from keepstep.checkpoint.cache import SPARE_HEADER_BYTES, gib
+from keepstep.checkpoint.cadence import Cadence, Storing
+from keepstep.checkpoint.desk import DeskClient, desk_of
 from keepstep.checkpoint.optimizers import OptimizerWatch
-from keepstep.checkpoint.restore import Filling
-from keepstep.checkpoint.shelf import Offer, Shelf
-from keepstep.checkpoint.slots import Key, agree, newest_common
+from keepstep.checkpoint.restoring import Restoring
+from keepstep.checkpoint.resume import Agreed, Row, Rows, begin, keys_of, resume, row_of
+from keepstep.checkpoint.shelf import Shelf
+from keepstep.checkpoint.slots import Key, newest_common
 from keepstep.checkpoint.state import Span, StateHeader, encode_header, flatten, identity
 from keepstep.core.errors import CheckpointError
+from keepstep.core.ranges import fold_ranks
 
-Gather = Callable[[list[int]], list[list[int]]]
+Gather = Callable[[Row], Rows]
 """What every rank of the job gave, by rank; each gives as many numbers."""
 
 PATIENCE_S = 30.0
+_TURNS = 2
+_ALONE_S = 120.0
 _POLL_S = 0.001
-_SPARE_HEADER_BYTES = 1 << 16
-_NOT_POSSIBLE = 2  # a rank's word on its restore, beside 0 (whole) and 1 (damaged)
+_STORED_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +70,42 @@ class _Flight:
 class Snapshots:
     """Saves and restores the state of one rank in its node's cache. Not for use by several threads."""
 
-    def __init__(self, address: str, seat: Seat, gather: Gather, *, slots: int = 2, threads: int = 0) -> None:
-        """``gather`` is called by all ranks together. ``threads`` copy; 0: by the CPUs there are.
+    def __init__(
+        self,
+        address: str,
+        seat: Seat,
+        gather: Gather,
+        *,
+        slots: int = 0,
+        threads: int = 0,
+        storing: Storing | None = None,
+        elsewhere: bool = False,
+    ) -> None:
+        """Opens the cache.
+
+        Args:
+            address: of the node's cache.
+            seat: of this process.
+            gather: called by all ranks together.
+            slots: of the rank; 0: two that take turns, and one for what is on its way to storage.
+            threads: that copy; 0: by the CPUs there are.
+            storing: what becomes of steps beyond the cache; None: nothing.
+            elsewhere: whether the node's agent is asked for states that the cache lacks.
 
         Raises:
             CheckpointError: there is no cache at ``address``.
         """
         self._seat, self._gather, self._process = seat, gather, os.getpid()
-        self._shelf = Shelf(address, seat.rank, count=slots)
+        self._slots = slots or (_TURNS if storing is None else _TURNS + 1)
+        self._shelf = Shelf(address, seat.rank, count=self._slots)
         self._threads = threads or max(1, min(4, len(os.sched_getaffinity(0)) // seat.local_world_size))
+        self._incarnation = seat.incarnation
+        self._storing = storing
+        self._cadence = Cadence(storing) if storing else None
+        self._desk = DeskClient(desk_of(address)) if elsewhere or storing else None
+        self._blocked_s = 0.0
+        self._unkept: Key | None = None  # was to go to storage, and was not even saved
+        self._alone: dict[Key, float] = {}  # waits for storage here and not with all others, since when
         self._begun = self._saved = False
         self._last: Key | None = None
         self._flight: _Flight | None = None
@@ -95,25 +127,41 @@ class Snapshots:
         """Wait until all memory that was asked for is there."""
         self._shelf.populated()
 
-    def save(self, state: Any, step: int, *, overlap: bool = True) -> None:
+    def save(self, state: Any, step: int, *, overlap: bool = True, persist: bool | None = None) -> None:
         """Take a snapshot of ``state`` as it is now: ``step`` steps are done. All ranks save the same steps.
 
-        The first call of an incarnation that has not restored is collective. When a slot does not become free within
-        30 s, because other ranks do not save, the snapshot is left out and that is said.
+        The first call of an incarnation that has not restored is collective, and so are those for storage. When a slot
+        does not become free within 30 s, because other ranks do not save, the snapshot is left out and that is said.
+
+        Args:
+            state: a dict.
+            step: above the one before.
+            overlap: copy what optimizers own during the next step.
+            persist: bring it to storage; None: when it is due. While the one before is on its way there, the next step
+                takes the place of one that is due; one that is asked for waits up to 30 s, and then is not brought,
+                which is said.
 
         Raises:
-            CheckpointError: the state cannot be saved or does not fit; ``step`` is not above the last one.
+            CheckpointError: the state cannot be saved or does not fit; ``step`` is not above the last one; it is to be
+                brought to storage, and there is none.
         """
         if self._process != os.getpid():
             raise CheckpointError("a forked process cannot save: only the one that began to save can")
         self.wait()
+        begun_s = time.monotonic()
+        blocked_s, self._blocked_s = self._blocked_s, 0.0
         header, spans, text = self._flatten(state, step)
         if not self._begun:
             self._begin_anew()
-        key = Key(self._seat.incarnation, step)
+            header, spans, text = self._flatten(state, step)  # of the incarnation that was agreed on
+        key = Key(self._incarnation, step)
         key.pack()
         if self._last is not None and key <= self._last:
             raise CheckpointError(f"step {step} after step {self._last.step}: steps must grow between saves")
+        if self._cadence:
+            self._cadence.note(step, begun_s, blocked_s, pending=bool(self._shelf.wanted()))
+        wanted = self._is_wanted(step, persist)
+        self._unkept = key if wanted else self._unkept
         nbytes = _slot_bytes(header, text)
         if not self._shelf.slots:
             self._make_first_room(nbytes, header.data_bytes)
@@ -131,16 +179,21 @@ class Snapshots:
             except CheckpointError:
                 self._shelf.slots[index].unlock()
                 raise
+        self._shelf.slots[index].want(key if wanted else None)
         self._start(header, spans, text, index, key, overlap)
+        self._unkept = None if wanted else self._unkept
         self._last = key
+        self._blocked_s += time.monotonic() - begun_s
 
     def wait(self) -> None:
         """Return when the last snapshot is sealed. Call it before changing saved tensors other than by an optimizer."""
         flight = self._flight
         if flight is not None and self._process == os.getpid():  # a forked child has none of the threads
+            begun_s = time.monotonic()
             flight.native.wait()
             self._shelf.slots[flight.slot].unlock()
             self._flight = None
+            self._blocked_s += time.monotonic() - begun_s
 
     def load(self, state: Any) -> int | None:
         """Bring back the newest snapshot that every rank has, into ``state``; its step, or None when none has any.
@@ -152,42 +205,23 @@ class Snapshots:
                 which may be half restored then.
         """
         self.wait()
-        offers = self._offers()
-        half = ""
-        while True:
-            rows = self._gather(self._row(set(offers)))
-            try:
-                key = agree({rank: _keys(row) for rank, row in enumerate(rows)})
-            except CheckpointError as error:
-                raise CheckpointError(f"{half}{error}") from None
-            if key is None:
-                self._settle(None)
-                if half:
-                    raise CheckpointError(
-                        f"{half}no snapshot is left: start from the beginning with a fresh process"
-                    )
-                return None
-            found = self._copy(offers[key], state)
-            damaged = isinstance(found, Filling) and bool(found.damaged)
-            rows = self._gather(
-                self._row(set(), int(damaged) if isinstance(found, Filling) else _NOT_POSSIBLE)
-            )
-            if isinstance(found, CheckpointError):
-                raise found
-            if any(row[0] == _NOT_POSSIBLE for row in rows):
-                raise CheckpointError("another rank could not restore its state: see what it says")
-            if not any(row[0] for row in rows):
-                break
-            half = "the state is half restored, and "
-            if damaged:
-                self._say(
-                    f"the snapshot of rank {self._seat.rank} at step {key.step} is damaged, not restored"
-                )
-                del offers[key]
-        found.finish()
-        self._settle(key)
-        self._say(f"resumed after step {key.step} from this node's cache", every_rank=False)
-        return key.step
+        rank = self._restoring().into(state)
+        try:
+            agreed = self._talk(resume(rank, self._seat.incarnation))
+        except CheckpointError as error:
+            raise rank.error or error from None
+        if agreed.key is not None:
+            rank.finish()
+        self._settle(agreed)
+        if agreed.key is None:
+            return None
+        own, moved = self._seat.rank, agreed.moved
+        if own == 0 or (own in moved and len(moved) < self._seat.world_size):
+            others = [other for other in moved if other != own]
+            besides = f"; ranks {fold_ranks(others)} from elsewhere" if others and own not in moved else ""
+            who = f"rank {own} " if own else ""
+            self._say(f"{who}resumed after step {agreed.key.step} from {rank.source(agreed.key)}{besides}")
+        return agreed.key.step
 
     def close(self) -> None:
         """Wait, and let go of the cache, which keeps what it has."""
@@ -195,27 +229,26 @@ class Snapshots:
         self._watch.close()
         self._shelf.close()
 
-    def _offers(self) -> dict[Key, Offer]:
-        offers, refused = self._shelf.offers(self._seat.world_size)
-        for line in refused:
-            self._say(line)
-        return offers
+    def _restoring(self) -> Restoring:
+        return Restoring(
+            self._shelf,
+            self._seat.rank,
+            self._seat.world_size,
+            slots=self._slots,
+            desk=self._desk,
+            required=self._storing is not None,
+            threads=self._threads,
+            say=self._say,
+        )
 
-    def _copy(self, offer: Offer, state: Any) -> Filling | CheckpointError:
-        """The bytes of a snapshot brought into the state, good or damaged; or why that cannot be."""
-        slot = self._shelf.slots[offer.slot]
-        if not slot.lock(shared=True):
-            return CheckpointError(
-                f"rank {self._seat.rank}: its snapshot is being written by another process"
-            )
-        try:
-            filling = Filling(state, offer.header, slot.memory, self._threads)
-            filling.copy()
-            return filling
-        except CheckpointError as error:
-            return error
-        finally:
-            slot.unlock()
+    def _talk(self, steps: Generator[Row, Rows, Agreed]) -> Agreed:
+        """Carry out what all ranks do together."""
+        row = next(steps)
+        while True:
+            try:
+                row = steps.send(self._gather(row))
+            except StopIteration as end:  # noqa: PERF203
+                return cast("Agreed", end.value)
 
     def _make_first_room(self, nbytes: int, data_bytes: int) -> None:
         self._shelf.make_room(nbytes)
@@ -228,26 +261,82 @@ class Snapshots:
 
     def _begin_anew(self) -> None:
         """Agree with all ranks on what to keep until there is something newer."""
-        offers = self._offers()
-        rows = self._gather(self._row(set(offers)))
-        try:
-            self._settle(agree({rank: _keys(row) for rank, row in enumerate(rows)}))
-        except CheckpointError as error:
-            self._say(str(error), every_rank=False)
-            self._settle(None)
+        agreed = self._talk(begin(self._restoring(), self._seat.incarnation))
+        if agreed.given_up:
+            self._say(agreed.given_up, every_rank=False)
+        self._settle(agreed)
 
-    def _settle(self, key: Key | None) -> None:
-        self._shelf.settle(key)
-        self._last, self._begun = key, True
+    def _settle(self, agreed: Agreed) -> None:
+        self._shelf.settle(agreed.key, agreed.pending, wanted=agreed.wanted)
+        self._incarnation, self._last, self._begun = agreed.incarnation, agreed.key, True
+        if self._cadence:
+            self._cadence.begin(agreed.key.step if agreed.key else 0)
 
-    def _row(self, keys: set[Key], *numbers: int) -> list[int]:
-        found = [*numbers, *sorted(key.pack() for key in keys)]
-        return [*found, *[0] * (SLOTS_PER_RANK - len(found))]
+    def _is_wanted(self, step: int, persist: bool | None) -> bool:
+        """Whether all ranks bring the step to storage: it is to be, and each has room for it beside those under way."""
+        if self._cadence is None:
+            if persist:
+                raise CheckpointError(
+                    f"step {step} is to be brought to storage, and there is none: `keepstep run --checkpoint-dir`"
+                )
+            return False
+        if not (self._cadence.due(step) if persist is None else persist):
+            return False
+        deadline_s = time.monotonic() + (PATIENCE_S if persist else 0.0)
+        while True:
+            rows = self._gather(
+                row_of(
+                    self._shelf.wanted(),
+                    len(self._shelf.wanted()) >= self._slots - _TURNS,
+                    time.monotonic() >= deadline_s,
+                    self._cadence.proposal(),
+                    self._unkept.pack() if self._unkept else 0,
+                )
+            )
+            self._cadence.agree(row[2] for row in rows)
+            self._let_go(rows)
+            if not any(row[0] for row in rows):
+                self._cadence.accepted(step, time.monotonic())
+                return True
+            if any(row[1] for row in rows):
+                if persist:
+                    self._say(
+                        f"step {step} is not brought to {self._storing_where}: the one before is not there yet",
+                        every_rank=False,
+                    )
+                return False
+            time.sleep(_STORED_POLL_S)
+
+    def _let_go(self, rows: Rows) -> None:
+        """What some rank could not save cannot become whole on storage."""
+        for number, row in enumerate(rows):
+            key = Key.unpack(row[3])
+            if key is not None:
+                self._shelf.let_go(key)
+                self._say(
+                    f"step {key.step} is not brought to {self._storing_where}: rank {number} did not keep it",
+                    every_rank=False,
+                )
+        self._unkept = None
+        pending = self._shelf.wanted()
+        alone = {key for key in pending if not all(key in keys_of(row) for row in rows)}
+        now_s = time.monotonic()
+        self._alone = {key: self._alone.get(key, now_s) for key in alone}
+        for key, since_s in self._alone.items():
+            if now_s - since_s > _ALONE_S:  # on storage all ranks let it go, within seconds
+                self._shelf.let_go(key)
+                self._say(
+                    f"step {key.step} is not brought to {self._storing_where}: not all ranks have it any more"
+                )
+
+    @property
+    def _storing_where(self) -> str:
+        return f"storage {self._storing.where}" if self._storing else "storage"
 
     def _slot(self) -> int | None:
         if not self._seat.one_node:
-            rows = self._gather(self._row({key for key in self._shelf.held() if key}))
-            return self._shelf.take(lambda: newest_common(map(_keys, rows)))
+            rows = self._gather(row_of(key for key in self._shelf.held() if key))
+            return self._shelf.take(lambda: newest_common(map(keys_of, rows)))
         deadline = time.monotonic() + PATIENCE_S
         while True:
             index = self._shelf.take(self._complete)
@@ -263,7 +352,7 @@ class Snapshots:
         header, spans = flatten(
             with_state_dicts(state),
             step=step,
-            incarnation=seat.incarnation,
+            incarnation=self._incarnation,
             rank=seat.rank,
             world_size=seat.world_size,
             layout=seat.layout,
@@ -333,9 +422,5 @@ def with_state_dicts(state: Any) -> Any:
 
 def _slot_bytes(header: StateHeader, text: bytes) -> int:
     """Of a slot for this state and for later ones whose plain values are a little longer."""
-    spare = max(_SPARE_HEADER_BYTES, len(text) // 4)
+    spare = max(SPARE_HEADER_BYTES, len(text) // 4)
     return native.slot_bytes(header.data_bytes, len(text) + spare, len(header.storages))
-
-
-def _keys(row: list[int]) -> frozenset[Key]:
-    return frozenset(key for key in map(Key.unpack, row) if key is not None)

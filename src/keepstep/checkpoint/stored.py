@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -31,11 +31,15 @@ CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredStep:
-    """A step's folder: its manifest when it can be read, and a line for everything that is wrong with it."""
+    """A step's folder: its manifest when it can be read, and a line for everything that is wrong with it.
+
+    ``unfinished``: it has no manifest, which comes last; nobody was promised this step.
+    """
 
     key: Key
     manifest: Manifest | None
     problems: tuple[str, ...]
+    unfinished: bool = False
 
     @property
     def whole(self) -> bool:
@@ -73,9 +77,8 @@ def look_again(storage: Storage, key: Key) -> StoredStep:
     try:
         files = storage.files(folder_name(key))
         if MANIFEST not in files:
-            return StoredStep(
-                key, None, (f"{folder_name(key)}: has no manifest, it was not written to the end",)
-            )
+            problem = f"{folder_name(key)}: has no manifest, it was not written to the end"
+            return StoredStep(key, None, (problem,), unfinished=True)
         manifest = decode_manifest(
             read_whole(storage, folder_name(key), MANIFEST, files[MANIFEST], MOST_MANIFEST_BYTES),
             folder_name(key),
@@ -235,29 +238,51 @@ def read_storages(
     Raises:
         CheckpointError: a file is missing, cut short or changed; names it.
     """
-    shard, header = header_of(storage, manifest, rank)
-    where = f"{folder_name(manifest.key)}/{data_file(rank)}"
-    parts: dict[int, list[tuple[int, Piece]]] = {}
-    at = shard.begin
-    for piece in shard.pieces:
-        parts.setdefault(piece.storage, []).append((at, piece))
-        at += piece.nbytes
-    try:
-        if storage.files(folder_name(manifest.key)).get(data_file(rank)) != shard.data.nbytes:
-            raise CheckpointError(f"{where}: missing, or not {shard.data.nbytes} bytes")
-        with closing(storage.open(folder_name(manifest.key), data_file(rank))) as file:
-            for index in wanted:
-                data = bytearray(header.storages[index].nbytes)
-                for begin, piece in parts.get(index, ()):
-                    file.seek(begin)
-                    _fill(file, memoryview(data)[piece.start : piece.start + piece.nbytes], lambda _: None)
-                if native.checksum(data) != header.storages[index].checksum:
-                    raise CheckpointError(
-                        f"{where}: bytes of storage {index} are not those that were written"
-                    )
-                yield index, data
-    except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read: {_why(error)}") from None
+    reader = ShardReader(storage, manifest, rank)
+    for index in wanted:
+        data = bytearray(reader.header.storages[index].nbytes)
+        for _ in reader.read({index: memoryview(data)}):
+            yield index, data
+
+
+class ShardReader:
+    """A rank's state on storage, read by storages. ``header``: what is said of it, verified."""
+
+    def __init__(self, storage: Storage, manifest: Manifest, rank: int) -> None:
+        """Raises CheckpointError: what is said of the state is missing or damaged; names the file."""
+        self._storage, self._folder, self._name = storage, folder_name(manifest.key), data_file(rank)
+        self._shard, self.header = header_of(storage, manifest, rank)
+
+    def read(self, into: Mapping[int, memoryview]) -> Iterator[int]:
+        """Fill the memory given for storages, by index; gives each index once its bytes are there and verified.
+
+        Raises:
+            CheckpointError: the file is missing, cut short or changed; names it.
+        """
+        if not into:
+            return
+        where = f"{self._folder}/{self._name}"
+        parts: dict[int, list[tuple[int, Piece]]] = {index: [] for index in into}
+        at = self._shard.begin
+        for piece in self._shard.pieces:
+            if piece.storage in parts:
+                parts[piece.storage].append((at, piece))
+            at += piece.nbytes
+        try:
+            if self._storage.files(self._folder).get(self._name) != self._shard.data.nbytes:
+                raise CheckpointError(f"{where}: missing, or not {self._shard.data.nbytes} bytes")
+            with closing(self._storage.open(self._folder, self._name)) as file:
+                for index, target in into.items():
+                    for begin, piece in parts[index]:
+                        file.seek(begin)
+                        _fill(file, target[piece.start : piece.start + piece.nbytes], lambda _: None)
+                    if native.checksum(target) != self.header.storages[index].checksum:
+                        raise CheckpointError(
+                            f"{where}: bytes of storage {index} are not those that were written"
+                        )
+                    yield index
+        except OSError as error:
+            raise CheckpointError(f"{where}: cannot be read: {_why(error)}") from None
 
 
 def _fill(file: Readable, target: memoryview, each: Callable[[memoryview], None]) -> int:

@@ -99,7 +99,19 @@ def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
         "controller": controller_command(job, folder, secret, job.controller_listen or meeting)
         if job.watch or not alone
         else None,
-        "agent": agent_command(job, folder, secret, meeting, node_rank, pages, pages) if job.watch else None,
+        "agent": agent_command(
+            job,
+            folder,
+            secret,
+            meeting,
+            node_rank,
+            pages,
+            pages,
+            world_size=place.world_size,
+            cache="CACHE",
+        )
+        if job.watch
+        else None,
         "workers": [
             {
                 "rank": worker.rank,

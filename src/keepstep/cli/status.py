@@ -38,7 +38,19 @@ def status(
     print(_line(_COLUMNS))
     for row in _folded(rows):
         print(_line(row))
+    for line in _checkpoints(opened):
+        print(line)
     return 0
+
+
+def _checkpoints(run: Run) -> Iterator[str]:
+    """How it stands with steps on their way to storage, a line for each trouble."""
+    for node, told in run.checkpoints().items():
+        newest, way = told["newest"], ", ".join(map(str, told["on_the_way"]))
+        on_storage = "nothing is on storage yet" if newest is None else f"step {newest} is on storage"
+        yield f"node {node}: {told['storage']}: {on_storage}{f'; step {way} on its way' if way else ''}"
+        for line in told["troubles"]:
+            yield f"node {node}: {line}"
 
 
 def _headline(run: Run, found: dict[str, Any]) -> str:

@@ -188,8 +188,11 @@ def agent_command(
     node_rank: int,
     rings: dict[int, str],
     orders: dict[int, str],
+    *,
+    world_size: int,
+    cache: str,
 ) -> list[str]:
-    """How the agent is started; ``rings`` and ``orders`` (pages) are paths by rank."""
+    """How the agent is started; ``rings`` and ``orders`` (pages) are paths by rank. ``cache``: address, "": none."""
     command = [
         *(sys.executable, "-m", "keepstep.agent"),
         *("--run-dir", str(folder)),
@@ -197,8 +200,12 @@ def agent_command(
         *("--secret-file", str(secret)),
         *("--node", job.node),
         *("--node-rank", str(node_rank)),
+        *("--world-size", str(world_size)),
+        *(("--cache", cache) if cache else ()),
         *_tls(job),
     ]
+    if job.persisting:
+        command += ["--checkpoint-dir", job.persisting.where, "--checkpoint-keep", str(job.persisting.keep)]
     for rank, path in sorted(rings.items()):
         command += ["--ring", f"{rank}={path}"]
     for rank, path in sorted(orders.items()):

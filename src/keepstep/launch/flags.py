@@ -167,6 +167,12 @@ def _add_own(group: Any) -> None:
     group.add_argument("--tls-ca", metavar="PEM", help="authority that signed all nodes' certificates")
     group.add_argument("--controller-listen", metavar="HOST:PORT", help="where the controller listens")
     group.add_argument("--layout", metavar="tpN-dpN-ppN", help="parallel layout, first varies fastest")
+    text = "folder or URL where checkpoints are kept beyond the run"
+    group.add_argument("--checkpoint-dir", metavar="PATH_OR_URL", help=text)
+    text = "steps from one to the next there: N, auto (cost model), or 0: as the script asks"
+    group.add_argument("--checkpoint-every", metavar="N", help=text)
+    text = "newest steps that stay there, older ones are removed (0: none are)"
+    group.add_argument("--checkpoint-keep", type=int, metavar="K", help=text)
     group.add_argument("-q", "--quiet", action="store_true", help="say nothing but errors and verdicts")
     group.add_argument("-v", "--verbose", action="store_true", help="say what is done")
     group.add_argument("--dry-run", action="store_true", help="print the plan as JSON and exit")

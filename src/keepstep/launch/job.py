@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import signal
@@ -31,6 +32,9 @@ _OWN_FLAGS = (
     "tls_ca",
     "controller_listen",
     "layout",
+    "checkpoint_dir",
+    "checkpoint_every",
+    "checkpoint_keep",
 )
 
 
@@ -80,6 +84,17 @@ class Rendezvous:
 
 
 @dataclass(frozen=True, slots=True)
+class Persisting:
+    """How checkpoints get to storage."""
+
+    where: str  # absolute path or URL
+    every: int | None  # steps; 0: as the script asks; None: by the cost model
+    keep: int  # 0: all
+    wait_s: float  # at the end of a run
+    failures_per_day: float
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """A checked request to run a script on this node's share of a job."""
 
@@ -111,6 +126,7 @@ class Job:
     layout: str  # declared parallel layout; empty: inferred
     ring_records: int
     checkpoint_bytes: int  # 0: half of the node's memory
+    persisting: Persisting | None  # None: checkpoints stay in memory
     linger_s: float
     quiet: bool
     verbose: bool
@@ -185,6 +201,7 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         layout=_layout(str(value["layout"]), nproc * max_nodes if min_nodes == max_nodes else None),
         ring_records=int(value["ring_records"]),
         checkpoint_bytes=int(value["checkpoint_bytes"]),
+        persisting=_persisting(value),
         linger_s=float(value["linger_s"]),
         quiet=given.quiet,
         verbose=given.verbose,
@@ -377,6 +394,46 @@ def _tls(value: Mapping[str, Any]) -> Tls | None:
                 f"{flag} {file or '(missing)'}: mutual TLS needs --tls-cert, --tls-key and --tls-ca"
             )
     return Tls(*(Path(file).absolute() for file in files.values()))
+
+
+def _persisting(value: Mapping[str, Any]) -> Persisting | None:
+    where, every = str(value["checkpoint_dir"]), str(value["checkpoint_every"]).strip()
+    if not where:
+        return None
+    if not value["watch"]:
+        raise UsageError(
+            f"--checkpoint-dir {where} --no-watch: the agent brings checkpoints there, and there is none; "
+            "leave one of them out"
+        )
+    if every != "auto" and not (every.isascii() and every.isdigit()):
+        raise UsageError(
+            f"--checkpoint-every {every}: give a number of steps, auto, or 0 for none of themselves"
+        )
+    keep, wait_s, failures = (
+        value[name] for name in ("checkpoint_keep", "checkpoint_wait_s", "failures_per_day")
+    )
+    if keep < 0:
+        raise UsageError(f"--checkpoint-keep {keep}: give a number of steps, 0 to keep all")
+    if not (wait_s >= 0 and math.isfinite(wait_s)):
+        raise UsageError(f"checkpoint_wait_s {wait_s:g}: give a number of seconds, 0 or more")
+    if not (failures > 0 and math.isfinite(failures)):
+        raise UsageError(f"failures_per_day {failures:g}: give a number above 0")
+    return Persisting(_storage(where), None if every == "auto" else int(every), keep, wait_s, failures)
+
+
+def _storage(where: str) -> str:
+    """A storage that can be reached from here: an absolute path, or a URL whose plugin is there."""
+    from keepstep.checkpoint.storage import open_storage
+
+    scheme, separator, rest = where.partition("://")
+    if separator and scheme != "file":
+        open_storage(where)
+        return where
+    path = Path(rest if separator else where).absolute()
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"--checkpoint-dir {path}: {there} is no folder that can be written to")
+    return str(path)
 
 
 def _warnings(given: argparse.Namespace) -> tuple[str, ...]:

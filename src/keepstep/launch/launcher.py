@@ -25,7 +25,10 @@ from keepstep.launch.guard import Guard
 from keepstep.launch.job import STDERR, STDOUT, Endpoint, Job
 from keepstep.launch.placement import (
     CACHE,
+    CHECKPOINT_DIR,
+    CHECKPOINT_EVERY,
     COOKIE,
+    FAILURES_PER_DAY,
     INCARNATION,
     LAYOUT,
     ORDERS,
@@ -50,6 +53,8 @@ CANNOT_START = 2
 _EXIT_BARRIER_S = 300.0
 _CONTROLLER_READY_S = 30.0
 _DRAIN_S = 1.0
+_FAILED_WAIT_S = 60.0
+_STORAGE_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,7 @@ class Launcher:
         self._controller_ready = asyncio.Event()
         self._controller_lost = ""
         self._agent: Companion | None = None
+        self._unwatched = False  # the agent died too often
         self._link: Link | None = None
         self._place: Place | None = None
         self._rings: dict[int, int] = {}  # descriptor by rank
@@ -330,7 +336,20 @@ class Launcher:
             self._warn(f"no checkpoints are kept in memory: {error}")
             return {}
         layout = {LAYOUT: self._job.layout} if self._job.layout else {}
-        return {CACHE: self._cache[1].address, INCARNATION: str(place.incarnation), **layout}
+        persisting: dict[str, str] = {}
+        if self._job.persisting:
+            every = self._job.persisting.every
+            persisting = {
+                CHECKPOINT_DIR: self._job.persisting.where,
+                CHECKPOINT_EVERY: "auto" if every is None else str(every),
+                FAILURES_PER_DAY: f"{self._job.persisting.failures_per_day:g}",
+            }
+        return {
+            CACHE: self._cache[1].address,
+            INCARNATION: str(place.incarnation),
+            **layout,
+            **persisting,
+        }
 
     def _close_cache(self) -> None:
         if self._cache:
@@ -352,13 +371,22 @@ class Launcher:
         orders = {rank: _path_of(descriptor) for rank, descriptor in self._orders.items()}
 
         def gave_up(reason: str) -> None:
+            self._unwatched = True
             self._warn(f"the agent {reason} (see {log}): this node trains on unwatched")
 
         log = self._folder / "nodes" / str(place.node_rank) / "agent.log"
         self._agent = Companion(
             "agent",
             lambda: agent_command(
-                self._job, self._folder, self._secret, controller, place.node_rank, rings, orders
+                self._job,
+                self._folder,
+                self._secret,
+                controller,
+                place.node_rank,
+                rings,
+                orders,
+                world_size=place.world_size,
+                cache=self._cache[1].address if self._cache else "",
             ),
             self._processes,
             self._guard,
@@ -486,6 +514,7 @@ class Launcher:
         """Tell the controller, wait for the other nodes, end what is beside the workers; returns the exit code."""
         if outcome.kind == "stopped" and outcome.code:
             self._say(f"the job was ended: {outcome.reason}")
+        await self._wait_for_storage(outcome)
         if self._link:
             self._link.ended(outcome.code, outcome.reason)
             await self._link.drained(_DRAIN_S)
@@ -503,6 +532,34 @@ class Launcher:
             ending = {"exit_code": code, "reason": outcome.reason, "ended_unix_s": time.time()}
             self._write("end.json", ending)
         return code
+
+    async def _wait_for_storage(self, outcome: _Outcome) -> None:
+        """Keep the cache until what was to be on storage is there: it ends with this process."""
+        if self._cache is None or self._job.persisting is None:
+            return
+        persisting, cache = self._job.persisting, self._cache[0]
+        wait_s = {"finished": persisting.wait_s, "failed": min(persisting.wait_s, _FAILED_WAIT_S)}.get(
+            outcome.kind, 0.0
+        )
+        deadline_s = time.monotonic() + wait_s
+        said = False
+        while wanted := cache.wanted():
+            steps = ", ".join(str(key.step) for key in wanted)
+            interrupted = self._kill_now.is_set() or self._job_over.is_set() or self._signalled
+            nobody = self._unwatched or self._agent is None
+            if interrupted or nobody or time.monotonic() >= deadline_s:
+                self._warn(
+                    f"step {steps} is not on storage {persisting.where} and is lost: see `keepstep status "
+                    f"{self._folder}`"
+                )
+                return
+            if not said:
+                said = True
+                self._say(
+                    f"waiting for step {steps} to be on storage {persisting.where}, at most {wait_s:.0f} s "
+                    "(Ctrl-C: no longer)"
+                )
+            await asyncio.sleep(_STORAGE_POLL_S)
 
     async def _wait_for_others(self, outcome: _Outcome) -> None:
         """The job is over when all nodes are: the controller says so, and node 0 keeps it alive until then."""

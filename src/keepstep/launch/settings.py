@@ -17,6 +17,20 @@ SETTINGS = (
     Setting("run", "layout", "", "parallel layout, e.g. tp2-dp4-pp2, first varies fastest; empty: inferred"),
     Setting("run", "ring_records", 65536, "records of 64 bytes in each worker's ring"),
     Setting("run", "checkpoint_bytes", 0, "most memory of a node for checkpoints; 0: half of what it has"),
+    Setting(
+        "run", "checkpoint_dir", "", "folder or URL where checkpoints are kept beyond the run; empty: nowhere"
+    ),
+    Setting(
+        "run",
+        "checkpoint_every",
+        "auto",
+        "steps from one to the next there; auto: by the cost model; 0: on demand",
+    ),
+    Setting("run", "checkpoint_keep", 0, "newest steps that stay there; 0: all"),
+    Setting(
+        "run", "checkpoint_wait_s", 600.0, "how long the end of a run waits for steps on their way there"
+    ),
+    Setting("run", "failures_per_day", 1.0, "of the whole job, for the cost model"),
     Setting("run", "join_timeout_s", 600.0, "how long to wait for the other nodes at the start"),
     Setting("run", "linger_s", 10.0, "how long agent and controller may take after the workers ended"),
 )

@@ -40,6 +40,15 @@ class Run:
         """``status.json`` as the controller last wrote it; None before the first."""
         return _read_json(self.path / "status.json")
 
+    def checkpoints(self) -> dict[int, dict[str, Any]]:
+        """``nodes/*/checkpoints.json`` by node: what is on storage, on its way there, and in its way."""
+        found: dict[int, dict[str, Any]] = {}
+        for path in self.path.glob("nodes/*/checkpoints.json"):
+            told = _read_json(path)
+            if told and path.parent.name.isdigit():
+                found[int(path.parent.name)] = told
+        return dict(sorted(found.items()))
+
     def end(self) -> dict[str, Any] | None:
         """``end.json``: exit code and reason; None while the job runs or when its launcher was killed."""
         return _read_json(self.path / "end.json")

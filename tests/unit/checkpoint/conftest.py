@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
 
 from keepstep.checkpoint.cache import Cache, CacheServer
+from keepstep.checkpoint.cached import CachedStates
+from keepstep.checkpoint.desk import Desk, DeskServer, desk_of
 
 
 @dataclass
@@ -18,8 +21,9 @@ class Served:
     address: str
 
 
-@pytest.fixture
-def served() -> Iterator[Served]:
+@contextmanager
+def serving() -> Iterator[Served]:
+    """Such a cache."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -39,3 +43,21 @@ def served() -> Iterator[Served]:
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    """Such a cache."""
+    with serving() as one:
+        yield one
+
+
+@pytest.fixture
+def empty_desk(served: Served) -> Iterator[None]:
+    """An agent's desk with nothing to offer, for ranks 0 to 3."""
+    states = CachedStates(served.address, range(4))
+    server = DeskServer(desk_of(served.address), Desk(range(4), [], states.held, states.filling))
+    server.start()
+    yield
+    server.stop()
+    states.close()

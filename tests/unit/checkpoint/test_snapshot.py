@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from keepstep.checkpoint import snapshot as module
+from keepstep.checkpoint.cadence import Storing
+from keepstep.checkpoint.desk import DeskClient
 from keepstep.checkpoint.door import RandomState
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.snapshot import Seat, Snapshots
@@ -191,12 +193,17 @@ class Ranks:
         self.barrier.wait()
         return found
 
-    def run(self, served: Any, work: Any, incarnation: int = 0, *, one_node: bool = True) -> list[Any]:
+    def run(
+        self, served: Any, work: Any, incarnation: int = 0, *, one_node: bool = True, every: int | None = None
+    ) -> list[Any]:
         results: list[Any] = [None] * self.count
 
         def one(rank: int) -> None:
             seat = Seat(rank, self.count, self.count if one_node else 1, incarnation)
-            snapshots = Snapshots(served.address, seat, lambda row: self.gather(rank, row), threads=1)
+            storing = None if every is None else Storing("/ckpt", every)
+            snapshots = Snapshots(
+                served.address, seat, lambda row: self.gather(rank, row), threads=1, storing=storing
+            )
             try:
                 results[rank] = work(rank, snapshots)
             except CheckpointError as error:
@@ -322,4 +329,101 @@ def test_a_compiled_optimizer_step_waits_too(served: Any) -> None:
         assert snapshots._flight is None
         snapshots.save({"model": model, "optimizer": optimizer}, number)
         assert snapshots._flight is not None
+    snapshots.close()
+
+
+def test_a_step_that_waits_for_storage_outlasts_later_saves_and_a_restart(
+    served: Any, empty_desk: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshots = Snapshots(served.address, Seat(), alone, storing=Storing("/ckpt", every=0))
+    for number in range(1, 8):
+        snapshots.save({"w": torch.full((50,), float(number))}, number, persist=number == 2)
+        assert snapshots._shelf.wanted() == ({Key(0, 2)} if number > 1 else set())
+    assert {key.step for key in snapshots._shelf.held() if key} == {2, 6, 7}
+    assert "3 snapshots of rank 0 take" in capsys.readouterr().err
+    snapshots.close()
+    snapshots = Snapshots(served.address, Seat(incarnation=1), alone, storing=Storing("/ckpt", every=0))
+    state = {"w": torch.zeros(50)}
+    assert snapshots.load(state) == 7
+    assert snapshots._shelf.wanted() == {Key(0, 2)}
+    assert {key for key in snapshots._shelf.held() if key} == {Key(0, 2), Key(0, 7)}
+    snapshots.save(state, 8)
+    snapshots.save(state, 9)
+    assert {key for key in snapshots._shelf.held() if key} == {Key(0, 2), Key(1, 8), Key(1, 9)}
+    snapshots.close()
+
+
+def test_what_is_to_be_brought_to_storage_without_one_is_refused(served: Any) -> None:
+    snapshots = Snapshots(served.address, Seat(), alone)
+    with pytest.raises(CheckpointError, match="step 1 is to be brought to storage, and there is none"):
+        snapshots.save({"w": 1}, 1, persist=True)
+    snapshots.close()
+
+
+def test_ranks_agree_on_which_steps_go_to_storage(served: Any, empty_desk: None) -> None:
+    def save(rank: int, snapshots: Snapshots) -> list[list[int]]:
+        said: list[list[int]] = []
+        for number in range(1, 7):
+            snapshots.save({"w": rank}, number)
+            said.append(sorted(key.step for key in snapshots._shelf.wanted()))
+            if rank == 0 and number == 1:
+                snapshots._shelf.let_go(Key(0, 1))  # it is on storage, and rank 1 has not heard of it
+            if rank == 1 and number == 4:
+                snapshots._shelf.let_go(Key(0, 1))
+        return said
+
+    first, second = Ranks(2).run(served, save, every=1)
+    assert first == [[1], [], [], [], [5], [5]]
+    assert second == [[1], [1], [1], [1], [5], [5]]
+
+
+def test_what_one_rank_did_not_keep_is_waited_for_no_longer(
+    served: Any, empty_desk: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def save(rank: int, snapshots: Snapshots) -> list[int]:
+        snapshots.save({"w": rank}, 1, persist=True)
+        snapshots._unkept = Key(0, 1) if rank == 1 else None
+        snapshots.save({"w": rank}, 2, persist=True)
+        return sorted(key.step for key in snapshots._shelf.wanted())
+
+    assert Ranks(2).run(served, save, every=0) == [[2], [2]]
+    assert "step 1 is not brought to storage /ckpt: rank 1 did not keep it" in capsys.readouterr().err
+
+
+def test_what_not_all_ranks_hold_any_more_is_let_go_in_time(
+    served: Any, empty_desk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ALONE_S", -1.0)
+
+    def save(rank: int, snapshots: Snapshots) -> list[list[int]]:
+        snapshots.save({"w": rank}, 1, persist=True)
+        if rank == 1:
+            snapshots._shelf.drop(0)  # the agent found it damaged
+        said: list[list[int]] = []
+        for number in (2, 3):
+            snapshots.save({"w": rank}, number)
+            said.append(sorted(key.step for key in snapshots._shelf.wanted()))
+        return said
+
+    assert Ranks(2).run(served, save, every=1) == [[[], [3]], [[], [3]]]
+
+
+def test_without_an_agent_nobody_begins_as_if_storage_were_empty(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeskClient, "_ask", lambda *_: (_ for _ in ()).throw(CheckpointError("no agent")))
+    for what in (lambda s: s.load({"w": 1}), lambda s: s.save({"w": 1}, 1)):
+        snapshots = Snapshots(served.address, Seat(), alone, storing=Storing("/ckpt"))
+        with pytest.raises(CheckpointError, match=r"it is not known what other sources have \(no agent\)"):
+            what(snapshots)
+        snapshots.close()
+
+
+def test_on_several_nodes_without_an_agent_the_own_cache_is_looked_at_and_that_is_said(
+    served: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(DeskClient, "_ask", lambda *_: (_ for _ in ()).throw(CheckpointError("no agent")))
+    snapshots = Snapshots(served.address, Seat(), alone, elsewhere=True)
+    assert snapshots.load({"w": 1}) is None
+    assert "no agent; only this node's cache is looked at" in capsys.readouterr().err
     snapshots.close()

@@ -5,7 +5,14 @@ import pytest
 
 from keepstep.core.errors import UsageError
 from keepstep.launch.devices import gpu_count, worker_count
-from keepstep.launch.job import Endpoint, job_from_command_line, node_range, parse_endpoint, stream_masks
+from keepstep.launch.job import (
+    Endpoint,
+    Persisting,
+    job_from_command_line,
+    node_range,
+    parse_endpoint,
+    stream_masks,
+)
 
 BARE = {"HOME": "/nowhere"}
 
@@ -41,6 +48,19 @@ def test_several_nodes_meet_where_torchrun_would() -> None:
     assert str(v6.rendezvous.endpoint) == "[::1]:7"
 
 
+def test_where_checkpoints_go_and_how_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert job().persisting is None
+    assert job("--checkpoint-dir", "a/b").persisting == Persisting(str(tmp_path / "a/b"), None, 0, 600.0, 1.0)
+    given = job(
+        "--checkpoint-dir", f"file://{tmp_path}", "--checkpoint-every", "50", "--checkpoint-keep", "3"
+    )
+    assert given.persisting == Persisting(str(tmp_path), 50, 3, 600.0, 1.0)
+    assert job("--checkpoint-dir", "memory://run", KEEPSTEP_FAILURES_PER_DAY="4").persisting == Persisting(
+        "memory://run", None, 0, 600.0, 4.0
+    )
+
+
 def test_the_join_timeout_comes_from_the_rendezvous_configuration() -> None:
     assert job("--rdzv-conf", "join_timeout=7,is_host=0").rendezvous.join_timeout_s == 7
     assert job("--rdzv-conf", "is_host=0").rendezvous.is_host is False
@@ -52,6 +72,11 @@ def test_the_join_timeout_comes_from_the_rendezvous_configuration() -> None:
     [
         (["--nnodes", "0"], "--nnodes 0"),
         (["--nnodes", "3:2"], "MIN <= MAX"),
+        (["--checkpoint-dir", "ckpt", "--no-watch"], "leave one of them out"),
+        (["--checkpoint-dir", "ckpt", "--checkpoint-every", "often"], "a number of steps, auto, or 0"),
+        (["--checkpoint-dir", "ckpt", "--checkpoint-keep", "-1"], "0 to keep all"),
+        (["--checkpoint-dir", "/etc/passwd/ckpt"], "/etc/passwd is no folder that can be written to"),
+        (["--checkpoint-dir", "nowhere://bucket"], "nowhere://bucket"),
         (["--nproc-per-node", "0"], "at least 1"),
         (["--nproc-per-node", "tpu"], "auto, cpu or gpu"),
         (["--nnodes", "2", "--rdzv-backend", "c10d"], "--rdzv-endpoint HOST:PORT"),

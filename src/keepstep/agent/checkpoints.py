@@ -1,0 +1,174 @@
+"""The agent's part in checkpoints: the desk for its node's workers, and what brings wanted steps to storage.
+
+All of it runs in threads of its own: reading, writing and listing may take as long as a store or a network likes, and
+the agent's polls never wait for that.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.checkpoint.cached import CachedStates, follow
+from keepstep.checkpoint.desk import Desk, DeskServer, desk_of
+from keepstep.checkpoint.from_storage import StorageSource
+from keepstep.checkpoint.incoming import StateSource
+from keepstep.checkpoint.manifest import key_text
+from keepstep.checkpoint.persist import Persister
+from keepstep.checkpoint.persist_plan import PersistPlan
+from keepstep.checkpoint.slots import Key
+from keepstep.checkpoint.storage import open_storage
+from keepstep.core.errors import KeepstepError
+
+logger = logging.getLogger("keepstep.agent")
+
+FILE = "checkpoints.json"  # in the node's folder of the run
+_LOOK_S = 0.25
+_TELL_S = 1.0
+_STOP_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the node's snapshots are and where they go.
+
+    Attributes:
+        cache: address of the node's cache.
+        ranks: that run here.
+        node_rank: 0 leads: it writes manifests and removes old steps.
+        world_size: ranks of the job.
+        folder: of this node in the run's folder.
+        storage: path or URL; "": none.
+        keep: whole steps that stay on storage; 0: all.
+    """
+
+    cache: str
+    ranks: tuple[int, ...]
+    node_rank: int
+    world_size: int
+    folder: Path
+    storage: str = ""
+    keep: int = 0
+
+
+class Checkpoints:
+    """Desk and persister of one node. ``neighbours`` are asked before storage."""
+
+    def __init__(
+        self, place: Place, neighbours: Sequence[StateSource] = (), states: CachedStates | None = None
+    ) -> None:
+        """Raises KeepstepError: the storage cannot be reached from this installation."""
+        self._place = place
+        self.states = states or CachedStates(place.cache, place.ranks)
+        """One for the whole process; who else reads the node's slots uses this one."""
+        sources = [*neighbours]
+        self._persister: Persister | None = None
+        if place.storage:
+            storage = open_storage(place.storage)
+            sources.append(StorageSource(storage, place.world_size))
+            plan = PersistPlan(place.ranks, leader=place.node_rank == 0, seed=place.node_rank)
+            self._persister = Persister(plan, storage, self.states.source, world_size=place.world_size)
+        desk = Desk(place.ranks, sources, self.states.held, self.states.filling)
+        self._desk = DeskServer(desk_of(place.cache), desk)
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._declared: tuple[frozenset[Key], bool] = (frozenset(), False)
+        self._told: tuple[object, ...] = ()
+        self._tell_s = 0.0
+
+    def start(self) -> None:
+        """Begin, in threads."""
+        self._desk.start()
+        if self._persister:
+            self._persister.start()
+            self._thread = threading.Thread(target=self._run, name="keepstep-checkpoints", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End soon. What is on its way to storage stays wanted, in the cache; the next agent begins it anew."""
+        self._desk.stop()
+        self._stopped.set()
+        if self._persister:
+            self._persister.stop(_STOP_S)
+        if self._thread:
+            self._thread.join(_STOP_S)
+
+    def look(self) -> None:
+        """Once: what is wanted by what the workers sealed; what is on storage is let go."""
+        assert self._persister
+        for key, rank in self._persister.damaged():
+            if self.states.drop(key, rank):
+                logger.error("%s of rank %d is damaged in the cache, and given up", key_text(key), rank)
+        wished = self.states.wished()
+        whole = self._persister.whole
+        for key in sorted(key for key in wished if whole and key in whole):
+            logger.info("%s is on storage %s", key_text(key), self._place.storage)
+            self.states.release(key)
+        ranks = set(self._place.ranks)
+        pending = frozenset(key for key, ready in wished.items() if ready >= ranks) - (whole or frozenset())
+        self._declare(pending, whole)
+        follow(self.states, self._persister)
+        self._tell(pending, whole)
+
+    def _declare(self, pending: frozenset[Key], whole: frozenset[Key] | None) -> None:
+        """Have pending steps wanted, and the newest that are to stay; others go once it is known what is there."""
+        assert self._persister
+        stay = newest(whole or (), self._place.keep)
+        declared = (pending | stay, bool(self._place.keep) and whole is not None)
+        if declared != self._declared:
+            self._persister.want(declared[0], remove_others=declared[1])
+            self._declared = declared
+
+    def _run(self) -> None:
+        complaint = ""
+        while not self._stopped.is_set():
+            try:
+                self.look()
+                complaint = ""
+            except (KeepstepError, OSError) as error:  # the cache goes before the agent when a run ends
+                if str(error) != complaint:
+                    logger.warning("checkpoints: %s", error)
+                complaint = str(error)
+            self._stopped.wait(_LOOK_S)
+
+    def _tell(self, pending: Collection[Key], whole: Collection[Key] | None) -> None:
+        """Write for `keepstep status` how it stands."""
+        assert self._persister
+        if time.monotonic() < self._tell_s:
+            return
+        troubles = self._persister.troubles()
+        told = (sorted(pending), max(whole or (), default=None), troubles)
+        if told == self._told:
+            return
+        self._told, self._tell_s = told, time.monotonic() + _TELL_S
+        write(
+            self._place.folder / FILE,
+            {
+                "unix_s": time.time(),
+                "storage": self._place.storage,
+                "on_the_way": [key.step for key in told[0]],
+                "newest": told[1].step if told[1] else None,
+                "troubles": troubles,
+            },
+        )
+
+
+def newest(keys: Collection[Key], count: int) -> frozenset[Key]:
+    """The ``count`` newest."""
+    return frozenset(sorted(keys, reverse=True)[:count])
+
+
+def write(path: Path, content: object) -> None:
+    """Replace a file of the run's folder; a full disk is no reason to stop."""
+    draft = path.with_suffix(".draft")
+    try:
+        draft.write_text(json.dumps(content) + "\n")
+        os.replace(draft, path)
+    except OSError as error:
+        logger.warning("%s: cannot be written: %s", path, error.strerror)

@@ -1,0 +1,127 @@
+"""A rank's part in a restore: its own cache, the agent's desk, and the live state that is filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from keepstep.checkpoint.desk import DeskClient
+from keepstep.checkpoint.restore import Filling
+from keepstep.checkpoint.resume import Copied, Elsewhere
+from keepstep.checkpoint.shelf import Offer, Shelf
+from keepstep.checkpoint.slots import Key
+from keepstep.core.errors import CheckpointError
+
+OWN_CACHE = "this node's cache"
+
+
+class Restoring:
+    """A `resume.Rank`. ``error``: why this rank cannot; ``source``: where its state came from.
+
+    Args:
+        shelf: the rank's slots.
+        rank: its number.
+        world_size: of the job.
+        slots: how many slots it is to have.
+        desk: None: there are no other sources.
+        required: other sources must be heard: without them it cannot be told that there is no state.
+        threads: that copy.
+        say: a line for the operator.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        rank: int,
+        world_size: int,
+        *,
+        slots: int,
+        desk: DeskClient | None,
+        required: bool,
+        threads: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._shelf, self._rank, self._world_size, self._slots = shelf, rank, world_size, slots
+        self._desk, self._required, self._threads, self._say = desk, required, threads, say
+        self._state: Any = None
+        self._offers: dict[Key, Offer] = {}
+        self._brought: dict[Key, str] = {}
+        self._filling: Filling | None = None
+        self.error: CheckpointError | None = None
+
+    def into(self, state: Any) -> Restoring:
+        """Say which state is to be filled."""
+        self._state = state
+        return self
+
+    def own(self) -> frozenset[Key]:
+        """See `resume.Rank`."""
+        self._offers, refused = self._shelf.offers(self._world_size)
+        for line in refused:
+            self._say(line)
+        return frozenset(self._offers)
+
+    def elsewhere(self) -> Elsewhere:
+        """See `resume.Rank`."""
+        if self._desk is None:
+            return Elsewhere()
+        try:
+            offered = self._desk.offers(self._rank)
+        except CheckpointError as error:
+            if self._required:
+                return Elsewhere(troubles=(str(error),))
+            self._say(f"{error}; only {OWN_CACHE} is looked at")
+            return Elsewhere()
+        return Elsewhere(offered.keys, offered.incarnation, offered.refused, offered.troubles)
+
+    def bring(self, key: Key) -> None:
+        """See `resume.Rank`."""
+        if self._desk is None:
+            raise CheckpointError("there is no source besides the node's cache")
+        self._shelf.make_way(key, [offer.slot for offer in self._offers.values()])
+        brought = self._desk.bring(self._rank, key, self._slots)
+        self._shelf.reopen()
+        for line in brought.passed:
+            self._say(f"rank {self._rank}: not restored from {line}")
+        self._brought[key] = brought.where
+        if key not in self.own():
+            raise CheckpointError(f"step {key.step} of {brought.where} is not in the cache after all")
+
+    def copy(self, key: Key) -> Copied:
+        """See `resume.Rank`."""
+        offer = self._offers[key]
+        slot = self._shelf.slots[offer.slot]
+        if not slot.lock(shared=True):
+            self.error = CheckpointError(
+                f"rank {self._rank}: its snapshot is being written by another process"
+            )
+            return Copied.IMPOSSIBLE
+        try:
+            self._filling = Filling(self._state, offer.header, slot.memory, self._threads)
+            self._filling.copy()
+        except CheckpointError as error:
+            self.error = error
+            return Copied.IMPOSSIBLE
+        finally:
+            slot.unlock()
+        if self._filling.damaged:
+            self._say(f"the snapshot of rank {self._rank} at step {key.step} is damaged, not restored")
+            return Copied.DAMAGED
+        return Copied.WELL
+
+    def drop(self, key: Key) -> None:
+        """See `resume.Rank`."""
+        self._shelf.drop(self._offers.pop(key).slot)
+
+    def wanted(self, key: Key) -> bool:
+        """See `resume.Rank`."""
+        return key in self._shelf.wanted()
+
+    def source(self, key: Key) -> str:
+        """Where the state came from."""
+        return self._brought.get(key, OWN_CACHE)
+
+    def finish(self) -> None:
+        """Put everything else in its place, now that the bytes of all ranks hold."""
+        assert self._filling
+        self._filling.finish()

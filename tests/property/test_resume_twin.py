@@ -1,0 +1,145 @@
+"""Whatever the ranks have and whatever is damaged: all end with the same state, the newest that all can have whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepstep.checkpoint.resume import Agreed, Copied, Elsewhere, begin, resume
+from keepstep.checkpoint.slots import Key
+from keepstep.core.errors import CheckpointError
+
+
+@dataclass
+class Simulated:
+    """A rank: what its cache and the other sources have, and which of that is whole."""
+
+    cache: dict[Key, bool]
+    sources: dict[Key, bool]
+    troubled: bool = False
+    held: set[Key] = field(default_factory=set)
+    live: Key | None = None
+
+    def own(self) -> frozenset[Key]:
+        return frozenset(self.cache)
+
+    def elsewhere(self) -> Elsewhere:
+        if self.troubled:
+            return Elsewhere(troubles=("storage cannot be listed",))
+        return Elsewhere(frozenset(self.sources), max((key.incarnation for key in self.sources), default=-1))
+
+    def bring(self, key: Key) -> None:
+        if self.troubled or not self.sources.get(key):
+            raise CheckpointError("it is damaged")
+        self.cache[key] = True
+
+    def copy(self, key: Key) -> Copied:
+        self.live = key
+        return Copied.WELL if self.cache[key] else Copied.DAMAGED
+
+    def drop(self, key: Key) -> None:
+        del self.cache[key]
+
+    def wanted(self, key: Key) -> bool:
+        return False
+
+
+keys = st.builds(Key, st.integers(0, 2), st.integers(0, 4))
+contents = st.dictionaries(keys, st.booleans(), max_size=5)
+ranks = st.lists(st.builds(Simulated, contents, contents), min_size=1, max_size=4)
+
+
+def run(job: list[Simulated], what=resume) -> list[Agreed | str]:
+    """All ranks in step; what each ends with, or the error it raises."""
+    talks = [what(rank, 1) for rank in job]
+    rows: list[list[int]] = []
+    ends: list[Agreed | str] = []
+    given: list[list[list[int]] | None] = [None] * len(job)
+    while True:
+        rows, ends = [], []
+        for talk, heard in zip(talks, given, strict=True):
+            try:
+                rows.append(talk.send(heard))
+            except StopIteration as end:  # noqa: PERF203
+                ends.append(end.value)
+            except CheckpointError as error:
+                ends.append(str(error))
+        if ends:
+            assert not rows, "some ranks ended and others wait for them"
+            return ends
+        assert len({len(row) for row in rows}) == 1
+        given = [rows] * len(job)
+
+
+@given(ranks)
+@settings(max_examples=500, deadline=None)
+def test_all_ranks_end_with_the_newest_that_all_can_have(job: list[Simulated]) -> None:
+    had = [
+        {key for key, whole in rank.cache.items() if whole}
+        | {key for key, whole in rank.sources.items() if whole}
+        for rank in job
+    ]
+    anything = any(rank.cache or rank.sources for rank in job)
+    caches = [set(rank.cache) for rank in job]
+    expected = max(set.intersection(*had), default=None)
+    newest = {max(cache, default=None) for cache in caches}
+    decided = None not in newest and len(newest) == 1
+    if decided and all(rank.cache[max(rank.cache)] for rank in job):
+        expected = newest.pop()  # what the caches decide needs no other source
+    seen = [key for rank in job for key in (*rank.cache, *rank.sources)]
+    ends = run(job)
+    if expected is None:
+        if anything:
+            assert all(isinstance(end, str) for end in ends)
+        else:
+            assert ends == [Agreed(None, 1)] * len(job)
+        return
+    assert all(isinstance(end, Agreed) for end in ends), ends
+    for end, rank in zip(ends, job, strict=True):
+        assert isinstance(end, Agreed)
+        assert end.key == expected == rank.live
+        assert end.incarnation > expected.incarnation
+        assert end.pending == {key for key in set.intersection(*caches) if key < expected}
+    assert len({end.incarnation for end in ends if isinstance(end, Agreed)}) == 1
+    if any(expected not in cache for cache in caches):  # all were asked
+        assert all(end.incarnation > max(seen).incarnation for end in ends if isinstance(end, Agreed))
+
+
+@given(ranks, st.integers(0, 3))
+def test_a_source_of_which_nothing_can_be_told_is_never_taken_for_an_empty_one(
+    job: list[Simulated], which: int
+) -> None:
+    job[which % len(job)].troubled = True
+    ends = run(job)
+    if not any(rank.cache for rank in job):
+        assert all(isinstance(end, str) for end in ends), ends
+
+
+@given(ranks)
+def test_beginning_anew_numbers_above_all_that_is_known(job: list[Simulated]) -> None:
+    caches = [set(rank.cache) for rank in job]
+    known = [key.incarnation for cache in caches for key in cache]
+    if not all(caches):
+        known += [key.incarnation for rank in job for key in rank.sources]
+    ends = run(job, begin)
+    for end in ends:
+        assert isinstance(end, Agreed)
+        assert end.incarnation == max([0, *known]) + 1 if known else end.incarnation == 1
+        assert end.key == max(set.intersection(*caches), default=None)
+
+
+def test_a_state_that_fits_no_rank_stops_all() -> None:
+    job = [Simulated({Key(0, 1): True}, {}), Simulated({Key(0, 1): True}, {})]
+    job[1].copy = lambda key: Copied.IMPOSSIBLE  # type: ignore[method-assign]
+    assert run(job) == ["another rank could not restore its state: see what it says"] * 2
+
+
+def test_states_of_another_world_size_are_not_taken_for_none() -> None:
+    job = [Simulated({}, {}) for _ in range(2)]
+    told = "step 7 is of 4 ranks, this job has 2: reshard it"
+    job[0].elsewhere = lambda: Elsewhere(incarnation=0, refused=(told,))  # type: ignore[method-assign]
+    first, second = run(job)
+    assert first == f"there are states, but none that can be had ({told})"
+    assert second == "there are states, but none that can be had: see what another rank says"

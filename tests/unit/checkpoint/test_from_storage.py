@@ -1,0 +1,204 @@
+"""States brought from storage into the cache: whole and verified or not at all, and what ranks share is read once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.checkpoint.conftest import Served
+from tests.unit.checkpoint.stored_states import same, sample_state, taken
+
+from keepstep.checkpoint.cached import CachedStates
+from keepstep.checkpoint.from_storage import MOST_OFFERED, StorageSource
+from keepstep.checkpoint.manifest import data_file, folder_name, header_file
+from keepstep.checkpoint.persist import conclude, write_shard
+from keepstep.checkpoint.slots import Key
+from keepstep.checkpoint.snapshot import Seat, Snapshots
+from keepstep.checkpoint.storage import LocalStorage, Readable
+from keepstep.core.errors import CheckpointError
+
+
+def store(where: Path, key: Key, states: list[Any], *, leader: bool = True) -> None:
+    storage = LocalStorage(where)
+    for rank, state in enumerate(states):
+        header, data = taken(state, key.step, rank, len(states), key.incarnation)
+        write_shard(storage, header, memoryview(data))
+    if leader:
+        conclude(storage, key, range(len(states)), len(states), leader=True)
+
+
+@pytest.fixture
+def states(served: Served) -> Iterator[CachedStates]:
+    one = CachedStates(served.address, [0, 1])
+    yield one
+    one.close()
+
+
+def bring(source: StorageSource, states: CachedStates, key: Key, rank: int, slots: int = 2) -> None:
+    with states.filling(rank, slots) as room:
+        source.bring(key, rank, room)
+
+
+def loaded(served: Served, rank: int, world_size: int = 2) -> dict[str, Any]:
+    """What stands in a rank's cache."""
+    found = {name: None for name in sample_state() if name != "rng"}
+    seat = Seat(rank=rank, world_size=world_size, local_world_size=world_size)
+    with closing(Snapshots(served.address, seat, lambda row: [row] * world_size)) as snapshots:
+        assert snapshots.load(found) is not None
+    return found
+
+
+def test_every_bit_comes_back(served: Served, states: CachedStates, tmp_path: Path) -> None:
+    store(tmp_path, Key(2, 7), [sample_state(1), sample_state(2)])
+    source = StorageSource(LocalStorage(tmp_path), 2)
+    assert source.keys(1) == {Key(2, 7)}
+    for rank in range(2):
+        bring(source, states, Key(2, 7), rank)
+        assert states.held(rank) == {Key(2, 7)}
+        assert same(loaded(served, rank), sample_state(rank + 1))
+
+
+def test_slots_that_hold_something_are_left_alone(
+    served: Served, states: CachedStates, tmp_path: Path
+) -> None:
+    seat = Seat(rank=0, world_size=2, local_world_size=2)
+    with closing(Snapshots(served.address, seat, lambda row: [row] * 2)) as snapshots:
+        for step in (1, 2):
+            snapshots.save({"w": torch.ones(10)}, step)
+            snapshots._shelf.board.put(1, 0, Key(0, step))  # the other rank keeps up
+    store(tmp_path, Key(0, 5), [sample_state(1), sample_state(2)])
+    bring(StorageSource(LocalStorage(tmp_path), 2), states, Key(0, 5), 0)
+    assert states.held(0) == {Key(0, 1), Key(0, 2), Key(0, 5)}
+    assert len(served.cache.slots(0)) == 3
+
+
+@pytest.mark.parametrize("name", [data_file(1), header_file(1)])
+def test_a_flipped_bit_is_found_and_nothing_is_sealed(
+    states: CachedStates, tmp_path: Path, name: str
+) -> None:
+    store(tmp_path, Key(0, 7), [sample_state(1), sample_state(2)])
+    path = tmp_path / folder_name(Key(0, 7)) / name
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 8
+    path.write_bytes(data)
+    source = StorageSource(LocalStorage(tmp_path), 2)
+    with pytest.raises(CheckpointError, match=name):
+        bring(source, states, Key(0, 7), 1)
+    assert states.held(1) == frozenset()
+    bring(source, states, Key(0, 7), 0)
+    assert states.held(0) == {Key(0, 7)}
+
+
+def test_what_is_not_whole_or_of_another_size_is_not_offered(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3)}
+    store(tmp_path, Key(0, 1), [state, state])
+    store(tmp_path, Key(0, 2), [state])
+    store(tmp_path, Key(1, 3), [state, state])
+    (tmp_path / folder_name(Key(1, 3)) / data_file(0)).unlink()
+    store(tmp_path, Key(4, 4), [state, state], leader=False)
+    keys, refused, incarnation = StorageSource(LocalStorage(tmp_path), 2).look()
+    assert keys == {Key(0, 1)}
+    assert incarnation == 4  # of a step that was never finished, too: its name is taken
+    assert [line.split(":")[0] for line in refused] == [
+        f"{folder_name(Key(1, 3))}/{data_file(0)}",
+        f"{folder_name(Key(0, 2))} is of 1 ranks, this job has 2",
+    ]
+    assert "torch.distributed.checkpoint.load" in refused[1]
+
+
+def test_only_the_newest_are_offered(tmp_path: Path) -> None:
+    for step in range(MOST_OFFERED + 3):
+        store(tmp_path, Key(0, step), [{"step": step}])
+    keys, _, _ = StorageSource(LocalStorage(tmp_path), 1).look()
+    assert sorted(keys) == [Key(0, step) for step in range(3, MOST_OFFERED + 3)]
+
+
+def test_a_storage_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be listed: Not a directory"):
+        StorageSource(LocalStorage(tmp_path / "file"), 1).keys(0)
+
+
+class Counting(LocalStorage):
+    """Counts the bytes that are read of safetensors files; the readers begin together."""
+
+    def __init__(self, root: Path, together: int) -> None:
+        super().__init__(root)
+        self.read_bytes = 0
+        self._barrier = threading.Barrier(together, timeout=30)
+        self._guard = threading.Lock()
+
+    def open(self, folder: str, name: str) -> Readable:
+        file = super().open(folder, name)
+        if not name.endswith(".safetensors"):
+            return file
+        self._barrier.wait()
+        real, counting = file.readinto, self
+
+        class Counted:
+            seek, close, read = file.seek, file.close, file.read
+
+            def readinto(self, target: memoryview) -> int:
+                count = real(target)
+                with counting._guard:
+                    counting.read_bytes += count
+                return count
+
+        return Counted()
+
+
+def test_what_two_ranks_share_is_read_once(served: Served, states: CachedStates, tmp_path: Path) -> None:
+    model = torch.randn(1000, 100)
+    store(tmp_path, Key(0, 7), [{"model": model, "own": torch.full((5,), float(rank))} for rank in range(2)])
+    storage = Counting(tmp_path, 2)
+    source = StorageSource(storage, 2)
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(bring, source, states, Key(0, 7), rank) for rank in range(2)]:
+            done.result()
+    assert storage.read_bytes == model.nbytes + 2 * 5 * 4
+    for rank in range(2):
+        with states.source(Key(0, 7), rank) as (header, data):
+            assert len(header.storages) == 2
+            assert model.numpy().tobytes() in bytes(data)
+        assert states.held(rank) == {Key(0, 7)}
+
+
+class FirstReads(LocalStorage):
+    """Rank 1 comes when rank 0 has begun to read, which goes on when rank 1 reads what is its own."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._begun, self._joined = threading.Event(), threading.Event()
+
+    def open(self, folder: str, name: str) -> Readable:
+        if name == header_file(1):
+            assert self._begun.wait(30)
+        elif name == data_file(1):
+            self._joined.set()
+        elif name == data_file(0):
+            self._begun.set()
+            assert self._joined.wait(30)
+        return super().open(folder, name)
+
+
+def test_when_the_rank_that_reads_fails_the_other_reads_its_own(
+    served: Served, states: CachedStates, tmp_path: Path
+) -> None:
+    model = torch.randn(1000, 100)
+    store(tmp_path, Key(0, 7), [{"model": model, "rank": torch.full((9,), float(rank))} for rank in range(2)])
+    path = tmp_path / folder_name(Key(0, 7)) / data_file(0)
+    data = bytearray(path.read_bytes())
+    data[data.index(model.numpy().tobytes()) + 5] ^= 1
+    path.write_bytes(data)
+    source = StorageSource(FirstReads(tmp_path), 2)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (pool.submit(bring, source, states, Key(0, 7), rank) for rank in range(2))
+        assert "not those that were written" in str(first.exception())
+        assert second.exception() is None
+    assert (states.held(0), states.held(1)) == (frozenset(), {Key(0, 7)})
