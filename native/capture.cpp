@@ -159,7 +159,7 @@ struct Pending {
 };
 
 struct Buckets {
-  Ref recorder, here, queue, compiling, allreduce, kind, op, peer, flags;
+  Ref recorder, here, queue, compiling, observers, kind, op, peer, flags;
   Ref site;                      // of the backward in progress; none before our callback is queued
   std::deque<Pending> pending;  // oldest first
   bool plain = false;            // inside a backward that has no other backward inside it
@@ -228,8 +228,9 @@ PyObject* buckets_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* v[9];
   if (PyArg_ParseTuple(args, "OOOOOOOOO", v, v + 1, v + 2, v + 3, v + 4, v + 5, v + 6, v + 7, v + 8) == 0) return nullptr;
   Buckets buckets;
-  Ref* fields[] = {&buckets.recorder,  &buckets.here, &buckets.queue, &buckets.compiling, &buckets.allreduce,
-                   &buckets.kind, &buckets.op,   &buckets.peer,  &buckets.flags};
+  if (PyTuple_Check(v[4]) == 0) return PyErr_Format(PyExc_TypeError, "observers: not a tuple");
+  Ref* fields[] = {&buckets.recorder, &buckets.here, &buckets.queue, &buckets.compiling, &buckets.observers,
+                   &buckets.kind,     &buckets.op,   &buckets.peer,  &buckets.flags};
   for (int i = 0; i < 9; ++i) *fields[i] = Ref::to(v[i]);
   return make(type, nullptr, std::move(buckets));
 }
@@ -286,10 +287,19 @@ int buckets_set_plain(PyObject* self, PyObject* value, void*) {
 // --- BucketCall: what stands in the place of ``allreduce`` ---------------------------------------------------------
 
 struct BucketCall {
-  Ref buckets, native, group, general;
+  Ref buckets, whole, direct, group, general;
 };
 
-constexpr Py_ssize_t kMostArguments = 8;
+// 1 when somebody looks at the operators that torch dispatches, 0 when nobody does, -1 an error.
+int is_observed(const Buckets& buckets) {
+  PyObject* observers = buckets.observers.get();
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(observers); ++i) {
+    const Ref said(PyObject_CallNoArgs(PyTuple_GET_ITEM(observers, i)));
+    const int truth = said ? PyObject_IsTrue(said.get()) : -1;
+    if (truth != 0) return truth;
+  }
+  return 0;
+}
 
 // The record of a bucket; none, and no error, where the general way must be taken.
 Ref begin(PyObject* self, Buckets& buckets, const BucketCall& call, PyObject* tensors) {
@@ -312,15 +322,16 @@ PyObject* bucket_call(PyObject* self, PyObject* const* args, size_t flagged, PyO
   auto& buckets = state_of<Buckets>(call.buckets.get());
   const Py_ssize_t count = PyVectorcall_NARGS(flagged);
   Ref operation;
-  if (buckets.plain && names == nullptr && count > 0 && count < kMostArguments)
+  if (buckets.plain && names == nullptr && count > 0)
     operation = begin(call.buckets.get(), buckets, call, args[0]);
   if (!operation) {
     if (PyErr_Occurred() != nullptr && !stumbled(buckets)) return nullptr;
     return PyObject_Vectorcall(call.general.get(), args, static_cast<size_t>(count), names);
   }
-  PyObject* passed[kMostArguments] = {call.native.get()};
-  for (Py_ssize_t i = 0; i < count; ++i) passed[i + 1] = args[i];
-  Ref work(PyObject_Vectorcall(buckets.allreduce.get(), passed, static_cast<size_t>(count + 1), nullptr));
+  const int observed = is_observed(buckets);
+  if (observed < 0 && !stumbled(buckets)) return nullptr;
+  const Ref& way = observed == 0 ? call.direct : call.whole;
+  Ref work(PyObject_Vectorcall(way.get(), args, static_cast<size_t>(count), nullptr));
   if (!work) {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
@@ -332,8 +343,8 @@ PyObject* bucket_call(PyObject* self, PyObject* const* args, size_t flagged, PyO
 }
 
 PyObject* buckets_call(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  if (count != 3) return PyErr_Format(PyExc_TypeError, "call(native, group, general), not %zd arguments", count);
-  BucketCall call{Ref::to(self), Ref::to(args[0]), Ref::to(args[1]), Ref::to(args[2])};
+  if (count != 4) return PyErr_Format(PyExc_TypeError, "call(whole, direct, group, general), not %zd arguments", count);
+  BucketCall call{Ref::to(self), Ref::to(args[0]), Ref::to(args[1]), Ref::to(args[2]), Ref::to(args[3])};
   return make(g_bucket_call_type, bucket_call, std::move(call));
 }
 

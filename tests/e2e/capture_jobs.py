@@ -133,6 +133,18 @@ def ddp(rank: int, _: int) -> Any:
     return {"digest": digest(*losses, *(p for p in model.parameters()))}
 
 
+def ddp_unprofiled(rank: int, world: int) -> Any:
+    """The same with nobody looking at the operators; and once with a mode that counts them."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    result = ddp(rank, world)
+    model = nn.parallel.DistributedDataParallel(_model(), bucket_cap_mb=0.01)
+    model(torch.ones(4, 32)).sum().backward()
+    with CommDebugMode() as mode:
+        model(torch.ones(4, 32)).sum().backward()
+    return {**result, "counted": {str(op): count for op, count in mode.get_comm_counts().items()}}
+
+
 def fsdp2(rank: int, world: int) -> Any:
     """FSDP2 on a CPU mesh."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -278,7 +290,18 @@ def compiled_ddp(rank: int, _: int) -> Any:
 
 JOBS: dict[str, Job] = {
     job.__name__: job
-    for job in (plain, ddp, fsdp2, pipeline, tensor_parallel, peer_dies, regroup, compiled, compiled_ddp)
+    for job in (
+        plain,
+        ddp,
+        ddp_unprofiled,
+        fsdp2,
+        pipeline,
+        tensor_parallel,
+        peer_dies,
+        regroup,
+        compiled,
+        compiled_ddp,
+    )
 }
 
 

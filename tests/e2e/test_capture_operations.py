@@ -165,6 +165,17 @@ def test_everything_is_recorded_and_nothing_changed(tmp_path: Path, job: str) ->
     check_matching(watched)
 
 
+def test_ddp_is_the_same_whoever_looks_at_its_operators(tmp_path: Path) -> None:
+    watched = run(tmp_path, "ddp_unprofiled")
+    unwatched = run(tmp_path, "ddp_unprofiled", watched=False)
+    assert watched.codes == unwatched.codes == [0, 0], watched.errors
+    assert watched.results == unwatched.results
+    assert all(result["counted"] for result in watched.results)
+    for reader in watched.rings:
+        assert not [site for site in reader.sites() if site.startswith("keepstep:")]
+    check_matching(watched)
+
+
 def test_flags_bytes_and_peers_of_known_calls(tmp_path: Path) -> None:
     ran = run(tmp_path, "plain")
     assert ran.codes == [0, 0], ran.errors

@@ -23,7 +23,8 @@ class Buckets:
     """The all-reduces of DDP's reducer in the backward in progress, from their start to their end.
 
     ``queue(callback)`` has the autograd engine call when the gradients are computed; ``compiling()`` is None outside
-    compiled modules; ``allreduce(native, tensors, ...)`` is torch's own. The rest are fields of the records.
+    compiled modules; ``observers`` tell whether somebody looks at the operators that torch dispatches. The rest are
+    fields of the records.
     """
 
     plain: bool
@@ -35,7 +36,7 @@ class Buckets:
         here: Callable[[], int],
         queue: Callable[[Callable[[], None]], None],
         compiling: Callable[[], object],
-        allreduce: Callable[..., Any],
+        observers: tuple[Callable[[], object], ...],
         kind: int,
         op: int,
         peer: int,
@@ -44,8 +45,13 @@ class Buckets:
     def begin(self) -> None:
         """A backward begins, ``plain``. What an earlier one left is forgotten, without an end."""
 
-    def call(self, native: Any, group: int, general: Callable[..., Any]) -> Callable[..., Any]:
-        """An ``allreduce`` of the group ``native``, recorded; ``general`` is called where it cannot be, in this way."""
+    def call(
+        self, whole: Callable[..., Any], direct: Callable[..., Any], group: int, general: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """An ``allreduce`` of a group, recorded, by the way that is ``direct``, or ``whole`` while it is observed.
+
+        ``general`` is called where it cannot be recorded in this way.
+        """
 
     def add(self, work: Any, operation: Any) -> None:
         """An operation was begun in a plain backward in the general way."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -76,6 +77,34 @@ def registered_members(group: Any) -> tuple[int, ...]:
 def backends_of(group: Any) -> dict[str, str]:
     """Device type -> backend name (lower case) of a process group."""
     return {device.type: str(group._get_backend(device).name()).lower() for device in group._device_types}
+
+
+_allreduce: Any = ProcessGroup.allreduce  # torch's own
+
+
+def whole_allreduce(group: Any) -> Callable[..., Any]:
+    """``allreduce`` of a native group as torch makes it: an operator that is dispatched, which calls the backend."""
+    return partial(_allreduce, group)
+
+
+def direct_allreduce(group: Any) -> Callable[..., Any] | None:
+    """The backend's own, which that operator calls, for a third of the time; None where there are several backends."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    if not backends or any(one is not backends[0] for one in backends):
+        return None
+    return getattr(backends[0], "allreduce", None)
+
+
+OBSERVERS: tuple[Callable[[], object], ...] = tuple(
+    found
+    for module, name in (
+        (torch._C, "_len_torch_dispatch_stack"),
+        (torch._C._autograd, "_profiler_enabled"),
+        (NATIVE_C10D, "_allow_inflight_collective_as_graph_input"),
+    )
+    if callable(found := getattr(module, name, None))
+)
+"""Each tells whether somebody looks at the operators that torch dispatches: modes, the profiler, the compiler."""
 
 
 def share_backends(group: Any, twin: Any, types: dict[str, Any]) -> None:

@@ -8,20 +8,24 @@ to the reducer, which meets the same error. ``Buckets`` does all this; it is nat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from torch.distributed import ProcessGroup
-
 from keepstep.capture._native import Buckets  # pyright: ignore[reportMissingModuleSource]
-from keepstep.capture.internals import COMPILING, after_gradients, in_backward
+from keepstep.capture.internals import (
+    COMPILING,
+    OBSERVERS,
+    after_gradients,
+    direct_allreduce,
+    in_backward,
+    whole_allreduce,
+)
 from keepstep.capture.recorder import Operation, Recorder
 from keepstep.capture.sites import Sites
 from keepstep.capture.works import RecordedWork
 from keepstep.core.events import WORLD_PEER, Flag, Kind, Op
 
 REDUCED = int(Flag.ASYNC | Flag.SYNC_KNOWN | Flag.END_BY_WAIT)
-
-_allreduce = ProcessGroup.allreduce  # torch's own
 
 
 class ReducerWaits:
@@ -30,7 +34,12 @@ class ReducerWaits:
     def __init__(self, recorder: Recorder, sites: Sites) -> None:
         fields = int(Kind.COLLECTIVE), int(Op.ALLREDUCE), WORLD_PEER, REDUCED
         self.recorder = recorder
-        self.buckets = Buckets(recorder, sites.here, after_gradients, COMPILING, _allreduce, *fields)
+        self.buckets = Buckets(recorder, sites.here, after_gradients, COMPILING, OBSERVERS, *fields)
+
+    def call(self, native: Any, group: int, general: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands in the place of the ``allreduce`` of a native group; ``group``: its number in the ring."""
+        whole = whole_allreduce(native)
+        return self.buckets.call(whole, direct_allreduce(native) or whole, group, general)
 
     def take(self, work: Any, operation: Operation) -> Any:
         """The Work to hand to the reducer for an operation it has just begun."""

@@ -85,7 +85,7 @@ class ReducerTwin(Twin):
         def general(*args: Any) -> Any:
             return call("allreduce", native, args, Caller.REDUCER)
 
-        self.allreduce = waits.buckets.call(native, group, general)
+        self.allreduce = waits.call(native, group, general)
 
 
 class Twins:

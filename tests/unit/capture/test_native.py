@@ -57,10 +57,14 @@ class Job:
         self.start: Any = self._start
         self.compiling: object = None
         self.refusal: BaseException | None = None
+        self.observed: Any = 0
+        self.ways: list[str] = []
+        observers = (lambda: False, self._observed)
         self.buckets = Buckets(
-            self, self.here, self.queued.append, lambda: self.compiling, self._torchs, 1, 2, -1, 11
+            self, self.here, self.queued.append, lambda: self.compiling, observers, 1, 2, -1, 11
         )
-        self.allreduce = self.buckets.call("native", 5, self._general)
+        whole, direct = functools.partial(self._torchs, "whole"), functools.partial(self._torchs, "direct")
+        self.allreduce = self.buckets.call(whole, direct, 5, self._general)
 
     def _start(self, *fields: int) -> FakeOperation:
         self.records.append(fields)
@@ -72,8 +76,14 @@ class Job:
     def here(self) -> int:
         return 7
 
-    def _torchs(self, native: str, tensors: Any, *options: Any) -> FakeWork:
-        assert (native, options) == ("native", ("options",))
+    def _observed(self) -> Any:
+        if isinstance(self.observed, Exception):
+            raise self.observed
+        return self.observed
+
+    def _torchs(self, way: str, tensors: Any, *options: Any) -> FakeWork:
+        assert options == ("options",)
+        self.ways.append(way)
         if self.refusal is not None:
             raise self.refusal
         self.works.append(FakeWork())
@@ -101,6 +111,19 @@ def test_buckets_are_recorded_from_start_to_end() -> None:
     job.buckets.over()
     assert len(job.log) == 6
     assert job.stumbles == []
+
+
+def test_who_observes_operators_sees_them() -> None:
+    job = Job()
+    job.buckets.begin()
+    for job.observed in (0, 1, True, False):
+        job.bucket()
+    assert job.ways == ["direct", "whole", "whole", "direct"]
+    job.observed = odd = ValueError("odd")
+    job.bucket()
+    assert job.ways[-1] == "whole"
+    assert job.stumbles == [odd]
+    assert len(job.records) == 5
 
 
 def test_each_backward_is_queued_and_located_anew() -> None:
@@ -251,7 +274,7 @@ def test_a_call_holds_nothing_of_its_caller() -> None:
     job = Job()
     native = object()
     held = sys.getrefcount(native)
-    call = job.buckets.call(native, 5, len)
+    call = job.buckets.call(len, len, native, len)  # type: ignore[arg-type]
     assert sys.getrefcount(native) == held + 1
     del call
     assert sys.getrefcount(native) == held
