@@ -22,6 +22,9 @@ class Arguments:
     rings: dict[int, str]  # path by rank
     orders: dict[int, str]  # the same of the orders pages
     tls: tuple[str, str, str] | None  # certificate, key, authority
+    cache: str = ""  # where the launcher serves the node's checkpoints
+    backups: int = 0  # nodes that back up each rank's checkpoints
+    backup_rate: float = 0.0  # most bytes a second that are given to other nodes; 0: no limit
 
 
 def parse(words: Sequence[str] | None = None) -> Arguments:
@@ -37,6 +40,9 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
     parser.add_argument("--node-rank", required=True, type=int)
     parser.add_argument("--ring", required=True, action="append", metavar="RANK=PATH")
     parser.add_argument("--orders", default=[], action="append", metavar="RANK=PATH")
+    parser.add_argument("--cache", default="", metavar="NAME")
+    parser.add_argument("--backups", default=0, type=int, metavar="K")
+    parser.add_argument("--backup-rate", default=0.0, type=float, metavar="BYTES")
     for name in ("--tls-cert", "--tls-key", "--tls-ca"):
         parser.add_argument(name)
     given = parser.parse_args(words)
@@ -50,6 +56,9 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
         rings=_paths("--ring", given.ring),
         orders=_paths("--orders", given.orders),
         tls=(paths.cert, paths.key, paths.ca) if paths is not None else None,
+        cache=given.cache,
+        backups=given.backups,
+        backup_rate=given.backup_rate,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from keepstep.checkpoint.cache import Board, Open, Reserve, Slot, ask
 from keepstep.checkpoint.header import StateHeader
-from keepstep.checkpoint.slots import Key, next_slot, read_header
+from keepstep.checkpoint.slots import Key, kept_slots, next_slot, read_header
 from keepstep.core.errors import CheckpointError
 
 
@@ -60,9 +60,14 @@ class Shelf:
         return found, refused
 
     def settle(self, key: Key | None) -> None:
-        """From here on the job continues from ``key``: forget everything else, and say so on the board."""
+        """From here on the job continues from ``key``: forget everything else, and say so on the board.
+
+        Except for an older snapshot that is backed up: it can be lost with a node until a later one is backed up, too.
+        """
+        backed_up, _ = self.board.kept()
+        older = backed_up if backed_up and key and backed_up < key else None
         for index, held in enumerate(self.held()):
-            if held != key or held is None:
+            if held is None or held not in (key, older):
                 self.slots[index].clear()
                 held = None
             self.board.put(self._rank, index, held)
@@ -72,7 +77,8 @@ class Shelf:
 
         ``complete`` gives the newest key that all ranks hold; it is asked when that matters.
         """
-        keys, busy = self.held(), set[int]()
+        keys = self.held()
+        busy = kept_slots(keys, *self.board.kept())
         newest = complete() if keys and None not in keys else None
         while True:
             index = next_slot(keys, newest, busy)

@@ -176,6 +176,7 @@ def controller_command(job: Job, folder: Path, secret: Path, listen: Endpoint) -
         *("--join-timeout", f"{job.rendezvous.join_timeout_s:g}"),
         *(("--layout", job.layout) if job.layout else ()),
         *(() if job.validate else ("--no-validate",)),
+        *(("--backups", str(job.checkpoint_backups)) if job.checkpoint_backups and job.max_nodes > 1 else ()),
         *_tls(job),
     ]
 
@@ -188,8 +189,9 @@ def agent_command(
     node_rank: int,
     rings: dict[int, str],
     orders: dict[int, str],
+    cache: str = "",
 ) -> list[str]:
-    """How the agent is started; ``rings`` and ``orders`` (pages) are paths by rank."""
+    """How the agent is started; ``rings`` and ``orders`` (pages) are paths by rank, ``cache`` the checkpoints' address."""
     command = [
         *(sys.executable, "-m", "keepstep.agent"),
         *("--run-dir", str(folder)),
@@ -198,7 +200,11 @@ def agent_command(
         *("--node", job.node),
         *("--node-rank", str(node_rank)),
         *_tls(job),
+        *(("--cache", cache) if cache else ()),
     ]
+    if cache and job.checkpoint_backups and job.max_nodes > 1:
+        command += ["--backups", str(job.checkpoint_backups)]
+        command += ["--backup-rate", f"{job.checkpoint_backup_rate:g}"] if job.checkpoint_backup_rate else []
     for rank, path in sorted(rings.items()):
         command += ["--ring", f"{rank}={path}"]
     for rank, path in sorted(orders.items()):

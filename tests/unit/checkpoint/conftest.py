@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
 
-from keepstep.checkpoint.cache import Cache, CacheServer
+from keepstep.checkpoint.cache import Backing, Cache, CacheServer
 
 
 @dataclass
@@ -18,8 +19,8 @@ class Served:
     address: str
 
 
-@pytest.fixture
-def served() -> Iterator[Served]:
+@contextmanager
+def serving(limit_bytes: int = 1 << 30, backing: Backing | None = None) -> Iterator[Served]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -27,15 +28,23 @@ def served() -> Iterator[Served]:
     async def begin() -> CacheServer:
         return CacheServer(cache)
 
-    cache = Cache(limit_bytes=1 << 30)
+    cache = Cache(limit_bytes, backing)
     server = asyncio.run_coroutine_threadsafe(begin(), loop).result()
 
     async def end() -> None:
         server.close()
         cache.close()
 
-    yield Served(cache, server.address)
-    asyncio.run_coroutine_threadsafe(end(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    try:
+        yield Served(cache, server.address)
+    finally:
+        asyncio.run_coroutine_threadsafe(end(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with serving() as made:
+        yield made
