@@ -126,10 +126,17 @@ class Cache:
         Raises:
             CheckpointError: the node's limit or memory does not allow it; nothing was changed.
         """
+        if not self.slots(rank) and rank < MOST_RANKS and self._backing.fit(nbytes, slots, self.limit_bytes):
+            try:
+                self._reserve(rank, nbytes, slots + BACKING_SLOTS, keep)
+                return
+            except CheckpointError:
+                pass  # not backed up, then
+        self._reserve(rank, nbytes, slots, keep)
+
+    def _reserve(self, rank: int, nbytes: int, slots: int, keep: Collection[int]) -> None:
         old = self.slots(rank)
         count = max(slots, len(old))
-        if not old and rank < MOST_RANKS and self._backing.fit(nbytes, slots, self.limit_bytes):
-            count += BACKING_SLOTS
         size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
         new = [i for i in range(count) if i >= len(old) or (i not in keep and _size(old[i]) < size)]
         growth = size * len(new) - sum(_size(old[i]) for i in new if i < len(old))

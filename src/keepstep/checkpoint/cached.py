@@ -29,7 +29,7 @@ class CachedStates:
         self._slots: dict[int, list[Slot]] = {rank: [] for rank in ranks}
         self._locked: dict[tuple[int, int], Key] = {}  # by rank and slot
         self._boards: dict[int, Board] = {}
-        self._reading: Counter[tuple[int, int]] = Counter()
+        self._reading: Counter[Slot] = Counter()
         self._pinned: frozenset[Key] = frozenset()
         self._told: set[tuple[Key, int]] = set()
         self._guard = threading.RLock()  # the persister's thread reads while the agent's looks around
@@ -52,8 +52,9 @@ class CachedStates:
         """Keep these, and no others, from being overwritten: every rank's slot that holds one of them now."""
         with self._guard:
             for (rank, index), key in list(self._locked.items()):
-                if key not in keys and not self._reading[rank, index]:
-                    self._slots[rank][index].unlock()
+                slot = self._slots[rank][index]
+                if key not in keys and not self._reading[slot]:
+                    slot.unlock()
                     del self._locked[rank, index]
             self._pinned = frozenset(keys)
             for rank in self._slots:
@@ -73,15 +74,15 @@ class CachedStates:
             if index is None or record is None:
                 raise CheckpointError(f"{key_text(key)} of rank {rank} is not in the cache any more")
             slot = self._slots[rank][index]
-            self._reading[rank, index] += 1
+            self._reading[slot] += 1
         try:
             yield slot, record
         finally:
             with self._guard:
-                if self._slots[rank][index : index + 1] == [slot]:
-                    self._reading[rank, index] -= 1
+                self._reading[slot] -= 1
+                if slot in self._slots.get(rank, ()):
                     self.pin(self._pinned)
-                else:
+                elif not self._reading[slot]:
                     slot.close()  # its place has another by now
 
     @contextmanager
@@ -148,8 +149,9 @@ class CachedStates:
     def _let_go(self, rank: int, index: int) -> None:
         """Of a slot that is another one now; who reads it still closes it."""
         self._locked.pop((rank, index), None)
-        if not self._reading.pop((rank, index), 0):
-            self._slots[rank][index].close()
+        slot = self._slots[rank][index]
+        if not self._reading[slot]:
+            slot.close()
 
     def _close(self, rank: int) -> None:
         for index in range(len(self._slots[rank])):

@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 CONNECTIONS = 2  # of one transfer, at least; one to each address of the other node
 MOST_ENDPOINTS = 4
 RANGE_BYTES = 8 << 20
+_FIRST_WAIT_S = 0.05  # before another connection
 _AHEAD = 2  # ranges asked for before they come
 _SENT_AT_ONCE = 4 << 20
 _HANDSHAKE_S = 5.0
@@ -394,8 +395,8 @@ class Fetch:
         try:
             first = self._patiently()
             record = self._record
-            assert first
-            assert record
+            assert first is not None
+            assert record is not None
             with room(record) as incoming:
                 first = self._take_header(first, incoming, record)
                 self._take(first, incoming, record)
@@ -403,8 +404,8 @@ class Fetch:
             self._say_kept()
         finally:
             self.stop()
-            for connection in self._connections:
-                connection.close()
+            for connection in list(self._connections):
+                self._leave(connection)
 
     def stop(self, failure: CheckpointError | None = None) -> None:
         """End it from any thread: `run` raises `Cancelled` unless it is done."""
@@ -414,24 +415,27 @@ class Fetch:
                 connection.shut()
             self._changed.notify_all()
 
-    def _patiently(self) -> _Connection | None:
-        """A connection, tried again until the patience is over; None: there is nothing left to be brought."""
-        wait_s = 0.05
+    def _patiently(self, *, ranges: bool = False) -> _Connection | None:
+        """A connection, tried again until the patience is over; None: for ``ranges`` none is needed any more."""
+        wait_s = _FIRST_WAIT_S
         while True:
             try:
                 return self._ask()
             except (OSError, Violation) as error:
-                if time.monotonic() - self._moved_s > self._patience_s:
-                    raise CheckpointError(
-                        f"{key_text(self._key)} of rank {self._rank} does not come: {error}"
-                    ) from None
+                self._broke(error)
             with self._changed:
                 self._changed.wait(wait_s)
                 if self._failure is not None:
                     raise self._failure
-                if self._record and self._left == 0:
+                if ranges and self._left == 0:
                     return None
             wait_s = min(2 * wait_s, 1.0)
+
+    def _broke(self, error: Exception) -> None:
+        """A connection did; CheckpointError: nothing has come for too long."""
+        log.info("%s of rank %d: a connection broke: %s", key_text(self._key), self._rank, error)
+        if time.monotonic() - self._moved_s > self._patience_s:
+            raise CheckpointError(f"{key_text(self._key)} of rank {self._rank} does not come: {error}") from None
 
     def _ask(self) -> _Connection:
         """A proven connection to who has the state. CheckpointError: it lacks it. OSError, Violation: no connection."""
@@ -489,10 +493,11 @@ class Fetch:
                 self._receive_header(connection, incoming, record)
                 return connection
             except (OSError, Violation) as error:
-                log.info("%s of rank %d: a connection broke: %s", key_text(self._key), self._rank, error)
                 self._leave(connection)
+                self._broke(error)
+            time.sleep(_FIRST_WAIT_S)
             again = self._patiently()
-            assert again
+            assert again is not None
             connection = again
             self.resumed += 1
 
@@ -534,26 +539,29 @@ class Fetch:
                     if self._failure or not self._left:
                         return
                 if connection is None:
-                    connection = self._patiently()
+                    connection = self._patiently(ranges=True)
                     if connection is None:
                         return
                     self.resumed += again
                 again = True
-                if not self._ranges(connection, body):
+                error = self._ranges(connection, body)
+                if error is not None:
                     self._leave(connection)
                     connection = None
+                    self._broke(error)
+                    time.sleep(_FIRST_WAIT_S)
         except CheckpointError as error:
             self.stop(error)
         except Exception as error:  # would else be waited for for ever
             log.exception("a transfer ends")
             self.stop(CheckpointError(f"the transfer failed: {type(error).__name__}: {error}"))
 
-    def _ranges(self, connection: _Connection, body: memoryview) -> bool:
-        """Until no more is missing, or the connection breaks (False): what it did not bring is missing again."""
+    def _ranges(self, connection: _Connection, body: memoryview) -> Exception | None:
+        """Until no more is missing, or the connection breaks (why): what it did not bring is missing again."""
         asked: deque[tuple[int, int]] = deque()
         with self._changed:
             if self._failure:
-                return False
+                return self._failure
             self._receiving += 1
         try:
             while True:
@@ -564,7 +572,7 @@ class Fetch:
                 for offset, nbytes in new:
                     connection.send(SendRange(offset, nbytes))
                 if not asked:
-                    return True
+                    return None
                 offset, nbytes = asked[0]
                 if connection.receive() != Following(offset, nbytes):
                     raise Violation("malformed", "another range than the one asked for")
@@ -577,8 +585,7 @@ class Fetch:
                     asked.appendleft((offset + got, nbytes - got))
                     raise ConnectionError(f"{nbytes - got} bytes of a range did not come")
         except (OSError, Violation) as error:
-            log.info("%s of rank %d: a connection broke: %s", key_text(self._key), self._rank, error)
-            return False
+            return error
         finally:
             with self._changed:
                 self._missing.extendleft(reversed(asked))
