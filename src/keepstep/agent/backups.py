@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import msgspec
+
 from keepstep.checkpoint.cache import (
     BACKING_SLOTS,
     SLOTS_PER_BACKUP,
@@ -47,7 +49,7 @@ from keepstep.wire.messages import (
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
-_TELL_S = 0.5  # between two inventories that differ only in what workers saved
+_TELL_S = 2.0  # between two inventories that differ in nothing that is waited for
 _AT_ONCE = 2  # transfers
 _AGAIN_S = (0.5, 30.0)  # after a transfer that failed; doubles
 _LOCATE_S = 3.0
@@ -160,7 +162,10 @@ class NodeBackups:
         with self._guard:
             del self._questions[request]
         return [
-            one for answer in answers for one in answer.holdings if one.rank == rank and one.node != self._node
+            one
+            for answer in answers
+            for one in answer.holdings
+            if one.rank == rank and one.node_rank != self._node_rank
         ]
 
     def fetch(self, key: Key, rank: int, where: Callable[[], Sequence[Endpoint]]) -> Fetch:
@@ -240,12 +245,8 @@ class NodeBackups:
         told = self._told
         if now == told:
             return
-        if told and now_s - self._told_s < _TELL_S:
-            aside = (now.backups, now.keep, now.first, now.able, now.endpoints, now.trouble)
-            if aside == (told.backups, told.keep, told.first, told.able, told.endpoints, told.trouble) and not (
-                _waits_for_first(told)
-            ):
-                return
+        if told and now_s - self._told_s < _TELL_S and _decisive(now) == _decisive(told):
+            return
         self._told, self._told_s = now, now_s
         self._send(now)
 
@@ -434,9 +435,13 @@ def _rows(held: Iterable[tuple[int, frozenset[Key]]]) -> tuple[RankKeys, ...]:
     )
 
 
-def _waits_for_first(told: Shelves) -> bool:
-    """Whether the controller has not heard yet of a snapshot that can be the next target: do not let it wait."""
-    return told.first > 0 and not all(any(word >= told.first for word in row.keys) for row in told.own)
+def _decisive(shelves: Shelves) -> tuple[Shelves, list[tuple[int, bool, int]]]:
+    """What the controller's next decision depends on; that workers go on saving is told less often."""
+    kept = [
+        (row.rank, shelves.keep in row.keys, min((word for word in row.keys if word >= shelves.first), default=0))
+        for row in shelves.own
+    ]
+    return msgspec.structs.replace(shelves, own=()), kept if shelves.first else []
 
 
 def _stop(transfer: _Transfer) -> None:

@@ -133,6 +133,10 @@ class BackupPlan:
         self._choose_target(stocks, recoverable, holders, whole)
         return {node: self._order(node, where, holders) for node in stocks}
 
+    def look_again(self) -> None:
+        """For the next target, from what all have now."""
+        self.first, self._tries = None, 0
+
     def _choose_keep(self, stocks: Mapping[int, Stock], recoverable: set[Key], whole: bool) -> None:
         known = {key for key in (self.keep, *(stock.keep for stock in stocks.values())) if key}
         good = (known & recoverable) | ({self.complete} if self.complete else set())

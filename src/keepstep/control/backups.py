@@ -23,6 +23,7 @@ from keepstep.wire.messages import (
 _AWAY_S = 10.0  # a node not seen since this controller began is lost
 _MANY_NODES = 512
 _RARELY_S = 1.0  # between two plans for very many nodes
+_PATIENCE_S = 5.0  # for workers to save what could be the next target
 
 
 @dataclass(slots=True)
@@ -48,7 +49,7 @@ class Backups:
     _sent: dict[int, BackUp] = field(default_factory=dict[int, BackUp])  # by peer
     _changed: bool = True
     _next_s: float = 0.0
-    _began_s: float | None = None
+    _looking: tuple[Key, float] | None = None  # for the next target from where on, and since when
 
     def __post_init__(self) -> None:
         self.plan = BackupPlan(self.copies)
@@ -79,12 +80,13 @@ class Backups:
                     continue
                 own = rank in shelf.own
                 keys = {*shelf.own.get(rank, ()), *shelf.backups.get(rank, ())}
-                rows.append(Holding(rank, node.name, own, tuple(sorted(keys)), shelf.message.endpoints))
+                rows.append(Holding(rank, holder, node.name, own, tuple(sorted(keys)), shelf.message.endpoints))
         return Located(message.request, tuple(rows))
 
     def tick(self, cluster: Cluster, expected_nodes: int, now_s: float) -> list[tuple[int, BackUp]]:
         """What has to be said now, by peer."""
         self._watch(cluster, now_s)
+        self._look_again(now_s)
         if not self._changed or now_s < self._next_s or not self._ready(cluster, expected_nodes):
             return []
         self._changed = False
@@ -114,8 +116,6 @@ class Backups:
         return ""
 
     def _watch(self, cluster: Cluster, now_s: float) -> None:
-        if self._began_s is None:
-            self._began_s = now_s
         peers = set(cluster.agents().values())
         for peer in self._sent.keys() - peers:
             del self._sent[peer]
@@ -134,6 +134,17 @@ class Backups:
             if rank not in self._lost and now_s - since_s >= patience_s:
                 self._lost.add(rank)
                 self.forget(rank)
+
+    def _look_again(self, now_s: float) -> None:
+        """Workers that save rarely, or no more, may never come to what was chosen ahead of faster ones."""
+        plan = self.plan
+        if plan.first is None or plan.target is not None:
+            self._looking = None
+        elif self._looking is None or self._looking[0] != plan.first:
+            self._looking = (plan.first, now_s)
+        elif now_s - self._looking[1] > _PATIENCE_S:
+            plan.look_again()
+            self._looking, self._changed = None, True
 
     def _ready(self, cluster: Cluster, expected_nodes: int) -> bool:
         """Whether it is known of every node what it holds, or that it is lost."""

@@ -335,6 +335,7 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     """A node that holds snapshots of a rank, as its ``own`` or as a backup."""
 
     rank: _Rank
+    node_rank: int
     node: str
     own: bool
     keys: Annotated[tuple[_Key, ...], msgspec.Meta(max_length=2 * MOST_HELD_KEYS)]
