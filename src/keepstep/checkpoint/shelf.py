@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from keepstep.checkpoint.cache import Board, Open, Reserve, Slot, ask
+from keepstep.checkpoint.cache import BACKING_SLOTS, Board, Open, Reserve, Slot, ask
 from keepstep.checkpoint.header import StateHeader
 from keepstep.checkpoint.slots import Key, kept_slots, next_slot, read_header
 from keepstep.core.errors import CheckpointError
@@ -64,7 +64,9 @@ class Shelf:
 
         Except for an older snapshot that is backed up: it can be lost with a node until a later one is backed up, too.
         """
-        backed_up, _ = self.board.kept()
+        backed_up, first = self.board.kept()
+        if key and not backed_up and not first and len(self.slots) >= 2 + BACKING_SLOTS:
+            self.board.keep(None, key)  # until the agent knows what is to be kept here
         older = backed_up if backed_up and key and backed_up < key else None
         for index, held in enumerate(self.held()):
             if held is None or held not in (key, older):

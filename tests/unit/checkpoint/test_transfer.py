@@ -213,7 +213,7 @@ def _unbound(channel: type) -> Callable[..., object]:
 
 def test_it_goes_on_with_a_new_process_of_the_source(served: Served, other: Served) -> None:
     data = seal_state(served.address, 0, STATE, KEY)
-    slow = Rate(2_000_000)
+    slow = Rate(300_000)
     with ExitStack() as stack:
         servers = [stack.enter_context(giving(served.address, rate=slow))]
         one = Fetch(KEY, 0, lambda: servers[-1].endpoints, SECRET)
@@ -238,7 +238,7 @@ def test_another_state_under_the_same_name_is_not_mixed_in(served: Served, other
     with serving() as third:
         seal_state(third.address, 0, {**STATE, "b": torch.zeros(1001, dtype=torch.int8)}, KEY)
         with ExitStack() as stack:
-            servers = [stack.enter_context(giving(served.address, rate=Rate(2_000_000)))]
+            servers = [stack.enter_context(giving(served.address, rate=Rate(300_000)))]
             one = Fetch(KEY, 0, lambda: servers[-1].endpoints, SECRET)
 
             def replace() -> None:
