@@ -22,11 +22,11 @@ SECRET = bytes(range(32))
 def giver(mib: int) -> None:
     """In a process of its own: a state in a cache, given by both ways until standard input ends."""
     import torch
-    from benchmarks.checkpoint import served
 
+    from benchmarks.checkpoint import served
     from keepstep.checkpoint.cached import CachedStates
-    from keepstep.checkpoint.snapshot import Seat, Snapshots
     from keepstep.checkpoint.slots import Key
+    from keepstep.checkpoint.snapshot import Seat, Snapshots
     from keepstep.checkpoint.transfer import StateServer
 
     with served() as address:
@@ -61,7 +61,6 @@ def giver(mib: int) -> None:
 def pairs(mib: int, repetitions: int) -> dict[str, Any]:
     """Seconds of (ours, raw), one after the other, for a backup and for a fetch into the own cache."""
     from benchmarks.checkpoint import served
-
     from keepstep.checkpoint.cache import Board, Reserve, Slot, ask, backup_of
     from keepstep.checkpoint.incoming import Incoming
     from keepstep.checkpoint.slots import Key, Record, slot_bytes

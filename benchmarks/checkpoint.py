@@ -378,7 +378,9 @@ def add_transfers(report: Report, mib: int, repetitions: int) -> None:
     ):
         value = statistics.median(raw / ours for ours, raw in found[name])
         raw_s = statistics.median(raw for _, raw in found[name])
-        limit = f"{size:.2f} GB over loopback, every byte verified; raw {size / raw_s:.2f} GB/s, one connection"
+        limit = (
+            f"{size:.2f} GB over loopback, every byte verified; raw {size / raw_s:.2f} GB/s, one connection"
+        )
         report.add(Line(title, value, "× raw TCP", TRANSFER_GOAL, value >= 0.8, limit=limit))
 
 

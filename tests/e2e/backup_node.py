@@ -1,8 +1,8 @@
 """Plays a node in the end-to-end test of backups: a launcher's cache, two ranks that save, and the agent.
 
 Arguments: folder, node's name, node rank, world size, the controller's address, ``train`` or ``return``. Saves whenever
-``FOLDER/step`` names a later step, and writes the digest of what every rank saved to ``FOLDER/saved-RANK-STEP``. Told to
-``return`` it plays the agent itself, brings what its ranks had from the other nodes first, and writes
+``FOLDER/step`` names a later step, and writes the digest of what every rank saved to ``FOLDER/saved-RANK-STEP``. Told
+to ``return`` it plays the agent itself, brings what its ranks had from the other nodes first, and writes
 ``FOLDER/returned-RANK``. Ends with its host, or when there is a ``FOLDER/end``.
 """
 
@@ -99,9 +99,7 @@ class Node:
                     (host, port),
                     secret,
                     role="agent",
-                    greet=lambda: [
-                        wire.Hello("agent", self.name, self.rank, os.getpid()), *backups.again()
-                    ],
+                    greet=lambda: [wire.Hello("agent", self.name, self.rank, os.getpid()), *backups.again()],
                     message=received,
                 )
             )

@@ -16,7 +16,9 @@ def test_neighbours_are_of_different_domains_where_that_is_possible(given_labels
     ring = ring_of(domains, domains)
     assert sorted(ring) == sorted(domains)
     if max(given_labels.count(label) for label in given_labels) <= len(ring) // 2:
-        assert all(domains[one] != domains[other] for one, other in zip(ring, [*ring[1:], ring[0]], strict=True))
+        assert all(
+            domains[one] != domains[other] for one, other in zip(ring, [*ring[1:], ring[0]], strict=True)
+        )
 
 
 @given(labels, st.integers(1, 3), st.data())

@@ -1,7 +1,8 @@
 """Backups between nodes under seeds: messages late, lost with their connection, agents, nodes and controllers dying.
 
-The controller's part and the rules for slots are the real ones; caches, workers, agents and the network are virtual. What
-was told to be backed up must be had from the nodes that are left, whatever node is lost then. ``-k seed17`` replays one.
+The controller's part and the rules for slots are the real ones; caches, workers, agents and the network are virtual.
+What was told to be backed up must be had from the nodes that are left, whatever node is lost then. ``-k seed7`` replays
+one.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Node:
     alive: bool = True
     own: dict[int, list[Key | None]] = field(default_factory=dict)
     backups: dict[int, list[Key | None]] = field(default_factory=dict)
-    read: dict[tuple[bool, int, int], int] = field(default_factory=dict)  # readers of a slot: backup?, rank, index
+    read: dict[tuple[bool, int, int], int] = field(
+        default_factory=dict
+    )  # readers of a slot: backup?, rank, index
     keep: Key | None = None
     first: Key | None = None
     agent: int = 0  # counts its agents; 0: none is there

@@ -1,4 +1,4 @@
-"""Hostile bytes on the sockets between agents: refused, never an end of the server, never memory for what is claimed."""
+"""Hostile bytes on the sockets between agents: refused; the server goes on; no memory for what is merely claimed."""
 
 from __future__ import annotations
 
@@ -36,8 +36,18 @@ asked = st.one_of(
 )
 answered = st.one_of(
     st.builds(Have, COUNT, COUNT, COUNT, COUNT, COUNT, st.integers(-1, (1 << 64) - 1)),
-    st.builds(Have, st.just(7), st.just(0), st.integers(0, 1 << 20), st.integers(0, 1 << 40), COUNT, st.just(5)),
-    st.builds(Have, st.just(7), st.just(0), st.integers(0, 9000), st.integers(0, 9000), st.integers(0, 9), st.just(5)),
+    st.builds(
+        Have, st.just(7), st.just(0), st.integers(0, 1 << 20), st.integers(0, 1 << 40), COUNT, st.just(5)
+    ),
+    st.builds(
+        Have,
+        st.just(7),
+        st.just(0),
+        st.integers(0, 9000),
+        st.integers(0, 9000),
+        st.integers(0, 9),
+        st.just(5),
+    ),
     st.builds(Lacks, st.text(max_size=100)),
     st.builds(Piece, st.binary(min_size=1, max_size=20_000)),
     st.builds(Following, COUNT, st.integers(1, 64 << 20)),

@@ -81,7 +81,7 @@ class NodeBackups:
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
         bytes_per_s: float = 0.0,
     ) -> None:
-        """``address``: of the cache. ``tls``: contexts to give and to fetch. ``bytes_per_s``: of what is given; 0: all."""
+        """``address``: of the cache. ``tls``: contexts to give and to fetch. ``bytes_per_s``: of giving; 0: no limit."""
         self._address, self._ranks = address, tuple(sorted(ranks))
         self._node, self._node_rank, self._secret, self._send = node, node_rank, secret, send
         self._fetch_tls = tls[1] if tls else None
@@ -211,11 +211,14 @@ class NodeBackups:
         with self._guard:
             wanted = self._wanted_addresses - self._failed_addresses
         for address in sorted(wanted):
-            try:
-                self._server.listen([address])
-            except OSError as error:
-                self._failed_addresses.add(address)
-                log.info("no states are given on %s: %s", address, error)
+            self._listen_on(address)
+
+    def _listen_on(self, address: str) -> None:
+        try:
+            self._server.listen([address])
+        except OSError as error:
+            self._failed_addresses.add(address)
+            log.info("no states are given on %s: %s", address, error)
 
     def _inventory(self, board: Board) -> Shelves:
         keep, first = board.kept()
@@ -299,7 +302,10 @@ class NodeBackups:
                     began_s = time.monotonic()
                     fetch.run(self._room(rank, stack))
                 log.info(
-                    "%s of rank %d is backed up here after %.2f s", key_text(key), rank, time.monotonic() - began_s
+                    "%s of rank %d is backed up here after %.2f s",
+                    key_text(key),
+                    rank,
+                    time.monotonic() - began_s,
                 )
                 failure = ""
                 break
@@ -431,14 +437,20 @@ def _turn(slots: Sequence[Slot], keep: Key | None, target: Key) -> int:
 
 def _rows(held: Iterable[tuple[int, frozenset[Key]]]) -> tuple[RankKeys, ...]:
     return tuple(
-        RankKeys(rank, tuple(sorted(key.pack() for key in keys))[-MOST_HELD_KEYS:]) for rank, keys in held if keys
+        RankKeys(rank, tuple(sorted(key.pack() for key in keys))[-MOST_HELD_KEYS:])
+        for rank, keys in held
+        if keys
     )
 
 
 def _decisive(shelves: Shelves) -> tuple[Shelves, list[tuple[int, bool, int]]]:
     """What the controller's next decision depends on; that workers go on saving is told less often."""
     kept = [
-        (row.rank, shelves.keep in row.keys, min((word for word in row.keys if word >= shelves.first), default=0))
+        (
+            row.rank,
+            shelves.keep in row.keys,
+            min((word for word in row.keys if word >= shelves.first), default=0),
+        )
         for row in shelves.own
     ]
     return msgspec.structs.replace(shelves, own=()), kept if shelves.first else []

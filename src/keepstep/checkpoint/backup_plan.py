@@ -1,7 +1,7 @@
 """Which node backs up whose ranks, and which snapshot next: pure, told what nodes hold, gives what each has to do.
 
-All nodes back up the same snapshot, the *target*, or there would never be one that is whole without a lost node. When it
-stands everywhere where it belongs it is what all *keep*, in their own caches and as backups, until the next one does.
+All nodes back up the same snapshot, the *target*, or there would never be one that is whole without a lost node. When
+it stands wherever it belongs it is what all *keep*, in their own caches and as backups, until the next one does.
 The next target has to be one that no worker has overwritten by the time all know of it: workers are told to keep their
 oldest snapshot from a *first* one on, and what they then all have becomes the target.
 
@@ -116,11 +116,14 @@ class BackupPlan:
         """
         ring = ring_of(nodes, self._domains)
         where = {
-            node: places_of(node, ring, at, stocks, self.copies, self._domains) for at, node in enumerate(ring)
+            node: places_of(node, ring, at, stocks, self.copies, self._domains)
+            for at, node in enumerate(ring)
         }
         holders = _holders(stocks)
         whole = len(stocks) == len(where)
-        recoverable = {key for key, homes in holders.items() if len(homes.keys() & where.keys()) == len(where)}
+        recoverable = {
+            key for key, homes in holders.items() if len(homes.keys() & where.keys()) == len(where)
+        }
         self.complete = max(
             (
                 key
@@ -139,7 +142,7 @@ class BackupPlan:
 
     def _choose_keep(self, stocks: Mapping[int, Stock], recoverable: set[Key], whole: bool) -> None:
         known = {key for key in (self.keep, *(stock.keep for stock in stocks.values())) if key}
-        good = (known & recoverable) | ({self.complete} if self.complete else set())
+        good = {key for key in (*(known & recoverable), self.complete) if key}
         if good or whole:
             self.keep = max(good, default=None)
         else:

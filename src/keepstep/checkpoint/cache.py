@@ -32,7 +32,9 @@ ADDRESS = "KEEPSTEP_CACHE"  # environment of the workers: name of the socket
 SLOTS_PER_RANK = 8
 MOST_RANKS = 1 << 20
 MOST_OWNERS = 2 * MOST_RANKS  # a rank that runs here, or the backup of one that runs elsewhere
-BACKING_SLOTS = 2  # more, of each rank, where nodes back each other up: what is backed up, and what is to be next
+BACKING_SLOTS = (
+    2  # more, of each rank, where nodes back each other up: what is backed up, and what is to be next
+)
 SLOTS_PER_BACKUP = 2  # in another node's cache; they take turns
 _KEEP = MOST_OWNERS * SLOTS_PER_RANK  # first of the board's last words
 _BOARD_BYTES = (_KEEP + SLOTS_PER_RANK) * 8
@@ -398,7 +400,7 @@ class Board:
 
 
 def backups_on(board: int) -> list[int]:
-    """Ranks of other nodes of which there may be a backup, told from where the board (a descriptor) has pages at all."""
+    """Ranks of other nodes of which there may be a backup: where the board (a descriptor) has pages at all."""
     ranks: list[int] = []
     at, end = MOST_RANKS * SLOTS_PER_RANK * 8, _KEEP * 8
     while at < end:

@@ -152,7 +152,11 @@ def kept_slots(keys: Sequence[Key | None], backed_up: Key | None, first: Key | N
     None of them where there are not two more for the worker to take turns in.
     """
     kept = {index for index, key in enumerate(keys) if key is not None and key == backed_up}
-    later = [(key, index) for index, key in enumerate(keys) if key is not None and first is not None and key >= first]
+    later = [
+        (key, index)
+        for index, key in enumerate(keys)
+        if key is not None and first is not None and key >= first
+    ]
     kept |= {min(later)[1]} if later else set()
     return kept if len(keys) >= len(kept) + 2 else set()
 

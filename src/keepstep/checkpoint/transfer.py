@@ -435,7 +435,9 @@ class Fetch:
         """A connection did; CheckpointError: nothing has come for too long."""
         log.info("%s of rank %d: a connection broke: %s", key_text(self._key), self._rank, error)
         if time.monotonic() - self._moved_s > self._patience_s:
-            raise CheckpointError(f"{key_text(self._key)} of rank {self._rank} does not come: {error}") from None
+            raise CheckpointError(
+                f"{key_text(self._key)} of rank {self._rank} does not come: {error}"
+            ) from None
 
     def _ask(self) -> _Connection:
         """A proven connection to who has the state. CheckpointError: it lacks it. OSError, Violation: no connection."""

@@ -80,7 +80,9 @@ class Backups:
                     continue
                 own = rank in shelf.own
                 keys = {*shelf.own.get(rank, ()), *shelf.backups.get(rank, ())}
-                rows.append(Holding(rank, holder, node.name, own, tuple(sorted(keys)), shelf.message.endpoints))
+                rows.append(
+                    Holding(rank, holder, node.name, own, tuple(sorted(keys)), shelf.message.endpoints)
+                )
         return Located(message.request, tuple(rows))
 
     def tick(self, cluster: Cluster, expected_nodes: int, now_s: float) -> list[tuple[int, BackUp]]:
@@ -94,7 +96,9 @@ class Backups:
         homes = {rank: node.ranks for rank, node in cluster.nodes.items()}
         home_of = {rank: node for node, ranks in homes.items() for rank in ranks}
         stocks = {
-            rank: _stock(shelf, homes, home_of) for rank, shelf in self._shelves.items() if rank not in self._lost
+            rank: _stock(shelf, homes, home_of)
+            for rank, shelf in self._shelves.items()
+            if rank not in self._lost
         }
         orders = self.plan.orders(homes.keys(), stocks)
         said: list[tuple[int, BackUp]] = []
@@ -110,7 +114,9 @@ class Backups:
         """Why snapshots are not backed up, if they are not."""
         for rank, shelf in sorted(self._shelves.items()):
             if not shelf.message.able:
-                return f"node {rank}: no memory for the slots that backups take; raise KEEPSTEP_CHECKPOINT_BYTES"
+                return (
+                    f"node {rank}: no memory for the slots that backups take; raise KEEPSTEP_CHECKPOINT_BYTES"
+                )
             if shelf.message.trouble:
                 return f"node {rank}: {shelf.message.trouble}"
         return ""

@@ -191,7 +191,7 @@ def agent_command(
     orders: dict[int, str],
     cache: str = "",
 ) -> list[str]:
-    """How the agent is started; ``rings`` and ``orders`` (pages) are paths by rank, ``cache`` the checkpoints' address."""
+    """How the agent is started; ``rings`` and ``orders`` (pages) are paths by rank, ``cache`` where checkpoints are."""
     command = [
         *(sys.executable, "-m", "keepstep.agent"),
         *("--run-dir", str(folder)),

@@ -18,7 +18,9 @@ SETTINGS = (
     Setting("run", "ring_records", 65536, "records of 64 bytes in each worker's ring"),
     Setting("run", "checkpoint_bytes", 0, "most memory of a node for checkpoints; 0: half of what it has"),
     Setting("run", "checkpoint_backups", 1, "nodes that back up each rank's checkpoints in memory; 0: none"),
-    Setting("run", "checkpoint_backup_rate", 0.0, "bytes a second that a node sends for backups; 0: no limit"),
+    Setting(
+        "run", "checkpoint_backup_rate", 0.0, "bytes a second that a node sends for backups; 0: no limit"
+    ),
     Setting("run", "join_timeout_s", 600.0, "how long to wait for the other nodes at the start"),
     Setting("run", "linger_s", 10.0, "how long agent and controller may take after the workers ended"),
 )

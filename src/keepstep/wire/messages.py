@@ -194,7 +194,9 @@ class Shelves(Message, frozen=True):
 
     node_rank: int
     own: Annotated[tuple[RankKeys, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
-    backups: Annotated[tuple[RankKeys, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]  # of other nodes' ranks
+    backups: Annotated[
+        tuple[RankKeys, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)
+    ]  # of other nodes' ranks
     keep: _NoKey = 0
     first: _NoKey = 0
     able: bool = True  # its ranks have the slots that it takes to be backed up

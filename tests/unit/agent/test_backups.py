@@ -57,9 +57,7 @@ class Nodes:
 
     def boot(self, node: int) -> None:
         stack = self._stacks[node] = ExitStack()
-        self.caches[node] = stack.enter_context(
-            serving(self.limit_bytes, Backing(2, self.copies))
-        )
+        self.caches[node] = stack.enter_context(serving(self.limit_bytes, Backing(2, self.copies)))
         self.start_agent(node)
 
     def start_agent(self, node: int) -> None:

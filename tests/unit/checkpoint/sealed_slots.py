@@ -16,7 +16,15 @@ from keepstep.checkpoint.slots import Key, Record, slot_bytes
 
 
 def seal_state(
-    address: str, owner: int, state: Any, key: Key, *, rank: int = 0, world_size: int = 1, slots: int = 2, index: int = 0
+    address: str,
+    owner: int,
+    state: Any,
+    key: Key,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    slots: int = 2,
+    index: int = 0,
 ) -> bytes:
     """Have a state in a slot of a cache; the bytes of its storages."""
     header, data = taken(state, key.step, rank, world_size, key.incarnation)
@@ -31,7 +39,9 @@ def seal_state(
         native.checksum(table, native.checksum(text)),
     )
     with ExitStack() as stack:
-        answer = ask(address, Reserve(owner, slot_bytes(record), slots, tuple(i for i in range(8) if i != index)))
+        answer = ask(
+            address, Reserve(owner, slot_bytes(record), slots, tuple(i for i in range(8) if i != index))
+        )
         board = Board(answer.board)
         stack.callback(board.close)
         found = [Slot(descriptor, apart=True) for descriptor in answer.slots]
@@ -57,7 +67,9 @@ def stands(address: str, owner: int) -> dict[Key, bytes]:
         slot = Slot(descriptor, apart=True)
         record = slot.record()
         if record:
-            found[record.key] = bytes(slot.memory[native.DATA_OFFSET : native.DATA_OFFSET + record.data_bytes])
+            found[record.key] = bytes(
+                slot.memory[native.DATA_OFFSET : native.DATA_OFFSET + record.data_bytes]
+            )
         slot.close()
     assert set(found) == board.held(owner)
     board.close()

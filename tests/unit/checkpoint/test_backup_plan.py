@@ -5,6 +5,7 @@ from __future__ import annotations
 from keepstep.checkpoint.backup_plan import BackupPlan, Order, Stock, places_of, ring_of
 from keepstep.checkpoint.slots import Key, backup_slot, kept_slots
 
+
 def keys(*steps: int) -> frozenset[Key]:
     return frozenset(Key(0, step) for step in steps)
 
@@ -16,7 +17,9 @@ def test_without_labels_the_ring_is_in_the_order_of_the_nodes() -> None:
 def test_each_node_backs_up_as_many_as_it_is_backed_up_by() -> None:
     ring = ring_of(range(7))
     for copies in (1, 2, 3):
-        backs = [place for at, node in enumerate(ring) for place in places_of(node, ring, at, range(7), copies)[1:]]
+        backs = [
+            place for at, node in enumerate(ring) for place in places_of(node, ring, at, range(7), copies)[1:]
+        ]
         assert all(backs.count(node) == copies for node in range(7))
 
 

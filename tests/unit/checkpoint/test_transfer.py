@@ -113,7 +113,10 @@ def test_who_does_not_hold_the_secret_gets_nothing(served: Served, other: Served
     seal_state(served.address, 0, STATE, KEY)
     with giving(served.address) as server:
         stranger = Fetch(KEY, 0, lambda: server.endpoints, bytes(32), patience_s=0.2)
-        with room_in(other.address) as room, pytest.raises(CheckpointError, match="does not hold this run's secret"):
+        with (
+            room_in(other.address) as room,
+            pytest.raises(CheckpointError, match="does not hold this run's secret"),
+        ):
             stranger.run(room)
         fetch(server, other)
 
@@ -130,7 +133,7 @@ def test_nothing_is_allocated_beyond_the_limit(served: Served) -> None:
     with (
         serving(limit_bytes=1 << 20) as small,
         giving(served.address) as server,
-        pytest.raises(CheckpointError, match="whose limit is 0.00 GiB"),
+        pytest.raises(CheckpointError, match=r"whose limit is 0\.00 GiB"),
     ):
         fetch(server, small)
 
@@ -140,7 +143,10 @@ def test_what_is_damaged_at_the_source_never_counts(served: Served, other: Serve
     answer = ask(served.address, Reserve(0, 1, 1))
     slot = Slot(answer.slots[0], apart=True)
     slot.memory[4096 + 5000] ^= 1
-    with giving(served.address) as server, pytest.raises(CheckpointError, match="1 of 2 storages came damaged"):
+    with (
+        giving(served.address) as server,
+        pytest.raises(CheckpointError, match="1 of 2 storages came damaged"),
+    ):
         fetch(server, other)
     assert stands(other.address, backup_of(0)) == {}
     slot.close()
@@ -249,7 +255,10 @@ def test_another_state_under_the_same_name_is_not_mixed_in(served: Served, other
 
             replacing = threading.Thread(target=replace)
             replacing.start()
-            with room_in(other.address) as room, pytest.raises(CheckpointError, match="is another one by now"):
+            with (
+                room_in(other.address) as room,
+                pytest.raises(CheckpointError, match="is another one by now"),
+            ):
                 one.run(room)
             replacing.join()
     assert stands(other.address, backup_of(0)) == {}
