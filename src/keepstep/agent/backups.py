@@ -81,7 +81,7 @@ class NodeBackups:
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
         bytes_per_s: float = 0.0,
     ) -> None:
-        """``address``: of the cache. ``tls``: contexts to give and to fetch. ``bytes_per_s``: of giving; 0: no limit."""
+        """``address``: of the cache. ``tls``: contexts to give and to fetch. ``bytes_per_s``: of giving; 0: any."""
         self._address, self._ranks = address, tuple(sorted(ranks))
         self._node, self._node_rank, self._secret, self._send = node, node_rank, secret, send
         self._fetch_tls = tls[1] if tls else None
