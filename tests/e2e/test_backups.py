@@ -92,3 +92,55 @@ def test_a_lost_nodes_ranks_get_their_state_from_the_others(bed: Testbed, tmp_pa
     before = step
     until(lambda: one_more_is_backed_up(before))
     (tmp_path / "end").touch()
+
+
+JOB = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+import keepstep.checkpoint
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(500, 500))
+optimizer = torch.optim.AdamW(model.parameters())
+state = {"model": model, "optimizer": optimizer}
+start = keepstep.checkpoint.load(state) or 0
+stop = torch.zeros(1)
+step = start
+while not stop:
+    model(torch.randn(2, 500)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step += 1
+    keepstep.checkpoint.save(state, step)
+    stop.fill_(os.path.exists(sys.argv[1]))
+    dist.all_reduce(stop)
+    time.sleep(0.05)
+"""
+
+
+def test_keepstep_run_backs_up_what_its_workers_save(tmp_path: Path) -> None:
+    reason = beds.missing()
+    if reason:
+        pytest.skip(reason)
+    script, end = tmp_path / "job.py", tmp_path / "end"
+    script.write_text(JOB)
+    with beds.four_hosts((0, 5 * HOURS)) as bed:
+        running = {}
+        for number, host in enumerate(bed.hosts.values()):
+            command = [
+                *(sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(tmp_path / "run")),
+                *("--nnodes", "2", "--node-rank", str(number), "--master-addr", "node-a"),
+                *("--master-port", "29555", "--nproc-per-node", "2", "--no-validate", str(script), str(end)),
+            ]
+            running[host.name] = host.start(command, {"OMP_NUM_THREADS": "1"})
+        first = until(lambda: max(backed_up(tmp_path / "run"), 0))
+        until(lambda: backed_up(tmp_path / "run") > first + 10)
+        assert not read(tmp_path / "run/status.json")["backups"]["trouble"]
+        end.touch()
+        results = beds.collect(running, PATIENCE_S)
+    assert [one.returncode for one in results.values()] == [0, 0], results
+    assert "4 snapshots of rank 0 take" in results["node-a"].stderr
+    assert "is not kept" not in "".join(one.stderr for one in results.values())
+    for node in (0, 1):
+        assert "is backed up here after" in (tmp_path / f"run/nodes/{node}/agent.log").read_text()
