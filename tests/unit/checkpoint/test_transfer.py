@@ -274,6 +274,30 @@ def test_a_transfer_that_is_not_wanted_any_more_ends(served: Served, other: Serv
     assert stands(other.address, backup_of(0)) == {}
 
 
+def test_every_address_of_the_source_is_used(
+    served: Served, other: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = seal_state(served.address, 0, STATE, KEY)
+    used: set[str] = set()
+    connect = socket.create_connection
+
+    def noted(address: tuple[str, int], timeout: float) -> socket.socket:
+        used.add(address[0])
+        return connect(address, timeout)
+
+    monkeypatch.setattr(transfer.socket, "create_connection", noted)
+    with giving(served.address) as server:
+        server.listen(["127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"])
+        assert len(server.endpoints) == transfer.MOST_ENDPOINTS
+        fetch(server, other)
+        gone = Endpoint("127.0.0.1", 1)
+        one = Fetch(KEY, 0, lambda: (gone, *server.endpoints), SECRET)
+        with room_in(other.address, backup_of(1)) as room:
+            one.run(room)  # an address where nobody answers is passed over
+    assert used == {"127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"}
+    assert stands(other.address, backup_of(0)) == stands(other.address, backup_of(1)) == {KEY: data}
+
+
 def test_a_pinned_slot_is_not_written_while_it_is_sent(served: Served) -> None:
     seal_state(served.address, 0, STATE, KEY)
     states = CachedStates(served.address, [0])
