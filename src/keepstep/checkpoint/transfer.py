@@ -376,6 +376,7 @@ class Fetch:
         self._tls, self._patience_s, self._threads = tls, patience_s, threads
         self._changed = threading.Condition()
         self._connections: set[_Connection] = set()
+        self._bringers: set[_Connection] = set()
         self._missing: deque[tuple[int, int]] = deque()  # offset and bytes
         self._left = 0  # bytes that have not come
         self._receiving = 0  # threads that may write into the slot
@@ -493,6 +494,7 @@ class Fetch:
         while True:
             try:
                 self._receive_header(connection, incoming, record)
+                self._bringers.add(connection)
                 return connection
             except (OSError, Violation) as error:
                 self._leave(connection)
@@ -582,6 +584,7 @@ class Fetch:
                 asked.popleft()
                 with self._changed:
                     self._left -= got
+                    self._bringers.add(connection)
                     self._moved_s = time.monotonic() if got else self._moved_s
                 if got < nbytes:
                     asked.appendleft((offset + got, nbytes - got))
@@ -595,12 +598,12 @@ class Fetch:
                 self._changed.notify_all()
 
     def _say_kept(self) -> None:
+        """Over a connection that brought something; the others may be in the middle of their handshake."""
         with self._changed:
-            connections = list(self._connections)
-        for connection in connections:
+            connections = [one for one in self._connections if one in self._bringers]
+        for connection in connections[:1]:
             with contextlib.suppress(OSError):
                 connection.send(Kept())
-                return
 
     def _leave(self, connection: _Connection) -> None:
         with self._changed:

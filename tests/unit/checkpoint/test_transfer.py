@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -185,6 +185,8 @@ class Cutter:
         except OSError:
             pass
         for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)  # also for who waits in the other pump
             end.close()
 
 
