@@ -134,7 +134,12 @@ class BackupPlan:
         )
         self._choose_keep(stocks, recoverable, whole)
         self._choose_target(stocks, recoverable, holders, whole)
-        return {node: self._order(node, where, holders) for node in stocks}
+        backs: dict[int, list[int]] = {node: [] for node in stocks}
+        for home, places in where.items():
+            for node in places:
+                if node != home:
+                    backs[node].append(home)
+        return {node: self._order(node, tuple(backs[node]), holders) for node in stocks}
 
     def look_again(self) -> None:
         """For the next target, from what all have now."""
@@ -199,10 +204,9 @@ class BackupPlan:
     def _order(
         self,
         node: int,
-        where: Mapping[int, tuple[int, ...]],
+        backs: tuple[int, ...],
         holders: Mapping[Key, Mapping[int, set[int]]],
     ) -> Order:
-        backs = tuple(home for home, places in where.items() if home != node and node in places)
         pulls: list[tuple[int, tuple[int, ...]]] = []
         if self.target:
             for home in backs:
