@@ -33,6 +33,7 @@ WARM_GOAL = "warm synchronous blocking ≤ 1.0 × the single-thread copy"
 BLOCKING_GOAL = "overlapped: blocking ≤ 0.05 ×"
 STEP_GOAL = "the whole step's increase ≤ 0.3 × the copy with emulated compute"
 RESTORE_GOAL = "restore from own cache ≤ 1.3 × copy"
+TRANSFER_GOAL = "backup and fetch ≥ 0.8 × what a raw TCP stream gives in the same run"
 TENSORS = 200
 
 
@@ -365,6 +366,24 @@ def add_lines(report: Report, results: list[dict[str, Any]], title: str) -> None
             report.leave_out(f"{title}: {name}", why)
 
 
+def add_transfers(report: Report, mib: int, repetitions: int) -> None:
+    """A state of ``mib`` MiB between two processes over loopback."""
+    from benchmarks._checkpoint_transfer import pairs
+
+    found = pairs(mib, repetitions)
+    size = found["bytes"] / 1e9
+    for name, title in (
+        ("backup", "backup on another node"),
+        ("fetch", "fetch from another node"),
+    ):
+        value = statistics.median(raw / ours for ours, raw in found[name])
+        raw_s = statistics.median(raw for _, raw in found[name])
+        limit = (
+            f"{size:.2f} GB over loopback, every byte verified; raw {size / raw_s:.2f} GB/s, one connection"
+        )
+        report.add(Line(title, value, "× raw TCP", TRANSFER_GOAL, value >= 0.8, limit=limit))
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         result, mib, repetitions, peer_repetitions, folder = sys.argv[2:]
@@ -387,7 +406,7 @@ def main() -> None:
             report, launch(ranks, mib, repetitions, peer_repetitions), f"{ranks} process{'es' * (ranks > 1)}"
         )
     report.leave_out("DLRover flash checkpoint", "not installed here")
-    report.leave_out("backup and fetch", "no backup yet")
+    add_transfers(report, chosen.mib // 2, max(3, repetitions // 2))
     report.finish(chosen.json)
 
 

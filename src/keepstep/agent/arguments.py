@@ -26,6 +26,8 @@ class Arguments:
     world_size: int = 0
     checkpoint_dir: str = ""
     checkpoint_keep: int = 0
+    backups: int = 0  # nodes that back up each rank's checkpoints
+    backup_rate: float = 0.0  # most bytes a second that are given to other nodes; 0: no limit
 
 
 def parse(words: Sequence[str] | None = None) -> Arguments:
@@ -45,6 +47,8 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
     parser.add_argument("--world-size", type=int, default=0)
     parser.add_argument("--checkpoint-dir", default="", metavar="PATH_OR_URL")
     parser.add_argument("--checkpoint-keep", type=int, default=0)
+    parser.add_argument("--backups", default=0, type=int, metavar="K")
+    parser.add_argument("--backup-rate", default=0.0, type=float, metavar="BYTES")
     for name in ("--tls-cert", "--tls-key", "--tls-ca"):
         parser.add_argument(name)
     given = parser.parse_args(words)
@@ -62,6 +66,8 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
         world_size=given.world_size,
         checkpoint_dir=given.checkpoint_dir,
         checkpoint_keep=given.checkpoint_keep,
+        backups=given.backups,
+        backup_rate=given.backup_rate,
     )
 
 

@@ -60,13 +60,10 @@ class Place:
 class Checkpoints:
     """Desk and persister of one node. ``neighbours`` are asked before storage."""
 
-    def __init__(
-        self, place: Place, neighbours: Sequence[StateSource] = (), states: CachedStates | None = None
-    ) -> None:
+    def __init__(self, place: Place, neighbours: Sequence[StateSource] = ()) -> None:
         """Raises KeepstepError: the storage cannot be reached from this installation."""
         self._place = place
-        self.states = states or CachedStates(place.cache, place.ranks)
-        """One for the whole process; who else reads the node's slots uses this one."""
+        self.states = CachedStates(place.cache, place.ranks)
         sources = [*neighbours]
         self._persister: Persister | None = None
         if place.storage:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
 import signal
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING
 
 from keepstep import wire
 from keepstep.agent.arguments import Arguments
 from keepstep.agent.checkpoints import Checkpoints, Place
 from keepstep.agent.node import NodeAgent
-from keepstep.agent.paths import Echo, probe_paths
+from keepstep.agent.paths import Echo, address_towards, is_elsewhere, probe_paths
 from keepstep.agent.processes import alive, identify, kill_carriers
 from keepstep.core.errors import KeepstepError
+
+if TYPE_CHECKING:
+    from keepstep.agent.backups import NodeBackups
+    from keepstep.checkpoint.incoming import StateSource
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -49,6 +55,7 @@ class Program:
         self._echo: Echo | None = None
         self._probing = False
         self._checkpoints: Checkpoints | None = None
+        self._backups: NodeBackups | None = None
         self._agent = NodeAgent(
             arguments.rings,
             arguments.node,
@@ -67,6 +74,7 @@ class Program:
         tls = wire.client_context(wire.TlsPaths(*arguments.tls)) if arguments.tls is not None else None
         self._secret = wire.read_secret(arguments.secret_file)
         self._echo = Echo(self._secret)
+        self._start_backups()
         self._client = wire.connect(
             arguments.controller,
             self._secret,
@@ -97,11 +105,40 @@ class Program:
             storage=arguments.checkpoint_dir,
             keep=arguments.checkpoint_keep,
         )
+        neighbours: list[StateSource] = []
+        if self._backups is not None:
+            from keepstep.agent.backups import NeighbourSource
+
+            neighbours.append(NeighbourSource(self._backups))
         try:
-            self._checkpoints = Checkpoints(place)
+            self._checkpoints = Checkpoints(place, neighbours)
             self._checkpoints.start()
         except KeepstepError as error:
             logger.error("checkpoints stay in this node's cache: %s", error)
+
+    def _start_backups(self) -> None:
+        arguments, loop = self._arguments, asyncio.get_running_loop()
+        if not arguments.cache or not arguments.backups:
+            return
+        from keepstep.agent.backups import NodeBackups
+
+        paths = wire.TlsPaths(*arguments.tls) if arguments.tls is not None else None
+        self._backups = NodeBackups(
+            arguments.cache,
+            arguments.rings.keys(),
+            arguments.node,
+            arguments.node_rank,
+            self._secret,
+            lambda message: _hand_over(loop, self._send, message),
+            tls=(wire.server_context(paths), wire.client_context(paths)) if paths else None,
+            bytes_per_s=arguments.backup_rate,
+        )
+        self._give_states_on({address_towards(arguments.controller[0])})
+        self._backups.start()
+
+    def _give_states_on(self, addresses: set[str]) -> None:
+        if self._backups is not None:
+            self._backups.use_addresses(filter(is_elsewhere, addresses))
 
     def _send(self, message: wire.Message) -> None:
         if self._client is not None:
@@ -111,6 +148,8 @@ class Program:
         arguments = self._arguments
         yield wire.Hello("agent", arguments.node, arguments.node_rank, os.getpid())
         yield from self._agent.again()
+        if self._backups is not None:
+            yield from self._backups.again()
         if self._echo is not None and self._echo.endpoints:
             yield wire.Reachable(arguments.node_rank, self._echo.endpoints)
 
@@ -124,6 +163,9 @@ class Program:
             self._later(self._probe(message))
         elif isinstance(message, wire.Hold | wire.RunTests | wire.Release):
             self._agent.hold(message)
+        elif isinstance(message, wire.BackUp | wire.Located):
+            if self._backups is not None:
+                self._backups.received(message)
         elif isinstance(message, wire.SaveRings):
             logger.info("%d rings saved for incident %d", self._agent.save_rings(), message.incident)
         elif isinstance(message, wire.Welcome):
@@ -186,6 +228,7 @@ class Program:
         own, _ = self._agent.addresses()
         if self._echo is not None and own:
             self._later(self._listen(self._echo, own))
+            self._give_states_on(own)
         if now_s >= self._next_beat_s:
             self._next_beat_s = max(self._next_beat_s + self._heartbeat_s, now_s)
         cpu_s = time.process_time()
@@ -205,6 +248,8 @@ class Program:
     async def _end(self) -> None:
         if self._checkpoints is not None:
             await asyncio.to_thread(self._checkpoints.stop)
+        if self._backups is not None:
+            self._backups.stop()
         if self._echo is not None:
             self._echo.close()
         orphaned = self._orphaned()
@@ -229,6 +274,13 @@ class Program:
             await self._client.drained(0.5)
             await self._client.close()
         self._agent.close()
+
+
+def _hand_over(
+    loop: asyncio.AbstractEventLoop, send: Callable[[wire.Message], None], message: wire.Message
+) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(send, message)
 
 
 def _launcher_is_gone(arguments: Arguments) -> bool:

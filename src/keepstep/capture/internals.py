@@ -99,10 +99,10 @@ OBSERVERS: tuple[Callable[[], object], ...] = tuple(
     found
     for module, name in (
         (torch._C, "_len_torch_dispatch_stack"),
-        (torch._C._autograd, "_profiler_enabled"),
+        (cast(Any, torch._C)._autograd, "_profiler_enabled"),
         (NATIVE_C10D, "_allow_inflight_collective_as_graph_input"),
     )
-    if callable(found := getattr(module, name, None))
+    if callable(found := vars(cast(ModuleType, module)).get(name))
 )
 """Each tells whether somebody looks at the operators that torch dispatches: modes, the profiler, the compiler."""
 

@@ -17,6 +17,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -32,6 +33,12 @@ SLOTS_PER_RANK = 8
 SPARE_HEADER_BYTES = 1 << 16  # of a slot, for later snapshots whose plain values are a little longer
 MOST_RANKS = 1 << 20
 MOST_OWNERS = 2 * MOST_RANKS  # a rank that runs here, or the backup of one that runs elsewhere
+BACKING_SLOTS = (
+    2  # more, of each rank, where nodes back each other up: what is backed up, and what is to be next
+)
+SLOTS_PER_BACKUP = 2  # in another node's cache; they take turns
+_KEEP = MOST_OWNERS * SLOTS_PER_RANK  # first of the board's last words
+_BOARD_BYTES = (_KEEP + SLOTS_PER_RANK) * 8
 _MOST_MESSAGE_BYTES = 4096
 _MOST_CONNECTIONS = 4096
 _PATIENCE_S = 30.0
@@ -58,6 +65,12 @@ class Reserve(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     keep: Annotated[tuple[_Index, ...], msgspec.Meta(max_length=SLOTS_PER_RANK)] = ()
 
 
+class GiveUp(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Take back the slots of a rank of another node; nobody reads or writes them."""
+
+    rank: Annotated[int, msgspec.Meta(ge=MOST_RANKS, lt=MOST_OWNERS)]
+
+
 class Granted(msgspec.Struct, frozen=True, tag=True):
     """Comes with the descriptors of the board and of the rank's slots, in this order. Bytes, of the whole node."""
 
@@ -71,7 +84,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-_requests = msgspec.json.Decoder(Open | Reserve)
+_requests = msgspec.json.Decoder(Open | Reserve | GiveUp)
 _answers = msgspec.json.Decoder(Granted | Refused)
 
 
@@ -80,12 +93,26 @@ def backup_of(rank: int) -> int:
     return MOST_RANKS + rank
 
 
+@dataclass(frozen=True, slots=True)
+class Backing:
+    """What backups between nodes add to a node's cache. ``copies``: nodes that back up each rank, 0 without backups."""
+
+    ranks: int = 1  # of this node
+    copies: int = 0
+
+    def fit(self, nbytes: int, slots: int, limit_bytes: int) -> bool:
+        """Whether the node has room for them when each of its ranks has ``slots`` slots of ``nbytes`` of its own."""
+        per_rank = slots + BACKING_SLOTS + SLOTS_PER_BACKUP * self.copies
+        return self.copies > 0 and self.ranks * per_rank * nbytes <= limit_bytes
+
+
 class Cache:
     """The slots of all ranks of a node, by rank. ``limit_bytes``: most that all slots together may take."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, backing: Backing | None = None) -> None:
         self.limit_bytes = limit_bytes
-        self.board = _memfd("keepstep-board", MOST_OWNERS * SLOTS_PER_RANK * 8)
+        self.board = _memfd("keepstep-board", _BOARD_BYTES)
+        self._backing = backing or Backing()
         self._slots: dict[int, list[int]] = {}
 
     @property
@@ -103,12 +130,21 @@ class Cache:
         Raises:
             CheckpointError: the node's limit or memory does not allow it; nothing was changed.
         """
+        if not self.slots(rank) and rank < MOST_RANKS and self._backing.fit(nbytes, slots, self.limit_bytes):
+            try:
+                self._reserve(rank, nbytes, slots + BACKING_SLOTS, keep)
+                return
+            except CheckpointError:
+                pass  # not backed up, then
+        self._reserve(rank, nbytes, slots, keep)
+
+    def _reserve(self, rank: int, nbytes: int, slots: int, keep: Collection[int]) -> None:
         old = self.slots(rank)
         count = max(slots, len(old))
         size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
         new = [i for i in range(count) if i >= len(old) or (i not in keep and _size(old[i]) < size)]
         growth = size * len(new) - sum(_size(old[i]) for i in new if i < len(old))
-        self._check_room(rank, size, slots, growth)
+        self._check_room(rank, size, count, growth)
         made: list[int] = []
         try:
             made.extend(_memfd(f"keepstep-rank-{rank}", size) for _ in new)
@@ -133,6 +169,11 @@ class Cache:
         ]
         return sorted(set[Key].intersection(*held)) if held else []
 
+    def give_up(self, rank: int) -> None:
+        """Have no slots for a rank any more; what a process still maps stays until it lets go of it."""
+        for descriptor in self._slots.pop(rank, []):
+            os.close(descriptor)
+
     def close(self) -> None:
         """Let go of everything."""
         for descriptor in (self.board, *(d for slots in self._slots.values() for d in slots)):
@@ -141,7 +182,8 @@ class Cache:
 
     def _check_room(self, rank: int, size: int, slots: int, growth: int) -> None:
         used = self.used_bytes
-        asked = f"rank {rank} asks for {slots} slots of {gib(size)} for its snapshots"
+        whose = f"rank {rank}" if rank < MOST_RANKS else f"the backup of rank {rank - MOST_RANKS}"
+        asked = f"{whose} asks for {slots} slots of {gib(size)} for its snapshots"
         if used + growth > self.limit_bytes:
             raise CheckpointError(
                 f"{asked}: with the {gib(used)} that are taken, {gib(used + growth)} of this node, "
@@ -206,6 +248,8 @@ class CacheServer:
             request = _requests.decode(data)
             if isinstance(request, Reserve):
                 self._cache.reserve(request.rank, request.nbytes, request.slots, request.keep)
+            elif isinstance(request, GiveUp):
+                self._cache.give_up(request.rank)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             return Refused(f"not a request to the cache: {error}"), []
         except CheckpointError as error:
@@ -223,7 +267,7 @@ class Answer(NamedTuple):
     limit_bytes: int
 
 
-def ask(address: str, request: Open | Reserve) -> Answer:
+def ask(address: str, request: Open | Reserve | GiveUp) -> Answer:
     """Ask the cache at ``address`` (the value of `ADDRESS`).
 
     Raises:
@@ -255,13 +299,21 @@ def ask(address: str, request: Open | Reserve) -> Answer:
 
 
 class Slot:
-    """A slot, mapped. Owns its descriptor. One process should map a slot once: closing any map ends its locks."""
+    """A slot, mapped. Owns its descriptor.
 
-    def __init__(self, descriptor: int) -> None:
+    A lock is the process's: one process should map a slot once, closing any map ends its locks. ``apart`` the lock is
+    this map's own, for processes in which several parts read slots; it would outlive a process in its forked children.
+    """
+
+    def __init__(self, descriptor: int, *, apart: bool = False) -> None:
         """Raises `CheckpointError` when the size of the file is not sealed: it could vanish under a reader."""
-        self._descriptor = descriptor
         if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise CheckpointError("a slot of the cache whose size is not sealed")
+        if apart:  # locks belong to the open file: one that no other process shares
+            own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            os.close(descriptor)
+            descriptor = own
+        self._descriptor, self._apart = descriptor, apart
         self.nbytes = _size(descriptor)
         self.memory = mmap.mmap(descriptor, self.nbytes)
 
@@ -298,14 +350,28 @@ class Slot:
     def lock(self, *, shared: bool = False) -> bool:
         """Take it for writing, or ``shared`` for reading, until `unlock` or the end of this process; False: taken."""
         try:
-            fcntl.lockf(self._descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            if self._apart:
+                self._lock_file(fcntl.F_RDLCK if shared else fcntl.F_WRLCK)
+            else:
+                fcntl.lockf(self._descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             return True
         except OSError:
             return False
 
     def unlock(self) -> None:
         """Let others have it."""
-        fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+        if self._apart:
+            self._lock_file(fcntl.F_UNLCK)
+        else:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+
+    def fileno(self) -> int:
+        """Its descriptor, to send from."""
+        return self._descriptor
+
+    def _lock_file(self, kind: int) -> None:
+        # struct flock: type, whence, start, length (0: all), process (0: of the open file)
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))
 
     def close(self) -> None:
         """Unmap it. A view of ``memory`` that is still in use keeps it mapped."""
@@ -320,7 +386,7 @@ class Board:
     def __init__(self, descriptor: int) -> None:
         """Maps the board and closes the descriptor."""
         try:
-            self.memory = mmap.mmap(descriptor, MOST_OWNERS * SLOTS_PER_RANK * 8)
+            self.memory = mmap.mmap(descriptor, _BOARD_BYTES)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"the board of the cache cannot be mapped: {error}") from None
         finally:
@@ -340,11 +406,43 @@ class Board:
         """Say what a slot holds."""
         self._words[self.index(rank, slot)] = key.pack() if key else 0
 
+    def keep(self, backed_up: Key | None, first: Key | None) -> None:
+        """Have the node's workers keep the snapshot ``backed_up`` and, of those from ``first`` on, the oldest."""
+        # In this order, and read in the other: what moves from the second word to the first is always in one.
+        self._words[_KEEP] = backed_up.pack() if backed_up else 0
+        self._words[_KEEP + 1] = first.pack() if first else 0
+
+    def kept(self) -> tuple[Key | None, Key | None]:
+        """What `keep` was told last; it outlives who told it."""
+        first = Key.unpack(self._words[_KEEP + 1])
+        return Key.unpack(self._words[_KEEP]), first
+
     def close(self) -> None:
         """Unmap it."""
         self._words.release()
         with contextlib.suppress(BufferError):
             self.memory.close()
+
+
+def backups_on(board: int) -> list[int]:
+    """Ranks of other nodes of which there may be a backup: where the board (a descriptor) has pages at all."""
+    ranks: list[int] = []
+    at, end = MOST_RANKS * SLOTS_PER_RANK * 8, _KEEP * 8
+    while at < end:
+        try:
+            at = os.lseek(board, at, os.SEEK_DATA)
+        except OSError:  # nothing behind
+            return ranks
+        stop = min(os.lseek(board, at, os.SEEK_HOLE), end)
+        words = memoryview(os.pread(board, stop - at, at)).cast("Q") if stop > at else memoryview(b"")
+        owner = at // 8 // SLOTS_PER_RANK
+        ranks += [
+            owner + i // SLOTS_PER_RANK - MOST_RANKS
+            for i in range(0, len(words), SLOTS_PER_RANK)
+            if any(words[i : i + SLOTS_PER_RANK])
+        ]
+        at = max(stop, at + 1)
+    return ranks
 
 
 def default_limit_bytes() -> int:

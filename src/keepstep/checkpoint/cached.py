@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,7 @@ from keepstep.core.errors import CheckpointError
 
 
 class CachedStates:
-    """The slots of a node's ranks, mapped for reading. Of one process only one may be had (see `Slot`).
+    """The slots of a node's ranks, mapped for reading; several of a process do not disturb each other.
 
     A pinned state is not overwritten by its worker: a rank with a pinned slot needs one slot more than the two that
     take turns.
@@ -30,7 +31,7 @@ class CachedStates:
         self._slots: dict[int, list[Slot]] = {rank: [] for rank in ranks}
         self._locked: dict[tuple[int, int], Key] = {}  # by rank and slot
         self._boards: dict[int, Board] = {}
-        self._reading: set[tuple[int, int]] = set()
+        self._reading: Counter[Slot] = Counter()
         self._pinned: frozenset[Key] = frozenset()
         self._filling: set[int] = (
             set()
@@ -78,7 +79,7 @@ class CachedStates:
         with self._guard:
             for index, slot in enumerate(self._slots[rank]):
                 record = slot.record()
-                if record is None or record.key != key or (rank, index) in self._reading or not slot.lock():
+                if record is None or record.key != key or self._reading[slot] or not slot.lock():
                     continue
                 self._boards[rank].put(rank, index, None)
                 slot.clear()
@@ -130,13 +131,41 @@ class CachedStates:
         """Keep these, and no others, from being overwritten: every rank's slot that holds one of them now."""
         with self._guard:
             for (rank, index), key in list(self._locked.items()):
-                if key not in keys and (rank, index) not in self._reading:
-                    self._slots[rank][index].unlock()
+                slot = self._slots[rank][index]
+                if key not in keys and not self._reading[slot]:
+                    slot.unlock()
                     del self._locked[rank, index]
             self._pinned = frozenset(keys)
             for rank in self._slots:
                 for key in self.held(rank) & self._pinned:
                     self._lock(rank, key)
+
+    @contextmanager
+    def reading(self, key: Key, rank: int) -> Generator[tuple[Slot, Record]]:
+        """The slot of a state and its record, pinned while the context is open.
+
+        Raises:
+            CheckpointError: the cache does not hold it any more.
+        """
+        with self._guard:
+            index = self._lock(rank, key)
+            record = self._slots[rank][index].record() if index is not None else None
+            if index is None or record is None or record.key != key:
+                raise CheckpointError(f"{key_text(key)} of rank {rank} is not in the cache any more")
+            slot = self._slots[rank][index]
+            self._reading[slot] += 1
+        try:
+            yield slot, record
+        finally:
+            with self._guard:
+                self._reading[slot] -= 1
+                still_read = self._reading[slot]
+                if not still_read:
+                    del self._reading[slot]
+                if slot in self._slots.get(rank, ()):
+                    self.pin(self._pinned)
+                elif not still_read:
+                    slot.close()  # its place has another by now
 
     @contextmanager
     def source(self, key: Key, rank: int) -> Generator[tuple[StateHeader, memoryview]]:
@@ -145,24 +174,17 @@ class CachedStates:
         Raises:
             CheckpointError: the cache does not hold it any more, or its header is damaged.
         """
+        with self.reading(key, rank) as (slot, record), memoryview(slot.memory) as view:
+            header = read_header(view, record)
+            with view[native.DATA_OFFSET : native.DATA_OFFSET + header.data_bytes] as data:
+                yield header, data
+
+    def forget(self, rank: int) -> None:
+        """Let go of a rank's slots."""
         with self._guard:
-            index = self._lock(rank, key)
-            if index is None:
-                raise CheckpointError(f"{key_text(key)} of rank {rank} is not in the cache any more")
-            slot = self._slots[rank][index]
-            self._reading.add((rank, index))
-        try:
-            with memoryview(slot.memory) as view:
-                record = slot.record()
-                if record is None or record.key != key:
-                    raise CheckpointError(f"{key_text(key)} of rank {rank} was given up")
-                header = read_header(view, record)
-                with view[native.DATA_OFFSET : native.DATA_OFFSET + header.data_bytes] as data:
-                    yield header, data
-        finally:
-            with self._guard:
-                self._reading.discard((rank, index))
-                self.pin(self._pinned)
+            if rank in self._slots:
+                self._close(rank)
+                del self._slots[rank]
 
     def close(self) -> None:
         """Let go of everything."""
@@ -177,7 +199,7 @@ class CachedStates:
                 if rank in self._filling:
                     return None
                 self._open(rank)  # slots that grew are others
-            for index, slot in enumerate(self._slots[rank]):
+            for index, slot in enumerate(self._slots.get(rank, ())):
                 record = slot.record()
                 if record is None or record.key != key:
                     continue
@@ -192,19 +214,33 @@ class CachedStates:
 
     def _open(self, rank: int) -> None:
         answer = ask(self._address, Open(rank))
-        kept = {key for (owner, _), key in self._locked.items() if owner == rank}
-        self._close(rank)
+        if rank in self._boards:
+            self._boards.pop(rank).close()
         self._boards[rank] = Board(answer.board)
-        self._slots[rank] = [Slot(descriptor) for descriptor in answer.slots]
-        for index, slot in enumerate(self._slots[rank]):
-            record = slot.record()
-            if record and record.key in kept and slot.lock(shared=True):
-                self._locked[rank, index] = record.key
+        old, slots = self._slots.setdefault(rank, []), list[Slot]()
+        for index, descriptor in enumerate(answer.slots):
+            slot = Slot(descriptor, apart=True)
+            if index < len(old) and os.path.sameopenfile(old[index].fileno(), slot.fileno()):
+                slot.close()
+                slots.append(old[index])
+                continue
+            slots.append(slot)
+            if index < len(old):
+                self._let_go(rank, index)
+        for index in range(len(slots), len(old)):
+            self._let_go(rank, index)
+        self._slots[rank] = slots
+
+    def _let_go(self, rank: int, index: int) -> None:
+        """Of a slot that is another one now; who reads it still closes it."""
+        self._locked.pop((rank, index), None)
+        slot = self._slots[rank][index]
+        if not self._reading[slot]:
+            slot.close()
 
     def _close(self, rank: int) -> None:
-        for index, slot in enumerate(self._slots[rank]):
-            self._locked.pop((rank, index), None)
-            slot.close()
+        for index in range(len(self._slots[rank])):
+            self._let_go(rank, index)
         self._slots[rank] = []
         if rank in self._boards:
             self._boards.pop(rank).close()

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from keepstep.checkpoint.cache import Board, Open, Reserve, Slot, ask
+from keepstep.checkpoint.cache import BACKING_SLOTS, Board, Open, Reserve, Slot, ask
 from keepstep.checkpoint.header import StateHeader
-from keepstep.checkpoint.slots import Key, next_slot, read_header
+from keepstep.checkpoint.slots import Key, kept_slots, next_slot, read_header
 from keepstep.core.errors import CheckpointError
 
 
@@ -62,12 +62,17 @@ class Shelf:
     def settle(self, key: Key | None, pending: Collection[Key] = (), *, wanted: bool = False) -> None:
         """From here on the job continues from ``key``: forget everything else, and say so on the board.
 
-        Kept besides are those of ``pending`` that wait for storage. ``wanted``: ``key`` is to be brought there, too.
+        Kept besides are those of ``pending`` that wait for storage, and an older snapshot that is backed up, which can
+        be lost with a node until a later one is. ``wanted``: ``key`` is to be brought to storage, too.
         """
+        backed_up, first = self.board.kept()
+        if key and not backed_up and not first and len(self.slots) >= 2 + BACKING_SLOTS:
+            self.board.keep(None, key)  # until the agent knows what is to be kept here
+        older = backed_up if backed_up and key and backed_up < key else None
         for slot, held in zip(self.slots, self.held(), strict=True):
             if held is not None and held == key and wanted:
                 slot.want(key)
-            if held is None or (held != key and not (held in pending and slot.wanted())):
+            if held is None or (held not in (key, older) and not (held in pending and slot.wanted())):
                 slot.clear()
         for index, held in enumerate(self.held()):
             self.board.put(self._rank, index, held)
@@ -94,9 +99,10 @@ class Shelf:
                 self.drop(index)
         held = self.held()
         if None not in held:
-            newest = max(range(len(held)), key=lambda index: held[index] or key, default=None)
-            if newest is not None and (held[newest] or key) > key:
-                self.drop(newest)
+            backed_up, _ = self.board.kept()
+            newer = [(one != backed_up, one, index) for index, one in enumerate(held) if one and one > key]
+            if newer:
+                self.drop(max(newer)[2])  # what is backed up goes last
 
     def reopen(self) -> None:
         """See the slots as the cache has them now, after somebody else filled one."""
@@ -114,7 +120,8 @@ class Shelf:
         ``complete`` gives the newest key that all ranks hold; it is asked when that matters.
         """
         keys = self.held()
-        busy = {index for index, slot in enumerate(self.slots) if slot.wanted()}
+        busy = kept_slots(keys, *self.board.kept())
+        busy |= {index for index, slot in enumerate(self.slots) if slot.wanted()}
         newest = complete() if keys and None not in keys else None
         while True:
             index = next_slot(keys, newest, busy)

@@ -63,6 +63,11 @@ class Record(NamedTuple):
         return Key(self.incarnation, self.step)
 
 
+def slot_bytes(record: Record) -> int:
+    """Bytes of a slot that just holds what a record says."""
+    return native.slot_bytes(record.data_bytes, record.header_bytes, record.storages)
+
+
 def read_record(slot: memoryview) -> Record | None:
     """The record of a sealed slot that fits into ``slot``; None when it is not sealed."""
     if len(slot) < native.DATA_OFFSET:
@@ -144,6 +149,33 @@ def next_slot(
         if index in free and key is not None and complete is not None and key < complete
     ]
     return min(below)[1] if below else None
+
+
+def kept_slots(keys: Sequence[Key | None], backed_up: Key | None, first: Key | None) -> set[int]:
+    """The slots that backups need: what is backed up now, and the oldest snapshot from ``first`` on.
+
+    None of them where there are not two more for the worker to take turns in.
+    """
+    kept = {index for index, key in enumerate(keys) if key is not None and key == backed_up}
+    later = [
+        (key, index)
+        for index, key in enumerate(keys)
+        if key is not None and first is not None and key >= first
+    ]
+    kept |= {min(later)[1]} if later else set()
+    return kept if len(keys) >= len(kept) + 2 else set()
+
+
+def backup_slot(
+    keys: Sequence[Key | None], keep: Key | None, target: Key, busy: AbstractSet[int] = frozenset()
+) -> int | None:
+    """The slot of a backup that ``target`` may overwrite: an empty one, else the oldest that is neither of the two."""
+    free = [index for index in range(len(keys)) if index not in busy]
+    for index in free:
+        if keys[index] is None:
+            return index
+    old = [(key, index) for index in free if (key := keys[index]) is not None and key not in (keep, target)]
+    return min(old)[1] if old else None
 
 
 def agree(offers: Mapping[int, AbstractSet[Key]]) -> Key | None:

@@ -35,6 +35,9 @@ def parse(argv: list[str]) -> Options:
         "--last-call", type=float, default=30.0, metavar="SECONDS", help="for more than the minimum"
     )
     parser.add_argument("--layout", default="", help="declared parallel layout, e.g. tp2-dp4-pp2")
+    parser.add_argument(
+        "--backups", type=int, default=0, metavar="K", help="nodes that back up each rank's checkpoints"
+    )
     parser.add_argument("--no-validate", action="store_true", help="hold the job only when asked to")
     parser.add_argument("--tls-cert")
     parser.add_argument("--tls-key")
@@ -54,6 +57,7 @@ def parse(argv: list[str]) -> Options:
         nodes=arguments.nodes,
         join_s=arguments.join_timeout,
         last_call_s=arguments.last_call,
+        backups=max(0, arguments.backups),
         validate=not arguments.no_validate,
     )
     run_dir: Path = arguments.run_dir.resolve()

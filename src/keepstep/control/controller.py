@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from keepstep.control.backups import Backups
 from keepstep.control.cluster import Cluster, Node
 from keepstep.control.crash_case import CrashCase
 from keepstep.control.effects import Disconnect, Effect, Exit, Say, Send, StorePlacement, WriteIncident
@@ -35,6 +36,7 @@ from keepstep.wire.messages import (
     Held,
     Hello,
     Join,
+    Locate,
     Measured,
     Message,
     Placement,
@@ -46,6 +48,7 @@ from keepstep.wire.messages import (
     Reachable,
     Refused,
     SaveRings,
+    Shelves,
     StateRequest,
     States,
     Stop,
@@ -78,6 +81,7 @@ class Settings:
     join_s: float = 600.0
     last_call_s: float = 30.0
     grace_s: float = 1.0  # from the last launcher's end to our own
+    backups: int = 0  # nodes that back up each rank's checkpoints
     validate: bool = True  # hold the job to test devices and links when profiles leave a doubt
 
 
@@ -104,6 +108,7 @@ class Controller:
         self.cluster = Cluster(max(settings.nodes, 1))
         self.locators: Locators = locators or LibraryLocators()
         self.rendezvous = Rendezvous(settings.nodes, join_s=settings.join_s, last_call_s=settings.last_call_s)
+        self.backups = Backups(settings.backups, settings.lost_s)
         self.ignored = 0  # messages that made no sense in their place
         self._unix_s, self._pid = unix_s, pid
         self._peers: dict[int, _Peer] = {}
@@ -193,6 +198,11 @@ class Controller:
                 sender.node.endpoints = message.endpoints[:_MOST_ENDPOINTS]
         elif isinstance(message, Held | Measured):
             self._about_hold(sender, message, now_s)
+        elif isinstance(message, Shelves):
+            if sender.node is not None and message.node_rank == sender.node.rank:
+                self.backups.heard(sender.node, message)
+        elif isinstance(message, Locate):
+            self._effects.append(Send((peer,), self.backups.locate(message, self.cluster)))
         elif isinstance(message, Validate):
             self._asked_to_validate(peer, message, now_s)
         elif isinstance(message, Join):
@@ -216,6 +226,7 @@ class Controller:
         for case in self._cases():
             case.tick(now_s)
         self._tick_validation(now_s)
+        self._tick_backups(now_s)
         self._sweep()
         if self._over_s is not None and now_s - self._over_s >= self.settings.grace_s and not self._exited:
             self._end(now_s)
@@ -368,6 +379,7 @@ class Controller:
         if sender.role == "launcher":
             node.launcher = peer
             return
+        self.backups.forget(node.rank)
         if node.agent_pid != hello.pid:
             node.agent_pid, node.agent_starts = hello.pid, node.agent_starts + 1
         node.agent, node.left = peer, False
@@ -435,6 +447,12 @@ class Controller:
             if self._hang is None or not self._hang.is_reached(node.name):
                 node.lost_s = None
                 self._crash_case().lost(node.name, node.ranks, now_s)
+
+    def _tick_backups(self, now_s: float) -> None:
+        if self.settings.backups and not self.over:
+            expected = len(self.rendezvous.placements) or self.settings.nodes
+            for peer, order in self.backups.tick(self.cluster, expected, now_s):
+                self._effects.append(Send((peer,), order))
 
     # --- the end of the job ---------------------------------------------------------------------------------------
 

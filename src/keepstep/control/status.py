@@ -25,6 +25,16 @@ class NodeStatus(msgspec.Struct, frozen=True):
     ranks: tuple[RankBeat, ...]  # rows in the order of ``Status.rank_columns``
 
 
+class BackupStatus(msgspec.Struct, frozen=True):
+    """Snapshots that survive a node's loss. Steps are -1 when there is none."""
+
+    copies: int
+    step: int  # newest one that is backed up
+    incarnation: int
+    target: int  # the one that is being backed up
+    trouble: str  # why it does not get on
+
+
 class Status(msgspec.Struct, frozen=True):
     """The whole file."""
 
@@ -37,6 +47,7 @@ class Status(msgspec.Struct, frozen=True):
     nodes: tuple[NodeStatus, ...]
     rank_columns: tuple[str, ...]
     counters: dict[str, int]
+    backups: BackupStatus | None = None
 
 
 def status_of(controller: Controller, now_s: float, unix_s: float, counters: dict[str, int]) -> Status:
@@ -78,6 +89,21 @@ def status_of(controller: Controller, now_s: float, unix_s: float, counters: dic
         tuple(nodes),
         RankBeat.__struct_fields__,
         {**counters, "ignored": controller.ignored, "refused_groups": cluster.refused_groups},
+        _backups(controller),
+    )
+
+
+def _backups(controller: Controller) -> BackupStatus | None:
+    backups = controller.backups
+    if not backups.copies or len(controller.cluster.nodes) < 2:
+        return None
+    complete, target = backups.plan.complete, backups.plan.target
+    return BackupStatus(
+        backups.copies,
+        complete.step if complete else -1,
+        complete.incarnation if complete else 0,
+        target.step if target else -1,
+        backups.waits(),
     )
 
 

@@ -176,6 +176,7 @@ def controller_command(job: Job, folder: Path, secret: Path, listen: Endpoint) -
         *("--join-timeout", f"{job.rendezvous.join_timeout_s:g}"),
         *(("--layout", job.layout) if job.layout else ()),
         *(() if job.validate else ("--no-validate",)),
+        *(("--backups", str(job.checkpoint_backups)) if job.checkpoint_backups and job.max_nodes > 1 else ()),
         *_tls(job),
     ]
 
@@ -206,6 +207,9 @@ def agent_command(
     ]
     if job.persisting:
         command += ["--checkpoint-dir", job.persisting.where, "--checkpoint-keep", str(job.persisting.keep)]
+    if cache and job.checkpoint_backups and job.max_nodes > 1:
+        command += ["--backups", str(job.checkpoint_backups)]
+        command += ["--backup-rate", f"{job.checkpoint_backup_rate:g}"] if job.checkpoint_backup_rate else []
     for rank, path in sorted(rings.items()):
         command += ["--ring", f"{rank}={path}"]
     for rank, path in sorted(orders.items()):

@@ -173,6 +173,10 @@ def _add_own(group: Any) -> None:
     group.add_argument("--checkpoint-every", metavar="N", help=text)
     text = "newest steps that stay there, older ones are removed (0: none are)"
     group.add_argument("--checkpoint-keep", type=int, metavar="K", help=text)
+    text = "nodes that back up each rank's checkpoints in memory (1; 0: none)"
+    group.add_argument("--checkpoint-backups", type=int, metavar="K", help=text)
+    text = "most that a node sends for backups a second (0: no limit)"
+    group.add_argument("--checkpoint-backup-rate", type=float, metavar="BYTES", help=text)
     group.add_argument("-q", "--quiet", action="store_true", help="say nothing but errors and verdicts")
     group.add_argument("-v", "--verbose", action="store_true", help="say what is done")
     group.add_argument("--dry-run", action="store_true", help="print the plan as JSON and exit")

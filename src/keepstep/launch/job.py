@@ -12,13 +12,15 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from keepstep.core.config import Resolved, config_path, resolve
 from keepstep.core.errors import UsageError
 from keepstep.launch import flags
 from keepstep.launch.devices import worker_count
 from keepstep.launch.settings import SETTINGS
+
+Number = TypeVar("Number", int, float)
 
 STDOUT, STDERR = 1, 2
 DEFAULT_RENDEZVOUS_PORT = 29400
@@ -35,6 +37,8 @@ _OWN_FLAGS = (
     "checkpoint_dir",
     "checkpoint_every",
     "checkpoint_keep",
+    "checkpoint_backups",
+    "checkpoint_backup_rate",
 )
 
 
@@ -127,6 +131,8 @@ class Job:
     ring_records: int
     checkpoint_bytes: int  # 0: half of the node's memory
     persisting: Persisting | None  # None: checkpoints stay in memory
+    checkpoint_backups: int  # nodes that back up each rank's checkpoints in memory
+    checkpoint_backup_rate: float  # bytes a second that a node sends for that; 0: no limit
     linger_s: float
     quiet: bool
     verbose: bool
@@ -202,6 +208,10 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         ring_records=int(value["ring_records"]),
         checkpoint_bytes=int(value["checkpoint_bytes"]),
         persisting=_persisting(value),
+        checkpoint_backups=_not_negative("--checkpoint-backups", int(value["checkpoint_backups"])),
+        checkpoint_backup_rate=_not_negative(
+            "--checkpoint-backup-rate", float(value["checkpoint_backup_rate"])
+        ),
         linger_s=float(value["linger_s"]),
         quiet=given.quiet,
         verbose=given.verbose,
@@ -209,6 +219,12 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         remarks=tuple(flags.without_meaning(given)),
         warnings=_warnings(given),
     )
+
+
+def _not_negative(flag: str, value: Number) -> Number:
+    if not 0 <= value < float("inf"):
+        raise UsageError(f"{flag} {value}: give 0 or more")
+    return value
 
 
 def _layout(text: str, world_size: int | None) -> str:

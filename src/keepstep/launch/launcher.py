@@ -327,10 +327,12 @@ class Launcher:
     def _caching(self, place: Place) -> dict[str, str]:
         """The environment in which workers find the node's cache; it outlives them, from the first start on."""
         try:
-            from keepstep.checkpoint.cache import Cache, CacheServer, default_limit_bytes
+            from keepstep.checkpoint.cache import Backing, Cache, CacheServer, default_limit_bytes
 
             if self._cache is None:
-                cache = Cache(self._job.checkpoint_bytes or default_limit_bytes())
+                copies = self._job.checkpoint_backups if self._job.watch else 0
+                backing = Backing(self._job.nproc, min(copies, place.node_count - 1))
+                cache = Cache(self._job.checkpoint_bytes or default_limit_bytes(), backing)
                 self._cache = (cache, CacheServer(cache))
         except (KeepstepError, OSError, ImportError) as error:
             self._warn(f"no checkpoints are kept in memory: {error}")
@@ -369,6 +371,7 @@ class Launcher:
         place, controller = self._place, self._controller_at
         rings = {rank: _path_of(descriptor) for rank, descriptor in self._rings.items()}
         orders = {rank: _path_of(descriptor) for rank, descriptor in self._orders.items()}
+        cache = self._cache[1].address if self._cache else ""
 
         def gave_up(reason: str) -> None:
             self._unwatched = True
@@ -386,7 +389,7 @@ class Launcher:
                 rings,
                 orders,
                 world_size=place.world_size,
-                cache=self._cache[1].address if self._cache else "",
+                cache=cache,
             ),
             self._processes,
             self._guard,

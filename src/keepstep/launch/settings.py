@@ -31,6 +31,10 @@ SETTINGS = (
         "run", "checkpoint_wait_s", 600.0, "how long the end of a run waits for steps on their way there"
     ),
     Setting("run", "failures_per_day", 1.0, "of the whole job, for the cost model"),
+    Setting("run", "checkpoint_backups", 1, "nodes that back up each rank's checkpoints in memory; 0: none"),
+    Setting(
+        "run", "checkpoint_backup_rate", 0.0, "bytes a second that a node sends for backups; 0: no limit"
+    ),
     Setting("run", "join_timeout_s", 600.0, "how long to wait for the other nodes at the start"),
     Setting("run", "linger_s", 10.0, "how long agent and controller may take after the workers ended"),
 )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,9 +31,10 @@ from keepstep.wire.messages import (
     Message,
     ToNode,
 )
+from keepstep.wire.transfer import FromHolder, ToHolder
 from keepstep.wire.violation import Unproven, Violation
 
-Role = Literal["agent", "launcher", "client"]
+Role = Literal["agent", "launcher", "client", "peer"]
 
 HANDSHAKE_LIMIT = 1024
 NONCE_BYTES = 32
@@ -43,15 +44,18 @@ SEAL_BYTES = CODE_BYTES + NUMBER_BYTES
 MIB = 1 << 20
 
 # What a proven peer may send in one frame; an agent's profile of many iterations is the longest.
-LIMITS: dict[str, int] = {"agent": 64 * MIB, "launcher": 2 * MIB, "client": 64 << 10}
+LIMITS: dict[str, int] = {"agent": 64 * MIB, "launcher": 2 * MIB, "client": 64 << 10, "peer": 4 << 10}
 SERVER_LIMIT = 16 * MIB  # what the controller may send: a placement that names every node
+TO_CONTROLLER = frozenset({"agent", "launcher", "client"})  # roles; an agent that asks another's is a "peer"
 
 _DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "agent": msgspec.msgpack.Decoder(AgentMessage),
     "launcher": msgspec.msgpack.Decoder(LauncherMessage),
     "client": msgspec.msgpack.Decoder(ClientMessage),
+    "peer": msgspec.msgpack.Decoder(ToHolder),
 }
 _FROM_SERVER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToNode)
+_FROM_HOLDER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromHolder)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -176,6 +180,11 @@ class _Channel:
         """Bytes of an unfinished frame held at the moment."""
         return len(self._frames)
 
+    @property
+    def frame_limit(self) -> int:
+        """Bytes that the next frame may have, its length left out."""
+        return self._frames.limit
+
     def receive(self, data: bytes) -> tuple[list[Message], bytes]:
         """Take received bytes; returns the messages in them and the bytes to send in answer.
 
@@ -246,7 +255,7 @@ def _transcript(opening: bytes | bytearray, server_nonce: bytes) -> bytes:
 class ServerChannel(_Channel):
     """The controller's end. ``role`` is what the client says it is, once it has said so."""
 
-    __slots__ = ("_check_addresses", "_transcript")
+    __slots__ = ("_check_addresses", "_roles", "_transcript")
 
     def __init__(
         self,
@@ -254,9 +263,11 @@ class ServerChannel(_Channel):
         ends: Ends,
         *,
         check_addresses: bool = True,
+        roles: Collection[str] = TO_CONTROLLER,
         nonce: Callable[[], bytes] = random_nonce,
     ) -> None:
         super().__init__(secret, "", ends, nonce())
+        self._roles = roles
         self._check_addresses = check_addresses
         self._transcript = b""
 
@@ -282,7 +293,7 @@ class ServerChannel(_Channel):
                 "version",
                 f"the peer speaks protocol {message.protocol}, this controller {PROTOCOL}; use one version",
             )
-        if message.role not in LIMITS or len(message.nonce) != NONCE_BYTES:
+        if message.role not in self._roles or len(message.nonce) != NONCE_BYTES:
             raise Violation("malformed", "an opening with an unknown role or a nonce of the wrong length")
         if self._check_addresses and (message.local, message.remote) != (self.ends.remote, self.ends.local):
             raise Violation(
@@ -336,7 +347,8 @@ class ClientChannel(_Channel):
         transcript = _transcript(self._opening, message.nonce)
         if not hmac.compare_digest(_keyed(self._secret, b"server proof", transcript), message.proof):
             raise Unproven("unauthenticated", "the server does not hold this run's secret")
-        self._agree(transcript, is_server=False, limit=SERVER_LIMIT, decoder=_FROM_SERVER)
+        decoder = _FROM_HOLDER if self.role == "peer" else _FROM_SERVER
+        self._agree(transcript, is_server=False, limit=SERVER_LIMIT, decoder=decoder)
         return frame(_encoder.encode(Proof(_keyed(self._secret, b"client proof", transcript))))
 
 

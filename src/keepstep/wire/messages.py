@@ -5,6 +5,8 @@ A message never carries raw events. Unknown fields are ignored, so a newer minor
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from keepstep.core.finding import Finding
@@ -23,6 +25,16 @@ from keepstep.core.summary import (
 from keepstep.core.validation import RankFigures, RankTests, TransferEndpoint, Validation
 
 PROTOCOL = 1
+MOST_HELD_KEYS = 8  # of one rank on one node
+MOST_HELD_RANKS = 4096  # of which one node holds snapshots
+MOST_NODE_ENDPOINTS = 4
+
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+_Ranks = Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
+_Key = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]  # `checkpoint.slots.Key`, packed
+_NoKey = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # 0: none
+_Endpoints = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MOST_NODE_ENDPOINTS)]
+_Line = Annotated[str, msgspec.Meta(max_length=500)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, omit_defaults=True):
@@ -167,6 +179,38 @@ class Measured(Message, frozen=True):
     figures: RankFigures
 
 
+class RankKeys(msgspec.Struct, frozen=True, array_like=True):
+    """The sealed snapshots of a rank that a node holds."""
+
+    rank: _Rank
+    keys: Annotated[tuple[_Key, ...], msgspec.Meta(max_length=MOST_HELD_KEYS)]
+
+
+class Shelves(Message, frozen=True):
+    """Everything that a node's cache holds; told again when that changes, and to every new controller.
+
+    ``keep`` and ``first``: what its workers were told to keep when this was looked at (see `BackUp`).
+    """
+
+    node_rank: int
+    own: Annotated[tuple[RankKeys, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
+    backups: Annotated[
+        tuple[RankKeys, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)
+    ]  # of other nodes' ranks
+    keep: _NoKey = 0
+    first: _NoKey = 0
+    able: bool = True  # its ranks have the slots that it takes to be backed up
+    endpoints: _Endpoints = ()  # where its agent gives states to others
+    trouble: _Line = ""  # why the last backup could not be had
+
+
+class Locate(Message, frozen=True):
+    """Who holds snapshots of these ranks? Answered by `Located`."""
+
+    request: int
+    ranks: _Ranks
+
+
 class Validate(Message, frozen=True):
     """An operator asks for a validation of these ranks, or of all. Answered by ``Validated``."""
 
@@ -270,6 +314,43 @@ class Release(Message, frozen=True):
     number: int
 
 
+class Pull(msgspec.Struct, frozen=True, array_like=True):
+    """Ranks whose states of the target are to be brought, and who has them; the first is asked first."""
+
+    ranks: _Ranks
+    nodes: Annotated[tuple[str, ...], msgspec.Meta(max_length=MOST_NODE_ENDPOINTS)]
+    endpoints: Annotated[tuple[_Endpoints, ...], msgspec.Meta(max_length=MOST_NODE_ENDPOINTS)]
+
+
+class BackUp(Message, frozen=True):
+    """What a node has to do so that the job's snapshots survive a node's loss. Holds until the next such message."""
+
+    keep: _NoKey = 0  # backed up everywhere: nobody gives it up
+    first: _NoKey = 0  # workers keep their oldest snapshot from this one on: it may be the next target
+    target: _NoKey = 0  # to be backed up now
+    pulls: Annotated[tuple[Pull, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)] = ()
+    ranks: _Ranks = ()  # of other nodes, whose backups belong on this node
+    settled: bool = False  # ``keep`` is where it belongs: backups of other ranks can go
+
+
+class Holding(msgspec.Struct, frozen=True, array_like=True):
+    """A node that holds snapshots of a rank, as its ``own`` or as a backup."""
+
+    rank: _Rank
+    node_rank: int
+    node: str
+    own: bool
+    keys: Annotated[tuple[_Key, ...], msgspec.Meta(max_length=2 * MOST_HELD_KEYS)]
+    endpoints: _Endpoints
+
+
+class Located(Message, frozen=True):
+    """Answer to `Locate`."""
+
+    request: int
+    holdings: Annotated[tuple[Holding, ...], msgspec.Meta(max_length=8 * MOST_HELD_RANKS)] = ()
+
+
 class Validated(Message, frozen=True):
     """Answer to ``Validate``: the outcome, or in one line why there is none."""
 
@@ -298,7 +379,19 @@ class Refused(Message, frozen=True):
 
 
 AgentMessage = (
-    Hello | Groups | Heartbeat | Found | Profile | States | Reachable | Probed | Held | Measured | Bye
+    Hello
+    | Groups
+    | Heartbeat
+    | Found
+    | Profile
+    | States
+    | Reachable
+    | Probed
+    | Held
+    | Measured
+    | Shelves
+    | Locate
+    | Bye
 )
 LauncherMessage = Hello | Join | Found | Ended | Bye
 ClientMessage = Hello | Validate | Bye
@@ -314,6 +407,8 @@ ToController = (
     | Probed
     | Held
     | Measured
+    | Shelves
+    | Locate
     | Validate
     | Ended
     | Bye
@@ -327,6 +422,8 @@ ToNode = (
     | Hold
     | RunTests
     | Release
+    | BackUp
+    | Located
     | Validated
     | SaveRings
     | Stop

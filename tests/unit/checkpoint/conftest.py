@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from keepstep.checkpoint.cache import Cache, CacheServer
+from keepstep.checkpoint.cache import Backing, Cache, CacheServer
 from keepstep.checkpoint.cached import CachedStates
 from keepstep.checkpoint.desk import Desk, DeskServer, desk_of
 
@@ -22,7 +22,7 @@ class Served:
 
 
 @contextmanager
-def serving() -> Iterator[Served]:
+def serving(limit_bytes: int = 1 << 30, backing: Backing | None = None) -> Iterator[Served]:
     """Such a cache."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -31,18 +31,20 @@ def serving() -> Iterator[Served]:
     async def begin() -> CacheServer:
         return CacheServer(cache)
 
-    cache = Cache(limit_bytes=1 << 30)
+    cache = Cache(limit_bytes, backing)
     server = asyncio.run_coroutine_threadsafe(begin(), loop).result()
 
     async def end() -> None:
         server.close()
         cache.close()
 
-    yield Served(cache, server.address)
-    asyncio.run_coroutine_threadsafe(end(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    try:
+        yield Served(cache, server.address)
+    finally:
+        asyncio.run_coroutine_threadsafe(end(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 @pytest.fixture

@@ -1,0 +1,462 @@
+"""Backups as a node's agent sees them: tells what the cache holds, brings what the controller orders, gives to others.
+
+All of it runs in threads beside the agent's loop, which only hands messages in and out. What must outlive the agent is
+in the cache: snapshots and backups, and on its board what workers keep (`Board.keep`).
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from keepstep.checkpoint.cache import (
+    BACKING_SLOTS,
+    SLOTS_PER_BACKUP,
+    Board,
+    GiveUp,
+    Open,
+    Reserve,
+    Slot,
+    ask,
+    backup_of,
+    backups_on,
+)
+from keepstep.checkpoint.cached import CachedStates
+from keepstep.checkpoint.incoming import Incoming, Room
+from keepstep.checkpoint.manifest import key_text
+from keepstep.checkpoint.slots import Key, Record, backup_slot, slot_bytes
+from keepstep.checkpoint.transfer import Cancelled, Fetch, Rate, StateServer
+from keepstep.core.errors import CheckpointError
+from keepstep.core.summary import Endpoint
+from keepstep.wire.messages import (
+    MOST_HELD_KEYS,
+    BackUp,
+    Holding,
+    Locate,
+    Located,
+    Message,
+    RankKeys,
+    Shelves,
+)
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.1
+_TELL_S = 2.0  # between two inventories that differ in nothing that is waited for
+_AT_ONCE = 2  # transfers
+_AGAIN_S = (0.5, 30.0)  # after a transfer that failed; doubles
+_LOCATE_S = 3.0
+_MOST_WAITING = 64
+_SLOTS = 2 + BACKING_SLOTS  # of a rank that is backed up, at least
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A backup on its way here."""
+
+    key: Key
+    fetch: Fetch | None = None
+    stopped: bool = False
+
+
+class NodeBackups:
+    """Of one node. ``send`` is called in a thread of its own and must hand over to the loop."""
+
+    def __init__(
+        self,
+        address: str,
+        ranks: Collection[int],
+        node: str,
+        node_rank: int,
+        secret: bytes,
+        send: Callable[[Message], None],
+        *,
+        tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
+        bytes_per_s: float = 0.0,
+    ) -> None:
+        """``address``: of the cache. ``tls``: contexts to give and to fetch. ``bytes_per_s``: of giving; 0: any."""
+        self._address, self._ranks = address, tuple(sorted(ranks))
+        self._node, self._node_rank, self._secret, self._send = node, node_rank, secret, send
+        self._fetch_tls = tls[1] if tls else None
+        self._own = CachedStates(address, self._ranks)
+        self._backups = CachedStates(address, ())
+        self._server = StateServer(
+            secret,
+            self._reading,
+            tls=tls[0] if tls else None,
+            rate=Rate(bytes_per_s),
+            kept=lambda key, rank: log.info("%s of rank %d stands on another node", key_text(key), rank),
+        )
+        self._guard = threading.Lock()
+        self._wake = threading.Event()
+        self._stopped = False
+        self._order: BackUp | None = None
+        self._wanted_addresses: set[str] = set()
+        self._failed_addresses: set[str] = set()
+        self._told: Shelves | None = None
+        self._told_s = 0.0
+        self._trouble = ""
+        self._board: Board | None = None
+        self._backed: set[int] = set()  # ranks of other nodes of which there may be something here
+        self._slots: dict[int, int] = {}  # how many a rank has, once it has any
+        self._transfers: dict[int, _Transfer] = {}
+        self._waits: dict[int, tuple[float, float]] = {}  # when to try again, and how long to wait then
+        self._questions: dict[int, tuple[threading.Event, list[Located]]] = {}
+        self._requests = 0
+        self._thread = threading.Thread(target=self._run, name="keepstep-backups", daemon=True)
+
+    # From the agent's loop; none of these waits.
+
+    def start(self) -> None:
+        """Begin to look at the cache and to serve it."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End all transfers. The cache keeps what is whole."""
+        self._stopped = True
+        self._wake.set()
+        self._server.close()
+        with self._guard:
+            for transfer in self._transfers.values():
+                _stop(transfer)
+
+    def again(self) -> list[Message]:
+        """What a new controller must hear."""
+        return [self._told] if self._told else []
+
+    def received(self, message: BackUp | Located) -> None:
+        """An order or an answer of the controller."""
+        with self._guard:
+            if isinstance(message, BackUp):
+                self._order = message
+            elif message.request in self._questions:
+                event, answers = self._questions[message.request]
+                answers.append(message)
+                event.set()
+        self._wake.set()
+
+    def use_addresses(self, addresses: Iterable[str]) -> None:
+        """Give states on these addresses of this node, too."""
+        with self._guard:
+            self._wanted_addresses |= set(addresses)
+
+    # From any other thread; these wait.
+
+    def locate(self, rank: int) -> list[Holding]:
+        """Which other nodes hold snapshots of a rank; empty when the controller does not answer within 3 s."""
+        with self._guard:
+            if len(self._questions) >= _MOST_WAITING:
+                return []
+            self._requests += 1
+            request, event, answers = self._requests, threading.Event(), list[Located]()
+            self._questions[request] = (event, answers)
+        self._send(Locate(request, (rank,)))
+        event.wait(_LOCATE_S)
+        with self._guard:
+            del self._questions[request]
+        return [
+            one
+            for answer in answers
+            for one in answer.holdings
+            if one.rank == rank and one.node_rank != self._node_rank
+        ]
+
+    def fetch(self, key: Key, rank: int, where: Callable[[], Sequence[Endpoint]]) -> Fetch:
+        """A transfer from another node, to be run."""
+        return Fetch(key, rank, where, self._secret, tls=self._fetch_tls)
+
+    # In the thread.
+
+    def _run(self) -> None:
+        failure = ""
+        while not self._stopped:
+            try:
+                self._look()
+                failure = ""
+            except Exception as error:  # of the cache: the launcher ends, or is short of something
+                if str(error) != failure:
+                    failure = str(error)
+                    log.warning("backups: %s", error)
+            self._wake.wait(_LOOK_S)
+            self._wake.clear()
+        self._own.close()
+        self._backups.close()
+
+    def _look(self) -> None:
+        if self._board is None:
+            self._open_board()
+        assert self._board
+        self._listen()
+        with self._guard:
+            order = self._order
+        if order is not None:
+            self._carry_out(order)
+        self._tell(self._inventory(self._board), time.monotonic())
+
+    def _open_board(self) -> None:
+        answer = ask(self._address, Open(self._ranks[0]))
+        for descriptor in answer.slots:
+            Slot(descriptor, apart=True).close()
+        self._backed.update(backups_on(answer.board))
+        self._board = Board(answer.board)
+
+    def _listen(self) -> None:
+        with self._guard:
+            wanted = self._wanted_addresses - self._failed_addresses
+        for address in sorted(wanted):
+            self._listen_on(address)
+
+    def _listen_on(self, address: str) -> None:
+        try:
+            self._server.listen([address])
+        except OSError as error:
+            self._failed_addresses.add(address)
+            log.info("no states are given on %s: %s", address, error)
+
+    def _inventory(self, board: Board) -> Shelves:
+        keep, first = board.kept()
+        own = _rows((rank, board.held(rank)) for rank in self._ranks)
+        backups = _rows((rank, board.held(backup_of(rank))) for rank in sorted(self._backed))
+        return Shelves(
+            self._node_rank,
+            own,
+            backups,
+            keep.pack() if keep else 0,
+            first.pack() if first else 0,
+            all(self._has_slots(row.rank) for row in own),
+            self._server.endpoints,
+            self._trouble,
+        )
+
+    def _has_slots(self, rank: int) -> bool:
+        if rank not in self._slots:
+            answer = ask(self._address, Open(rank))
+            Board(answer.board).close()
+            for descriptor in answer.slots:
+                Slot(descriptor, apart=True).close()
+            self._slots[rank] = len(answer.slots)
+        return self._slots[rank] >= _SLOTS
+
+    def _tell(self, now: Shelves, now_s: float) -> None:
+        told = self._told
+        if now == told:
+            return
+        if told and now_s - self._told_s < _TELL_S and _decisive(now) == _decisive(told):
+            return
+        self._told, self._told_s = now, now_s
+        self._send(now)
+
+    def _carry_out(self, order: BackUp) -> None:
+        assert self._board
+        keep, first = Key.unpack(order.keep), Key.unpack(order.first)
+        if self._board.kept() != (keep, first):
+            self._board.keep(keep, first)
+        target = Key.unpack(order.target)
+        wanted = {rank: pull for pull in order.pulls for rank in pull.ranks} if target else {}
+        now_s = time.monotonic()
+        with self._guard:
+            for rank, transfer in self._transfers.items():
+                if rank not in wanted or transfer.key != target:
+                    _stop(transfer)
+            for rank in wanted:
+                if self._stopped or len(self._transfers) >= _AT_ONCE:
+                    break
+                if rank in self._transfers or self._waits.get(rank, (0.0, 0.0))[0] > now_s:
+                    continue
+                if target and target not in self._board.held(backup_of(rank)):
+                    self._transfers[rank] = _Transfer(target)
+                    threading.Thread(
+                        target=self._bring, args=(rank, target), name="keepstep-backup", daemon=True
+                    ).start()
+        if order.settled and not self._transfers:
+            self._give_up(self._backed - set(order.ranks))
+
+    def _give_up(self, ranks: set[int]) -> None:
+        for rank in ranks:
+            assert self._board
+            for index in range(SLOTS_PER_BACKUP):
+                self._board.put(backup_of(rank), index, None)
+            self._backups.forget(backup_of(rank))
+            Board(ask(self._address, GiveUp(backup_of(rank))).board).close()
+            self._backed.discard(rank)
+
+    def _bring(self, rank: int, key: Key) -> None:
+        """One backup, in a thread of its own."""
+        transfer = self._transfers[rank]
+        failure = ""
+        for source in range(self._sources(rank)):
+            fetch = self.fetch(key, rank, lambda source=source: self._where(rank, source))
+            with self._guard:
+                if transfer.stopped:
+                    break
+                transfer.fetch = fetch
+            try:
+                with ExitStack() as stack:
+                    began_s = time.monotonic()
+                    fetch.run(self._room(rank, stack))
+                log.info(
+                    "%s of rank %d is backed up here after %.2f s",
+                    key_text(key),
+                    rank,
+                    time.monotonic() - began_s,
+                )
+                failure = ""
+                break
+            except Cancelled:
+                failure = ""
+                break
+            except Exception as error:  # of another node, of the cache: tried again
+                failure = f"{error}"[:400]
+                log.warning("%s of rank %d is not backed up here: %s", key_text(key), rank, error)
+        with self._guard:
+            del self._transfers[rank]
+            self._trouble = failure
+            wait_s = min(2 * self._waits.get(rank, (0.0, _AGAIN_S[0] / 2))[1], _AGAIN_S[1])
+            if failure:
+                self._waits[rank] = (time.monotonic() + wait_s, wait_s)
+            else:
+                self._waits.pop(rank, None)
+                self._backed.add(rank)
+        self._wake.set()
+
+    def _sources(self, rank: int) -> int:
+        with self._guard:
+            order = self._order
+        return max((len(pull.nodes) for pull in order.pulls if rank in pull.ranks), default=0) if order else 0
+
+    def _where(self, rank: int, source: int) -> Sequence[Endpoint]:
+        """By the order in force: a node whose agent is another process listens elsewhere."""
+        with self._guard:
+            order = self._order
+        for pull in order.pulls if order else ():
+            if rank in pull.ranks and source < len(pull.endpoints):
+                return pull.endpoints[source]
+        return ()
+
+    def _room(self, rank: int, stack: ExitStack) -> Room:
+        """Gives the slot of the backup that takes its turn; what was opened is closed by ``stack``."""
+
+        def room(record: Record) -> Incoming:
+            owner, nbytes = backup_of(rank), slot_bytes(record)
+            with self._guard:
+                order = self._order
+            keep = Key.unpack(order.keep) if order else None
+            board, slots = _opened(self._address, Open(owner), stack)
+            if len(slots) < SLOTS_PER_BACKUP:
+                board, slots = _opened(self._address, Reserve(owner, nbytes, SLOTS_PER_BACKUP), stack)
+            index = _turn(slots, keep, record.key)
+            if slots[index].nbytes < nbytes:
+                others = tuple(i for i in range(len(slots)) if i != index)
+                board.put(owner, index, None)
+                request = Reserve(owner, nbytes, SLOTS_PER_BACKUP, others)
+                board, slots = _opened(self._address, request, stack)
+            return Incoming(slots[index], board, owner, index, record)
+
+        return room
+
+    @contextmanager
+    def _reading(self, key: Key, rank: int) -> Generator[tuple[Slot, Record]]:
+        """A state that stands here, a rank's own or a backup."""
+        with ExitStack() as stack:
+            try:
+                if rank not in self._ranks:
+                    raise CheckpointError(f"rank {rank} is of another node")
+                found = stack.enter_context(self._own.reading(key, rank))
+            except CheckpointError:
+                if rank not in self._backed:
+                    raise CheckpointError(f"{key_text(key)} of rank {rank} is not on {self._node}") from None
+                found = stack.enter_context(self._backups.reading(key, backup_of(rank)))
+            yield found
+
+
+class NeighbourSource:
+    """The states that other nodes hold, as backups or as their own. A `StateSource`."""
+
+    def __init__(self, backups: NodeBackups) -> None:
+        self._backups = backups
+        self._served = ""
+
+    @property
+    def where(self) -> str:
+        """Who served last."""
+        return self._served or "the other nodes"
+
+    def keys(self, rank: int) -> frozenset[Key]:
+        """What other nodes hold for a rank."""
+        words = {word for one in self._backups.locate(rank) for word in one.keys}
+        return frozenset(key for key in map(Key.unpack, words) if key is not None)
+
+    def bring(self, key: Key, rank: int, room: Room) -> None:
+        """Have a rank's snapshot sealed in the slot that ``room`` gives, from the first node that can.
+
+        Raises:
+            CheckpointError: no node gives it; says which was asked last, and why not.
+        """
+        failure = CheckpointError(f"no other node holds {key_text(key)} of rank {rank}")
+        for holder in self._backups.locate(rank):
+            if key.pack() not in holder.keys:
+                continue
+            try:
+                self._backups.fetch(key, rank, lambda holder=holder: holder.endpoints).run(room)
+                self._served = f"{'the cache of' if holder.own else 'the backup on'} {holder.node}"
+                return
+            except CheckpointError as error:
+                failure = CheckpointError(f"{holder.node}: {error}")
+                log.warning("%s of rank %d: %s", key_text(key), rank, failure)
+        raise failure
+
+
+def _opened(address: str, request: Open | Reserve, stack: ExitStack) -> tuple[Board, list[Slot]]:
+    answer = ask(address, request)
+    board = Board(answer.board)
+    stack.callback(board.close)
+    slots = [Slot(descriptor, apart=True) for descriptor in answer.slots]
+    for slot in slots:
+        stack.callback(slot.close)
+    return board, slots
+
+
+def _turn(slots: Sequence[Slot], keep: Key | None, target: Key) -> int:
+    """The slot that a backup may overwrite. Raises CheckpointError: both are needed or being read."""
+    keys = [record.key if (record := slot.record()) else None for slot in slots]
+    busy: set[int] = set()
+    while (index := backup_slot(keys, keep, target, busy)) is not None:
+        if slots[index].lock():
+            slots[index].unlock()
+            return index
+        busy.add(index)
+    raise CheckpointError("both slots of the backup are needed or being read")
+
+
+def _rows(held: Iterable[tuple[int, frozenset[Key]]]) -> tuple[RankKeys, ...]:
+    return tuple(
+        RankKeys(rank, tuple(sorted(key.pack() for key in keys))[-MOST_HELD_KEYS:])
+        for rank, keys in held
+        if keys
+    )
+
+
+def _decisive(shelves: Shelves) -> tuple[Shelves, list[tuple[int, bool, int]]]:
+    """What the controller's next decision depends on; that workers go on saving is told less often."""
+    kept = [
+        (
+            row.rank,
+            shelves.keep in row.keys,
+            min((word for word in row.keys if word >= shelves.first), default=0),
+        )
+        for row in shelves.own
+    ]
+    return msgspec.structs.replace(shelves, own=()), kept if shelves.first else []
+
+
+def _stop(transfer: _Transfer) -> None:
+    transfer.stopped = True
+    if transfer.fetch is not None:
+        transfer.fetch.stop()

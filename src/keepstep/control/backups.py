@@ -1,0 +1,220 @@
+"""Backups between nodes as the controller sees them: what agents hold comes in, what each has to do goes out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from keepstep.checkpoint.backup_plan import BackupPlan, Order, Stock
+from keepstep.checkpoint.slots import Key
+from keepstep.control.cluster import Cluster, Node
+from keepstep.wire.messages import (
+    MOST_HELD_RANKS,
+    MOST_NODE_ENDPOINTS,
+    BackUp,
+    Holding,
+    Locate,
+    Located,
+    Pull,
+    RankKeys,
+    Shelves,
+)
+
+_AWAY_S = 10.0  # a node not seen since this controller began is lost
+_NODES_PER_S = 2500  # between two plans: 5 s for 12,500 nodes, whose plan takes most of a second
+_PATIENCE_S = 5.0  # for workers to save what could be the next target
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """What a node told last."""
+
+    message: Shelves
+    own: dict[int, tuple[int, ...]]  # packed keys by rank
+    backups: dict[int, tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class Backups:
+    """Soft state of one controller. ``copies``: nodes that back up each rank; 0: none do."""
+
+    copies: int
+    lost_s: float  # neither agent nor launcher connected for so long: the node is lost
+    plan: BackupPlan = field(init=False)
+    _shelves: dict[int, _Shelf] = field(default_factory=dict[int, _Shelf])
+    _holders: dict[int, set[int]] = field(default_factory=dict[int, set[int]])  # nodes by rank
+    _away_s: dict[int, float] = field(default_factory=dict[int, float])
+    _lost: set[int] = field(default_factory=set[int])
+    _sent: dict[int, BackUp] = field(default_factory=dict[int, BackUp])  # by peer
+    _changed: bool = True
+    _next_s: float = 0.0
+    _looking: tuple[Key, float] | None = None  # for the next target from where on, and since when
+
+    def __post_init__(self) -> None:
+        self.plan = BackupPlan(self.copies)
+
+    def heard(self, node: Node, message: Shelves) -> None:
+        """A node's agent says what its cache holds."""
+        self.forget(node.rank)
+        shelf = _Shelf(message, _by_rank(message.own), _by_rank(message.backups))
+        self._shelves[node.rank] = shelf
+        for rank in (*shelf.own, *shelf.backups):
+            self._holders.setdefault(rank, set()).add(node.rank)
+        self._changed = True
+
+    def forget(self, node_rank: int) -> None:
+        """What this node holds is not known any more: its agent is another process, or it is lost."""
+        shelf = self._shelves.pop(node_rank, None)
+        for rank in (*shelf.own, *shelf.backups) if shelf else ():
+            self._holders[rank].discard(node_rank)
+        self._changed = True
+
+    def locate(self, message: Locate, cluster: Cluster) -> Located:
+        """Who holds snapshots of these ranks, nodes with an agent only."""
+        rows: list[Holding] = []
+        for rank in message.ranks:
+            for holder in sorted(self._holders.get(rank, ())):
+                node, shelf = cluster.nodes.get(holder), self._shelves[holder]
+                if node is None or node.agent is None or len(rows) >= MOST_HELD_RANKS:
+                    continue
+                own = rank in shelf.own
+                keys = {*shelf.own.get(rank, ()), *shelf.backups.get(rank, ())}
+                rows.append(
+                    Holding(rank, holder, node.name, own, tuple(sorted(keys)), shelf.message.endpoints)
+                )
+        return Located(message.request, tuple(rows))
+
+    def tick(self, cluster: Cluster, expected_nodes: int, now_s: float) -> list[tuple[int, BackUp]]:
+        """What has to be said now, by peer."""
+        self._watch(cluster, now_s)
+        self._look_again(now_s)
+        if not self._changed or now_s < self._next_s or not self._ready(cluster, expected_nodes):
+            return []
+        self._changed = False
+        self._next_s = now_s + len(cluster.nodes) / _NODES_PER_S
+        homes = {rank: node.ranks for rank, node in cluster.nodes.items()}
+        home_of = {rank: node for node, ranks in homes.items() for rank in ranks}
+        stocks = {
+            rank: _stock(shelf, homes, home_of)
+            for rank, shelf in self._shelves.items()
+            if rank not in self._lost
+        }
+        orders = self.plan.orders(homes.keys(), stocks)
+        said: list[tuple[int, BackUp]] = []
+        for rank, order in orders.items():
+            peer = cluster.nodes[rank].agent
+            message = self._message(order, cluster, homes)
+            if peer is not None and self._sent.get(peer) != message:
+                self._sent[peer] = message
+                said.append((peer, message))
+        return said
+
+    def waits(self) -> str:
+        """Why snapshots are not backed up, if they are not."""
+        for rank, shelf in sorted(self._shelves.items()):
+            if not shelf.message.able:
+                return (
+                    f"node {rank}: no memory for the slots that backups take; raise KEEPSTEP_CHECKPOINT_BYTES"
+                )
+            if shelf.message.trouble:
+                return f"node {rank}: {shelf.message.trouble}"
+        return ""
+
+    def _watch(self, cluster: Cluster, now_s: float) -> None:
+        peers = set(cluster.agents().values())
+        for peer in self._sent.keys() - peers:
+            del self._sent[peer]
+            self._changed = True
+        for rank, node in cluster.nodes.items():
+            if node.agent is not None or node.launcher is not None:
+                self._away_s.pop(rank, None)
+                if rank in self._lost:
+                    self._lost.discard(rank)
+                    self._changed = True
+                if node.agent is not None and node.agent not in self._sent:
+                    self._changed = True
+                continue
+            since_s = self._away_s.setdefault(rank, now_s)
+            patience_s = self.lost_s if rank in self._shelves else max(self.lost_s, _AWAY_S)
+            if rank not in self._lost and now_s - since_s >= patience_s:
+                self._lost.add(rank)
+                self.forget(rank)
+
+    def _look_again(self, now_s: float) -> None:
+        """Workers that save rarely, or no more, may never come to what was chosen ahead of faster ones."""
+        plan = self.plan
+        if plan.first is None or plan.target is not None:
+            self._looking = None
+        elif self._looking is None or self._looking[0] != plan.first:
+            self._looking = (plan.first, now_s)
+        elif now_s - self._looking[1] > _PATIENCE_S:
+            plan.look_again()
+            self._looking, self._changed = None, True
+
+    def _ready(self, cluster: Cluster, expected_nodes: int) -> bool:
+        """Whether it is known of every node what it holds, or that it is lost."""
+        nodes = cluster.nodes
+        return (
+            self.copies > 0
+            and len(nodes) >= max(2, expected_nodes)
+            and all(node.ranks for node in nodes.values())
+            and all(rank in self._shelves for rank in nodes if rank not in self._lost)
+            and len(self._lost) < len(nodes)
+        )
+
+    def _message(self, order: Order, cluster: Cluster, homes: Mapping[int, Sequence[int]]) -> BackUp:
+        pulls: list[Pull] = []
+        for home, holders in order.pulls:
+            here = [one for one in holders if self._shelves[one].message.endpoints][:MOST_NODE_ENDPOINTS]
+            pulls.append(
+                Pull(
+                    tuple(homes[home]),
+                    tuple(cluster.nodes[one].name for one in here),
+                    tuple(self._shelves[one].message.endpoints for one in here),
+                )
+            )
+        ranks = tuple(rank for home in order.backs for rank in homes[home])
+        return BackUp(
+            _packed(order.keep),
+            _packed(order.first),
+            _packed(order.target),
+            tuple(pulls),
+            ranks,
+            order.settled,
+        )
+
+
+def _by_rank(rows: Iterable[RankKeys]) -> dict[int, tuple[int, ...]]:
+    return {row.rank: row.keys for row in rows}
+
+
+def _packed(key: Key | None) -> int:
+    return key.pack() if key else 0
+
+
+def _stock(shelf: _Shelf, homes: Mapping[int, Sequence[int]], home_of: Mapping[int, int]) -> Stock:
+    own = shelf.message.node_rank
+    mine = homes.get(own, ())
+    return Stock(
+        own=_common(shelf.own, mine),
+        backups={
+            home: keys
+            for home in {home_of[rank] for rank in shelf.backups if rank in home_of}
+            if (keys := _common(shelf.backups, homes[home]))
+        },
+        keep=_key(shelf.message.keep),
+        first=_key(shelf.message.first),
+        able=shelf.message.able,
+    )
+
+
+def _common(held: Mapping[int, Collection[int]], ranks: Sequence[int]) -> frozenset[Key]:
+    """The snapshots that all of these ranks have."""
+    sets = [set(held.get(rank, ())) for rank in ranks]
+    words = sets[0].intersection(*sets[1:]) if sets else set[int]()
+    return frozenset(key for key in map(_key, words) if key is not None)
+
+
+def _key(word: int) -> Key | None:
+    key = Key.unpack(word)
+    return key if key and key.step >= 0 else None

@@ -1,0 +1,52 @@
+"""How many backups, and how fast: from the command line to the programs that make them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keepstep.agent.arguments import parse
+from keepstep.core.errors import UsageError
+from keepstep.launch.companions import agent_command, controller_command
+from keepstep.launch.job import Endpoint, Job, job_from_command_line
+
+MEETING = Endpoint("10.0.0.1", 29400)
+TWO_NODES = ("--nnodes", "2", "--master-addr", "10.0.0.1")
+
+
+def job_of(*words: str) -> Job:
+    return job_from_command_line([*words, "train.py"], {})
+
+
+def agent_of(job: Job, cache: str = "keepstep-cache-1") -> list[str]:
+    return agent_command(
+        job, Path("run"), Path("secret"), MEETING, 0, {0: "/proc/1/fd/9"}, {}, world_size=2, cache=cache
+    )
+
+
+def test_on_two_nodes_each_rank_is_backed_up_once_unless_told_otherwise() -> None:
+    job = job_of(*TWO_NODES)
+    assert "--backups 1" in " ".join(controller_command(job, Path("run"), Path("secret"), MEETING))
+    arguments = parse(agent_of(job)[3:])
+    assert (arguments.cache, arguments.backups, arguments.backup_rate) == ("keepstep-cache-1", 1, 0.0)
+    more = job_of(*TWO_NODES, "--checkpoint-backups", "2", "--checkpoint-backup-rate", "5e8")
+    arguments = parse(agent_of(more)[3:])
+    assert (arguments.backups, arguments.backup_rate) == (2, 5e8)
+
+
+@pytest.mark.parametrize("words", [("--standalone",), (*TWO_NODES, "--checkpoint-backups", "0")])
+def test_one_node_or_none_wanted(words: tuple[str, ...]) -> None:
+    job = job_of(*words)
+    assert "--backups" not in controller_command(job, Path("run"), Path("secret"), MEETING)
+    assert parse(agent_of(job)[3:]).backups == 0
+
+
+def test_without_a_cache_there_is_nothing_to_back_up() -> None:
+    assert parse(agent_of(job_of(*TWO_NODES), "")[3:]).backups == 0
+
+
+@pytest.mark.parametrize("words", [("--checkpoint-backups", "-1"), ("--checkpoint-backup-rate", "inf")])
+def test_numbers_that_mean_nothing(words: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match=rf"{words[0]} .*: give 0 or more"):
+        job_of(*TWO_NODES, *words)
