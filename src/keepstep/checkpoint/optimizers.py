@@ -18,9 +18,9 @@ from keepstep.checkpoint.state import identity
 class OptimizerWatch:
     """Sees every `torch.optim.Optimizer` of this process step.
 
-    ``before_step`` gets the storages of the optimizer's parameters, lazily, before each step. An optimizer is known
-    once it has stepped, when its state is there. One that steps inside a backward pass makes its tensors unsafe to copy
-    in the background for good: between two steps of it there is hardly a moment.
+    ``before_step`` gets the storages of the optimizer's tensors, lazily and parameters first, before each step. An
+    optimizer is known once it has stepped, when its state is there. One that steps inside a backward pass makes its
+    tensors unsafe to copy in the background for good: between two steps of it there is hardly a moment.
     """
 
     def __init__(self, before_step: Callable[[Iterator[int]], None]) -> None:
@@ -49,19 +49,15 @@ class OptimizerWatch:
     def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if cast("Any", torch)._C._current_graph_task_id() != -1:
             self.in_backward = True
-        self._before_step(_identities(_parameters(optimizer)))
+        self._before_step(_identities(_tensors(optimizer)))
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._known.add(optimizer)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    yield from _parameters(optimizer)
     for state in cast("dict[Any, Any]", optimizer.state).values():
         if isinstance(state, dict):
             yield from cast("dict[str, Any]", state).values()

@@ -96,6 +96,21 @@ def test_only_what_optimizers_own_is_copied_later_and_before_they_step(served: A
     snapshots.close()
 
 
+def test_an_optimizer_whose_groups_are_empty_waits_for_its_states(served: Any) -> None:
+    """As DeepSpeed's ZeRO-3 leaves the one inside it between steps."""
+    state, step = training()
+    snapshots = Snapshots(served.address, Seat(), alone)
+    step()
+    optimizer = state["optimizer"]
+    for group in optimizer.param_groups:
+        group["params"] = []
+    snapshots.save({"moments": dict(enumerate(optimizer.state.values()))}, 1)
+    assert snapshots._flight is not None
+    optimizer.step()
+    assert snapshots._flight is None
+    snapshots.close()
+
+
 def test_optimizers_that_step_in_backward_are_copied_at_the_boundary_and_that_is_said(
     served: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
