@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.state import (
@@ -128,6 +128,7 @@ def test_any_tree_is_refused_or_can_be_put_together(tree: Any) -> None:
     use(msgspec.json.encode(msgspec.structs.replace(header, tree=tree)))
 
 
+@example([243728, 75_685_781_172_905, 0], [0, 0, 0], 0)
 @given(
     st.lists(st.integers(0, 2**60), max_size=3),
     st.lists(st.integers(0, 2**60), max_size=3),

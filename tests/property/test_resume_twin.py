@@ -19,11 +19,15 @@ class Simulated:
     cache: dict[Key, bool]
     sources: dict[Key, bool]
     troubled: bool = False
+    first: frozenset[Key] = frozenset()
     held: set[Key] = field(default_factory=set)
     live: Key | None = None
 
     def own(self) -> frozenset[Key]:
         return frozenset(self.cache)
+
+    def begun(self) -> bool:
+        return self.cache.keys() <= self.first
 
     def elsewhere(self) -> Elsewhere:
         if self.troubled:
@@ -143,3 +147,28 @@ def test_states_of_another_world_size_are_not_taken_for_none() -> None:
     first, second = run(job)
     assert first == f"there are states, but none that can be had ({told})"
     assert second == "there are states, but none that can be had: see what another rank says"
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=4), st.booleans(), st.booleans())
+def test_who_died_over_the_first_snapshot_begins_anew(
+    sealed: list[bool], later: bool, troubled: bool
+) -> None:
+    """Unless there is a later one, or it cannot be told what storage has: then nothing is guessed."""
+    key = Key(0, 3)
+    job = [
+        Simulated({key: True} if has else {}, {}, troubled, first=frozenset({key} if not later else ()))
+        for has in sealed
+    ]
+    ends = run(job)
+    for end in ends:
+        if all(sealed):
+            assert isinstance(end, Agreed)
+            assert end.key == key
+        elif not any(sealed):
+            assert isinstance(end, str) == troubled
+        elif later or troubled:
+            assert isinstance(end, str)
+        else:
+            assert isinstance(end, Agreed)
+            assert end.key is None
+            assert "begins anew" in end.given_up

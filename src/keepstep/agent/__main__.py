@@ -1,5 +1,6 @@
 """``python -m keepstep.agent``."""
 
+import logging
 import os
 import sys
 
@@ -21,4 +22,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(
+        code
+    )  # threads that wait for storage or are in native code end with the process, and do not hold it up

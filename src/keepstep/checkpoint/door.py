@@ -107,7 +107,7 @@ def _snapshots() -> Snapshots | None:
     seat = _seat()
     elsewhere = not seat.one_node and "KEEPSTEP_RING" in os.environ
     _open.append(Snapshots(address, seat, _gather, storing=_storing(), elsewhere=elsewhere))
-    atexit.register(_open[0].wait)
+    atexit.register(_open[0].end)
     return _open[0]
 
 

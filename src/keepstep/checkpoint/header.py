@@ -103,6 +103,7 @@ class StateHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     storages: tuple[StorageEntry, ...]
     tensors: tuple[TensorEntry, ...]
     version: int = VERSION
+    first: bool = False  # of a training: before it none was whole on all ranks
 
 
 def encode_header(header: StateHeader) -> bytes:
@@ -218,7 +219,8 @@ def _check_tensor(header: StateHeader, index: int, tensor: TensorEntry) -> None:
         raise refuse(f"refers to storage {tensor.storage} of {len(header.storages)}")
     if len(tensor.shape) != len(tensor.stride) or len(tensor.shape) > MOST_DIMENSIONS:
         raise refuse(f"has {len(tensor.shape)} sizes and {len(tensor.stride)} strides")
-    if math.prod(tensor.shape) > MOST_BYTES or tensor.reach_bytes > header.storages[tensor.storage].nbytes:
+    numel = math.prod(size or 1 for size in tensor.shape)  # torch multiplies the others also where one is 0
+    if numel > MOST_BYTES or tensor.reach_bytes > header.storages[tensor.storage].nbytes:
         raise refuse("reaches behind its storage")
     shard = tensor.shard
     if shard is None:

@@ -47,6 +47,7 @@ class Restoring:
         self._offers: dict[Key, Offer] = {}
         self._brought: dict[Key, str] = {}
         self._filling: Filling | None = None
+        self._spoiled = False
         self.error: CheckpointError | None = None
 
     def into(self, state: Any) -> Restoring:
@@ -59,7 +60,12 @@ class Restoring:
         self._offers, refused = self._shelf.offers(self._world_size)
         for line in refused:
             self._say(line)
+        self._spoiled = bool(refused)
         return frozenset(self._offers)
+
+    def begun(self) -> bool:
+        """See `resume.Rank`."""
+        return not self._spoiled and all(offer.header.first for offer in self._offers.values())
 
     def elsewhere(self) -> Elsewhere:
         """See `resume.Rank`."""

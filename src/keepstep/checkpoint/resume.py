@@ -54,6 +54,10 @@ class Rank(Protocol):
         """What its cache has sealed."""
         ...
 
+    def begun(self) -> bool:
+        """Whether its cache has nothing, or no more than the first snapshot of a training, and that undamaged."""
+        ...
+
     def elsewhere(self) -> Elsewhere:
         """What can be had from elsewhere."""
         ...
@@ -105,6 +109,7 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
     """Bring the newest state that all ranks can have into the live state of each.
 
     Other sources are asked when the caches alone do not decide it: when the newest of all is not the same everywhere.
+    Ranks that died over the very first snapshot have lost nothing that was ever whole: they begin anew.
 
     Args:
         rank: this one.
@@ -114,8 +119,9 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
         CheckpointError: there are states, but none that all can have whole, or it cannot be told whether there are.
     """
     own = set(rank.own())
-    rows = yield row_of(own)
+    rows = yield row_of(own, rank.begun())
     held = [keys_of(row) for row in rows]
+    begun = all(row[0] for row in rows)
     ask = len({max(keys, default=None) for keys in held}) > 1 or not held[0]
     talk = _Talk(rank, incarnation, held)
     moved: set[Key] = set()
@@ -127,6 +133,8 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
         try:
             key = agree({number: keys_of(row) for number, row in enumerate(rows)})
         except CheckpointError as error:
+            if begun and not any(row[0] for row in rows) and talk.nothing_outside:
+                return Agreed(None, talk.incarnation, given_up=_NEVER_WHOLE)
             raise CheckpointError(f"{half}{error}{talk.why()}") from None
         if key is None:
             if not ask:
@@ -203,6 +211,11 @@ class _Talk:
         caches = [key.incarnation for keys in self.held for key in keys]
         return max(self.least, 1 + max([self.highest, *caches]))
 
+    @property
+    def nothing_outside(self) -> bool:
+        """Whether it is known that no other source has anything, for any rank."""
+        return self.asked and self.highest < 0 and not self.unreached and not self.refused
+
     def elsewhere(self) -> Generator[Row, Rows, Elsewhere]:
         """Ask once, and hear what the others were told."""
         if not self.asked:
@@ -233,6 +246,7 @@ class _Talk:
         self.check_reached()
 
 
+_NEVER_WHOLE = "the first snapshot was not whole on all ranks yet: the training begins anew"
 _ANOTHER = ": see what another rank says"
 
 

@@ -106,7 +106,7 @@ class Shelf:
 
     def reopen(self) -> None:
         """See the slots as the cache has them now, after somebody else filled one."""
-        self._stop_populating()
+        self.stop_populating()
         answer = ask(self._address, Open(self._rank))
         self.board.close()
         for slot in self.slots:
@@ -140,7 +140,7 @@ class Shelf:
         Raises:
             CheckpointError: the node's limit or memory does not allow it.
         """
-        self._stop_populating()
+        self.stop_populating()
         keep = tuple(i for i in range(len(self.slots)) if i != index)
         answer = ask(self._address, Reserve(self._rank, nbytes, max(self._count, len(self.slots)), keep))
         self.limit_bytes = answer.limit_bytes
@@ -169,7 +169,7 @@ class Shelf:
 
     def close(self) -> None:
         """Unmap everything; the cache keeps it."""
-        self._stop_populating()
+        self.stop_populating()
         self.board.close()
         for slot in self.slots:
             slot.close()
@@ -179,7 +179,8 @@ class Shelf:
         for slot in slots:
             slot.populate(until)
 
-    def _stop_populating(self) -> None:
+    def stop_populating(self) -> None:
+        """Leave it to the first copy to have the kernel give the pages that are not there yet."""
         if self._populating:
             self._closing.append(True)
             self._populating.join()

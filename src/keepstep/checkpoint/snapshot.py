@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import torch
 
 from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
@@ -214,6 +215,8 @@ class Snapshots:
             rank.finish()
         self._settle(agreed)
         if agreed.key is None:
+            if agreed.given_up:
+                self._say(agreed.given_up, every_rank=False)
             return None
         own, moved = self._seat.rank, agreed.moved
         if own == 0 or (own in moved and len(moved) < self._seat.world_size):
@@ -222,6 +225,12 @@ class Snapshots:
             who = f"rank {own} " if own else ""
             self._say(f"{who}resumed after step {agreed.key.step} from {rank.source(agreed.key)}{besides}")
         return agreed.key.step
+
+    def end(self) -> None:
+        """Wait, and stop all threads: one that is in native code while the interpreter ends brings the process down."""
+        self.wait()
+        if self._process == os.getpid():
+            self._shelf.stop_populating()
 
     def close(self) -> None:
         """Wait, and let go of the cache, which keeps what it has."""
@@ -357,6 +366,7 @@ class Snapshots:
             world_size=seat.world_size,
             layout=seat.layout,
         )
+        header = msgspec.structs.replace(header, first=self._last is None)
         return header, spans, encode_header(header)
 
     def _start(

@@ -309,11 +309,25 @@ def test_a_rank_whose_state_differs_stops_all(served: Any) -> None:
 
 
 def test_a_rank_without_a_snapshot_refuses_the_restore_of_all(served: Any) -> None:
+    def save(rank: int, snapshots: Snapshots) -> None:
+        for step in (1, 2, 3):
+            snapshots.save({"w": rank}, step)
+
+    ranks = Ranks(2)
+    ranks.run(served, save)
+    served.cache._slots.pop(1)
+    for said in ranks.run(served, lambda rank, snapshots: snapshots.load({"w": 0}), incarnation=1):
+        assert "ranks 0: step 2 of incarnation 0, step 3 of incarnation 0; ranks 1: nothing" in said
+
+
+def test_ranks_that_died_over_their_very_first_snapshot_begin_anew(
+    served: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     ranks = Ranks(2)
     ranks.run(served, lambda rank, snapshots: snapshots.save({"w": rank}, 1))
     served.cache._slots.pop(1)
-    for said in ranks.run(served, lambda rank, snapshots: snapshots.load({"w": 0}), incarnation=1):
-        assert "ranks 0: step 1 of incarnation 0; ranks 1: nothing" in said
+    assert ranks.run(served, lambda rank, snapshots: snapshots.load({"w": 0}), incarnation=1) == [None, None]
+    assert "begins anew" in capsys.readouterr().err
 
 
 def test_a_rank_that_saves_alone_is_told_and_keeps_what_all_may_need(
