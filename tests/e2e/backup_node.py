@@ -32,6 +32,7 @@ from keepstep.checkpoint.cache import Backing, Board, Cache, CacheServer, Reserv
 from keepstep.checkpoint.incoming import Incoming
 from keepstep.checkpoint.shelf import Shelf
 from keepstep.checkpoint.slots import Key, Record, slot_bytes
+from keepstep.core.errors import CheckpointError
 from keepstep.ring import create
 
 PER_NODE = 2
@@ -130,7 +131,8 @@ class Node:
             keys: frozenset[Key] = frozenset()
             while not keys:
                 time.sleep(0.2)
-                keys = source.keys(rank)
+                with contextlib.suppress(CheckpointError):  # the controller does not know yet
+                    keys = source.keys(rank)
             key = max(keys)
             with ExitStack() as stack:
 
@@ -142,9 +144,9 @@ class Node:
                         stack.callback(slot.close)
                     return Incoming(slots[0], board, rank, 0, record)
 
-                source.bring(key, rank, room)
+                where = source.bring(key, rank, room)
             data = stands(self.server.address, rank)[key]
-            found = {"step": key.step, "digest": hashlib.sha256(data).hexdigest(), "where": source.where}
+            found = {"step": key.step, "digest": hashlib.sha256(data).hexdigest(), "where": where}
             self.write(f"returned-{rank}", json.dumps(found))
             self.saved = key.step
 

@@ -24,7 +24,7 @@ class Source:
     def keys(self, rank: int) -> frozenset[Key]:
         return self._keys
 
-    def bring(self, key: Key, rank: int, room: Room) -> None:
+    def bring(self, key: Key, rank: int, room: Room) -> str:
         raise self._error
 
 

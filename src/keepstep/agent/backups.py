@@ -52,7 +52,7 @@ _LOOK_S = 0.1
 _TELL_S = 2.0  # between two inventories that differ in nothing that is waited for
 _AT_ONCE = 2  # transfers
 _AGAIN_S = (0.5, 30.0)  # after a transfer that failed; doubles
-_LOCATE_S = 3.0
+_LOCATE_S = 10.0  # a new controller is there sooner
 _MOST_WAITING = 64
 _SLOTS = 2 + BACKING_SLOTS  # of a rank that is backed up, at least
 
@@ -102,12 +102,13 @@ class NodeBackups:
         self._failed_addresses: set[str] = set()
         self._told: Shelves | None = None
         self._told_s = 0.0
-        self._trouble = ""
         self._board: Board | None = None
         self._backed: set[int] = set()  # ranks of other nodes of which there may be something here
         self._slots: dict[int, int] = {}  # how many a rank has, once it has any
         self._transfers: dict[int, _Transfer] = {}
-        self._waits: dict[int, tuple[float, float]] = {}  # when to try again, and how long to wait then
+        self._waits: dict[
+            int, tuple[float, float, str]
+        ] = {}  # when to try again, how long to wait then, and why
         self._questions: dict[int, tuple[threading.Event, list[Located]]] = {}
         self._requests = 0
         self._thread = threading.Thread(target=self._run, name="keepstep-backups", daemon=True)
@@ -150,10 +151,12 @@ class NodeBackups:
     # From any other thread; these wait.
 
     def locate(self, rank: int) -> list[Holding]:
-        """Which other nodes hold snapshots of a rank; empty when the controller does not answer within 3 s."""
+        """Which other nodes hold snapshots of a rank. Raises CheckpointError: the controller does not answer."""
         with self._guard:
             if len(self._questions) >= _MOST_WAITING:
-                return []
+                raise CheckpointError(
+                    f"{_MOST_WAITING} questions to the controller wait for an answer already"
+                )
             self._requests += 1
             request, event, answers = self._requests, threading.Event(), list[Located]()
             self._questions[request] = (event, answers)
@@ -161,6 +164,8 @@ class NodeBackups:
         event.wait(_LOCATE_S)
         with self._guard:
             del self._questions[request]
+        if not answers:
+            raise CheckpointError(f"the controller did not say within {_LOCATE_S:g} s which nodes have what")
         return [
             one
             for answer in answers
@@ -232,8 +237,13 @@ class NodeBackups:
             first.pack() if first else 0,
             all(self._has_slots(row.rank) for row in own),
             self._server.endpoints,
-            self._trouble,
+            self._trouble(),
         )
+
+    def _trouble(self) -> str:
+        """Why a backup that is to be here is not."""
+        with self._guard:
+            return next((f"rank {rank}: {why}" for rank, (_, _, why) in sorted(self._waits.items())), "")
 
     def _has_slots(self, rank: int) -> bool:
         if rank not in self._slots:
@@ -268,7 +278,7 @@ class NodeBackups:
             for rank in wanted:
                 if self._stopped or len(self._transfers) >= _AT_ONCE:
                     break
-                if rank in self._transfers or self._waits.get(rank, (0.0, 0.0))[0] > now_s:
+                if rank in self._transfers or self._waits.get(rank, (0.0,))[0] > now_s:
                     continue
                 if target and target not in self._board.held(backup_of(rank)):
                     self._transfers[rank] = _Transfer(target)
@@ -290,7 +300,8 @@ class NodeBackups:
     def _bring(self, rank: int, key: Key) -> None:
         """One backup, in a thread of its own."""
         transfer = self._transfers[rank]
-        failure = ""
+        failure = "no node that has it gives states on an address that others reach"
+        done = False
         for source in range(self._sources(rank)):
             fetch = self.fetch(key, rank, lambda source=source: self._where(rank, source))
             with self._guard:
@@ -307,7 +318,7 @@ class NodeBackups:
                     rank,
                     time.monotonic() - began_s,
                 )
-                failure = ""
+                failure, done = "", True
                 break
             except Cancelled:
                 failure = ""
@@ -317,12 +328,12 @@ class NodeBackups:
                 log.warning("%s of rank %d is not backed up here: %s", key_text(key), rank, error)
         with self._guard:
             del self._transfers[rank]
-            self._trouble = failure
-            wait_s = min(2 * self._waits.get(rank, (0.0, _AGAIN_S[0] / 2))[1], _AGAIN_S[1])
+            wait_s = min(2 * self._waits.get(rank, (0.0, _AGAIN_S[0] / 2, ""))[1], _AGAIN_S[1])
             if failure:
-                self._waits[rank] = (time.monotonic() + wait_s, wait_s)
+                self._waits[rank] = (time.monotonic() + wait_s, wait_s, failure)
             else:
                 self._waits.pop(rank, None)
+            if done:
                 self._backed.add(rank)
         self._wake.set()
 
@@ -381,20 +392,16 @@ class NeighbourSource:
 
     def __init__(self, backups: NodeBackups) -> None:
         self._backups = backups
-        self._served = ""
 
-    @property
-    def where(self) -> str:
-        """Who served last."""
-        return self._served or "the other nodes"
+    where = "the other nodes"
 
     def keys(self, rank: int) -> frozenset[Key]:
-        """What other nodes hold for a rank."""
+        """What other nodes hold for a rank. Raises CheckpointError: the controller does not say."""
         words = {word for one in self._backups.locate(rank) for word in one.keys}
         return frozenset(key for key in map(Key.unpack, words) if key is not None)
 
-    def bring(self, key: Key, rank: int, room: Room) -> None:
-        """Have a rank's snapshot sealed in the slot that ``room`` gives, from the first node that can.
+    def bring(self, key: Key, rank: int, room: Room) -> str:
+        """Have a rank's snapshot sealed in the slot that ``room`` gives, from the first node that can; which that was.
 
         Raises:
             CheckpointError: no node gives it; says which was asked last, and why not.
@@ -405,8 +412,7 @@ class NeighbourSource:
                 continue
             try:
                 self._backups.fetch(key, rank, lambda holder=holder: holder.endpoints).run(room)
-                self._served = f"{'the cache of' if holder.own else 'the backup on'} {holder.node}"
-                return
+                return f"{'the cache of' if holder.own else 'the backup on'} {holder.node}"
             except CheckpointError as error:
                 failure = CheckpointError(f"{holder.node}: {error}")
                 log.warning("%s of rank %d: %s", key_text(key), rank, failure)

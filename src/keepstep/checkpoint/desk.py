@@ -178,14 +178,14 @@ class Desk:
             for source in self._sources:
                 try:
                     with self._filling(request.rank, request.slots) as room:
-                        source.bring(key, request.rank, room)
+                        where = source.bring(key, request.rank, room)
                 except Exception as error:  # of a store or a network, of any kind
                     if not isinstance(error, CheckpointError):
                         log.warning("rank %d: %s: %s", request.rank, source.where, error, exc_info=True)
                     passed.append(_line(error, source.where))
                     continue
-                answer = Brought(source.where[:_MOST_LINE], _bounded(passed))
-                log.info("rank %d: step %d from %s", request.rank, key.step, source.where)
+                answer = Brought(where[:_MOST_LINE], _bounded(passed))
+                log.info("rank %d: step %d from %s", request.rank, key.step, where)
                 self._brought[request.rank] = (key, answer)
                 return answer
         raise CheckpointError("; ".join(_bounded(passed)) or "there is no source besides the node's cache")

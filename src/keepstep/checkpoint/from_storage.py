@@ -63,7 +63,7 @@ class StorageSource:
                 self._listed_s = time.monotonic()
             return self._keys, self._refused, self._incarnation
 
-    def bring(self, key: Key, rank: int, room: Room) -> None:
+    def bring(self, key: Key, rank: int, room: Room) -> str:
         """See `StateSource`."""
         manifest = self._whole(key)
         with self._together(key) as common:
@@ -84,6 +84,7 @@ class StorageSource:
                 with body[: header.data_bytes] as data:
                     common.fill(reader, data)
                 incoming.seal()
+        return self.where
 
     def _list(self) -> None:
         try:

@@ -63,15 +63,19 @@ class StateSource(Protocol):
 
     @property
     def where(self) -> str:
-        """As people read it: "the backup on node-b", "storage /ckpt"."""
+        """As people read it: "the other nodes", "storage /ckpt"."""
         ...
 
     def keys(self, rank: int) -> frozenset[Key]:
-        """What is there for a rank, as far as can be told without reading it all; empty when out of reach."""
+        """What is there for a rank, as far as can be told without reading it all.
+
+        Raises:
+            CheckpointError: it is out of reach.
+        """
         ...
 
-    def bring(self, key: Key, rank: int, room: Room) -> None:
-        """Have a rank's snapshot sealed in the slot that ``room`` gives.
+    def bring(self, key: Key, rank: int, room: Room) -> str:
+        """Have a rank's snapshot sealed in the slot that ``room`` gives; where it came from, e.g. a node.
 
         Raises:
             CheckpointError: it is not there, not whole, or of another rank; says which file or node.

@@ -78,6 +78,8 @@ class Restoring:
                 return Elsewhere(troubles=(str(error),))
             self._say(f"{error}; only {OWN_CACHE} is looked at")
             return Elsewhere()
+        for line in offered.troubles:
+            self._say(f"{line}: what is there is not looked at")
         return Elsewhere(offered.keys, offered.incarnation, offered.refused, offered.troubles)
 
     def bring(self, key: Key) -> None:

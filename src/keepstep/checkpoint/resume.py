@@ -135,7 +135,10 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
         except CheckpointError as error:
             if begun and not any(row[0] for row in rows) and talk.nothing_outside:
                 return Agreed(None, talk.incarnation, given_up=_NEVER_WHOLE)
-            raise CheckpointError(f"{half}{error}{talk.why()}") from None
+            raise CheckpointError(
+                f"{half}{error}{talk.why()}, so none is restored; to begin anew on purpose start a new `keepstep run`, "
+                "with another --checkpoint-dir or none"
+            ) from None
         if key is None:
             if not ask:
                 ask = True
@@ -187,7 +190,7 @@ def begin(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
     try:
         key = agree(dict(enumerate(held)))
     except CheckpointError as error:
-        return Agreed(None, talk.incarnation, given_up=str(error))
+        return Agreed(None, talk.incarnation, given_up=f"what was saved before is given up: {error}")
     pending = frozenset(one for one in frozenset[Key].intersection(*held) if key and one < key)
     return Agreed(key, talk.incarnation, pending)
 

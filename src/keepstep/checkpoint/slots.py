@@ -195,10 +195,7 @@ def agree(offers: Mapping[int, AbstractSet[Key]]) -> Key | None:
         + (", ".join(f"step {k.step} of incarnation {k.incarnation}" for k in keys) or "nothing")
         for keys, ranks in list(by_offer.items())[:_MOST_TOLD]
     ]
-    raise CheckpointError(
-        "no snapshot is whole on every rank, so none is restored (" + "; ".join(told) + "): "
-        "restore from storage, or start from the beginning on purpose"
-    )
+    raise CheckpointError("no snapshot is whole on every rank (" + "; ".join(told) + ")")
 
 
 def _aligned(count: int) -> int:

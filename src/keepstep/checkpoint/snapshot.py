@@ -132,7 +132,8 @@ class Snapshots:
         """Take a snapshot of ``state`` as it is now: ``step`` steps are done. All ranks save the same steps.
 
         The first call of an incarnation that has not restored is collective, and so are those for storage. When a slot
-        does not become free within 30 s, because other ranks do not save, the snapshot is left out and that is said.
+        is not free, because other ranks do not save or it is being read, the snapshot is left out and that is said; on
+        one node it is waited for, 30 s at most.
 
         Args:
             state: a dict.
@@ -170,8 +171,9 @@ class Snapshots:
         if index is None:
             self.skipped += 1
             self._say(
-                f"step {step} is not kept: after {PATIENCE_S:g} s not all ranks hold a newer snapshot than the oldest "
-                "of this rank; do all ranks save the same steps?"
+                f"step {step} is not kept: {f'after {PATIENCE_S:g} s ' if self._seat.one_node else ''}not all ranks "
+                "hold a newer snapshot than the oldest of this rank, or it is being read; do all ranks save the same "
+                "steps?"
             )
             return
         if self._shelf.slots[index].nbytes < nbytes:
@@ -197,7 +199,7 @@ class Snapshots:
             self._blocked_s += time.monotonic() - begun_s
 
     def load(self, state: Any) -> int | None:
-        """Bring back the newest snapshot that every rank has, into ``state``; its step, or None when none has any.
+        """Bring back the newest snapshot that every rank can have, into ``state``; its step, or None when none has any.
 
         Collective. See `restore.Filling` for what becomes of ``state``.
 

@@ -114,7 +114,8 @@ class Backups:
         for rank, shelf in sorted(self._shelves.items()):
             if not shelf.message.able:
                 return (
-                    f"node {rank}: no memory for the slots that backups take; raise KEEPSTEP_CHECKPOINT_BYTES"
+                    f"node {rank}: no memory for the slots that backups take; raise KEEPSTEP_CHECKPOINT_BYTES, "
+                    "or free some"
                 )
             if shelf.message.trouble:
                 return f"node {rank}: {shelf.message.trouble}"

@@ -220,8 +220,8 @@ def test_a_lost_node_comes_back_and_everything_is_backed_up_again(nodes: Nodes) 
     for rank in (2, 3):
         assert nodes.until(lambda rank=rank: source.keys(rank)) == {Key(0, 1)}
         with ExitStack() as stack:
-            source.bring(Key(0, 1), rank, room_for_own(nodes.caches[1].address, rank, stack))
-        assert source.where in ("the backup on node-2", "the backup on node-0")
+            where = source.bring(Key(0, 1), rank, room_for_own(nodes.caches[1].address, rank, stack))
+        assert where in ("the backup on node-2", "the backup on node-0")
         assert stands(nodes.caches[1].address, rank) == {Key(0, 1): saved[rank]}
     nodes.until(lambda: Key(0, 1) in backed_up_on(nodes, 1, 0))
     nodes.until(lambda: not backed_up_on(nodes, 2, 0))  # belongs elsewhere again

@@ -30,12 +30,13 @@ class Source:
     def keys(self, rank: int) -> frozenset[Key]:
         return self._keys
 
-    def bring(self, key: Key, rank: int, room: Room) -> None:
+    def bring(self, key: Key, rank: int, room: Room) -> str:
         if key not in self._keys:
             raise CheckpointError(f"step {key.step} is not there")
         if key in self.broken:
             raise OSError(5, "broken")
         self.brought.append((key, rank))
+        return self.where
 
 
 class Node:
