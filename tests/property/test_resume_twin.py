@@ -19,6 +19,8 @@ class Simulated:
     cache: dict[Key, bool]
     sources: dict[Key, bool]
     troubled: bool = False
+    unsure: bool = False
+    unfinished: int = -1  # incarnation of a step on storage that was not written to the end
     first: frozenset[Key] = frozenset()
     held: set[Key] = field(default_factory=set)
     live: Key | None = None
@@ -32,7 +34,8 @@ class Simulated:
     def elsewhere(self) -> Elsewhere:
         if self.troubled:
             return Elsewhere(troubles=("storage cannot be listed",))
-        return Elsewhere(frozenset(self.sources), max((key.incarnation for key in self.sources), default=-1))
+        newest = max([self.unfinished, *(key.incarnation for key in self.sources)])
+        return Elsewhere(frozenset(self.sources), newest, unsure=self.unsure)
 
     def bring(self, key: Key) -> None:
         if self.troubled or not self.sources.get(key):
@@ -149,9 +152,9 @@ def test_states_of_another_world_size_are_not_taken_for_none() -> None:
     assert second == "there are states, but none that can be had: see what another rank says"
 
 
-@given(st.lists(st.booleans(), min_size=2, max_size=4), st.booleans(), st.booleans())
+@given(st.lists(st.booleans(), min_size=2, max_size=4), *[st.booleans()] * 4)
 def test_who_died_over_the_first_snapshot_begins_anew(
-    sealed: list[bool], later: bool, troubled: bool
+    sealed: list[bool], later: bool, troubled: bool, unsure: bool, unfinished: bool
 ) -> None:
     """Unless there is a later one, or it cannot be told what storage has: then nothing is guessed."""
     key = Key(0, 3)
@@ -159,6 +162,8 @@ def test_who_died_over_the_first_snapshot_begins_anew(
         Simulated({key: True} if has else {}, {}, troubled, first=frozenset({key} if not later else ()))
         for has in sealed
     ]
+    job[-1].unsure = unsure
+    job[0].unfinished = 4 if unfinished else -1
     ends = run(job)
     for end in ends:
         if all(sealed):
@@ -166,9 +171,10 @@ def test_who_died_over_the_first_snapshot_begins_anew(
             assert end.key == key
         elif not any(sealed):
             assert isinstance(end, str) == troubled
-        elif later or troubled:
+        elif later or troubled or unsure:
             assert isinstance(end, str)
         else:
             assert isinstance(end, Agreed)
             assert end.key is None
             assert "begins anew" in end.given_up
+            assert end.incarnation > (0 if not unfinished else 4)

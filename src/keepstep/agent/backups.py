@@ -53,6 +53,7 @@ _TELL_S = 2.0  # between two inventories that differ in nothing that is waited f
 _AT_ONCE = 2  # transfers
 _AGAIN_S = (0.5, 30.0)  # after a transfer that failed; doubles
 _LOCATE_S = 10.0  # a new controller is there sooner
+_QUESTIONS = 10  # in this time
 _MOST_WAITING = 64
 _SLOTS = 2 + BACKING_SLOTS  # of a rank that is backed up, at least
 
@@ -160,8 +161,10 @@ class NodeBackups:
             self._requests += 1
             request, event, answers = self._requests, threading.Event(), list[Located]()
             self._questions[request] = (event, answers)
-        self._send(Locate(request, (rank,)))
-        event.wait(_LOCATE_S)
+        for _ in range(_QUESTIONS):  # a controller that does not know yet does not answer
+            self._send(Locate(request, (rank,)))
+            if event.wait(_LOCATE_S / _QUESTIONS):
+                break
         with self._guard:
             del self._questions[request]
         if not answers:
@@ -281,10 +284,15 @@ class NodeBackups:
                 if rank in self._transfers or self._waits.get(rank, (0.0,))[0] > now_s:
                     continue
                 if target and target not in self._board.held(backup_of(rank)):
-                    self._transfers[rank] = _Transfer(target)
-                    threading.Thread(
+                    thread = threading.Thread(
                         target=self._bring, args=(rank, target), name="keepstep-backup", daemon=True
-                    ).start()
+                    )
+                    self._transfers[rank] = _Transfer(target)
+                    try:
+                        thread.start()
+                    except RuntimeError:  # no more threads
+                        del self._transfers[rank]
+                        raise
         if order.settled and not self._transfers:
             self._give_up(self._backed - set(order.ranks))
 

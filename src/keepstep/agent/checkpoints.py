@@ -24,7 +24,6 @@ from keepstep.checkpoint.persist import Persister
 from keepstep.checkpoint.persist_plan import PersistPlan
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.storage import open_storage
-from keepstep.core.errors import KeepstepError
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -128,7 +127,9 @@ class Checkpoints:
             try:
                 self.look()
                 complaint = ""
-            except (KeepstepError, OSError) as error:  # the cache goes before the agent when a run ends
+            except (
+                Exception
+            ) as error:  # the cache goes before the agent when a run ends; memory or files run short
                 if str(error) != complaint:
                     logger.warning("checkpoints: %s", error)
                 complaint = str(error)

@@ -6,11 +6,11 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Collection, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
-from keepstep.checkpoint.cache import SPARE_HEADER_BYTES, Board, Open, Reserve, Slot, ask
+from keepstep.checkpoint.cache import SPARE_HEADER_BYTES, Answer, Board, Open, Reserve, Slot, ask
 from keepstep.checkpoint.header import StateHeader
 from keepstep.checkpoint.incoming import Incoming, Room
 from keepstep.checkpoint.manifest import key_text
@@ -214,12 +214,12 @@ class CachedStates:
 
     def _open(self, rank: int) -> None:
         answer = ask(self._address, Open(rank))
+        board, fresh = _mapped(answer)
         if rank in self._boards:
             self._boards.pop(rank).close()
-        self._boards[rank] = Board(answer.board)
+        self._boards[rank] = board
         old, slots = self._slots.setdefault(rank, []), list[Slot]()
-        for index, descriptor in enumerate(answer.slots):
-            slot = Slot(descriptor, apart=True)
+        for index, slot in enumerate(fresh):
             if index < len(old) and os.path.sameopenfile(old[index].fileno(), slot.fileno()):
                 slot.close()
                 slots.append(old[index])
@@ -244,6 +244,26 @@ class CachedStates:
         self._slots[rank] = []
         if rank in self._boards:
             self._boards.pop(rank).close()
+
+
+def _mapped(answer: Answer) -> tuple[Board, list[Slot]]:
+    """All of an answer, or nothing: when memory or files run short, what was opened is closed."""
+    left = [answer.board, *answer.slots]
+    with ExitStack() as stack:
+        try:
+            board = Board(left.pop(0))
+            stack.callback(board.close)
+            slots: list[Slot] = []
+            while left:
+                slots.append(Slot(left[0], apart=True))
+                stack.callback(slots[-1].close)
+                del left[0]
+        except BaseException:
+            for descriptor in left:
+                os.close(descriptor)
+            raise
+        stack.pop_all()
+    return board, slots
 
 
 def follow(states: CachedStates, persister: Persister) -> None:

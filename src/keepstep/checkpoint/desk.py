@@ -29,7 +29,7 @@ from keepstep.core.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 MOST_MESSAGE_BYTES = 1 << 16
-MOST_CONNECTIONS = 64
+MOST_CONNECTIONS = 1024
 _MOST_SOURCES = 8
 _MOST_LINES = 8
 _MOST_LINE = 400

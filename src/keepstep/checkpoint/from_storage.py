@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -19,7 +19,7 @@ from keepstep.checkpoint.incoming import Room
 from keepstep.checkpoint.manifest import Manifest, folder_name, key_of, key_text
 from keepstep.checkpoint.slots import Key, Record
 from keepstep.checkpoint.storage import Storage
-from keepstep.checkpoint.stored import CHUNK_BYTES, ShardReader, look
+from keepstep.checkpoint.stored import CHUNK_BYTES, ShardReader, look, look_again
 from keepstep.core.errors import CheckpointError
 
 MOST_OFFERED = 16
@@ -89,14 +89,22 @@ class StorageSource:
     def _list(self) -> None:
         try:
             keys = sorted(filter(None, map(key_of, self._storage.folders())), reverse=True)
+            whole, refused = self._look_at(keys)
         except OSError as error:
             raise CheckpointError(
                 f"{self.where}: cannot be listed: {error.strerror or str(error)[:200]}"
             ) from None
+        self._keys, self._refused = frozenset(whole), tuple(refused)
+        self._incarnation = max((key.incarnation for key in keys), default=-1)
+
+    def _look_at(self, keys: Iterable[Key]) -> tuple[list[Key], list[str]]:
+        """Steps that are offered, and why newer ones are not. Raises OSError: that cannot be told."""
         whole: list[Key] = []
         refused: list[str] = []
         for key in keys:
-            step = look(self._storage, key)
+            step = look_again(self._storage, key)
+            if not step.whole and not step.unfinished:
+                step = look_again(self._storage, key)  # it may have been misread
             if step.manifest is None and step.unfinished:
                 continue
             if step.manifest is None or step.problems:
@@ -107,8 +115,7 @@ class StorageSource:
                 whole.append(key)
             if len(whole) == MOST_OFFERED or len(refused) == MOST_OFFERED:
                 break
-        self._keys, self._refused = frozenset(whole), tuple(refused)
-        self._incarnation = max((key.incarnation for key in keys), default=-1)
+        return whole, refused
 
     def _resize(self, manifest: Manifest) -> str:
         return (

@@ -66,7 +66,7 @@ def key_of(folder: str) -> Key | None:
     if not match:
         return None
     key = Key(incarnation=int(match[2]), step=int(match[1]))
-    return key if folder_name(key) == folder else None
+    return key if folder_name(key) == folder and key.fits else None
 
 
 def folder_name(key: Key) -> str:

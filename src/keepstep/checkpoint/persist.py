@@ -35,7 +35,7 @@ from keepstep.checkpoint.shard_file import (
 )
 from keepstep.checkpoint.slots import Key, SnapshotDamaged
 from keepstep.checkpoint.storage import Bytes, Storage, safe_name
-from keepstep.checkpoint.stored import CHUNK_BYTES, check_file, look_again, read_whole, scan
+from keepstep.checkpoint.stored import CHUNK_BYTES, check_file, look_again, read_whole, scan_again
 from keepstep.core.clock import Clock, MonotonicClock
 from keepstep.core.errors import CheckpointError
 
@@ -325,12 +325,14 @@ class Persister:
         if self._clock.now_s() < self._list_s:
             return False
         try:
-            stored = {step.key: step.whole for step in scan(self._storage)}
-        except CheckpointError as error:
-            log.warning("%s", error)
+            steps = scan_again(self._storage)
+        except Exception as error:  # of a store, of any kind
+            self._list_trouble = f"{self._storage.where}: cannot be listed: {_in_a_line(error)}"
+            log.warning("%s", self._list_trouble)
             self._list_s = self._clock.now_s() + _LIST_AGAIN_S
-            self._list_trouble = str(error)
             return False
+        # What has a manifest and is not whole may have been misread: it is never removed.
+        stored = {step.key: step.whole for step in steps if step.whole or step.unfinished}
         with self._changed:
             self._plan.listed(stored)
             self._listed = self._ever_listed = True

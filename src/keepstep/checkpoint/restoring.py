@@ -77,18 +77,25 @@ class Restoring:
             if self._required:
                 return Elsewhere(troubles=(str(error),))
             self._say(f"{error}; only {OWN_CACHE} is looked at")
-            return Elsewhere()
+            return Elsewhere(unsure=True)
+        for line in offered.refused:
+            self._say(line)
         for line in offered.troubles:
             self._say(f"{line}: what is there is not looked at")
-        return Elsewhere(offered.keys, offered.incarnation, offered.refused, offered.troubles)
+        troubles, unsure = offered.troubles, bool(offered.troubles)
+        return Elsewhere(
+            offered.keys, offered.incarnation, offered.refused, troubles if self._required else (), unsure
+        )
 
     def bring(self, key: Key) -> None:
         """See `resume.Rank`."""
         if self._desk is None:
             raise CheckpointError("there is no source besides the node's cache")
         self._shelf.make_way(key, [offer.slot for offer in self._offers.values()])
-        brought = self._desk.bring(self._rank, key, self._slots)
-        self._shelf.reopen()
+        try:
+            brought = self._desk.bring(self._rank, key, self._slots)
+        finally:
+            self._shelf.reopen()  # slots may be others also when it failed
         for line in brought.passed:
             self._say(f"rank {self._rank}: not restored from {line}")
         self._brought[key] = brought.where

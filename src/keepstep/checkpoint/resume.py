@@ -38,13 +38,15 @@ class Elsewhere:
         keys: what some source has.
         incarnation: the highest of anything there; -1: nothing.
         refused: why something that is there cannot be had.
-        troubles: why nothing can be told of a source.
+        troubles: why nothing can be told of a source that must be heard.
+        unsure: some source was not heard.
     """
 
     keys: frozenset[Key] = frozenset()
     incarnation: int = -1
     refused: tuple[str, ...] = ()
     troubles: tuple[str, ...] = ()
+    unsure: bool = False
 
 
 class Rank(Protocol):
@@ -205,6 +207,7 @@ class _Talk:
     outside: Elsewhere = Elsewhere()
     unreached: bool = False  # some rank could not be told what a source has
     refused: bool = False  # some rank heard of a state that cannot be had
+    something: bool = False  # some rank was offered a state, or cannot be sure that there is none
     highest: int = -1
     asked: bool = False
     lost: list[str] = field(default_factory=list[str])
@@ -217,15 +220,17 @@ class _Talk:
     @property
     def nothing_outside(self) -> bool:
         """Whether it is known that no other source has anything, for any rank."""
-        return self.asked and self.highest < 0 and not self.unreached and not self.refused
+        return self.asked and not self.something and not self.unreached and not self.refused
 
     def elsewhere(self) -> Generator[Row, Rows, Elsewhere]:
         """Ask once, and hear what the others were told."""
         if not self.asked:
             self.asked = True
             self.outside = found = self.rank.elsewhere()
-            rows = yield row_of((), len(found.troubles), len(found.refused), found.incarnation + 1)
+            something = bool(found.keys) or found.unsure
+            rows = yield row_of((), len(found.troubles), len(found.refused), found.incarnation + 1, something)
             self.unreached, self.refused = any(row[0] for row in rows), any(row[1] for row in rows)
+            self.something = any(row[3] for row in rows)
             self.highest = max(row[2] for row in rows) - 1
         return self.outside
 

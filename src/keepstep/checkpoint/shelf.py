@@ -122,9 +122,12 @@ class Shelf:
         keys = self.held()
         busy = kept_slots(keys, *self.board.kept())
         busy |= {index for index, slot in enumerate(self.slots) if slot.wanted()}
-        newest = complete() if keys and None not in keys else None
+        newest, asked = None, False
         while True:
             index = next_slot(keys, newest, busy)
+            if index is None and keys and not asked:
+                newest, asked = complete(), True
+                continue
             if index is None:
                 return None
             if self.slots[index].lock():

@@ -34,9 +34,14 @@ class Key(NamedTuple):
     incarnation: int
     step: int
 
+    @property
+    def fits(self) -> bool:
+        """Whether it can be packed."""
+        return 0 <= self.incarnation < 1 << 15 and 0 <= self.step < (1 << _STEP_BITS) - 1
+
     def pack(self) -> int:
         """As one number below 2**63, never 0, in the order of keys. CheckpointError: it does not fit."""
-        if not (0 <= self.incarnation < 1 << 15 and 0 <= self.step < (1 << _STEP_BITS) - 1):
+        if not self.fits:
             raise CheckpointError(
                 f"step {self.step} of incarnation {self.incarnation} is too large to be kept"
             )

@@ -64,6 +64,16 @@ def scan(storage: Storage) -> list[StoredStep]:
     return [look(storage, key) for key in sorted(keys, reverse=True)]
 
 
+def scan_again(storage: Storage) -> list[StoredStep]:
+    """As ``scan``, but what cannot be read is an OSError; what is read as damaged is read once more."""
+    keys = sorted(filter(None, map(key_of, storage.folders())), reverse=True)
+    steps = [look_again(storage, key) for key in keys]
+    return [
+        step if step.whole or step.unfinished else look_again(storage, key)
+        for key, step in zip(keys, steps, strict=True)
+    ]
+
+
 def look(storage: Storage, key: Key) -> StoredStep:
     """One step, judged by its manifest, names and sizes."""
     try:

@@ -69,8 +69,10 @@ class Backups:
             self._holders[rank].discard(node_rank)
         self._changed = True
 
-    def locate(self, message: Locate, cluster: Cluster) -> Located:
-        """Who holds snapshots of these ranks, nodes with an agent only."""
+    def locate(self, message: Locate, cluster: Cluster, expected_nodes: int) -> Located | None:
+        """Who holds snapshots of these ranks, nodes with an agent only; None while not all nodes have told."""
+        if not self._ready(cluster, expected_nodes):
+            return None
         rows: list[Holding] = []
         for rank in message.ranks:
             for holder in sorted(self._holders.get(rank, ())):

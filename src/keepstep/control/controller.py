@@ -202,7 +202,9 @@ class Controller:
             if sender.node is not None and message.node_rank == sender.node.rank:
                 self.backups.heard(sender.node, message)
         elif isinstance(message, Locate):
-            self._effects.append(Send((peer,), self.backups.locate(message, self.cluster)))
+            located = self.backups.locate(message, self.cluster, self._expected_nodes)
+            if located is not None:
+                self._effects.append(Send((peer,), located))
         elif isinstance(message, Validate):
             self._asked_to_validate(peer, message, now_s)
         elif isinstance(message, Join):
@@ -450,9 +452,12 @@ class Controller:
 
     def _tick_backups(self, now_s: float) -> None:
         if self.settings.backups and not self.over:
-            expected = len(self.rendezvous.placements) or self.settings.nodes
-            for peer, order in self.backups.tick(self.cluster, expected, now_s):
+            for peer, order in self.backups.tick(self.cluster, self._expected_nodes, now_s):
                 self._effects.append(Send((peer,), order))
+
+    @property
+    def _expected_nodes(self) -> int:
+        return len(self.rendezvous.placements) or self.settings.nodes
 
     # --- the end of the job ---------------------------------------------------------------------------------------
 

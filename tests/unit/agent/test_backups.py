@@ -142,7 +142,9 @@ class Nodes:
             if isinstance(message, Shelves):
                 self.backups.heard(self.cluster.nodes[node], message)
             elif isinstance(message, Locate):
-                agent.received(self.backups.locate(message, self.cluster))
+                located = self.backups.locate(message, self.cluster, self.count)
+                if located is not None:
+                    agent.received(located)
 
     def _run(self) -> None:
         while not self._stop.wait(0.02):

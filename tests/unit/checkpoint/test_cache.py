@@ -14,7 +14,7 @@ import pytest
 from keepstep.checkpoint import cache as caches
 from keepstep.checkpoint.cache import Board, Cache, Open, Reserve, Slot, ask
 from keepstep.checkpoint.shelf import Shelf
-from keepstep.checkpoint.slots import Key
+from keepstep.checkpoint.slots import Key, Record, write_record
 from keepstep.core.errors import CheckpointError
 
 MIB = 1 << 20
@@ -153,6 +153,19 @@ def test_a_slot_that_somebody_reads_is_not_taken(served) -> None:  # type: ignor
         shelf.slots[1].unlock()
         process.kill()
     assert shelf.take(lambda: None) == 0
+    shelf.close()
+
+
+def test_an_empty_slot_that_is_read_does_not_hide_an_older_one(served) -> None:  # type: ignore[no-untyped-def]
+    shelf = Shelf(served.address, 0)
+    shelf.make_room(MIB)
+    with memoryview(shelf.slots[1].memory) as view:
+        write_record(view, Record(1, 0, 0, 0, 0, 0))
+    other = Slot(os.dup(served.cache.slots(0)[0]), apart=True)
+    assert other.lock(shared=True)
+    assert shelf.take(lambda: None) is None
+    assert shelf.take(lambda: Key(0, 2)) == 1
+    other.close()
     shelf.close()
 
 

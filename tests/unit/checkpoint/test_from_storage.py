@@ -125,6 +125,26 @@ def test_a_storage_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path) -> 
         StorageSource(LocalStorage(tmp_path / "file"), 1).keys(0)
 
 
+class Stale(LocalStorage):
+    """Fails when a manifest is read."""
+
+    def open(self, folder: str, name: str) -> Readable:
+        raise OSError(116, "Stale file handle")
+
+
+def test_a_step_that_cannot_be_read_now_is_not_one_that_is_damaged(tmp_path: Path) -> None:
+    for step in (1, 2):
+        store(tmp_path, Key(0, step), [{"step": step}])
+    with pytest.raises(CheckpointError, match="cannot be listed: Stale file handle"):
+        StorageSource(Stale(tmp_path), 1).keys(0)
+
+
+def test_a_name_that_no_step_can_have_is_passed_over(tmp_path: Path) -> None:
+    store(tmp_path, Key(0, 1), [{"step": 1}])
+    (tmp_path / "step-0000000009-i99999").mkdir()
+    assert StorageSource(LocalStorage(tmp_path), 1).look() == (frozenset({Key(0, 1)}), (), 0)
+
+
 class Counting(LocalStorage):
     """Counts the bytes that are read of safetensors files; the readers begin together."""
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ from keepstep.checkpoint.manifest import MANIFEST, folder_name
 from keepstep.checkpoint.persist import Incomplete, Persister, conclude, remove, write_shard
 from keepstep.checkpoint.persist_plan import PersistPlan
 from keepstep.checkpoint.slots import Key
-from keepstep.checkpoint.storage import LocalStorage, Storage, open_storage
+from keepstep.checkpoint.storage import LocalStorage, Readable, Storage, open_storage
 from keepstep.checkpoint.stored import newest, read_shard, scan, verify
+from keepstep.core.clock import ManualClock
 from keepstep.core.errors import CheckpointError
 
 KEY = Key(2, 7)
@@ -206,6 +208,37 @@ def test_a_thread_of_its_own_and_removal_of_what_is_not_wanted(tmp_path: Path) -
         node.stop()
     assert [step.key.step for step in scan(storage) if step.whole] == [3, 2]
     assert storage.folders() == [folder_name(Key(0, 2)), folder_name(key)]
+
+
+class Misread(LocalStorage):
+    """Errs, or changes a byte, whenever the manifest of a step is read."""
+
+    step: Key | None = None
+    errs = True
+
+    def open(self, folder: str, name: str) -> Readable:
+        if self.step and (folder, name) == (folder_name(self.step), MANIFEST):
+            if self.errs:
+                raise OSError(116, "Stale file handle")
+            return BytesIO(b"{" + (self._root / folder / name).read_bytes()[1:-9])  # type: ignore[return-value]
+        return super().open(folder, name)
+
+
+@pytest.mark.parametrize("errs", [True, False])
+def test_a_step_that_was_misread_once_is_not_removed(tmp_path: Path, errs: bool) -> None:
+    storage, cache = Misread(tmp_path), Cache()
+    for step in (1, 2, 3):
+        store(storage, Key(0, step), world_size=1)
+    storage.step, storage.errs = Key(0, 2), errs
+    plan, clock = PersistPlan((0,), leader=True), ManualClock()
+    node = Persister(plan, storage, cache.source, world_size=1, clock=clock)
+    node.want([Key(0, 1), Key(0, 3)], remove_others=True)  # as who keeps two and cannot read the one between
+    for _ in range(5):
+        node.work()
+        clock.advance(10.0)
+    assert len(storage.folders()) == 3
+    storage.step = None
+    assert scan(storage)[1].whole
 
 
 def test_a_step_with_a_file_that_is_not_ours_is_not_removed(tmp_path: Path) -> None:
