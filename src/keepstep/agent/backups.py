@@ -191,7 +191,8 @@ class NodeBackups:
             except Exception as error:  # of the cache: the launcher ends, or is short of something
                 if str(error) != failure:
                     failure = str(error)
-                    log.warning("backups: %s", error)
+                    ours = isinstance(error, CheckpointError | OSError)
+                    log.warning("backups: %s", error, exc_info=None if ours else error)
             self._wake.wait(_LOOK_S)
             self._wake.clear()
         self._own.close()
@@ -333,7 +334,14 @@ class NodeBackups:
                 break
             except Exception as error:  # of another node, of the cache: tried again
                 failure = f"{error}"[:400]
-                log.warning("%s of rank %d is not backed up here: %s", key_text(key), rank, error)
+                ours = isinstance(error, CheckpointError | OSError)
+                log.warning(
+                    "%s of rank %d is not backed up here: %s",
+                    key_text(key),
+                    rank,
+                    error,
+                    exc_info=None if ours else error,
+                )
         with self._guard:
             del self._transfers[rank]
             wait_s = min(2 * self._waits.get(rank, (0.0, _AGAIN_S[0] / 2, ""))[1], _AGAIN_S[1])

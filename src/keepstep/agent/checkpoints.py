@@ -24,6 +24,7 @@ from keepstep.checkpoint.persist import Persister
 from keepstep.checkpoint.persist_plan import PersistPlan
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.storage import open_storage
+from keepstep.core.errors import KeepstepError
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -131,7 +132,8 @@ class Checkpoints:
                 Exception
             ) as error:  # the cache goes before the agent when a run ends; memory or files run short
                 if str(error) != complaint:
-                    logger.warning("checkpoints: %s", error)
+                    ours = isinstance(error, KeepstepError | OSError)
+                    logger.warning("checkpoints: %s", error, exc_info=None if ours else error)
                 complaint = str(error)
             self._stopped.wait(_LOOK_S)
 

@@ -395,24 +395,7 @@ AgentMessage = (
 )
 LauncherMessage = Hello | Join | Found | Ended | Bye
 ClientMessage = Hello | Validate | Bye
-ToController = (
-    Hello
-    | Join
-    | Groups
-    | Heartbeat
-    | Found
-    | Profile
-    | States
-    | Reachable
-    | Probed
-    | Held
-    | Measured
-    | Shelves
-    | Locate
-    | Validate
-    | Ended
-    | Bye
-)
+ToController = AgentMessage | LauncherMessage | ClientMessage
 ToNode = (
     Welcome
     | Placement
