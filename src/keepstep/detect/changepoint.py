@@ -38,6 +38,8 @@ _DRIFT = 32
 _ABSURD = 1e150
 # Returning from a slow regime to the level before needs less proof than leaving it: relief is what comes next.
 _RELIEF_Z = 3.7
+# An iteration this many times longer than its neighbours is a stall (a hang that went by): an incident of its own.
+_STALL = 5
 # Proof needed beyond what a healthy level may wander, so that a small shift plus noise is no change.
 _WANDER_Z = 3.5
 
@@ -215,7 +217,7 @@ class ChangePointDetector:
             needed = max(floor, self._tail(z_needed * noise, sign > 0))
             if z_needed == self._z:
                 needed = max(needed, wander + self._tail(_WANDER_Z * noise, sign > 0))
-            if _clipped_mean(run, hits, needed, 6 * self._scale) > needed:
+            if _clipped_mean(run, hits, needed, 6 * self._scale, level) > needed:
                 z = sum(run) / length / max(needed, 1e-300) * self._z
                 found = self._verify(level, sign, _NORMAL.cdf(-min(z, 37.0)))
                 if found is not None:
@@ -310,16 +312,19 @@ def _leading(residuals: Iterable[float], wide: float) -> int:
     return sum(1 for _ in takewhile(lambda residual: abs(residual) > wide, residuals))
 
 
-def _clipped_mean(run: list[float], hits: int, needed: float, spike: float) -> float:
+def _clipped_mean(run: list[float], hits: int, needed: float, spike: float, level: float) -> float:
     """Mean of ``run``, clipped so that it passes ``needed`` only if about ``hits`` values lie near or beyond it.
 
-    Values beyond ``spike`` and twice the third largest are outliers (one or two bad iterations) and count as the third.
+    Values beyond ``spike`` and twice the third largest are outliers (one or two bad iterations) and count as the third;
+    a stall counts as none, because its echo in the next iteration and one more bad one would make a run of three.
     """
     cap = 1.1 * needed * len(run) / hits
     low = 0.0 if len(run) <= 8 else -needed
     third = sorted(run)[-3]
     outlier = max(spike, 2 * third)
-    return sum(min(cap, max(low, value if value <= outlier else third)) for value in run) / len(run)
+    stall = max(outlier, _STALL * (level + third) - level)
+    kept = (value if value <= outlier else third if value <= stall else 0.0 for value in run)
+    return sum(min(cap, max(low, value)) for value in kept) / len(run)
 
 
 def _split(values: list[tuple[int, float]], before: float, after: float) -> int:

@@ -52,6 +52,17 @@ def test_spikes_of_one_or_two_iterations_are_no_change(factor: float, width: int
     assert found_in(series) == []
 
 
+def test_a_hang_that_went_by_its_echo_and_a_pause_are_no_slowdown() -> None:
+    series = [*noisy([(0.197, 24)]), 6.11, 0.232, 0.196, 0.242, *noisy([(0.196, 12)], seed=2)]
+    assert found_in(series) == []
+
+
+def test_a_slowdown_that_begins_with_a_hang_is_found() -> None:
+    (onset,) = found_in([*noisy([(0.197, 24)]), 6.11, *noisy([(0.26, 12)], seed=2)])
+    assert abs(onset.index - 25) <= 1
+    assert onset.detected_at <= 28
+
+
 def test_an_onset_is_found_between_garbage_collections() -> None:
     series = noisy([(1.0, 150), (1.3, 60)])
     for place in range(7, len(series), 20):
