@@ -120,7 +120,7 @@ def test_a_validation_in_between_changes_no_bit(
 ) -> None:
     run = start(STEPS)
     until(lambda: run.steps() > 12)
-    answer = run.validate("--json")
+    answer = run.validate("--json", "--hold", "20")
     assert answer.returncode in (0, 1), answer.stderr
     outcome = json.loads(answer.stdout)
     _, err = run.finish()
@@ -214,7 +214,9 @@ def test_a_slow_link_between_hosts_is_named(tmp_path: Path) -> None:
         log = folder / "nodes/0/iterations.jsonl"
         until(lambda: log.exists() and len(log.read_text().splitlines()) > 12)
         with bed.links.inject(parse("slow link from node-b to node-c to 40mbit")[0]):
-            asking = hosts[0].start([sys.executable, "-m", "keepstep.cli", "validate", str(folder), "--json"])
+            asking = hosts[0].start(
+                [sys.executable, "-m", "keepstep.cli", "validate", str(folder), "--json", "--hold", "20"]
+            )
             answer = beds.collect({"asking": asking}, PATIENCE_S)["asking"]
         for job in jobs:
             assert job.poll() is None

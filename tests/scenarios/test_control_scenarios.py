@@ -15,7 +15,7 @@ Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
                                               or from the node
     held [nodes=0,1] [state=2]                how ranks stand to the last Hold (ring.orders.State; 2: held)
     measured [nodes=0,1] [rank=2] [link=0-1]  figures of the ranks that the last RunTests named; who is slow
-    validate [ranks=0-1]                      an operator asks
+    validate [ranks=0-1] [hold=5]             an operator asks
     lose node=0 role=agent                    its connection breaks
     ended node=0 code=0
     wait 1.5                                  ticks of 0.1 s
@@ -311,10 +311,10 @@ class Stage:
                 out += self.say(self.peer(f"agent{node}"), Measured(asked.number, asked.tests, node, told))
         return out
 
-    def do_validate(self, ranks: str = "") -> list[Effect]:
+    def do_validate(self, ranks: str = "", hold: str = "5") -> list[Effect]:
         peer = self.connect("operator", "client")
         chosen = expand_ranks(ranks) if ranks else ()
-        return self.say(peer, Hello("client", "laptop", -1, 7), Validate(chosen))
+        return self.say(peer, Hello("client", "laptop", -1, 7), Validate(chosen, float(hold)))
 
     def do_lose(self, node: str, role: str) -> list[Effect]:
         peer = self.peer(f"{role}{node}")

@@ -27,6 +27,15 @@ def validate(
     run: Annotated[str, typer.Argument(help="The run's folder, or its name under ./runs.")],
     ranks: Annotated[str, typer.Option("--ranks", help="Test these ranks only, e.g. 0-7,12.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
+    hold: Annotated[
+        float,
+        typer.Option(
+            "--hold",
+            min=wire.LEAST_HOLD_S,
+            max=wire.MOST_HOLD_S,
+            help="Seconds that the ranks may be held: more where hosts or links are slow to test.",
+        ),
+    ] = wire.LEAST_HOLD_S,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the outcome.")] = 120.0,
 ) -> int:
     """Compare devices and links while the training waits. Exit code 0: alike, 1: one stands out."""
@@ -35,13 +44,13 @@ def validate(
     from keepstep.report.validation import table
 
     logging.getLogger("keepstep.wire").addHandler(logging.NullHandler())  # told once, by the error
-    answer = _ask(run, _chosen(ranks), timeout)
+    answer = _ask(run, wire.Validate(_chosen(ranks), hold), timeout)
     if answer.outcome is None:
         raise RunError(f"{run}: not validated: {answer.refused}; the training goes on as before")
     if not any(one.devices or one.links for one in answer.outcome.figures):
         raise RunError(
             f"{run}: not validated: no rank's figures came in the {answer.outcome.held_s:.1f} s that it was held: "
-            "its hosts are too busy, or its devices hang; ask once more"
+            "its hosts are too busy, or its devices hang; ask once more, with a longer --hold"
         )
     if json:
         sys.stdout.write(msgspec.json.encode(answer.outcome).decode() + "\n")
@@ -57,7 +66,7 @@ def _chosen(text: str) -> tuple[int, ...]:
     return ranks
 
 
-def _ask(name: str, ranks: tuple[int, ...], timeout_s: float) -> wire.Validated:
+def _ask(name: str, question: wire.Validate, timeout_s: float) -> wire.Validated:
     """Ask the run's controller. Raises RunError when there is none or it does not answer in time."""
     found = open_run(name)
     run = found.describe()
@@ -76,7 +85,7 @@ def _ask(name: str, ranks: tuple[int, ...], timeout_s: float) -> wire.Validated:
         tls=wire.client_context(paths) if paths else None,
     )
     try:
-        client.send(wire.Validate(ranks))
+        client.send(question)
         until_s = time.monotonic() + timeout_s
         connected = False
         while time.monotonic() < until_s:

@@ -597,7 +597,7 @@ class Controller:
             self._effects.append(Send((peer,), Validated(refused=why)))
             return
         ranks = tuple(sorted(set(message.ranks))) or tuple(sorted(self.cluster.node_of))
-        self._validation, self._asker = ValidationCase(self, (ranks,), now_s), peer
+        self._validation, self._asker = ValidationCase(self, (ranks,), now_s, message.hold_s), peer
         self._finish_validation(now_s)
 
     def _tick_validation(self, now_s: float) -> None:

@@ -25,11 +25,11 @@ from keepstep.core.validation import (
 from keepstep.report.validation import of_device, of_link
 from keepstep.validate.judge import best_of, cause_of, judge
 from keepstep.validate.plan import transfers
-from keepstep.wire.messages import Held, Hold, Measured, Release, RunTests
+from keepstep.wire.messages import LEAST_HOLD_S, Held, Hold, Measured, Release, RunTests
 
 LEASE_S = 3.0
 RENEW_S = 0.5
-TESTS_S = 3.8  # for all rounds of tests, from the first rank that is held
+_OTHER_S = 1.2  # of a hold: not for tests, but for orders and figures on their way
 _LEAST_TESTS_S = 1.2  # where the last rank came late
 _ROUNDS = 3
 _LEAST_ROUND_S = 1.0  # left for a further one
@@ -47,9 +47,12 @@ HELD, MISSED, RELEASED, UNABLE = 2, 3, 4, 5
 class ValidationCase:
     """``outcome`` or ``refused`` is set once ``closed``."""
 
-    def __init__(self, desk: Desk, groups: Sequence[Sequence[int]], now_s: float) -> None:
-        """``groups``: members (global ranks) of the groups to test."""
+    def __init__(
+        self, desk: Desk, groups: Sequence[Sequence[int]], now_s: float, hold_s: float = LEAST_HOLD_S
+    ) -> None:
+        """``groups``: members (global ranks) of the groups to test. ``hold_s``: how long the job may be held."""
         self._desk = desk
+        self._tests_s = hold_s - _OTHER_S
         self._groups = tuple(tuple(members) for members in groups)
         self.tested = tuple(sorted({rank for members in self._groups for rank in members}))
         self.outcome: Validation | None = None
@@ -94,7 +97,7 @@ class ValidationCase:
                 self._deadline_s = now_s + self._gather_s
             if not self._tests and len(self._ready) == len(self._desk.cluster.node_of):
                 held_s = self._held_s if self._held_s is not None else now_s
-                self._tests_until_s = max(held_s + TESTS_S, now_s + _LEAST_TESTS_S)
+                self._tests_until_s = max(held_s + self._tests_s, now_s + _LEAST_TESTS_S)
                 self._test(self.tested, transfers(self._groups), now_s)
 
     def measured(self, message: Measured, node: Node, now_s: float) -> None:

@@ -11,7 +11,7 @@ from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures, Tran
 from keepstep.validate.devices import device_tests
 from keepstep.validate.links import MESSAGE_BYTES, Receiver, send
 
-MOST_LIMIT_S = 10.0
+MOST_LIMIT_S = 20.0
 MOST_TRANSFERS = 256
 _CPU_SCALE = 4  # messages are this much smaller between ranks that compute on the host
 _MOST_TEXT = 200

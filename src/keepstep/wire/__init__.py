@@ -32,6 +32,8 @@ from keepstep.wire.client import Client, ClientLimits, connect
 from keepstep.wire.counters import Counters
 from keepstep.wire.loops import loop_factory, run
 from keepstep.wire.messages import (
+    LEAST_HOLD_S,
+    MOST_HOLD_S,
     PROTOCOL,
     BackUp,
     Bye,
@@ -80,6 +82,8 @@ from keepstep.wire.tls import TlsPaths, client_context, server_context
 from keepstep.wire.violation import REASONS, Reason, Unproven, Violation
 
 __all__ = [
+    "LEAST_HOLD_S",
+    "MOST_HOLD_S",
     "PROTOCOL",
     "REASONS",
     "BackUp",

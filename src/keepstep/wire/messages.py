@@ -28,6 +28,7 @@ PROTOCOL = 1
 MOST_HELD_KEYS = 8  # of one rank on one node
 MOST_HELD_RANKS = 4096  # of which one node holds snapshots
 MOST_NODE_ENDPOINTS = 4
+LEAST_HOLD_S, MOST_HOLD_S = 5.0, 20.0  # of a validation
 
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 _Ranks = Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
@@ -212,9 +213,13 @@ class Locate(Message, frozen=True):
 
 
 class Validate(Message, frozen=True):
-    """An operator asks for a validation of these ranks, or of all. Answered by ``Validated``."""
+    """An operator asks for a validation of these ranks, or of all. Answered by ``Validated``.
+
+    ``hold_s``: how long the job may be held.
+    """
 
     ranks: tuple[int, ...] = ()
+    hold_s: Annotated[float, msgspec.Meta(ge=LEAST_HOLD_S, le=MOST_HOLD_S)] = LEAST_HOLD_S
 
 
 class Ended(Message, frozen=True):
