@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import msgspec
 
 from keepstep.checkpoint.cache import (
-    BACKING_SLOTS,
     SLOTS_PER_BACKUP,
     Board,
     GiveUp,
@@ -55,7 +54,6 @@ _AGAIN_S = (0.5, 30.0)  # after a transfer that failed; doubles
 _LOCATE_S = 10.0  # a new controller is there sooner
 _QUESTIONS = 10  # in this time
 _MOST_WAITING = 64
-_SLOTS = 2 + BACKING_SLOTS  # of a rank that is backed up, at least
 
 
 @dataclass(slots=True)
@@ -105,7 +103,7 @@ class NodeBackups:
         self._told_s = 0.0
         self._board: Board | None = None
         self._backed: set[int] = set()  # ranks of other nodes of which there may be something here
-        self._slots: dict[int, int] = {}  # how many a rank has, once it has any
+        self._able: dict[int, bool] = {}  # whether a rank has slots for backups, once it has any
         self._transfers: dict[int, _Transfer] = {}
         self._waits: dict[
             int, tuple[float, float, str]
@@ -239,7 +237,7 @@ class NodeBackups:
             backups,
             keep.pack() if keep else 0,
             first.pack() if first else 0,
-            all(self._has_slots(row.rank) for row in own),
+            all(self._is_able(row.rank) for row in own),
             self._server.endpoints,
             self._trouble(),
         )
@@ -249,14 +247,14 @@ class NodeBackups:
         with self._guard:
             return next((f"rank {rank}: {why}" for rank, (_, _, why) in sorted(self._waits.items())), "")
 
-    def _has_slots(self, rank: int) -> bool:
-        if rank not in self._slots:
+    def _is_able(self, rank: int) -> bool:
+        if rank not in self._able:
             answer = ask(self._address, Open(rank))
             Board(answer.board).close()
             for descriptor in answer.slots:
                 Slot(descriptor, apart=True).close()
-            self._slots[rank] = len(answer.slots)
-        return self._slots[rank] >= _SLOTS
+            self._able[rank] = answer.backed
+        return self._able[rank]
 
     def _tell(self, now: Shelves, now_s: float) -> None:
         told = self._told

@@ -156,19 +156,26 @@ def next_slot(
     return min(below)[1] if below else None
 
 
-def kept_slots(keys: Sequence[Key | None], backed_up: Key | None, first: Key | None) -> set[int]:
-    """The slots that backups need: what is backed up now, and the oldest snapshot from ``first`` on.
+def kept_slots(
+    keys: Sequence[Key | None],
+    backed_up: Key | None,
+    first: Key | None,
+    waiting: AbstractSet[int] = frozenset(),
+) -> set[int]:
+    """The slots not to be overwritten: those ``waiting`` for storage, and those that backups need.
 
-    None of them where there are not two more for the worker to take turns in.
+    Backups need what is backed up now, and the oldest snapshot from ``first`` on: both, the former, or none of them, as
+    long as two more are left for the worker to take turns in.
     """
-    kept = {index for index, key in enumerate(keys) if key is not None and key == backed_up}
-    later = [
-        (key, index)
-        for index, key in enumerate(keys)
-        if key is not None and first is not None and key >= first
-    ]
-    kept |= {min(later)[1]} if later else set()
-    return kept if len(keys) >= len(kept) + 2 else set()
+    kept = set(waiting)
+    later = min(
+        ((key, index) for index, key in enumerate(keys) if key and first and key >= first), default=None
+    )
+    backed = {index for index, key in enumerate(keys) if key and key == backed_up}
+    for needed in (backed, {later[1]} if later else set[int]()):
+        if len(keys) >= len(kept | needed) + 2:
+            kept |= needed
+    return kept
 
 
 def backup_slot(

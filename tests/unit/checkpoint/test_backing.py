@@ -45,6 +45,17 @@ def test_a_rank_gets_two_slots_more_where_there_is_room_for_all_of_it() -> None:
         assert len(ask(served.address, Reserve(backup_of(7), 1000, 2)).slots) == 2
 
 
+def test_slots_that_are_enough_for_backups_by_chance_are_not_for_backups() -> None:
+    with serving(1 << 20, Backing(ranks=1, copies=1)) as served:
+        seal_state(served.address, 0, {"w": "a" * 160_000}, Key(0, 2), slots=3)  # no room for two more
+        assert not ask(served.address, Reserve(0, 100, 4, keep=(0, 1, 2))).backed  # one more, for a fetch
+        with closing(Shelf(served.address, 0)) as shelf, closing(board_of(served)) as board:
+            shelf.settle(Key(0, 2))
+            assert board.kept() == (None, None)
+        assert ask(served.address, Reserve(1, 100, 3)).backed
+        assert ask(served.address, Open(1)).backed
+
+
 def test_without_backups_nobody_gets_more() -> None:
     with serving(1 << 20, Backing(ranks=2, copies=0)) as served:
         assert len(ask(served.address, Reserve(0, 1000, 2)).slots) == 2
