@@ -29,6 +29,7 @@ from keepstep.checkpoint.slots import Key, Record, read_record
 from keepstep.core.errors import CheckpointError
 
 ADDRESS = "KEEPSTEP_CACHE"  # environment of the workers: name of the socket
+NO_CACHE = "KEEPSTEP_NO_CACHE"  # the same where none could be made: why
 SLOTS_PER_RANK = 8
 SPARE_HEADER_BYTES = 1 << 16  # of a slot, for later snapshots whose plain values are a little longer
 MOST_RANKS = 1 << 20

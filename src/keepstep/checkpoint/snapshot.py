@@ -25,7 +25,7 @@ from keepstep.checkpoint.cadence import Cadence, Storing
 from keepstep.checkpoint.desk import DeskClient, desk_of
 from keepstep.checkpoint.optimizers import OptimizerWatch
 from keepstep.checkpoint.restoring import Restoring
-from keepstep.checkpoint.resume import Agreed, Row, Rows, begin, keys_of, resume, row_of
+from keepstep.checkpoint.resume import Agreed, Row, Rows, begin, keys_of, refuse, resume, row_of
 from keepstep.checkpoint.shelf import Shelf
 from keepstep.checkpoint.slots import Key, newest_common
 from keepstep.checkpoint.state import Span, StateHeader, encode_header, flatten, identity
@@ -210,7 +210,7 @@ class Snapshots:
         self.wait()
         rank = self._restoring().into(state)
         try:
-            agreed = self._talk(resume(rank, self._seat.incarnation))
+            agreed = talk(resume(rank, self._seat.incarnation), self._gather)
         except CheckpointError as error:
             raise rank.error or error from None
         if agreed.key is not None:
@@ -252,15 +252,6 @@ class Snapshots:
             say=self._say,
         )
 
-    def _talk(self, steps: Generator[Row, Rows, Agreed]) -> Agreed:
-        """Carry out what all ranks do together."""
-        row = next(steps)
-        while True:
-            try:
-                row = steps.send(self._gather(row))
-            except StopIteration as end:  # noqa: PERF203
-                return cast("Agreed", end.value)
-
     def _make_first_room(self, nbytes: int, data_bytes: int) -> None:
         self._shelf.make_room(nbytes)
         total = sum(slot.nbytes for slot in self._shelf.slots)
@@ -272,7 +263,7 @@ class Snapshots:
 
     def _begin_anew(self) -> None:
         """Agree with all ranks on what to keep until there is something newer."""
-        agreed = self._talk(begin(self._restoring(), self._seat.incarnation))
+        agreed = talk(begin(self._restoring(), self._seat.incarnation), self._gather)
         if agreed.given_up:
             self._say(agreed.given_up, every_rank=False)
         self._settle(agreed)
@@ -419,6 +410,40 @@ class Snapshots:
         if text not in self._told and (every_rank or self._seat.rank == 0):
             self._told.add(text)
             print(f"keepstep: {text}", file=sys.stderr, flush=True)
+
+
+class NoSnapshots:
+    """In place of `Snapshots` where the node has no cache: refuses, together with all ranks, so that none waits."""
+
+    def __init__(self, why: str, gather: Gather) -> None:
+        self._why, self._gather = why, gather
+
+    def register(self, state: Any) -> None:
+        """Left to the first `save` or `load`, which all ranks call."""
+
+    def save(self, state: Any, step: int, *, overlap: bool = True, persist: bool | None = None) -> None:
+        """Collective. Raises CheckpointError on every rank."""
+        talk(refuse(self._why), self._gather)
+
+    def load(self, state: Any) -> int | None:
+        """Collective. Raises CheckpointError on every rank."""
+        talk(refuse(self._why), self._gather)
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+    def end(self) -> None:
+        """There is nothing to end."""
+
+
+def talk(steps: Generator[Row, Rows, Agreed], gather: Gather) -> Agreed:
+    """Carry out what all ranks do together."""
+    row = next(steps)
+    while True:
+        try:
+            row = steps.send(gather(row))
+        except StopIteration as end:  # noqa: PERF203
+            return cast("Agreed", end.value)
 
 
 def with_state_dicts(state: Any) -> Any:

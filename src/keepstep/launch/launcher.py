@@ -31,6 +31,7 @@ from keepstep.launch.placement import (
     FAILURES_PER_DAY,
     INCARNATION,
     LAYOUT,
+    NO_CACHE,
     ORDERS,
     RING,
     RUN_DIR,
@@ -286,7 +287,11 @@ class Launcher:
         )
         self._follow(streams, ranks, restarts)
         self._workers.start(
-            {k: v for k, v in self._environ.items() if k not in (RING, ORDERS, RUN_DIR, CACHE, INCARNATION)}
+            {
+                k: v
+                for k, v in self._environ.items()
+                if k not in (RING, ORDERS, RUN_DIR, CACHE, NO_CACHE, INCARNATION)
+            }
         )
         self._describe()
         if job.watch and job.rendezvous.endpoint is None and self._controller is None:
@@ -336,7 +341,7 @@ class Launcher:
                 self._cache = (cache, CacheServer(cache))
         except (KeepstepError, OSError, ImportError) as error:
             self._warn(f"no checkpoints are kept in memory: {error}")
-            return {}
+            return {NO_CACHE: f"{self._job.node} has no cache, none could be made: {error}"}
         layout = {LAYOUT: self._job.layout} if self._job.layout else {}
         persisting: dict[str, str] = {}
         if self._job.persisting:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from keepstep.checkpoint import door
 from keepstep.checkpoint import snapshot as module
 from keepstep.checkpoint.cadence import Storing
 from keepstep.checkpoint.desk import DeskClient
@@ -456,3 +457,33 @@ def test_on_several_nodes_without_an_agent_the_own_cache_is_looked_at_and_that_i
     assert snapshots.load({"w": 1}) is None
     assert "no agent; only this node's cache is looked at" in capsys.readouterr().err
     snapshots.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("KEEPSTEP_NO_CACHE", "node-3 has no cache: too many open files", "node-3 has no cache"),
+        ("KEEPSTEP_CACHE", "keepstep-cache-nobody", "the cache of this node does not answer"),
+    ],
+)
+def test_without_a_cache_all_ranks_are_told_and_nothing_is_taken_for_a_beginning(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, why: str
+) -> None:
+    gathered: list[list[int]] = []
+
+    def gather(row: list[int]) -> list[list[int]]:
+        gathered.append(row)
+        return [row]
+
+    monkeypatch.delenv("KEEPSTEP_CACHE", raising=False)
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(door, "_open", [])
+    monkeypatch.setattr(door, "_gather", gather)
+    state = {"step": 1}
+    door.register(state)
+    assert gathered == []
+    for call in (lambda: door.load(state), lambda: door.save(state, 1)):
+        with pytest.raises(CheckpointError, match=why):
+            call()
+    door.wait()
+    assert len(gathered) == 2
