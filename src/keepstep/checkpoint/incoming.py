@@ -59,7 +59,10 @@ Room = Callable[[Record], Incoming]
 
 
 class StateSource(Protocol):
-    """Where the state of a rank can be had from when its node's cache lacks it. Calls block; not from an event loop."""
+    """Where the state of a rank can be had from when its node's cache lacks it.
+
+    Calls block, so not from an event loop, but not for ever: a source that hangs is out of reach.
+    """
 
     @property
     def where(self) -> str:

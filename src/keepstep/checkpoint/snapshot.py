@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -38,6 +39,7 @@ Gather = Callable[[Row], Rows]
 PATIENCE_S = 30.0
 _TURNS = 2
 _ALONE_S = 120.0
+_MOST_TOLD = 256  # lines that are not said again
 _POLL_S = 0.001
 _STORED_POLL_S = 0.05
 
@@ -110,7 +112,7 @@ class Snapshots:
         self._begun = self._saved = False
         self._last: Key | None = None
         self._flight: _Flight | None = None
-        self._told: set[str] = set()
+        self._told: deque[str] = deque(maxlen=_MOST_TOLD)
         self._watch = OptimizerWatch(self._before_step)
         self.skipped = 0
 
@@ -408,7 +410,7 @@ class Snapshots:
 
     def _say(self, text: str, *, every_rank: bool = True) -> None:
         if text not in self._told and (every_rank or self._seat.rank == 0):
-            self._told.add(text)
+            self._told.append(text)
             print(f"keepstep: {text}", file=sys.stderr, flush=True)
 
 
