@@ -27,12 +27,12 @@ from tests.unit.checkpoint.sealed_slots import seal_state, stands
 
 from keepstep import wire
 from keepstep.agent.backups import NeighbourSource, NodeBackups
-from keepstep.agent.paths import address_towards
 from keepstep.checkpoint.cache import Backing, Board, Cache, CacheServer, Reserve, Slot, ask
 from keepstep.checkpoint.incoming import Incoming
 from keepstep.checkpoint.shelf import Shelf
 from keepstep.checkpoint.slots import Key, Record, slot_bytes
 from keepstep.core.errors import CheckpointError
+from keepstep.core.own_address import address_towards
 from keepstep.ring import create
 
 PER_NODE = 2

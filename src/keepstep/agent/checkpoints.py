@@ -11,10 +11,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepstep.agent.backups import NeighbourSource, NodeBackups
 from keepstep.checkpoint.cached import CachedStates, follow
 from keepstep.checkpoint.desk import Desk, DeskServer, desk_of
 from keepstep.checkpoint.from_storage import StorageSource
@@ -58,13 +59,13 @@ class Place:
 
 
 class Checkpoints:
-    """Desk and persister of one node. ``neighbours`` are asked before storage."""
+    """Desk and persister of one node. Other nodes are asked before storage where there are ``backups``."""
 
-    def __init__(self, place: Place, neighbours: Sequence[StateSource] = ()) -> None:
+    def __init__(self, place: Place, backups: NodeBackups | None = None) -> None:
         """Raises KeepstepError: the storage cannot be reached from this installation."""
-        self._place = place
-        self.states = CachedStates(place.cache, place.ranks)
-        sources = [*neighbours]
+        self._place, self._backups = place, backups
+        self.states = backups.states if backups else CachedStates(place.cache, place.ranks)
+        sources: list[StateSource] = [NeighbourSource(backups)] if backups else []
         self._persister: Persister | None = None
         if place.storage:
             storage = open_storage(place.storage)
@@ -76,7 +77,7 @@ class Checkpoints:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._declared: tuple[frozenset[Key], bool] = (frozenset(), False)
-        self._told: tuple[object, ...] = ()
+        self._told: tuple[list[Key], Key | None, list[str]] | None = None
         self._tell_s = 0.0
 
     def start(self) -> None:
@@ -84,8 +85,8 @@ class Checkpoints:
         self._desk.start()
         if self._persister:
             self._persister.start()
-            self._thread = threading.Thread(target=self._run, name="keepstep-checkpoints", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="keepstep-checkpoints", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """End soon. What is on its way to storage stays wanted, in the cache; the next agent begins it anew."""
@@ -98,7 +99,9 @@ class Checkpoints:
 
     def look(self) -> None:
         """Once: what is wanted by what the workers sealed; what is on storage is let go."""
-        assert self._persister
+        if self._persister is None:
+            self._tell((), None)
+            return
         for key, rank in self._persister.damaged():
             if self.states.drop(key, rank):
                 logger.error("%s of rank %d is damaged in the cache, and given up", key_text(key), rank)
@@ -128,23 +131,26 @@ class Checkpoints:
             try:
                 self.look()
                 complaint = ""
-            except (
-                Exception
-            ) as error:  # the cache goes before the agent when a run ends; memory or files run short
+            except Exception as error:  # the cache ends before the agent; memory or files run short
                 if str(error) != complaint:
                     ours = isinstance(error, KeepstepError | OSError)
                     logger.warning("checkpoints: %s", error, exc_info=None if ours else error)
                 complaint = str(error)
+                pending = self._told[0] if self._told else ()
+                self._tell(pending, self._persister.whole if self._persister else None, complaint)
             self._stopped.wait(_LOOK_S)
 
-    def _tell(self, pending: Collection[Key], whole: Collection[Key] | None) -> None:
-        """Write for `keepstep status` how it stands."""
-        assert self._persister
+    def _tell(self, pending: Collection[Key], whole: Collection[Key] | None, failure: str = "") -> None:
+        """Write for `keepstep status` how it stands. ``failure``: why the cache cannot be looked at."""
         if time.monotonic() < self._tell_s:
             return
-        troubles = self._persister.troubles()
+        troubles = [failure] if failure else []
+        if self._backups and (trouble := self._backups.trouble()):
+            troubles.append(f"backups: {trouble}")
+        if self._persister:
+            troubles += self._persister.troubles()
         told = (sorted(pending), max(whole or (), default=None), troubles)
-        if told == self._told:
+        if told == self._told or not (self._told or self._persister or troubles):
             return
         self._told, self._tell_s = told, time.monotonic() + _TELL_S
         write(

@@ -31,7 +31,6 @@ from keepstep.core.errors import CheckpointError
 ADDRESS = "KEEPSTEP_CACHE"  # environment of the workers: name of the socket
 NO_CACHE = "KEEPSTEP_NO_CACHE"  # the same where none could be made: why
 SLOTS_PER_RANK = 8
-SPARE_HEADER_BYTES = 1 << 16  # of a slot, for later snapshots whose plain values are a little longer
 MOST_RANKS = 1 << 20
 MOST_OWNERS = 2 * MOST_RANKS  # a rank that runs here, or the backup of one that runs elsewhere
 BACKING_SLOTS = (
@@ -277,6 +276,11 @@ class Answer(NamedTuple):
     used_bytes: int
     limit_bytes: int
     backed: bool
+
+    def close(self) -> None:
+        """Close all of it."""
+        for descriptor in (self.board, *self.slots):
+            os.close(descriptor)
 
 
 def ask(address: str, request: Open | Reserve | GiveUp) -> Answer:

@@ -85,10 +85,9 @@ class StorageSource:
             )
             with room(record) as incoming:
                 body = incoming.body
-                at = _aligned(header.data_bytes)
-                body[at : at + len(text)] = text
-                at += _aligned(len(text))
-                body[at : at + len(table)] = table
+                for begin, part in ((record.header_at, text), (record.table_at, table)):
+                    at = begin - native.DATA_OFFSET
+                    body[at : at + len(part)] = part
                 with body[: header.data_bytes] as data:
                     common.fill(reader, data)
                 incoming.seal()
@@ -202,7 +201,3 @@ def _copied(future: Future[memoryview], target: memoryview) -> bool:
     for at in range(0, len(target), CHUNK_BYTES):  # in parts: a copy keeps all other threads waiting
         target[at : at + CHUNK_BYTES] = source[at : at + CHUNK_BYTES]
     return True
-
-
-def _aligned(count: int) -> int:
-    return -(-count // 64) * 64

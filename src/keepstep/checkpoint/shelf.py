@@ -165,11 +165,6 @@ class Shelf:
         )
         self._populating.start()
 
-    def populated(self) -> None:
-        """Wait until all slots have their pages."""
-        if self._populating:
-            self._populating.join()
-
     def close(self) -> None:
         """Unmap everything; the cache keeps it."""
         self.stop_populating()

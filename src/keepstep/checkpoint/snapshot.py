@@ -21,14 +21,14 @@ import msgspec
 import torch
 
 from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
-from keepstep.checkpoint.cache import SPARE_HEADER_BYTES, gib
+from keepstep.checkpoint.cache import gib
 from keepstep.checkpoint.cadence import Cadence, Storing
 from keepstep.checkpoint.desk import DeskClient, desk_of
 from keepstep.checkpoint.optimizers import OptimizerWatch
 from keepstep.checkpoint.restoring import Restoring
 from keepstep.checkpoint.resume import Agreed, Row, Rows, begin, keys_of, refuse, resume, row_of
 from keepstep.checkpoint.shelf import Shelf
-from keepstep.checkpoint.slots import Key, newest_common
+from keepstep.checkpoint.slots import Key, Record, newest_common, slot_bytes
 from keepstep.checkpoint.state import Span, StateHeader, encode_header, flatten, identity
 from keepstep.core.errors import CheckpointError
 from keepstep.core.ranges import fold_ranks
@@ -114,7 +114,6 @@ class Snapshots:
         self._flight: _Flight | None = None
         self._told: deque[str] = deque(maxlen=_MOST_TOLD)
         self._watch = OptimizerWatch(self._before_step)
-        self.skipped = 0
 
     def register(self, state: Any) -> None:
         """Get memory for snapshots of a state as large as this one; the kernel gives it in the background.
@@ -125,10 +124,6 @@ class Snapshots:
         if not self._shelf.slots:
             header, _, text = self._flatten(state, 0)
             self._make_first_room(_slot_bytes(header, text), header.data_bytes)
-
-    def populated(self) -> None:
-        """Wait until all memory that was asked for is there."""
-        self._shelf.populated()
 
     def save(self, state: Any, step: int, *, overlap: bool = True, persist: bool | None = None) -> None:
         """Take a snapshot of ``state`` as it is now: ``step`` steps are done. All ranks save the same steps.
@@ -171,7 +166,6 @@ class Snapshots:
             self._make_first_room(nbytes, header.data_bytes)
         index = self._slot()
         if index is None:
-            self.skipped += 1
             self._say(
                 f"step {step} is not kept: {f'after {PATIENCE_S:g} s ' if self._seat.one_node else ''}not all ranks "
                 "hold a newer snapshot than the oldest of this rank, or it is being read; do all ranks save the same "
@@ -460,6 +454,6 @@ def with_state_dicts(state: Any) -> Any:
 
 
 def _slot_bytes(header: StateHeader, text: bytes) -> int:
-    """Of a slot for this state and for later ones whose plain values are a little longer."""
-    spare = max(SPARE_HEADER_BYTES, len(text) // 4)
-    return native.slot_bytes(header.data_bytes, len(text) + spare, len(header.storages))
+    """Of a slot for this state and later ones."""
+    record = Record(header.step, header.incarnation, header.data_bytes, len(text), len(header.storages), 0)
+    return slot_bytes(record, spare=True)

@@ -167,35 +167,6 @@ def read_shard(
     return StoredShard(header, data)
 
 
-def newest(
-    storage: StorageReader,
-    rank: int,
-    *,
-    world_size: int,
-    key: Key | None = None,
-    into: Callable[[int], memoryview] | None = None,
-) -> tuple[StoredShard | None, list[str]]:
-    """The newest step (or the one given) whose part of this rank is sound, and why newer ones are not.
-
-    Raises:
-        CheckpointError: the storage cannot be listed.
-    """
-    refused: list[str] = []
-    for step in [look(storage, key)] if key else scan(storage):
-        if step.manifest is None or step.problems:
-            refused.extend(step.problems[:1])
-        elif step.manifest.world_size != world_size:
-            refused.append(
-                f"{folder_name(step.key)}: was saved by {step.manifest.world_size} ranks, the job has {world_size}"
-            )
-        else:
-            try:
-                return read_shard(storage, step.manifest, rank, into), refused
-            except CheckpointError as error:
-                refused.append(str(error))
-    return None, refused
-
-
 def header_of(storage: StorageReader, manifest: Manifest, rank: int) -> tuple[ShardFile, StateHeader]:
     """What is said of a rank's state, verified. Raises CheckpointError naming the file."""
     folder, name = folder_name(manifest.key), header_file(rank)

@@ -101,11 +101,12 @@ class Backups:
             for rank, shelf in self._shelves.items()
             if rank not in self._lost
         }
-        orders = self.plan.orders(homes.keys(), stocks)
+        domains = {rank: node.failure_domain for rank, node in cluster.nodes.items()}
+        orders = self.plan.orders(homes.keys(), stocks, domains)
         said: list[tuple[int, BackUp]] = []
         for rank, order in orders.items():
             peer = cluster.nodes[rank].agent
-            message = self._message(order, cluster, homes)
+            message = self._message(order, homes)
             if peer is not None and self._sent.get(peer) != message:
                 self._sent[peer] = message
                 said.append((peer, message))
@@ -165,14 +166,13 @@ class Backups:
             and len(self._lost) < len(nodes)
         )
 
-    def _message(self, order: Order, cluster: Cluster, homes: Mapping[int, Sequence[int]]) -> BackUp:
+    def _message(self, order: Order, homes: Mapping[int, Sequence[int]]) -> BackUp:
         pulls: list[Pull] = []
         for home, holders in order.pulls:
             here = [one for one in holders if self._shelves[one].message.endpoints][:MOST_NODE_ENDPOINTS]
             pulls.append(
                 Pull(
                     tuple(homes[home]),
-                    tuple(cluster.nodes[one].name for one in here),
                     tuple(self._shelves[one].message.endpoints for one in here),
                 )
             )

@@ -384,7 +384,7 @@ class Controller:
         self.backups.forget(node.rank)
         if node.agent_pid != hello.pid:
             node.agent_pid, node.agent_starts = hello.pid, node.agent_starts + 1
-        node.agent, node.left = peer, False
+        node.agent, node.left, node.failure_domain = peer, False, hello.failure_domain
         node.heard_s, node.mute, node.silent = now_s, False, False
 
     def _heartbeat(self, peer: int, sender: _Peer, beat: Heartbeat, now_s: float) -> None:

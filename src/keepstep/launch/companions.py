@@ -210,6 +210,7 @@ def agent_command(
     if cache and job.checkpoint_backups and job.max_nodes > 1:
         command += ["--backups", str(job.checkpoint_backups)]
         command += ["--backup-rate", f"{job.checkpoint_backup_rate:g}"] if job.checkpoint_backup_rate else []
+        command += [f"--failure-domain={job.failure_domain}"] if job.failure_domain else []
     for rank, path in sorted(rings.items()):
         command += ["--ring", f"{rank}={path}"]
     for rank, path in sorted(orders.items()):

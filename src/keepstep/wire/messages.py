@@ -28,12 +28,14 @@ PROTOCOL = 1
 MOST_HELD_KEYS = 8  # of one rank on one node
 MOST_HELD_RANKS = 4096  # of which one node holds snapshots
 MOST_NODE_ENDPOINTS = 4
+MOST_LABEL = 100  # characters of a failure domain's name
 
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 _Ranks = Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
 _Key = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]  # `checkpoint.slots.Key`, packed
 _NoKey = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # 0: none
 _Endpoints = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MOST_NODE_ENDPOINTS)]
+_Label = Annotated[str, msgspec.Meta(max_length=MOST_LABEL)]
 _Line = Annotated[str, msgspec.Meta(max_length=500)]
 
 
@@ -53,6 +55,7 @@ class Hello(Message, frozen=True):
     pid: int
     incarnation: int = 0
     protocol: int = PROTOCOL
+    failure_domain: _Label = ""  # of an agent's node
 
 
 class Join(Message, frozen=True):
@@ -315,10 +318,9 @@ class Release(Message, frozen=True):
 
 
 class Pull(msgspec.Struct, frozen=True, array_like=True):
-    """Ranks whose states of the target are to be brought, and who has them; the first is asked first."""
+    """Ranks whose states of the target are to be brought, and where nodes that have them give them, the best first."""
 
     ranks: _Ranks
-    nodes: Annotated[tuple[str, ...], msgspec.Meta(max_length=MOST_NODE_ENDPOINTS)]
     endpoints: Annotated[tuple[_Endpoints, ...], msgspec.Meta(max_length=MOST_NODE_ENDPOINTS)]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from tests.unit.checkpoint.conftest import Served, serving
 from tests.unit.checkpoint.sealed_slots import seal_state, stands
 
 from keepstep.agent.backups import NeighbourSource, NodeBackups
+from keepstep.agent.checkpoints import FILE, Checkpoints, Place
 from keepstep.checkpoint.cache import Backing, Board, Open, Reserve, Slot, ask, backup_of
 from keepstep.checkpoint.incoming import Incoming
 from keepstep.checkpoint.shelf import Shelf
@@ -277,3 +280,26 @@ def test_a_damaged_source_is_said_and_never_counts(nodes: Nodes) -> None:
     assert backed_up_on(nodes, 1, 0) == {}
     for slot in slots:
         slot.close()
+
+
+def test_a_cache_that_cannot_be_looked_at_is_told_and_what_was_told_before_stands(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.save(1)
+    nodes.until_complete(1)
+    agent = nodes.agents[1]
+
+    def fails(owner: int) -> frozenset[Key]:
+        raise CheckpointError("too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(agent.states, "held", fails)
+        assert nodes.until(nodes.backups.waits) == "node 1: too many open files"
+        assert nodes.backups.plan.complete == Key(0, 1)
+        place = Place(nodes.caches[1].address, (2, 3), 1, 6, tmp_path)
+        told_by = Checkpoints(place, agent)
+        told_by.look()
+        told_by.stop()
+        told = json.loads((tmp_path / FILE).read_text())
+        assert told["troubles"] == ["backups: too many open files"]
+    nodes.until(lambda: not nodes.backups.waits())

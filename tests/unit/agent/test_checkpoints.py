@@ -158,6 +158,23 @@ def test_training_goes_on_with_a_full_disk_and_nothing_wanted_is_lost(make) -> N
     assert node.stored() == [Key(0, 2), Key(0, 10)]
 
 
+def test_a_cache_that_cannot_be_looked_at_is_told(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = make(every=2)
+    node.worker.do("save", 1)
+    node.worker.do("save", 2)
+    node.agents[-1].look()
+
+    def fails() -> None:
+        node.agents[-1]._stopped.set()
+        raise KeepstepError("too many open files")
+
+    monkeypatch.setattr(node.agents[-1].states, "wished", fails)
+    node.agents[-1]._tell_s = 0.0
+    node.agents[-1]._run()
+    told = json.loads((node.place.folder / FILE).read_text())
+    assert (told["on_the_way"], told["troubles"]) == ([2], ["too many open files"])
+
+
 def test_a_damaged_snapshot_is_given_up_and_later_ones_go_on(make, served: Served) -> None:
     node = make(every=2)
     node.worker.do("save", 1)

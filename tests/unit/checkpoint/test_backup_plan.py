@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep.checkpoint.backup_plan import BackupPlan, Order, Stock, places_of, ring_of
-from keepstep.checkpoint.slots import Key, backup_slot, kept_slots
+from keepstep.checkpoint.slots import Key, free_slots, kept_slots
 
 
 def keys(*steps: int) -> frozenset[Key]:
@@ -103,7 +103,8 @@ def test_a_slot_that_waits_for_storage_is_none_of_the_two() -> None:
 
 
 def test_a_backup_never_overwrites_what_is_kept_or_on_its_way() -> None:
-    assert backup_slot([None, Key(0, 2)], Key(0, 2), Key(0, 5)) == 0
-    assert backup_slot([Key(0, 2), Key(0, 4)], Key(0, 2), Key(0, 5)) == 1
-    assert backup_slot([Key(0, 2), Key(0, 5)], Key(0, 2), Key(0, 5)) is None
-    assert backup_slot([Key(0, 1), Key(0, 2)], Key(0, 2), Key(0, 5), {0}) is None
+    assert free_slots([None, Key(0, 2)], (Key(0, 2), Key(0, 5))) == [0]
+    assert free_slots([Key(0, 2), Key(0, 4)], (Key(0, 2), Key(0, 5))) == [1]
+    assert free_slots([Key(0, 2), Key(0, 5)], (Key(0, 2), Key(0, 5))) == []
+    assert free_slots([Key(0, 4), Key(0, 1), None], (None, Key(0, 5))) == [2, 1, 0]
+    assert free_slots([Key(0, 4), None, Key(0, 1), None]) == [1, 3]

@@ -172,7 +172,8 @@ def test_an_empty_slot_that_is_read_does_not_hide_an_older_one(served) -> None: 
 def test_room_is_made_without_losing_the_other_slot(served) -> None:  # type: ignore[no-untyped-def]
     shelf = Shelf(served.address, 0)
     shelf.make_room(MIB)
-    shelf.populated()
+    assert shelf._populating
+    shelf._populating.join()
     blocks = [os.fstat(descriptor).st_blocks * 512 for descriptor in served.cache.slots(0)]
     assert blocks == [MIB, MIB]
     shelf.slots[1].memory[9000] = 7
