@@ -19,7 +19,7 @@ from keepstep.checkpoint.slots import Key, free_slots, kept_slots, newest_common
 from keepstep.control.backups import Backups
 from keepstep.control.cluster import Cluster
 from keepstep.core.summary import Endpoint
-from keepstep.wire.messages import BackUp, RankKeys, Shelves
+from keepstep.wire.messages import BackUp, Inventory, RankKeys
 
 SLOTS = 4
 
@@ -57,7 +57,7 @@ class Node:
     agent: int = 0  # counts its agents; 0: none is there
     connection: int = 0
     order: BackUp | None = None
-    told: Shelves | None = None
+    told: Inventory | None = None
     bringing: set[int] = field(default_factory=set)
 
     def held(self, rank: int) -> set[Key]:
@@ -175,7 +175,7 @@ class Job:
         if node.order:
             node.keep, node.first = Key.unpack(node.order.keep), Key.unpack(node.order.first)
             self.carry_out(node, node.order)
-        now = Shelves(
+        now = Inventory(
             node.rank,
             self.rows((rank, self.board(node.own, rank)) for rank in node.ranks),
             self.rows((rank, self.board(node.backups, rank)) for rank in sorted(node.backups)),

@@ -29,12 +29,12 @@ from keepstep.core.summary import Endpoint
 from keepstep.wire.messages import (
     MOST_HELD_KEYS,
     BackUp,
-    Holding,
+    Holder,
+    Inventory,
     Locate,
     Located,
     Message,
     RankKeys,
-    Shelves,
 )
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class NodeBackups:
         self._order: BackUp | None = None
         self._wanted_addresses: set[str] = set()
         self._failed_addresses: set[str] = set()
-        self._told: Shelves | None = None
+        self._told: Inventory | None = None
         self._told_s = 0.0
         self._backed: set[int] | None = None  # ranks of other nodes of which there may be something here
         self._failure = ""  # why the cache cannot be looked at
@@ -135,7 +135,7 @@ class NodeBackups:
 
     # From any other thread; these wait.
 
-    def locate(self, rank: int) -> list[Holding]:
+    def locate(self, rank: int) -> list[Holder]:
         """Which other nodes hold snapshots of a rank. Raises CheckpointError: the controller does not answer."""
         with self._guard:
             if len(self._questions) >= _MOST_WAITING:
@@ -156,7 +156,7 @@ class NodeBackups:
         return [
             one
             for answer in answers
-            for one in answer.holdings
+            for one in answer.holders
             if one.rank == rank and one.node_rank != self._node_rank
         ]
 
@@ -218,11 +218,11 @@ class NodeBackups:
             self._failed_addresses.add(address)
             log.info("no states are given on %s: %s", address, error)
 
-    def _inventory(self, backed: set[int]) -> Shelves:
+    def _inventory(self, backed: set[int]) -> Inventory:
         keep, first = self.states.board.kept()
         own = _rows((rank, self.states.held(rank)) for rank in self._ranks)
         backups = _rows((rank, self.states.held(backup_of(rank))) for rank in sorted(backed))
-        return Shelves(
+        return Inventory(
             self._node_rank,
             own,
             backups,
@@ -240,7 +240,7 @@ class NodeBackups:
             self._able[rank] = answer.backed
         return self._able[rank]
 
-    def _tell(self, now: Shelves, now_s: float) -> None:
+    def _tell(self, now: Inventory, now_s: float) -> None:
         told = self._told
         if now == told:
             return
@@ -409,17 +409,17 @@ def _rows(held: Iterable[tuple[int, frozenset[Key]]]) -> tuple[RankKeys, ...]:
     )
 
 
-def _decisive(shelves: Shelves) -> tuple[Shelves, list[tuple[int, bool, int]]]:
+def _decisive(inventory: Inventory) -> tuple[Inventory, list[tuple[int, bool, int]]]:
     """What the controller's next decision depends on; that workers go on saving is told less often."""
     kept = [
         (
             row.rank,
-            shelves.keep in row.keys,
-            min((word for word in row.keys if word >= shelves.first), default=0),
+            inventory.keep in row.keys,
+            min((word for word in row.keys if word >= inventory.first), default=0),
         )
-        for row in shelves.own
+        for row in inventory.own
     ]
-    return msgspec.structs.replace(shelves, own=()), kept if shelves.first else []
+    return msgspec.structs.replace(inventory, own=()), kept if inventory.first else []
 
 
 def _stop(transfer: _Transfer) -> None:

@@ -1,4 +1,4 @@
-"""The agent's part in checkpoints: the desk for its node's workers, and what brings wanted steps to storage.
+"""The agent's part in checkpoints: the restore service for its node's workers, and what brings wanted steps to storage.
 
 All of it runs in threads of its own: reading, writing and listing may take as long as a store or a network likes, and
 the agent's polls never wait for that.
@@ -17,12 +17,12 @@ from pathlib import Path
 
 from keepstep.agent.backups import NeighbourSource, NodeBackups
 from keepstep.checkpoint.cached import CachedStates, follow
-from keepstep.checkpoint.desk import Desk, DeskServer, desk_of
 from keepstep.checkpoint.from_storage import StorageSource
 from keepstep.checkpoint.incoming import StateSource
 from keepstep.checkpoint.manifest import key_text
 from keepstep.checkpoint.persist import Persister
 from keepstep.checkpoint.persist_plan import PersistPlan
+from keepstep.checkpoint.restore_service import RestoreServer, RestoreService, restore_address
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.storage import open_storage
 from keepstep.core.errors import KeepstepError
@@ -59,7 +59,7 @@ class Place:
 
 
 class Checkpoints:
-    """Desk and persister of one node. Other nodes are asked before storage where there are ``backups``."""
+    """RestoreService and persister of one node. Other nodes are asked before storage where there are ``backups``."""
 
     def __init__(self, place: Place, backups: NodeBackups | None = None) -> None:
         """Raises KeepstepError: the storage cannot be reached from this installation."""
@@ -72,8 +72,8 @@ class Checkpoints:
             sources.append(StorageSource(storage, place.world_size))
             plan = PersistPlan(place.ranks, leader=place.node_rank == 0, seed=place.node_rank)
             self._persister = Persister(plan, storage, self.states.source, world_size=place.world_size)
-        desk = Desk(place.ranks, sources, self.states.held, self.states.filling)
-        self._desk = DeskServer(desk_of(place.cache), desk)
+        service = RestoreService(place.ranks, sources, self.states.held, self.states.filling)
+        self._service = RestoreServer(restore_address(place.cache), service)
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._declared: tuple[frozenset[Key], bool] = (frozenset(), False)
@@ -82,7 +82,7 @@ class Checkpoints:
 
     def start(self) -> None:
         """Begin, in threads."""
-        self._desk.start()
+        self._service.start()
         if self._persister:
             self._persister.start()
         self._thread = threading.Thread(target=self._run, name="keepstep-checkpoints", daemon=True)
@@ -90,7 +90,7 @@ class Checkpoints:
 
     def stop(self) -> None:
         """End soon. What is on its way to storage stays wanted, in the cache; the next agent begins it anew."""
-        self._desk.stop()
+        self._service.stop()
         self._stopped.set()
         if self._persister:
             self._persister.stop(_STOP_S)

@@ -23,11 +23,11 @@ import torch
 from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
 from keepstep.checkpoint.cache import gib
 from keepstep.checkpoint.cadence import Cadence, Storing
-from keepstep.checkpoint.desk import DeskClient, desk_of
 from keepstep.checkpoint.optimizers import OptimizerWatch
+from keepstep.checkpoint.rank_slots import RankSlots
+from keepstep.checkpoint.restore_service import RestoreClient, restore_address
 from keepstep.checkpoint.restoring import Restoring
 from keepstep.checkpoint.resume import Agreed, Row, Rows, begin, keys_of, refuse, resume, row_of
-from keepstep.checkpoint.shelf import Shelf
 from keepstep.checkpoint.slots import Key, Record, newest_common, slot_bytes
 from keepstep.checkpoint.state import Span, StateHeader, encode_header, flatten, identity
 from keepstep.core.errors import CheckpointError
@@ -100,12 +100,12 @@ class Snapshots:
         """
         self._seat, self._gather, self._process = seat, gather, os.getpid()
         self._slots = slots or (_TURNS if storing is None else _TURNS + 1)
-        self._shelf = Shelf(address, seat.rank, count=self._slots)
+        self._cache = RankSlots(address, seat.rank, count=self._slots)
         self._threads = threads or max(1, min(4, len(os.sched_getaffinity(0)) // seat.local_world_size))
         self._incarnation = seat.incarnation
         self._storing = storing
         self._cadence = Cadence(storing) if storing else None
-        self._desk = DeskClient(desk_of(address)) if elsewhere or storing else None
+        self._service = RestoreClient(restore_address(address)) if elsewhere or storing else None
         self._blocked_s = 0.0
         self._unkept: Key | None = None  # was to go to storage, and was not even saved
         self._alone: dict[Key, float] = {}  # waits for storage here and not with all others, since when
@@ -121,7 +121,7 @@ class Snapshots:
         Raises:
             CheckpointError: the state cannot be saved, or does not fit into the node's memory.
         """
-        if not self._shelf.slots:
+        if not self._cache.slots:
             header, _, text = self._flatten(state, 0)
             self._make_first_room(_slot_bytes(header, text), header.data_bytes)
 
@@ -158,11 +158,11 @@ class Snapshots:
         if self._last is not None and key <= self._last:
             raise CheckpointError(f"step {step} after step {self._last.step}: steps must grow between saves")
         if self._cadence:
-            self._cadence.note(step, begun_s, blocked_s, pending=bool(self._shelf.wanted()))
+            self._cadence.note(step, begun_s, blocked_s, pending=bool(self._cache.wanted()))
         wanted = self._is_wanted(step, persist)
         self._unkept = key if wanted else self._unkept
         nbytes = _slot_bytes(header, text)
-        if not self._shelf.slots:
+        if not self._cache.slots:
             self._make_first_room(nbytes, header.data_bytes)
         index = self._slot()
         if index is None:
@@ -172,13 +172,13 @@ class Snapshots:
                 "steps?"
             )
             return
-        if self._shelf.slots[index].nbytes < nbytes:
+        if self._cache.slots[index].nbytes < nbytes:
             try:
-                self._shelf.make_room(nbytes, index)
+                self._cache.make_room(nbytes, index)
             except CheckpointError:
-                self._shelf.slots[index].unlock()
+                self._cache.slots[index].unlock()
                 raise
-        self._shelf.slots[index].want(key if wanted else None)
+        self._cache.slots[index].want(key if wanted else None)
         self._start(header, spans, text, index, key, overlap)
         self._unkept = None if wanted else self._unkept
         self._last = key
@@ -190,7 +190,7 @@ class Snapshots:
         if flight is not None and self._process == os.getpid():  # a forked child has none of the threads
             begun_s = time.monotonic()
             flight.native.wait()
-            self._shelf.slots[flight.slot].unlock()
+            self._cache.slots[flight.slot].unlock()
             self._flight = None
             self._blocked_s += time.monotonic() - begun_s
 
@@ -228,32 +228,32 @@ class Snapshots:
         """Wait, and stop all threads: one that is in native code while the interpreter ends brings the process down."""
         self.wait()
         if self._process == os.getpid():
-            self._shelf.stop_populating()
+            self._cache.stop_populating()
 
     def close(self) -> None:
         """Wait, and let go of the cache, which keeps what it has."""
         self.wait()
         self._watch.close()
-        self._shelf.close()
+        self._cache.close()
 
     def _restoring(self) -> Restoring:
         return Restoring(
-            self._shelf,
+            self._cache,
             self._seat.rank,
             self._seat.world_size,
             slots=self._slots,
-            desk=self._desk,
+            service=self._service,
             required=self._storing is not None,
             threads=self._threads,
             say=self._say,
         )
 
     def _make_first_room(self, nbytes: int, data_bytes: int) -> None:
-        self._shelf.make_room(nbytes)
-        total = sum(slot.nbytes for slot in self._shelf.slots)
+        self._cache.make_room(nbytes)
+        total = sum(slot.nbytes for slot in self._cache.slots)
         self._say(
-            f"{len(self._shelf.slots)} snapshots of rank {self._seat.rank} take {gib(total)} "
-            f"({total / max(1, data_bytes):.1f} × its state) of the {gib(self._shelf.limit_bytes)} that the node gives",
+            f"{len(self._cache.slots)} snapshots of rank {self._seat.rank} take {gib(total)} "
+            f"({total / max(1, data_bytes):.1f} × its state) of the {gib(self._cache.limit_bytes)} that the node gives",
             every_rank=False,
         )
 
@@ -265,7 +265,7 @@ class Snapshots:
         self._settle(agreed)
 
     def _settle(self, agreed: Agreed) -> None:
-        self._shelf.settle(agreed.key, agreed.pending, wanted=agreed.wanted)
+        self._cache.settle(agreed.key, agreed.pending, wanted=agreed.wanted)
         self._incarnation, self._last, self._begun = agreed.incarnation, agreed.key, True
         if self._cadence:
             self._cadence.begin(agreed.key.step if agreed.key else 0)
@@ -284,8 +284,8 @@ class Snapshots:
         while True:
             rows = self._gather(
                 row_of(
-                    self._shelf.wanted(),
-                    len(self._shelf.wanted()) >= self._slots - _TURNS,
+                    self._cache.wanted(),
+                    len(self._cache.wanted()) >= self._slots - _TURNS,
                     time.monotonic() >= deadline_s,
                     self._cadence.proposal(),
                     self._unkept.pack() if self._unkept else 0,
@@ -310,19 +310,19 @@ class Snapshots:
         for number, row in enumerate(rows):
             key = Key.unpack(row[3])
             if key is not None:
-                self._shelf.let_go(key)
+                self._cache.let_go(key)
                 self._say(
                     f"step {key.step} is not brought to {self._storing_where}: rank {number} did not keep it",
                     every_rank=False,
                 )
         self._unkept = None
-        pending = self._shelf.wanted()
+        pending = self._cache.wanted()
         alone = {key for key in pending if not all(key in keys_of(row) for row in rows)}
         now_s = time.monotonic()
         self._alone = {key: self._alone.get(key, now_s) for key in alone}
         for key, since_s in self._alone.items():
             if now_s - since_s > _ALONE_S:  # on storage all ranks let it go, within seconds
-                self._shelf.let_go(key)
+                self._cache.let_go(key)
                 self._say(
                     f"step {key.step} is not brought to {self._storing_where}: not all ranks have it any more"
                 )
@@ -333,17 +333,17 @@ class Snapshots:
 
     def _slot(self) -> int | None:
         if not self._seat.one_node:
-            rows = self._gather(row_of(key for key in self._shelf.held() if key))
-            return self._shelf.take(lambda: newest_common(map(keys_of, rows)))
+            rows = self._gather(row_of(key for key in self._cache.held() if key))
+            return self._cache.take(lambda: newest_common(map(keys_of, rows)))
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            index = self._shelf.take(self._complete)
+            index = self._cache.take(self._complete)
             if index is not None or time.monotonic() > deadline:
                 return index
             time.sleep(_POLL_S)
 
     def _complete(self) -> Key | None:
-        return newest_common(self._shelf.board.held(rank) for rank in range(self._seat.world_size))
+        return newest_common(self._cache.board.held(rank) for rank in range(self._seat.world_size))
 
     def _flatten(self, state: Any, step: int) -> tuple[StateHeader, list[Span], bytes]:
         seat = self._seat
@@ -381,14 +381,14 @@ class Snapshots:
                 urgent = 0
             plan.extend((address, entry.offset, entry.nbytes, urgent))
         started = native.Snapshot(
-            self._shelf.slots[index].memory,
+            self._cache.slots[index].memory,
             plan,
             header=text,
             data_bytes=header.data_bytes,
             step=key.step,
             incarnation=key.incarnation,
-            board=self._shelf.board.memory,
-            board_index=self._shelf.board.index(self._seat.rank, index),
+            board=self._cache.board.memory,
+            board_index=self._cache.board.index(self._seat.rank, index),
             board_value=key.pack(),
             threads=self._threads,
         )

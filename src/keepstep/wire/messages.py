@@ -189,7 +189,7 @@ class RankKeys(msgspec.Struct, frozen=True, array_like=True):
     keys: Annotated[tuple[_Key, ...], msgspec.Meta(max_length=MOST_HELD_KEYS)]
 
 
-class Shelves(Message, frozen=True):
+class Inventory(Message, frozen=True):
     """Everything that a node's cache holds; told again when that changes, and to every new controller.
 
     ``keep`` and ``first``: what its workers were told to keep when this was looked at (see `BackUp`).
@@ -335,7 +335,7 @@ class BackUp(Message, frozen=True):
     settled: bool = False  # ``keep`` is where it belongs: backups of other ranks can go
 
 
-class Holding(msgspec.Struct, frozen=True, array_like=True):
+class Holder(msgspec.Struct, frozen=True, array_like=True):
     """A node that holds snapshots of a rank, as its ``own`` or as a backup."""
 
     rank: _Rank
@@ -350,7 +350,7 @@ class Located(Message, frozen=True):
     """Answer to `Locate`."""
 
     request: int
-    holdings: Annotated[tuple[Holding, ...], msgspec.Meta(max_length=8 * MOST_HELD_RANKS)] = ()
+    holders: Annotated[tuple[Holder, ...], msgspec.Meta(max_length=8 * MOST_HELD_RANKS)] = ()
 
 
 class Validated(Message, frozen=True):
@@ -391,7 +391,7 @@ AgentMessage = (
     | Probed
     | Held
     | Measured
-    | Shelves
+    | Inventory
     | Locate
     | Bye
 )

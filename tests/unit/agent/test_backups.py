@@ -19,12 +19,12 @@ from keepstep.agent.backups import NeighbourSource, NodeBackups
 from keepstep.agent.checkpoints import FILE, Checkpoints, Place
 from keepstep.checkpoint.cache import Backing, Board, Open, Reserve, Slot, ask, backup_of
 from keepstep.checkpoint.incoming import Incoming
-from keepstep.checkpoint.shelf import Shelf
+from keepstep.checkpoint.rank_slots import RankSlots
 from keepstep.checkpoint.slots import Key, Record, slot_bytes
 from keepstep.control.backups import Backups
 from keepstep.control.cluster import Cluster
 from keepstep.core.errors import CheckpointError
-from keepstep.wire.messages import BackUp, Locate, Message, Shelves
+from keepstep.wire.messages import BackUp, Inventory, Locate, Message
 
 SECRET = bytes(32)
 PATIENCE_S = 60.0
@@ -94,14 +94,14 @@ class Nodes:
         saved: dict[int, bytes] = {}
         for node, cache in self.caches.items():
             for rank in (2 * node, 2 * node + 1):
-                shelf = Shelf(cache.address, rank)
+                rank_slots = RankSlots(cache.address, rank)
                 slot = 0
-                if shelf.slots:
-                    taken = shelf.take(lambda: Key(incarnation, step))
+                if rank_slots.slots:
+                    taken = rank_slots.take(lambda: Key(incarnation, step))
                     assert taken is not None
-                    shelf.slots[taken].unlock()
+                    rank_slots.slots[taken].unlock()
                     slot = taken
-                shelf.close()
+                rank_slots.close()
                 saved[rank] = seal_state(
                     cache.address, rank, state_of(rank, step), Key(incarnation, step),
                     rank=rank, world_size=2 * self.count, index=slot,
@@ -142,7 +142,7 @@ class Nodes:
         with self._guard:
             if self.agents.get(node) is not agent:
                 return
-            if isinstance(message, Shelves):
+            if isinstance(message, Inventory):
                 self.backups.heard(self.cluster.nodes[node], message)
             elif isinstance(message, Locate):
                 located = self.backups.locate(message, self.cluster, self.count)

@@ -16,10 +16,10 @@ from tests.unit.checkpoint.conftest import Served
 from tests.unit.checkpoint.stored_states import same, sample_state, taken
 
 from keepstep.checkpoint.cached import CachedStates
-from keepstep.checkpoint.desk import Brought, Desk
 from keepstep.checkpoint.from_storage import MOST_OFFERED, StorageSource
 from keepstep.checkpoint.manifest import data_file, folder_name, header_file
 from keepstep.checkpoint.persist import conclude, write_shard
+from keepstep.checkpoint.restore_service import Brought, RestoreService
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.snapshot import Seat, Snapshots
 from keepstep.checkpoint.storage import LocalStorage, Readable
@@ -73,7 +73,7 @@ def test_slots_that_hold_something_are_left_alone(
     with closing(Snapshots(served.address, seat, lambda row: [row] * 2)) as snapshots:
         for step in (1, 2):
             snapshots.save({"w": torch.ones(10)}, step)
-            snapshots._shelf.board.put(1, 0, Key(0, step))  # the other rank keeps up
+            snapshots._cache.board.put(1, 0, Key(0, step))  # the other rank keeps up
     store(tmp_path, Key(0, 5), [sample_state(1), sample_state(2)])
     bring(StorageSource(LocalStorage(tmp_path), 2), states, Key(0, 5), 0)
     assert states.held(0) == {Key(0, 1), Key(0, 2), Key(0, 5)}
@@ -276,9 +276,9 @@ def test_a_storage_that_hangs_is_named_and_the_next_source_serves(
     store(tmp_path, Key(0, 7), [sample_state(1), sample_state(2)])
     hangs = Hanging(tmp_path, reads=1)
     sources = [StorageSource(hangs, 2, patience_s=0.3), StorageSource(LocalStorage(tmp_path), 2)]
-    desk = Desk([0, 1], sources, states.held, states.filling)
+    service = RestoreService([0, 1], sources, states.held, states.filling)
     request = {"type": "Bring", "rank": 0, "key": Key(0, 7).pack(), "slots": 2}
-    answer = msgspec.json.decode(desk.answer(msgspec.json.encode(request)), type=Brought)
+    answer = msgspec.json.decode(service.answer(msgspec.json.encode(request)), type=Brought)
     assert hangs.hung.is_set()
     assert answer.where == f"storage {tmp_path}"
     assert len(answer.passed) == 1

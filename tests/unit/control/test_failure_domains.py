@@ -6,7 +6,7 @@ from keepstep.checkpoint.slots import Key
 from keepstep.control.controller import Controller, Settings
 from keepstep.control.effects import Send
 from keepstep.core.summary import Endpoint
-from keepstep.wire.messages import BackUp, Heartbeat, Hello, RankBeat, RankKeys, Shelves
+from keepstep.wire.messages import BackUp, Heartbeat, Hello, Inventory, RankBeat, RankKeys
 
 DOMAINS = {0: "rack-1", 1: "rack-1", 2: "rack-2", 3: "rack-2"}
 
@@ -19,7 +19,7 @@ def backed_up_on(domains: dict[int, str]) -> dict[int, tuple[int, ...]]:
         hello = Hello("agent", f"gpu-{node}", node, 100 + node, failure_domain=domains.get(node, ""))
         beat = Heartbeat(node, 0, 0.0, (RankBeat(node, 0, 0, 0),))
         here = (Endpoint("10.0.0.1", 1 + node),)
-        for message in (hello, beat, Shelves(node, (RankKeys(node, (key,)),), (), endpoints=here)):
+        for message in (hello, beat, Inventory(node, (RankKeys(node, (key,)),), (), endpoints=here)):
             controller.message(node, message, 0.0)
     return {
         effect.peers[0]: effect.message.ranks

@@ -21,7 +21,7 @@ class Offer:
     header: StateHeader
 
 
-class Shelf:
+class RankSlots:
     """A rank's slots and the node's board, mapped. ``count``: how many slots it has once it has any."""
 
     def __init__(self, address: str, rank: int, *, count: int = 2) -> None:
