@@ -239,7 +239,8 @@ class RestoreServer:
                 if error.errno != errno.EADDRINUSE:
                     if not self._stopped.is_set():
                         log.warning(
-                            "the restore service is closed, states come from this node's cache only: %s", error
+                            "the restore service is closed, states come from this node's cache only: %s",
+                            error,
                         )
                     return False
             self._stopped.wait(_BIND_AGAIN_S)
