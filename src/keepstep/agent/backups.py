@@ -333,11 +333,8 @@ class NodeBackups:
     def _sources(self, rank: int) -> int:
         with self._guard:
             order = self._order
-        return (
-            max((len(pull.endpoints) for pull in order.pulls if rank in pull.ranks), default=0)
-            if order
-            else 0
-        )
+        pulls = order.pulls if order else ()
+        return max((len(pull.endpoints) for pull in pulls if rank in pull.ranks), default=0)
 
     def _where(self, rank: int, source: int) -> Sequence[Endpoint]:
         """By the order in force: a node whose agent is another process listens elsewhere."""

@@ -59,7 +59,7 @@ class Place:
 
 
 class Checkpoints:
-    """RestoreService and persister of one node. Other nodes are asked before storage where there are ``backups``."""
+    """Restore service and persister of one node. Other nodes are asked before storage where there are ``backups``."""
 
     def __init__(self, place: Place, backups: NodeBackups | None = None) -> None:
         """Raises KeepstepError: the storage cannot be reached from this installation."""

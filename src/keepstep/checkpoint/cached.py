@@ -133,9 +133,9 @@ class CachedStates:
             free = list(self._free(owner, needed() if needed else None))
             if not free and needed and len(there) >= slots:
                 raise CheckpointError(f"all {slots} slots of the backup are needed or being read")
-            large = [i for i in free if there[i].nbytes >= nbytes]
-            index = [*large, *free, len(there)][0]
-            if not large:
+            fitting = [i for i in free if there[i].nbytes >= nbytes and there[i].record() is None]
+            index = [*fitting, *free, len(there)][0]
+            if not free or there[index].nbytes < nbytes:
                 if free:
                     self.board.put(owner, index, None)
                 keep = tuple(i for i in range(len(there)) if i != index)
@@ -221,7 +221,7 @@ class CachedStates:
         with self._guard:
             for owner in list(self._slots):
                 self._close(owner)
-            if self._board:
+            if self._board and not self._filling:
                 self._board.close()
                 self._board = None
 

@@ -231,8 +231,13 @@ def _not_negative(flag: str, value: Number) -> Number:
 
 
 def _label(flag: str, text: str) -> str:
-    if len(text) > 100 or not text.isprintable():
-        raise UsageError(f"{flag} {text[:20]!r}…: give at most 100 printable characters, for example rack-7")
+    if text:
+        from keepstep.wire.messages import MOST_LABEL
+
+        if len(text) > MOST_LABEL or not text.isprintable():
+            raise UsageError(
+                f"{flag} {text[:20]!r}…: give at most {MOST_LABEL} printable characters, for example rack-7"
+            )
     return text
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from keepstep.checkpoint import service as module
+from keepstep.checkpoint import restore_service as module
 from keepstep.checkpoint.incoming import Room
 from keepstep.checkpoint.restore_service import (
     Bring,
