@@ -27,7 +27,7 @@ def giver(mib: int) -> None:
     from keepstep.checkpoint.cached import CachedStates
     from keepstep.checkpoint.slots import Key
     from keepstep.checkpoint.snapshot import Seat, Snapshots
-    from keepstep.checkpoint.transfer import StateServer
+    from keepstep.checkpoint.state_server import StateServer
 
     with served() as address:
         snapshots = Snapshots(address, Seat(), lambda row: [row])
@@ -62,9 +62,9 @@ def pairs(mib: int, repetitions: int) -> dict[str, Any]:
     """Seconds of (ours, raw), one after the other, for a backup and for a fetch into the own cache."""
     from benchmarks.checkpoint import served
     from keepstep.checkpoint.cache import Board, Reserve, Slot, ask, backup_of
+    from keepstep.checkpoint.fetch import Fetch
     from keepstep.checkpoint.incoming import Incoming
     from keepstep.checkpoint.slots import Key, Record, slot_bytes
-    from keepstep.checkpoint.transfer import Fetch
     from keepstep.core.summary import Endpoint
 
     command = [sys.executable, "-m", "benchmarks._checkpoint_transfer", str(mib)]

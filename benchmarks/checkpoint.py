@@ -86,7 +86,8 @@ def worker(mib: int, repetitions: int, peer_repetitions: int, folder: str) -> di
 
     found["register"] = timed(lambda: checkpoint.register(state))
     snapshots = door._open[0]
-    found["populate"] = timed(snapshots.populated)
+    populating = snapshots._cache._populating
+    found["populate"] = timed(lambda: populating.join() if populating else None)
     found["first"] = paired(save, 1)
     if not repetitions:
         return found
@@ -109,7 +110,7 @@ def worker(mib: int, repetitions: int, peer_repetitions: int, folder: str) -> di
     found["restore"] = paired(lambda: checkpoint.load(state), max(3, repetitions // 2))
     if before != [native.checksum(p.detach().numpy()) for p in parameters]:
         raise RuntimeError("the restore gave other bytes than were saved")
-    found["used"] = sum(slot.nbytes for slot in snapshots._shelf.slots)
+    found["used"] = sum(slot.nbytes for slot in snapshots._cache.slots)
     found["peers"], found["missing"] = peers(state, Path(folder), paired, peer_repetitions, dist.get_rank())
     return found
 

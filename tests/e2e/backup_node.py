@@ -27,12 +27,12 @@ from tests.unit.checkpoint.sealed_slots import seal_state, stands
 
 from keepstep import wire
 from keepstep.agent.backups import NeighbourSource, NodeBackups
-from keepstep.agent.paths import address_towards
 from keepstep.checkpoint.cache import Backing, Board, Cache, CacheServer, Reserve, Slot, ask
 from keepstep.checkpoint.incoming import Incoming
-from keepstep.checkpoint.shelf import Shelf
+from keepstep.checkpoint.rank_slots import RankSlots
 from keepstep.checkpoint.slots import Key, Record, slot_bytes
 from keepstep.core.errors import CheckpointError
+from keepstep.core.own_address import address_towards
 from keepstep.ring import create
 
 PER_NODE = 2
@@ -112,12 +112,12 @@ class Node:
     def save(self, step: int) -> None:
         key = Key(0, step)
         for rank in self.ranks:
-            shelf = Shelf(self.server.address, rank)
-            taken = shelf.take(lambda: key) if shelf.slots else 0
+            rank_slots = RankSlots(self.server.address, rank)
+            taken = rank_slots.take(lambda: key) if rank_slots.slots else 0
             assert taken is not None
-            if shelf.slots:
-                shelf.slots[taken].unlock()
-            shelf.close()
+            if rank_slots.slots:
+                rank_slots.slots[taken].unlock()
+            rank_slots.close()
             data = seal_state(
                 self.server.address, rank, state_of(rank, step), key,
                 rank=rank, world_size=self.world, index=taken,

@@ -53,12 +53,12 @@ def die(step: int, here: str) -> None:
 def damage() -> None:
     from keepstep.checkpoint import _native as native
     from keepstep.checkpoint.cache import ADDRESS
-    from keepstep.checkpoint.shelf import Shelf
+    from keepstep.checkpoint.rank_slots import RankSlots
 
-    shelf = Shelf(os.environ[ADDRESS], dist.get_rank())
-    for slot in shelf.slots:
+    rank_slots = RankSlots(os.environ[ADDRESS], dist.get_rank())
+    for slot in rank_slots.slots:
         slot.memory[native.DATA_OFFSET + 64] ^= 1
-    shelf.close()
+    rank_slots.close()
 
 
 # Not compiled at first use, a minute on each machine, whose lock outlives a killed compiler: everything goes over Gloo.

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from keepstep.checkpoint.slots import Key, backup_slot, kept_slots, newest_common, next_slot
+from keepstep.checkpoint.slots import Key, free_slots, kept_slots, newest_common, next_slot
 from keepstep.control.backups import Backups
 from keepstep.control.cluster import Cluster
 from keepstep.core.summary import Endpoint
-from keepstep.wire.messages import BackUp, RankKeys, Shelves
+from keepstep.wire.messages import BackUp, Inventory, RankKeys
 
 SLOTS = 4
-HERE = (Endpoint("10.0.0.1", 1),)
 
 
 @dataclass
@@ -58,7 +57,7 @@ class Node:
     agent: int = 0  # counts its agents; 0: none is there
     connection: int = 0
     order: BackUp | None = None
-    told: Shelves | None = None
+    told: Inventory | None = None
     bringing: set[int] = field(default_factory=set)
 
     def held(self, rank: int) -> set[Key]:
@@ -176,14 +175,14 @@ class Job:
         if node.order:
             node.keep, node.first = Key.unpack(node.order.keep), Key.unpack(node.order.first)
             self.carry_out(node, node.order)
-        now = Shelves(
+        now = Inventory(
             node.rank,
             self.rows((rank, self.board(node.own, rank)) for rank in node.ranks),
             self.rows((rank, self.board(node.backups, rank)) for rank in sorted(node.backups)),
             node.keep.pack() if node.keep else 0,
             node.first.pack() if node.first else 0,
             True,
-            HERE,
+            (Endpoint("10.0.0.1", 1 + node.rank),),
         )
         if now != node.told and node.connection:
             node.told = now
@@ -209,7 +208,7 @@ class Job:
         for pull in order.pulls:
             for rank in pull.ranks:
                 if target and rank not in node.bringing and target not in self.board(node.backups, rank):
-                    source = self.nodes[int(pull.nodes[0][1:])] if pull.nodes else None
+                    source = self.nodes[pull.endpoints[0][0].port - 1] if pull.endpoints else None
                     if source:
                         self.bring(node, source, rank, target)
         if order.settled and not node.bringing:
@@ -226,7 +225,8 @@ class Job:
         ]
         slots = node.backups.setdefault(rank, [None, None])
         busy = {i for i in range(2) if node.read.get((True, rank, i))}
-        index = backup_slot(slots, Key.unpack(node.order.keep) if node.order else None, key, busy)
+        needed = (Key.unpack(node.order.keep) if node.order else None, key)
+        index = next((i for i in free_slots(slots, needed) if i not in busy), None)
         if not places or not source.alive or not source.agent or index is None:
             return
         place = places[0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.resume import Agreed, Copied, Elsewhere, begin, resume
+from keepstep.checkpoint.resume import Agreed, Copied, Elsewhere, begin, refuse, resume
 from keepstep.checkpoint.slots import Key
 from keepstep.core.errors import CheckpointError
 
@@ -135,6 +135,22 @@ def test_beginning_anew_numbers_above_all_that_is_known(job: list[Simulated]) ->
         assert isinstance(end, Agreed)
         assert end.incarnation == max([0, *known]) + 1 if known else end.incarnation == 1
         assert end.key == max(set.intersection(*caches), default=None)
+
+
+@given(ranks, st.integers(0, 9), st.sampled_from([resume, begin]))
+def test_a_rank_without_a_cache_is_waited_for_by_nobody(job: list[Simulated], which: int, what) -> None:  # type: ignore[no-untyped-def]
+    without = job[which % len(job)]
+    ends = run(
+        job, lambda rank, least: refuse("node-3 has no cache") if rank is without else what(rank, least)
+    )
+    for rank, end in zip(job, ends, strict=True):
+        assert isinstance(end, str)
+        assert end.startswith("no rank saves or restores a checkpoint: ")
+        assert "start `keepstep run` again" in end
+        told = (
+            "node-3 has no cache" if rank is without else f"the node of ranks {which % len(job)} has no cache"
+        )
+        assert told in end
 
 
 def test_a_state_that_fits_no_rank_stops_all() -> None:

@@ -16,11 +16,12 @@ from tests.unit.checkpoint.sealed_slots import seal_state, stands
 from tests.unit.checkpoint.test_transfer import KEY, SECRET, fetch, giving, room_in
 
 from keepstep.checkpoint.cache import backup_of
-from keepstep.checkpoint.transfer import Fetch, StateServer
+from keepstep.checkpoint.fetch import Fetch
+from keepstep.checkpoint.state_server import StateServer
 from keepstep.core.errors import CheckpointError
 from keepstep.core.summary import Endpoint
 from keepstep.wire.channel import ClientChannel, Ends, ServerChannel, encode
-from keepstep.wire.transfer import Following, Have, Kept, Lacks, Piece, SendHeader, SendRange, Want
+from keepstep.wire.transfer import Following, Have, Lacks, Piece, SendHeader, SendRange, Want
 
 STATE = {"w": torch.arange(2000, dtype=torch.float32)}
 COUNT = st.integers(0, 1 << 56)
@@ -32,7 +33,6 @@ asked = st.one_of(
     st.just(SendHeader()),
     st.builds(SendRange, COUNT, st.integers(1, 64 << 20)),
     st.builds(SendRange, st.integers(0, 8000), st.integers(1, 8000)),
-    st.just(Kept()),
 )
 answered = st.one_of(
     st.builds(Have, COUNT, COUNT, COUNT, COUNT, COUNT, st.integers(-1, (1 << 64) - 1)),

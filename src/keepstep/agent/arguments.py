@@ -28,6 +28,7 @@ class Arguments:
     checkpoint_keep: int = 0
     backups: int = 0  # nodes that back up each rank's checkpoints
     backup_rate: float = 0.0  # most bytes a second that are given to other nodes; 0: no limit
+    failure_domain: str = ""  # shared with nodes that may be lost together
 
 
 def parse(words: Sequence[str] | None = None) -> Arguments:
@@ -49,6 +50,7 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
     parser.add_argument("--checkpoint-keep", type=int, default=0)
     parser.add_argument("--backups", default=0, type=int, metavar="K")
     parser.add_argument("--backup-rate", default=0.0, type=float, metavar="BYTES")
+    parser.add_argument("--failure-domain", default="", metavar="LABEL")
     for name in ("--tls-cert", "--tls-key", "--tls-ca"):
         parser.add_argument(name)
     given = parser.parse_args(words)
@@ -68,6 +70,7 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
         checkpoint_keep=given.checkpoint_keep,
         backups=given.backups,
         backup_rate=given.backup_rate,
+        failure_domain=given.failure_domain,
     )
 
 

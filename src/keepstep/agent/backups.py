@@ -16,34 +16,25 @@ from dataclasses import dataclass
 
 import msgspec
 
-from keepstep.checkpoint.cache import (
-    BACKING_SLOTS,
-    SLOTS_PER_BACKUP,
-    Board,
-    GiveUp,
-    Open,
-    Reserve,
-    Slot,
-    ask,
-    backup_of,
-    backups_on,
-)
+from keepstep.checkpoint.cache import SLOTS_PER_BACKUP, Open, Slot, ask, backup_of, backups_on
 from keepstep.checkpoint.cached import CachedStates
-from keepstep.checkpoint.incoming import Incoming, Room
+from keepstep.checkpoint.fetch import Cancelled, Fetch
+from keepstep.checkpoint.incoming import Room
 from keepstep.checkpoint.manifest import key_text
-from keepstep.checkpoint.slots import Key, Record, backup_slot, slot_bytes
-from keepstep.checkpoint.transfer import Cancelled, Fetch, Rate, StateServer
+from keepstep.checkpoint.peer_connection import Rate
+from keepstep.checkpoint.slots import Key, Record
+from keepstep.checkpoint.state_server import StateServer
 from keepstep.core.errors import CheckpointError
 from keepstep.core.summary import Endpoint
 from keepstep.wire.messages import (
     MOST_HELD_KEYS,
     BackUp,
-    Holding,
+    Holder,
+    Inventory,
     Locate,
     Located,
     Message,
     RankKeys,
-    Shelves,
 )
 
 log = logging.getLogger(__name__)
@@ -55,7 +46,7 @@ _AGAIN_S = (0.5, 30.0)  # after a transfer that failed; doubles
 _LOCATE_S = 10.0  # a new controller is there sooner
 _QUESTIONS = 10  # in this time
 _MOST_WAITING = 64
-_SLOTS = 2 + BACKING_SLOTS  # of a rank that is backed up, at least
+_MOST_TROUBLE = 400
 
 
 @dataclass(slots=True)
@@ -86,26 +77,19 @@ class NodeBackups:
         self._address, self._ranks = address, tuple(sorted(ranks))
         self._node, self._node_rank, self._secret, self._send = node, node_rank, secret, send
         self._fetch_tls = tls[1] if tls else None
-        self._own = CachedStates(address, self._ranks)
-        self._backups = CachedStates(address, ())
-        self._server = StateServer(
-            secret,
-            self._reading,
-            tls=tls[0] if tls else None,
-            rate=Rate(bytes_per_s),
-            kept=lambda key, rank: log.info("%s of rank %d stands on another node", key_text(key), rank),
-        )
+        self.states = CachedStates(address, self._ranks)
+        self._server = StateServer(secret, self._reading, tls=tls[0] if tls else None, rate=Rate(bytes_per_s))
         self._guard = threading.Lock()
         self._wake = threading.Event()
         self._stopped = False
         self._order: BackUp | None = None
         self._wanted_addresses: set[str] = set()
         self._failed_addresses: set[str] = set()
-        self._told: Shelves | None = None
+        self._told: Inventory | None = None
         self._told_s = 0.0
-        self._board: Board | None = None
-        self._backed: set[int] = set()  # ranks of other nodes of which there may be something here
-        self._slots: dict[int, int] = {}  # how many a rank has, once it has any
+        self._backed: set[int] | None = None  # ranks of other nodes of which there may be something here
+        self._failure = ""  # why the cache cannot be looked at
+        self._able: dict[int, bool] = {}  # whether a rank has slots for backups, once it has any
         self._transfers: dict[int, _Transfer] = {}
         self._waits: dict[
             int, tuple[float, float, str]
@@ -151,7 +135,7 @@ class NodeBackups:
 
     # From any other thread; these wait.
 
-    def locate(self, rank: int) -> list[Holding]:
+    def locate(self, rank: int) -> list[Holder]:
         """Which other nodes hold snapshots of a rank. Raises CheckpointError: the controller does not answer."""
         with self._guard:
             if len(self._questions) >= _MOST_WAITING:
@@ -172,7 +156,7 @@ class NodeBackups:
         return [
             one
             for answer in answers
-            for one in answer.holdings
+            for one in answer.holders
             if one.rank == rank and one.node_rank != self._node_rank
         ]
 
@@ -180,41 +164,46 @@ class NodeBackups:
         """A transfer from another node, to be run."""
         return Fetch(key, rank, where, self._secret, tls=self._fetch_tls)
 
+    def trouble(self) -> str:
+        """Why the cache cannot be looked at, or a backup that is to be here is not; "": nothing is in the way."""
+        with self._guard:
+            waits = (f"rank {rank}: {why}" for rank, (_, _, why) in sorted(self._waits.items()))
+            return (self._failure or next(waits, ""))[:_MOST_TROUBLE]
+
     # In the thread.
 
     def _run(self) -> None:
-        failure = ""
         while not self._stopped:
             try:
                 self._look()
-                failure = ""
+                self._failure = ""
             except Exception as error:  # of the cache: the launcher ends, or is short of something
-                if str(error) != failure:
-                    failure = str(error)
+                if str(error) != self._failure:
+                    self._failure = str(error)
                     ours = isinstance(error, CheckpointError | OSError)
                     log.warning("backups: %s", error, exc_info=None if ours else error)
+                if self._told:  # nothing else that was told has changed as far as is known
+                    self._tell(msgspec.structs.replace(self._told, trouble=self.trouble()), time.monotonic())
             self._wake.wait(_LOOK_S)
             self._wake.clear()
-        self._own.close()
-        self._backups.close()
+        self.states.close()
 
     def _look(self) -> None:
-        if self._board is None:
-            self._open_board()
-        assert self._board
+        if self._backed is None:
+            self._backed = self._find_backups()
         self._listen()
         with self._guard:
             order = self._order
         if order is not None:
-            self._carry_out(order)
-        self._tell(self._inventory(self._board), time.monotonic())
+            self._carry_out(order, self._backed)
+        self._tell(self._inventory(self._backed), time.monotonic())
 
-    def _open_board(self) -> None:
+    def _find_backups(self) -> set[int]:
         answer = ask(self._address, Open(self._ranks[0]))
-        for descriptor in answer.slots:
-            Slot(descriptor, apart=True).close()
-        self._backed.update(backups_on(answer.board))
-        self._board = Board(answer.board)
+        try:
+            return set(backups_on(answer.board))
+        finally:
+            answer.close()
 
     def _listen(self) -> None:
         with self._guard:
@@ -229,36 +218,29 @@ class NodeBackups:
             self._failed_addresses.add(address)
             log.info("no states are given on %s: %s", address, error)
 
-    def _inventory(self, board: Board) -> Shelves:
-        keep, first = board.kept()
-        own = _rows((rank, board.held(rank)) for rank in self._ranks)
-        backups = _rows((rank, board.held(backup_of(rank))) for rank in sorted(self._backed))
-        return Shelves(
+    def _inventory(self, backed: set[int]) -> Inventory:
+        keep, first = self.states.board.kept()
+        own = _rows((rank, self.states.held(rank)) for rank in self._ranks)
+        backups = _rows((rank, self.states.held(backup_of(rank))) for rank in sorted(backed))
+        return Inventory(
             self._node_rank,
             own,
             backups,
             keep.pack() if keep else 0,
             first.pack() if first else 0,
-            all(self._has_slots(row.rank) for row in own),
+            all(self._is_able(row.rank) for row in own),
             self._server.endpoints,
-            self._trouble(),
+            self.trouble(),
         )
 
-    def _trouble(self) -> str:
-        """Why a backup that is to be here is not."""
-        with self._guard:
-            return next((f"rank {rank}: {why}" for rank, (_, _, why) in sorted(self._waits.items())), "")
-
-    def _has_slots(self, rank: int) -> bool:
-        if rank not in self._slots:
+    def _is_able(self, rank: int) -> bool:
+        if rank not in self._able:
             answer = ask(self._address, Open(rank))
-            Board(answer.board).close()
-            for descriptor in answer.slots:
-                Slot(descriptor, apart=True).close()
-            self._slots[rank] = len(answer.slots)
-        return self._slots[rank] >= _SLOTS
+            answer.close()
+            self._able[rank] = answer.backed
+        return self._able[rank]
 
-    def _tell(self, now: Shelves, now_s: float) -> None:
+    def _tell(self, now: Inventory, now_s: float) -> None:
         told = self._told
         if now == told:
             return
@@ -267,11 +249,11 @@ class NodeBackups:
         self._told, self._told_s = now, now_s
         self._send(now)
 
-    def _carry_out(self, order: BackUp) -> None:
-        assert self._board
+    def _carry_out(self, order: BackUp, backed: set[int]) -> None:
+        board = self.states.board
         keep, first = Key.unpack(order.keep), Key.unpack(order.first)
-        if self._board.kept() != (keep, first):
-            self._board.keep(keep, first)
+        if board.kept() != (keep, first):
+            board.keep(keep, first)
         target = Key.unpack(order.target)
         wanted = {rank: pull for pull in order.pulls for rank in pull.ranks} if target else {}
         now_s = time.monotonic()
@@ -284,7 +266,7 @@ class NodeBackups:
                     break
                 if rank in self._transfers or self._waits.get(rank, (0.0,))[0] > now_s:
                     continue
-                if target and target not in self._board.held(backup_of(rank)):
+                if target and target not in board.held(backup_of(rank)):
                     thread = threading.Thread(
                         target=self._bring, args=(rank, target), name="keepstep-backup", daemon=True
                     )
@@ -295,16 +277,9 @@ class NodeBackups:
                         del self._transfers[rank]
                         raise
         if order.settled and not self._transfers:
-            self._give_up(self._backed - set(order.ranks))
-
-    def _give_up(self, ranks: set[int]) -> None:
-        for rank in ranks:
-            assert self._board
-            for index in range(SLOTS_PER_BACKUP):
-                self._board.put(backup_of(rank), index, None)
-            self._backups.forget(backup_of(rank))
-            Board(ask(self._address, GiveUp(backup_of(rank))).board).close()
-            self._backed.discard(rank)
+            for rank in backed - set(order.ranks):
+                self.states.give_up(backup_of(rank))
+                backed.discard(rank)
 
     def _bring(self, rank: int, key: Key) -> None:
         """One backup, in a thread of its own."""
@@ -318,9 +293,11 @@ class NodeBackups:
                     break
                 transfer.fetch = fetch
             try:
-                with ExitStack() as stack:
-                    began_s = time.monotonic()
-                    fetch.run(self._room(rank, stack))
+                began_s = time.monotonic()
+                with self.states.filling(
+                    backup_of(rank), SLOTS_PER_BACKUP, lambda: self._needed(key)
+                ) as room:
+                    fetch.run(room)
                 log.info(
                     "%s of rank %d is backed up here after %.2f s",
                     key_text(key),
@@ -349,14 +326,15 @@ class NodeBackups:
                 self._waits[rank] = (time.monotonic() + wait_s, wait_s, failure)
             else:
                 self._waits.pop(rank, None)
-            if done:
+            if done and self._backed is not None:
                 self._backed.add(rank)
         self._wake.set()
 
     def _sources(self, rank: int) -> int:
         with self._guard:
             order = self._order
-        return max((len(pull.nodes) for pull in order.pulls if rank in pull.ranks), default=0) if order else 0
+        pulls = order.pulls if order else ()
+        return max((len(pull.endpoints) for pull in pulls if rank in pull.ranks), default=0)
 
     def _where(self, rank: int, source: int) -> Sequence[Endpoint]:
         """By the order in force: a node whose agent is another process listens elsewhere."""
@@ -367,26 +345,11 @@ class NodeBackups:
                 return pull.endpoints[source]
         return ()
 
-    def _room(self, rank: int, stack: ExitStack) -> Room:
-        """Gives the slot of the backup that takes its turn; what was opened is closed by ``stack``."""
-
-        def room(record: Record) -> Incoming:
-            owner, nbytes = backup_of(rank), slot_bytes(record)
-            with self._guard:
-                order = self._order
-            keep = Key.unpack(order.keep) if order else None
-            board, slots = _opened(self._address, Open(owner), stack)
-            if len(slots) < SLOTS_PER_BACKUP:
-                board, slots = _opened(self._address, Reserve(owner, nbytes, SLOTS_PER_BACKUP), stack)
-            index = _turn(slots, keep, record.key)
-            if slots[index].nbytes < nbytes:
-                others = tuple(i for i in range(len(slots)) if i != index)
-                board.put(owner, index, None)
-                request = Reserve(owner, nbytes, SLOTS_PER_BACKUP, others)
-                board, slots = _opened(self._address, request, stack)
-            return Incoming(slots[index], board, owner, index, record)
-
-        return room
+    def _needed(self, target: Key) -> tuple[Key | None, Key]:
+        """What a backup must not lose."""
+        with self._guard:
+            order = self._order
+        return Key.unpack(order.keep) if order else None, target
 
     @contextmanager
     def _reading(self, key: Key, rank: int) -> Generator[tuple[Slot, Record]]:
@@ -395,11 +358,11 @@ class NodeBackups:
             try:
                 if rank not in self._ranks:
                     raise CheckpointError(f"rank {rank} is of another node")
-                found = stack.enter_context(self._own.reading(key, rank))
+                found = stack.enter_context(self.states.reading(key, rank))
             except CheckpointError:
-                if rank not in self._backed:
+                if rank not in (self._backed or ()):
                     raise CheckpointError(f"{key_text(key)} of rank {rank} is not on {self._node}") from None
-                found = stack.enter_context(self._backups.reading(key, backup_of(rank)))
+                found = stack.enter_context(self.states.reading(key, backup_of(rank)))
             yield found
 
 
@@ -435,28 +398,6 @@ class NeighbourSource:
         raise failure
 
 
-def _opened(address: str, request: Open | Reserve, stack: ExitStack) -> tuple[Board, list[Slot]]:
-    answer = ask(address, request)
-    board = Board(answer.board)
-    stack.callback(board.close)
-    slots = [Slot(descriptor, apart=True) for descriptor in answer.slots]
-    for slot in slots:
-        stack.callback(slot.close)
-    return board, slots
-
-
-def _turn(slots: Sequence[Slot], keep: Key | None, target: Key) -> int:
-    """The slot that a backup may overwrite. Raises CheckpointError: both are needed or being read."""
-    keys = [record.key if (record := slot.record()) else None for slot in slots]
-    busy: set[int] = set()
-    while (index := backup_slot(keys, keep, target, busy)) is not None:
-        if slots[index].lock():
-            slots[index].unlock()
-            return index
-        busy.add(index)
-    raise CheckpointError("both slots of the backup are needed or being read")
-
-
 def _rows(held: Iterable[tuple[int, frozenset[Key]]]) -> tuple[RankKeys, ...]:
     return tuple(
         RankKeys(rank, tuple(sorted(key.pack() for key in keys))[-MOST_HELD_KEYS:])
@@ -465,17 +406,17 @@ def _rows(held: Iterable[tuple[int, frozenset[Key]]]) -> tuple[RankKeys, ...]:
     )
 
 
-def _decisive(shelves: Shelves) -> tuple[Shelves, list[tuple[int, bool, int]]]:
+def _decisive(inventory: Inventory) -> tuple[Inventory, list[tuple[int, bool, int]]]:
     """What the controller's next decision depends on; that workers go on saving is told less often."""
     kept = [
         (
             row.rank,
-            shelves.keep in row.keys,
-            min((word for word in row.keys if word >= shelves.first), default=0),
+            inventory.keep in row.keys,
+            min((word for word in row.keys if word >= inventory.first), default=0),
         )
-        for row in shelves.own
+        for row in inventory.own
     ]
-    return msgspec.structs.replace(shelves, own=()), kept if shelves.first else []
+    return msgspec.structs.replace(inventory, own=()), kept if inventory.first else []
 
 
 def _stop(transfer: _Transfer) -> None:

@@ -1,4 +1,4 @@
-"""The agent's part in checkpoints: the desk for its node's workers, and what brings wanted steps to storage.
+"""The agent's part in checkpoints: the restore service for its node's workers, and what brings wanted steps to storage.
 
 All of it runs in threads of its own: reading, writing and listing may take as long as a store or a network likes, and
 the agent's polls never wait for that.
@@ -11,17 +11,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepstep.agent.backups import NeighbourSource, NodeBackups
 from keepstep.checkpoint.cached import CachedStates, follow
-from keepstep.checkpoint.desk import Desk, DeskServer, desk_of
 from keepstep.checkpoint.from_storage import StorageSource
 from keepstep.checkpoint.incoming import StateSource
 from keepstep.checkpoint.manifest import key_text
 from keepstep.checkpoint.persist import Persister
 from keepstep.checkpoint.persist_plan import PersistPlan
+from keepstep.checkpoint.restore_service import RestoreServer, RestoreService, restore_address
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.storage import open_storage
 from keepstep.core.errors import KeepstepError
@@ -58,38 +59,38 @@ class Place:
 
 
 class Checkpoints:
-    """Desk and persister of one node. ``neighbours`` are asked before storage."""
+    """Restore service and persister of one node. Other nodes are asked before storage where there are ``backups``."""
 
-    def __init__(self, place: Place, neighbours: Sequence[StateSource] = ()) -> None:
+    def __init__(self, place: Place, backups: NodeBackups | None = None) -> None:
         """Raises KeepstepError: the storage cannot be reached from this installation."""
-        self._place = place
-        self.states = CachedStates(place.cache, place.ranks)
-        sources = [*neighbours]
+        self._place, self._backups = place, backups
+        self.states = backups.states if backups else CachedStates(place.cache, place.ranks)
+        sources: list[StateSource] = [NeighbourSource(backups)] if backups else []
         self._persister: Persister | None = None
         if place.storage:
             storage = open_storage(place.storage)
             sources.append(StorageSource(storage, place.world_size))
             plan = PersistPlan(place.ranks, leader=place.node_rank == 0, seed=place.node_rank)
             self._persister = Persister(plan, storage, self.states.source, world_size=place.world_size)
-        desk = Desk(place.ranks, sources, self.states.held, self.states.filling)
-        self._desk = DeskServer(desk_of(place.cache), desk)
+        service = RestoreService(place.ranks, sources, self.states.held, self.states.filling)
+        self._service = RestoreServer(restore_address(place.cache), service)
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._declared: tuple[frozenset[Key], bool] = (frozenset(), False)
-        self._told: tuple[object, ...] = ()
+        self._told: tuple[list[Key], Key | None, list[str]] | None = None
         self._tell_s = 0.0
 
     def start(self) -> None:
         """Begin, in threads."""
-        self._desk.start()
+        self._service.start()
         if self._persister:
             self._persister.start()
-            self._thread = threading.Thread(target=self._run, name="keepstep-checkpoints", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="keepstep-checkpoints", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """End soon. What is on its way to storage stays wanted, in the cache; the next agent begins it anew."""
-        self._desk.stop()
+        self._service.stop()
         self._stopped.set()
         if self._persister:
             self._persister.stop(_STOP_S)
@@ -98,7 +99,9 @@ class Checkpoints:
 
     def look(self) -> None:
         """Once: what is wanted by what the workers sealed; what is on storage is let go."""
-        assert self._persister
+        if self._persister is None:
+            self._tell((), None)
+            return
         for key, rank in self._persister.damaged():
             if self.states.drop(key, rank):
                 logger.error("%s of rank %d is damaged in the cache, and given up", key_text(key), rank)
@@ -128,23 +131,26 @@ class Checkpoints:
             try:
                 self.look()
                 complaint = ""
-            except (
-                Exception
-            ) as error:  # the cache goes before the agent when a run ends; memory or files run short
+            except Exception as error:  # the cache ends before the agent; memory or files run short
                 if str(error) != complaint:
                     ours = isinstance(error, KeepstepError | OSError)
                     logger.warning("checkpoints: %s", error, exc_info=None if ours else error)
                 complaint = str(error)
+                pending = self._told[0] if self._told else ()
+                self._tell(pending, self._persister.whole if self._persister else None, complaint)
             self._stopped.wait(_LOOK_S)
 
-    def _tell(self, pending: Collection[Key], whole: Collection[Key] | None) -> None:
-        """Write for `keepstep status` how it stands."""
-        assert self._persister
+    def _tell(self, pending: Collection[Key], whole: Collection[Key] | None, failure: str = "") -> None:
+        """Write for `keepstep status` how it stands. ``failure``: why the cache cannot be looked at."""
         if time.monotonic() < self._tell_s:
             return
-        troubles = self._persister.troubles()
+        troubles = [failure] if failure else []
+        if self._backups and (trouble := self._backups.trouble()):
+            troubles.append(f"backups: {trouble}")
+        if self._persister:
+            troubles += self._persister.troubles()
         told = (sorted(pending), max(whole or (), default=None), troubles)
-        if told == self._told:
+        if told == self._told or not (self._told or self._persister or troubles):
             return
         self._told, self._tell_s = told, time.monotonic() + _TELL_S
         write(

@@ -168,17 +168,6 @@ async def _probe(endpoint: Endpoint, secret: bytes, timeout_s: float) -> tuple[s
         return "silent", connected_s
 
 
-def address_towards(host: str) -> str:
-    """This node's address on the way to ``host`` (no packet is sent); empty where there is no way."""
-    try:
-        family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
-
-
 def is_elsewhere(address: str) -> bool:
     """An address of a host as others see it: numeric, and no loopback, multicast or wildcard."""
     try:

@@ -10,19 +10,16 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from typing import TYPE_CHECKING
 
 from keepstep import wire
 from keepstep.agent.arguments import Arguments
+from keepstep.agent.backups import NodeBackups
 from keepstep.agent.checkpoints import Checkpoints, Place
 from keepstep.agent.node import NodeAgent
-from keepstep.agent.paths import Echo, address_towards, is_elsewhere, probe_paths
+from keepstep.agent.paths import Echo, is_elsewhere, probe_paths
 from keepstep.agent.processes import alive, identify, kill_carriers
 from keepstep.core.errors import KeepstepError
-
-if TYPE_CHECKING:
-    from keepstep.agent.backups import NodeBackups
-    from keepstep.checkpoint.incoming import StateSource
+from keepstep.core.own_address import address_towards
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -105,13 +102,8 @@ class Program:
             storage=arguments.checkpoint_dir,
             keep=arguments.checkpoint_keep,
         )
-        neighbours: list[StateSource] = []
-        if self._backups is not None:
-            from keepstep.agent.backups import NeighbourSource
-
-            neighbours.append(NeighbourSource(self._backups))
         try:
-            self._checkpoints = Checkpoints(place, neighbours)
+            self._checkpoints = Checkpoints(place, self._backups)
             self._checkpoints.start()
         except KeepstepError as error:
             logger.error("checkpoints stay in this node's cache: %s", error)
@@ -120,8 +112,6 @@ class Program:
         arguments, loop = self._arguments, asyncio.get_running_loop()
         if not arguments.cache or not arguments.backups:
             return
-        from keepstep.agent.backups import NodeBackups
-
         paths = wire.TlsPaths(*arguments.tls) if arguments.tls is not None else None
         self._backups = NodeBackups(
             arguments.cache,
@@ -146,7 +136,13 @@ class Program:
 
     def _greet(self) -> Iterator[wire.Message]:
         arguments = self._arguments
-        yield wire.Hello("agent", arguments.node, arguments.node_rank, os.getpid())
+        yield wire.Hello(
+            "agent",
+            arguments.node,
+            arguments.node_rank,
+            os.getpid(),
+            failure_domain=arguments.failure_domain,
+        )
         yield from self._agent.again()
         if self._backups is not None:
             yield from self._backups.again()

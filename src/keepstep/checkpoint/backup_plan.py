@@ -50,7 +50,7 @@ class Order:
 def ring_of(nodes: Iterable[int], domains: Mapping[int, str] | None = None) -> list[int]:
     """The nodes in an order in which neighbours are of different failure domains, as far as that is possible.
 
-    ``domains``: a label by node; nodes without one are domains of their own.
+    ``domains``: a label by node; nodes without one, or an empty one, are domains of their own.
     """
     by_domain: dict[str, list[int]] = {}
     for node in sorted(nodes):
@@ -97,27 +97,28 @@ def places_of(
 class BackupPlan:
     """Decides for the whole job. ``keep`` is the newest snapshot known to be backed up, ``target`` the next one."""
 
-    def __init__(self, copies: int, domains: Mapping[int, str] | None = None) -> None:
+    def __init__(self, copies: int) -> None:
         self.copies = copies
         self.keep: Key | None = None
         self.target: Key | None = None
         self.first: Key | None = None
         self.complete: Key | None = None
         """The newest snapshot that stands in ``copies`` + 1 places (or on every node, where there are fewer)."""
-        self._domains = domains
         self._tries = 0
 
-    def orders(self, nodes: Collection[int], stocks: Mapping[int, Stock]) -> dict[int, Order]:
+    def orders(
+        self, nodes: Collection[int], stocks: Mapping[int, Stock], domains: Mapping[int, str] | None = None
+    ) -> dict[int, Order]:
         """What each node of ``stocks`` has to do.
 
         Args:
             nodes: all nodes of the job, whether they are there or not.
             stocks: of all nodes that are there; a node whose stock is not known yet must be waited for.
+            domains: labels of failure domains by node.
         """
-        ring = ring_of(nodes, self._domains)
+        ring = ring_of(nodes, domains)
         where = {
-            node: places_of(node, ring, at, stocks, self.copies, self._domains)
-            for at, node in enumerate(ring)
+            node: places_of(node, ring, at, stocks, self.copies, domains) for at, node in enumerate(ring)
         }
         holders = _holders(stocks)
         whole = len(stocks) == len(where)

@@ -29,8 +29,8 @@ from keepstep.checkpoint.slots import Key, Record, read_record
 from keepstep.core.errors import CheckpointError
 
 ADDRESS = "KEEPSTEP_CACHE"  # environment of the workers: name of the socket
+NO_CACHE = "KEEPSTEP_NO_CACHE"  # the same where none could be made: why
 SLOTS_PER_RANK = 8
-SPARE_HEADER_BYTES = 1 << 16  # of a slot, for later snapshots whose plain values are a little longer
 MOST_RANKS = 1 << 20
 MOST_OWNERS = 2 * MOST_RANKS  # a rank that runs here, or the backup of one that runs elsewhere
 BACKING_SLOTS = (
@@ -72,10 +72,14 @@ class GiveUp(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
-    """Comes with the descriptors of the board and of the rank's slots, in this order. Bytes, of the whole node."""
+    """Comes with the descriptors of the board and of the rank's slots, in this order. Bytes, of the whole node.
+
+    ``backed``: the rank has the slots more that backups take.
+    """
 
     used_bytes: int
     limit_bytes: int
+    backed: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -114,6 +118,7 @@ class Cache:
         self.board = _memfd("keepstep-board", _BOARD_BYTES)
         self._backing = backing or Backing()
         self._slots: dict[int, list[int]] = {}
+        self._backed: set[int] = set()
 
     @property
     def used_bytes(self) -> int:
@@ -124,6 +129,10 @@ class Cache:
         """The descriptors of a rank's slots."""
         return self._slots.get(rank, [])
 
+    def backed(self, rank: int) -> bool:
+        """Whether a rank was given the slots more that backups take."""
+        return rank in self._backed
+
     def reserve(self, rank: int, nbytes: int, slots: int, keep: Collection[int] = ()) -> None:
         """Make the rank's slots so large; a slot that is replaced loses what it held.
 
@@ -133,6 +142,7 @@ class Cache:
         if not self.slots(rank) and rank < MOST_RANKS and self._backing.fit(nbytes, slots, self.limit_bytes):
             try:
                 self._reserve(rank, nbytes, slots + BACKING_SLOTS, keep)
+                self._backed.add(rank)
                 return
             except CheckpointError:
                 pass  # not backed up, then
@@ -254,7 +264,7 @@ class CacheServer:
             return Refused(f"not a request to the cache: {error}"), []
         except CheckpointError as error:
             return Refused(str(error)), []
-        granted = Granted(self._cache.used_bytes, self._cache.limit_bytes)
+        granted = Granted(self._cache.used_bytes, self._cache.limit_bytes, self._cache.backed(request.rank))
         return granted, [self._cache.board, *self._cache.slots(request.rank)]
 
 
@@ -265,6 +275,12 @@ class Answer(NamedTuple):
     slots: list[int]
     used_bytes: int
     limit_bytes: int
+    backed: bool
+
+    def close(self) -> None:
+        """Close all of it."""
+        for descriptor in (self.board, *self.slots):
+            os.close(descriptor)
 
 
 def ask(address: str, request: Open | Reserve | GiveUp) -> Answer:
@@ -295,7 +311,7 @@ def ask(address: str, request: Open | Reserve | GiveUp) -> Answer:
         for descriptor in descriptors:
             os.close(descriptor)
         raise CheckpointError(str(error)) from None
-    return Answer(descriptors[0], list(descriptors[1:]), answer.used_bytes, answer.limit_bytes)
+    return Answer(descriptors[0], list(descriptors[1:]), answer.used_bytes, answer.limit_bytes, answer.backed)
 
 
 class Slot:

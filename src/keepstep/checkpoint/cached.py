@@ -5,50 +5,55 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
-from keepstep.checkpoint.cache import SPARE_HEADER_BYTES, Answer, Board, Open, Reserve, Slot, ask
+from keepstep.checkpoint.cache import SLOTS_PER_RANK, Answer, Board, GiveUp, Open, Reserve, Slot, ask
 from keepstep.checkpoint.header import StateHeader
 from keepstep.checkpoint.incoming import Incoming, Room
 from keepstep.checkpoint.manifest import key_text
 from keepstep.checkpoint.persist import Persister
-from keepstep.checkpoint.slots import Key, Record, read_header
+from keepstep.checkpoint.slots import Key, Record, free_slots, read_header, slot_bytes
 from keepstep.core.errors import CheckpointError
 
 
 class CachedStates:
-    """The slots of a node's ranks, mapped for reading; several of a process do not disturb each other.
+    """The slots of a node's ranks, and of the backups that are read or filled here, mapped once for a process.
 
     A pinned state is not overwritten by its worker: a rank with a pinned slot needs one slot more than the two that
     take turns.
     """
 
     def __init__(self, address: str, ranks: Collection[int]) -> None:
-        self._address = address
-        self._slots: dict[int, list[Slot]] = {rank: [] for rank in ranks}
-        self._locked: dict[tuple[int, int], Key] = {}  # by rank and slot
-        self._boards: dict[int, Board] = {}
+        self._address, self._ranks = address, tuple(ranks)
+        self._board: Board | None = None
+        self._slots: dict[int, list[Slot]] = {}  # by owner: a rank, or the backup of one
+        self._locked: dict[tuple[int, int], Key] = {}  # by owner and slot
         self._reading: Counter[Slot] = Counter()
         self._pinned: frozenset[Key] = frozenset()
-        self._filling: set[int] = (
-            set()
-        )  # ranks: to open their slots anew would end the lock on what is filled
+        self._filling: set[int] = set()  # owners
         self._told: set[tuple[Key, int]] = set()
-        self._guard = threading.RLock()  # the persister's thread reads while the agent's looks around
+        self._guard = threading.RLock()  # of the agent's threads
 
-    def held(self, rank: int) -> frozenset[Key]:
-        """What the rank has sealed. Raises CheckpointError: the cache does not answer."""
+    @property
+    def board(self) -> Board:
+        """The node's. Raises CheckpointError: the cache does not answer."""
         with self._guard:
-            if rank not in self._boards:
-                self._open(rank)
-            return self._boards[rank].held(rank)
+            if self._board is None:
+                self._open(self._ranks[0])
+            assert self._board
+            return self._board
+
+    def held(self, owner: int) -> frozenset[Key]:
+        """What an owner has sealed. Raises CheckpointError: the cache does not answer."""
+        with self._guard:
+            return self.board.held(owner)
 
     def changes(self) -> tuple[list[tuple[Key, int]], list[tuple[Key, int]]]:
         """(key, rank) of what was sealed, and of what was overwritten, since the last call."""
-        now = {(key, rank) for rank in self._slots for key in self.held(rank)}
+        now = {(key, rank) for rank in self._ranks for key in self.held(rank)}
         sealed, gone = sorted(now - self._told), sorted(self._told - now)
         self._told = now
         return sealed, gone
@@ -57,12 +62,12 @@ class CachedStates:
         """What is to be brought to storage, as the slots say: by key, the ranks that have it sealed."""
         found: dict[Key, set[int]] = {}
         with self._guard:
-            for rank in self._slots:
+            for rank in self._ranks:
                 held = self.held(rank)
-                records = [slot.record() for slot in self._slots[rank]]
-                if not held <= {record.key for record in records if record} and rank not in self._filling:
+                records = [slot.record() for slot in self._slots.get(rank, ())]
+                if not held <= {record.key for record in records if record}:
                     self._open(rank)  # slots that grew are others
-                for key in (slot.wanted() for slot in self._slots[rank]):
+                for key in (slot.wanted() for slot in self._slots.get(rank, ())):
                     if key is not None and key in held:
                         found.setdefault(key, set()).add(rank)
         return found
@@ -77,11 +82,11 @@ class CachedStates:
     def drop(self, key: Key, rank: int) -> bool:
         """Forget a state that is damaged; False: it is not there, or somebody reads it now."""
         with self._guard:
-            for index, slot in enumerate(self._slots[rank]):
+            for index, slot in enumerate(self._slots.get(rank, ())):
                 record = slot.record()
                 if record is None or record.key != key or self._reading[slot] or not slot.lock():
                     continue
-                self._boards[rank].put(rank, index, None)
+                self.board.put(rank, index, None)
                 slot.clear()
                 slot.unlock()
                 self._locked.pop((rank, index), None)
@@ -89,43 +94,67 @@ class CachedStates:
         return False
 
     @contextmanager
-    def filling(self, rank: int, slots: int) -> Generator[Room]:
-        """What gives the room for a state of the rank that comes from elsewhere; one at a time.
+    def filling(
+        self, owner: int, slots: int, needed: Callable[[], Collection[Key | None]] | None = None
+    ) -> Generator[Room]:
+        """What gives the room for a state of an owner that comes from elsewhere; one at a time for each.
 
-        It is an empty slot that is large enough. Without one the rank gets it, of ``slots`` in all or, when they all
-        hold something, of one more. Raises CheckpointError: another is being filled.
+        Args:
+            owner: a rank, or the backup of one.
+            slots: that it is to have. When all of them hold something, a rank gets one more.
+            needed: of a backup: what it must not lose; the oldest of the others makes way.
+
+        Raises:
+            CheckpointError: another is being filled.
         """
         with self._guard:
-            if rank in self._filling:
-                raise CheckpointError(f"another state of rank {rank} is being brought")
-            self._open(rank)
-            self._filling.add(rank)
+            if owner in self._filling:
+                raise CheckpointError("another state of this rank is being brought")
+            self._filling.add(owner)
         try:
-            yield partial(self._room, rank, slots)
+            with ExitStack() as stack:
+                yield partial(self._room, owner, slots, needed, stack)
         finally:
             with self._guard:
-                self._filling.discard(rank)
+                self._filling.discard(owner)
 
-    def _room(self, rank: int, slots: int, record: Record) -> Incoming:
-        spare = max(SPARE_HEADER_BYTES, record.header_bytes // 4)
-        nbytes = native.slot_bytes(record.data_bytes, record.header_bytes + spare, record.storages)
+    def _room(
+        self,
+        owner: int,
+        slots: int,
+        needed: Callable[[], Collection[Key | None]] | None,
+        stack: ExitStack,
+        record: Record,
+    ) -> Incoming:
+        nbytes = slot_bytes(record, spare=needed is None)
         with self._guard:
-            empty: list[int] = []
-            for index, slot in enumerate(self._slots[rank]):
-                if slot.record() is None and slot.lock():
-                    slot.unlock()
-                    empty.append(index)
-            if not any(self._slots[rank][index].nbytes >= nbytes for index in empty):
-                keep = tuple(i for i in range(len(self._slots[rank])) if i not in empty)
-                answer = ask(self._address, Reserve(rank, nbytes, max(slots, len(keep) + 1), keep))
-                Board(answer.board).close()
-                for descriptor in answer.slots:
-                    os.close(descriptor)
-                self._open(rank)
-            for index, slot in enumerate(self._slots[rank]):
-                if slot.record() is None and slot.nbytes >= nbytes and slot.lock():
-                    return Incoming(slot, self._boards[rank], rank, index, record)
-        raise CheckpointError(f"rank {rank} has no free slot")
+            self._open(owner)
+            there = self._slots[owner]
+            free = list(self._free(owner, needed() if needed else None))
+            if not free and needed and len(there) >= slots:
+                raise CheckpointError(f"all {slots} slots of the backup are needed or being read")
+            fitting = [i for i in free if there[i].nbytes >= nbytes and there[i].record() is None]
+            index = [*fitting, *free, len(there)][0]
+            if not free or there[index].nbytes < nbytes:
+                if free:
+                    self.board.put(owner, index, None)
+                keep = tuple(i for i in range(len(there)) if i != index)
+                self._open(owner, Reserve(owner, nbytes, max(slots, len(keep) + 1), keep))
+            # A lock of its own: who reads it from here when it is sealed takes another.
+            slot = Slot(os.dup(self._slots[owner][index].fileno()), apart=True)
+            stack.callback(slot.close)
+            return Incoming(slot, self.board, owner, index, record)
+
+    def _free(self, owner: int, needed: Collection[Key | None] | None) -> Iterator[int]:
+        """Slots that may be overwritten now, the best first."""
+        slots = self._slots[owner]
+        for index in free_slots(
+            [record.key if (record := slot.record()) else None for slot in slots], needed
+        ):
+            if not self._reading[slots[index]] and slots[index].lock():
+                slots[index].unlock()
+                self._locked.pop((owner, index), None)  # of what it held before
+                yield index
 
     def pin(self, keys: Collection[Key]) -> None:
         """Keep these, and no others, from being overwritten: every rank's slot that holds one of them now."""
@@ -136,7 +165,7 @@ class CachedStates:
                     slot.unlock()
                     del self._locked[rank, index]
             self._pinned = frozenset(keys)
-            for rank in self._slots:
+            for rank in self._ranks:
                 for key in self.held(rank) & self._pinned:
                     self._lock(rank, key)
 
@@ -179,25 +208,27 @@ class CachedStates:
             with view[native.DATA_OFFSET : native.DATA_OFFSET + header.data_bytes] as data:
                 yield header, data
 
-    def forget(self, rank: int) -> None:
-        """Let go of a rank's slots."""
+    def give_up(self, owner: int) -> None:
+        """Have the cache take back the slots of a backup."""
         with self._guard:
-            if rank in self._slots:
-                self._close(rank)
-                del self._slots[rank]
+            for index in range(SLOTS_PER_RANK):
+                self.board.put(owner, index, None)
+            self._close(owner)
+            ask(self._address, GiveUp(owner)).close()
 
     def close(self) -> None:
         """Let go of everything."""
         with self._guard:
-            for rank in self._slots:
-                self._close(rank)
+            for owner in list(self._slots):
+                self._close(owner)
+            if self._board and not self._filling:
+                self._board.close()
+                self._board = None
 
     def _lock(self, rank: int, key: Key) -> int | None:
         """The slot that holds the key, locked; None without one."""
         for fresh in (False, True):
             if fresh:
-                if rank in self._filling:
-                    return None
                 self._open(rank)  # slots that grew are others
             for index, slot in enumerate(self._slots.get(rank, ())):
                 record = slot.record()
@@ -212,13 +243,13 @@ class CachedStates:
                     slot.unlock()
         return None
 
-    def _open(self, rank: int) -> None:
-        answer = ask(self._address, Open(rank))
-        board, fresh = _mapped(answer)
-        if rank in self._boards:
-            self._boards.pop(rank).close()
-        self._boards[rank] = board
-        old, slots = self._slots.setdefault(rank, []), list[Slot]()
+    def _open(self, owner: int, request: Reserve | None = None) -> None:
+        board, fresh = _mapped(ask(self._address, request or Open(owner)))
+        if self._board is None:
+            self._board = board
+        else:
+            board.close()
+        old, slots = self._slots.setdefault(owner, []), list[Slot]()
         for index, slot in enumerate(fresh):
             if index < len(old) and os.path.sameopenfile(old[index].fileno(), slot.fileno()):
                 slot.close()
@@ -226,10 +257,10 @@ class CachedStates:
                 continue
             slots.append(slot)
             if index < len(old):
-                self._let_go(rank, index)
+                self._let_go(owner, index)
         for index in range(len(slots), len(old)):
-            self._let_go(rank, index)
-        self._slots[rank] = slots
+            self._let_go(owner, index)
+        self._slots[owner] = slots
 
     def _let_go(self, rank: int, index: int) -> None:
         """Of a slot that is another one now; who reads it still closes it."""
@@ -238,12 +269,10 @@ class CachedStates:
         if not self._reading[slot]:
             slot.close()
 
-    def _close(self, rank: int) -> None:
-        for index in range(len(self._slots[rank])):
-            self._let_go(rank, index)
-        self._slots[rank] = []
-        if rank in self._boards:
-            self._boards.pop(rank).close()
+    def _close(self, owner: int) -> None:
+        for index in range(len(self._slots.get(owner, ()))):
+            self._let_go(owner, index)
+        self._slots.pop(owner, None)
 
 
 def _mapped(answer: Answer) -> tuple[Board, list[Slot]]:

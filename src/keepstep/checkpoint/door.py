@@ -11,12 +11,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from keepstep.checkpoint.cache import ADDRESS
+from keepstep.checkpoint.cache import ADDRESS, NO_CACHE
 from keepstep.checkpoint.cadence import Storing
-from keepstep.checkpoint.snapshot import Seat, Snapshots
+from keepstep.checkpoint.snapshot import NoSnapshots, Seat, Snapshots
 from keepstep.core.errors import CheckpointError
 
-_open: list[Snapshots] = []
+_open: list[Snapshots | NoSnapshots] = []
 _told: list[bool] = []
 
 
@@ -91,11 +91,11 @@ class RandomState:
             torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def _snapshots() -> Snapshots | None:
+def _snapshots() -> Snapshots | NoSnapshots | None:
     if _open:
         return _open[0]
-    address = os.environ.get(ADDRESS)
-    if not address:
+    address, why = os.environ.get(ADDRESS), os.environ.get(NO_CACHE)
+    if not address and not why:
         if not _told:
             _told.append(True)
             print(
@@ -106,7 +106,12 @@ def _snapshots() -> Snapshots | None:
         return None
     seat = _seat()
     elsewhere = not seat.one_node and "KEEPSTEP_RING" in os.environ
-    _open.append(Snapshots(address, seat, _gather, storing=_storing(), elsewhere=elsewhere))
+    try:
+        if not address:
+            raise CheckpointError(why or "")
+        _open.append(Snapshots(address, seat, _gather, storing=_storing(), elsewhere=elsewhere))
+    except CheckpointError as error:
+        _open.append(NoSnapshots(str(error), _gather))
     atexit.register(_open[0].end)
     return _open[0]
 

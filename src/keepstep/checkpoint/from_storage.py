@@ -17,6 +17,7 @@ from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissi
 from keepstep.checkpoint.header import encode_header, with_checksums
 from keepstep.checkpoint.incoming import Room
 from keepstep.checkpoint.manifest import Manifest, folder_name, key_of, key_text
+from keepstep.checkpoint.patient_storage import PatientStorage
 from keepstep.checkpoint.slots import Key, Record
 from keepstep.checkpoint.storage import Storage
 from keepstep.checkpoint.stored import CHUNK_BYTES, ShardReader, look, look_again
@@ -24,20 +25,25 @@ from keepstep.core.errors import CheckpointError
 
 MOST_OFFERED = 16
 _LISTED_S = 2.0  # the ranks of a node ask at the same moment
+_PATIENCE_S = 120.0  # of an NFS server that begins anew
 
 Same = tuple[int, int]
 """Checksum and size of a storage."""
 
 
 class StorageSource:
-    """A `StateSource`. Offers the newest steps that are whole and of a job of ``world_size`` ranks."""
+    """A `StateSource`. Offers the newest steps that are whole and of a job of ``world_size`` ranks.
 
-    def __init__(self, storage: Storage, world_size: int) -> None:
-        self._storage, self._world_size = storage, world_size
+    A storage that does not answer for ``patience_s`` is out of reach.
+    """
+
+    def __init__(self, storage: Storage, world_size: int, *, patience_s: float = _PATIENCE_S) -> None:
+        self._storage, self._world_size = PatientStorage(storage, patience_s), world_size
         self._guard = threading.Lock()
         self._listed_s = -_LISTED_S
         self._keys: frozenset[Key] = frozenset()
         self._refused: tuple[str, ...] = ()
+        self._trouble = ""
         self._incarnation = -1
         self._common: dict[Key, _Common] = {}
 
@@ -61,6 +67,8 @@ class StorageSource:
             if time.monotonic() - self._listed_s >= _LISTED_S:
                 self._list()
                 self._listed_s = time.monotonic()
+            if self._trouble:
+                raise CheckpointError(self._trouble)
             return self._keys, self._refused, self._incarnation
 
     def bring(self, key: Key, rank: int, room: Room) -> str:
@@ -77,10 +85,9 @@ class StorageSource:
             )
             with room(record) as incoming:
                 body = incoming.body
-                at = _aligned(header.data_bytes)
-                body[at : at + len(text)] = text
-                at += _aligned(len(text))
-                body[at : at + len(table)] = table
+                for begin, part in ((record.header_at, text), (record.table_at, table)):
+                    at = begin - native.DATA_OFFSET
+                    body[at : at + len(part)] = part
                 with body[: header.data_bytes] as data:
                     common.fill(reader, data)
                 incoming.seal()
@@ -91,9 +98,9 @@ class StorageSource:
             keys = sorted(filter(None, map(key_of, self._storage.folders())), reverse=True)
             whole, refused = self._look_at(keys)
         except OSError as error:
-            raise CheckpointError(
-                f"{self.where}: cannot be listed: {error.strerror or str(error)[:200]}"
-            ) from None
+            self._trouble = f"{self.where}: cannot be listed: {error.strerror or str(error)[:200]}"
+            return
+        self._trouble = ""
         self._keys, self._refused = frozenset(whole), tuple(refused)
         self._incarnation = max((key.incarnation for key in keys), default=-1)
 
@@ -194,7 +201,3 @@ def _copied(future: Future[memoryview], target: memoryview) -> bool:
     for at in range(0, len(target), CHUNK_BYTES):  # in parts: a copy keeps all other threads waiting
         target[at : at + CHUNK_BYTES] = source[at : at + CHUNK_BYTES]
     return True
-
-
-def _aligned(count: int) -> int:
-    return -(-count // 64) * 64

@@ -9,7 +9,7 @@ from typing import Protocol
 from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
 from keepstep.checkpoint.cache import Board, Slot
 from keepstep.checkpoint.header import StateHeader
-from keepstep.checkpoint.slots import Key, Record, damaged_storages, read_header, write_record
+from keepstep.checkpoint.slots import Key, Record, damaged_storages, read_header, slot_bytes, write_record
 from keepstep.core.errors import CheckpointError
 
 
@@ -23,7 +23,7 @@ class Incoming:
         """Takes the slot and forgets what it held. Raises `CheckpointError`: it is taken, or too small."""
         self.record = record
         self._slot, self._board, self._owner, self._index = slot, board, owner, index
-        needed = native.slot_bytes(record.data_bytes, record.header_bytes, record.storages)
+        needed = slot_bytes(record)
         if needed > slot.nbytes:
             raise CheckpointError(f"a slot of {slot.nbytes} bytes for a snapshot of {needed}")
         if not slot.lock():
@@ -59,7 +59,10 @@ Room = Callable[[Record], Incoming]
 
 
 class StateSource(Protocol):
-    """Where the state of a rank can be had from when its node's cache lacks it. Calls block; not from an event loop."""
+    """Where the state of a rank can be had from when its node's cache lacks it.
+
+    Calls block, so not from an event loop, but not for ever: a source that hangs is out of reach.
+    """
 
     @property
     def where(self) -> str:

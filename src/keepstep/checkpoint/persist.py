@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -177,7 +176,6 @@ class Persister:
         storage: where to.
         source: gives sealed states.
         world_size: ranks of the job.
-        bytes_per_s: upper limit of writing; 0: none.
     """
 
     def __init__(
@@ -187,12 +185,10 @@ class Persister:
         source: Source,
         *,
         world_size: int,
-        bytes_per_s: float = 0.0,
         clock: Clock | None = None,
     ) -> None:
         self._plan, self._storage, self._source = plan, storage, source
         self._ranks, self._world_size, self._leader = plan.ranks, world_size, plan.leader
-        self._bytes_per_s = bytes_per_s
         self._clock = clock or MonotonicClock()
         self._changed = threading.Condition()
         self._stopped = False
@@ -342,8 +338,6 @@ class Persister:
     def _pace(self, nbytes: int) -> None:
         if self._stopped:
             raise InterruptedError("told to stop")
-        if self._bytes_per_s > 0:
-            time.sleep(nbytes / self._bytes_per_s)
 
 
 def _chunks(table: bytes, data: memoryview, spans: Iterable[tuple[int, int]]) -> Iterator[Bytes]:

@@ -1,14 +1,14 @@
-"""A rank's part in a restore: its own cache, the agent's desk, and the live state that is filled."""
+"""A rank's part in a restore: its own cache, the agent's restore service, and the live state that is filled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from keepstep.checkpoint.desk import DeskClient
+from keepstep.checkpoint.rank_slots import Offer, RankSlots
 from keepstep.checkpoint.restore import Filling
+from keepstep.checkpoint.restore_service import RestoreClient
 from keepstep.checkpoint.resume import Copied, Elsewhere
-from keepstep.checkpoint.shelf import Offer, Shelf
 from keepstep.checkpoint.slots import Key
 from keepstep.core.errors import CheckpointError
 
@@ -19,11 +19,11 @@ class Restoring:
     """A `resume.Rank`. ``error``: why this rank cannot; ``source``: where its state came from.
 
     Args:
-        shelf: the rank's slots.
+        cache: the rank's slots.
         rank: its number.
         world_size: of the job.
         slots: how many slots it is to have.
-        desk: None: there are no other sources.
+        service: None: there are no other sources.
         required: other sources must be heard: without them it cannot be told that there is no state.
         threads: that copy.
         say: a line for the operator.
@@ -31,18 +31,18 @@ class Restoring:
 
     def __init__(
         self,
-        shelf: Shelf,
+        cache: RankSlots,
         rank: int,
         world_size: int,
         *,
         slots: int,
-        desk: DeskClient | None,
+        service: RestoreClient | None,
         required: bool,
         threads: int,
         say: Callable[[str], None],
     ) -> None:
-        self._shelf, self._rank, self._world_size, self._slots = shelf, rank, world_size, slots
-        self._desk, self._required, self._threads, self._say = desk, required, threads, say
+        self._cache, self._rank, self._world_size, self._slots = cache, rank, world_size, slots
+        self._service, self._required, self._threads, self._say = service, required, threads, say
         self._state: Any = None
         self._offers: dict[Key, Offer] = {}
         self._brought: dict[Key, str] = {}
@@ -57,7 +57,7 @@ class Restoring:
 
     def own(self) -> frozenset[Key]:
         """See `resume.Rank`."""
-        self._offers, refused = self._shelf.offers(self._world_size)
+        self._offers, refused = self._cache.offers(self._world_size)
         for line in refused:
             self._say(line)
         self._spoiled = bool(refused)
@@ -69,10 +69,10 @@ class Restoring:
 
     def elsewhere(self) -> Elsewhere:
         """See `resume.Rank`."""
-        if self._desk is None:
+        if self._service is None:
             return Elsewhere()
         try:
-            offered = self._desk.offers(self._rank)
+            offered = self._service.offers(self._rank)
         except CheckpointError as error:
             if self._required:
                 return Elsewhere(troubles=(str(error),))
@@ -89,13 +89,13 @@ class Restoring:
 
     def bring(self, key: Key) -> None:
         """See `resume.Rank`."""
-        if self._desk is None:
+        if self._service is None:
             raise CheckpointError("there is no source besides the node's cache")
-        self._shelf.make_way(key, [offer.slot for offer in self._offers.values()])
+        self._cache.make_way(key, [offer.slot for offer in self._offers.values()])
         try:
-            brought = self._desk.bring(self._rank, key, self._slots)
+            brought = self._service.bring(self._rank, key, self._slots)
         finally:
-            self._shelf.reopen()  # slots may be others also when it failed
+            self._cache.reopen()  # slots may be others also when it failed
         for line in brought.passed:
             self._say(f"rank {self._rank}: not restored from {line}")
         self._brought[key] = brought.where
@@ -105,7 +105,7 @@ class Restoring:
     def copy(self, key: Key) -> Copied:
         """See `resume.Rank`."""
         offer = self._offers[key]
-        slot = self._shelf.slots[offer.slot]
+        slot = self._cache.slots[offer.slot]
         if not slot.lock(shared=True):
             self.error = CheckpointError(
                 f"rank {self._rank}: its snapshot is being written by another process"
@@ -126,11 +126,11 @@ class Restoring:
 
     def drop(self, key: Key) -> None:
         """See `resume.Rank`."""
-        self._shelf.drop(self._offers.pop(key).slot)
+        self._cache.drop(self._offers.pop(key).slot)
 
     def wanted(self, key: Key) -> bool:
         """See `resume.Rank`."""
-        return key in self._shelf.wanted()
+        return key in self._cache.wanted()
 
     def source(self, key: Key) -> str:
         """Where the state came from."""

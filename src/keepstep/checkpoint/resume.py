@@ -14,6 +14,7 @@ from typing import Protocol
 from keepstep.checkpoint.cache import SLOTS_PER_RANK
 from keepstep.checkpoint.slots import Key, agree
 from keepstep.core.errors import CheckpointError
+from keepstep.core.ranges import fold_ranks
 
 WIDTH = 4 + 3 * SLOTS_PER_RANK
 """Numbers in a row."""
@@ -122,6 +123,7 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
     """
     own = set(rank.own())
     rows = yield row_of(own, rank.begun())
+    _check_caches(rows)
     held = [keys_of(row) for row in rows]
     begun = all(row[0] for row in rows)
     ask = len({max(keys, default=None) for keys in held}) > 1 or not held[0]
@@ -184,6 +186,7 @@ def begin(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
         CheckpointError: it cannot be told what a source has, so that what is saved could be taken for something else.
     """
     rows = yield row_of(rank.own())
+    _check_caches(rows)
     held = [keys_of(row) for row in rows]
     talk = _Talk(rank, incarnation, held)
     if not all(held):
@@ -195,6 +198,20 @@ def begin(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
         return Agreed(None, talk.incarnation, given_up=f"what was saved before is given up: {error}")
     pending = frozenset(one for one in frozenset[Key].intersection(*held) if key and one < key)
     return Agreed(key, talk.incarnation, pending)
+
+
+def refuse(why: str) -> Generator[Row, Rows, Agreed]:
+    """In place of `resume` and `begin` on a rank that has no cache: no other waits for it. Raises CheckpointError."""
+    yield row_of((), False, True)
+    raise CheckpointError(f"{_NO_CHECKPOINT}: {why}; {_MEND}")
+
+
+def _check_caches(rows: Rows) -> None:
+    without = [number for number, row in enumerate(rows) if row[1]]
+    if without:
+        raise CheckpointError(
+            f"{_NO_CHECKPOINT}: the node of ranks {fold_ranks(without)} has no cache, see what they say; {_MEND}"
+        )
 
 
 @dataclass(slots=True)
@@ -255,6 +272,8 @@ class _Talk:
 
 
 _NEVER_WHOLE = "the first snapshot was not whole on all ranks yet: the training begins anew"
+_NO_CHECKPOINT = "no rank saves or restores a checkpoint"
+_MEND = "mend that, or leave that node out, and start `keepstep run` again"
 _ANOTHER = ": see what another rank says"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from keepstep.checkpoint.header import MOST_HEADER_BYTES, StateHeader, decode_he
 from keepstep.core.errors import CheckpointError
 from keepstep.core.ranges import fold_ranks
 
+SPARE_HEADER_BYTES = 1 << 16  # of a slot, for later snapshots whose plain values are a little longer
 _RECORD = struct.Struct("<8Q")
 _STEP_BITS = 47
 _MOST_TOLD = 6
@@ -67,10 +68,21 @@ class Record(NamedTuple):
     def key(self) -> Key:
         return Key(self.incarnation, self.step)
 
+    @property
+    def header_at(self) -> int:
+        """Where the header begins in the slot."""
+        return native.slot_bytes(self.data_bytes, 0, 0)
 
-def slot_bytes(record: Record) -> int:
-    """Bytes of a slot that just holds what a record says."""
-    return native.slot_bytes(record.data_bytes, record.header_bytes, record.storages)
+    @property
+    def table_at(self) -> int:
+        """Where the checksums begin in the slot."""
+        return native.slot_bytes(self.data_bytes, self.header_bytes, 0)
+
+
+def slot_bytes(record: Record, *, spare: bool = False) -> int:
+    """Bytes of a slot that just holds what a record says; ``spare``: and later ones, of a little longer header."""
+    more = max(SPARE_HEADER_BYTES, record.header_bytes // 4) if spare else 0
+    return native.slot_bytes(record.data_bytes, record.header_bytes + more, record.storages)
 
 
 def read_record(slot: memoryview) -> Record | None:
@@ -84,9 +96,8 @@ def read_record(slot: memoryview) -> Record | None:
     step, incarnation, data_bytes, header_bytes, storages, header_checksum = fields
     if header_bytes > MOST_HEADER_BYTES or data_bytes > len(slot) or storages > len(slot):
         return None
-    if native.slot_bytes(data_bytes, header_bytes, storages) > len(slot):
-        return None
-    return Record(step, incarnation, data_bytes, header_bytes, storages, header_checksum)
+    record = Record(step, incarnation, data_bytes, header_bytes, storages, header_checksum)
+    return record if slot_bytes(record) <= len(slot) else None
 
 
 def write_record(slot: memoryview, record: Record) -> None:
@@ -104,10 +115,8 @@ def read_header(slot: memoryview, record: Record) -> StateHeader:
         SnapshotDamaged: it is not what was sealed.
         CheckpointError: it is not of this record.
     """
-    begin = native.DATA_OFFSET + _aligned(record.data_bytes)
-    text = bytes(slot[begin : begin + record.header_bytes])
-    begin += _aligned(record.header_bytes)
-    table = bytes(slot[begin : begin + 8 * record.storages])
+    text = bytes(slot[record.header_at : record.header_at + record.header_bytes])
+    table = bytes(slot[record.table_at : record.table_at + 8 * record.storages])
     if native.checksum(table, native.checksum(text)) != record.header_checksum:
         raise SnapshotDamaged("the header is damaged")
     header = with_checksums(decode_header(text), tuple(array("Q", table)))
@@ -156,31 +165,36 @@ def next_slot(
     return min(below)[1] if below else None
 
 
-def kept_slots(keys: Sequence[Key | None], backed_up: Key | None, first: Key | None) -> set[int]:
-    """The slots that backups need: what is backed up now, and the oldest snapshot from ``first`` on.
+def kept_slots(
+    keys: Sequence[Key | None],
+    backed_up: Key | None,
+    first: Key | None,
+    waiting: AbstractSet[int] = frozenset(),
+) -> set[int]:
+    """The slots not to be overwritten: those ``waiting`` for storage, and those that backups need.
 
-    None of them where there are not two more for the worker to take turns in.
+    Backups need what is backed up now, and the oldest snapshot from ``first`` on: both, the former, or none of them, as
+    long as two more are left for the worker to take turns in.
     """
-    kept = {index for index, key in enumerate(keys) if key is not None and key == backed_up}
-    later = [
-        (key, index)
-        for index, key in enumerate(keys)
-        if key is not None and first is not None and key >= first
-    ]
-    kept |= {min(later)[1]} if later else set()
-    return kept if len(keys) >= len(kept) + 2 else set()
+    kept = set(waiting)
+    later = min(
+        ((key, index) for index, key in enumerate(keys) if key and first and key >= first), default=None
+    )
+    backed = {index for index, key in enumerate(keys) if key and key == backed_up}
+    for needed in (backed, {later[1]} if later else set[int]()):
+        if len(keys) >= len(kept | needed) + 2:
+            kept |= needed
+    return kept
 
 
-def backup_slot(
-    keys: Sequence[Key | None], keep: Key | None, target: Key, busy: AbstractSet[int] = frozenset()
-) -> int | None:
-    """The slot of a backup that ``target`` may overwrite: an empty one, else the oldest that is neither of the two."""
-    free = [index for index in range(len(keys)) if index not in busy]
-    for index in free:
-        if keys[index] is None:
-            return index
-    old = [(key, index) for index in free if (key := keys[index]) is not None and key not in (keep, target)]
-    return min(old)[1] if old else None
+def free_slots(keys: Sequence[Key | None], needed: Collection[Key | None] | None = None) -> list[int]:
+    """The slots that may be overwritten with what comes from elsewhere: empty ones, then the oldest not ``needed``.
+
+    ``needed``: None: whatever is there.
+    """
+    empty = [index for index, key in enumerate(keys) if key is None]
+    old = [] if needed is None else [(key, i) for i, key in enumerate(keys) if key and key not in needed]
+    return empty + [index for _, index in sorted(old)]
 
 
 def agree(offers: Mapping[int, AbstractSet[Key]]) -> Key | None:
@@ -201,7 +215,3 @@ def agree(offers: Mapping[int, AbstractSet[Key]]) -> Key | None:
         for keys, ranks in list(by_offer.items())[:_MOST_TOLD]
     ]
     raise CheckpointError("no snapshot is whole on every rank (" + "; ".join(told) + ")")
-
-
-def _aligned(count: int) -> int:
-    return -(-count // 64) * 64

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,14 +21,14 @@ import msgspec
 import torch
 
 from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
-from keepstep.checkpoint.cache import SPARE_HEADER_BYTES, gib
+from keepstep.checkpoint.cache import gib
 from keepstep.checkpoint.cadence import Cadence, Storing
-from keepstep.checkpoint.desk import DeskClient, desk_of
 from keepstep.checkpoint.optimizers import OptimizerWatch
+from keepstep.checkpoint.rank_slots import RankSlots
+from keepstep.checkpoint.restore_service import RestoreClient, restore_address
 from keepstep.checkpoint.restoring import Restoring
-from keepstep.checkpoint.resume import Agreed, Row, Rows, begin, keys_of, resume, row_of
-from keepstep.checkpoint.shelf import Shelf
-from keepstep.checkpoint.slots import Key, newest_common
+from keepstep.checkpoint.resume import Agreed, Row, Rows, begin, keys_of, refuse, resume, row_of
+from keepstep.checkpoint.slots import Key, Record, newest_common, slot_bytes
 from keepstep.checkpoint.state import Span, StateHeader, encode_header, flatten, identity
 from keepstep.core.errors import CheckpointError
 from keepstep.core.ranges import fold_ranks
@@ -38,6 +39,7 @@ Gather = Callable[[Row], Rows]
 PATIENCE_S = 30.0
 _TURNS = 2
 _ALONE_S = 120.0
+_MOST_TOLD = 256  # lines that are not said again
 _POLL_S = 0.001
 _STORED_POLL_S = 0.05
 
@@ -98,21 +100,20 @@ class Snapshots:
         """
         self._seat, self._gather, self._process = seat, gather, os.getpid()
         self._slots = slots or (_TURNS if storing is None else _TURNS + 1)
-        self._shelf = Shelf(address, seat.rank, count=self._slots)
+        self._cache = RankSlots(address, seat.rank, count=self._slots)
         self._threads = threads or max(1, min(4, len(os.sched_getaffinity(0)) // seat.local_world_size))
         self._incarnation = seat.incarnation
         self._storing = storing
         self._cadence = Cadence(storing) if storing else None
-        self._desk = DeskClient(desk_of(address)) if elsewhere or storing else None
+        self._service = RestoreClient(restore_address(address)) if elsewhere or storing else None
         self._blocked_s = 0.0
         self._unkept: Key | None = None  # was to go to storage, and was not even saved
         self._alone: dict[Key, float] = {}  # waits for storage here and not with all others, since when
         self._begun = self._saved = False
         self._last: Key | None = None
         self._flight: _Flight | None = None
-        self._told: set[str] = set()
+        self._told: deque[str] = deque(maxlen=_MOST_TOLD)
         self._watch = OptimizerWatch(self._before_step)
-        self.skipped = 0
 
     def register(self, state: Any) -> None:
         """Get memory for snapshots of a state as large as this one; the kernel gives it in the background.
@@ -120,13 +121,9 @@ class Snapshots:
         Raises:
             CheckpointError: the state cannot be saved, or does not fit into the node's memory.
         """
-        if not self._shelf.slots:
+        if not self._cache.slots:
             header, _, text = self._flatten(state, 0)
             self._make_first_room(_slot_bytes(header, text), header.data_bytes)
-
-    def populated(self) -> None:
-        """Wait until all memory that was asked for is there."""
-        self._shelf.populated()
 
     def save(self, state: Any, step: int, *, overlap: bool = True, persist: bool | None = None) -> None:
         """Take a snapshot of ``state`` as it is now: ``step`` steps are done. All ranks save the same steps.
@@ -161,28 +158,27 @@ class Snapshots:
         if self._last is not None and key <= self._last:
             raise CheckpointError(f"step {step} after step {self._last.step}: steps must grow between saves")
         if self._cadence:
-            self._cadence.note(step, begun_s, blocked_s, pending=bool(self._shelf.wanted()))
+            self._cadence.note(step, begun_s, blocked_s, pending=bool(self._cache.wanted()))
         wanted = self._is_wanted(step, persist)
         self._unkept = key if wanted else self._unkept
         nbytes = _slot_bytes(header, text)
-        if not self._shelf.slots:
+        if not self._cache.slots:
             self._make_first_room(nbytes, header.data_bytes)
         index = self._slot()
         if index is None:
-            self.skipped += 1
             self._say(
                 f"step {step} is not kept: {f'after {PATIENCE_S:g} s ' if self._seat.one_node else ''}not all ranks "
                 "hold a newer snapshot than the oldest of this rank, or it is being read; do all ranks save the same "
                 "steps?"
             )
             return
-        if self._shelf.slots[index].nbytes < nbytes:
+        if self._cache.slots[index].nbytes < nbytes:
             try:
-                self._shelf.make_room(nbytes, index)
+                self._cache.make_room(nbytes, index)
             except CheckpointError:
-                self._shelf.slots[index].unlock()
+                self._cache.slots[index].unlock()
                 raise
-        self._shelf.slots[index].want(key if wanted else None)
+        self._cache.slots[index].want(key if wanted else None)
         self._start(header, spans, text, index, key, overlap)
         self._unkept = None if wanted else self._unkept
         self._last = key
@@ -194,7 +190,7 @@ class Snapshots:
         if flight is not None and self._process == os.getpid():  # a forked child has none of the threads
             begun_s = time.monotonic()
             flight.native.wait()
-            self._shelf.slots[flight.slot].unlock()
+            self._cache.slots[flight.slot].unlock()
             self._flight = None
             self._blocked_s += time.monotonic() - begun_s
 
@@ -210,7 +206,7 @@ class Snapshots:
         self.wait()
         rank = self._restoring().into(state)
         try:
-            agreed = self._talk(resume(rank, self._seat.incarnation))
+            agreed = talk(resume(rank, self._seat.incarnation), self._gather)
         except CheckpointError as error:
             raise rank.error or error from None
         if agreed.key is not None:
@@ -232,53 +228,44 @@ class Snapshots:
         """Wait, and stop all threads: one that is in native code while the interpreter ends brings the process down."""
         self.wait()
         if self._process == os.getpid():
-            self._shelf.stop_populating()
+            self._cache.stop_populating()
 
     def close(self) -> None:
         """Wait, and let go of the cache, which keeps what it has."""
         self.wait()
         self._watch.close()
-        self._shelf.close()
+        self._cache.close()
 
     def _restoring(self) -> Restoring:
         return Restoring(
-            self._shelf,
+            self._cache,
             self._seat.rank,
             self._seat.world_size,
             slots=self._slots,
-            desk=self._desk,
+            service=self._service,
             required=self._storing is not None,
             threads=self._threads,
             say=self._say,
         )
 
-    def _talk(self, steps: Generator[Row, Rows, Agreed]) -> Agreed:
-        """Carry out what all ranks do together."""
-        row = next(steps)
-        while True:
-            try:
-                row = steps.send(self._gather(row))
-            except StopIteration as end:  # noqa: PERF203
-                return cast("Agreed", end.value)
-
     def _make_first_room(self, nbytes: int, data_bytes: int) -> None:
-        self._shelf.make_room(nbytes)
-        total = sum(slot.nbytes for slot in self._shelf.slots)
+        self._cache.make_room(nbytes)
+        total = sum(slot.nbytes for slot in self._cache.slots)
         self._say(
-            f"{len(self._shelf.slots)} snapshots of rank {self._seat.rank} take {gib(total)} "
-            f"({total / max(1, data_bytes):.1f} × its state) of the {gib(self._shelf.limit_bytes)} that the node gives",
+            f"{len(self._cache.slots)} snapshots of rank {self._seat.rank} take {gib(total)} "
+            f"({total / max(1, data_bytes):.1f} × its state) of the {gib(self._cache.limit_bytes)} that the node gives",
             every_rank=False,
         )
 
     def _begin_anew(self) -> None:
         """Agree with all ranks on what to keep until there is something newer."""
-        agreed = self._talk(begin(self._restoring(), self._seat.incarnation))
+        agreed = talk(begin(self._restoring(), self._seat.incarnation), self._gather)
         if agreed.given_up:
             self._say(agreed.given_up, every_rank=False)
         self._settle(agreed)
 
     def _settle(self, agreed: Agreed) -> None:
-        self._shelf.settle(agreed.key, agreed.pending, wanted=agreed.wanted)
+        self._cache.settle(agreed.key, agreed.pending, wanted=agreed.wanted)
         self._incarnation, self._last, self._begun = agreed.incarnation, agreed.key, True
         if self._cadence:
             self._cadence.begin(agreed.key.step if agreed.key else 0)
@@ -297,8 +284,8 @@ class Snapshots:
         while True:
             rows = self._gather(
                 row_of(
-                    self._shelf.wanted(),
-                    len(self._shelf.wanted()) >= self._slots - _TURNS,
+                    self._cache.wanted(),
+                    len(self._cache.wanted()) >= self._slots - _TURNS,
                     time.monotonic() >= deadline_s,
                     self._cadence.proposal(),
                     self._unkept.pack() if self._unkept else 0,
@@ -323,19 +310,19 @@ class Snapshots:
         for number, row in enumerate(rows):
             key = Key.unpack(row[3])
             if key is not None:
-                self._shelf.let_go(key)
+                self._cache.let_go(key)
                 self._say(
                     f"step {key.step} is not brought to {self._storing_where}: rank {number} did not keep it",
                     every_rank=False,
                 )
         self._unkept = None
-        pending = self._shelf.wanted()
+        pending = self._cache.wanted()
         alone = {key for key in pending if not all(key in keys_of(row) for row in rows)}
         now_s = time.monotonic()
         self._alone = {key: self._alone.get(key, now_s) for key in alone}
         for key, since_s in self._alone.items():
             if now_s - since_s > _ALONE_S:  # on storage all ranks let it go, within seconds
-                self._shelf.let_go(key)
+                self._cache.let_go(key)
                 self._say(
                     f"step {key.step} is not brought to {self._storing_where}: not all ranks have it any more"
                 )
@@ -346,17 +333,17 @@ class Snapshots:
 
     def _slot(self) -> int | None:
         if not self._seat.one_node:
-            rows = self._gather(row_of(key for key in self._shelf.held() if key))
-            return self._shelf.take(lambda: newest_common(map(keys_of, rows)))
+            rows = self._gather(row_of(key for key in self._cache.held() if key))
+            return self._cache.take(lambda: newest_common(map(keys_of, rows)))
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            index = self._shelf.take(self._complete)
+            index = self._cache.take(self._complete)
             if index is not None or time.monotonic() > deadline:
                 return index
             time.sleep(_POLL_S)
 
     def _complete(self) -> Key | None:
-        return newest_common(self._shelf.board.held(rank) for rank in range(self._seat.world_size))
+        return newest_common(self._cache.board.held(rank) for rank in range(self._seat.world_size))
 
     def _flatten(self, state: Any, step: int) -> tuple[StateHeader, list[Span], bytes]:
         seat = self._seat
@@ -394,14 +381,14 @@ class Snapshots:
                 urgent = 0
             plan.extend((address, entry.offset, entry.nbytes, urgent))
         started = native.Snapshot(
-            self._shelf.slots[index].memory,
+            self._cache.slots[index].memory,
             plan,
             header=text,
             data_bytes=header.data_bytes,
             step=key.step,
             incarnation=key.incarnation,
-            board=self._shelf.board.memory,
-            board_index=self._shelf.board.index(self._seat.rank, index),
+            board=self._cache.board.memory,
+            board_index=self._cache.board.index(self._seat.rank, index),
             board_value=key.pack(),
             threads=self._threads,
         )
@@ -417,8 +404,42 @@ class Snapshots:
 
     def _say(self, text: str, *, every_rank: bool = True) -> None:
         if text not in self._told and (every_rank or self._seat.rank == 0):
-            self._told.add(text)
+            self._told.append(text)
             print(f"keepstep: {text}", file=sys.stderr, flush=True)
+
+
+class NoSnapshots:
+    """In place of `Snapshots` where the node has no cache: refuses, together with all ranks, so that none waits."""
+
+    def __init__(self, why: str, gather: Gather) -> None:
+        self._why, self._gather = why, gather
+
+    def register(self, state: Any) -> None:
+        """Left to the first `save` or `load`, which all ranks call."""
+
+    def save(self, state: Any, step: int, *, overlap: bool = True, persist: bool | None = None) -> None:
+        """Collective. Raises CheckpointError on every rank."""
+        talk(refuse(self._why), self._gather)
+
+    def load(self, state: Any) -> int | None:
+        """Collective. Raises CheckpointError on every rank."""
+        talk(refuse(self._why), self._gather)
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+    def end(self) -> None:
+        """There is nothing to end."""
+
+
+def talk(steps: Generator[Row, Rows, Agreed], gather: Gather) -> Agreed:
+    """Carry out what all ranks do together."""
+    row = next(steps)
+    while True:
+        try:
+            row = steps.send(gather(row))
+        except StopIteration as end:  # noqa: PERF203
+            return cast("Agreed", end.value)
 
 
 def with_state_dicts(state: Any) -> Any:
@@ -433,6 +454,6 @@ def with_state_dicts(state: Any) -> Any:
 
 
 def _slot_bytes(header: StateHeader, text: bytes) -> int:
-    """Of a slot for this state and for later ones whose plain values are a little longer."""
-    spare = max(SPARE_HEADER_BYTES, len(text) // 4)
-    return native.slot_bytes(header.data_bytes, len(text) + spare, len(header.storages))
+    """Of a slot for this state and later ones."""
+    record = Record(header.step, header.incarnation, header.data_bytes, len(text), len(header.storages), 0)
+    return slot_bytes(record, spare=True)

@@ -41,8 +41,8 @@ class Readable(Protocol):
     def close(self) -> None: ...
 
 
-class Storage(Protocol):
-    """Folders of files. Names are those that ``safe_name`` accepts; sizes are in bytes."""
+class StorageReader(Protocol):
+    """Folders of files, to be read. Names are those that ``safe_name`` accepts; sizes are in bytes."""
 
     @property
     def where(self) -> str:
@@ -60,6 +60,10 @@ class Storage(Protocol):
     def open(self, folder: str, name: str) -> Readable:
         """A file to be read from its beginning."""
         ...
+
+
+class Storage(StorageReader, Protocol):
+    """Folders of files."""
 
     def write(self, folder: str, name: str, chunks: Iterable[Bytes]) -> int:
         """Make or replace a file; durable on return. Returns its size."""

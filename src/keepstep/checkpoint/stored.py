@@ -23,7 +23,7 @@ from keepstep.checkpoint.manifest import (
 )
 from keepstep.checkpoint.shard_file import Piece, ShardFile, decode_shard, places
 from keepstep.checkpoint.slots import Key
-from keepstep.checkpoint.storage import Readable, Storage
+from keepstep.checkpoint.storage import Readable, StorageReader
 from keepstep.core.errors import CheckpointError
 
 CHUNK_BYTES = 8 << 20
@@ -55,7 +55,7 @@ class StoredShard:
     data: memoryview
 
 
-def scan(storage: Storage) -> list[StoredStep]:
+def scan(storage: StorageReader) -> list[StoredStep]:
     """All steps, newest first, judged by manifests, names and sizes. Raises CheckpointError: not reachable."""
     try:
         keys = [key for key in map(key_of, storage.folders()) if key is not None]
@@ -64,7 +64,7 @@ def scan(storage: Storage) -> list[StoredStep]:
     return [look(storage, key) for key in sorted(keys, reverse=True)]
 
 
-def scan_again(storage: Storage) -> list[StoredStep]:
+def scan_again(storage: StorageReader) -> list[StoredStep]:
     """As ``scan``, but what cannot be read is an OSError; what is read as damaged is read once more."""
     keys = sorted(filter(None, map(key_of, storage.folders())), reverse=True)
     steps = [look_again(storage, key) for key in keys]
@@ -74,7 +74,7 @@ def scan_again(storage: Storage) -> list[StoredStep]:
     ]
 
 
-def look(storage: Storage, key: Key) -> StoredStep:
+def look(storage: StorageReader, key: Key) -> StoredStep:
     """One step, judged by its manifest, names and sizes."""
     try:
         return look_again(storage, key)
@@ -82,7 +82,7 @@ def look(storage: Storage, key: Key) -> StoredStep:
         return StoredStep(key, None, (f"{folder_name(key)}: cannot be read: {_why(error)}",))
 
 
-def look_again(storage: Storage, key: Key) -> StoredStep:
+def look_again(storage: StorageReader, key: Key) -> StoredStep:
     """As ``look``, but what cannot be read is an OSError, not a finding."""
     try:
         files = storage.files(folder_name(key))
@@ -98,7 +98,7 @@ def look_again(storage: Storage, key: Key) -> StoredStep:
     return StoredStep(key, manifest, tuple(differences(manifest, files)))
 
 
-def verify(storage: Storage, manifest: Manifest) -> Iterator[str]:
+def verify(storage: StorageReader, manifest: Manifest) -> Iterator[str]:
     """A line for every file that is not what the manifest says, each read to its last byte."""
     folder = folder_name(manifest.key)
     ranks = {header_file(rank): rank for rank in range(manifest.world_size)}
@@ -114,7 +114,7 @@ def verify(storage: Storage, manifest: Manifest) -> Iterator[str]:
             yield str(error)
 
 
-def check_file(storage: Storage, folder: str, name: str, stored: StoredFile) -> None:
+def check_file(storage: StorageReader, folder: str, name: str, stored: StoredFile) -> None:
     """Read a file to its end and compare.
 
     Raises:
@@ -134,7 +134,7 @@ def check_file(storage: Storage, folder: str, name: str, stored: StoredFile) -> 
 
 
 def read_shard(
-    storage: Storage, manifest: Manifest, rank: int, into: Callable[[int], memoryview] | None = None
+    storage: StorageReader, manifest: Manifest, rank: int, into: Callable[[int], memoryview] | None = None
 ) -> StoredShard:
     """A rank's state.
 
@@ -167,36 +167,7 @@ def read_shard(
     return StoredShard(header, data)
 
 
-def newest(
-    storage: Storage,
-    rank: int,
-    *,
-    world_size: int,
-    key: Key | None = None,
-    into: Callable[[int], memoryview] | None = None,
-) -> tuple[StoredShard | None, list[str]]:
-    """The newest step (or the one given) whose part of this rank is sound, and why newer ones are not.
-
-    Raises:
-        CheckpointError: the storage cannot be listed.
-    """
-    refused: list[str] = []
-    for step in [look(storage, key)] if key else scan(storage):
-        if step.manifest is None or step.problems:
-            refused.extend(step.problems[:1])
-        elif step.manifest.world_size != world_size:
-            refused.append(
-                f"{folder_name(step.key)}: was saved by {step.manifest.world_size} ranks, the job has {world_size}"
-            )
-        else:
-            try:
-                return read_shard(storage, step.manifest, rank, into), refused
-            except CheckpointError as error:
-                refused.append(str(error))
-    return None, refused
-
-
-def header_of(storage: Storage, manifest: Manifest, rank: int) -> tuple[ShardFile, StateHeader]:
+def header_of(storage: StorageReader, manifest: Manifest, rank: int) -> tuple[ShardFile, StateHeader]:
     """What is said of a rank's state, verified. Raises CheckpointError naming the file."""
     folder, name = folder_name(manifest.key), header_file(rank)
     where, stored = f"{folder}/{name}", manifest.files[name]
@@ -219,7 +190,7 @@ def header_of(storage: Storage, manifest: Manifest, rank: int) -> tuple[ShardFil
     return shard, header
 
 
-def read_whole(storage: Storage, folder: str, name: str, nbytes: int, most: int) -> bytes:
+def read_whole(storage: StorageReader, folder: str, name: str, nbytes: int, most: int) -> bytes:
     """A small file; at most one byte more than ``nbytes`` is read, so that a longer one is noticed."""
     if nbytes > most:
         raise CheckpointError(f"{folder}/{name}: has {nbytes} bytes; at most {most} are read")
@@ -241,7 +212,7 @@ def _skip(file: Readable, nbytes: int, each: Callable[[bytes], None]) -> int:
 
 
 def read_storages(
-    storage: Storage, manifest: Manifest, rank: int, wanted: Iterable[int]
+    storage: StorageReader, manifest: Manifest, rank: int, wanted: Iterable[int]
 ) -> Iterator[tuple[int, bytearray]]:
     """Some storages of a rank's state, each verified by the snapshot's own checksum, not the whole file by its.
 
@@ -258,7 +229,7 @@ def read_storages(
 class ShardReader:
     """A rank's state on storage, read by storages. ``header``: what is said of it, verified."""
 
-    def __init__(self, storage: Storage, manifest: Manifest, rank: int) -> None:
+    def __init__(self, storage: StorageReader, manifest: Manifest, rank: int) -> None:
         """Raises CheckpointError: what is said of the state is missing or damaged; names the file."""
         self._storage, self._folder, self._name = storage, folder_name(manifest.key), data_file(rank)
         self._shard, self.header = header_of(storage, manifest, rank)

@@ -48,7 +48,8 @@ def _checkpoints(run: Run) -> Iterator[str]:
     for node, told in run.checkpoints().items():
         newest, way = told["newest"], ", ".join(map(str, told["on_the_way"]))
         on_storage = "nothing is on storage yet" if newest is None else f"step {newest} is on storage"
-        yield f"node {node}: {told['storage']}: {on_storage}{f'; step {way} on its way' if way else ''}"
+        if told["storage"]:
+            yield f"node {node}: {told['storage']}: {on_storage}{f'; step {way} on its way' if way else ''}"
         for line in told["troubles"]:
             yield f"node {node}: {line}"
 

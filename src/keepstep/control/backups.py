@@ -12,12 +12,12 @@ from keepstep.wire.messages import (
     MOST_HELD_RANKS,
     MOST_NODE_ENDPOINTS,
     BackUp,
-    Holding,
+    Holder,
+    Inventory,
     Locate,
     Located,
     Pull,
     RankKeys,
-    Shelves,
 )
 
 _AWAY_S = 10.0  # a node not seen since this controller began is lost
@@ -26,10 +26,10 @@ _PATIENCE_S = 5.0  # for workers to save what could be the next target
 
 
 @dataclass(slots=True)
-class _Shelf:
+class _Told:
     """What a node told last."""
 
-    message: Shelves
+    message: Inventory
     own: dict[int, tuple[int, ...]]  # packed keys by rank
     backups: dict[int, tuple[int, ...]]
 
@@ -41,7 +41,7 @@ class Backups:
     copies: int
     lost_s: float  # neither agent nor launcher connected for so long: the node is lost
     plan: BackupPlan = field(init=False)
-    _shelves: dict[int, _Shelf] = field(default_factory=dict[int, _Shelf])
+    _told: dict[int, _Told] = field(default_factory=dict[int, _Told])
     _holders: dict[int, set[int]] = field(default_factory=dict[int, set[int]])  # nodes by rank
     _away_s: dict[int, float] = field(default_factory=dict[int, float])
     _lost: set[int] = field(default_factory=set[int])
@@ -53,19 +53,19 @@ class Backups:
     def __post_init__(self) -> None:
         self.plan = BackupPlan(self.copies)
 
-    def heard(self, node: Node, message: Shelves) -> None:
+    def heard(self, node: Node, message: Inventory) -> None:
         """A node's agent says what its cache holds."""
         self.forget(node.rank)
-        shelf = _Shelf(message, _by_rank(message.own), _by_rank(message.backups))
-        self._shelves[node.rank] = shelf
-        for rank in (*shelf.own, *shelf.backups):
+        told = _Told(message, _by_rank(message.own), _by_rank(message.backups))
+        self._told[node.rank] = told
+        for rank in (*told.own, *told.backups):
             self._holders.setdefault(rank, set()).add(node.rank)
         self._changed = True
 
     def forget(self, node_rank: int) -> None:
         """What this node holds is not known any more: its agent is another process, or it is lost."""
-        shelf = self._shelves.pop(node_rank, None)
-        for rank in (*shelf.own, *shelf.backups) if shelf else ():
+        told = self._told.pop(node_rank, None)
+        for rank in (*told.own, *told.backups) if told else ():
             self._holders[rank].discard(node_rank)
         self._changed = True
 
@@ -73,17 +73,15 @@ class Backups:
         """Who holds snapshots of these ranks, nodes with an agent only; None while not all nodes have told."""
         if not self._ready(cluster, expected_nodes):
             return None
-        rows: list[Holding] = []
+        rows: list[Holder] = []
         for rank in message.ranks:
             for holder in sorted(self._holders.get(rank, ())):
-                node, shelf = cluster.nodes.get(holder), self._shelves[holder]
+                node, told = cluster.nodes.get(holder), self._told[holder]
                 if node is None or node.agent is None or len(rows) >= MOST_HELD_RANKS:
                     continue
-                own = rank in shelf.own
-                keys = {*shelf.own.get(rank, ()), *shelf.backups.get(rank, ())}
-                rows.append(
-                    Holding(rank, holder, node.name, own, tuple(sorted(keys)), shelf.message.endpoints)
-                )
+                own = rank in told.own
+                keys = {*told.own.get(rank, ()), *told.backups.get(rank, ())}
+                rows.append(Holder(rank, holder, node.name, own, tuple(sorted(keys)), told.message.endpoints))
         return Located(message.request, tuple(rows))
 
     def tick(self, cluster: Cluster, expected_nodes: int, now_s: float) -> list[tuple[int, BackUp]]:
@@ -97,15 +95,14 @@ class Backups:
         homes = {rank: node.ranks for rank, node in cluster.nodes.items()}
         home_of = {rank: node for node, ranks in homes.items() for rank in ranks}
         stocks = {
-            rank: _stock(shelf, homes, home_of)
-            for rank, shelf in self._shelves.items()
-            if rank not in self._lost
+            rank: _stock(told, homes, home_of) for rank, told in self._told.items() if rank not in self._lost
         }
-        orders = self.plan.orders(homes.keys(), stocks)
+        domains = {rank: node.failure_domain for rank, node in cluster.nodes.items()}
+        orders = self.plan.orders(homes.keys(), stocks, domains)
         said: list[tuple[int, BackUp]] = []
         for rank, order in orders.items():
             peer = cluster.nodes[rank].agent
-            message = self._message(order, cluster, homes)
+            message = self._message(order, homes)
             if peer is not None and self._sent.get(peer) != message:
                 self._sent[peer] = message
                 said.append((peer, message))
@@ -113,14 +110,14 @@ class Backups:
 
     def waits(self) -> str:
         """Why snapshots are not backed up, if they are not."""
-        for rank, shelf in sorted(self._shelves.items()):
-            if not shelf.message.able:
+        for rank, told in sorted(self._told.items()):
+            if not told.message.able:
                 return (
                     f"node {rank}: no memory for the slots that backups take; raise KEEPSTEP_CHECKPOINT_BYTES, "
                     "or free some"
                 )
-            if shelf.message.trouble:
-                return f"node {rank}: {shelf.message.trouble}"
+            if told.message.trouble:
+                return f"node {rank}: {told.message.trouble}"
         return ""
 
     def _watch(self, cluster: Cluster, now_s: float) -> None:
@@ -138,7 +135,7 @@ class Backups:
                     self._changed = True
                 continue
             since_s = self._away_s.setdefault(rank, now_s)
-            patience_s = self.lost_s if rank in self._shelves else max(self.lost_s, _AWAY_S)
+            patience_s = self.lost_s if rank in self._told else max(self.lost_s, _AWAY_S)
             if rank not in self._lost and now_s - since_s >= patience_s:
                 self._lost.add(rank)
                 self.forget(rank)
@@ -161,19 +158,18 @@ class Backups:
             self.copies > 0
             and len(nodes) >= max(2, expected_nodes)
             and all(node.ranks for node in nodes.values())
-            and all(rank in self._shelves for rank in nodes if rank not in self._lost)
+            and all(rank in self._told for rank in nodes if rank not in self._lost)
             and len(self._lost) < len(nodes)
         )
 
-    def _message(self, order: Order, cluster: Cluster, homes: Mapping[int, Sequence[int]]) -> BackUp:
+    def _message(self, order: Order, homes: Mapping[int, Sequence[int]]) -> BackUp:
         pulls: list[Pull] = []
         for home, holders in order.pulls:
-            here = [one for one in holders if self._shelves[one].message.endpoints][:MOST_NODE_ENDPOINTS]
+            here = [one for one in holders if self._told[one].message.endpoints][:MOST_NODE_ENDPOINTS]
             pulls.append(
                 Pull(
                     tuple(homes[home]),
-                    tuple(cluster.nodes[one].name for one in here),
-                    tuple(self._shelves[one].message.endpoints for one in here),
+                    tuple(self._told[one].message.endpoints for one in here),
                 )
             )
         ranks = tuple(rank for home in order.backs for rank in homes[home])
@@ -195,19 +191,19 @@ def _packed(key: Key | None) -> int:
     return key.pack() if key else 0
 
 
-def _stock(shelf: _Shelf, homes: Mapping[int, Sequence[int]], home_of: Mapping[int, int]) -> Stock:
-    own = shelf.message.node_rank
+def _stock(told: _Told, homes: Mapping[int, Sequence[int]], home_of: Mapping[int, int]) -> Stock:
+    own = told.message.node_rank
     mine = homes.get(own, ())
     return Stock(
-        own=_common(shelf.own, mine),
+        own=_common(told.own, mine),
         backups={
             home: keys
-            for home in {home_of[rank] for rank in shelf.backups if rank in home_of}
-            if (keys := _common(shelf.backups, homes[home]))
+            for home in {home_of[rank] for rank in told.backups if rank in home_of}
+            if (keys := _common(told.backups, homes[home]))
         },
-        keep=_key(shelf.message.keep),
-        first=_key(shelf.message.first),
-        able=shelf.message.able,
+        keep=_key(told.message.keep),
+        first=_key(told.message.first),
+        able=told.message.able,
     )
 
 

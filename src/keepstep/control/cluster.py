@@ -36,6 +36,7 @@ class Node:
     ranks: tuple[int, ...] = ()
     causes_s: float = 0.0
     causes: tuple[HostCause, ...] = ()
+    failure_domain: str = ""  # shared with nodes that may be lost together
     endpoints: tuple[Endpoint, ...] = ()  # where its agent answers probes
     clock: deque[ClockSample] = field(default_factory=deque[ClockSample])
 

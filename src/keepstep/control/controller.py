@@ -35,6 +35,7 @@ from keepstep.wire.messages import (
     Heartbeat,
     Held,
     Hello,
+    Inventory,
     Join,
     Locate,
     Measured,
@@ -48,7 +49,6 @@ from keepstep.wire.messages import (
     Reachable,
     Refused,
     SaveRings,
-    Shelves,
     StateRequest,
     States,
     Stop,
@@ -198,7 +198,7 @@ class Controller:
                 sender.node.endpoints = message.endpoints[:_MOST_ENDPOINTS]
         elif isinstance(message, Held | Measured):
             self._about_hold(sender, message, now_s)
-        elif isinstance(message, Shelves):
+        elif isinstance(message, Inventory):
             if sender.node is not None and message.node_rank == sender.node.rank:
                 self.backups.heard(sender.node, message)
         elif isinstance(message, Locate):
@@ -384,7 +384,7 @@ class Controller:
         self.backups.forget(node.rank)
         if node.agent_pid != hello.pid:
             node.agent_pid, node.agent_starts = hello.pid, node.agent_starts + 1
-        node.agent, node.left = peer, False
+        node.agent, node.left, node.failure_domain = peer, False, hello.failure_domain
         node.heard_s, node.mute, node.silent = now_s, False, False
 
     def _heartbeat(self, peer: int, sender: _Peer, beat: Heartbeat, now_s: float) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 
 from keepstep.core.errors import RunError
+from keepstep.core.own_address import ANYWHERE, address_towards
 from keepstep.launch.job import Endpoint
 
 
@@ -49,17 +50,6 @@ def _can_bind(address: str) -> bool:
             return False
 
 
-def address_towards(address: str) -> str:
-    """Our address on the way to ``address`` (no packet is sent); the loopback one where there is no way."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
-
-
 def listen_address(endpoint: Endpoint) -> str:
     """The address to bind for others that connect to ``endpoint``.
 
@@ -71,7 +61,7 @@ def listen_address(endpoint: Endpoint) -> str:
     if outside:
         return outside[0]
     named_loopback = endpoint.host == "localhost" or _is_numeric(endpoint.host)
-    return addresses[0] if named_loopback else address_towards("192.0.2.1")
+    return addresses[0] if named_loopback else address_towards(ANYWHERE)
 
 
 def _is_numeric(host: str) -> bool:

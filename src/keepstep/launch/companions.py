@@ -15,7 +15,7 @@ from typing import Any
 from keepstep.core.errors import RunError
 from keepstep.launch.guard import Guard
 from keepstep.launch.job import Endpoint, Job
-from keepstep.launch.placement import CACHE, COOKIE, ORDERS, RING, RUN_DIR
+from keepstep.launch.placement import CACHE, COOKIE, NO_CACHE, ORDERS, RING, RUN_DIR
 from keepstep.launch.processes import Child, Processes, end_group, signal_group
 
 FIRST_WAIT_S = 0.1
@@ -30,7 +30,7 @@ def environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name not in (COOKIE, RING, ORDERS, RUN_DIR, CACHE)
+        if name not in (COOKIE, RING, ORDERS, RUN_DIR, CACHE, NO_CACHE)
     }
 
 
@@ -210,6 +210,7 @@ def agent_command(
     if cache and job.checkpoint_backups and job.max_nodes > 1:
         command += ["--backups", str(job.checkpoint_backups)]
         command += ["--backup-rate", f"{job.checkpoint_backup_rate:g}"] if job.checkpoint_backup_rate else []
+        command += [f"--failure-domain={job.failure_domain}"] if job.failure_domain else []
     for rank, path in sorted(rings.items()):
         command += ["--ring", f"{rank}={path}"]
     for rank, path in sorted(orders.items()):

@@ -177,6 +177,8 @@ def _add_own(group: Any) -> None:
     group.add_argument("--checkpoint-backups", type=int, metavar="K", help=text)
     text = "most that a node sends for backups a second (0: no limit)"
     group.add_argument("--checkpoint-backup-rate", type=float, metavar="BYTES", help=text)
+    text = "label shared by nodes that may be lost together, e.g. of the rack; backups go to another"
+    group.add_argument("--failure-domain", metavar="LABEL", help=text)
     group.add_argument("-q", "--quiet", action="store_true", help="say nothing but errors and verdicts")
     group.add_argument("-v", "--verbose", action="store_true", help="say what is done")
     group.add_argument("--dry-run", action="store_true", help="print the plan as JSON and exit")

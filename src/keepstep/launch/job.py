@@ -39,6 +39,7 @@ _OWN_FLAGS = (
     "checkpoint_keep",
     "checkpoint_backups",
     "checkpoint_backup_rate",
+    "failure_domain",
 )
 
 
@@ -133,6 +134,7 @@ class Job:
     persisting: Persisting | None  # None: checkpoints stay in memory
     checkpoint_backups: int  # nodes that back up each rank's checkpoints in memory
     checkpoint_backup_rate: float  # bytes a second that a node sends for that; 0: no limit
+    failure_domain: str  # shared with nodes that may be lost together; empty: this node's alone
     linger_s: float
     quiet: bool
     verbose: bool
@@ -212,6 +214,7 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         checkpoint_backup_rate=_not_negative(
             "--checkpoint-backup-rate", float(value["checkpoint_backup_rate"])
         ),
+        failure_domain=_label("--failure-domain", str(value["failure_domain"]).strip()),
         linger_s=float(value["linger_s"]),
         quiet=given.quiet,
         verbose=given.verbose,
@@ -225,6 +228,17 @@ def _not_negative(flag: str, value: Number) -> Number:
     if not 0 <= value < float("inf"):
         raise UsageError(f"{flag} {value}: give 0 or more")
     return value
+
+
+def _label(flag: str, text: str) -> str:
+    if text:
+        from keepstep.wire.messages import MOST_LABEL
+
+        if len(text) > MOST_LABEL or not text.isprintable():
+            raise UsageError(
+                f"{flag} {text[:20]!r}…: give at most {MOST_LABEL} printable characters, for example rack-7"
+            )
+    return text
 
 
 def _layout(text: str, world_size: int | None) -> str:

@@ -19,18 +19,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from keepstep import __version__
 from keepstep.core.errors import KeepstepError, RunError
 from keepstep.core.finding import Finding
+from keepstep.core.own_address import address_towards
 from keepstep.launch import addresses, root_cause, run_folder
+from keepstep.launch.caching import Caching
 from keepstep.launch.companions import Companion, agent_command, controller_command
 from keepstep.launch.guard import Guard
 from keepstep.launch.job import STDERR, STDOUT, Endpoint, Job
 from keepstep.launch.placement import (
     CACHE,
-    CHECKPOINT_DIR,
-    CHECKPOINT_EVERY,
     COOKIE,
-    FAILURES_PER_DAY,
     INCARNATION,
-    LAYOUT,
+    NO_CACHE,
     ORDERS,
     RING,
     RUN_DIR,
@@ -42,7 +41,6 @@ from keepstep.launch.streams import Follower, WorkerStreams, line_prefix, worker
 from keepstep.launch.workers import Workers, sweep
 
 if TYPE_CHECKING:
-    from keepstep.checkpoint.cache import Cache, CacheServer
     from keepstep.launch.link import Link
     from keepstep.wire import Stop
 
@@ -54,7 +52,6 @@ _EXIT_BARRIER_S = 300.0
 _CONTROLLER_READY_S = 30.0
 _DRAIN_S = 1.0
 _FAILED_WAIT_S = 60.0
-_STORAGE_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,7 @@ class Launcher:
         self._place: Place | None = None
         self._rings: dict[int, int] = {}  # descriptor by rank
         self._orders: dict[int, int] = {}  # the same of the orders pages
-        self._cache: tuple[Cache, CacheServer] | None = None
+        self._caching = Caching(job, self._warn)
         self._workers: Workers | None = None
         self._followers: list[Follower] = []
         self._filter_files: list[int] = []
@@ -215,7 +212,7 @@ class Launcher:
         assert self._controller_at is not None
         job, rendezvous = self._job, self._job.rendezvous
         address = addresses.resolve(self._controller_at.host)[0]
-        own = rendezvous.local_addr or addresses.address_towards(address)
+        own = rendezvous.local_addr or address_towards(address)
         join = wire.Join(
             node=job.node,
             address=own,
@@ -265,7 +262,7 @@ class Launcher:
     def _start_workers(self, place: Place, restarts: int) -> None:
         job = self._job
         watching = self._make_rings(place) if job.watch else {}
-        caching = self._caching(place)
+        caching = self._caching.environment(place)
         ranks = {local_rank: place.first_rank + local_rank for local_rank in range(job.nproc)}
         error_files = {
             local: str(self._logs.error_file(rank, local, restarts)) for local, rank in ranks.items()
@@ -286,7 +283,11 @@ class Launcher:
         )
         self._follow(streams, ranks, restarts)
         self._workers.start(
-            {k: v for k, v in self._environ.items() if k not in (RING, ORDERS, RUN_DIR, CACHE, INCARNATION)}
+            {
+                k: v
+                for k, v in self._environ.items()
+                if k not in (RING, ORDERS, RUN_DIR, CACHE, NO_CACHE, INCARNATION)
+            }
         )
         self._describe()
         if job.watch and job.rendezvous.endpoint is None and self._controller is None:
@@ -324,42 +325,6 @@ class Launcher:
             for rank in self._rings
         }
 
-    def _caching(self, place: Place) -> dict[str, str]:
-        """The environment in which workers find the node's cache; it outlives them, from the first start on."""
-        try:
-            from keepstep.checkpoint.cache import Backing, Cache, CacheServer, default_limit_bytes
-
-            if self._cache is None:
-                copies = self._job.checkpoint_backups if self._job.watch else 0
-                backing = Backing(self._job.nproc, min(copies, place.node_count - 1))
-                cache = Cache(self._job.checkpoint_bytes or default_limit_bytes(), backing)
-                self._cache = (cache, CacheServer(cache))
-        except (KeepstepError, OSError, ImportError) as error:
-            self._warn(f"no checkpoints are kept in memory: {error}")
-            return {}
-        layout = {LAYOUT: self._job.layout} if self._job.layout else {}
-        persisting: dict[str, str] = {}
-        if self._job.persisting:
-            every = self._job.persisting.every
-            persisting = {
-                CHECKPOINT_DIR: self._job.persisting.where,
-                CHECKPOINT_EVERY: "auto" if every is None else str(every),
-                FAILURES_PER_DAY: f"{self._job.persisting.failures_per_day:g}",
-            }
-        return {
-            CACHE: self._cache[1].address,
-            INCARNATION: str(place.incarnation),
-            **layout,
-            **persisting,
-        }
-
-    def _close_cache(self) -> None:
-        if self._cache:
-            cache, server = self._cache
-            server.close()
-            cache.close()
-            self._cache = None
-
     def _close_rings(self) -> None:
         for descriptor in (*self._rings.values(), *self._orders.values()):
             os.close(descriptor)
@@ -371,7 +336,7 @@ class Launcher:
         place, controller = self._place, self._controller_at
         rings = {rank: _path_of(descriptor) for rank, descriptor in self._rings.items()}
         orders = {rank: _path_of(descriptor) for rank, descriptor in self._orders.items()}
-        cache = self._cache[1].address if self._cache else ""
+        cache = self._caching.address
 
         def gave_up(reason: str) -> None:
             self._unwatched = True
@@ -529,7 +494,7 @@ class Launcher:
             await self._controller.stop(self._job.linger_s)
         await self._sweep()
         self._close_rings()
-        self._close_cache()
+        self._caching.close()
         code = self._stop_code if outcome.kind == "finished" and self._stop_code else outcome.code
         if self._hosts_controller:
             ending = {"exit_code": code, "reason": outcome.reason, "ended_unix_s": time.time()}
@@ -538,31 +503,20 @@ class Launcher:
 
     async def _wait_for_storage(self, outcome: _Outcome) -> None:
         """Keep the cache until what was to be on storage is there: it ends with this process."""
-        if self._cache is None or self._job.persisting is None:
+        persisting = self._job.persisting
+        if persisting is None:
             return
-        persisting, cache = self._job.persisting, self._cache[0]
         wait_s = {"finished": persisting.wait_s, "failed": min(persisting.wait_s, _FAILED_WAIT_S)}.get(
             outcome.kind, 0.0
         )
-        deadline_s = time.monotonic() + wait_s
-        said = False
-        while wanted := cache.wanted():
-            steps = ", ".join(str(key.step) for key in wanted)
-            interrupted = self._kill_now.is_set() or self._job_over.is_set() or self._signalled
-            nobody = self._unwatched or self._agent is None
-            if interrupted or nobody or time.monotonic() >= deadline_s:
-                self._warn(
-                    f"step {steps} is not on storage {persisting.where} and is lost: see `keepstep status "
-                    f"{self._folder}`"
-                )
-                return
-            if not said:
-                said = True
-                self._say(
-                    f"waiting for step {steps} to be on storage {persisting.where}, at most {wait_s:.0f} s "
-                    "(Ctrl-C: no longer)"
-                )
-            await asyncio.sleep(_STORAGE_POLL_S)
+
+        def in_vain() -> bool:
+            interrupted = self._kill_now.is_set() or self._job_over.is_set() or self._signalled is not None
+            return interrupted or self._unwatched or self._agent is None
+
+        lost = await self._caching.stored(wait_s, in_vain, self._say)
+        if lost:
+            self._warn(f"{lost}: see `keepstep status {self._folder}`")
 
     async def _wait_for_others(self, outcome: _Outcome) -> None:
         """The job is over when all nodes are: the controller says so, and node 0 keeps it alive until then."""

@@ -14,6 +14,7 @@ import struct
 import time
 
 from keepstep.core.cpu_counters import queued_ns
+from keepstep.core.own_address import ANYWHERE, address_towards
 from keepstep.core.validation import LinkFigure, Transfer, TransferEndpoint
 
 MESSAGE_BYTES = (16 << 20, 32 << 20, 64 << 20)
@@ -28,27 +29,15 @@ _COST = struct.Struct(
     ">QQ"
 )  # after each message: ns that the source waited for a core, and ns that it had one
 _WAITING_ROOM = 64
-_ANYWHERE = "192.0.2.1"  # for documentation (RFC 5737): routed like the rest of the world
 
 
 def own_address() -> str:
     """The address by which this host reaches the job's master, and so its peers reach it."""
-    found = _source_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    found = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     if not alone and found.startswith(("127.", "::1")):  # the master's own name may mean loopback on its host
-        return _source_towards(_ANYWHERE)
+        return address_towards(ANYWHERE)
     return found
-
-
-def _source_towards(host: str) -> str:
-    """The source address of packets to ``host``; none is sent."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
 
 
 class Receiver:

@@ -29,12 +29,14 @@ MOST_HELD_KEYS = 8  # of one rank on one node
 MOST_HELD_RANKS = 4096  # of which one node holds snapshots
 MOST_NODE_ENDPOINTS = 4
 LEAST_HOLD_S, MOST_HOLD_S = 5.0, 20.0  # of a validation
+MOST_LABEL = 100  # characters of a failure domain's name
 
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 _Ranks = Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
 _Key = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]  # `checkpoint.slots.Key`, packed
 _NoKey = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # 0: none
 _Endpoints = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MOST_NODE_ENDPOINTS)]
+_Label = Annotated[str, msgspec.Meta(max_length=MOST_LABEL)]
 _Line = Annotated[str, msgspec.Meta(max_length=500)]
 
 
@@ -54,6 +56,7 @@ class Hello(Message, frozen=True):
     pid: int
     incarnation: int = 0
     protocol: int = PROTOCOL
+    failure_domain: _Label = ""  # of an agent's node
 
 
 class Join(Message, frozen=True):
@@ -187,7 +190,7 @@ class RankKeys(msgspec.Struct, frozen=True, array_like=True):
     keys: Annotated[tuple[_Key, ...], msgspec.Meta(max_length=MOST_HELD_KEYS)]
 
 
-class Shelves(Message, frozen=True):
+class Inventory(Message, frozen=True):
     """Everything that a node's cache holds; told again when that changes, and to every new controller.
 
     ``keep`` and ``first``: what its workers were told to keep when this was looked at (see `BackUp`).
@@ -320,10 +323,9 @@ class Release(Message, frozen=True):
 
 
 class Pull(msgspec.Struct, frozen=True, array_like=True):
-    """Ranks whose states of the target are to be brought, and who has them; the first is asked first."""
+    """Ranks whose states of the target are to be brought, and where nodes that have them give them, the best first."""
 
     ranks: _Ranks
-    nodes: Annotated[tuple[str, ...], msgspec.Meta(max_length=MOST_NODE_ENDPOINTS)]
     endpoints: Annotated[tuple[_Endpoints, ...], msgspec.Meta(max_length=MOST_NODE_ENDPOINTS)]
 
 
@@ -338,7 +340,7 @@ class BackUp(Message, frozen=True):
     settled: bool = False  # ``keep`` is where it belongs: backups of other ranks can go
 
 
-class Holding(msgspec.Struct, frozen=True, array_like=True):
+class Holder(msgspec.Struct, frozen=True, array_like=True):
     """A node that holds snapshots of a rank, as its ``own`` or as a backup."""
 
     rank: _Rank
@@ -353,7 +355,7 @@ class Located(Message, frozen=True):
     """Answer to `Locate`."""
 
     request: int
-    holdings: Annotated[tuple[Holding, ...], msgspec.Meta(max_length=8 * MOST_HELD_RANKS)] = ()
+    holders: Annotated[tuple[Holder, ...], msgspec.Meta(max_length=8 * MOST_HELD_RANKS)] = ()
 
 
 class Validated(Message, frozen=True):
@@ -394,7 +396,7 @@ AgentMessage = (
     | Probed
     | Held
     | Measured
-    | Shelves
+    | Inventory
     | Locate
     | Bye
 )

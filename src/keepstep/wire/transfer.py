@@ -41,10 +41,6 @@ class SendRange(Message, frozen=True):
     nbytes: _Range
 
 
-class Kept(Message, frozen=True):
-    """Every byte was verified, and the state is sealed here as well."""
-
-
 class Have(Message, frozen=True):
     """The commit record of the state, which stays as it is while the connection lasts."""
 
@@ -75,5 +71,5 @@ class Following(Message, frozen=True):
     nbytes: _Range
 
 
-ToHolder = Want | SendHeader | SendRange | Kept
+ToHolder = Want | SendHeader | SendRange
 FromHolder = Have | Lacks | Piece | Following

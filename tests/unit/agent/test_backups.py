@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +16,15 @@ from tests.unit.checkpoint.conftest import Served, serving
 from tests.unit.checkpoint.sealed_slots import seal_state, stands
 
 from keepstep.agent.backups import NeighbourSource, NodeBackups
+from keepstep.agent.checkpoints import FILE, Checkpoints, Place
 from keepstep.checkpoint.cache import Backing, Board, Open, Reserve, Slot, ask, backup_of
 from keepstep.checkpoint.incoming import Incoming
-from keepstep.checkpoint.shelf import Shelf
+from keepstep.checkpoint.rank_slots import RankSlots
 from keepstep.checkpoint.slots import Key, Record, slot_bytes
 from keepstep.control.backups import Backups
 from keepstep.control.cluster import Cluster
 from keepstep.core.errors import CheckpointError
-from keepstep.wire.messages import BackUp, Locate, Message, Shelves
+from keepstep.wire.messages import BackUp, Inventory, Locate, Message
 
 SECRET = bytes(32)
 PATIENCE_S = 60.0
@@ -91,14 +94,14 @@ class Nodes:
         saved: dict[int, bytes] = {}
         for node, cache in self.caches.items():
             for rank in (2 * node, 2 * node + 1):
-                shelf = Shelf(cache.address, rank)
+                rank_slots = RankSlots(cache.address, rank)
                 slot = 0
-                if shelf.slots:
-                    taken = shelf.take(lambda: Key(incarnation, step))
+                if rank_slots.slots:
+                    taken = rank_slots.take(lambda: Key(incarnation, step))
                     assert taken is not None
-                    shelf.slots[taken].unlock()
+                    rank_slots.slots[taken].unlock()
                     slot = taken
-                shelf.close()
+                rank_slots.close()
                 saved[rank] = seal_state(
                     cache.address, rank, state_of(rank, step), Key(incarnation, step),
                     rank=rank, world_size=2 * self.count, index=slot,
@@ -139,7 +142,7 @@ class Nodes:
         with self._guard:
             if self.agents.get(node) is not agent:
                 return
-            if isinstance(message, Shelves):
+            if isinstance(message, Inventory):
                 self.backups.heard(self.cluster.nodes[node], message)
             elif isinstance(message, Locate):
                 located = self.backups.locate(message, self.cluster, self.count)
@@ -277,3 +280,26 @@ def test_a_damaged_source_is_said_and_never_counts(nodes: Nodes) -> None:
     assert backed_up_on(nodes, 1, 0) == {}
     for slot in slots:
         slot.close()
+
+
+def test_a_cache_that_cannot_be_looked_at_is_told_and_what_was_told_before_stands(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.save(1)
+    nodes.until_complete(1)
+    agent = nodes.agents[1]
+
+    def fails(owner: int) -> frozenset[Key]:
+        raise CheckpointError("too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(agent.states, "held", fails)
+        assert nodes.until(nodes.backups.waits) == "node 1: too many open files"
+        assert nodes.backups.plan.complete == Key(0, 1)
+        place = Place(nodes.caches[1].address, (2, 3), 1, 6, tmp_path)
+        told_by = Checkpoints(place, agent)
+        told_by.look()
+        told_by.stop()
+        told = json.loads((tmp_path / FILE).read_text())
+        assert told["troubles"] == ["backups: too many open files"]
+    nodes.until(lambda: not nodes.backups.waits())

@@ -15,7 +15,7 @@ from tests.unit.checkpoint.conftest import Served, serving
 
 from keepstep.agent import checkpoints as module
 from keepstep.agent.checkpoints import FILE, Checkpoints, Place
-from keepstep.checkpoint.desk import DeskClient, desk_of
+from keepstep.checkpoint.restore_service import RestoreClient, restore_address
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.storage import Bytes, LocalStorage
 from keepstep.checkpoint.stored import scan
@@ -36,7 +36,7 @@ WORKER = """
         state["w"].fill_(float(step))
         state["step"] = int(step)
         snapshots.save(state, int(step), overlap=False, persist=True if word == "persist" else None)
-        print(sorted(key.step for key in snapshots._shelf.wanted()), flush=True)
+        print(sorted(key.step for key in snapshots._cache.wanted()), flush=True)
 """
 
 
@@ -76,7 +76,7 @@ class Node:
         (folder / "node").mkdir(exist_ok=True)
         self.place = Place(cache.address, (0,), 0, 1, folder / "node", str(self.storage), keep)
         self.agents = [Checkpoints(self.place)]
-        self.agents[0]._desk.start()
+        self.agents[0]._service.start()
         self.worker = Worker(cache.address, self.storage, every)
 
     def work(self) -> None:
@@ -91,10 +91,10 @@ class Node:
         agent.look()
 
     def agent_dies(self) -> None:
-        self.agents[-1]._desk.stop()
+        self.agents[-1]._service.stop()
         self.agents[-1].states.close()
         self.agents.append(Checkpoints(self.place))
-        self.agents[-1]._desk.start()
+        self.agents[-1]._service.start()
 
     def stored(self) -> list[Key]:
         return sorted(step.key for step in scan(LocalStorage(self.storage)) if step.whole)
@@ -158,6 +158,23 @@ def test_training_goes_on_with_a_full_disk_and_nothing_wanted_is_lost(make) -> N
     assert node.stored() == [Key(0, 2), Key(0, 10)]
 
 
+def test_a_cache_that_cannot_be_looked_at_is_told(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = make(every=2)
+    node.worker.do("save", 1)
+    node.worker.do("save", 2)
+    node.agents[-1].look()
+
+    def fails() -> None:
+        node.agents[-1]._stopped.set()
+        raise KeepstepError("too many open files")
+
+    monkeypatch.setattr(node.agents[-1].states, "wished", fails)
+    node.agents[-1]._tell_s = 0.0
+    node.agents[-1]._run()
+    told = json.loads((node.place.folder / FILE).read_text())
+    assert (told["on_the_way"], told["troubles"]) == ([2], ["too many open files"])
+
+
 def test_a_damaged_snapshot_is_given_up_and_later_ones_go_on(make, served: Served) -> None:
     node = make(every=2)
     node.worker.do("save", 1)
@@ -203,11 +220,11 @@ def test_a_new_job_goes_on_from_storage_and_counts_on(make, served: Served) -> N
     assert node.stored() == [Key(0, 2), Key(1, 4)]
 
 
-def test_without_storage_the_desk_says_that_there_is_nothing(served: Served, tmp_path: Path) -> None:
+def test_without_storage_it_is_said_that_there_is_nothing(served: Served, tmp_path: Path) -> None:
     agent = Checkpoints(Place(served.address, (0,), 0, 1, tmp_path))
     agent.start()
-    offered = DeskClient(desk_of(served.address)).offers(0)
-    assert (offered.shops, offered.incarnation) == ((), -1)
+    offered = RestoreClient(restore_address(served.address)).offers(0)
+    assert (offered.sources, offered.incarnation) == ((), -1)
     agent.stop()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from keepstep.checkpoint.cache import Backing, Cache, CacheServer
 from keepstep.checkpoint.cached import CachedStates
-from keepstep.checkpoint.desk import Desk, DeskServer, desk_of
+from keepstep.checkpoint.restore_service import RestoreServer, RestoreService, restore_address
 
 
 @dataclass
@@ -55,10 +55,12 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture
-def empty_desk(served: Served) -> Iterator[None]:
-    """An agent's desk with nothing to offer, for ranks 0 to 3."""
+def empty_service(served: Served) -> Iterator[None]:
+    """An agent's service with nothing to offer, for ranks 0 to 3."""
     states = CachedStates(served.address, range(4))
-    server = DeskServer(desk_of(served.address), Desk(range(4), [], states.held, states.filling))
+    server = RestoreServer(
+        restore_address(served.address), RestoreService(range(4), [], states.held, states.filling)
+    )
     server.start()
     yield
     server.stop()

@@ -10,8 +10,12 @@ import torch
 
 from keepstep.checkpoint import _native as native
 from keepstep.checkpoint.header import StateHeader, with_checksums
+from keepstep.checkpoint.manifest import folder_name
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.state import flatten, unflatten
+from keepstep.checkpoint.storage import Storage
+from keepstep.checkpoint.stored import StoredShard, read_shard, scan
+from keepstep.core.errors import CheckpointError
 
 
 def sample_state(seed: int = 0) -> dict[str, Any]:
@@ -80,3 +84,21 @@ class Cache:
     def source(self, key: Key, rank: int) -> Iterator[tuple[StateHeader, memoryview]]:
         header, data = self.sealed[key, rank]
         yield header, memoryview(data)
+
+
+def newest(storage: Storage, rank: int, *, world_size: int) -> tuple[StoredShard | None, list[str]]:
+    """The newest step whose part of this rank is sound, and why newer ones are not."""
+    refused: list[str] = []
+    for step in scan(storage):
+        if step.manifest is None or step.problems:
+            refused.extend(step.problems[:1])
+        elif step.manifest.world_size != world_size:
+            refused.append(
+                f"{folder_name(step.key)}: was saved by {step.manifest.world_size} ranks, the job has {world_size}"
+            )
+        else:
+            try:
+                return read_shard(storage, step.manifest, rank), refused
+            except CheckpointError as error:
+                refused.append(str(error))
+    return None, refused

@@ -21,7 +21,7 @@ from keepstep.checkpoint.cache import (
     backup_of,
     backups_on,
 )
-from keepstep.checkpoint.shelf import Shelf
+from keepstep.checkpoint.rank_slots import RankSlots
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.snapshot import Seat, Snapshots
 from keepstep.core.errors import CheckpointError
@@ -43,6 +43,17 @@ def test_a_rank_gets_two_slots_more_where_there_is_room_for_all_of_it() -> None:
         assert len(ask(served.address, Reserve(1, 90_000, 2)).slots) == 2
         assert len(ask(served.address, Reserve(0, 80_000, 4)).slots) == 4
         assert len(ask(served.address, Reserve(backup_of(7), 1000, 2)).slots) == 2
+
+
+def test_slots_that_are_enough_for_backups_by_chance_are_not_for_backups() -> None:
+    with serving(1 << 20, Backing(ranks=1, copies=1)) as served:
+        seal_state(served.address, 0, {"w": "a" * 160_000}, Key(0, 2), slots=3)  # no room for two more
+        assert not ask(served.address, Reserve(0, 100, 4, keep=(0, 1, 2))).backed  # one more, for a fetch
+        with closing(RankSlots(served.address, 0)) as rank_slots, closing(board_of(served)) as board:
+            rank_slots.settle(Key(0, 2))
+            assert board.kept() == (None, None)
+        assert ask(served.address, Reserve(1, 100, 3)).backed
+        assert ask(served.address, Open(1)).backed
 
 
 def test_without_backups_nobody_gets_more() -> None:
@@ -74,7 +85,6 @@ def test_saving_goes_on_around_what_is_kept() -> None:
             for step in range(12, 16):
                 worker.save(sample_state(step), step, overlap=False)
             assert board.held(0) == {Key(0, step) for step in (5, 11, 14, 15)}
-        assert worker.skipped == 0
 
 
 def test_after_a_restore_what_is_backed_up_stays_if_it_is_older() -> None:
@@ -83,11 +93,11 @@ def test_after_a_restore_what_is_backed_up_stays_if_it_is_older() -> None:
             for step in (1, 2, 3, 4):
                 worker.save(sample_state(step), step, overlap=False)
                 board.keep(Key(0, 1), None)
-        with closing(Shelf(served.address, 0)) as shelf:
-            shelf.settle(Key(0, 3))
-            assert set(shelf.held()) == {Key(0, 1), Key(0, 3), None}
-            shelf.settle(None)
-            assert set(shelf.held()) == {None}
+        with closing(RankSlots(served.address, 0)) as rank_slots:
+            rank_slots.settle(Key(0, 3))
+            assert set(rank_slots.held()) == {Key(0, 1), Key(0, 3), None}
+            rank_slots.settle(None)
+            assert set(rank_slots.held()) == {None}
 
 
 def test_what_was_restored_is_kept_until_the_agent_knows_better() -> None:
@@ -96,8 +106,8 @@ def test_what_was_restored_is_kept_until_the_agent_knows_better() -> None:
             for step in (1, 2):
                 worker.save(sample_state(step), step, overlap=False)
             assert board.kept() == (None, None)
-        with closing(Shelf(served.address, 0)) as shelf:
-            shelf.settle(Key(0, 2))
+        with closing(RankSlots(served.address, 0)) as rank_slots:
+            rank_slots.settle(Key(0, 2))
         assert board.kept() == (None, Key(0, 2))
 
 

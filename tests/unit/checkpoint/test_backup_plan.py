@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep.checkpoint.backup_plan import BackupPlan, Order, Stock, places_of, ring_of
-from keepstep.checkpoint.slots import Key, backup_slot, kept_slots
+from keepstep.checkpoint.slots import Key, free_slots, kept_slots
 
 
 def keys(*steps: int) -> frozenset[Key]:
@@ -89,12 +89,22 @@ def test_what_workers_keep_leaves_them_two_slots() -> None:
     assert kept_slots(held, Key(0, 2), Key(0, 4)) == {0, 1}
     assert kept_slots(held, Key(0, 2), Key(0, 2)) == {0}
     assert kept_slots(held, Key(0, 1), Key(0, 8)) == set()
-    assert kept_slots(held[:3], Key(0, 2), Key(0, 4)) == set()
+    assert kept_slots(held[:3], Key(0, 2), Key(0, 4)) == {0}  # not both, or saving could not go on
     assert kept_slots(held[:3], Key(0, 2), None) == {0}
 
 
+def test_a_slot_that_waits_for_storage_is_none_of_the_two() -> None:
+    held = [Key(0, 2), Key(0, 5), Key(0, 6), Key(0, 7)]
+    assert kept_slots(held, Key(0, 2), Key(0, 5), {2}) == {0, 2}  # what is backed up goes first
+    assert kept_slots(held, None, Key(0, 5), {2}) == {1, 2}
+    assert kept_slots(held, Key(0, 2), Key(0, 6), {2}) == {0, 2}
+    assert kept_slots(held, Key(0, 2), Key(0, 5), {2, 3}) == {2, 3}
+    assert kept_slots([*held, None], Key(0, 2), Key(0, 5), {2}) == {0, 1, 2}
+
+
 def test_a_backup_never_overwrites_what_is_kept_or_on_its_way() -> None:
-    assert backup_slot([None, Key(0, 2)], Key(0, 2), Key(0, 5)) == 0
-    assert backup_slot([Key(0, 2), Key(0, 4)], Key(0, 2), Key(0, 5)) == 1
-    assert backup_slot([Key(0, 2), Key(0, 5)], Key(0, 2), Key(0, 5)) is None
-    assert backup_slot([Key(0, 1), Key(0, 2)], Key(0, 2), Key(0, 5), {0}) is None
+    assert free_slots([None, Key(0, 2)], (Key(0, 2), Key(0, 5))) == [0]
+    assert free_slots([Key(0, 2), Key(0, 4)], (Key(0, 2), Key(0, 5))) == [1]
+    assert free_slots([Key(0, 2), Key(0, 5)], (Key(0, 2), Key(0, 5))) == []
+    assert free_slots([Key(0, 4), Key(0, 1), None], (None, Key(0, 5))) == [2, 1, 0]
+    assert free_slots([Key(0, 4), None, Key(0, 1), None]) == [1, 3]

@@ -13,7 +13,7 @@ import pytest
 
 from keepstep.checkpoint import cache as caches
 from keepstep.checkpoint.cache import Board, Cache, Open, Reserve, Slot, ask
-from keepstep.checkpoint.shelf import Shelf
+from keepstep.checkpoint.rank_slots import RankSlots
 from keepstep.checkpoint.slots import Key, Record, write_record
 from keepstep.core.errors import CheckpointError
 
@@ -136,8 +136,8 @@ def test_a_file_that_could_shrink_is_no_slot() -> None:
 
 
 def test_a_slot_that_somebody_reads_is_not_taken(served) -> None:  # type: ignore[no-untyped-def]
-    shelf = Shelf(served.address, 0)
-    shelf.make_room(MIB)
+    rank_slots = RankSlots(served.address, 0)
+    rank_slots.make_room(MIB)
     reader = """
         import fcntl, os, sys
         fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_SH)
@@ -149,42 +149,43 @@ def test_a_slot_that_somebody_reads_is_not_taken(served) -> None:  # type: ignor
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[held]) as process:
         assert process.stdout is not None
         assert process.stdout.read(7) == b"reading"
-        assert shelf.take(lambda: None) == 1
-        shelf.slots[1].unlock()
+        assert rank_slots.take(lambda: None) == 1
+        rank_slots.slots[1].unlock()
         process.kill()
-    assert shelf.take(lambda: None) == 0
-    shelf.close()
+    assert rank_slots.take(lambda: None) == 0
+    rank_slots.close()
 
 
 def test_an_empty_slot_that_is_read_does_not_hide_an_older_one(served) -> None:  # type: ignore[no-untyped-def]
-    shelf = Shelf(served.address, 0)
-    shelf.make_room(MIB)
-    with memoryview(shelf.slots[1].memory) as view:
+    rank_slots = RankSlots(served.address, 0)
+    rank_slots.make_room(MIB)
+    with memoryview(rank_slots.slots[1].memory) as view:
         write_record(view, Record(1, 0, 0, 0, 0, 0))
     other = Slot(os.dup(served.cache.slots(0)[0]), apart=True)
     assert other.lock(shared=True)
-    assert shelf.take(lambda: None) is None
-    assert shelf.take(lambda: Key(0, 2)) == 1
+    assert rank_slots.take(lambda: None) is None
+    assert rank_slots.take(lambda: Key(0, 2)) == 1
     other.close()
-    shelf.close()
+    rank_slots.close()
 
 
 def test_room_is_made_without_losing_the_other_slot(served) -> None:  # type: ignore[no-untyped-def]
-    shelf = Shelf(served.address, 0)
-    shelf.make_room(MIB)
-    shelf.populated()
+    rank_slots = RankSlots(served.address, 0)
+    rank_slots.make_room(MIB)
+    assert rank_slots._populating
+    rank_slots._populating.join()
     blocks = [os.fstat(descriptor).st_blocks * 512 for descriptor in served.cache.slots(0)]
     assert blocks == [MIB, MIB]
-    shelf.slots[1].memory[9000] = 7
-    shelf.make_room(3 * MIB, 0)
-    assert [slot.nbytes for slot in shelf.slots] == [3 * MIB, MIB]
-    assert shelf.slots[1].memory[9000] == 7
+    rank_slots.slots[1].memory[9000] = 7
+    rank_slots.make_room(3 * MIB, 0)
+    assert [slot.nbytes for slot in rank_slots.slots] == [3 * MIB, MIB]
+    assert rank_slots.slots[1].memory[9000] == 7
     with pytest.raises(CheckpointError, match="whose limit is"):
-        shelf.make_room(1 << 40, 0)
-    assert [slot.nbytes for slot in shelf.slots] == [3 * MIB, MIB]
-    assert shelf.slots[1].memory[9000] == 7
-    shelf.close()
-    again = Shelf(served.address, 0)
+        rank_slots.make_room(1 << 40, 0)
+    assert [slot.nbytes for slot in rank_slots.slots] == [3 * MIB, MIB]
+    assert rank_slots.slots[1].memory[9000] == 7
+    rank_slots.close()
+    again = RankSlots(served.address, 0)
     assert again.slots[1].memory[9000] == 7
     again.close()
 

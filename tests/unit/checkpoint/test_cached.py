@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 from tests.unit.checkpoint.conftest import Served
-from tests.unit.checkpoint.stored_states import rebuilt
+from tests.unit.checkpoint.stored_states import newest, rebuilt
 
 from keepstep.checkpoint.cached import CachedStates, follow
 from keepstep.checkpoint.persist import Persister
 from keepstep.checkpoint.persist_plan import PersistPlan
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.storage import Bytes, LocalStorage
-from keepstep.checkpoint.stored import newest
 from keepstep.core.clock import ManualClock
 from keepstep.core.errors import CheckpointError
 

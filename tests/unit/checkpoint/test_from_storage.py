@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from tests.unit.checkpoint.conftest import Served
@@ -18,6 +19,7 @@ from keepstep.checkpoint.cached import CachedStates
 from keepstep.checkpoint.from_storage import MOST_OFFERED, StorageSource
 from keepstep.checkpoint.manifest import data_file, folder_name, header_file
 from keepstep.checkpoint.persist import conclude, write_shard
+from keepstep.checkpoint.restore_service import Brought, RestoreService
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.snapshot import Seat, Snapshots
 from keepstep.checkpoint.storage import LocalStorage, Readable
@@ -71,7 +73,7 @@ def test_slots_that_hold_something_are_left_alone(
     with closing(Snapshots(served.address, seat, lambda row: [row] * 2)) as snapshots:
         for step in (1, 2):
             snapshots.save({"w": torch.ones(10)}, step)
-            snapshots._shelf.board.put(1, 0, Key(0, step))  # the other rank keeps up
+            snapshots._cache.board.put(1, 0, Key(0, step))  # the other rank keeps up
     store(tmp_path, Key(0, 5), [sample_state(1), sample_state(2)])
     bring(StorageSource(LocalStorage(tmp_path), 2), states, Key(0, 5), 0)
     assert states.held(0) == {Key(0, 1), Key(0, 2), Key(0, 5)}
@@ -222,3 +224,76 @@ def test_when_the_rank_that_reads_fails_the_other_reads_its_own(
         assert "not those that were written" in str(first.exception())
         assert second.exception() is None
     assert (states.held(0), states.held(1)) == (frozenset(), {Key(0, 7)})
+
+
+class Hanging(LocalStorage):
+    """Hangs when told to, listing or in the middle of a read, until it is let go."""
+
+    def __init__(self, root: Path, *, listing: bool = False, reads: int = 1 << 30) -> None:
+        super().__init__(root)
+        self.listing, self.reads_left = listing, reads
+        self.let_go, self.hung = threading.Event(), threading.Event()
+        self.woke = threading.Event()
+
+    def folders(self) -> list[str]:
+        if self.listing:
+            self.wait()
+        return super().folders()
+
+    def open(self, folder: str, name: str) -> Readable:
+        file: Any = super().open(folder, name)
+        storage = self
+
+        class File:
+            def read(self, size: int) -> bytes:
+                return cast("bytes", file.read(size))
+
+            def readinto(self, target: memoryview) -> int:
+                storage.reads_left -= 1
+                if storage.reads_left >= 0:
+                    return cast("int", file.readinto(target))
+                storage.wait()
+                target[:] = b"\xff" * len(target)
+                storage.woke.set()
+                return len(target)
+
+            def seek(self, offset: int) -> object:
+                return file.seek(offset)
+
+            def close(self) -> None:
+                file.close()
+
+        return File()
+
+    def wait(self) -> None:
+        self.hung.set()
+        assert self.let_go.wait(60)
+
+
+def test_a_storage_that_hangs_is_named_and_the_next_source_serves(
+    served: Served, states: CachedStates, tmp_path: Path
+) -> None:
+    store(tmp_path, Key(0, 7), [sample_state(1), sample_state(2)])
+    hangs = Hanging(tmp_path, reads=1)
+    sources = [StorageSource(hangs, 2, patience_s=0.3), StorageSource(LocalStorage(tmp_path), 2)]
+    service = RestoreService([0, 1], sources, states.held, states.filling)
+    request = {"type": "Bring", "rank": 0, "key": Key(0, 7).pack(), "slots": 2}
+    answer = msgspec.json.decode(service.answer(msgspec.json.encode(request)), type=Brought)
+    assert hangs.hung.is_set()
+    assert answer.where == f"storage {tmp_path}"
+    assert len(answer.passed) == 1
+    assert f"storage {tmp_path}: " in answer.passed[0]
+    assert "hangs: no answer within 0.3 s" in answer.passed[0]
+    hangs.let_go.set()  # what comes so late reaches no slot
+    assert hangs.woke.wait(60)
+    assert same(loaded(served, 0), sample_state(1))
+
+
+def test_a_storage_that_hangs_when_listed_is_out_of_reach_for_all_ranks(tmp_path: Path) -> None:
+    store(tmp_path, Key(0, 7), [{"w": torch.ones(3)}])
+    hangs = Hanging(tmp_path, listing=True)
+    source = StorageSource(hangs, 1, patience_s=0.1)
+    for rank in range(2):
+        with pytest.raises(CheckpointError, match=f"storage {tmp_path}: cannot be listed: hangs: no answer"):
+            source.keys(rank)
+    hangs.let_go.set()

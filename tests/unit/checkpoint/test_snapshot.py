@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from keepstep.checkpoint import door
 from keepstep.checkpoint import snapshot as module
 from keepstep.checkpoint.cadence import Storing
-from keepstep.checkpoint.desk import DeskClient
 from keepstep.checkpoint.door import RandomState
+from keepstep.checkpoint.restore_service import RestoreClient
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.snapshot import Seat, Snapshots
 from keepstep.core.errors import CheckpointError
@@ -135,7 +136,7 @@ def test_a_growing_state_gets_larger_slots_and_keeps_the_last_snapshot(served: A
     snapshots = Snapshots(served.address, Seat(), alone)
     for number in range(1, 7):
         snapshots.save({"w": torch.full((number * 100_000,), float(number))}, number)
-        held = {key.step for key in snapshots._shelf.held() if key}
+        held = {key.step for key in snapshots._cache.held() if key}
         assert held == {number, number - 1} - {0}
     state = {"w": torch.zeros(600_000)}
     assert snapshots.load(state) == 6
@@ -171,14 +172,14 @@ def test_a_damaged_snapshot_is_told_and_the_one_before_is_restored(
     snapshots = Snapshots(served.address, Seat(), alone)
     for number in (1, 2):
         snapshots.save({"w": torch.full((5000,), float(number))}, number)
-    snapshots._shelf.slots[1].memory[8000] ^= 1
+    snapshots._cache.slots[1].memory[8000] ^= 1
     state = {"w": torch.zeros(5000)}
     assert snapshots.load(state) == 1
     assert torch.all(state["w"] == 1)
     said = capsys.readouterr().err
     assert "the snapshot of rank 0 at step 2 is damaged, not restored" in said
     assert "resumed after step 1 from this node's cache" in said
-    snapshots._shelf.slots[0].memory[8000] ^= 1
+    snapshots._cache.slots[0].memory[8000] ^= 1
     with pytest.raises(CheckpointError, match="the state is half restored, and no snapshot is left"):
         snapshots.load(state)
     snapshots.close()
@@ -240,7 +241,7 @@ def test_ranks_that_got_differently_far_resume_together(served: Any) -> None:
 
     def load(rank: int, snapshots: Snapshots) -> tuple[int | None, float, list[Key | None]]:
         state = {"w": torch.zeros(100)}
-        return snapshots.load(state), state["w"][0].item(), snapshots._shelf.held()
+        return snapshots.load(state), state["w"][0].item(), snapshots._cache.held()
 
     ranks = Ranks(3)
     ranks.run(served, save)
@@ -253,7 +254,7 @@ def test_ranks_on_several_nodes_tell_each_other_what_they_hold(served: Any) -> N
     def save(rank: int, snapshots: Snapshots) -> list[int]:
         for number in range(1, 6):
             snapshots.save({"w": rank}, number)
-        return sorted(key.step for key in snapshots._shelf.held() if key)
+        return sorted(key.step for key in snapshots._cache.held() if key)
 
     ranks = Ranks(3)
     assert ranks.run(served, save, one_node=False) == [[4, 5]] * 3
@@ -340,7 +341,7 @@ def test_a_rank_that_saves_alone_is_told_and_keeps_what_all_may_need(
         if rank == 0:
             for number in (2, 3, 4):
                 snapshots.save({"w": 0}, number)
-        return sorted(key.step for key in snapshots._shelf.held() if key)
+        return sorted(key.step for key in snapshots._cache.held() if key)
 
     assert Ranks(2).run(served, save)[0] == [1, 2]
     assert "step 3 is not kept" in capsys.readouterr().err
@@ -362,23 +363,23 @@ def test_a_compiled_optimizer_step_waits_too(served: Any) -> None:
 
 
 def test_a_step_that_waits_for_storage_outlasts_later_saves_and_a_restart(
-    served: Any, empty_desk: None, capsys: pytest.CaptureFixture[str]
+    served: Any, empty_service: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     snapshots = Snapshots(served.address, Seat(), alone, storing=Storing("/ckpt", every=0))
     for number in range(1, 8):
         snapshots.save({"w": torch.full((50,), float(number))}, number, persist=number == 2)
-        assert snapshots._shelf.wanted() == ({Key(0, 2)} if number > 1 else set())
-    assert {key.step for key in snapshots._shelf.held() if key} == {2, 6, 7}
+        assert snapshots._cache.wanted() == ({Key(0, 2)} if number > 1 else set())
+    assert {key.step for key in snapshots._cache.held() if key} == {2, 6, 7}
     assert "3 snapshots of rank 0 take" in capsys.readouterr().err
     snapshots.close()
     snapshots = Snapshots(served.address, Seat(incarnation=1), alone, storing=Storing("/ckpt", every=0))
     state = {"w": torch.zeros(50)}
     assert snapshots.load(state) == 7
-    assert snapshots._shelf.wanted() == {Key(0, 2)}
-    assert {key for key in snapshots._shelf.held() if key} == {Key(0, 2), Key(0, 7)}
+    assert snapshots._cache.wanted() == {Key(0, 2)}
+    assert {key for key in snapshots._cache.held() if key} == {Key(0, 2), Key(0, 7)}
     snapshots.save(state, 8)
     snapshots.save(state, 9)
-    assert {key for key in snapshots._shelf.held() if key} == {Key(0, 2), Key(1, 8), Key(1, 9)}
+    assert {key for key in snapshots._cache.held() if key} == {Key(0, 2), Key(1, 8), Key(1, 9)}
     snapshots.close()
 
 
@@ -389,16 +390,16 @@ def test_what_is_to_be_brought_to_storage_without_one_is_refused(served: Any) ->
     snapshots.close()
 
 
-def test_ranks_agree_on_which_steps_go_to_storage(served: Any, empty_desk: None) -> None:
+def test_ranks_agree_on_which_steps_go_to_storage(served: Any, empty_service: None) -> None:
     def save(rank: int, snapshots: Snapshots) -> list[list[int]]:
         said: list[list[int]] = []
         for number in range(1, 7):
             snapshots.save({"w": rank}, number)
-            said.append(sorted(key.step for key in snapshots._shelf.wanted()))
+            said.append(sorted(key.step for key in snapshots._cache.wanted()))
             if rank == 0 and number == 1:
-                snapshots._shelf.let_go(Key(0, 1))  # it is on storage, and rank 1 has not heard of it
+                snapshots._cache.let_go(Key(0, 1))  # it is on storage, and rank 1 has not heard of it
             if rank == 1 and number == 4:
-                snapshots._shelf.let_go(Key(0, 1))
+                snapshots._cache.let_go(Key(0, 1))
         return said
 
     first, second = Ranks(2).run(served, save, every=1)
@@ -407,31 +408,31 @@ def test_ranks_agree_on_which_steps_go_to_storage(served: Any, empty_desk: None)
 
 
 def test_what_one_rank_did_not_keep_is_waited_for_no_longer(
-    served: Any, empty_desk: None, capsys: pytest.CaptureFixture[str]
+    served: Any, empty_service: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def save(rank: int, snapshots: Snapshots) -> list[int]:
         snapshots.save({"w": rank}, 1, persist=True)
         snapshots._unkept = Key(0, 1) if rank == 1 else None
         snapshots.save({"w": rank}, 2, persist=True)
-        return sorted(key.step for key in snapshots._shelf.wanted())
+        return sorted(key.step for key in snapshots._cache.wanted())
 
     assert Ranks(2).run(served, save, every=0) == [[2], [2]]
     assert "step 1 is not brought to storage /ckpt: rank 1 did not keep it" in capsys.readouterr().err
 
 
 def test_what_not_all_ranks_hold_any_more_is_let_go_in_time(
-    served: Any, empty_desk: None, monkeypatch: pytest.MonkeyPatch
+    served: Any, empty_service: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_ALONE_S", -1.0)
 
     def save(rank: int, snapshots: Snapshots) -> list[list[int]]:
         snapshots.save({"w": rank}, 1, persist=True)
         if rank == 1:
-            snapshots._shelf.drop(0)  # the agent found it damaged
+            snapshots._cache.drop(0)  # the agent found it damaged
         said: list[list[int]] = []
         for number in (2, 3):
             snapshots.save({"w": rank}, number)
-            said.append(sorted(key.step for key in snapshots._shelf.wanted()))
+            said.append(sorted(key.step for key in snapshots._cache.wanted()))
         return said
 
     assert Ranks(2).run(served, save, every=1) == [[[], [3]], [[], [3]]]
@@ -440,7 +441,7 @@ def test_what_not_all_ranks_hold_any_more_is_let_go_in_time(
 def test_without_an_agent_nobody_begins_as_if_storage_were_empty(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DeskClient, "_ask", lambda *_: (_ for _ in ()).throw(CheckpointError("no agent")))
+    monkeypatch.setattr(RestoreClient, "_ask", lambda *_: (_ for _ in ()).throw(CheckpointError("no agent")))
     for what in (lambda s: s.load({"w": 1}), lambda s: s.save({"w": 1}, 1)):
         snapshots = Snapshots(served.address, Seat(), alone, storing=Storing("/ckpt"))
         with pytest.raises(CheckpointError, match=r"it is not known what other sources have \(no agent\)"):
@@ -451,8 +452,38 @@ def test_without_an_agent_nobody_begins_as_if_storage_were_empty(
 def test_on_several_nodes_without_an_agent_the_own_cache_is_looked_at_and_that_is_said(
     served: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(DeskClient, "_ask", lambda *_: (_ for _ in ()).throw(CheckpointError("no agent")))
+    monkeypatch.setattr(RestoreClient, "_ask", lambda *_: (_ for _ in ()).throw(CheckpointError("no agent")))
     snapshots = Snapshots(served.address, Seat(), alone, elsewhere=True)
     assert snapshots.load({"w": 1}) is None
     assert "no agent; only this node's cache is looked at" in capsys.readouterr().err
     snapshots.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("KEEPSTEP_NO_CACHE", "node-3 has no cache: too many open files", "node-3 has no cache"),
+        ("KEEPSTEP_CACHE", "keepstep-cache-nobody", "the cache of this node does not answer"),
+    ],
+)
+def test_without_a_cache_all_ranks_are_told_and_nothing_is_taken_for_a_beginning(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, why: str
+) -> None:
+    gathered: list[list[int]] = []
+
+    def gather(row: list[int]) -> list[list[int]]:
+        gathered.append(row)
+        return [row]
+
+    monkeypatch.delenv("KEEPSTEP_CACHE", raising=False)
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(door, "_open", [])
+    monkeypatch.setattr(door, "_gather", gather)
+    state = {"step": 1}
+    door.register(state)
+    assert gathered == []
+    for call in (lambda: door.load(state), lambda: door.save(state, 1)):
+        with pytest.raises(CheckpointError, match=why):
+            call()
+    door.wait()
+    assert len(gathered) == 2

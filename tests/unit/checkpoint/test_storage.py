@@ -18,13 +18,13 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
-from tests.unit.checkpoint.stored_states import rebuilt, same, sample_state, taken
+from tests.unit.checkpoint.stored_states import newest, rebuilt, same, sample_state, taken
 
 from keepstep.checkpoint.header import encode_header
 from keepstep.checkpoint.persist import conclude, write_shard
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.storage import FsspecStorage, LocalStorage, open_storage
-from keepstep.checkpoint.stored import newest, scan, verify
+from keepstep.checkpoint.stored import scan, verify
 from keepstep.core.errors import CheckpointError, UsageError
 
 

@@ -15,12 +15,15 @@ from tests.certificates import certificates
 from tests.unit.checkpoint.conftest import Served, serving
 from tests.unit.checkpoint.sealed_slots import seal_state, stands
 
-from keepstep.checkpoint import transfer
+from keepstep.checkpoint import fetch as fetching
+from keepstep.checkpoint import state_server
 from keepstep.checkpoint.cache import Board, Reserve, Slot, ask, backup_of
 from keepstep.checkpoint.cached import CachedStates
+from keepstep.checkpoint.fetch import Cancelled, Fetch
 from keepstep.checkpoint.incoming import Incoming
+from keepstep.checkpoint.peer_connection import MOST_ENDPOINTS, PeerConnection, Rate
 from keepstep.checkpoint.slots import Key, Record, slot_bytes
-from keepstep.checkpoint.transfer import Cancelled, Fetch, Rate, StateServer
+from keepstep.checkpoint.state_server import StateServer
 from keepstep.core.errors import CheckpointError
 from keepstep.core.summary import Endpoint
 from keepstep.wire.tls import client_context, server_context
@@ -32,7 +35,7 @@ STATE = {"w": torch.arange(300_000, dtype=torch.float32), "b": torch.ones(1001, 
 
 @pytest.fixture(autouse=True)
 def short_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "RANGE_BYTES", 100_000)
+    monkeypatch.setattr(fetching, "RANGE_BYTES", 100_000)
 
 
 @pytest.fixture
@@ -79,17 +82,8 @@ def fetch(server: StateServer, other: Served, key: Key = KEY, **options: object)
 
 def test_a_state_stands_on_the_other_node_byte_by_byte(served: Served, other: Served) -> None:
     data = seal_state(served.address, 0, STATE, KEY)
-    kept: list[tuple[Key, int]] = []
-    heard = threading.Event()
-
-    def told(key: Key, rank: int) -> None:
-        kept.append((key, rank))
-        heard.set()
-
-    with giving(served.address, kept=told) as server:
+    with giving(served.address) as server:
         assert fetch(server, other).resumed == 0
-        assert heard.wait(10)
-    assert kept == [(KEY, 0)]
     assert stands(other.address, backup_of(0)) == {KEY: data}
 
 
@@ -194,16 +188,16 @@ def test_a_connection_that_breaks_costs_only_what_was_under_way(
     served: Served, other: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Addresses are relayed here, which the handshake refuses otherwise."""
-    monkeypatch.setattr(transfer, "ServerChannel", _unbound(transfer.ServerChannel))
+    monkeypatch.setattr(state_server, "ServerChannel", _unbound(state_server.ServerChannel))
     data = seal_state(served.address, 0, STATE, KEY)
     sent: list[int] = []
-    whole = transfer._Connection.send_slot
+    whole = PeerConnection.send_slot
 
     def counted(self: object, slot: Slot, offset: int, nbytes: int, rate: Rate) -> None:
         sent.append(nbytes)
         whole(self, slot, offset, nbytes, rate)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(transfer._Connection, "send_slot", counted)
+    monkeypatch.setattr(PeerConnection, "send_slot", counted)
     with giving(served.address) as server:
         cutter = Cutter(server, 250_000, 4)
         one = Fetch(KEY, 0, lambda: cutter.endpoints, SECRET)
@@ -212,7 +206,7 @@ def test_a_connection_that_breaks_costs_only_what_was_under_way(
     assert cutter.cuts == 4
     assert one.resumed >= 3
     assert stands(other.address, backup_of(0)) == {KEY: data}
-    assert sum(sent) < len(data) + 4 * 3 * transfer.RANGE_BYTES
+    assert sum(sent) < len(data) + 4 * 3 * fetching.RANGE_BYTES
 
 
 def _unbound(channel: type) -> Callable[..., object]:
@@ -287,12 +281,12 @@ def test_every_address_of_the_source_is_used(
         used.add(address[0])
         return connect(address, timeout)
 
-    monkeypatch.setattr(transfer.socket, "create_connection", noted)
+    monkeypatch.setattr(fetching.socket, "create_connection", noted)
     with giving(
         served.address, rate=Rate(1_000_000)
     ) as server:  # else one may bring all before the next connects
         server.listen(["127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"])
-        assert len(server.endpoints) == transfer.MOST_ENDPOINTS
+        assert len(server.endpoints) == MOST_ENDPOINTS
         fetch(server, other)
         gone = Endpoint("127.0.0.1", 1)
         one = Fetch(KEY, 0, lambda: (gone, *server.endpoints), SECRET)

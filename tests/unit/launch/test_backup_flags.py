@@ -46,6 +46,16 @@ def test_without_a_cache_there_is_nothing_to_back_up() -> None:
     assert parse(agent_of(job_of(*TWO_NODES), "")[3:]).backups == 0
 
 
+def test_the_failure_domain_comes_from_flag_or_environment_to_the_agent() -> None:
+    assert parse(agent_of(job_of(*TWO_NODES))[3:]).failure_domain == ""
+    flagged = job_of(*TWO_NODES, "--failure-domain", "rack-7")
+    assert parse(agent_of(flagged)[3:]).failure_domain == "rack-7"
+    job = job_from_command_line([*TWO_NODES, "train.py"], {"KEEPSTEP_FAILURE_DOMAIN": "rack-8"})
+    assert parse(agent_of(job)[3:]).failure_domain == "rack-8"
+    with pytest.raises(UsageError, match=r"--failure-domain 'aaa.*give at most 100 printable characters"):
+        job_of(*TWO_NODES, "--failure-domain", "a" * 101)
+
+
 @pytest.mark.parametrize("words", [("--checkpoint-backups", "-1"), ("--checkpoint-backup-rate", "inf")])
 def test_numbers_that_mean_nothing(words: tuple[str, ...]) -> None:
     with pytest.raises(UsageError, match=rf"{words[0]} .*: give 0 or more"):

@@ -1,4 +1,4 @@
-"""The desk: what can be had, from the cheapest source that gives it, whoever asks and however often."""
+"""The service: what can be had, from the cheapest source that gives it, whoever asks and however often."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from keepstep.checkpoint import desk as module
-from keepstep.checkpoint.desk import Bring, Denied, Desk, DeskClient, DeskServer, Offered, desk_of
+from keepstep.checkpoint import restore_service as module
 from keepstep.checkpoint.incoming import Room
+from keepstep.checkpoint.restore_service import (
+    Bring,
+    Denied,
+    Offered,
+    RestoreClient,
+    RestoreServer,
+    RestoreService,
+    restore_address,
+)
 from keepstep.checkpoint.slots import Key
 from keepstep.core.errors import CheckpointError
 
@@ -40,11 +48,11 @@ class Source:
 
 
 class Node:
-    """A desk without a cache behind it."""
+    """A service without a cache behind it."""
 
     def __init__(self, *sources: Source) -> None:
         self.sources = sources
-        self.desk = Desk([0, 1], sources, self.held, self.filling)
+        self.service = RestoreService([0, 1], sources, self.held, self.filling)
 
     def held(self, rank: int) -> frozenset[Key]:
         return frozenset(key for source in self.sources for key, to in source.brought if to == rank)
@@ -56,21 +64,21 @@ class Node:
 
 @pytest.fixture
 def address() -> str:
-    return desk_of(f"keepstep-test-{os.getpid()}-{secrets.token_hex(4)}")
+    return restore_address(f"keepstep-test-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 @pytest.fixture
 def served(address: str) -> Iterator[Node]:
     node = Node(Source("the backup on node-b", NEW, broken=(NEW,)), Source("storage /ckpt", OLD, NEW))
-    server = DeskServer(address, node.desk)
+    server = RestoreServer(address, node.service)
     server.start()
     yield node
     server.stop()
 
 
 def test_sources_are_offered_the_cheapest_first(served: Node, address: str) -> None:
-    offered = DeskClient(address).offers(1)
-    assert [(shop.where, shop.keys) for shop in offered.shops] == [
+    offered = RestoreClient(address).offers(1)
+    assert [(source.where, source.keys) for source in offered.sources] == [
         ("the backup on node-b", (NEW.pack(),)),
         ("storage /ckpt", (NEW.pack(), OLD.pack())),
     ]
@@ -79,25 +87,25 @@ def test_sources_are_offered_the_cheapest_first(served: Node, address: str) -> N
 
 
 def test_the_next_source_serves_when_one_cannot_and_that_is_told(served: Node, address: str) -> None:
-    brought = DeskClient(address).bring(0, NEW, 2)
+    brought = RestoreClient(address).bring(0, NEW, 2)
     assert brought.where == "storage /ckpt"
     assert brought.passed == ("the backup on node-b: OSError [Errno 5] broken",)
 
 
 def test_what_was_brought_already_is_not_brought_again(served: Node, address: str) -> None:
-    threads = [threading.Thread(target=DeskClient(address).bring, args=(0, OLD, 2)) for _ in range(5)]
+    threads = [threading.Thread(target=RestoreClient(address).bring, args=(0, OLD, 2)) for _ in range(5)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert served.sources[1].brought == [(OLD, 0)]
-    DeskClient(address).bring(1, OLD, 2)
+    RestoreClient(address).bring(1, OLD, 2)
     assert served.sources[1].brought == [(OLD, 0), (OLD, 1)]
 
 
 def test_what_nobody_has_is_denied_with_every_reason(served: Node, address: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        DeskClient(address).bring(0, Key(3, 1), 2)
+        RestoreClient(address).bring(0, Key(3, 1), 2)
     assert str(caught.value) == (
         "the backup on node-b: step 1 is not there; storage /ckpt: step 1 is not there"
     )
@@ -105,16 +113,16 @@ def test_what_nobody_has_is_denied_with_every_reason(served: Node, address: str)
 
 def test_ranks_of_other_nodes_are_turned_away(served: Node, address: str) -> None:
     with pytest.raises(CheckpointError, match="rank 7 does not run on this node"):
-        DeskClient(address).offers(7)
+        RestoreClient(address).offers(7)
 
 
 def test_a_source_that_fails_is_a_trouble_and_no_empty_source() -> None:
     source = Source("storage s3://bucket", OLD)
     source.keys = lambda rank: (_ for _ in ()).throw(OSError(110, "timed out"))  # type: ignore[method-assign]
     node = Node(source)
-    answer = module._answers.decode(node.desk.answer(b'{"type":"Offers","rank":0}'))
+    answer = module._answers.decode(node.service.answer(b'{"type":"Offers","rank":0}'))
     assert isinstance(answer, Offered)
-    assert answer.shops == ()
+    assert answer.sources == ()
     assert answer.troubles == ("storage s3://bucket: TimeoutError [Errno 110] timed out",)
 
 
@@ -124,23 +132,23 @@ def test_a_source_that_fails_is_a_trouble_and_no_empty_source() -> None:
      b'{"type":"Bring","rank":0,"key":1,"slots":99}', b'{"type":"Offers","rank":0,"more":1}'],
 )  # fmt: skip
 def test_other_bytes_are_denied(data: bytes) -> None:
-    assert isinstance(module._answers.decode(Node().desk.answer(data)), Denied)
+    assert isinstance(module._answers.decode(Node().service.answer(data)), Denied)
 
 
 def test_a_new_agent_takes_the_place_of_the_old_one(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BIND_AGAIN_S", 0.01)
-    first, second = (DeskServer(address, Node(Source(name, OLD)).desk) for name in ("first", "second"))
+    first, second = (RestoreServer(address, Node(Source(name, OLD)).service) for name in ("first", "second"))
     first.start()
-    assert DeskClient(address).offers(0).shops[0].where == "first"
+    assert RestoreClient(address).offers(0).sources[0].where == "first"
     second.start()
     first.stop()
-    assert DeskClient(address).offers(0).shops[0].where == "second"
+    assert RestoreClient(address).offers(0).sources[0].where == "second"
     second.stop()
 
 
 def test_without_an_agent_that_is_said(address: str) -> None:
     with pytest.raises(CheckpointError, match="the agent of this node does not answer"):
-        DeskClient(address, patience_s=0.0).offers(0)
+        RestoreClient(address, patience_s=0.0).offers(0)
 
 
 def test_an_agent_that_dies_over_each_request_is_not_asked_for_ever(address: str) -> None:
@@ -158,7 +166,7 @@ def test_an_agent_that_dies_over_each_request_is_not_asked_for_ever(address: str
     thread = threading.Thread(target=agent)
     thread.start()
     with pytest.raises(CheckpointError, match=r"does not answer .it ended"):
-        DeskClient(address).bring(0, OLD, 2)
+        RestoreClient(address).bring(0, OLD, 2)
     thread.join()
     listener.close()
     assert len(asked) == 3
@@ -170,7 +178,7 @@ def test_an_agent_that_dies_over_each_request_is_not_asked_for_ever(address: str
     [
         b"nonsense",
         b'{"type":"Brought","where":""}',
-        b'{"type":"Offered","shops":[["x",[0]]],"incarnation":0}',
+        b'{"type":"Offered","sources":[["x",[0]]],"incarnation":0}',
     ],
 )
 def test_an_answer_that_cannot_be_read_is_an_error(address: str, data: bytes) -> None:
@@ -187,14 +195,14 @@ def test_an_answer_that_cannot_be_read_is_an_error(address: str, data: bytes) ->
     thread = threading.Thread(target=agent)
     thread.start()
     with pytest.raises(CheckpointError, match="answer"):
-        DeskClient(address).offers(0)
+        RestoreClient(address).offers(0)
     thread.join()
     listener.close()
 
 
-def test_a_desk_of_another_user_is_not_asked(
+def test_a_service_of_another_user_is_not_asked(
     served: Node, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "peer_uid", lambda connection: os.getuid() + 1)
     with pytest.raises(CheckpointError, match="belongs to another user"):
-        DeskClient(address).offers(0)
+        RestoreClient(address).offers(0)

@@ -1,4 +1,4 @@
-"""Whatever bytes come to the desk, it answers in bounds and goes on; what a source says is bounded, too."""
+"""Whatever bytes come to the service, it answers in bounds and goes on; what a source says is bounded, too."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.desk import MOST_MESSAGE_BYTES, Bring, Desk, Offers, _answers
 from keepstep.checkpoint.incoming import Room
+from keepstep.checkpoint.restore_service import MOST_MESSAGE_BYTES, Bring, Offers, RestoreService, _answers
 from keepstep.checkpoint.slots import Key
 from keepstep.core.errors import CheckpointError
 
@@ -40,30 +40,30 @@ keys = st.frozensets(st.builds(Key, st.integers(0, (1 << 15) - 1), st.integers(0
 errors = st.text().flatmap(
     lambda text: st.sampled_from([CheckpointError(text), OSError(5, text), ValueError(text)])
 )
-desks = st.lists(st.builds(Source, st.text(max_size=2000), keys, errors), max_size=8).map(
-    lambda sources: Desk([0, 3], sources, lambda rank: frozenset(), no_room)
+services = st.lists(st.builds(Source, st.text(max_size=2000), keys, errors), max_size=8).map(
+    lambda sources: RestoreService([0, 3], sources, lambda rank: frozenset(), no_room)
 )
 
 
-@given(desks, st.binary(max_size=300))
-def test_bytes_are_answered(desk: Desk, data: bytes) -> None:
-    assert _answers.decode(desk.answer(data))
+@given(services, st.binary(max_size=300))
+def test_bytes_are_answered(service: RestoreService, data: bytes) -> None:
+    assert _answers.decode(service.answer(data))
 
 
 @given(
-    desks,
+    services,
     st.recursive(
         st.none() | st.integers() | st.text(),
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     ),
 )
-def test_any_json_is_answered(desk: Desk, value: object) -> None:
-    assert _answers.decode(desk.answer(msgspec.json.encode(value)))
+def test_any_json_is_answered(service: RestoreService, value: object) -> None:
+    assert _answers.decode(service.answer(msgspec.json.encode(value)))
 
 
-@given(desks, st.integers(-5, 5), st.integers(0, 1 << 63), st.integers(-1, 10))
-def test_requests_are_answered_in_bounds(desk: Desk, rank: int, key: int, slots: int) -> None:
+@given(services, st.integers(-5, 5), st.integers(0, 1 << 63), st.integers(-1, 10))
+def test_requests_are_answered_in_bounds(service: RestoreService, rank: int, key: int, slots: int) -> None:
     for request in (Offers(rank), Bring(rank, key, slots)):
-        data = desk.answer(msgspec.json.encode(request))
+        data = service.answer(msgspec.json.encode(request))
         assert len(data) < MOST_MESSAGE_BYTES
         _answers.decode(data)

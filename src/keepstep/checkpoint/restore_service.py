@@ -1,4 +1,4 @@
-"""The agent's desk: workers ask what states their ranks can have from elsewhere, and have one brought into the cache.
+"""The agent's restore service: workers ask what states there are elsewhere, and have one brought into the cache.
 
 A Unix socket whose name follows from the cache's, so that a new agent is found where the old one was. A message is one
 datagram of JSON, bounded and checked on both sides; a peer of another user is turned away.
@@ -59,7 +59,7 @@ class Bring(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     slots: _Slots
 
 
-class Shop(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SourceKeys(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A source and what it has, packed."""
 
     where: _Line
@@ -70,13 +70,13 @@ class Offered(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     """The sources, the cheapest first.
 
     Attributes:
-        shops: what each has.
+        sources: what each has.
         incarnation: the highest of anything that is there, whole or not; -1: nothing is.
         refused: why something that is there cannot be had.
         troubles: sources of which nothing can be told now.
     """
 
-    shops: Annotated[tuple[Shop, ...], msgspec.Meta(max_length=_MOST_SOURCES)]
+    sources: Annotated[tuple[SourceKeys, ...], msgspec.Meta(max_length=_MOST_SOURCES)]
     incarnation: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 15)]
     refused: _Lines = ()
     troubles: _Lines = ()
@@ -84,7 +84,7 @@ class Offered(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     @property
     def keys(self) -> frozenset[Key]:
         """Whatever can be had somewhere."""
-        return frozenset(filter(None, (Key.unpack(one) for shop in self.shops for one in shop.keys)))
+        return frozenset(filter(None, (Key.unpack(one) for source in self.sources for one in source.keys)))
 
 
 class Brought(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -107,12 +107,12 @@ Filling = Callable[[int, int], AbstractContextManager[Room]]
 """Given a rank and how many slots it is to have: what gives the room for a state (``CachedStates.filling``)."""
 
 
-def desk_of(cache: str) -> str:
-    """Name of the desk's socket, from that of the cache."""
-    return f"{cache}-desk"
+def restore_address(cache: str) -> str:
+    """Name of the service's socket, from that of the cache."""
+    return f"{cache}-restore"
 
 
-class Desk:
+class RestoreService:
     """Answers requests; no I/O of its own but that of the sources. From any thread.
 
     Args:
@@ -141,13 +141,13 @@ class Desk:
                 raise CheckpointError(f"rank {request.rank} does not run on this node")
             answer = self._offers(request) if isinstance(request, Offers) else self._bring(request)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            answer = Denied(f"not a request to the desk: {error}"[:_MOST_LINE])
+            answer = Denied(f"not a request for a restore: {error}"[:_MOST_LINE])
         except CheckpointError as error:
             answer = Denied(str(error)[: _MOST_LINES * _MOST_LINE])
         return msgspec.json.encode(answer)
 
     def _offers(self, request: Offers) -> Offered:
-        shops: list[Shop] = []
+        sources: list[SourceKeys] = []
         refused: list[str] = []
         troubles: list[str] = []
         incarnation = -1
@@ -164,8 +164,8 @@ class Desk:
                 continue
             chosen = sorted(keys, reverse=True)[:MOST_OFFERED]
             incarnation = max([incarnation, *(key.incarnation for key in chosen)])
-            shops.append(Shop(source.where[:_MOST_LINE], tuple(key.pack() for key in chosen)))
-        return Offered(tuple(shops), incarnation, _bounded(refused), _bounded(troubles))
+            sources.append(SourceKeys(source.where[:_MOST_LINE], tuple(key.pack() for key in chosen)))
+        return Offered(tuple(sources), incarnation, _bounded(refused), _bounded(troubles))
 
     def _bring(self, request: Bring) -> Brought:
         key = Key.unpack(request.key)
@@ -191,18 +191,18 @@ class Desk:
         raise CheckpointError("; ".join(_bounded(passed)) or "there is no source besides the node's cache")
 
 
-class DeskServer:
-    """Serves a desk at a socket, a thread for each connection."""
+class RestoreServer:
+    """Answers at a socket, a thread for each connection."""
 
-    def __init__(self, address: str, desk: Desk) -> None:
-        self._address, self._desk = address, desk
+    def __init__(self, address: str, service: RestoreService) -> None:
+        self._address, self._service = address, service
         self._stopped = threading.Event()
         self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def start(self) -> None:
         """Begin to serve, as soon as the one before has left the address."""
-        threading.Thread(target=self._run, name="keepstep-desk", daemon=True).start()
+        threading.Thread(target=self._run, name="keepstep-restore", daemon=True).start()
 
     def stop(self) -> None:
         """Take no more requests. Those at hand end with the process."""
@@ -220,13 +220,13 @@ class DeskServer:
             except OSError as error:
                 if self._stopped.wait(_AGAIN_S):  # ended, or out of descriptors for a while
                     return
-                log.warning("desk: %s", error)
+                log.warning("restore service: %s", error)
                 continue
             if not self._places.acquire(blocking=False):
                 connection.close()
                 continue
             threading.Thread(
-                target=self._serve, args=(connection,), name="keepstep-desk", daemon=True
+                target=self._serve, args=(connection,), name="keepstep-restore", daemon=True
             ).start()
 
     def _bind(self) -> bool:
@@ -238,7 +238,10 @@ class DeskServer:
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     if not self._stopped.is_set():
-                        log.warning("the desk is closed, states come from this node's cache only: %s", error)
+                        log.warning(
+                            "the restore service is closed, states come from this node's cache only: %s",
+                            error,
+                        )
                     return False
             self._stopped.wait(_BIND_AGAIN_S)
         return False
@@ -250,18 +253,18 @@ class DeskServer:
                     return
                 connection.settimeout(_PATIENCE_S)
                 while data := connection.recv(MOST_MESSAGE_BYTES):
-                    connection.send(self._desk.answer(data))
+                    connection.send(self._service.answer(data))
         except OSError:
             pass
         except Exception:
-            log.exception("desk")
+            log.exception("restore service")
         finally:
             self._places.release()
 
 
 @dataclass(frozen=True, slots=True)
-class DeskClient:
-    """A worker's way to the desk of its node's agent. Calls wait for an agent that is not there (yet, or any more)."""
+class RestoreClient:
+    """A worker's way to it. Calls wait for an agent that is not there (yet, or any more)."""
 
     address: str
     patience_s: float = 60.0
@@ -314,7 +317,7 @@ class DeskClient:
             connection.settimeout(_PATIENCE_S)
             connection.connect(f"\0{self.address}")
             if peer_uid(connection) != os.getuid():
-                raise CheckpointError(f"the desk {self.address} belongs to another user")
+                raise CheckpointError(f"the restore service {self.address} belongs to another user")
             connection.send(request)
             connection.settimeout(None)  # a state may take long; an agent that dies closes the connection
             try:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from keepstep.checkpoint.cache import BACKING_SLOTS, Board, Open, Reserve, Slot, ask
+from keepstep.checkpoint.cache import Board, Open, Reserve, Slot, ask
 from keepstep.checkpoint.header import StateHeader
 from keepstep.checkpoint.slots import Key, kept_slots, next_slot, read_header
 from keepstep.core.errors import CheckpointError
@@ -21,7 +21,7 @@ class Offer:
     header: StateHeader
 
 
-class Shelf:
+class RankSlots:
     """A rank's slots and the node's board, mapped. ``count``: how many slots it has once it has any."""
 
     def __init__(self, address: str, rank: int, *, count: int = 2) -> None:
@@ -30,7 +30,7 @@ class Shelf:
         answer = ask(address, Open(rank))
         self.board = Board(answer.board)
         self.slots: list[Slot] = [Slot(descriptor) for descriptor in answer.slots]
-        self.limit_bytes = answer.limit_bytes
+        self.limit_bytes, self._backed = answer.limit_bytes, answer.backed
         self._populating: threading.Thread | None = None
         self._closing: list[object] = []
 
@@ -66,7 +66,7 @@ class Shelf:
         be lost with a node until a later one is. ``wanted``: ``key`` is to be brought to storage, too.
         """
         backed_up, first = self.board.kept()
-        if key and not backed_up and not first and len(self.slots) >= 2 + BACKING_SLOTS:
+        if key and not backed_up and not first and self._backed:
             self.board.keep(None, key)  # until the agent knows what is to be kept here
         older = backed_up if backed_up and key and backed_up < key else None
         for slot, held in zip(self.slots, self.held(), strict=True):
@@ -111,7 +111,7 @@ class Shelf:
         self.board.close()
         for slot in self.slots:
             slot.close()
-        self.board = Board(answer.board)
+        self.board, self._backed = Board(answer.board), answer.backed
         self.slots = [Slot(descriptor) for descriptor in answer.slots]
 
     def take(self, complete: Callable[[], Key | None]) -> int | None:
@@ -120,8 +120,8 @@ class Shelf:
         ``complete`` gives the newest key that all ranks hold; it is asked when that matters.
         """
         keys = self.held()
-        busy = kept_slots(keys, *self.board.kept())
-        busy |= {index for index, slot in enumerate(self.slots) if slot.wanted()}
+        waiting = {index for index, slot in enumerate(self.slots) if slot.wanted()}
+        busy = kept_slots(keys, *self.board.kept(), waiting)
         newest, asked = None, False
         while True:
             index = next_slot(keys, newest, busy)
@@ -146,7 +146,7 @@ class Shelf:
         self.stop_populating()
         keep = tuple(i for i in range(len(self.slots)) if i != index)
         answer = ask(self._address, Reserve(self._rank, nbytes, max(self._count, len(self.slots)), keep))
-        self.limit_bytes = answer.limit_bytes
+        self.limit_bytes, self._backed = answer.limit_bytes, answer.backed
         self.board.close()
         self.board = Board(answer.board)
         old, self.slots = self.slots, list[Slot]()
@@ -164,11 +164,6 @@ class Shelf:
             target=self._populate, args=(fresh, self._closing), name="keepstep-populate", daemon=True
         )
         self._populating.start()
-
-    def populated(self) -> None:
-        """Wait until all slots have their pages."""
-        if self._populating:
-            self._populating.join()
 
     def close(self) -> None:
         """Unmap everything; the cache keeps it."""

@@ -1,0 +1,98 @@
+"""The node's cache of checkpoints, as its launcher keeps it: made once, told to workers, kept until storage has all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from keepstep.core.errors import KeepstepError
+from keepstep.launch.job import Job
+from keepstep.launch.placement import (
+    CACHE,
+    CHECKPOINT_DIR,
+    CHECKPOINT_EVERY,
+    FAILURES_PER_DAY,
+    INCARNATION,
+    LAYOUT,
+    NO_CACHE,
+    Place,
+)
+
+if TYPE_CHECKING:
+    from keepstep.checkpoint.cache import Cache, CacheServer
+
+_POLL_S = 0.1
+
+
+class Caching:
+    """A cache that outlives the workers, from the first start on. ``warn``: a line for the operator."""
+
+    def __init__(self, job: Job, warn: Callable[[str], None]) -> None:
+        self._job, self._warn = job, warn
+        self._made: tuple[Cache, CacheServer] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it is asked for; "": there is none."""
+        return self._made[1].address if self._made else ""
+
+    def environment(self, place: Place) -> dict[str, str]:
+        """What workers find it by or, when none can be made, learn why."""
+        job = self._job
+        try:
+            if self._made is None:
+                self._made = self._make(place)
+        except (KeepstepError, OSError, ImportError) as error:
+            self._warn(f"no checkpoints are kept in memory: {error}")
+            return {NO_CACHE: f"{job.node} has no cache, none could be made: {error}"}
+        found = {CACHE: self.address, INCARNATION: str(place.incarnation)}
+        if job.layout:
+            found[LAYOUT] = job.layout
+        if job.persisting:
+            every = job.persisting.every
+            found[CHECKPOINT_DIR] = job.persisting.where
+            found[CHECKPOINT_EVERY] = "auto" if every is None else str(every)
+            found[FAILURES_PER_DAY] = f"{job.persisting.failures_per_day:g}"
+        return found
+
+    async def stored(self, wait_s: float, in_vain: Callable[[], bool], say: Callable[[str], None]) -> str:
+        """Wait until what was to be on storage is there; a line about what is not, else "".
+
+        ``in_vain``: whether to wait no longer.
+        """
+        if self._made is None or self._job.persisting is None:
+            return ""
+        where, deadline_s, said = self._job.persisting.where, time.monotonic() + wait_s, False
+        while wanted := self._made[0].wanted():
+            steps = ", ".join(str(key.step) for key in wanted)
+            if in_vain() or time.monotonic() >= deadline_s:
+                return f"step {steps} is not on storage {where} and is lost"
+            if not said:
+                said = True
+                say(
+                    f"waiting for step {steps} to be on storage {where}, at most {wait_s:.0f} s (Ctrl-C: no longer)"
+                )
+            await asyncio.sleep(_POLL_S)
+        return ""
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._made:
+            cache, server = self._made
+            server.close()
+            cache.close()
+            self._made = None
+
+    def _make(self, place: Place) -> tuple[Cache, CacheServer]:
+        from keepstep.checkpoint.cache import Backing, Cache, CacheServer, default_limit_bytes
+
+        copies = self._job.checkpoint_backups if self._job.watch else 0
+        backing = Backing(self._job.nproc, min(copies, place.node_count - 1))
+        cache = Cache(self._job.checkpoint_bytes or default_limit_bytes(), backing)
+        try:
+            return cache, CacheServer(cache)
+        except BaseException:
+            cache.close()
+            raise

@@ -1,0 +1,31 @@
+"""What workers learn of their node's cache, also when there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep.checkpoint import cache
+from keepstep.launch.caching import Caching
+from keepstep.launch.job import job_from_command_line
+from keepstep.launch.placement import Place
+
+PLACE = Place(0, 0, 1, 1, "127.0.0.1", 29500, incarnation=3)
+
+
+def test_a_cache_that_cannot_be_made_is_told_to_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    caching = Caching(job_from_command_line(["train.py"], {"KEEPSTEP_NODE_NAME": "gpu-7"}), said.append)
+
+    def fails(loop: object = None) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "CacheServer", fails)
+        found = caching.environment(PLACE)
+    why = "[Errno 24] Too many open files"
+    assert found == {"KEEPSTEP_NO_CACHE": f"gpu-7 has no cache, none could be made: {why}"}
+    assert said == [f"no checkpoints are kept in memory: {why}"]
+    assert caching.address == ""
+    caching.close()
