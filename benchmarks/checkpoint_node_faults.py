@@ -209,41 +209,43 @@ CASES: dict[str, Callable[[random.Random], Plan]] = {
 
 @dataclass
 class Promises:
-    """What the product told to be backed up, as read while the job ran. Kept with how many losses there had been."""
+    """What the product told to be backed up, as read while the job ran; ``told``: and how often workers had begun."""
 
     folder: Path
-    losses: int = 0
-    told: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # losses before, step
+    world: int
+    begun: int = 0
+    told: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    """How often workers had begun, incarnation, step."""
     status: dict[str, Any] = field(default_factory=dict[str, Any])
     _read: list[int] = field(default_factory=lambda: [0] * NODES)  # bytes of each agent's log
     _stood: dict[tuple[int, int], set[int]] = field(default_factory=dict[tuple[int, int], set[int]])
 
-    def look(self, world: int) -> None:
+    def look(self) -> None:
         """Read what is told now."""
         with suppress(OSError, ValueError):
             self.status = json.loads((self.folder / "run" / "status.json").read_bytes())
-        steps = {int((self.status.get("backups") or {}).get("step", -1))}
+        backups = self.status.get("backups") or {"incarnation": 0, "step": -1}
+        keys = {(backups["incarnation"], backups["step"])}
         for node in range(NODES):
             for line in self._new_lines(node):
                 if found := _STOOD.search(line):
                     step, incarnation, rank = map(int, found.groups())
                     ranks = self._stood.setdefault((incarnation, step), set())
                     ranks.add(rank)
-                    steps |= {step} if len(ranks) == world else set()
-        newest = max(steps)
-        if newest >= 0 and (self.losses, newest) not in self.told:
-            self.told.append((self.losses, newest))
+                    keys |= {(incarnation, step)} if len(ranks) == self.world else set()
+        for key in sorted(keys):
+            if key[1] >= 0 and (self.begun, *key) not in self.told:
+                self.told.append((self.begun, *key))
 
     def lost(self) -> None:
         """Nodes are: what each rank's agent told before does not add up to what others tell later."""
-        self.losses += 1
         self._stood.clear()
         for node in range(NODES):
             self._new_lines(node)
 
     def newest(self, before: int) -> int:
-        """The newest step told before so many losses had been; -1 without."""
-        return max((step for losses, step in self.told if losses < before), default=-1)
+        """The newest step told before workers began for the time ``before``, from 0; -1 without."""
+        return max((step for begun, _, step in self.told if begun <= before), default=-1)
 
     def _new_lines(self, node: int) -> list[str]:
         try:
@@ -317,7 +319,8 @@ class Trial:
     def __init__(self, plan: Plan, folder: Path, bed: Testbed) -> None:
         self.plan, self.folder, self.bed = plan, folder, bed
         self.hosts = list(bed.hosts.values())
-        self.promises = Promises(folder)
+        self.incarnation = 0
+        self.promises = Promises(folder, plan.world)
         self.kills: list[dict[str, Any]] = []
         self.codes: dict[str, int] = {}  # of the first run's launchers
         self.whole = -1  # newest step that stood whole on storage when the first run was over
@@ -329,7 +332,7 @@ class Trial:
 
     def look(self) -> None:
         """What has to be looked at all the time."""
-        self.promises.look(self.plan.world)
+        self.promises.look()
         if time.monotonic() > self._began + _PATIENCE_S:
             raise TimeoutError(f"not over after {_PATIENCE_S:g} s")
         if self.promises.told and self._first_step < 0:
@@ -361,12 +364,12 @@ class Trial:
         while not has_come():
             self.look()
             self._check_workers()
-            time.sleep(0.001)
+            time.sleep(0.004 if loss.when == "ring" else 0.001)
         end = time.monotonic() + loss.after_s
         while time.monotonic() < end - 0.02:
             self.look()
             time.sleep(0.002)
-        self.promises.look(self.plan.world)
+        self.promises.look()
         while time.monotonic() < end:
             pass
         self._kill(loss)
@@ -390,7 +393,7 @@ class Trial:
                 "nodes": loss.nodes,
                 "phases": found,
                 "step": self.mark(ranks[0])[2],
-                "promised": self.promises.newest(self.promises.losses),
+                "promised": self.promises.newest(self.incarnation + 1),
                 "in_transfer": in_transfer,
                 "at_s": round(time.monotonic() - self._began, 1),
             }
@@ -399,7 +402,7 @@ class Trial:
     def _moment_of(self, loss: Loss) -> Callable[[], bool]:
         if loss.when == "phase":
             if loss.phase == Phase.RESTORE:  # there the mark's number is the incarnation
-                incarnation = self.promises.losses
+                incarnation = self.incarnation
                 return lambda: self.mark(loss.rank)[1:] == (loss.phase, incarnation)
             return lambda: self._steps() >= loss.steps and self.mark(loss.rank)[1] == loss.phase
         if loss.when == "transfer":
@@ -416,7 +419,7 @@ class Trial:
             return lambda: self._link_from < float("inf")
         if loss.when == "storage":
             return lambda: len(steps_on(self.folder / "storage")) >= loss.steps
-        promised = self.promises.newest(self.promises.losses)
+        promised = self.promises.newest(self.incarnation + 1)
         return lambda: self._is_good_again(promised)
 
     def _is_good_again(self, promised: int) -> bool:
@@ -438,7 +441,7 @@ class Trial:
             note["unix_s"]
             for rank in range(self.plan.world)
             for note in ledger(self.folder, rank)
-            if note["what"] == "resumed" and note["incarnation"] == self.promises.losses
+            if note["what"] == "resumed" and note["incarnation"] == self.incarnation
         ]
         return max(times) if len(times) == self.plan.world else 0.0
 
@@ -465,6 +468,7 @@ class Trial:
         draft = self.folder / ".incarnation"
         draft.write_text(str(incarnation))
         draft.rename(self.folder / "incarnation")
+        self.incarnation, self.promises.begun = incarnation, incarnation + 1
 
     def start(self, host: Host) -> None:
         """The stand-in for the launcher of a host."""
@@ -517,7 +521,7 @@ class Trial:
     def ended(self, node: int) -> list[int]:
         """Exit codes of a node's workers of this incarnation; none while some run."""
         with suppress(OSError):
-            text = (self.folder / f"ended-{node}-{self.promises.losses}").read_text()
+            text = (self.folder / f"ended-{node}-{self.incarnation}").read_text()
             return [int(word) for word in text.split()]
         return []
 
@@ -548,12 +552,10 @@ class Trial:
         starts = [
             note["step"]
             for note in ledger(self.folder, 0)
-            if note["what"] == "resumed" and note["incarnation"] == self.promises.losses
+            if note["what"] == "resumed" and note["incarnation"] == self.incarnation
         ]
-        newest = max(
-            (step for losses, step in self.promises.told if losses == self.promises.losses), default=-1
-        )
-        return bool(starts) and newest > max(starts)
+        told = [step for _, incarnation, step in self.promises.told if incarnation >= self.incarnation]
+        return bool(starts) and max(told, default=-1) > max(starts)
 
 
 def _over_hosts(trial: Trial) -> None:
