@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from threading import Thread
@@ -158,12 +158,13 @@ def _while_backed_up(chances: random.Random) -> Plan:
 
 
 def _while_restoring(chances: random.Random) -> Plan:
-    shape = _shape(chances)
+    shape = {**_shape(chances), "rate": chances.choice((40_000_000, 15_000_000))}  # so that it takes a while
     first = _loss(chances, "phase", moment(chances), phase=Phase.SEAL, steps=chances.randint(1, 6))
     if chances.random() < 0.7:
         rank = first.nodes[0] * shape["per_node"]
-        after_s = 10 ** chances.uniform(-4, 0)
+        after_s = 10 ** chances.uniform(-4, -0.7)
         second = _loss(chances, "phase", after_s, first.nodes, rank=rank, phase=Phase.RESTORE)
+        second = replace(second, silent=False)  # to take the link away takes longer than a restore
     else:
         neighbour = (first.nodes[0] + chances.choice((-1, 1))) % NODES
         second = _loss(chances, "ring", 10 ** chances.uniform(-4, 0), (neighbour,))
@@ -326,6 +327,7 @@ class Trial:
         self.whole = -1  # newest step that stood whole on storage when the first run was over
         self._marks: dict[int, Mark] = {}
         self._began = time.monotonic()
+        self.link_told: list[int] = []  # newest step backed up when the link's fault began, and when it ended
         self._link = ExitStack()
         self._link_from = self._link_until = float("inf")
         self._first_step = -1  # at which a rank was when the first step was backed up
@@ -341,11 +343,14 @@ class Trial:
         if fault and self._link_from == float("inf") and self._steps() >= fault.steps:
             self._link.enter_context(self._faulty_link(fault))
             self._link_from, self._link_until = now, now + fault.lasts_s
+            self.link_told.append(self.promises.newest(self.incarnation + 1))
         if now >= self._link_until:
             self.mend_link()
 
     def mend_link(self) -> None:
         """End the fault of the link."""
+        if self._link_until < float("inf"):
+            self.link_told.append(self.promises.newest(self.incarnation + 1))
         self._link.close()
         self._link_until = float("inf")
 
@@ -628,6 +633,8 @@ def carry_out(plan: Plan, folder: Path) -> Judged:
         except (RuntimeError, TimeoutError) as error:
             why, measured = [str(error)], {}
         trial.mend_link()
+    if plan.link:
+        measured["link"] = trial.link_told
     paths = sorted(folder.glob("console-*"))
     said = "".join(f"{path.name}:\n{path.read_text(errors='replace')[-900:]}" for path in paths)
     return Judged(why, measured, trial.kills, said)
