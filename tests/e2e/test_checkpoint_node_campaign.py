@@ -9,7 +9,7 @@ import pytest
 from benchmarks.checkpoint_node_faults import main
 from tests.e2e import testbed as beds
 
-pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize("case", ["two-nodes", "node-at-restore"])
