@@ -684,7 +684,9 @@ def _told_sources(trial: Trial, measured: dict[str, Any]) -> Iterator[str]:
             if (found := _RESUMED.search(line)) and [int(found[2])] == starts:
                 said[int(found[1] or 0)] = found[3]
                 elsewhere = found[4] or elsewhere
-    measured["sources"] = {str(rank): source for rank, source in sorted(said.items())}
+    measured["sources"] = {
+        str(rank): source.replace(str(trial.folder), "FOLDER") for rank, source in sorted(said.items())
+    }
     if 0 not in said and starts != [0]:
         yield f"no message says where step {starts} came from"
     named = {rank for rank in range(trial.plan.world) if elsewhere and _is_in(rank, elsewhere)}
