@@ -68,6 +68,7 @@ format: $(DEV)
 soak: $(DEV)
 	$(BIN)/python -m benchmarks.campaign --case all
 	$(BIN)/python -m benchmarks.checkpoint_faults --case all
+	$(BIN)/python -m benchmarks.checkpoint_node_faults --case all
 
 bench: $(DEV)
 	for name in probe changepoint controller locate checkpoint; do \

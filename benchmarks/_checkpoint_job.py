@@ -1,8 +1,9 @@
 """A small real training (DDP, Gloo) for the checkpoint campaigns: says where it is, and keeps a ledger of its states.
 
-Arguments: folder, steps, number of the run, steps between those that are to be on storage (0: none). In the folder,
-by rank: ``mark-R`` (a page: where this process is, see ``Phase``), ``ledger-R`` (a JSON line for each state: what it
-was when saved, when it was sealed, what came back) and ``loss-R``.
+Arguments: folder, steps, number of the run, steps between those that are to be on storage (0: none), and, when given,
+a pause after each step in seconds; then it ends before its last step when there is a file ``end`` in the folder. In
+the folder, by rank: ``mark-R`` (a page: where this process is, see ``Phase``), ``ledger-R`` (a JSON line for each
+state: what it was when saved, when it was sealed, what came back; and the number of steps at the end) and ``loss-R``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import mmap
 import os
 import struct
 import sys
+import time
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,7 @@ def main() -> None:
 
     folder = Path(sys.argv[1])
     steps, run, every = map(int, sys.argv[2:5])
+    pause_s = float(sys.argv[5]) if len(sys.argv) > 5 else 0.0
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, incarnation = dist.get_rank(), int(os.environ.get("KEEPSTEP_INCARNATION", "0"))
@@ -77,7 +80,8 @@ def main() -> None:
             torch.nn.Dropout(0.1),
             torch.nn.Linear(1024, 1024),
             torch.nn.Linear(1024, 1),
-        )
+        ),
+        find_unused_parameters=True,  # keeps the buckets, and so the order of sums, the same after a restart
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = torch.Generator().manual_seed(rank)
@@ -92,7 +96,17 @@ def main() -> None:
 
     def note(what: str, step: int, **more: Any) -> None:
         ledger.write(
-            json.dumps({"what": what, "run": run, "incarnation": incarnation, "step": step, **more}) + "\n"
+            json.dumps(
+                {
+                    "what": what,
+                    "run": run,
+                    "incarnation": incarnation,
+                    "step": step,
+                    "unix_s": time.time(),
+                    **more,
+                }
+            )
+            + "\n"
         )
 
     mark.put(Phase.RESTORE, incarnation)
@@ -100,7 +114,7 @@ def main() -> None:
     mark.put(Phase.TRAIN, start or 0)
     data.set_state(state["data"])
     note("resumed", start or 0, found=start is not None, sum=fingerprint(state))
-    saved = 0
+    saved, step, over = 0, (start or 0) - 1, torch.zeros(1)
     with (folder / f"loss-{rank}").open("a", buffering=1) as losses:
         for step in range(start or 0, steps):
             x = torch.randn(8, 64, generator=data)
@@ -121,6 +135,13 @@ def main() -> None:
             more = {"persist": True} if every and (step + 1) % every == 0 else {}
             keepstep.checkpoint.save(state, step + 1, **more)
             mark.put(Phase.SEAL, step + 1)
+            if pause_s:
+                time.sleep(pause_s)
+                over.fill_((folder / "end").exists())
+                dist.all_reduce(over)
+            if over:
+                break
+    note("ended", step + 1)
     keepstep.checkpoint.wait()
     dist.destroy_process_group()
 

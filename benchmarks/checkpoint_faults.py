@@ -11,9 +11,7 @@ again.
 
 from __future__ import annotations
 
-import argparse
 import atexit
-import json
 import os
 import random
 import shutil
@@ -23,26 +21,35 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks._campaign_trial import processes_of
+from benchmarks._checkpoint_campaign import (
+    JOB,
+    ROOT,
+    Campaign,
+    Judged,
+    ledger,
+    losses,
+    moment,
+    other_losses,
+    steps_on,
+    wait_for_the_end,
+    went_on,
+    whole_steps,
+    wrong_bytes,
+)
 from benchmarks._checkpoint_job import Mark, Phase
-from benchmarks._report import Line, Report
-from benchmarks.campaign import wilson, write
 
-_ROOT = Path(__file__).resolve().parent.parent
-_JOB = Path(__file__).with_name("_checkpoint_job.py")
 STEPS = 10
 LATER_STEPS = 13  # of the second run
 EVERY = 3  # steps between those that the script asks to have on storage
 RANKS = 2
 _PATIENCE_S = 120.0
-GOAL = "0 wrong restores, 0 lost checkpoints that were promised"
 
 
 @dataclass(frozen=True)
@@ -79,22 +86,17 @@ class Plan:
     folders: int = 1
 
 
-def _moment(chances: random.Random, longest: float = -1.5) -> float:
-    """From microseconds, in which a record is written, to tens of milliseconds, in which a state is copied."""
-    return 10 ** chances.uniform(-5, longest)
-
-
 def _while_saving(phase: Phase, longest: float) -> Callable[[random.Random], Plan]:
     def plan(chances: random.Random) -> Plan:
-        after_s = _moment(chances, longest)
+        after_s = moment(chances, longest)
         return Plan((Kill(chances.randrange(RANKS), phase, chances.randint(1, STEPS - 2), after_s),))
 
     return plan
 
 
 def _while_restoring(chances: random.Random) -> Plan:
-    first = Kill(chances.randrange(RANKS), Phase.SEAL, chances.randint(2, STEPS - 2), _moment(chances))
-    return Plan((first, Kill(chances.randrange(RANKS), Phase.RESTORE, 1, _moment(chances))))
+    first = Kill(chances.randrange(RANKS), Phase.SEAL, chances.randint(2, STEPS - 2), moment(chances))
+    return Plan((first, Kill(chances.randrange(RANKS), Phase.RESTORE, 1, moment(chances))))
 
 
 def _while_persisting(program: str) -> Callable[[random.Random], Plan]:
@@ -187,16 +189,6 @@ class _Killed:
         return 0
 
 
-def steps_on(storage: Path) -> list[Path]:
-    """Folders of steps on storage, whole or not."""
-    return sorted(storage.glob("step-*"))
-
-
-def whole_steps(storage: Path) -> list[int]:
-    """Steps on storage that have a manifest: those that are promised."""
-    return [int(path.name.split("-")[1]) for path in steps_on(storage) if (path / "manifest.json").exists()]
-
-
 def run(
     plan: Plan, folder: Path, steps: int = STEPS, number: int = 0
 ) -> tuple[int, str, list[dict[str, Any]]]:
@@ -215,8 +207,8 @@ def run(
         ]
     else:
         command += ["--no-watch"]
-    command += [str(_JOB), str(folder), str(steps), str(number), str(EVERY if plan.storage else 0)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
+    command += [str(JOB), str(folder), str(steps), str(number), str(EVERY if plan.storage else 0)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if plan.storage == "faulty" and plan.faulty_s:
         environment |= {
             "LD_PRELOAD": str(faulty_library()),
@@ -249,16 +241,9 @@ def run(
             killed.look()
             time.sleep(0.005 if killer.is_over else 20e-6)
     if killed.done == "launcher":
-        _wait_for_the_end(folder / "run")
+        wait_for_the_end(folder / "run")
     done = killer.done + [{"program": killed.done}] * bool(killed.done)
     return job.returncode, (folder / "console.txt").read_text(errors="replace"), done
-
-
-def _wait_for_the_end(run_folder: Path) -> None:
-    """Until all that a killed launcher started has ended."""
-    deadline = time.monotonic() + 30
-    while processes_of(run_folder) and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 @cache
@@ -288,26 +273,6 @@ def _make_room(folder: Path) -> None:
         subprocess.run(["mount", "-o", "remount,size=1g", str(folder)], check=True)
 
 
-def ledger(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """What a rank noted; a last line that its death cut short is left out."""
-    found: list[dict[str, Any]] = []
-    with suppress(OSError):
-        for line in (folder / f"ledger-{rank}").read_text().splitlines():
-            with suppress(json.JSONDecodeError):
-                found.append(json.loads(line))
-    return found
-
-
-def losses(folder: Path, rank: int) -> dict[int, set[str]]:
-    """All losses of each step, of whatever incarnation."""
-    found: dict[int, set[str]] = {}
-    with suppress(OSError):
-        for line in (folder / f"loss-{rank}").read_text().splitlines():
-            step, _, loss = line.partition(" ")
-            found.setdefault(int(step), set()).add(loss)
-    return found
-
-
 @cache
 def undisturbed() -> dict[int, dict[int, set[str]]]:
     """The losses of a training that nothing happens to, by rank."""
@@ -335,7 +300,7 @@ def carry_out(plan: Plan, folder: Path) -> Facts:
     code, facts.said, facts.kills = run(plan, folder)
     facts.codes.append(code)
     if plan.storage:
-        _wait_for_the_end(folder / "run")
+        wait_for_the_end(folder / "run")
         facts.promised = max(whole_steps(folder / "storage"), default=0)
         again = Plan(storage=plan.storage, seed=plan.seed + 1, faulty_s=plan.faulty_s)
         code, facts.said, _ = run(again, folder, LATER_STEPS, 1)
@@ -344,6 +309,13 @@ def carry_out(plan: Plan, folder: Path) -> Facts:
             code, facts.said, _ = run(Plan(storage="sound"), folder, LATER_STEPS, 2)
         facts.codes.append(code)
     return facts
+
+
+def _trial(plan: Plan, folder: Path) -> Judged:
+    with small_disk(folder / "storage") if plan.storage == "full" else nullcontext():
+        facts = carry_out(plan, folder)
+        why, measured = judge(plan, folder, facts)
+    return Judged(why, measured, facts.kills, facts.said)
 
 
 def judge(plan: Plan, folder: Path, facts: Facts) -> tuple[list[str], dict[str, Any]]:
@@ -361,47 +333,16 @@ def judge(plan: Plan, folder: Path, facts: Facts) -> tuple[list[str], dict[str, 
             why.append(
                 f"the run ended with step {facts.promised} on storage, {STEPS // EVERY * EVERY} was wanted"
             )
-        why += _went_on(notes, lambda note: note["run"] > 0, facts.promised, measured)
+        why += went_on(notes, lambda note: note["run"] > 0, facts.promised, measured)
     for incarnation in range(1, len(plan.kills) + 1):
         promised = min(_newest_sealed(notes[rank], incarnation) for rank in notes)
         last = incarnation == len(plan.kills)
-        found = _went_on(notes, lambda note, n=incarnation: note["incarnation"] == n, promised, measured)
+        found = went_on(notes, lambda note, n=incarnation: note["incarnation"] == n, promised, measured)
         why += found if last or measured["resumed"] else []  # else killed before it could say so
     for rank, own in notes.items():
-        why += _wrong_bytes(rank, own)
-        expected = undisturbed()[rank]
-        last_step = LATER_STEPS if plan.storage else STEPS
-        if losses(folder, rank) != {step: expected[step] for step in range(last_step)}:
-            why.append(f"rank {rank}: its losses are not those of the undisturbed training")
+        why += wrong_bytes(rank, own)
+    why += other_losses(folder, undisturbed(), LATER_STEPS if plan.storage else STEPS)
     return why, measured
-
-
-def _went_on(
-    notes: dict[int, list[dict[str, Any]]],
-    which: Callable[[dict[str, Any]], bool],
-    promised: int,
-    measured: dict[str, Any],
-) -> list[str]:
-    """What is wrong with where an incarnation went on from."""
-    starts = {n["step"] for own in notes.values() for n in own if n["what"] == "resumed" and which(n)}
-    measured["resumed"], measured["promised"] = sorted(starts), promised
-    if len(starts) != 1:
-        return [f"the ranks went on from steps {sorted(starts)}"]
-    if min(starts) < promised:
-        return [f"step {promised} was promised, the job went on from {min(starts)}"]
-    return []
-
-
-def _wrong_bytes(rank: int, own: Sequence[dict[str, Any]]) -> Iterator[str]:
-    sums: dict[int, set[int]] = {}
-    for note in own:
-        if note["what"] == "saved":
-            sums.setdefault(note["step"], set()).add(note["sum"])
-    for note in own:
-        if note["what"] == "still" and not note["same"]:
-            yield f"rank {rank}: the state changed while step {note['step']} was copied"
-        if note["what"] == "resumed" and note["found"] and {note["sum"]} != sums.get(note["step"]):
-            yield f"rank {rank}: what came back as step {note['step']} is not what was saved"
 
 
 def _newest_sealed(notes: Sequence[dict[str, Any]], before: int) -> int:
@@ -412,69 +353,10 @@ def _newest_sealed(notes: Sequence[dict[str, Any]], before: int) -> int:
     )
 
 
-def run_seed(case: str, seed: int, out: Path) -> dict[str, Any]:
-    """Run one seed and keep its result."""
-    plan = CASES[case](random.Random(f"{case}:{seed}"))
-    with tempfile.TemporaryDirectory() as name:
-        folder, began, facts = Path(name), time.monotonic(), Facts()
-        try:
-            with small_disk(folder / "storage") if plan.storage == "full" else nullcontext():
-                facts = carry_out(plan, folder)
-                why, measured = judge(plan, folder, facts)
-        except Exception as error:  # a seed that breaks is a failed seed, and the campaign goes on
-            why, measured = [f"{type(error).__name__}: {error}"], {}
-        result = {
-            "case": case,
-            "seed": seed,
-            "passed": not why,
-            "why": why,
-            "measured": measured,
-            "plan": asdict(plan),
-            "kills": facts.kills,
-            "wall_s": round(time.monotonic() - began, 1),
-            "console": facts.said[-4000:].replace(name, "FOLDER") if why else "",
-        }
-        write(out / case / f"seed-{seed:03d}.json", result)
-        if why:
-            kept = _ROOT / "runs" / "checkpoint-faults" / f"{case}-{seed:03d}"
-            shutil.copytree(folder, kept, dirs_exist_ok=True)
-    return result
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.checkpoint_faults",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--case", action="append", choices=(*CASES, "all"), required=True)
-    parser.add_argument("--seeds", type=int, default=100, help="seeds 0 to N-1 (default: 100)")
-    parser.add_argument("--out", type=Path, default=_ROOT / "benchmarks" / "results" / "checkpoint-faults")
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="jobs at once")
-    parser.add_argument("--summary-only", action="store_true", help="run nothing, summarise what is there")
-    parser.add_argument("--json", type=Path, help="where to write the summary (default: in --out)")
-    arguments = parser.parse_args(argv)
-    report = Report("checkpoint_faults", quick=False)
-    for case in CASES if "all" in arguments.case else dict.fromkeys(arguments.case):
-        folder = arguments.out / case
-        todo = [seed for seed in range(arguments.seeds) if not (folder / f"seed-{seed:03d}.json").exists()]
-        if todo and not arguments.summary_only:
-            undisturbed()
-            with ThreadPoolExecutor(arguments.parallel) as pool:
-                for result in pool.map(lambda seed, case=case: run_seed(case, seed, arguments.out), todo):
-                    state = "passed" if result["passed"] else "FAILED: " + "; ".join(result["why"])
-                    print(f"{case} seed {result['seed']}: {state} ({result['wall_s']} s)", flush=True)
-        results = [json.loads(path.read_text()) for path in sorted(folder.glob("seed-*.json"))]
-        if not results:
-            report.leave_out(case, "no results")
-            continue
-        passed = sum(result["passed"] for result in results)
-        low, high = wilson(passed, len(results))
-        limit = f"Wilson 95 %: {low:.2f} to {high:.2f}; 2 ranks, DDP, Gloo"
-        report.add(Line(case, f"{passed}/{len(results)}", "seeds", GOAL, passed == len(results), limit=limit))
-    report.finish(arguments.json or arguments.out / "summary.json")
-    return 0
-
+CAMPAIGN = Campaign(
+    "checkpoint_faults", __doc__, CASES, _trial, undisturbed, "summary.json", "2 ranks, DDP, Gloo"
+)
+main = CAMPAIGN.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,0 +1,22 @@
+"""One seed of two cases of the checkpoint campaign over four hosts; all of them are ``make soak``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from benchmarks.checkpoint_node_faults import main
+from tests.e2e import testbed as beds
+
+pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(1200)]
+
+
+@pytest.mark.parametrize("case", ["two-nodes", "node-at-restore"])
+def test_one_seed(case: str, tmp_path: Path) -> None:
+    reason = beds.missing()
+    if reason:
+        pytest.skip(reason)
+    assert main(["--case", case, "--seeds", "1", "--out", str(tmp_path / "results")]) == 0
+    result = json.loads((tmp_path / "results" / case / "seed-000.json").read_text())
+    assert result["passed"], result
