@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -156,7 +157,8 @@ def test_files_meant_to_harm_are_refused_or_harmless(path: tuple[Any, ...], odd:
     node[path[-1]] = odd
     content = signed(shard)
     if content:
-        restored(content)
+        with contextlib.suppress(CheckpointError):  # what makes no state is refused when it is built
+            restored(content)
 
 
 NAMES = [
