@@ -287,7 +287,7 @@ class Persister:
                 if isinstance(task, WriteShard):
                     self._damaged.add((task.key, task.rank))
         except Exception as error:  # of a cache or a store, of any kind: never the end of persisting
-            log.warning("%s: %s: %s", self._storage.where, task, error)
+            log.warning("%s: %s: %s", self._storage.where, task, error, exc_info=_unexpected(error))
             with self._changed:
                 self._plan.failed(task, _in_a_line(error), self._clock.now_s())
         else:
@@ -324,7 +324,7 @@ class Persister:
             steps = scan_again(self._storage)
         except Exception as error:  # of a store, of any kind
             self._list_trouble = f"{self._storage.where}: cannot be listed: {_in_a_line(error)}"
-            log.warning("%s", self._list_trouble)
+            log.warning("%s", self._list_trouble, exc_info=_unexpected(error))
             self._list_s = self._clock.now_s() + _LIST_AGAIN_S
             return False
         # What has a manifest and is not whole may have been misread: it is never removed.
@@ -419,6 +419,11 @@ def _entries(
     sha = digest()
     sha.update(content)
     return {name: StoredFile(len(content), sha.hexdigest()), data_file(rank): shard.data}
+
+
+def _unexpected(error: Exception) -> Exception | None:
+    """What is logged with its trace: no failure of a cache or store, but perhaps one of ours."""
+    return None if isinstance(error, CheckpointError | OSError) else error
 
 
 def _in_a_line(error: Exception) -> str:
