@@ -38,9 +38,10 @@ _STREAM_FIELDS = tuple(field.name for field in fields(StreamSummary))[1:]
 class IterationTable(Sequence[IterationSummary]):
     """A sequence of summaries that makes an object only of what is looked at, and copies streams only then.
 
-    ``parts``: the streams of each sender (STREAM, as bytes); ``bases`` and ``sizes``: where its names begin in
-    ``names`` and how many they are; all shared with the tables cut from this one. ``part`` and ``first``: which part
-    holds a row's streams, and from which place on. A name may occur twice; the last one stands for what is none.
+    ``parts``: the streams of each sender (STREAM, as bytes). ``numbers``: the places in ``names`` of all that senders
+    named, one after the other; ``bases`` and ``sizes``: where a sender's begin there, and how many they are. All these
+    are shared with the tables cut from this one. ``part`` and ``first``: which part holds a row's streams, and from
+    which place on. The last name stands for what is none.
     """
 
     rows: Rows  # ROW
@@ -49,6 +50,7 @@ class IterationTable(Sequence[IterationSummary]):
     parts: Sequence[memoryview]
     bases: NDArray[np.int64]
     sizes: NDArray[np.int64]
+    numbers: NDArray[np.int64]
     names: Sequence[str]
 
     @classmethod
@@ -68,9 +70,12 @@ class IterationTable(Sequence[IterationSummary]):
         first = np.cumsum(told) - told
         begin = np.cumsum(sums).astype(np.int64) - sums.astype(np.int64)
         sizes = np.fromiter(map(len, names), np.int64)
+        every = list(itertools.chain.from_iterable(names))
+        number_of = {name: number for number, name in enumerate(dict.fromkeys(every))}
+        numbers = np.array([*map(number_of.__getitem__, every), len(number_of)])
         table = cls(
             rows, part, first - begin[part], [memoryview(one) for one in streams], np.cumsum(sizes) - sizes, sizes,
-            [*itertools.chain.from_iterable(names), NO_NAME],
+            numbers, [*number_of, NO_NAME],
         )  # fmt: skip
         return table if good.all() else table.where(good[part])
 
@@ -112,9 +117,9 @@ class IterationTable(Sequence[IterationSummary]):
         rows, part, first = (values.take(places) for values in (self.rows, self.part, self.first))
         return replace(self, rows=rows, part=part, first=first)
 
-    def of_ranks(self, ranks: Sequence[int]) -> IterationTable:
+    def of_ranks(self, ranks: Sequence[int] | NDArray[np.int64]) -> IterationTable:
         """The rows of some ranks."""
-        return self.where(np.isin(self.rows["rank"], list(ranks)))
+        return self.where(np.isin(self.rows["rank"], ranks))
 
     def flat(self) -> tuple[NDArray[np.int64], Rows]:
         """All streams of the rows, and for each the place of its row; ``group`` counts in ``names``."""
@@ -134,7 +139,7 @@ class IterationTable(Sequence[IterationSummary]):
         part = np.repeat(part, (high - low) // size)
         group: NDArray[np.int64] = found["group"].astype(np.int64)
         named = (group >= 0) & (group < self.sizes[part])
-        found["group"] = np.where(named, group + self.bases[part], len(self.names) - 1)
+        found["group"] = self.numbers[np.where(named, group + self.bases[part], -1)]
         return np.repeat(np.arange(len(counts)), counts), found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from keepstep.locate.clocks import MAX_DRIFT
 
 MOST_PATHS = 256  # of each kind, those that may have grown most
 MOST_NODES = 16  # around them, all of whose ranks are looked at, too: a fast path clears a pair
+_OP_BITS, _PEER_BITS, _RANK_BITS = 5, 19, 18  # of a key; a peer may be nobody (-1)
 _AT_ONCE = 32_768  # rows: what is unfolded of them stays in the caches
 
 Ints = NDArray[np.int64]
@@ -37,14 +38,20 @@ def ranks_to_look_at(
     """
     elapsed_s = _span_s(before, after)  # clocks of nodes are not compared
     before, after = _majority(before, newest=True), _majority(after, newest=False)
-    numbers = {name: number for number, name in enumerate(dict.fromkeys((*before.names, *after.names)))}
-    then, now = _streams(before, numbers, np.minimum), _streams(after, numbers, np.maximum)
-    members = {numbers[name]: info.members for name, info in groups.items() if name in numbers}
+    number = {name: number for number, name in enumerate(dict.fromkeys((*before.names, *after.names)))}
+    members = {number[name]: info.members for name, info in groups.items() if name in number}
+    old, new = (_Numbered(one, np.array([number[name] for name in one.names])) for one in (before, after))
+    then, now = _times(old, np.minimum), _times(new, np.maximum)
     found: set[int] = set()
-    for group in _grown_groups(then, now, members, least_s):
+    for group in _grown_groups(then.collectives, now.collectives, members, least_s):
         found.update(members[group])
-    for source, target in _grown_messages(then, now, least_s, 2 * MAX_DRIFT * elapsed_s):
-        found.update((source, target))
+    longer, growth = _growth(then.receives, now.receives)
+    longer = longer[growth >= least_s]
+    slack_s = 2 * MAX_DRIFT * elapsed_s
+    late, later = _growth(_latencies(old, longer), _latencies(new, longer))
+    late, later = late[later + slack_s >= least_s], later[later + slack_s >= least_s]
+    worst = late[np.argsort(-later, kind="stable")][:MOST_PATHS]
+    found.update(np.concatenate(_ends(worst)).tolist())
     around = {nodes.get(rank, "") for rank in found}
     if len(around) <= MOST_NODES:
         found.update(rank for rank, node in nodes.items() if node in around)
@@ -63,61 +70,59 @@ def _majority(table: IterationTable, *, newest: bool) -> IterationTable:
 
 
 @dataclass(frozen=True, slots=True)
-class _Streams:
-    """The operations of all iterations as columns; times in seconds, ``start_s`` and ``end_s`` by each rank's clock.
+class _Numbered:
+    """A table, and its groups' numbers, which other tables share."""
 
-    A key is the path (group, operation, peer, rank) as one number, a pair that of (group, source, target, step).
-    """
+    table: IterationTable
+    groups: Ints  # number by place in the table's names
 
-    collectives: Ints  # keys
-    in_collectives_s: Floats  # of each key the least or the greatest
-    receives: Ints
-    in_receives_s: Floats
-    received: Ints  # pairs, of every receive
-    received_by: Ints  # keys
-    count: Ints
-    end_s: Floats
-    sent: Ints  # pairs, of every send
-    start_s: Floats
+    def __getitem__(self, rows: slice) -> _Numbered:
+        return _Numbered(self.table[rows], self.groups)
+
+    def streams(self, ops: Callable[[Rows], NDArray[np.bool_]]) -> tuple[Ints, Rows, Ints]:
+        """(keys, streams, places of their rows) of the streams that ``ops`` chooses.
+
+        A key is the path (group, operation, peer, rank) as one number.
+        """
+        place, streams = self.table.flat()
+        chosen = np.flatnonzero(ops(streams))
+        streams, place = streams.take(chosen), place[chosen]
+        keys = self.groups[streams["group"]] << _OP_BITS
+        keys += streams["op"] & (1 << _OP_BITS) - 1
+        keys <<= _PEER_BITS
+        keys += streams["peer"]
+        keys += 1
+        keys <<= _RANK_BITS
+        keys += self.table.column("rank")[place]
+        return keys, streams, place
 
 
-def _streams(table: IterationTable, numbers: Mapping[str, int], by: np.ufunc) -> _Streams:
-    """``numbers``: of the groups. ``by``: which of a key's times is kept."""
-    number = np.fromiter(map(numbers.__getitem__, table.names), np.int64)
-    parts = (
-        _unfolded(table[begin : begin + _AT_ONCE], number, by)
-        for begin in range(0, max(len(table), 1), _AT_ONCE)
-    )
-    return _Streams(*map(np.concatenate, zip(*parts, strict=True)))
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """How long ranks are in their collectives and receives: (keys, ascending; seconds per iteration)."""
+
+    collectives: tuple[Ints, Floats]
+    receives: tuple[Ints, Floats]
 
 
-def _unfolded(table: IterationTable, number: Ints, by: np.ufunc) -> tuple[NDArray[Any], ...]:
-    """The columns of some rows."""
-    place, streams = table.flat()
-    ranks, steps = (table.column(name).astype(np.int64) for name in ("rank", "step"))
-    begin_s = table.column("start_s")
+def _times(numbered: _Numbered, by: np.ufunc) -> _Times:
+    """``by``: which iteration's time is kept of each path."""
+    keys, seconds = [np.zeros(0, np.int64)], [np.zeros(0)]
+    for begin in range(0, len(numbered.table), _AT_ONCE):
+        which, streams, _ = numbered[begin : begin + _AT_ONCE].streams(
+            lambda streams: (streams["peer"] < 0) | (streams["op"] == int(Op.RECV))
+        )
+        which, kept_s = _reduced(which, streams["busy_s"].astype(np.float64), by)
+        keys.append(which)
+        seconds.append(kept_s)
+    which, kept_s = _reduced(np.concatenate(keys), np.concatenate(seconds), by)
+    received = _ends(which)[0] >= 0
+    return _Times((which[~received], kept_s[~received]), (which[received], kept_s[received]))
 
-    def only(which: NDArray[np.bool_]) -> tuple[Rows, Ints, Ints, Ints, Ints]:
-        chosen = np.flatnonzero(which)
-        rows, at = streams.take(chosen), place[chosen]
-        return rows, at, number[rows["group"]], ranks[at], rows["peer"].astype(np.int64)
 
-    def keys(rows: Rows, group: Ints, rank: Ints, peer: Ints) -> Ints:
-        return (((((group << 5) + (rows["op"] & 31)) << 19) + peer + 1) << 18) + rank
-
-    def pairs(at: Ints, group: Ints, source: Ints, target: Ints) -> Ints:
-        return ((group << 37) + (source << 18) + target) * 64 + steps[at] % 64
-
-    rows, _, group, rank, peer = only(streams["peer"] < 0)
-    collectives = _reduced(keys(rows, group, rank, peer), rows["busy_s"].astype(np.float64), by)
-    rows, at, group, rank, peer = only(streams["op"] == int(Op.RECV))
-    received_by = keys(rows, group, rank, peer)
-    receives = _reduced(received_by, rows["busy_s"].astype(np.float64), by)
-    end_s, count = begin_s[at] + rows["end_s"], rows["count"].astype(np.int64)
-    received = pairs(at, group, peer, rank), received_by, count, end_s
-    rows, at, group, rank, peer = only(streams["op"] == int(Op.SEND))
-    sent = pairs(at, group, rank, peer), begin_s[at] + rows["start_s"]
-    return *collectives, *receives, *received, *sent
+def _ends(keys: Ints) -> tuple[Ints, Ints]:
+    """(source, target) of receives."""
+    return (keys >> _RANK_BITS & (1 << _PEER_BITS) - 1) - 1, keys & (1 << _RANK_BITS) - 1
 
 
 def _span_s(before: IterationTable, after: IterationTable) -> float:
@@ -143,49 +148,49 @@ def _growth(then: tuple[Ints, Floats], now: tuple[Ints, Floats]) -> tuple[Ints, 
 
 
 def _reduced(keys: Ints, values: Floats, by: np.ufunc) -> tuple[Ints, Floats]:
-    order = np.argsort(keys)
+    order = np.argsort(keys, kind="stable")  # runs are many: four times as fast
     keys, values = keys[order], values[order]
     first = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1]))) if len(keys) else order
     return keys[first], by.reduceat(values, first) if len(keys) else values
 
 
 def _grown_groups(
-    then: _Streams, now: _Streams, members: Mapping[int, tuple[int, ...]], least_s: float
+    then: tuple[Ints, Floats],
+    now: tuple[Ints, Floats],
+    members: Mapping[int, tuple[int, ...]],
+    least_s: float,
 ) -> list[int]:
     """Groups with a collective that takes every member longer."""
-
-    keys, growth = _growth((then.collectives, then.in_collectives_s), (now.collectives, now.in_collectives_s))
-    paths, told = np.unique(keys >> (18 + 19), return_counts=True)
-    _, least = _reduced(keys >> (18 + 19), growth, np.minimum)
-    sizes = np.array([len(members.get(group, ())) for group in (paths >> 5).tolist()], dtype=np.int64)
+    keys, growth = _growth(then, now)
+    every = keys >> _RANK_BITS + _PEER_BITS
+    paths, told = np.unique(every, return_counts=True)
+    _, least = _reduced(every, growth, np.minimum)
+    groups: list[int] = (paths >> _OP_BITS).tolist()
+    sizes = np.array([len(members.get(group, ())) for group in groups], dtype=np.int64)
     grown = np.flatnonzero((least >= least_s) & (sizes >= 2) & (told >= sizes))
-    worst = grown[np.argsort(-least[grown], kind="stable")][:MOST_PATHS]
-    return (paths[worst] >> 5).tolist()
+    return [groups[place] for place in grown[np.argsort(-least[grown], kind="stable")][:MOST_PATHS].tolist()]
 
 
-def _grown_messages(then: _Streams, now: _Streams, least_s: float, slack_s: float) -> list[tuple[int, int]]:
-    """(source, target) of the messages that are received for longer and come later after they were sent."""
-
-    keys, growth = _growth((then.receives, then.in_receives_s), (now.receives, now.in_receives_s))
-    longer = keys[growth >= least_s]
-    if len(longer) == 0:
-        return []
-    late, later = _growth(_latencies(then, longer), _latencies(now, longer))
-    places = np.flatnonzero(later + slack_s >= least_s)
-    worst = late[places[np.argsort(-later[places], kind="stable")][:MOST_PATHS]]
-    sources, targets = (worst >> 18 & (1 << 19) - 1) - 1, worst & (1 << 18) - 1
-    return list(zip(sources.tolist(), targets.tolist(), strict=True))
-
-
-def _latencies(streams: _Streams, wanted: Ints) -> tuple[Ints, Floats]:
-    """Of the wanted receives (key, seconds per iteration from the sends' start to the receives' end)."""
-    chosen = np.flatnonzero(np.isin(streams.received_by, wanted))
-    if len(streams.sent) == 0:
+def _latencies(numbered: _Numbered, wanted: Ints) -> tuple[Ints, Floats]:
+    """Of the wanted receives (keys, seconds per iteration from the sends' start to the receives' end)."""
+    table = numbered.table.of_ranks(np.concatenate(_ends(wanted)))
+    keys, streams, place = _Numbered(table, numbered.groups).streams(
+        lambda streams: (streams["op"] == int(Op.SEND)) | (streams["op"] == int(Op.RECV))
+    )
+    sends, begin_s = streams["op"] == int(Op.SEND), table.column("start_s")[place]
+    peer, rank = _ends(keys)
+    source, target = np.where(sends, rank, peer), np.where(sends, peer, rank)
+    message = (keys >> _RANK_BITS + _PEER_BITS + _OP_BITS << _RANK_BITS + _PEER_BITS) + (source << _RANK_BITS)
+    message = (message + target) * 64 + table.column("step")[place] % 64
+    sent, received = np.flatnonzero(sends), np.flatnonzero(~sends & np.isin(keys, wanted))
+    if len(sent) == 0:
         return wanted[:0], np.zeros(0)
-    order = np.argsort(streams.sent, kind="stable")
-    sent, received = streams.sent[order], streams.received[chosen]
-    at = np.minimum(np.searchsorted(sent, received), len(sent) - 1)
-    matched = sent[at] == received
-    chosen, place = chosen[matched], order[at[matched]]
-    latency_s = streams.end_s[chosen] - streams.start_s[place]
-    return streams.received_by[chosen], latency_s * streams.count[chosen]
+    sent = sent[np.argsort(message[sent], kind="stable")]
+    at = np.minimum(np.searchsorted(message[sent], message[received]), len(sent) - 1)
+    matched = message[sent[at]] == message[received]
+    received, sent = received[matched], sent[at[matched]]
+    ended_s, started_s = (
+        begin_s[received] + streams["end_s"][received],
+        begin_s[sent] + streams["start_s"][sent],
+    )
+    return keys[received], (ended_s - started_s) * streams["count"][received]

@@ -7,6 +7,7 @@ operation takes after its last member arrived (MegaTrace §III-C, GREYHOUND §4.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +22,7 @@ from keepstep.core.summary import GroupInfo, HostCause, IterationSummary, PeerTr
 from keepstep.locate._arrivals import arrival_evidence
 from keepstep.locate._links import SlowLinks, blame_links, transfers_against_peers, transfers_since
 from keepstep.locate._profile import Floats, Ints, Profile, profile
+from keepstep.locate._stages import chains
 from keepstep.locate.clocks import Clocks
 from keepstep.locate.infer import InferredLayout, infer_layout
 
@@ -54,7 +56,6 @@ class _Growth:
     slowdown_s: float  # of the job, per iteration
     job_before_s: float
     job_after_s: float
-    stages: Mapping[int, int]
 
     @property
     def ranks(self) -> Ints:
@@ -100,16 +101,16 @@ def locate_slow(
         nodes: node name by rank, of all ranks of the job.
         clocks: of the nodes; sharpens arrival order and messages, not needed.
         causes: what agents saw outside the processes.
-        layout: roles of groups and stages of ranks; inferred when not given.
+        layout: roles of groups and stages of ranks; inferred when not given, and only as far as it is needed.
         traffic: what nodes sent to each other over TCP before and after; tells pairs apart inside a collective.
     """
     if not after:
         return _unknown((), ("profiles of the slow iterations: no rank sent one",))
-    if layout is None:
-        layout = infer_layout(groups, newest_steps(before or after))
     silent = sorted(set(nodes).difference(distinct(column(after, "rank")).tolist()))
     missing = (f"profiles of ranks {fold_ranks(silent)}: the cause may lie there",) if silent else ()
-    growth = _growth(before, after, layout)
+    few = newest_steps(before or after)
+    inferred = functools.cache(lambda: layout or infer_layout(groups, few))
+    growth = _growth_since(before, after) if before else _growth_against_peers(after, inferred())
     if growth is None:
         return _unknown((), (*missing, "iterations of the same ranks before and after"))
     if growth.before is not None and growth.job_after_s < MIN_JOB_SLOWDOWN * growth.job_before_s:
@@ -122,7 +123,7 @@ def locate_slow(
     links = SlowLinks()
     if max(explained, growth.share_of_all) < _ENOUGH_SHARE:
         if growth.before is None:
-            transfers = transfers_against_peers(after, groups, nodes, clocks, layout)
+            transfers = transfers_against_peers(after, groups, nodes, clocks, inferred())
         else:
             transfers = transfers_since(before, after, groups, nodes, clocks, growth.lost_s)
         # a slow rank's own operations overlap its slow compute: they prove no slow link beside it
@@ -135,21 +136,25 @@ def locate_slow(
         chosen = chosen[:0]
     if len(chosen) == 0 and not links.culprits:
         return _nobody(growth, links, missing, causes)
-    return _diagnosis(growth, chosen, links, missing, groups, nodes, clocks, causes, after)
+    stages: Mapping[int, int] = {}
+    if len(chosen):
+        stages = chains(few).stages if layout is None else layout.stages
+    return _diagnosis(growth, chosen, stages, links, missing, groups, nodes, clocks, causes, after)
 
 
-def _growth(
-    before: Sequence[IterationSummary], after: Sequence[IterationSummary], layout: InferredLayout
-) -> _Growth | None:
+def _growth_against_peers(after: Sequence[IterationSummary], layout: InferredLayout) -> _Growth:
     now = profile(after)
-    if not before:
-        base = _peer_base(now, layout)
-        gain = now.self_s - base
-        job = float(np.median(now.duration_s))
-        slowdown = max(float(gain.max(initial=0.0)), 1e-9)
-        ratio = now.self_s / np.maximum(base, 1e-9)
-        return _Growth(None, now, base, gain, ratio, 1.0, slowdown, job - slowdown, job, layout.stages)
-    then = profile(before)
+    base = _peer_base(now, layout)
+    gain = now.self_s - base
+    job = float(np.median(now.duration_s))
+    slowdown = max(float(gain.max(initial=0.0)), 1e-9)
+    ratio = now.self_s / np.maximum(base, 1e-9)
+    return _Growth(None, now, base, gain, ratio, 1.0, slowdown, job - slowdown, job)
+
+
+def _growth_since(before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> _Growth | None:
+    """None when no rank tells of both."""
+    then, now = profile(before), profile(after)
     shared = np.intersect1d(then.ranks, now.ranks)
     if len(shared) == 0:
         return None
@@ -160,9 +165,7 @@ def _growth(
     job_before, job_after = float(np.median(then.duration_s)), float(np.median(now.duration_s))
     slowdown = max(job_after - job_before, 1e-9)
     gain = now.self_s - then.self_s
-    return _Growth(
-        then, now, then.self_s, gain, ratio, common, slowdown, job_before, job_after, layout.stages
-    )
+    return _Growth(then, now, then.self_s, gain, ratio, common, slowdown, job_before, job_after)
 
 
 def _peer_base(now: Profile, layout: InferredLayout) -> Floats:
@@ -231,6 +234,7 @@ def _starved(growth: _Growth, causes: Sequence[HostCause], nodes: Mapping[int, s
 def _diagnosis(
     growth: _Growth,
     chosen: Ints,
+    stages: Mapping[int, int],
     links: SlowLinks,
     missing: tuple[str, ...],
     groups: Mapping[str, GroupInfo],
@@ -246,7 +250,7 @@ def _diagnosis(
         arrival = arrival_evidence(after, int(growth.ranks[chosen[0]]), groups, nodes, clocks)
         evidence.extend(arrival.text)
         last = arrival.last is not False
-    culprits = [_culprit(growth, int(position), nodes, causes, last) for position in chosen]
+    culprits = [_culprit(growth, int(position), stages, nodes, causes, last) for position in chosen]
     culprits += links.culprits
     evidence += links.evidence
     if growth.before is None:
@@ -267,13 +271,18 @@ def _diagnosis(
 
 
 def _culprit(
-    growth: _Growth, position: int, nodes: Mapping[int, str], causes: Sequence[HostCause], last: bool
+    growth: _Growth,
+    position: int,
+    stages: Mapping[int, int],
+    nodes: Mapping[int, str],
+    causes: Sequence[HostCause],
+    last: bool,
 ) -> Culprit:
     rank = int(growth.ranks[position])
     stage, cause = _stage_and_cause(growth, position)
     details: list[str] = []
-    if rank in growth.stages:
-        details.append(f"pipeline stage {growth.stages[rank]}")
+    if rank in stages:
+        details.append(f"pipeline stage {stages[rank]}")
     host = _host_cause(rank, causes, nodes)
     if host is not None:
         lost_s = host.share * growth.job_after_s
