@@ -9,6 +9,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
+#include <fcntl.h>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -149,17 +150,19 @@ inline void clear(uint8_t* slot) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
-// Fills a slot and seals it when every byte is there; then sets `board`, the word that tells others so.
+// Fills a slot and seals it when every byte is there; then gives up this process's lock on the file `lock` (-1: none),
+// and sets `board`, the word that tells others so.
 class Snapshot final : public Work {
  public:
   Snapshot(std::vector<Piece> pieces, uint8_t* slot, uint64_t data_bytes, std::string header,
-           uint64_t step, uint64_t incarnation, uint64_t* board, uint64_t board_value)
+           uint64_t step, uint64_t incarnation, int lock, uint64_t* board, uint64_t board_value)
       : Work(std::move(pieces)),
         slot_(slot),
         data_bytes_(data_bytes),
         header_(std::move(header)),
         step_(step),
         incarnation_(incarnation),
+        lock_(lock),
         board_(board),
         board_value_(board_value) {
     clear(slot_);
@@ -176,6 +179,11 @@ class Snapshot final : public Work {
     std::memcpy(slot_ + 8, reinterpret_cast<const uint8_t*>(&record) + 8, sizeof(record) - 8);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     publish(reinterpret_cast<uint64_t*>(slot_), record.magic);
+    if (lock_ >= 0) {
+      struct flock all {};
+      all.l_type = F_UNLCK;
+      fcntl(lock_, F_SETLK, &all);
+    }
     if (board_) publish(board_, board_value_);
   }
 
@@ -183,6 +191,7 @@ class Snapshot final : public Work {
   uint64_t data_bytes_;
   std::string header_;
   uint64_t step_, incarnation_;
+  int lock_;
   uint64_t* board_;
   uint64_t board_value_;
 };

@@ -112,8 +112,8 @@ void populate(nb::handle memory, std::uint64_t begin, std::uint64_t count) {
 class Snapshot {
  public:
   Snapshot(nb::handle slot, nb::handle plan, nb::bytes header, std::uint64_t data_bytes,
-           std::uint64_t step, std::uint64_t incarnation, nb::handle board, std::uint64_t board_index,
-           std::uint64_t board_value, unsigned threads)
+           std::uint64_t step, std::uint64_t incarnation, int lock, nb::handle board,
+           std::uint64_t board_index, std::uint64_t board_value, unsigned threads)
       : slot_(std::make_unique<Buffer>(slot, true)), process_(getpid()) {
     const Plan rows(plan, 4);
     const std::string text(header.c_str(), header.size());
@@ -132,7 +132,7 @@ class Snapshot {
       word = reinterpret_cast<std::uint64_t*>(board_->part(8 * board_index, 8));
     }
     work_ = std::make_shared<snapshot::Snapshot>(std::move(pieces), slot_->data(), data_bytes, text, step,
-                                                 incarnation, word, board_value);
+                                                 incarnation, lock, word, board_value);
     snapshot::Work::start(work_, threads);
   }
 
@@ -182,10 +182,10 @@ NB_MODULE(_native, m) {
   m.def("slot_bytes", &snapshot::slot_bytes, nb::arg("data_bytes"), nb::arg("header_bytes"), nb::arg("storages"));
   nb::class_<Snapshot>(m, "Snapshot")
       .def(nb::init<nb::handle, nb::handle, nb::bytes, std::uint64_t, std::uint64_t, std::uint64_t,
-                    nb::handle, std::uint64_t, std::uint64_t, unsigned>(),
+                    int, nb::handle, std::uint64_t, std::uint64_t, unsigned>(),
            nb::arg("slot"), nb::arg("plan"), nb::kw_only(), nb::arg("header"),
-           nb::arg("data_bytes"), nb::arg("step"), nb::arg("incarnation"), nb::arg("board").none(),
-           nb::arg("board_index") = 0, nb::arg("board_value") = 0, nb::arg("threads") = 1)
+           nb::arg("data_bytes"), nb::arg("step"), nb::arg("incarnation"), nb::arg("lock") = -1,
+           nb::arg("board").none() = nb::none(), nb::arg("board_index") = 0, nb::arg("board_value") = 0, nb::arg("threads") = 1)
       .def("wait", &Snapshot::wait, nb::arg("urgent") = false)
       .def("sums", &Snapshot::sums)
       .def_prop_ro("finished", &Snapshot::finished);

@@ -37,8 +37,9 @@ class Snapshot:
     """A slot being filled by threads of its own, and sealed by them when every byte is there.
 
     ``plan``: address, offset in the data, nbytes, urgent (0 or 1) of each storage, in the order of ``header``; urgent
-    ones are copied first. The caller keeps that memory alive and unchanged until ``wait``. After the seal the word
-    ``board_index`` of ``board`` (64 bits each) gets ``board_value``. ValueError: a piece does not fit into the slot.
+    ones are copied first. The caller keeps that memory alive and unchanged until ``wait``. After the seal this
+    process's lock on the file ``lock`` is given up (-1: there is none), then the word ``board_index`` of ``board``
+    (64 bits each) gets ``board_value``. ValueError: a piece does not fit into the slot.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class Snapshot:
         data_bytes: int,
         step: int,
         incarnation: int,
-        board: Buffer | None,
+        lock: int = -1,
+        board: Buffer | None = None,
         board_index: int = 0,
         board_value: int = 0,
         threads: int = 1,

@@ -3,7 +3,8 @@
 Overlapped, the main thread takes references to the tensors and copies at once what no known optimizer owns (buffers,
 random states, averages, plain values); the parameters and optimizer states, which nothing but the optimizer's step
 changes, are copied by threads of the native part while training goes on, and waited for just before an optimizer that
-owns one of them steps. The threads seal the slot themselves, as soon as the last byte is there.
+owns one of them steps. The threads seal the slot themselves, as soon as the last byte is there, and from then on others
+may read it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,6 @@ class _Flight:
     """A snapshot that is being copied, and all that must stay as it is meanwhile."""
 
     native: native.Snapshot
-    slot: int
     spans: list[Span]
     moving: set[int]  # storages that are copied in the background
 
@@ -190,7 +190,6 @@ class Snapshots:
         if flight is not None and self._process == os.getpid():  # a forked child has none of the threads
             begun_s = time.monotonic()
             flight.native.wait()
-            self._cache.slots[flight.slot].unlock()
             self._flight = None
             self._blocked_s += time.monotonic() - begun_s
 
@@ -387,12 +386,13 @@ class Snapshots:
             data_bytes=header.data_bytes,
             step=key.step,
             incarnation=key.incarnation,
+            lock=self._cache.slots[index].fileno(),
             board=self._cache.board.memory,
             board_index=self._cache.board.index(self._seat.rank, index),
             board_value=key.pack(),
             threads=self._threads,
         )
-        self._flight = _Flight(started, index, spans, moving)
+        self._flight = _Flight(started, spans, moving)
         started.wait(urgent=True)
         if not moving:
             self.wait()

@@ -282,6 +282,20 @@ def test_a_forked_child_neither_waits_nor_saves(served: Any) -> None:
     snapshots.close()
 
 
+def test_others_may_read_a_snapshot_from_its_seal_on(served: Any) -> None:
+    state, step = training()
+    snapshots = Snapshots(served.address, Seat(), alone)
+    step()
+    snapshots.save(state, 1)
+    assert snapshots._flight is not None
+    snapshots._flight.native.wait()  # sealed, and no optimizer has stepped yet
+    child = os.fork()
+    if child == 0:
+        os._exit(7 if all(slot.lock(shared=True) for slot in snapshots._cache.slots) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    snapshots.close()
+
+
 def test_when_one_rank_finds_damage_all_take_the_snapshot_before(served: Any) -> None:
     def save(rank: int, snapshots: Snapshots) -> None:
         for number in (1, 2):
