@@ -16,6 +16,7 @@ several nodes cannot yet go on after one is lost; agents, controller and workers
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
@@ -52,6 +53,7 @@ from benchmarks._checkpoint_campaign import (
     wrong_bytes,
 )
 from benchmarks._checkpoint_job import Mark, Phase
+from benchmarks._checkpoint_warm import Warm
 from keepstep.faults import SlowLink
 
 NODES = 4
@@ -62,6 +64,12 @@ _CONTROLLER_PORT, _MASTER_PORT = 29555, 29600
 _PATIENCE_S = 400.0  # for all of a seed: 30 to 60 s where it has two cores to itself
 _AGAIN_S = 30.0  # for a later step to be backed up after the last return
 _LATER_STEPS = 8  # of a second run
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "KEEPSTEP_CHECKPOINT_WAIT_S": "2",
+    "KEEPSTEP_LINGER_S": "3",
+}
 _STOOD = re.compile(r"step (\d+) \(incarnation (\d+)\) of rank (\d+) stands on another node")
 _RESUMED = re.compile(
     r"keepstep: (?:rank (\d+) )?resumed after step (\d+) from (.*?)(?:; ranks (.*) from elsewhere)?$"
@@ -478,8 +486,9 @@ class Trial:
     def start(self, host: Host) -> None:
         """The stand-in for the launcher of a host."""
         node = self.hosts.index(host)
-        command = [sys.executable, "-m", "benchmarks._checkpoint_node", str(self.folder), str(node)]
-        self._start(host, [*command, str(_MASTER_PORT), *self.words(node)])
+        words = [str(self.folder), str(node), str(_MASTER_PORT), *self.words(node)]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", **_ENVIRONMENT}
+        warm().start(host.init_pid, self.folder / f"console-{host.name}", environment, words)
 
     def start_run(self, host: Host, number: int) -> subprocess.Popen[str]:
         """The real launcher of a host."""
@@ -499,13 +508,7 @@ class Trial:
 
     def _start(self, host: Host, command: Sequence[str]) -> subprocess.Popen[str]:
         console = self.folder / f"console-{host.name}"
-        environment = {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "KEEPSTEP_CHECKPOINT_WAIT_S": "2",
-            "KEEPSTEP_LINGER_S": "3",
-        }
-        return host.start(["sh", "-c", 'exec "$@" >>"$0" 2>&1', str(console), *command], environment)
+        return host.start(["sh", "-c", 'exec "$@" >>"$0" 2>&1', str(console), *command], _ENVIRONMENT)
 
     @contextmanager
     def _faulty_link(self, fault: LinkFault) -> Generator[None]:
@@ -610,6 +613,14 @@ def _second_run_got_on(trial: Trial) -> bool:
 
 
 @cache
+def warm() -> Warm:
+    """What starts the stand-ins; it ends with this process."""
+    started = Warm()
+    atexit.register(started.close)
+    return started
+
+
+@cache
 def undisturbed(world: int) -> dict[int, Losses]:
     """The losses of a training that nothing happens to, by rank."""
     with tempfile.TemporaryDirectory() as name:
@@ -708,7 +719,7 @@ CAMPAIGN = Campaign(
     __doc__,
     CASES,
     carry_out,
-    lambda: undisturbed(NODES),
+    lambda: (undisturbed(NODES), warm()),
     "summary-nodes.json",
     "4 namespaces of one machine, 4 or 8 ranks, DDP, Gloo; a stand-in for the launcher but in node-at-persist",
 )

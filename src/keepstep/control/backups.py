@@ -21,6 +21,7 @@ from keepstep.wire.messages import (
 )
 
 _AWAY_S = 10.0  # a node not seen since this controller began is lost
+_BACK_S = 5.0  # an agent that is away for longer is not waited for by those who ask what it holds
 _NODES_PER_S = 2500  # between two plans: 5 s for 12,500 nodes, whose plan takes most of a second
 _PATIENCE_S = 5.0  # for workers to save what could be the next target
 
@@ -69,15 +70,23 @@ class Backups:
             self._holders[rank].discard(node_rank)
         self._changed = True
 
-    def locate(self, message: Locate, cluster: Cluster, expected_nodes: int) -> Located | None:
-        """Who holds snapshots of these ranks, nodes with an agent only; None while not all nodes have told."""
+    def locate(self, message: Locate, cluster: Cluster, expected_nodes: int, now_s: float) -> Located | None:
+        """Who holds snapshots of these ranks, nodes with an agent only.
+
+        None while not all nodes have told, and while a holder's agent may come back at any moment: a restore that is
+        told of nothing ends the job.
+        """
         if not self._ready(cluster, expected_nodes):
             return None
         rows: list[Holder] = []
         for rank in message.ranks:
             for holder in sorted(self._holders.get(rank, ())):
                 node, told = cluster.nodes.get(holder), self._told[holder]
-                if node is None or node.agent is None or len(rows) >= MOST_HELD_RANKS:
+                if node is None or len(rows) >= MOST_HELD_RANKS:
+                    continue
+                if node.agent is None:
+                    if now_s - (node.heard_s or 0.0) < _BACK_S:
+                        return None
                     continue
                 own = rank in told.own
                 keys = {*told.own.get(rank, ()), *told.backups.get(rank, ())}

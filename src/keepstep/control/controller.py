@@ -202,7 +202,7 @@ class Controller:
             if sender.node is not None and message.node_rank == sender.node.rank:
                 self.backups.heard(sender.node, message)
         elif isinstance(message, Locate):
-            located = self.backups.locate(message, self.cluster, self._expected_nodes)
+            located = self.backups.locate(message, self.cluster, self._expected_nodes, now_s)
             if located is not None:
                 self._effects.append(Send((peer,), located))
         elif isinstance(message, Validate):

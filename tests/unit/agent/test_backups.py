@@ -135,6 +135,7 @@ class Nodes:
         with self._guard:
             self.backups.forget(node)
             self.cluster.nodes[node].agent = id(agent)
+            self.cluster.nodes[node].heard_s = time.monotonic()
             for message in agent.again():
                 self._heard(node, agent, message)
 
@@ -145,7 +146,7 @@ class Nodes:
             if isinstance(message, Inventory):
                 self.backups.heard(self.cluster.nodes[node], message)
             elif isinstance(message, Locate):
-                located = self.backups.locate(message, self.cluster, self.count)
+                located = self.backups.locate(message, self.cluster, self.count, time.monotonic())
                 if located is not None:
                     agent.received(located)
 
@@ -244,6 +245,26 @@ def test_a_new_controller_and_new_agents_go_on(nodes: Nodes) -> None:
     nodes.start_agent(2)
     nodes.save(2)
     nodes.until_complete(2)
+
+
+def test_who_asks_waits_for_an_agent_that_comes_back(nodes: Nodes) -> None:
+    nodes.save(1)
+    nodes.until_complete(1)
+    nodes.lose(0)
+    nodes.until(lambda: Key(0, 1) in backed_up_on(nodes, 2, 0))
+    holders = [node for node in (1, 2) if Key(0, 1) in backed_up_on(nodes, node, 0)]
+    nodes.boot(0)
+    for node in holders:
+        nodes.stop_agent(node)
+    asked: list[frozenset[Key]] = []
+    asking = threading.Thread(target=lambda: asked.append(NeighbourSource(nodes.agents[0]).keys(0)))
+    asking.start()
+    asking.join(0.3)
+    assert not asked
+    for node in holders:
+        nodes.start_agent(node)
+    asking.join()
+    assert asked == [{Key(0, 1)}]
 
 
 def test_two_copies_stand_on_both_other_nodes() -> None:
