@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from benchmarks import checkpoint_node_faults as campaign
-from benchmarks.checkpoint_node_faults import CASES, NODES, Loss, Plan, Promises, Trial, judge
+from benchmarks._checkpoint_node_plans import CASES, NODES, Loss, Plan
+from benchmarks.checkpoint_node_faults import Promises, Trial, judge
 
 PLAN = Plan((Loss((1,), "phase", 0.0, 0.0, silent=False),))
 
