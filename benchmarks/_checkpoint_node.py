@@ -2,9 +2,8 @@
 
 ``keepstep run`` on several nodes ends when one of them is lost, and its cache with it. So this program holds the cache
 and does what the launcher would: it starts the real controller (node 0), agent and workers, with the command lines and
-environments that the launcher makes; workers are forked, since this process has imported torch. Whenever
-``FOLDER/incarnation`` names a later one it ends the workers and the agent and starts them again. All of it ends with
-the host.
+environments that the launcher makes. Whenever ``FOLDER/incarnation`` names a later one it ends the workers and the
+agent and starts them again. All of it ends with the host.
 
 Arguments: folder, node rank, first master port, then what ``keepstep run`` is given.
 """
@@ -16,10 +15,10 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks._checkpoint_warm import Forked, fork_script
 from keepstep import wire
 from keepstep.checkpoint.cache import Backing, Cache, CacheServer
 from keepstep.launch import addresses, run_folder
@@ -47,7 +46,7 @@ class Node:
         self._server = CacheServer(self._cache)
         self._rings: list[int] = []
         self._agent: subprocess.Popen[bytes] | None = None
-        self._workers: list[Forked] = []
+        self._workers: list[subprocess.Popen[bytes]] = []
 
     async def main(self) -> None:
         """For ever."""
@@ -138,15 +137,14 @@ class Node:
                 for local, path in enumerate(rings)
             },
         )
-        self._workers = [
-            fork_script(
-                Path(job.script),
-                job.arguments,
-                {**os.environ, **plan.environment},
-                self._folder / f"console-{plan.rank}",
-            )
-            for plan in plans
-        ]
+        self._workers = []
+        for plan in plans:
+            with (self._folder / f"console-{plan.rank}").open("ab") as output:
+                self._workers.append(
+                    subprocess.Popen(
+                        plan.command, env={**os.environ, **plan.environment}, stdout=output, stderr=output
+                    )
+                )
 
     def _tell(self, incarnation: int) -> None:
         """Once all workers have ended, their exit codes."""
@@ -168,3 +166,7 @@ def main(words: Sequence[str]) -> None:
         await Node(folder, node_rank, master_port, job).main()
 
     asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -22,7 +22,7 @@ from keepstep.control.locators import LibraryLocators, Locators
 from keepstep.control.questions import Question
 from keepstep.control.rendezvous import MOST_NODES, MOST_RANKS, Launcher, Placed, Rendezvous
 from keepstep.control.slow_case import SlowCase
-from keepstep.control.validation_case import ValidationCase
+from keepstep.control.validations import Validations
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Incident
 from keepstep.core.summary import PathProbe
@@ -53,7 +53,6 @@ from keepstep.wire.messages import (
     States,
     Stop,
     Validate,
-    Validated,
     Welcome,
 )
 
@@ -116,8 +115,9 @@ class Controller:
         self._slow: list[SlowCase] = []
         self._hang: HangCase | None = None
         self._crash: CrashCase | None = None
-        self._validation: ValidationCase | None = None
-        self._asker: SlowCase | int | None = None  # who wants it: a case, or an operator (number of the peer)
+        self._validations = Validations(
+            self, self._standstill, lambda peer, answer: self._effects.append(Send((peer,), answer))
+        )
         self._hold_number = 0
         self._changes: deque[int] = deque(maxlen=64)
         self._newest_number = 0
@@ -197,7 +197,8 @@ class Controller:
             if sender.node is not None:
                 sender.node.endpoints = message.endpoints[:_MOST_ENDPOINTS]
         elif isinstance(message, Held | Measured):
-            self._about_hold(sender, message, now_s)
+            if sender.node is not None:
+                self._validations.told(sender.node, message, now_s)
         elif isinstance(message, Inventory):
             if sender.node is not None and message.node_rank == sender.node.rank:
                 self.backups.heard(sender.node, message)
@@ -206,7 +207,7 @@ class Controller:
             if located is not None:
                 self._effects.append(Send((peer,), located))
         elif isinstance(message, Validate):
-            self._asked_to_validate(peer, message, now_s)
+            self._validations.asked(peer, message, now_s)
         elif isinstance(message, Join):
             self._join(peer, sender, message, now_s)
         elif isinstance(message, Ended):
@@ -227,7 +228,7 @@ class Controller:
             self._decide(question, now_s)
         for case in self._cases():
             case.tick(now_s)
-        self._tick_validation(now_s)
+        self._validations.tick(self._peers.keys(), now_s)
         self._tick_backups(now_s)
         self._sweep()
         if self._over_s is not None and now_s - self._over_s >= self.settings.grace_s and not self._exited:
@@ -243,9 +244,7 @@ class Controller:
         return self._taken()
 
     def _end(self, now_s: float) -> None:
-        if self._validation is not None:
-            self._validation.call_off("the job ended")
-            self._finish_validation(now_s)
+        self._validations.end(now_s)
         for case in self._cases():
             case.end(now_s)
         self._slow, self._hang, self._crash = [], None, None
@@ -312,11 +311,7 @@ class Controller:
         return number
 
     def validate(self, case: SlowCase, groups: Sequence[Sequence[int]], now_s: float) -> bool:
-        if not self.settings.validate or self._validation is not None or self._standstill():
-            return False
-        self._validation, self._asker = ValidationCase(self, groups, now_s), case
-        self._finish_validation(now_s)
-        return True
+        return self.settings.validate and self._validations.begin(case, groups, now_s)
 
     def order(self, message: Message, node: int | None = None) -> None:
         agents = self.cluster.agents()
@@ -549,7 +544,7 @@ class Controller:
         Of a few nodes that are not heard any more that cannot be known; they may be what the others wait for.
         """
         cluster = self.cluster
-        if not cluster.overdue_nodes or self._validation is not None or self._standstill():
+        if not cluster.overdue_nodes or self._validations.under_way or self._standstill():
             return
         if now_s < self._waiting_again_s:
             return
@@ -577,53 +572,6 @@ class Controller:
         if self._crash is None or self._crash.closed:
             self._crash = CrashCase(self)
         return self._crash
-
-    # --- validation -----------------------------------------------------------------------------------------------
-
-    def _about_hold(self, sender: _Peer, message: Held | Measured, now_s: float) -> None:
-        case = self._validation
-        if case is None or sender.node is None:
-            return
-        if isinstance(message, Held):
-            case.held(message, sender.node, now_s)
-        else:
-            case.measured(message, sender.node, now_s)
-        self._finish_validation(now_s)
-
-    def _asked_to_validate(self, peer: int, message: Validate, now_s: float) -> None:
-        """An operator's wish; the answer goes to this peer."""
-        why = "one is under way already" if self._validation is not None else self._standstill()
-        if why:
-            self._effects.append(Send((peer,), Validated(refused=why)))
-            return
-        ranks = tuple(sorted(set(message.ranks))) or tuple(sorted(self.cluster.node_of))
-        self._validation, self._asker = ValidationCase(self, (ranks,), now_s, message.hold_s), peer
-        self._finish_validation(now_s)
-
-    def _tick_validation(self, now_s: float) -> None:
-        case, asker = self._validation, self._asker
-        if case is None:
-            return
-        if isinstance(asker, SlowCase) and asker.closed:
-            case.call_off("the slowness has gone away")
-        elif isinstance(asker, int) and asker not in self._peers:
-            case.call_off("who asked for it has gone")
-        elif why := self._standstill():
-            case.call_off(why)
-        else:
-            case.tick(now_s)
-        self._finish_validation(now_s)
-
-    def _finish_validation(self, now_s: float) -> None:
-        case, asker = self._validation, self._asker
-        if case is None or not case.closed:
-            return
-        self._validation, self._asker = None, None
-        if isinstance(asker, SlowCase):
-            asker.validated(case.outcome, case.refused, now_s)
-        elif asker is not None:
-            nodes = tuple((rank, self.cluster.node_of.get(rank, "")) for rank in case.tested)
-            self._effects.append(Send((asker,), Validated(case.outcome, nodes, case.refused)))
 
     def _standstill(self) -> str:
         """Why nobody can be held: the job does not run."""
