@@ -1,7 +1,7 @@
 """How often to checkpoint, and what saving and loading cost. Pure: all times in seconds, sizes in bytes.
 
-The interval follows FlashRecovery (§II, equations 1 to 4), the sizes and load times TRANSOM (§IV-C, equations 1
-to 3). Both take each failure to strike at a moment of its own, evenly over the interval.
+The interval follows FlashRecovery (§II, equations 1 to 4; §III-F, equation 5), the sizes and load times TRANSOM
+(§IV-C, equations 1 to 3). Both take each failure to strike at a moment of its own, evenly over the interval.
 """
 
 from __future__ import annotations
@@ -98,6 +98,14 @@ def total_cost_s(costs: Costs, steps: float) -> float:
 def optimal_steps(costs: Costs) -> float:
     """t* = sqrt(2·d·k0/m)/τ: the interval in steps at which F is least; 0 when checkpoints cost nothing."""
     return math.sqrt(2 * costs.period_s * costs.checkpoint_s / costs.failures) / costs.step_s
+
+
+def kept_cost_s(costs: Costs) -> float:
+    """F = m·(s0 + τ) + d/τ·k0: equation 5, where each failure costs its step and each step is saved, for k0."""
+    return (
+        costs.failures * (costs.recovery_s + costs.step_s)
+        + costs.period_s / costs.step_s * costs.checkpoint_s
+    )
 
 
 def best_interval(costs: Costs, limits: Limits | None = None) -> Interval:

@@ -24,6 +24,7 @@ VERBS = {
     "report": "Print the incidents of a run, as text or JSON, with plots.",
     "validate": "Hold a running job for seconds, test its devices and links, let it go on.",
     "analyze": "Say what went wrong from traces that are there: dumps, logs and tables of other tools, too.",
+    "plan": "Say how much of a day a job loses to failures, with and without keepstep.",
     "checkpoint": "Plan how often to save checkpoints; list, verify, export and prune those on storage.",
     "export": "Write a run as a Chrome trace that Perfetto opens.",
     "config": "Show the settings in force and where each one comes from.",

@@ -60,7 +60,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print all terms as JSON.")] = False,
 ) -> int:
     """Say after how many steps to save: to memory, and to storage. The default values are guesses: give yours."""
-    step_s, step_source = (step_time, "given") if step_time else _measured(run)
+    step_s, step_source = (step_time, "given") if step_time else measured_step(run)
     model = _model(parameters, nodes, ranks_per_node, data_parallel) if parameters else None
     if (model is None) == (not state_size):
         raise UsageError("give either --state-size BYTES of a rank, or --parameters COUNT")
@@ -127,7 +127,8 @@ def _model(text: str, nodes: int, ranks_per_node: int, data_parallel: int) -> Sh
     return ShardedModel(count, nodes, data_parallel, ranks_per_node)
 
 
-def _measured(name: str) -> tuple[float, str]:
+def measured_step(name: str) -> tuple[float, str]:
+    """Median step time of a run, in seconds, and where it is from. Raises UsageError, RunError without one."""
     if not name:
         raise UsageError("no step time: give --step-time SECONDS, or a run that has finished steps")
     durations = [one.duration_s for one in open_run(name).iterations() if one.duration_s > 0]
@@ -138,28 +139,36 @@ def _measured(name: str) -> tuple[float, str]:
 
 def _print(terms: dict[str, Any], best: Interval, costs: Costs) -> None:
     every_s = best.steps * costs.step_s
-    print(f"memory    every {_steps(best.steps)} ({_time(every_s)}), decided by: {_WHY[best.decided_by]}")
+    print(f"memory    every {_steps(best.steps)} ({time_text(every_s)}), decided by: {_WHY[best.decided_by]}")
     apart_s = terms["storage_steps"] * costs.step_s
-    print(f"storage   at most every {_steps(terms['storage_steps'])} ({_time(apart_s)})")
+    print(f"storage   at most every {_steps(terms['storage_steps'])} ({time_text(apart_s)})")
     print(
-        f"costs     {best.total_s / costs.period_s:.2%} of the time: {_time(best.saving_s)} a day for checkpoints, "
-        f"{_time(best.lost_s)} of work done twice, {_time(best.recovery_s)} of recovery"
+        f"costs     {best.total_s / costs.period_s:.2%} of the time: {time_text(best.saving_s)} a day for checkpoints, "
+        f"{time_text(best.lost_s)} of work done twice, {time_text(best.recovery_s)} of recovery"
     )
     print()
     rows = [
-        ("step time τ", _time(costs.step_s), terms["step_source"]),
+        ("step time τ", time_text(costs.step_s), terms["step_source"]),
         ("failures m/d", f"{costs.failures:g} a day", ""),
-        ("recovery s0", _time(costs.recovery_s), "without lost work"),
-        ("checkpoint k0", _time(costs.checkpoint_s), "what one adds to the training's time"),
+        ("recovery s0", time_text(costs.recovery_s), "without lost work"),
+        ("checkpoint k0", time_text(costs.checkpoint_s), "what one adds to the training's time"),
         ("optimum t*", f"{best.optimum_steps:.1f} steps", "sqrt(2·d·k0/m)/τ, without limits"),
-        ("copy", _time(terms["copy_s"]), f"{bytes_text(terms['rank_bytes'])} of the rank that saves most"),
-        ("backup", _time(terms["backup_s"]), f"{bytes_text(terms['node_bytes'])} of a node to its neighbour"),
+        (
+            "copy",
+            time_text(terms["copy_s"]),
+            f"{bytes_text(terms['rank_bytes'])} of the rank that saves most",
+        ),
+        (
+            "backup",
+            time_text(terms["backup_s"]),
+            f"{bytes_text(terms['node_bytes'])} of a node to its neighbour",
+        ),
         (
             "storage k1",
-            _time(terms["storage_s"]),
+            time_text(terms["storage_s"]),
             f"{bytes_text(terms['job_bytes'])} of the job, {terms['save_gain']:.0f} times slower than memory",
         ),
-        ("load", _time(terms["load_s"]), "from the nodes' caches"),
+        ("load", time_text(terms["load_s"]), "from the nodes' caches"),
     ]
     for name, value, note in rows:
         print(f"{name:<14}  {value:<12}  {note}".rstrip())
@@ -178,7 +187,8 @@ def _steps(count: int) -> str:
     return "step" if count == 1 else f"{count} steps"
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """A duration in the unit that reads best: ``1.5 s``, ``22 min``."""
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 120:

@@ -1,0 +1,130 @@
+"""``keepstep plan``: what failures cost a job in a day, with keepstep and without."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from keepstep.checkpoint.cost import Costs, best_interval, kept_cost_s, total_cost_s
+from keepstep.cli._checkpoint_plan import measured_step, time_text
+from keepstep.core.errors import UsageError
+
+_DAY_S = 86_400.0
+_RESTART_S_PER_DEVICE = 0.2  # FlashRecovery, table II: 1,115 s at 5,472 devices
+
+
+def plan(
+    run: Annotated[str, typer.Argument(help="A run whose measured step time is taken.")] = "",
+    devices: Annotated[int, typer.Option("--devices", help="Devices of the job.")] = 1024,
+    device_mtbf: Annotated[
+        float,
+        typer.Option(
+            "--device-mtbf",
+            help="Hours between failures of the job, per device: 50,000 is what 16,384 GPUs had while Llama 3 was "
+            "trained (419 interruptions in 54 days).",
+        ),
+    ] = 50_000.0,
+    failures_per_day: Annotated[
+        float | None,
+        typer.Option("--failures-per-day", help="Of the whole job, instead of --device-mtbf (m/d)."),
+    ] = None,
+    step_time: Annotated[float, typer.Option("--step-time", help="Seconds of a training step (τ).")] = 0.0,
+    detection: Annotated[
+        float,
+        typer.Option(
+            "--detection", help="Without: seconds until a failure is noticed; PyTorch's time limit."
+        ),
+    ] = 600.0,
+    restart: Annotated[
+        float | None,
+        typer.Option(
+            "--restart",
+            help="Without: seconds to train again; default 0.2 a device (FlashRecovery, table II).",
+        ),
+    ] = None,
+    checkpoint_time: Annotated[
+        float,
+        typer.Option("--checkpoint-time", help="Without: seconds that a checkpoint stops training (k0)."),
+    ] = 30.0,
+    interval: Annotated[
+        float | None,
+        typer.Option("--interval", help="Without: seconds between checkpoints; default: the best (t*)."),
+    ] = None,
+    recovery: Annotated[
+        float,
+        typer.Option(
+            "--recovery",
+            help="With: seconds from a failure to training again (s0'). `keepstep run` prints it after each recovery.",
+        ),
+    ] = 30.0,
+    overhead: Annotated[
+        float,
+        typer.Option("--overhead", help="With: share of a step for watching and for a snapshot of each."),
+    ] = 0.005,
+    json: Annotated[bool, typer.Option("--json", help="Print all terms as JSON.")] = False,
+) -> int:
+    """Say what failures cost in a day, with keepstep and without. The default values are guesses: give yours."""
+    if devices < 1:
+        raise UsageError(f"--devices {devices}: at least 1")
+    if failures_per_day is None and not device_mtbf > 0:
+        raise UsageError(f"--device-mtbf {device_mtbf:g}: a number of hours above 0")
+    step_s, source = (step_time, "given") if step_time else measured_step(run)
+    failures = devices * 24 / device_mtbf if failures_per_day is None else failures_per_day
+    restart_s = devices * _RESTART_S_PER_DEVICE if restart is None else restart
+    before = Costs(_DAY_S, failures, detection + restart_s, checkpoint_time, step_s)
+    after = Costs(_DAY_S, failures, recovery, overhead * step_s, step_s)
+    if interval is not None and not interval >= step_s:
+        raise UsageError(f"--interval {interval:g}: at least a step, {step_s:g} s")
+    steps = best_interval(before).steps if interval is None else interval / step_s
+    columns: dict[str, dict[str, float]] = {
+        "without": {
+            "recovery_s": before.recovery_s,
+            "redone_s": steps * step_s / 2,
+            "saving_s": _DAY_S / (steps * step_s) * checkpoint_time,
+            "lost_s": min(_DAY_S, total_cost_s(before, steps)),
+        },
+        "with": {
+            "recovery_s": recovery,
+            "redone_s": step_s,
+            "saving_s": overhead * _DAY_S,
+            "lost_s": min(_DAY_S, kept_cost_s(after)),
+        },
+    }
+    terms: dict[str, Any] = {
+        "devices": devices,
+        "failures_per_day": failures,
+        "step_s": step_s,
+        "step_source": source,
+        "interval_s": steps * step_s,
+        **columns,
+        "saved_device_hours": (columns["without"]["lost_s"] - columns["with"]["lost_s"]) * devices / 3600,
+    }
+    if json:
+        import msgspec
+
+        sys.stdout.write(msgspec.json.encode(terms).decode() + "\n")
+    else:
+        _print(terms)
+    return 0
+
+
+def _print(terms: dict[str, Any]) -> None:
+    print(
+        f"{terms['devices']} devices, {terms['failures_per_day']:.3g} failures a day, "
+        f"steps of {time_text(terms['step_s'])} ({terms['step_source']})\n"
+    )
+    rows = [
+        ("a failure: training again after", "recovery_s", ""),
+        ("a failure: work done twice", "redone_s", f"half of {time_text(terms['interval_s'])}; one step"),
+        ("a day: checkpoints, watching", "saving_s", ""),
+        ("a day: lost in all", "lost_s", ""),
+    ]
+    print(f"{'':<34}{'without':>10}  {'with keepstep':>13}")
+    for name, key, note in rows:
+        without, kept = terms["without"][key], terms["with"][key]
+        print(f"{name:<34}{time_text(without):>10}  {time_text(kept):>13}  {note}".rstrip())
+    without, kept = (terms[side]["lost_s"] / _DAY_S for side in ("without", "with"))
+    print(f"{'a day: share of it':<34}{without:>10.1%}  {kept:>13.1%}")
+    print(f"\nsaved: {terms['saved_device_hours']:,.0f} device hours a day")
