@@ -44,7 +44,8 @@ _TELL_S = 2.0  # between two inventories that differ in nothing that is waited f
 _AT_ONCE = 2  # transfers
 _AGAIN_S = (0.5, 30.0)  # after a transfer that failed; doubles
 _LOCATE_S = 10.0  # a new controller is there sooner
-_QUESTIONS = 10  # in this time
+_LONGEST_LOCATE_S = 120.0  # while it answers that it waits for others
+_ASK_AGAIN_S = 1.0
 _MOST_WAITING = 64
 _MOST_TROUBLE = 400
 
@@ -145,20 +146,38 @@ class NodeBackups:
             self._requests += 1
             request, event, answers = self._requests, threading.Event(), list[Located]()
             self._questions[request] = (event, answers)
-        for _ in range(_QUESTIONS):  # a controller that does not know yet does not answer
-            self._send(Locate(request, (rank,)))
-            if event.wait(_LOCATE_S / _QUESTIONS):
-                break
-        with self._guard:
-            del self._questions[request]
-        if not answers:
-            raise CheckpointError(f"the controller did not say within {_LOCATE_S:g} s which nodes have what")
-        return [
-            one
-            for answer in answers
-            for one in answer.holders
-            if one.rank == rank and one.node_rank != self._node_rank
-        ]
+        try:
+            holders = self._ask(Locate(request, (rank,)), event, answers)
+        finally:
+            with self._guard:
+                del self._questions[request]
+        return [one for one in holders if one.rank == rank and one.node_rank != self._node_rank]
+
+    def _ask(self, question: Locate, event: threading.Event, answers: list[Located]) -> tuple[Holder, ...]:
+        """Ask again and again: a controller that has just begun hears nothing yet, or knows nothing."""
+        began_s = heard_s = time.monotonic()
+        waits = ""
+        while True:
+            self._send(question)
+            event.wait(_ASK_AGAIN_S)
+            with self._guard:
+                event.clear()
+                answer = answers.pop() if answers else None
+            now_s = time.monotonic()
+            if answer and not answer.waits:
+                return answer.holders
+            if answer:
+                heard_s = now_s
+                if answer.waits != waits:
+                    waits = answer.waits
+                    log.info("rank %d: its state is looked for: %s", question.ranks[0], waits)
+            if now_s > heard_s + _LOCATE_S or now_s > began_s + _LONGEST_LOCATE_S:
+                why = f": {waits}" if waits else ""
+                raise CheckpointError(
+                    f"the controller did not say within {now_s - began_s:.0f} s which nodes have what{why}"
+                )
+            if answer:
+                time.sleep(_ASK_AGAIN_S / 10)
 
     def fetch(self, key: Key, rank: int, where: Callable[[], Sequence[Endpoint]]) -> Fetch:
         """A transfer from another node, to be run."""

@@ -21,7 +21,8 @@ from keepstep.wire.messages import (
 )
 
 _AWAY_S = 10.0  # a node not seen since this controller began is lost
-_BACK_S = 5.0  # an agent that is away for longer is not waited for by those who ask what it holds
+_BACK_S = 5.0  # an agent that is away for longer is not waited for by those who ask what it holds...
+_STARTED_AGAIN_S = 60.0  # ...unless its launcher is there, which starts it again
 _NODES_PER_S = 2500  # between two plans: 5 s for 12,500 nodes, whose plan takes most of a second
 _PATIENCE_S = 5.0  # for workers to save what could be the next target
 
@@ -73,11 +74,13 @@ class Backups:
     def locate(self, message: Locate, cluster: Cluster, expected_nodes: int, now_s: float) -> Located | None:
         """Who holds snapshots of these ranks, nodes with an agent only.
 
-        None while not all nodes have told, and while a holder's agent may come back at any moment: a restore that is
-        told of nothing ends the job.
+        They have to wait while not all nodes have told, and while a holder's agent may come back: a restore that is
+        told of nothing ends the job. None: there are no backups.
         """
-        if not self._ready(cluster, expected_nodes):
+        if self.copies == 0:
             return None
+        if not self._ready(cluster, expected_nodes):
+            return Located(message.request, waits="not all nodes have said what they hold")
         rows: list[Holder] = []
         for rank in message.ranks:
             for holder in sorted(self._holders.get(rank, ())):
@@ -85,8 +88,9 @@ class Backups:
                 if node is None or len(rows) >= MOST_HELD_RANKS:
                     continue
                 if node.agent is None:
-                    if now_s - (node.heard_s or 0.0) < _BACK_S:
-                        return None
+                    patience_s = _BACK_S if node.launcher is None else _STARTED_AGAIN_S
+                    if now_s - (node.heard_s or 0.0) < patience_s:
+                        return Located(message.request, waits=f"the agent of node {holder} is away")
                     continue
                 own = rank in told.own
                 keys = {*told.own.get(rank, ()), *told.backups.get(rank, ())}

@@ -352,10 +352,11 @@ class Holder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Located(Message, frozen=True):
-    """Answer to `Locate`."""
+    """Answer to `Locate`. ``waits``: nobody knows yet, and why; ask again."""
 
     request: int
     holders: Annotated[tuple[Holder, ...], msgspec.Meta(max_length=8 * MOST_HELD_RANKS)] = ()
+    waits: Annotated[str, msgspec.Meta(max_length=200)] = ""
 
 
 class Validated(Message, frozen=True):

@@ -84,8 +84,15 @@ class Nodes:
         agent.stop()
         agent._thread.join()
 
+    def age(self, node: int, seconds: float) -> None:
+        """Its agent was heard so long ago."""
+        with self._guard:
+            self.cluster.nodes[node].heard_s = time.monotonic() - seconds
+
     def lose(self, node: int) -> None:
         self.stop_agent(node)
+        with self._guard:
+            self.cluster.nodes[node].launcher = None
         self._stacks.pop(node).close()
         del self.caches[node]
 
@@ -134,8 +141,8 @@ class Nodes:
     def _greet(self, node: int, agent: NodeBackups) -> None:
         with self._guard:
             self.backups.forget(node)
-            self.cluster.nodes[node].agent = id(agent)
-            self.cluster.nodes[node].heard_s = time.monotonic()
+            here = self.cluster.nodes[node]
+            here.agent, here.launcher, here.heard_s = id(agent), node, time.monotonic()
             for message in agent.again():
                 self._heard(node, agent, message)
 
@@ -260,6 +267,10 @@ def test_who_asks_waits_for_an_agent_that_comes_back(nodes: Nodes) -> None:
     asking = threading.Thread(target=lambda: asked.append(NeighbourSource(nodes.agents[0]).keys(0)))
     asking.start()
     asking.join(0.3)
+    assert not asked
+    for node in holders:
+        nodes.age(node, 20)  # its launcher is there, and starts it again
+    asking.join(1.5)
     assert not asked
     for node in holders:
         nodes.start_agent(node)
