@@ -144,6 +144,9 @@ def main() -> None:
     note("ended", step + 1)
     keepstep.checkpoint.wait()
     dist.destroy_process_group()
+    # torch destroys the group with the last model, holding the GIL, and joins a thread of Gloo that may need the GIL
+    # to let go of its last tensors: it gets it now.
+    time.sleep(0.1)
 
 
 if __name__ == "__main__":

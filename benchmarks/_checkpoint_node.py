@@ -2,8 +2,9 @@
 
 ``keepstep run`` on several nodes ends when one of them is lost, and its cache with it. So this program holds the cache
 and does what the launcher would: it starts the real controller (node 0), agent and workers, with the command lines and
-environments that the launcher makes. Whenever ``FOLDER/incarnation`` names a later one it ends the workers and the
-agent and starts them again. All of it ends with the host.
+environments that the launcher makes; workers are forked, since torch has been imported here. Whenever
+``FOLDER/incarnation`` names a later one it ends the workers and the agent and starts them again. All of it ends with
+the host.
 
 Arguments: folder, node rank, first master port, then what ``keepstep run`` is given.
 """
@@ -15,10 +16,10 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks._checkpoint_warm import Nursery
 from keepstep import wire
 from keepstep.checkpoint.cache import Backing, Cache, CacheServer
 from keepstep.launch import addresses, run_folder
@@ -35,7 +36,7 @@ _AGENT_S = 5.0
 class Node:
     """One node's programs."""
 
-    def __init__(self, folder: Path, node_rank: int, master_port: int, job: Job) -> None:
+    def __init__(self, folder: Path, node_rank: int, master_port: int, job: Job, nursery: Nursery) -> None:
         assert job.rendezvous.endpoint
         assert job.run_dir
         self._folder, self._rank, self._port, self._job = folder, node_rank, master_port, job
@@ -46,7 +47,8 @@ class Node:
         self._server = CacheServer(self._cache)
         self._rings: list[int] = []
         self._agent: subprocess.Popen[bytes] | None = None
-        self._workers: list[subprocess.Popen[bytes]] = []
+        self._nursery = nursery
+        self._workers: list[int] = []  # processes
 
     async def main(self) -> None:
         """For ever."""
@@ -77,8 +79,7 @@ class Node:
 
     async def _end(self) -> None:
         for worker in self._workers:
-            worker.kill()
-            worker.wait()
+            self._nursery.end(worker)
         if self._agent:
             self._agent.terminate()
             for _ in range(round(_AGENT_S / _LOOK_S)):
@@ -137,18 +138,19 @@ class Node:
                 for local, path in enumerate(rings)
             },
         )
-        self._workers = []
-        for plan in plans:
-            with (self._folder / f"console-{plan.rank}").open("ab") as output:
-                self._workers.append(
-                    subprocess.Popen(
-                        plan.command, env={**os.environ, **plan.environment}, stdout=output, stderr=output
-                    )
-                )
+        self._workers = [
+            self._nursery.start(
+                Path(job.script),
+                job.arguments,
+                {**os.environ, **plan.environment},
+                self._folder / f"console-{plan.rank}",
+            )
+            for plan in plans
+        ]
 
     def _tell(self, incarnation: int) -> None:
         """Once all workers have ended, their exit codes."""
-        codes = [worker.poll() for worker in self._workers]
+        codes = [self._nursery.poll(worker) for worker in self._workers]
         path = self._folder / f"ended-{self._rank}-{incarnation}"
         if codes and None not in codes and not path.exists():
             draft = path.with_name(f".{path.name}")
@@ -161,12 +163,9 @@ def main(words: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     job = job_from_command_line(words[3:], os.environ)
     folder, node_rank, master_port = Path(words[0]), int(words[1]), int(words[2])
+    nursery = Nursery()
 
     async def run() -> None:
-        await Node(folder, node_rank, master_port, job).main()
+        await Node(folder, node_rank, master_port, job, nursery).main()
 
     asyncio.run(run())
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

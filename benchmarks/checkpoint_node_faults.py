@@ -16,6 +16,7 @@ several nodes cannot yet go on after one is lost; agents, controller and workers
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -51,6 +52,7 @@ from benchmarks._checkpoint_campaign import (
 )
 from benchmarks._checkpoint_job import Mark, Phase
 from benchmarks._checkpoint_node_plans import CASES, NODES, LinkFault, Loss, Plan
+from benchmarks._checkpoint_warm import Warm
 from keepstep.faults import SlowLink
 
 MOST_STEPS = 300
@@ -342,8 +344,9 @@ class Trial:
     def start(self, host: Host) -> None:
         """The stand-in for the launcher of a host."""
         node = self.hosts.index(host)
-        command = [sys.executable, "-m", "benchmarks._checkpoint_node", str(self.folder), str(node)]
-        self._start(host, [*command, str(_MASTER_PORT), *self.words(node)])
+        words = [str(self.folder), str(node), str(_MASTER_PORT), *self.words(node)]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", **_ENVIRONMENT}
+        warm().start(host.init_pid, self.folder / f"console-{host.name}", environment, words)
 
     def start_run(self, host: Host, number: int) -> subprocess.Popen[str]:
         """The real launcher of a host."""
@@ -468,6 +471,14 @@ def _second_run_got_on(trial: Trial) -> bool:
 
 
 @cache
+def warm() -> Warm:
+    """What starts the stand-ins."""
+    started = Warm()
+    atexit.register(started.close)
+    return started
+
+
+@cache
 def undisturbed(world: int) -> dict[int, Losses]:
     """The losses of a training that nothing happens to, by rank."""
     with tempfile.TemporaryDirectory() as name:
@@ -566,7 +577,7 @@ CAMPAIGN = Campaign(
     __doc__,
     CASES,
     carry_out,
-    lambda: undisturbed(NODES),
+    lambda: (undisturbed(NODES), warm()),
     "summary-nodes.json",
     "4 namespaces of one machine, 4 or 8 ranks, DDP, Gloo; a stand-in for the launcher but in node-at-persist",
 )

@@ -73,7 +73,7 @@ class Host:
         self.clock_offset_s = clock_offset_s
         self.interface = Interface("eth0", address, namespace)
         self._holder: subprocess.Popen[bytes] | None = None
-        self._init_pid = 0
+        self.init_pid = 0  # of the first process here
         self._started: list[subprocess.Popen[str]] = []
 
     def boot(self) -> None:
@@ -87,7 +87,7 @@ class Host:
         for _ in range(500):
             pids = children.read_text().split()
             if pids and self._is_up(int(pids[0])):
-                self._init_pid = int(pids[0])
+                self.init_pid = int(pids[0])
                 return
             time.sleep(0.01)
         raise RuntimeError(f"host {self.name} did not come up; its holder returned {self._holder.poll()}")
@@ -100,7 +100,7 @@ class Host:
 
     def command(self, command: Sequence[str]) -> list[str]:
         """``command`` as it has to be called from outside to run on this host."""
-        return ["nsenter", "--target", str(self._init_pid), "--net", "--uts", "--time", "--pid", "--mount",
+        return ["nsenter", "--target", str(self.init_pid), "--net", "--uts", "--time", "--pid", "--mount",
                 f"--wd={os.getcwd()}", *command]  # fmt: skip
 
     def start(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
@@ -123,14 +123,14 @@ class Host:
         return {
             pid: line
             for pid, line in _processes_in(self.namespace).items()
-            if self._holder is None or pid not in (self._holder.pid, self._init_pid)
+            if self._holder is None or pid not in (self._holder.pid, self.init_pid)
         }
 
     def shut_down(self) -> None:
         if self._holder is None:
             return
         with suppress(ProcessLookupError):
-            os.kill(self._init_pid or self._holder.pid, signal.SIGKILL)
+            os.kill(self.init_pid or self._holder.pid, signal.SIGKILL)
         try:
             self._holder.wait(5)  # it reaps the first, then ends by itself
         except subprocess.TimeoutExpired:
