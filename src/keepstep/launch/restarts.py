@@ -31,13 +31,14 @@ class Restarts:
         guard: Guard,
         *,
         warn: Callable[[str], None],
+        note: Callable[[str], None],
         recovered: Callable[[Recovery], None],
     ) -> None:
         """``folder``: of this node. ``recovered`` is told once all ranks train again."""
         self._recovered = recovered
         self._milestones = Milestones(self._reached) if job.max_restarts else None
         environ = {name: value for name, value in environ.items() if name not in OURS}
-        self.standbys = Standbys(job.standbys, environ, folder, processes, guard, warn=warn)
+        self.standbys = Standbys(job.standbys, environ, folder, processes, guard, warn=warn, note=note)
         self._incarnation = 0
         self._plans: Sequence[WorkerPlan] = ()
         self._stepped: set[int] = set()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.core.errors import RunError
+from keepstep.core.ranges import fold_ranks
 from keepstep.launch.guard import Guard
 from keepstep.launch.placement import ERROR_FILE, IMPORTS, OURS, WorkerPlan
 from keepstep.launch.processes import Child, Processes, signal_group
@@ -58,6 +59,7 @@ class Standbys:
         guard: Guard,
         *,
         warn: Callable[[str], None],
+        note: Callable[[str], None],
     ) -> None:
         """``folder``: for what workers imported, and what standbys say."""
         self._count = count
@@ -65,7 +67,7 @@ class Standbys:
         self._folder = folder
         self._processes = processes
         self._guard = guard
-        self._warn = warn
+        self._warn, self._note = warn, note
         self._seats: dict[int, _Seat] = {}
         self._ended = False
 
@@ -172,6 +174,9 @@ class Standbys:
             said = ""
         if said == "warm":
             which.warm = True
+            if all(one.standby and one.standby.warm for one in self._seats.values()):
+                ranks = fold_ranks(one.plan.rank for one in self._seats.values())
+                self._note(f"standbys are warm for ranks {ranks}")
             self._next()
             return
         asyncio.get_running_loop().remove_reader(which.socket)
