@@ -2,9 +2,9 @@
 
     python -m benchmarks.recovery [--quick] [--repetitions N] [--json FILE]
 
-keepstep with warm standbys, keepstep without, torchrun; each repetition is a job of its own (small DDP on Gloo, steps of
-25 ms by sleeping, resumed from the state of the last step), and the rank is killed once the job is steady: the standbys
-are warm, or as many seconds have passed as that usually takes. Time is from the kill to the last rank's first step.
+keepstep with warm standbys, keepstep without, torchrun; each repetition is a job of its own (small DDP on Gloo, steps
+of 25 ms by sleeping, resumed from the state of the last step). The rank is killed after 40 steps and, where there are
+to be standbys, once they are warm. Time is from the kill to the end of the last rank's next step.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def repeated(way: str, repetitions: int) -> tuple[list[float], list[str]]:
     for seed in range(repetitions):
         try:
             took.append(measure(way, seed))
-        except (TimeoutError, RuntimeError) as error:
+        except (TimeoutError, RuntimeError) as error:  # noqa: PERF203
             failed.append(str(error))
     return took, failed
 

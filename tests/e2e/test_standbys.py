@@ -172,7 +172,7 @@ TELL = """
     seen = {
         "argv": sys.argv, "orig_argv": sys.orig_argv[1:], "path": sys.path, "cwd": os.getcwd(),
         "globals": sorted(globals()), "name": __name__, "file": globals().get("__file__"), "doc": __doc__,
-        "spec": repr(__spec__), "package": __package__, "loader": type(__loader__).__name__,
+        "spec": getattr(__spec__, "name", None), "package": __package__, "loader": type(__loader__).__name__,
         "main": sys.modules["__main__"].__dict__ is globals(),
         "threads": [one.name for one in threading.enumerate()],
         "seed": torch.initial_seed(), "random": torch.rand(3).tolist(),

@@ -71,7 +71,7 @@ TELL = """
     handlers = {n: repr(signal.getsignal(n)) for n in signal.valid_signals()}
     print(json.dumps({
         "argv": sys.argv, "orig_argv": sys.orig_argv[1:], "path": sys.path, "cwd": os.getcwd(), "env": {**os.environ},
-        "globals": sorted(set(globals()) - {"TypedDict"}), "doc": __doc__, "spec": repr(__spec__),
+        "globals": sorted(set(globals()) - {"TypedDict"}), "doc": __doc__, "spec": getattr(__spec__, "name", None),
         "package": __package__, "loader": type(__loader__).__name__, "file": globals().get("__file__"),
         "cached": globals().get("__cached__"), "main": sys.modules["__main__"].__dict__ is globals(),
         "threads": [one.name for one in threading.enumerate()], "handlers": handlers,
