@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from keepstep.launch.placement import ERROR_FILE, IMPORTS, OURS, WorkerPlan
 from keepstep.launch.processes import Child, Processes, signal_group
 
 TRIES = 3
+_MOST_WORDS = 4096
 PROGRAM = str(Path(__file__).with_name("standby.py"))
 # What belongs to one incarnation, or would have a standby do what only a worker does.
 _NOT_YET = OURS | {ERROR_FILE, "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"}
@@ -169,7 +171,7 @@ class Standbys:
 
     def _heard(self, seat: _Seat, which: _Standby) -> None:
         try:
-            said = which.socket.recv(4096).decode(errors="replace")
+            said = which.socket.recv(_MOST_WORDS).decode(errors="replace")
         except OSError:
             said = ""
         if said == "warm":
@@ -188,6 +190,9 @@ class Standbys:
         gone, seat.standby = seat.standby, None
         if gone is not None:
             asyncio.get_running_loop().remove_reader(gone.socket)
+            with suppress(OSError):  # why it is not fit, when its end is heard of first
+                said = gone.socket.recv(_MOST_WORDS).decode(errors="replace").removeprefix("warm")
+                seat.trouble = said or seat.trouble
             gone.socket.close()
         if not self._ended:
             self._failed(seat, seat.trouble or f"ended with status {child.status}")

@@ -154,6 +154,20 @@ def test_one_that_keeps_dying_is_said_once(tmp_path: Path) -> None:
     alone(main)
 
 
+def test_one_in_which_an_import_made_a_context_is_not_used(tmp_path: Path) -> None:
+    async def main() -> None:
+        cuda = "class cuda:\n    @staticmethod\n    def is_initialized(): return True\n"
+        (tmp_path / "torch.py").write_text(cuda)
+        node = Node(tmp_path, 1, 1, {"modules": ["torch"], "environment": {}})
+        node.standbys.warm(node.plans)
+        await node.until(lambda: node.said)
+        (said,) = node.said
+        assert said.startswith("no standby for rank 4: not fit: an import made a CUDA context")
+        await node.end()
+
+    alone(main)
+
+
 @pytest.mark.parametrize("name", ["KEEPSTEP_SET_BEFORE_IMPORT"])
 def test_what_the_script_set_before_its_imports_is_set_before_them_and_gone_after(
     tmp_path: Path, name: str
