@@ -5,6 +5,7 @@ A restarted job is quicker than that altogether. Whatever goes wrong here, torch
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Callable
@@ -19,9 +20,10 @@ _LISTENS = "0A"
 
 def install() -> None:
     """Called at the end of ``import torch``."""
-    from torch.distributed import rendezvous
-
-    made: Callable[..., Any] | None = vars(rendezvous).get("_create_c10d_store")
+    names = vars(
+        importlib.import_module("torch.distributed.rendezvous")
+    )  # the package has a function of that name
+    made: Callable[..., Any] | None = names.get("_create_c10d_store")
     if made is None or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return
 
@@ -32,7 +34,7 @@ def install() -> None:
                 wait_for_listener(port)
         return made(hostname, port, rank, *args, **kwargs)
 
-    vars(rendezvous)["_create_c10d_store"] = create_store
+    names["_create_c10d_store"] = create_store
 
 
 def wait_for_listener(port: int, patience_s: float = _PATIENCE_S) -> bool:

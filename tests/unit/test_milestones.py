@@ -1,5 +1,6 @@
 """What a standby is told to import: what is installed, nothing of the script's own."""
 
+import importlib
 import importlib.machinery
 import os
 import socket
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep import _milestones
+from keepstep import _milestones, _rendezvous
 from keepstep._rendezvous import wait_for_listener
 
 
@@ -58,6 +59,23 @@ def test_a_milestone_is_told_once_and_never_raises(tmp_path: Path, monkeypatch: 
         os.close(reader)
         os.close(writer)
     assert line.split()[:3] == ["groups", "3", "2"]
+
+
+def test_this_torch_makes_its_store_where_we_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("torch.distributed.rendezvous")
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(module, "_create_c10d_store", lambda *args, **_: calls.append(args))
+    monkeypatch.setattr(_rendezvous, "wait_for_listener", lambda port: calls.append((port,)))
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    _rendezvous.install()
+    for rank in (0, 1):
+        module._create_c10d_store("localhost", 29, rank, 2, None, use_libuv=True)
+    assert calls == [("localhost", 29, 0, 2, None), (29,), ("localhost", 29, 1, 2, None)]
+
+
+def test_the_function_is_there() -> None:
+    module = importlib.import_module("torch.distributed.rendezvous")
+    assert callable(module._create_c10d_store)
 
 
 def test_ranks_wait_for_the_store_that_comes_late() -> None:
