@@ -5,8 +5,6 @@ to be killed. Gradients are summed in the order of ranks: DDP lays its buckets o
 and Gloo's own sums may round differently then.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
