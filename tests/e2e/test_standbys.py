@@ -51,8 +51,9 @@ class Run:
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            self.said += line
+        with process.stdout:
+            for line in process.stdout:
+                self.said += line
 
     def finish(self) -> int:
         assert self.process is not None
