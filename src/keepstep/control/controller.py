@@ -24,7 +24,7 @@ from keepstep.control.rendezvous import MOST_NODES, MOST_RANKS, Launcher, Placed
 from keepstep.control.slow_case import SlowCase
 from keepstep.control.validations import Validations
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Action, Incident
+from keepstep.core.incident import Action, Incident, Recovery
 from keepstep.core.summary import PathProbe
 from keepstep.wire.messages import (
     PROTOCOL,
@@ -47,6 +47,7 @@ from keepstep.wire.messages import (
     Profile,
     ProfileRequest,
     Reachable,
+    Recovered,
     Refused,
     SaveRings,
     StateRequest,
@@ -108,6 +109,7 @@ class Controller:
         self.locators: Locators = locators or LibraryLocators()
         self.rendezvous = Rendezvous(settings.nodes, join_s=settings.join_s, last_call_s=settings.last_call_s)
         self.backups = Backups(settings.backups, settings.lost_s)
+        self.recovery: Recovery | None = None  # the newest
         self.ignored = 0  # messages that made no sense in their place
         self._unix_s, self._pid = unix_s, pid
         self._peers: dict[int, _Peer] = {}
@@ -210,6 +212,8 @@ class Controller:
             self._validations.asked(peer, message, now_s)
         elif isinstance(message, Join):
             self._join(peer, sender, message, now_s)
+        elif isinstance(message, Recovered):
+            self._recovered(message.recovery, now_s)
         elif isinstance(message, Ended):
             self._ended(sender, message, now_s)
         elif isinstance(message, Bye):
@@ -563,10 +567,22 @@ class Controller:
     def _crash_found(self, finding: Finding, now_s: float) -> None:
         if self.over:
             return
-        self._crash_case().found(finding, now_s)
+        case = self._crash_case()
+        if finding.incarnation < case.incarnation:
+            return  # said again to a controller that began anew
+        if finding.incarnation > case.incarnation >= 0:
+            case.restarted(None, now_s)
+            case = self._crash_case()
+        case.found(finding, now_s)
         for case in [*self._slow, *([self._hang] if self._hang else [])]:
             case.end(now_s)
         self._sweep()
+
+    def _recovered(self, recovery: Recovery, now_s: float) -> None:
+        self.recovery = recovery
+        if self._crash is not None and 0 <= self._crash.incarnation < recovery.incarnation:
+            self._crash.restarted(recovery, now_s)
+            self._sweep()
 
     def _crash_case(self) -> CrashCase:
         if self._crash is None or self._crash.closed:

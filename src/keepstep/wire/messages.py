@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 
 from keepstep.core.finding import Finding
+from keepstep.core.incident import Recovery
 from keepstep.core.summary import (
     BlockSummary,
     ClockSample,
@@ -233,6 +234,13 @@ class Ended(Message, frozen=True):
     message: str = ""
 
 
+class Recovered(Message, frozen=True):
+    """A launcher's ranks train again after a restart."""
+
+    node_rank: int
+    recovery: Recovery
+
+
 class Bye(Message, frozen=True):
     """The peer goes on purpose; its silence is no sign of death."""
 
@@ -401,7 +409,7 @@ AgentMessage = (
     | Locate
     | Bye
 )
-LauncherMessage = Hello | Join | Found | Ended | Bye
+LauncherMessage = Hello | Join | Found | Recovered | Ended | Bye
 ClientMessage = Hello | Validate | Bye
 ToController = AgentMessage | LauncherMessage | ClientMessage
 ToNode = (
