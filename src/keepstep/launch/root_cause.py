@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from keepstep.core.lost_connection import tells_of_another
 from keepstep.launch.processes import exit_code
 
 _LARGEST_ERROR_FILE_BYTES = 1 << 20
 _STDERR_TAIL_BYTES = 16384
 _STDERR_LINES = 20
+_SAME_MOMENT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +118,13 @@ def _last_lines(path: Path) -> list[str]:
 
 
 def first(failures: Sequence[Failure]) -> Failure:
-    """The root cause: the failure that came first in time."""
-    return min(failures, key=lambda failure: failure.unix_s)
+    """The root cause: the failure that came first in time.
+
+    Of those of one moment rather one that does not tell of another's death: the others may hear of it before we do.
+    """
+    earliest_s = min(failure.unix_s for failure in failures)
+    together = [failure for failure in failures if failure.unix_s - earliest_s <= _SAME_MOMENT_S]
+    return min(together, key=lambda failure: (tells_of_another(failure.message), failure.unix_s))
 
 
 def render(job: str, host: str, failures: Sequence[Failure]) -> str:

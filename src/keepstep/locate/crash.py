@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import signal
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -11,19 +10,13 @@ from typing import Literal
 from keepstep.core.events import Phase
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis
+from keepstep.core.lost_connection import tells_of_another
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import RankState
 from keepstep.locate.clocks import ClockOffsets, Clocks
 
 _SAME_MOMENT_S = 0.5
 _MAX_CULPRITS = 64
-
-_OF_ANOTHER = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|closed by (the )?(remote )?peer|broken pipe|socket (was )?closed"
-    r"|processgroup|gloo/transport|nccl (communicator|error|remote)|remote (process|peer)|distbackenderror"
-    r"|watchdog|timed out (waiting|initializing)|store->get|heartbeat|recvvalue|connectfullmesh|end ?of ?file",
-    re.IGNORECASE,
-)
 _ENDED_BY_LAUNCHER = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
@@ -91,7 +84,7 @@ def _one_per_rank(crashes: Sequence[Finding]) -> list[Finding]:
 def _is_consequence(finding: Finding) -> bool:
     """Whether the process died of another's death, or was ended because of it."""
     if finding.message:
-        return _OF_ANOTHER.search(finding.message) is not None
+        return tells_of_another(finding.message)
     return finding.exit_code in _ENDED_BY_LAUNCHER
 
 

@@ -36,6 +36,15 @@ def test_the_root_is_the_first_in_time_not_the_first_to_die(tmp_path: Path) -> N
     assert "exitcode  : -6 (pid: 10) (SIGABRT)" in text
 
 
+def test_who_hears_of_a_death_before_us_is_not_its_root(tmp_path: Path) -> None:
+    lost = {"message": "RuntimeError: Connection closed by peer [10.0.0.1]:9"}
+    victim = examine(3, 3, 13, 1, 9.0, error_file(tmp_path / "a", lost, 5.0), None)
+    killed = examine(2, 2, 12, -9, 5.004, tmp_path / "none", None)
+    assert first([victim, killed]) is killed
+    later = examine(2, 2, 12, -9, 6.0, tmp_path / "none", None)
+    assert first([victim, later]) is victim
+
+
 def test_without_an_error_file_the_last_lines_of_stderr(tmp_path: Path) -> None:
     stderr = tmp_path / "stderr.log"
     stderr.write_bytes(b"x" * 40000 + b"\nline\nRuntimeError: no\xff\n\n")
