@@ -1,6 +1,6 @@
 """Entry point of the ``torch.backends`` group: runs inside every ``import torch``.
 
-Inactive (no ``KEEPSTEP_RUN_DIR``) it looks up one environment variable and returns. Active, whatever goes wrong is
+Inactive (no ``KEEPSTEP_RUN_DIR``) it looks up two environment variables and returns. Active, whatever goes wrong is
 said once on stderr, and the script goes on unwatched.
 """
 
@@ -9,12 +9,18 @@ import os
 
 def activate() -> None:
     """Install the probe when ``keepstep run`` started this process; otherwise do nothing. Never raises."""
-    if "KEEPSTEP_RUN_DIR" not in os.environ:
+    watched, awaited = "KEEPSTEP_RUN_DIR" in os.environ, "KEEPSTEP_MILESTONES" in os.environ
+    if not (watched or awaited):
         return
     try:
-        from keepstep.capture import install
+        if awaited:
+            from keepstep import _milestones
 
-        install()
+            _milestones.install()
+        if watched:
+            from keepstep.capture import install
+
+            install()
     except Exception as error:  # the user's script must run, whatever happened to ours
         import sys
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
+from keepstep import _milestones
 from keepstep.capture import death
 from keepstep.capture.groups import Groups
 from keepstep.capture.operations import Operations
@@ -92,6 +93,7 @@ class Probe:
             ranks = args[2] if len(args) > 2 else kwargs.get("global_ranks_in_group")
             if isinstance(group, torch.distributed.ProcessGroup) and ranks is not None:
                 self._groups.capture(group, list(ranks))
+                _milestones.reached("groups")
         except Exception as error:
             self.recorder.stumbled(error)
 

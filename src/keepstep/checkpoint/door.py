@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from keepstep import _milestones
 from keepstep.checkpoint.cache import ADDRESS, NO_CACHE
 from keepstep.checkpoint.cadence import Storing
 from keepstep.checkpoint.snapshot import NoSnapshots, Seat, Snapshots
@@ -50,7 +51,9 @@ def load(state: dict[Any, Any]) -> int | None:
             any; or the state has another structure.
     """
     snapshots = _snapshots()
-    return snapshots.load(state) if snapshots else None
+    step = snapshots.load(state) if snapshots else None
+    _milestones.reached("state")
+    return step
 
 
 def register(state: dict[Any, Any]) -> None:

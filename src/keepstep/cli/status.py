@@ -65,7 +65,7 @@ def _headline(run: Run, found: dict[str, Any]) -> str:
     still = f"open incidents {', '.join(f'{n:04d}' for n in incidents)}" if incidents else "no open incident"
     steps = found["newest_step"]
     told = f"{run.path.name}: {state}; world of {found['world_size']}, newest step {steps}; {still}"
-    told += _backed_up(found.get("backups")) + _restarts(found)
+    told += _backed_up(found.get("backups")) + _recovered(found.get("recovery")) + _restarts(found)
     share = found["counters"].get("bytes_in", 0) / max(found["world_size"] * (steps + 1), 1)
     return f"{told}; {share:.0f} bytes a rank and step have reached the controller" if steps >= 0 else told
 
@@ -81,6 +81,13 @@ def _backed_up(backups: dict[str, Any] | None) -> str:
         return ""  # one node, or no checkpoints
     step = f"step {backups['step']}" if backups["step"] >= 0 else "nothing"
     return f"; backed up: {step}" + (f" ({backups['trouble']})" if backups["trouble"] else "")
+
+
+def _recovered(recovery: dict[str, Any] | None) -> str:
+    if not recovery:
+        return ""
+    after = f"after rank {recovery['rank']} {recovery['what']}"
+    return f"; incarnation {recovery['incarnation']}, training again {recovery['seconds']:.2f} s {after}"
 
 
 def _rows(found: dict[str, Any]) -> Iterator[tuple[Any, ...]]:

@@ -25,7 +25,7 @@ from keepstep.control.rendezvous import MOST_NODES, MOST_RANKS, Launcher, Placed
 from keepstep.control.slow_case import SlowCase
 from keepstep.control.validations import Validations
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Action, Incident
+from keepstep.core.incident import Action, Incident, Recovery
 from keepstep.wire.messages import (
     PROTOCOL,
     Bye,
@@ -47,6 +47,7 @@ from keepstep.wire.messages import (
     Probed,
     Profile,
     Reachable,
+    Recovered,
     Refused,
     SaveRings,
     Spare,
@@ -113,6 +114,7 @@ class Controller:
         waiting = Waiting(settings.lost_s, settings.away_s, settings.halt_s, settings.join_s)
         self.reforming = Reforming(self.rendezvous, waiting, self._is_heard)
         self.backups = Backups(settings.backups, settings.lost_s)
+        self.recovery: Recovery | None = None  # the newest
         self.ignored = 0  # messages that made no sense in their place
         self._unix_s, self._pid = unix_s, pid
         self._peers: dict[int, _Peer] = {}
@@ -120,7 +122,6 @@ class Controller:
         self._slow: list[SlowCase] = []
         self._hang: HangCase | None = None
         self._crash: CrashCase | None = None
-        self._crash_of = 0  # its incarnation
         self._validations = Validations(
             self, self._standstill, lambda peer, answer: self._effects.append(Send((peer,), answer))
         )
@@ -227,6 +228,8 @@ class Controller:
             if sender.launcher is not None:
                 port = message.free_port
                 self._reform(self.reforming.halted(sender.launcher, message.incarnation, port, now_s), now_s)
+        elif isinstance(message, Recovered):
+            self._recovered(message.recovery, now_s)
         elif isinstance(message, Ended):
             self._ended(sender, message, now_s)
         elif isinstance(message, Bye):
@@ -431,7 +434,8 @@ class Controller:
                 for launcher in order.launchers:
                     node = self.cluster.nodes[self.rendezvous.placements[launcher].node_rank]
                     node.lost_s = None
-                    self._crash_case(now_s).lost(node.name, node.ranks, now_s)
+                    incarnation = self.rendezvous.incarnation
+                    self._death_in(incarnation, now_s).lost(node.name, node.ranks, now_s, incarnation)
             elif isinstance(order, Renew):
                 table = self.rendezvous.placements
                 self.cluster.begin_again({one.node_rank: launcher.node for launcher, one in table.items()})
@@ -483,7 +487,7 @@ class Controller:
                 continue
             if self._hang is None or not self._hang.is_reached(node.name):
                 node.lost_s = None
-                self._crash_case(now_s).lost(node.name, node.ranks, now_s)
+                self._crash_case().lost(node.name, node.ranks, now_s)
 
     def _tick_backups(self, now_s: float) -> None:
         if self.settings.backups and not self.over:
@@ -616,17 +620,30 @@ class Controller:
     def _crash_found(self, finding: Finding, now_s: float) -> None:
         if self.over:
             return
-        self._crash_case(now_s).found(finding, now_s)
+        if self._crash is not None and finding.incarnation < self._crash.incarnation:
+            return  # said again to a controller that began anew
+        self._death_in(finding.incarnation, now_s).found(finding, now_s)
         for case in [*self._slow, *([self._hang] if self._hang else [])]:
             case.end(now_s)
         self._sweep()
 
-    def _crash_case(self, now_s: float) -> CrashCase:
-        incarnation = self.rendezvous.incarnation
-        if self._crash is not None and self._crash_of < incarnation and not self._crash.closed:
-            self._crash.end(now_s)  # another death than that after which the job began again
+    def _recovered(self, recovery: Recovery, now_s: float) -> None:
+        self.recovery = recovery
+        if self._crash is not None and 0 <= self._crash.incarnation < recovery.incarnation:
+            self._crash.restarted(recovery, now_s)
+            self._sweep()
+
+    def _death_in(self, incarnation: int, now_s: float) -> CrashCase:
+        """The case of a death in this incarnation; that of an earlier one is over."""
+        case = self._crash_case()
+        if incarnation > case.incarnation >= 0:
+            case.restarted(None, now_s)
+            case = self._crash_case()
+        return case
+
+    def _crash_case(self) -> CrashCase:
         if self._crash is None or self._crash.closed:
-            self._crash, self._crash_of = CrashCase(self), incarnation
+            self._crash = CrashCase(self)
         return self._crash
 
     def _standstill(self) -> str:

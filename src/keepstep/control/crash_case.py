@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from keepstep.control.desk import Desk, how_to_say, same_culprits, unlocated
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Action, Culprit, Diagnosis, Incident
+from keepstep.core.incident import Action, Culprit, Diagnosis, Incident, Recovery
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.core.summary import RankState
 
@@ -30,6 +30,7 @@ class CrashCase:
         self._lost: dict[str, tuple[int, ...]] = {}
         self._first_s: float | None = None
         self._step = -1
+        self.incarnation = incident.incarnation if incident else -1  # of the job; -1: nobody told
         self._dirty = False
         self._decided_s: float | None = None
 
@@ -40,12 +41,14 @@ class CrashCase:
         if finding.step < 0:  # launchers do not know steps
             finding = replace(finding, step=self._desk.cluster.step_of(finding.rank) + 1)
         self._findings[finding.rank] = finding
+        self.incarnation = finding.incarnation
         self._step = max(self._step, finding.step)
         self._began(now_s)
 
-    def lost(self, node: str, ranks: tuple[int, ...], now_s: float) -> None:
+    def lost(self, node: str, ranks: tuple[int, ...], now_s: float, incarnation: int = -1) -> None:
         """A whole node is gone: neither its agent nor its launcher is connected."""
         self._lost[node] = ranks
+        self.incarnation = max(self.incarnation, incarnation)
         self._began(now_s)
 
     @property
@@ -98,6 +101,7 @@ class CrashCase:
             ranks_reporting=desk.cluster.reporting_ranks,
             world_size=desk.cluster.known_ranks,
             detected_unix_s=old.detected_unix_s if old else desk.unix_s(now_s),
+            incarnation=max(self.incarnation, 0),
         )
         desk.publish(self.incident, how_to_say(old, diagnosis))
 
@@ -114,6 +118,23 @@ class CrashCase:
         if self.incident is not None:
             self.incident = replace(self.incident, status="ended", closed_unix_s=self._desk.unix_s(now_s))
             self._desk.publish(self.incident, "")
+
+    def restarted(self, recovery: Recovery | None, now_s: float) -> None:
+        """The job runs in a later incarnation: that is the end of this death. ``recovery`` None: it died there, too."""
+        self.decide(now_s)
+        self._close(recovery, now_s)
+
+    def _close(self, recovery: Recovery | None, now_s: float) -> None:
+        self.closed = True
+        if self.incident is not None:
+            self.incident = replace(
+                self.incident,
+                status="relieved",
+                relief_step=self._desk.cluster.newest_step,
+                closed_unix_s=self._desk.unix_s(now_s),
+                recovery=recovery,
+            )
+            self._desk.publish(self.incident, "closes")
 
     def _began(self, now_s: float) -> None:
         self._dirty = True
@@ -137,12 +158,7 @@ class CrashCase:
             if one.alive and one.step >= 0
         }
         if all(rank in alive for rank in self._findings):
-            self.closed = True
-            step = self._desk.cluster.newest_step
-            self.incident = replace(
-                self.incident, status="relieved", relief_step=step, closed_unix_s=self._desk.unix_s(now_s)
-            )
-            self._desk.publish(self.incident, "closes")
+            self._close(None, now_s)
 
     def _locate(self) -> Diagnosis:
         desk = self._desk

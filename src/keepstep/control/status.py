@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from keepstep.control.controller import Controller
+from keepstep.core.incident import Recovery
 from keepstep.wire.messages import RankBeat
 
 STATUS_SCHEMA = 1
@@ -48,6 +49,7 @@ class Status(msgspec.Struct, frozen=True):
     rank_columns: tuple[str, ...]
     counters: dict[str, int]
     backups: BackupStatus | None = None
+    recovery: Recovery | None = None  # the newest
     incarnation: int = 0  # how often the job has begun again
     max_restarts: int = 0
     spares: tuple[str, ...] = ()  # nodes that wait for a place
@@ -96,6 +98,7 @@ def status_of(controller: Controller, now_s: float, unix_s: float, counters: dic
         RankBeat.__struct_fields__,
         {**counters, "ignored": controller.ignored, "refused_groups": cluster.refused_groups},
         _backups(controller),
+        controller.recovery,
         controller.reforming.incarnation,
         controller.rendezvous.max_restarts,
         tuple(launcher.node for launcher in controller.rendezvous.spares),

@@ -23,3 +23,4 @@ class Finding:
     exit_code: int = 0  # crash: as `run` would return it (128+N for a signal)
     message: str = ""  # crash: the error's last line, from the error file where there is one
     confidence: float = 1.0
+    incarnation: int = 0  # crash: of the process that died

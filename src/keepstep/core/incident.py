@@ -55,6 +55,19 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
+class Recovery:
+    """From the failure of a rank until every rank of its node has made a step again."""
+
+    incarnation: int  # that began
+    rank: int  # that failed
+    what: str  # "was killed", "failed"
+    seconds: float
+    phases: tuple[tuple[str, float], ...]  # what it was spent on, in order; they add up
+    standbys: int  # ranks that were taken over by warm standbys
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Incident:
     """One incident of a run, from onset to relief. Times are Unix seconds on the controller's host."""
 
@@ -78,4 +91,6 @@ class Incident:
     world_size: int = 0
     detected_unix_s: float = 0.0
     closed_unix_s: float | None = None
+    incarnation: int = 0  # of the job, in which it began
+    recovery: Recovery | None = None
     schema: int = INCIDENT_SCHEMA

@@ -15,7 +15,7 @@ from typing import Any
 from keepstep.core.errors import RunError
 from keepstep.launch.guard import Guard
 from keepstep.launch.job import Endpoint, Job
-from keepstep.launch.placement import CACHE, COOKIE, NO_CACHE, ORDERS, RING, RUN_DIR
+from keepstep.launch.placement import COOKIE, OURS
 from keepstep.launch.processes import Child, Processes, end_group, signal_group
 
 FIRST_WAIT_S = 0.1
@@ -28,11 +28,7 @@ STEADY_S = 60.0  # one that lived this long is given all its tries again
 
 def environment() -> dict[str, str]:
     """The launcher's own, less what marks a process as a worker."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in (COOKIE, RING, ORDERS, RUN_DIR, CACHE, NO_CACHE)
-    }
+    return {name: value for name, value in os.environ.items() if name != COOKIE and name not in OURS}
 
 
 class Companion:

@@ -167,6 +167,8 @@ def _add_own(group: Any) -> None:
     group.add_argument("--tls-ca", metavar="PEM", help="authority that signed all nodes' certificates")
     group.add_argument("--controller-listen", metavar="HOST:PORT", help="where the controller listens")
     group.add_argument("--layout", metavar="tpN-dpN-ppN", help="parallel layout, first varies fastest")
+    text = "warm standby processes for restarts: N, auto (as many as workers with --max-restarts), 0"
+    group.add_argument("--standbys", metavar="N", help=text)
     text = "folder or URL where checkpoints are kept beyond the run"
     group.add_argument("--checkpoint-dir", metavar="PATH_OR_URL", help=text)
     text = "steps from one to the next there: N, auto (cost model), or 0: as the script asks"

@@ -40,6 +40,7 @@ _OWN_FLAGS = (
     "checkpoint_backups",
     "checkpoint_backup_rate",
     "failure_domain",
+    "standbys",
 )
 
 
@@ -115,6 +116,7 @@ class Job:
     master_addr: str
     master_port: int  # 0: any free one
     max_restarts: int
+    standbys: int  # warm processes that wait for a restart
     signals: tuple[signal.Signals, ...]
     shutdown_timeout_s: float
     virtual_local_rank: bool
@@ -191,6 +193,7 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         master_addr="127.0.0.1" if alone else given.master_addr.strip("[]"),
         master_port=0 if alone else _master_port(given),
         max_restarts=given.max_restarts,
+        standbys=_standbys(str(value["standbys"]).strip(), given, nproc),
         signals=_signals(given.signals_to_handle),
         shutdown_timeout_s=_shutdown_timeout(given, environ),
         virtual_local_rank=given.virtual_local_rank,
@@ -222,6 +225,14 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         remarks=tuple(flags.without_meaning(given)),
         warnings=_warnings(given),
     )
+
+
+def _standbys(text: str, given: argparse.Namespace, nproc: int) -> int:
+    if text != "auto" and not (text.isascii() and text.isdigit()):
+        raise UsageError(f"--standbys {text}: give a number of processes, auto, or 0 for none")
+    if not given.max_restarts or given.no_python:
+        return 0
+    return nproc if text == "auto" else min(int(text), nproc)
 
 
 def _not_negative(flag: str, value: Number) -> Number:

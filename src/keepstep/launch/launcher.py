@@ -19,25 +19,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from keepstep import __version__
 from keepstep.core.errors import KeepstepError, RunError
 from keepstep.core.finding import Finding
+from keepstep.core.incident import Recovery
 from keepstep.core.own_address import address_towards
 from keepstep.launch import addresses, root_cause, run_folder
 from keepstep.launch.caching import Caching
 from keepstep.launch.companions import Companion, agent_command, controller_command
 from keepstep.launch.guard import Guard
-from keepstep.launch.job import STDERR, STDOUT, Endpoint, Job
-from keepstep.launch.placement import (
-    CACHE,
-    COOKIE,
-    INCARNATION,
-    NO_CACHE,
-    ORDERS,
-    RING,
-    RUN_DIR,
-    Place,
-    worker_plans,
-)
+from keepstep.launch.job import Endpoint, Job
+from keepstep.launch.placement import COOKIE, OURS, Place, worker_plans
 from keepstep.launch.processes import Processes
-from keepstep.launch.streams import Follower, WorkerStreams, line_prefix, worker_streams
+from keepstep.launch.recovery import sentence
+from keepstep.launch.restarts import Restarts
+from keepstep.launch.rings import Rings
+from keepstep.launch.streams import Following, worker_streams
 from keepstep.launch.workers import Workers, sweep
 
 if TYPE_CHECKING:
@@ -46,7 +40,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TEE_INTERVAL_S = 0.1
 CANNOT_START = 2
 _EXIT_BARRIER_S = 300.0
 _CONTROLLER_READY_S = 30.0
@@ -83,18 +76,17 @@ class Launcher:
         self._unwatched = False  # the agent died too often
         self._link: Link | None = None
         self._place: Place | None = None
-        self._rings: dict[int, int] = {}  # descriptor by rank
-        self._orders: dict[int, int] = {}  # the same of the orders pages
+        self._rings = Rings()
         self._caching = Caching(job, self._warn)
         self._workers: Workers | None = None
-        self._followers: list[Follower] = []
-        self._filter_files: list[int] = []
+        self._following = Following(job, self._logs)
+        self._restarts: Restarts | None = None
+        self._renewal: asyncio.Task[None] | None = None  # of the agent
         self._outcome: asyncio.Future[_Outcome] = asyncio.get_running_loop().create_future()
         self._kill_now = asyncio.Event()
         self._job_over = asyncio.Event()  # the controller said Stop
         self._stop_code = 0
         self._signalled: signal.Signals | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         self._hosts_controller = False
         self._started_unix_s = time.time()
 
@@ -112,7 +104,7 @@ class Launcher:
             outcome = _Outcome("failed", CANNOT_START, str(error))
         if self._workers:
             await self._workers.end(signal.SIGTERM, self._job.shutdown_timeout_s, self._kill_now)
-        self._stop_following()
+        self._following.stop()
         return await self._say_goodbye(outcome)
 
     # Before the workers.
@@ -232,6 +224,15 @@ class Launcher:
 
     async def _incarnations(self, place: Place) -> _Outcome:
         restarts = 0
+        self._restarts = Restarts(
+            self._job,
+            self._environ,
+            self._folder / "nodes" / str(place.node_rank),
+            self._processes,
+            self._guard,
+            warn=self._warn,
+            recovered=self._on_recovery,
+        )
         while True:
             self._place = place
             self._start_workers(place, restarts)
@@ -243,7 +244,7 @@ class Launcher:
                     f"{child.name} (process {child.pid}) does not end even when killed: stuck in the kernel"
                 )
             await self._sweep()
-            self._stop_following()
+            self._following.stop()
             if outcome.kind != "failed":
                 return outcome
             if restarts >= self._job.max_restarts or self._signalled or self._job_over.is_set():
@@ -251,16 +252,18 @@ class Launcher:
             restarts += 1
             failure = root_cause.first(self._workers.failures)
             self._say(f"rank {failure.rank}: {failure.text}; restart {restarts} of {self._job.max_restarts}")
-            await self._stop_agent()
+            self._renew_agent()
             place = replace(
                 place,
                 incarnation=place.incarnation + 1,
                 master_port=self._job.master_port or addresses.free_port("127.0.0.1"),
             )
+            self._restarts.ended(failure, self._workers.failed_s, place.incarnation)
             self._outcome = asyncio.get_running_loop().create_future()
 
     def _start_workers(self, place: Place, restarts: int) -> None:
-        job = self._job
+        job, prepared = self._job, self._restarts
+        assert prepared is not None
         watching = self._make_rings(place) if job.watch else {}
         caching = self._caching.environment(place)
         ranks = {local_rank: place.first_rank + local_rank for local_rank in range(job.nproc)}
@@ -273,22 +276,26 @@ class Launcher:
             self._environ,
             error_files=error_files,
             restart_count=restarts,
-            extra={local: {**caching, **watching.get(local, {})} for local in ranks},
+            extra={
+                local: {**caching, **watching.get(local, {}), **prepared.environment(place, local)}
+                for local in ranks
+            },
         )
         streams = {
             local: worker_streams(job, self._logs, rank, local, restarts) for local, rank in ranks.items()
         }
         self._workers = Workers(
-            plans, streams, self._processes, self._guard, failed=self._on_failure, finished=self._on_finish
+            plans,
+            streams,
+            self._processes,
+            self._guard,
+            failed=self._on_failure,
+            finished=self._on_finish,
+            standbys=prepared.standbys,
         )
-        self._follow(streams, ranks, restarts)
-        self._workers.start(
-            {
-                k: v
-                for k, v in self._environ.items()
-                if k not in (RING, ORDERS, RUN_DIR, CACHE, NO_CACHE, INCARNATION)
-            }
-        )
+        self._following.start(streams, ranks, restarts)
+        self._workers.start({k: v for k, v in self._environ.items() if k not in OURS})
+        prepared.started(plans, place.incarnation, self._workers.from_standbys)
         self._describe()
         if job.watch and job.rendezvous.endpoint is None and self._controller is None:
             self._try_watching(self._start_controller)
@@ -300,42 +307,38 @@ class Launcher:
             self._try_watching(self._start_agent)
         first, last = place.first_rank, place.first_rank + job.nproc - 1
         ranks_text = f"rank {first}" if first == last else f"ranks {first}-{last}"
-        watched = "watched, " if self._rings and self._controller_at else ""
+        watched = "watched, " if self._rings.paths and self._controller_at else ""
         self._say(f"{ranks_text} of {place.world_size} on {job.node}: {watched}run folder {self._folder}")
 
     def _make_rings(self, place: Place) -> dict[int, dict[str, str]]:
         """A ring for each worker; empty, with a word about it, when rings cannot be made."""
-        self._close_rings()
         try:
-            from keepstep.ring import create, orders
-
-            for local_rank in range(self._job.nproc):
-                self._rings[place.first_rank + local_rank] = create(self._job.ring_records)
-                self._orders[place.first_rank + local_rank] = orders.create()
+            self._rings.make(place, self._job.nproc, self._job.ring_records)
         except (KeepstepError, OSError, ImportError, ValueError) as error:
             self._warn(f"the workers train unwatched, no ring can be made: {error}")
             return {}
-        return {
-            rank - place.first_rank: {
-                RUN_DIR: str(self._folder),
-                RING: _path_of(self._rings[rank]),
-                ORDERS: _path_of(self._orders[rank]),
-                INCARNATION: str(place.incarnation),
-            }
-            for rank in self._rings
-        }
+        return self._rings.environment(place, self._folder)
 
-    def _close_rings(self) -> None:
-        for descriptor in (*self._rings.values(), *self._orders.values()):
-            os.close(descriptor)
-        self._rings, self._orders = {}, {}
+    def _renew_agent(self) -> None:
+        """The agent of the incarnation that ended ends, one of the next follows it; workers wait for neither."""
+        old, before = self._rings, self._renewal
+        self._rings = Rings()
+
+        async def renew() -> None:
+            if before:
+                await before
+            await self._stop_agent()
+            old.close()
+            self._try_watching(self._start_agent)
+
+        self._renewal = asyncio.get_running_loop().create_task(renew())
 
     def _start_agent(self) -> None:
-        if self._agent or not self._rings or self._place is None or self._controller_at is None:
+        paths = self._rings.paths
+        if self._agent or not paths or self._place is None or self._controller_at is None:
             return
         place, controller = self._place, self._controller_at
-        rings = {rank: _path_of(descriptor) for rank, descriptor in self._rings.items()}
-        orders = {rank: _path_of(descriptor) for rank, descriptor in self._orders.items()}
+        orders = self._rings.orders
         cache = self._caching.address
 
         def gave_up(reason: str) -> None:
@@ -351,7 +354,7 @@ class Launcher:
                 self._secret,
                 controller,
                 place.node_rank,
-                rings,
+                paths,
                 orders,
                 world_size=place.world_size,
                 cache=cache,
@@ -367,45 +370,6 @@ class Launcher:
         if self._agent:
             await self._agent.stop(self._job.linger_s)
             self._agent = None
-
-    def _follow(self, streams: Mapping[int, WorkerStreams], ranks: Mapping[int, int], restarts: int) -> None:
-        wanted = self._job.streams
-        targets = {STDOUT: (1, wanted.stdout_words, "stdout"), STDERR: (2, wanted.stderr_words, "stderr")}
-        for stream, (descriptor, words, name) in targets.items():
-            shown = Follower(descriptor)
-            followers = [shown]
-            if words:
-                path = self._logs.attempt(restarts) / f"filtered_{name}.log"
-                self._filter_files.append(
-                    os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-                )
-                followers.append(Follower(self._filter_files[-1], words))
-            for local_rank, of_worker in streams.items():
-                prefix = line_prefix(self._job, ranks[local_rank], local_rank)
-                for follower in followers:
-                    if stream in of_worker.shown:
-                        follower.follow(of_worker.shown[stream], prefix, from_start=False)
-            self._followers += [follower for follower in followers if follower.busy]
-        if self._followers:
-            task = asyncio.get_running_loop().create_task(self._keep_following())
-            self._tasks.add(task)
-
-    async def _keep_following(self) -> None:
-        while True:
-            await asyncio.sleep(TEE_INTERVAL_S)
-            for follower in self._followers:
-                follower.pump()
-
-    def _stop_following(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        self._tasks.clear()
-        for follower in self._followers:
-            follower.pump(last=True)
-        self._followers = []
-        for descriptor in self._filter_files:
-            os.close(descriptor)
-        self._filter_files = []
 
     # What happens.
 
@@ -432,6 +396,11 @@ class Launcher:
             self._link.found(self._finding(failure))
         self._settle(_Outcome("failed", failure.exit_code, f"rank {failure.rank}: {failure.text}"))
 
+    def _on_recovery(self, recovery: Recovery) -> None:
+        self._say(sentence(recovery))
+        if self._link:
+            self._link.recovered(recovery)
+
     def _on_finish(self) -> None:
         self._settle(_Outcome("finished", 0, "finished"))
 
@@ -455,6 +424,7 @@ class Launcher:
             step=-1,
             exit_code=failure.exit_code,
             message=failure.message,
+            incarnation=self._place.incarnation if self._place else 0,
         )
 
     # After the workers.
@@ -476,10 +446,13 @@ class Launcher:
     async def _sweep(self) -> None:
         ours = {self._guard.pid}
         ours |= {other.pid for other in (self._controller, self._agent) if other and other.pid}
+        ours |= self._restarts.standbys.pids if self._restarts else set()
         await sweep(frozenset(ours), self._kill_now)
 
     async def _say_goodbye(self, outcome: _Outcome) -> int:
         """Tell the controller, wait for the other nodes, end what is beside the workers; returns the exit code."""
+        if self._restarts:
+            self._restarts.end()
         if outcome.kind == "stopped" and outcome.code:
             self._say(f"the job was ended: {outcome.reason}")
         await self._wait_for_storage(outcome)
@@ -487,13 +460,15 @@ class Launcher:
             self._link.ended(outcome.code, outcome.reason)
             await self._link.drained(_DRAIN_S)
             await self._wait_for_others(outcome)
+        if self._renewal:
+            await self._renewal
         await self._stop_agent()
         if self._link:
             await self._link.close()
         if self._controller:
             await self._controller.stop(self._job.linger_s)
         await self._sweep()
-        self._close_rings()
+        self._rings.close()
         self._caching.close()
         code = self._stop_code if outcome.kind == "finished" and self._stop_code else outcome.code
         if self._hosts_controller:
@@ -554,7 +529,7 @@ class Launcher:
                 "host": os.uname().nodename,
                 "launcher": run_folder.process_mark(os.getpid()),
                 "secret_file": str(self._secret),
-                "rings": {str(rank): _path_of(descriptor) for rank, descriptor in self._rings.items()},
+                "rings": {str(rank): path for rank, path in self._rings.paths.items()},
             },
         )
 
@@ -574,10 +549,6 @@ class Launcher:
 
     def _warn(self, text: str) -> None:
         print(f"keepstep: {text}", file=sys.stderr, flush=True)
-
-
-def _path_of(descriptor: int) -> str:
-    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 class _EndedEarly(Exception):

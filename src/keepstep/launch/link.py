@@ -11,6 +11,7 @@ from pathlib import Path
 from keepstep import wire
 from keepstep.core.errors import RunError, WireError
 from keepstep.core.finding import Finding
+from keepstep.core.incident import Recovery
 from keepstep.launch.job import Endpoint, Job
 from keepstep.launch.placement import Place
 
@@ -119,6 +120,12 @@ class Link:
         self._findings.append(finding)
         if self._client:
             self._client.send(wire.Found(finding))
+
+    def recovered(self, recovery: Recovery) -> None:
+        """All ranks of this node train again after a restart."""
+        self._findings = [one for one in self._findings if one.incarnation >= recovery.incarnation]
+        if self._client:
+            self._client.send(wire.Recovered(self._place.node_rank if self._place else -1, recovery))
 
     def ended(self, exit_code: int, message: str) -> None:
         """All workers of this node have ended."""

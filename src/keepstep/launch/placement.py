@@ -18,7 +18,12 @@ LAYOUT = "KEEPSTEP_LAYOUT"
 CHECKPOINT_DIR = "KEEPSTEP_CHECKPOINT_DIR"
 CHECKPOINT_EVERY = "KEEPSTEP_CHECKPOINT_EVERY"
 FAILURES_PER_DAY = "KEEPSTEP_FAILURES_PER_DAY"
+MILESTONES = "KEEPSTEP_MILESTONES"
+IMPORTS = "KEEPSTEP_IMPORTS"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 COOKIE = "KEEPSTEP_JOB"  # marks every process of a run, so that none outlives it
+OURS = frozenset({RING, ORDERS, RUN_DIR, CACHE, NO_CACHE, INCARNATION, MILESTONES, IMPORTS})
+"""What each worker is given anew, and nobody else has."""
 _LOCAL_RANK_MACRO = "${local_rank}"
 
 
@@ -62,7 +67,7 @@ def worker_plans(
             command=worker_command(job, local_rank, environ),
             environment={
                 **worker_environment(job, place, local_rank, environ, restart_count),
-                "TORCHELASTIC_ERROR_FILE": error_files[local_rank],
+                ERROR_FILE: error_files[local_rank],
                 **(extra or {}).get(local_rank, {}),
             },
         )

@@ -64,6 +64,7 @@ class Processes:
         stdin: int | None = None,
         stdout: int | None = None,
         stderr: int | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> Child:
         """Start a program; ``on_exit`` is called from ``reap`` once it has ended.
 
@@ -88,6 +89,7 @@ class Processes:
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
+                pass_fds=pass_fds,
                 start_new_session=True,
                 # The launcher has one thread, so running Python between fork and exec is safe.
                 preexec_fn=bind_to_launcher,
@@ -100,6 +102,11 @@ class Processes:
         self._children[child.pid] = child
         self._on_exit[child.pid] = on_exit
         return child
+
+    def become(self, child: Child, name: str, on_exit: Callable[[Child], None]) -> None:
+        """A living child is something else from now on, and its end another's affair."""
+        child.name = name
+        self._on_exit[child.pid] = on_exit
 
     def reap(self) -> list[int]:
         """Collect every child that has ended, in the order in which the kernel tells; returns unknown pids."""

@@ -36,6 +36,9 @@ SETTINGS = (
         "run", "checkpoint_backup_rate", 0.0, "bytes a second that a node sends for backups; 0: no limit"
     ),
     Setting("run", "failure_domain", "", "label, e.g. of the rack; backups go to nodes of another one"),
+    Setting(
+        "run", "standbys", "auto", "warm standby processes; auto: as many as workers, if restarts are wanted"
+    ),
     Setting("run", "join_timeout_s", 600.0, "how long to wait for the other nodes at the start"),
     Setting("run", "linger_s", 10.0, "how long agent and controller may take after the workers ended"),
 )

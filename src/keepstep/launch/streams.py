@@ -6,6 +6,7 @@ launcher or for whoever reads the console.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from string import Template
 from keepstep.launch.job import STDERR, STDOUT, Job
 from keepstep.launch.run_folder import LogFiles
 
+TEE_INTERVAL_S = 0.1
 _READ_BYTES = 1 << 16
 _FILES = {STDOUT: "stdout.log", STDERR: "stderr.log"}
 
@@ -128,6 +130,57 @@ class Follower:
                 return False
             source.pending = source.pending[written:]
         return True
+
+
+class Following:
+    """What of one incarnation's files is shown on the console and filtered, until it is stopped."""
+
+    def __init__(self, job: Job, logs: LogFiles) -> None:
+        self._job = job
+        self._logs = logs
+        self._followers: list[Follower] = []
+        self._files: list[int] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, streams: Mapping[int, WorkerStreams], ranks: Mapping[int, int], attempt: int) -> None:
+        """Follow what the workers (``streams``, ``ranks`` by local rank) write from now on."""
+        wanted = self._job.streams
+        targets = {STDOUT: (1, wanted.stdout_words, "stdout"), STDERR: (2, wanted.stderr_words, "stderr")}
+        for stream, (descriptor, words, name) in targets.items():
+            followers = [Follower(descriptor)]
+            if words:
+                path = self._logs.attempt(attempt) / f"filtered_{name}.log"
+                self._files.append(
+                    os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                )
+                followers.append(Follower(self._files[-1], words))
+            for local_rank, of_worker in streams.items():
+                prefix = line_prefix(self._job, ranks[local_rank], local_rank)
+                for follower in followers:
+                    if stream in of_worker.shown:
+                        follower.follow(of_worker.shown[stream], prefix, from_start=False)
+            self._followers += [follower for follower in followers if follower.busy]
+        if self._followers:
+            self._later()
+
+    def _later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(TEE_INTERVAL_S, self._pump)
+
+    def _pump(self) -> None:
+        for follower in self._followers:
+            follower.pump()
+        self._later()
+
+    def stop(self) -> None:
+        """Write what is left."""
+        if self._timer:
+            self._timer.cancel()
+        for follower in self._followers:
+            follower.pump(last=True)
+        self._followers = []
+        for descriptor in self._files:
+            os.close(descriptor)
+        self._files = []
 
 
 class _Source:

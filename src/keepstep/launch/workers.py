@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from keepstep.launch.guard import Guard
-from keepstep.launch.placement import WorkerPlan
+from keepstep.launch.placement import ERROR_FILE, WorkerPlan
 from keepstep.launch.processes import Child, Processes, descendants, end_group, signal_group
 from keepstep.launch.root_cause import Failure, examine, first
+from keepstep.launch.standbys import Standbys
 from keepstep.launch.streams import WorkerStreams, open_for_worker
 
 _SWEEP_PATIENCE_S = 5.0
@@ -31,6 +32,7 @@ class Workers:
         *,
         failed: Callable[[Failure], None],
         finished: Callable[[], None],
+        standbys: Standbys | None = None,
     ) -> None:
         self._plans = plans
         self._streams = streams
@@ -38,11 +40,14 @@ class Workers:
         self._guard = guard
         self._failed = failed
         self._finished = finished
+        self._standbys = standbys
         self._children: dict[int, Child] = {}  # by local rank
         self._asked: set[int] = set()  # signals that we sent to end them
         self._all_ended = asyncio.Event()
         self._interrupted: set[int] = set()  # ranks that failed, but whose status is that of our signal
         self.failures: list[Failure] = []
+        self.failed_s = 0.0  # CLOCK_MONOTONIC of the first failure
+        self.from_standbys = 0
 
     def start(self, environ: Mapping[str, str]) -> None:
         """Start them all.
@@ -55,20 +60,35 @@ class Workers:
             stdout = open_for_worker(streams.stdout)
             stderr = open_for_worker(streams.stderr)
             try:
-                child = self._processes.start(
-                    f"rank {plan.rank}",
-                    plan.command,
-                    {**environ, **plan.environment},
-                    on_exit=lambda child, plan=plan: self._exited(plan, child),
-                    stdout=stdout,
-                    stderr=stderr,
-                )
+                child = self._begin(plan, environ, stdout, stderr)
             finally:
                 for descriptor in (stdout, stderr):
                     if descriptor is not None:
                         os.close(descriptor)
             self._guard.add(child.pid, at_once=True)
             self._children[plan.local_rank] = child
+
+    def _begin(
+        self, plan: WorkerPlan, environ: Mapping[str, str], stdout: int | None, stderr: int | None
+    ) -> Child:
+        """A warm standby becomes the worker; where there is none, a fresh process is started."""
+
+        def exited(child: Child) -> None:
+            self._exited(plan, child)
+
+        name = f"rank {plan.rank}"
+        if self._standbys and (child := self._standbys.take(plan, environ, stdout, stderr)):
+            self._processes.become(child, name, exited)
+            self.from_standbys += 1
+            return child
+        return self._processes.start(
+            name,
+            plan.command,
+            {**environ, **plan.environment},
+            on_exit=exited,
+            stdout=stdout,
+            stderr=stderr,
+        )
 
     @property
     def alive(self) -> list[Child]:
@@ -114,6 +134,7 @@ class Workers:
                 if by_us:
                     self._interrupted.add(failure.rank)
             if len(self.failures) == 1 and not self._asked:
+                self.failed_s = child.ended_s
                 self._failed(failure)
         if not self.alive and (self._asked or len(self._children) == len(self._plans)):
             self._all_ended.set()
@@ -131,7 +152,7 @@ class Workers:
             child.pid,
             child.status,
             time.time() - (time.monotonic() - child.ended_s),
-            Path(plan.environment["TORCHELASTIC_ERROR_FILE"]),
+            Path(plan.environment[ERROR_FILE]),
             self._streams[plan.local_rank].stderr,
         )
 

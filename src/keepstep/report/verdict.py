@@ -190,6 +190,8 @@ def _closing(incident: Incident) -> str:
     at = f"step {incident.relief_step}" if incident.relief_step is not None else "unknown step"
     if incident.kind == "slow" and incident.onset_step is not None and incident.relief_step is not None:
         return f"{at}  over after {incident.relief_step - incident.onset_step} steps"
+    if incident.recovery is not None:
+        return f"{at}  training again {_seconds(incident.recovery.seconds)} after it"
     if incident.stuck_s is not None:
         return f"{at}  over after {incident.stuck_s:.0f} s"
     return f"{at}  over"

@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 
 from keepstep.core.finding import Finding
+from keepstep.core.incident import Recovery
 from keepstep.core.summary import (
     BlockSummary,
     ClockSample,
@@ -253,6 +254,13 @@ class Ended(Message, frozen=True):
     incarnation: int = 0
 
 
+class Recovered(Message, frozen=True):
+    """A launcher's ranks train again after a restart."""
+
+    node_rank: int
+    recovery: Recovery
+
+
 class Bye(Message, frozen=True):
     """The peer goes on purpose; its silence is no sign of death."""
 
@@ -432,7 +440,7 @@ AgentMessage = (
     | Locate
     | Bye
 )
-LauncherMessage = Hello | Join | Found | Failed | Halted | Ended | Bye
+LauncherMessage = Hello | Join | Found | Recovered | Failed | Halted | Ended | Bye
 ClientMessage = Hello | Validate | Bye
 ToController = AgentMessage | LauncherMessage | ClientMessage
 ToNode = (

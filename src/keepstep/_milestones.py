@@ -1,0 +1,96 @@
+"""What a worker tells its launcher on the way to its first step, and what a standby has to import to be like it.
+
+Light: what imports this has not loaded torch. Never raises, never blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+PIPE = "KEEPSTEP_MILESTONES"  # a pipe of the launcher, as a path
+IMPORTS = "KEEPSTEP_IMPORTS"  # file for what this worker imports; unset: it is known
+
+_reached: set[str] = set()
+_preset: dict[str, str] = {}  # what the script put into its environment before it imported torch
+
+
+def install() -> None:
+    """Called at the end of ``import torch``: tells the first optimizer step."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    if IMPORTS in os.environ:
+        _preset.update(_changed(_started_with()))
+
+    def stepped(*_: Any) -> None:
+        if "step" not in _reached:
+            reached("step")
+
+    register_optimizer_step_post_hook(stepped)
+
+
+def reached(name: str) -> None:
+    """Tell the launcher that this rank has come to ``groups``, ``state`` or ``step``; once each."""
+    path = os.environ.get(PIPE)
+    if path is None or name in _reached:
+        return
+    _reached.add(name)
+    try:
+        _tell(path, name)
+        if name in ("groups", "step") and IMPORTS in os.environ:
+            _write_imports(os.environ[IMPORTS])
+    except Exception:  # the script must run; without a word from it, it is a fresh process that replaces it
+        return
+
+
+def _tell(path: str, name: str) -> None:
+    rank, incarnation = os.environ.get("RANK", "0"), os.environ.get("KEEPSTEP_INCARNATION", "0")
+    pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        os.write(pipe, f"{name} {rank} {incarnation} {time.monotonic_ns()}\n".encode())
+    finally:
+        os.close(pipe)
+
+
+def _write_imports(path: str) -> None:
+    draft = f"{path}.{os.getpid()}"
+    with open(draft, "w") as file:
+        json.dump({"modules": installed_modules(sys.modules), "environment": _preset}, file)
+    os.replace(draft, path)
+
+
+def installed_modules(modules: Mapping[str, ModuleType | None]) -> list[str]:
+    """Those of ``modules`` that may be imported ahead of the script, in the order in which they were.
+
+    The script's own are not: what lies in its folder or in the working directory, unless it is installed there.
+    """
+    main = getattr(modules.get("__main__"), "__file__", None)
+    own = {os.path.realpath(os.getcwd()), os.path.dirname(os.path.realpath(main)) if main else ""} - {""}
+    return [name for name, module in list(modules.items()) if _may_be_ahead(name, module, own)]
+
+
+def _may_be_ahead(name: str, module: ModuleType | None, own: set[str]) -> bool:
+    spec = getattr(module, "__spec__", None)
+    origin = getattr(spec, "origin", None)
+    if name == "__main__" or not isinstance(origin, str) or getattr(spec, "name", "") != name:
+        return False
+    if name.partition(".")[0] == "keepstep" or "/site-packages/" in origin or "/dist-packages/" in origin:
+        return True
+    path = os.path.realpath(origin)
+    return os.path.isabs(origin) and not any(path.startswith(f"{folder}/") for folder in own)
+
+
+def _started_with() -> dict[str, str]:
+    with open("/proc/self/environ", "rb") as file:
+        pairs = file.read().split(b"\0")
+    split = (os.fsdecode(pair).partition("=") for pair in pairs if b"=" in pair)
+    return {name: value for name, _, value in split}
+
+
+def _changed(before: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}

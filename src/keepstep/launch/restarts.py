@@ -1,0 +1,87 @@
+"""What a launcher keeps so that a restart is quick, and how long each one took."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from keepstep.core.incident import Recovery
+from keepstep.launch.guard import Guard
+from keepstep.launch.job import Job
+from keepstep.launch.placement import OURS, Place, WorkerPlan
+from keepstep.launch.processes import Processes
+from keepstep.launch.recovery import Milestones, Restart
+from keepstep.launch.root_cause import Failure
+from keepstep.launch.standbys import Standbys
+
+_WARM_AFTER_S = 60.0  # of training that makes no optimizer step that we would see
+
+
+class Restarts:
+    """Milestones and standbys of a job that may be restarted; of another there is nothing."""
+
+    def __init__(
+        self,
+        job: Job,
+        environ: Mapping[str, str],
+        folder: Path,
+        processes: Processes,
+        guard: Guard,
+        *,
+        warn: Callable[[str], None],
+        recovered: Callable[[Recovery], None],
+    ) -> None:
+        """``folder``: of this node. ``recovered`` is told once all ranks train again."""
+        self._recovered = recovered
+        self._milestones = Milestones(self._reached) if job.max_restarts else None
+        environ = {name: value for name, value in environ.items() if name not in OURS}
+        self.standbys = Standbys(job.standbys, environ, folder, processes, guard, warn=warn)
+        self._incarnation = 0
+        self._plans: Sequence[WorkerPlan] = ()
+        self._stepped: set[int] = set()
+        self._later: asyncio.TimerHandle | None = None
+        self._restart: Restart | None = None
+
+    def environment(self, place: Place, local_rank: int) -> dict[str, str]:
+        """What a worker tells its milestones and imports by."""
+        if self._milestones is None:
+            return {}
+        return {
+            **self._milestones.environment(place.incarnation),
+            **self.standbys.environment(local_rank),
+        }
+
+    def started(self, plans: Sequence[WorkerPlan], incarnation: int, from_standbys: int) -> None:
+        """The workers run. New standbys are warmed once all have made a step, or are a minute old."""
+        self._plans, self._incarnation, self._stepped = plans, incarnation, set()
+        if self._restart:
+            self._restart.started(frozenset(plan.rank for plan in plans), from_standbys, time.monotonic())
+        if self._later:
+            self._later.cancel()
+        self._later = asyncio.get_running_loop().call_later(_WARM_AFTER_S, self.standbys.warm, plans)
+
+    def ended(self, failure: Failure, failed_s: float, incarnation: int) -> None:
+        """All workers have ended because of ``failure``; ``incarnation`` begins."""
+        self._restart = Restart(failure, failed_s, time.monotonic(), incarnation)
+
+    def end(self) -> None:
+        """There are no more restarts."""
+        if self._later:
+            self._later.cancel()
+        if self._milestones:
+            self._milestones.close()
+            self._milestones = None
+        self.standbys.end()
+
+    def _reached(self, name: str, rank: int, incarnation: int, at_s: float) -> None:
+        if incarnation != self._incarnation:
+            return
+        if name == "step":
+            self._stepped.add(rank)
+            if len(self._stepped) == len(self._plans):
+                self.standbys.warm(self._plans)
+        recovery = self._restart.reached(name, rank, at_s) if self._restart else None
+        if recovery:
+            self._recovered(recovery)

@@ -1,0 +1,231 @@
+"""The program of a warm standby: an interpreter that has imported what a worker imports, and waits to become one.
+
+    python -u standby.py [-m] SCRIPT [ARGUMENTS]
+
+run by its path, so that nothing but the standard library is there before what the worker itself would import.
+``KEEPSTEP_STANDBY`` is the descriptor of a socket: ``warm`` (or why not) goes out, one message with the worker's
+environment, stdout and stderr comes in. Then this process is the worker.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]  # ours: the script's modules must not meet those beside this file
+
+import builtins
+import importlib
+import importlib.machinery
+import json
+import os
+import pkgutil
+import runpy
+import socket
+import time
+import types
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+_STANDBY, _IMPORTS = "KEEPSTEP_STANDBY", "KEEPSTEP_IMPORTS"
+_CHECK_WITHOUT_CONTEXT = "PYTORCH_NVML_BASED_CUDA_CHECK"  # "is there a GPU?" then does not wake the driver
+_CAP_SYS_NICE = 23
+_NOT_FIT = 3
+_MOST_BYTES = 1 << 20
+
+
+def main() -> None:
+    """Warm up, wait, take over, run the script; ends as the script does."""
+    arguments = sys.argv[1:]
+    as_module = arguments[0] == "-m"
+    script = arguments[as_module]
+    sys.orig_argv = [sys.orig_argv[0], "-u", *arguments]
+    sys.argv = ["-m", *arguments[2:]] if as_module else arguments
+    _become_main(None if as_module else _absolute(script))
+    launcher = socket.socket(fileno=int(os.environ.pop(_STANDBY)))
+    launcher.set_inheritable(False)
+    with _low_priority():
+        ahead = _warm_up(os.environ.pop(_IMPORTS))
+    unfit = _unfit()
+    launcher.send(f"not fit: {unfit}".encode() if unfit else b"warm")
+    if unfit:
+        sys.exit(_NOT_FIT)
+    _take_over(launcher, ahead)
+    try:
+        _run(script, as_module)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _die(error)
+
+
+def _absolute(script: str) -> str:
+    """As the interpreter makes it for ``__file__``."""
+    return script if os.path.isabs(script) else f"{os.getcwd()}/{script.removeprefix('./')}"
+
+
+def _become_main(path: str | None) -> None:
+    """A ``__main__`` and ``sys.path`` as a fresh interpreter has them; ``path`` None: of ``python -m``."""
+    ours = vars(sys.modules["__main__"])
+    main = types.ModuleType("__main__")
+    vars(main).update({name: None for name in ("__cached__", "__file__") if name in ours and path})
+    vars(main).update({"__builtins__": builtins, "__loader__": importlib.machinery.BuiltinImporter})
+    if "__annotations__" in ours:
+        main.__annotations__ = {}
+    if path:
+        main.__file__ = path
+        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    sys.modules["__main__"] = main
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)) if path else os.getcwd())
+
+
+@contextmanager
+def _low_priority() -> Generator[None, None, None]:
+    """Run on what the training leaves of the CPUs, by what can be taken back: nice cannot without privileges."""
+    autogroup = _autogroup()
+    idle = _may_be_idle()
+    _set_autogroup("19")
+    if idle:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    yield
+    if idle:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+    _set_autogroup(autogroup)
+
+
+def _autogroup() -> str:
+    with suppress(OSError), open("/proc/self/autogroup") as file:
+        return file.read().split()[-1]
+    return "0"
+
+
+def _set_autogroup(nice: str) -> None:
+    """Without privileges one change in a tenth of a second is allowed, on the whole machine."""
+    patience = 50
+    with suppress(FileNotFoundError, PermissionError):
+        while patience:
+            patience -= 1
+            with suppress(BlockingIOError), open("/proc/self/autogroup", "w") as file:
+                file.write(nice)
+                return
+            time.sleep(0.05)
+
+
+def _may_be_idle() -> bool:
+    """Whether SCHED_IDLE can be left again."""
+    if os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return False
+    with suppress(OSError, ValueError), open("/proc/self/status") as file:
+        held = next(line for line in file if line.startswith("CapEff:"))
+        return bool(int(held.split()[1], 16) >> _CAP_SYS_NICE & 1)
+    return False
+
+
+def _warm_up(path: str) -> dict[str, str]:
+    """Import what the worker had imported, step an optimizer once; what that left in the environment."""
+    with open(path) as file:
+        told: dict[str, Any] = json.load(file)
+    had_check = os.environ.get(_CHECK_WITHOUT_CONTEXT)
+    os.environ.update({_CHECK_WITHOUT_CONTEXT: "1", **told["environment"]})
+    before = dict(os.environ)
+    for name in told["modules"]:
+        with suppress(BaseException):  # the script meets it, if it still imports it
+            importlib.import_module(name)
+    if "torch" in sys.modules:
+        with suppress(Exception):
+            _step()
+    ahead = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    if had_check is None:
+        del os.environ[_CHECK_WITHOUT_CONTEXT]
+    return ahead
+
+
+def _step() -> None:
+    """The first optimizer imports the compiler: seconds."""
+    torch = sys.modules["torch"]
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.AdamW([parameter]).step()
+
+
+def _unfit() -> str:
+    """What a fresh process would not have."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return ""
+    if torch.cuda.is_initialized():
+        return "an import made a CUDA context"
+    distributed = getattr(torch, "distributed", None)
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        return "an import made a process group"
+    return ""
+
+
+def _take_over(launcher: socket.socket, ahead: dict[str, str]) -> None:
+    """Wait for the launcher's word and be the worker that it describes; ends with the launcher."""
+    message, descriptors, _, _ = socket.recv_fds(launcher, _MOST_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+    if not message:
+        os._exit(0)
+    launcher.close()
+    for descriptor, target in zip(descriptors, (1, 2), strict=True):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    environment: dict[str, str] = json.loads(message)
+    for name in os.environ.keys() - environment.keys() - ahead.keys():
+        del os.environ[name]
+    os.environ.update({**ahead, **environment})
+    if "torch" in sys.modules and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
+        with suppress(ImportError):
+            from keepstep import _autoload
+
+            _autoload.activate()
+
+
+def _run(script: str, as_module: bool) -> None:
+    run_module: Any = vars(runpy)["_run_module_as_main"]
+    if as_module:
+        run_module(script)
+    elif pkgutil.get_importer(script) is not None:  # a folder or archive with a __main__.py
+        sys.path[0] = script
+        run_module("__main__", False)
+    else:
+        main = vars(sys.modules["__main__"])
+        exec(_code(main["__file__"]), main)
+
+
+def _code(path: str) -> types.CodeType:
+    try:
+        with open(path, "rb") as file:
+            compiled = pkgutil.read_code(file)  # type: ignore[attr-defined]
+            if compiled is not None:
+                return compiled
+            file.seek(0)
+            return compile(file.read(), path, "exec", dont_inherit=True)
+    except OSError as error:
+        print(
+            f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+
+def _die(error: BaseException) -> NoReturn:
+    """End of an exception as a script ends of it: the traceback shows no frame of ours."""
+    origin = error.__traceback__
+    while origin is not None and origin.tb_frame.f_code.co_filename == __file__:
+        origin = origin.tb_next
+    error.__traceback__ = origin
+    sys.excepthook(type(error), error, origin)
+    sys.excepthook = _told
+    raise error
+
+
+def _told(*_: object) -> None:
+    """The exception has been printed."""
+
+
+if __name__ == "__main__":
+    main()
