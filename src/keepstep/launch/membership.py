@@ -13,6 +13,7 @@ from msgspec import structs
 
 from keepstep import wire
 from keepstep.core.finding import Finding
+from keepstep.core.incident import Recovery
 
 LEASE_S = 30.0  # cut off from the controller for so long: others may have our place
 
@@ -52,6 +53,11 @@ class Membership:
     def incarnation(self) -> int:
         """Of the newest placement; -1 without one."""
         return self.placement.incarnation if self.placement is not None else -1
+
+    @property
+    def begins_again(self) -> bool:
+        """Whether all nodes begin again together after a failure."""
+        return self._join.max_restarts > 0
 
     @property
     def to_run(self) -> wire.Placement | None:
@@ -113,6 +119,12 @@ class Membership:
         self._findings.append(finding)
         return [wire.Found(finding)]
 
+    def recovered(self, recovery: Recovery) -> list[wire.Message]:
+        """All ranks of this node train again after a restart."""
+        self._findings = [one for one in self._findings if one.incarnation >= recovery.incarnation]
+        node_rank = self.placement.node_rank if self.placement is not None else -1
+        return [wire.Recovered(node_rank, recovery)]
+
     def failed(self, exit_code: int, text: str) -> list[wire.Message]:
         """A worker of this incarnation failed."""
         self._failed = wire.Failed(self.incarnation, exit_code, text)
@@ -160,7 +172,5 @@ class Membership:
         not wait for a controller.
         """
         return (
-            self._join.max_restarts > 0
-            and self._alone_since_s is not None
-            and now_s - self._alone_since_s >= LEASE_S
+            self.begins_again and self._alone_since_s is not None and now_s - self._alone_since_s >= LEASE_S
         )
