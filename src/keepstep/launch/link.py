@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -112,19 +111,24 @@ class Link:
                 raise RunError(
                     f"controller {self._controller}: {self._trouble}: the job is gone, or out of reach"
                 )
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _REREAD_SECRET_S)
-            self._changed.clear()
+            await self._change(_REREAD_SECRET_S)
 
     async def next_place(self) -> Place | None:
         """After `halted`: the place in the next incarnation; None when the controller stays away for too long."""
         while (place := self._taken()) is None:
             if self.member.away_s(_now_s()) > PATIENCE_S:
                 return None
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _LOOK_S)
-            self._changed.clear()
+            await self._change(_LOOK_S)
         return place
+
+    async def _change(self, timeout_s: float) -> None:
+        """Until something was ordered, not long. (``wait_for`` would lose a cancellation that comes with it.)"""
+        waiting = asyncio.ensure_future(self._changed.wait())
+        try:
+            await asyncio.wait([waiting], timeout=timeout_s)
+        finally:
+            waiting.cancel()
+        self._changed.clear()
 
     def _taken(self) -> Place | None:
         placed = self.member.to_run
