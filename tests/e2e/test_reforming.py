@@ -160,8 +160,8 @@ def test_a_spare_takes_the_place_of_a_killed_launcher(nodes: Nodes) -> None:
     nodes.launchers[1].kill()  # not the one that hosts the controller
     until(lambda: all((nodes.folder / f"at-{rank}-1").exists() for rank in range(2)))
     assert {(nodes.folder / f"at-{rank}-1").read_text() for rank in range(2)} == {"node-0", "node-2"}
-    status = until(lambda: read(nodes.folder / "run/status.json"))
-    assert {node["node"] for node in status["nodes"]} == {"node-0", "node-2"}
+    status = nodes.folder / "run/status.json"
+    until(lambda: {node["node"] for node in read(status)["nodes"]} == {"node-0", "node-2"})
     (nodes.folder / "end").touch()
     assert [nodes.launchers[0].wait(PATIENCE_S), first.wait(PATIENCE_S)] == [0, 0], nodes.said()
 

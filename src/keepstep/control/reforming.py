@@ -252,6 +252,11 @@ class Reforming:
         if len(vacant) == len(rendezvous.placements):
             return self._end(cause.exit_code, f"{cause.text}; all nodes are lost")
         placed = rendezvous.renew(vacant, self._halted, self.incarnation + 1)
+        if placed is None and now_s < self._deadline_s and any(
+            spare not in self._halted for spare in rendezvous.spares
+        ):
+            self._vacated = True  # a spare has been asked and will answer
+            return []
         if placed is None:
             return self._wait(cause, vacant, now_s)
         self._state, self._cause = "running", None

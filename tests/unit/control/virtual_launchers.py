@@ -214,15 +214,19 @@ class World:
     def _deliver(self, connection: Connection) -> None:
         """What waits is read by the controller, at once."""
         if self.now_s < self.stalled_until_s:
-            self.at(self.stalled_until_s - self.now_s, lambda: self._deliver(connection))
+            self.at(self._awake_s(), lambda: self._deliver(connection))
             return
         while connection.to_controller and connection.number in self.peers:
             message = connection.to_controller.popleft()
             self._carry_out(self.controller.message(connection.number, message, self.now_s))
 
+    def _awake_s(self) -> float:
+        """Until the controller that sleeps reads; a tick may come before."""
+        return self.stalled_until_s - self.now_s + self.random.uniform(0, 0.8)
+
     def _closed_there(self, connection: Connection) -> None:
         if self.now_s < self.stalled_until_s:
-            self.at(self.stalled_until_s - self.now_s, lambda: self._closed_there(connection))
+            self.at(self._awake_s(), lambda: self._closed_there(connection))
             return
         self._deliver(connection)
         connection.there = False
@@ -395,7 +399,7 @@ class World:
         if host.agent is not None and placement is not None and host.running >= 0:
             ranks = tuple(wire.RankBeat(placement.first_rank + n, 5, 2, 10, 0.5) for n in range(RANKS))
             self._put(host.agent, [wire.Heartbeat(placement.node_rank, 1, self.now_s, ranks)])
-        elif host.running >= 0:
+        elif host.running >= 0 and self.random.random() < 0.3:  # it is as slow to come back as its launcher
             self._agent(host)
         if host.part.away_s(self.now_s):
             self._consider(host)
@@ -460,7 +464,7 @@ class World:
         host = self._one(lambda h: h is not self.hosts[0] and not h.cut)
         if host is None:
             return
-        self.disturbances += 2  # lost, and perhaps back before it is replaced
+        self.disturbances += 1
         host.cut, host.cut_s = True, self.now_s
         for connection in (host.connection, host.agent):
             if connection is not None:
