@@ -100,7 +100,7 @@ class World:
         for _ in range(dice.choice((0, 1, 1, 2, 3, 5, 8)) if chosen else 0):
             when_s = dice.uniform(1.0, self.end_s)
             for _ in range(dice.choice((1, 1, 2))):  # one comes alone, or with another one on its heels
-                fault = _FAULTS[dice.choice([*chosen, *{"fail", "lose"}.intersection(chosen)])]
+                fault = _FAULTS[dice.choice([*chosen, *(name for name in ("fail", "lose") if name in chosen)])]
                 self.at(when_s + dice.uniform(0, 2), lambda fault=fault: fault(self))
 
     # --- running ---------------------------------------------------------------------------------------------------
@@ -487,7 +487,8 @@ class World:
 
     def stall(self) -> None:
         """The controller sleeps."""
-        self.stalled_until_s = self.now_s + self.random.choice((1.5, 4.0, 8.0, 15.0))
+        if self.now_s >= self.stalled_until_s:
+            self.stalled_until_s = self.now_s + self.random.choice((1.5, 4.0, 8.0, 15.0))
 
     def kill_controller(self) -> None:
         """The controller dies, and comes back."""
