@@ -14,9 +14,10 @@ def activate() -> None:
         return
     try:
         if awaited:
-            from keepstep import _milestones
+            from keepstep import _milestones, _rendezvous
 
             _milestones.install()
+            _rendezvous.install()
         if watched:
             from keepstep.capture import install
 

@@ -44,6 +44,7 @@ def reached(name: str) -> None:
         _tell(path, name)
         if name in ("groups", "step") and IMPORTS in os.environ:
             _write_imports(os.environ[IMPORTS])
+            _tell(path, "imports")
     except Exception:  # the script must run; without a word from it, it is a fresh process that replaces it
         return
 

@@ -243,6 +243,7 @@ class Launcher:
             self._processes,
             self._guard,
             warn=self._warn,
+            note=self._note,
             recovered=self._on_recovery,
         )
         while True:

@@ -31,16 +31,18 @@ class Restarts:
         guard: Guard,
         *,
         warn: Callable[[str], None],
+        note: Callable[[str], None],
         recovered: Callable[[Recovery], None],
     ) -> None:
         """``folder``: of this node. ``recovered`` is told once all ranks train again."""
         self._recovered = recovered
         self._milestones = Milestones(self._reached) if job.max_restarts else None
         environ = {name: value for name, value in environ.items() if name not in OURS}
-        self.standbys = Standbys(job.standbys, environ, folder, processes, guard, warn=warn)
+        self.standbys = Standbys(job.standbys, environ, folder, processes, guard, warn=warn, note=note)
         self._incarnation = 0
         self._plans: Sequence[WorkerPlan] = ()
         self._stepped: set[int] = set()
+        self._due = False  # standbys are to be warmed, as soon as it is known with what
         self._later: asyncio.TimerHandle | None = None
         self._restart: Restart | None = None
 
@@ -60,7 +62,8 @@ class Restarts:
             self._restart.started(frozenset(plan.rank for plan in plans), from_standbys, time.monotonic())
         if self._later:
             self._later.cancel()
-        self._later = asyncio.get_running_loop().call_later(_WARM_AFTER_S, self.standbys.warm, plans)
+        self._due = False
+        self._later = asyncio.get_running_loop().call_later(_WARM_AFTER_S, self._warm)
 
     def ended(self, failure: Failure, failed_s: float, incarnation: int) -> None:
         """All workers have ended because of ``failure``; ``incarnation`` begins."""
@@ -75,13 +78,17 @@ class Restarts:
             self._milestones = None
         self.standbys.end()
 
+    def _warm(self) -> None:
+        self._due = True
+        self.standbys.warm(self._plans)
+
     def _reached(self, name: str, rank: int, incarnation: int, at_s: float) -> None:
         if incarnation != self._incarnation:
             return
         if name == "step":
             self._stepped.add(rank)
-            if len(self._stepped) == len(self._plans):
-                self.standbys.warm(self._plans)
+        if self._due or len(self._stepped) == len(self._plans):
+            self._warm()
         recovery = self._restart.reached(name, rank, at_s) if self._restart else None
         if recovery:
             self._recovered(recovery)

@@ -62,7 +62,7 @@ def main() -> None:
 
 def _absolute(script: str) -> str:
     """As the interpreter makes it for ``__file__``."""
-    return script if os.path.isabs(script) else f"{os.getcwd()}/{script.removeprefix('./')}"
+    return script if os.path.isabs(script) else f"{os.getcwd()}/{script}"
 
 
 def _become_main(path: str | None) -> None:
@@ -189,7 +189,7 @@ def _run(script: str, as_module: bool) -> None:
     if as_module:
         run_module(script)
     elif pkgutil.get_importer(script) is not None:  # a folder or archive with a __main__.py
-        sys.path[0] = script
+        sys.path[0] = _absolute(script)
         run_module("__main__", False)
     else:
         main = vars(sys.modules["__main__"])

@@ -12,15 +12,18 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.core.errors import RunError
+from keepstep.core.ranges import fold_ranks
 from keepstep.launch.guard import Guard
 from keepstep.launch.placement import ERROR_FILE, IMPORTS, OURS, WorkerPlan
 from keepstep.launch.processes import Child, Processes, signal_group
 
 TRIES = 3
+_MOST_WORDS = 4096
 PROGRAM = str(Path(__file__).with_name("standby.py"))
 # What belongs to one incarnation, or would have a standby do what only a worker does.
 _NOT_YET = OURS | {ERROR_FILE, "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"}
@@ -58,6 +61,7 @@ class Standbys:
         guard: Guard,
         *,
         warn: Callable[[str], None],
+        note: Callable[[str], None],
     ) -> None:
         """``folder``: for what workers imported, and what standbys say."""
         self._count = count
@@ -65,7 +69,7 @@ class Standbys:
         self._folder = folder
         self._processes = processes
         self._guard = guard
-        self._warn = warn
+        self._warn, self._note = warn, note
         self._seats: dict[int, _Seat] = {}
         self._ended = False
 
@@ -167,11 +171,14 @@ class Standbys:
 
     def _heard(self, seat: _Seat, which: _Standby) -> None:
         try:
-            said = which.socket.recv(4096).decode(errors="replace")
+            said = which.socket.recv(_MOST_WORDS).decode(errors="replace")
         except OSError:
             said = ""
         if said == "warm":
             which.warm = True
+            if all(one.standby and one.standby.warm for one in self._seats.values()):
+                ranks = fold_ranks(one.plan.rank for one in self._seats.values())
+                self._note(f"standbys are warm for ranks {ranks}")
             self._next()
             return
         asyncio.get_running_loop().remove_reader(which.socket)
@@ -183,6 +190,9 @@ class Standbys:
         gone, seat.standby = seat.standby, None
         if gone is not None:
             asyncio.get_running_loop().remove_reader(gone.socket)
+            with suppress(OSError):  # why it is not fit, when its end is heard of first
+                said = gone.socket.recv(_MOST_WORDS).decode(errors="replace").removeprefix("warm")
+                seat.trouble = said or seat.trouble
             gone.socket.close()
         if not self._ended:
             self._failed(seat, seat.trouble or f"ended with status {child.status}")

@@ -48,6 +48,20 @@ def test_several_nodes_meet_where_torchrun_would() -> None:
     assert str(v6.rendezvous.endpoint) == "[::1]:7"
 
 
+def test_as_many_standbys_as_workers_when_restarts_are_wanted() -> None:
+    assert job("--nproc-per-node", "4").standbys == 0
+    assert job("--nproc-per-node", "4", "--standbys", "4").standbys == 0
+    restarts = ("--nproc-per-node", "4", "--max-restarts", "2")
+    assert job(*restarts).standbys == 4
+    assert job(*restarts, "--no-python").standbys == 0
+    for given, standbys in (("0", 0), ("2", 2), ("9", 4), ("auto", 4)):
+        assert job(*restarts, "--standbys", given).standbys == standbys
+        assert job(*restarts, KEEPSTEP_STANDBYS=given).standbys == standbys
+    for wrong in ("-1", "many", "1.5", ""):
+        with pytest.raises(UsageError, match="--standbys"):
+            job(*restarts, f"--standbys={wrong}")
+
+
 def test_where_checkpoints_go_and_how_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert job().persisting is None

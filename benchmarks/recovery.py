@@ -1,0 +1,188 @@
+"""From kill -9 of one of four ranks until all four have made a step again.
+
+    python -m benchmarks.recovery [--quick] [--repetitions N] [--json FILE]
+
+keepstep with warm standbys, keepstep without, torchrun; each repetition is a job of its own (small DDP on Gloo, steps
+of 25 ms by sleeping, resumed from the state of the last step). The rank is killed after 40 steps and, where there are
+to be standbys, once they are warm. Time is from the kill to the end of the last rank's next step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks._report import Line, Report, bench_arguments
+
+GOAL = "≤ 0.8 s"
+GOAL_S = 0.8
+RANKS = 4
+STEP_S = 0.025
+STEADY_STEPS = 40
+PATIENCE_S = 120.0
+JOB = Path(__file__).with_name("_recovery_job.py")
+PEERS = ("nvidia-resiliency-ext", "torchft-nightly")
+
+
+def keepstep(folder: Path, *flags: str) -> list[str]:
+    """The command of a run with restarts."""
+    command = [sys.executable, "-m", "keepstep.cli", "run", "-v", "--run-dir", str(folder / "run")]
+    return [*command, "--max-restarts", "3", "--nproc-per-node", str(RANKS), *flags]
+
+
+def torchrun(_: Path) -> list[str]:
+    """The same with torchrun."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--max-restarts",
+        "3",
+        "--master-port",
+        str(port),
+    ]
+    return [*command, "--nproc-per-node", str(RANKS)]
+
+
+WAYS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "keepstep, warm standbys": (keepstep, "standbys are warm"),
+    "keepstep --standbys 0": (lambda folder: keepstep(folder, "--standbys", "0"), ""),
+    "torchrun": (torchrun, ""),
+}
+
+
+def steps(folder: Path, rank: int) -> list[tuple[int, int, float]]:
+    """Pid, step and time (CLOCK_MONOTONIC) of every step that the rank has made."""
+    try:
+        whole = (folder / f"steps-{rank}").read_text().rpartition("\n")[0]
+    except OSError:
+        return []
+    found = [line.split() for line in whole.splitlines()]
+    return [(int(pid), int(step), float(at_s)) for pid, step, at_s in found]
+
+
+def wait(process: subprocess.Popen[bytes], condition: Callable[[], Any], what: str) -> Any:
+    """What ``condition`` gives, once it is true. Raises TimeoutError or RuntimeError."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        if process.poll() is not None:
+            raise RuntimeError(f"the job ended with {process.returncode} before {what}")
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"no {what} within {PATIENCE_S:.0f} s")
+        time.sleep(0.01)
+    return found
+
+
+def measure(way: str, seed: int) -> float:
+    """Seconds of one recovery."""
+    make, ready = WAYS[way]
+    with tempfile.TemporaryDirectory(prefix="keepstep-recovery-") as name:
+        folder, said = Path(name), Path(name) / "said"
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with said.open("wb") as output:
+            process = subprocess.Popen(
+                [*make(folder), str(JOB), name, str(STEP_S)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environ,
+                start_new_session=True,
+            )
+        try:
+            wait(process, lambda: all(len(steps(folder, r)) >= STEADY_STEPS for r in range(RANKS)), "steps")
+            if ready:
+                wait(process, lambda: ready in said.read_text(), ready)
+            before = {rank: steps(folder, rank)[-1][0] for rank in range(RANKS)}
+            victim = random.Random(seed).randrange(RANKS)
+            killed_s = time.monotonic()
+            os.kill(before[victim], signal.SIGKILL)
+
+            def again() -> list[float]:
+                firsts = [
+                    next((at_s for pid, _, at_s in steps(folder, rank) if pid != before[rank]), None)
+                    for rank in range(RANKS)
+                ]
+                return [at_s for at_s in firsts if at_s is not None] if None not in firsts else []
+
+            return max(wait(process, again, "step after the kill")) - killed_s
+        finally:
+            (folder / "end").touch()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def repeated(way: str, repetitions: int) -> tuple[list[float], list[str]]:
+    """Seconds of those that recovered, and what became of those that did not."""
+    took: list[float] = []
+    failed: list[str] = []
+    for seed in range(repetitions):
+        try:
+            took.append(measure(way, seed))
+        except (TimeoutError, RuntimeError) as error:  # noqa: PERF203
+            failed.append(str(error))
+    return took, failed
+
+
+def main() -> int:
+    """Run the bench."""
+    parser: argparse.ArgumentParser = bench_arguments("recovery", __doc__ or "")
+    parser.add_argument("--repetitions", type=int, default=5, metavar="N", help="jobs for each way (5)")
+    given = parser.parse_args()
+    repetitions = 1 if given.quick else given.repetitions
+    report = Report("recovery", packages=("torch", "keepstep"), quick=given.quick)
+    limit = "Gloo on one machine, a small model; steps emulated by sleeping"
+    results = {way: repeated(way, repetitions) for way in WAYS}
+    peers: dict[str, float | int | str] = {}
+    for way in ("keepstep --standbys 0", "torchrun"):
+        took = results[way][0]
+        peers[way] = round(statistics.median(took), 2) if took else "did not recover"
+    for package in PEERS:
+        peers[package] = version(package)
+    for way, (took, failed) in results.items():
+        ours = way == "keepstep, warm standbys"
+        median_s = round(statistics.median(took), 3) if took else None
+        spread = f"{min(took):.2f} to {max(took):.2f} s" if took else "-"
+        lost = f"; {len(failed)} of {repetitions} did not recover: {failed[0]}" if failed else ""
+        report.add(
+            Line(
+                f"kill -9 to the next step of all, {way}, median of {len(took)} ({spread})",
+                median_s,
+                "s",
+                goal=GOAL if ours else None,
+                met=(not failed and median_s is not None and median_s <= GOAL_S) if ours else None,
+                peers=peers if ours else {},
+                limit=limit + lost,
+            )
+        )
+    report.finish(given.json)
+    return 0
+
+
+def version(package: str) -> str:
+    """Whether a peer could be measured."""
+    try:
+        return f"{metadata.version(package)} is installed, not driven yet"
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
