@@ -371,7 +371,7 @@ class Controller:
         node = sender.node = self.cluster.node(hello.node_rank, hello.node)
         node.lost_s = None
         if sender.role == "launcher":
-            node.launcher = peer
+            node.launcher = max(peer, node.launcher or 0)
             return
         self.backups.forget(node.rank)
         if node.agent_pid != hello.pid:

@@ -252,8 +252,10 @@ class Reforming:
         if len(vacant) == len(rendezvous.placements):
             return self._end(cause.exit_code, f"{cause.text}; all nodes are lost")
         placed = rendezvous.renew(vacant, self._halted, self.incarnation + 1)
-        if placed is None and now_s < self._deadline_s and any(
-            spare not in self._halted for spare in rendezvous.spares
+        if (
+            placed is None
+            and now_s < self._deadline_s
+            and any(spare not in self._halted for spare in rendezvous.spares)
         ):
             self._vacated = True  # a spare has been asked and will answer
             return []

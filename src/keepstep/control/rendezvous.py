@@ -102,6 +102,8 @@ class Rendezvous:
         if not self._joined and not self._table:
             self._since_s = now_s
         known = self._joined.get(launcher)
+        if known is not None and known.peer > peer:
+            return Placed()  # the last word of a connection that was broken: it has a newer one
         if known is None:
             self._orders += 1
         self._joined[launcher] = _Joined(join, peer, known.order if known else self._orders)

@@ -265,6 +265,15 @@ def test_a_placement_is_as_large_in_a_job_of_thousands_of_nodes() -> None:
     assert max(sizes) - min(sizes) <= 8  # the digits of the world's size
 
 
+def test_the_last_word_of_a_broken_connection_does_not_hide_the_newer_one() -> None:
+    job = Job(2)
+    join = Join("gpu-1", "10.0.0.1", 2, 29500, -1, 2, 2, 2, 0)
+    job.rendezvous.join(job.launcher(1), join, 8, 1.0)
+    job.rendezvous.join(job.launcher(1), join, 5, 1.0)
+    assert not job.rendezvous.leave(job.launcher(1), 5)
+    assert job.rendezvous.peer(job.launcher(1)) == 8
+
+
 def test_a_spare_with_another_number_of_ranks_is_refused() -> None:
     job = Job(2)
     join = Join("gpu-9", "10.0.0.9", 8, 29500, -1, 2, 2, 2)

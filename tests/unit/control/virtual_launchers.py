@@ -100,7 +100,9 @@ class World:
         for _ in range(dice.choice((0, 1, 1, 2, 3, 5, 8)) if chosen else 0):
             when_s = dice.uniform(1.0, self.end_s)
             for _ in range(dice.choice((1, 1, 2))):  # one comes alone, or with another one on its heels
-                fault = _FAULTS[dice.choice([*chosen, *(name for name in ("fail", "lose") if name in chosen)])]
+                fault = _FAULTS[
+                    dice.choice([*chosen, *(name for name in ("fail", "lose") if name in chosen)])
+                ]
                 self.at(when_s + dice.uniform(0, 2), lambda fault=fault: fault(self))
 
     # --- running ---------------------------------------------------------------------------------------------------
