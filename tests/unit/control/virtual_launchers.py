@@ -85,10 +85,10 @@ class World:
         self.written: dict[int, object] = {}
         self.told: list[str] = []
         self.played: dict[tuple[int, int], Host] = {}  # who started, by incarnation and node rank
-        self.newest = -1
+        self.newest, self.newest_s = -1, 0.0
         self.disturbances = 0  # that may cost a restart
         self.codes: set[int] = set()
-        self.stalled_until_s = 0.0
+        self.stalled_until_s = self.back_s = 0.0  # until when the controller slept, since when it is back
         self.controller_up = True
         self.controller = self._fresh()
         self.hosts = [self._host(f"gpu-{n}", 100 + n) for n in range(self.nodes + self.spares)]
@@ -130,11 +130,16 @@ class World:
                 late_s = self.now_s - host.cut_s - LEASE_S - DEAD_HOST_S - ATTEMPT_S
                 assert late_s < 8.0, f"{host.name} is cut off and trains on"
 
+            since_s = max(self.newest_s, host.healed_s, self.stalled_until_s, self.back_s)
+            late = host.running < self.newest and self.controller_up and not host.cut
+            assert not late or self.now_s - since_s < 25.0, f"{host.name} goes on with {host.running}"
+
     def _check_start(self, host: Host, placement: wire.Placement) -> None:
         place = (placement.incarnation, placement.node_rank)
         other = self.played.setdefault(place, host)
         assert other is host, f"{host.name} and {other.name} both play {place}"
-        self.newest = max(self.newest, placement.incarnation)
+        if placement.incarnation > self.newest:
+            self.newest, self.newest_s = placement.incarnation, self.now_s
         for one in self.hosts:
             if one is host or not one.alive or one.running < 0 or one.was_cut(self.now_s):
                 continue
@@ -503,7 +508,7 @@ class World:
         self.peers.clear()
 
         def back() -> None:
-            self.controller_up = True
+            self.controller_up, self.back_s = True, self.now_s
             self.controller = self._fresh()
 
         self.at(self.random.choice((0.3, 1.0, 4.0, 40.0)), back)
