@@ -233,7 +233,7 @@ class Controller:
         elif isinstance(message, Ended):
             self._ended(sender, message, now_s)
         elif isinstance(message, Bye):
-            self._bye(sender, message)
+            self._bye(sender, message, now_s)
         return self._taken()
 
     def tick(self, now_s: float) -> list[Effect]:
@@ -516,7 +516,7 @@ class Controller:
             self._end_job(End(ended.exit_code, f"node {sender.launcher.node} failed: {ended.message}"), now_s)
         self._consider_over(now_s)
 
-    def _bye(self, sender: _Peer, bye: Bye) -> None:
+    def _bye(self, sender: _Peer, bye: Bye, now_s: float) -> None:
         node = sender.node
         if node is not None and bye.orphaned:
             # It does not leave: it is lost, and nothing more will be heard of it.
@@ -525,8 +525,15 @@ class Controller:
                 self.reforming.orphaned(launcher)
         elif node is not None and (sender.role == "launcher" or node.launcher is None):
             node.left = True
-        if sender.launcher is not None and self._launchers.get(sender.launcher) is None:
-            self._launchers[sender.launcher] = bye
+        launcher = sender.launcher
+        if launcher is None:
+            return
+        if self._launchers.get(launcher) is None:
+            self._launchers[launcher] = bye
+        peer = self.rendezvous.peer(launcher)
+        if peer is not None and launcher not in self.rendezvous.placements:
+            self.rendezvous.leave(launcher, peer)  # a spare that goes gets no place any more
+            self.reforming.gone(launcher, now_s)
 
     def _end_job(self, end: End, now_s: float) -> None:
         """All nodes end with the exit code of who failed first."""

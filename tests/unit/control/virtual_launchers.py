@@ -517,6 +517,9 @@ class World:
         """Ctrl-C for a spare."""
         host = self._one(lambda h: h.part.placement is None and h.part.is_spare and not h.ending)
         if host is not None:
+            self.disturbances += (
+                self.controller.reforming.under_way
+            )  # it may have been given a place just now
             self._exit(host, 130)
 
     def come(self) -> None:
