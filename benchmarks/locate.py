@@ -28,9 +28,9 @@ from benchmarks._locate_judge import Judged, Score, judge
 from benchmarks._report import Line, Report, bench_arguments
 from keepstep import wire
 from keepstep.control.cluster import Cluster
-from keepstep.control.controller import PACKED_WORLD
 from keepstep.control.locators import LibraryLocators
 from keepstep.control.profiles import iterations_of
+from keepstep.control.questions import PACKED_WORLD
 from keepstep.core.incident import Diagnosis
 from keepstep.core.iteration_table import between
 from keepstep.core.layout import ParallelLayout

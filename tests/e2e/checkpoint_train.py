@@ -3,7 +3,7 @@
 Arguments: folder, steps, and optionally ``RANK STEP WHERE``: that rank kills itself there in the first incarnation.
 ``PERSIST_AT=4,8``: these steps are asked for on storage, and waited for. ``DAMAGED_RANK=1``: in the second incarnation
 all that this rank has in its node's cache is damaged. ``KILL_AGENT_AT=4``: rank 0 kills the agent
-before that step is saved.
+before that step is saved. ``PAUSE_AT=8``: before that step it waits for ``FOLDER/go``.
 """
 
 from __future__ import annotations
@@ -119,6 +119,8 @@ start = keepstep.checkpoint.load(state) or 0
 (folder / f"start-{rank}-{incarnation}").write_text(str(start))
 with (folder / f"losses-{rank}").open("a") as log:
     for step in range(start, steps):
+        while step == int(os.environ.get("PAUSE_AT", "-1")) and not (folder / "go").exists():
+            time.sleep(0.02)
         x, y = data.next()
         loss = torch.nn.functional.mse_loss(model(x), y)
         loss.backward()

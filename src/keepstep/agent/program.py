@@ -142,6 +142,7 @@ class Program:
             arguments.node_rank,
             os.getpid(),
             failure_domain=arguments.failure_domain,
+            launcher=max(self._parent, 0),
         )
         yield from self._agent.again()
         if self._backups is not None:
@@ -266,7 +267,7 @@ class Program:
         logger.info("%d rings saved", self._agent.save_rings())
         if self._client is not None:
             self._send(self._agent.heartbeat(time.monotonic_ns()))
-            self._send(wire.Bye("the launcher is gone" if orphaned else "told to end"))
+            self._send(wire.Bye("the launcher is gone" if orphaned else "told to end", orphaned))
             await self._client.drained(0.5)
             await self._client.close()
         self._agent.close()

@@ -11,7 +11,7 @@ import typer
 
 from keepstep.core.errors import RunError
 from keepstep.core.events import Op, Phase
-from keepstep.core.ranges import fold_ranks
+from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.traces import Run, open_run
 
 _STALE_S = 10.0
@@ -65,9 +65,15 @@ def _headline(run: Run, found: dict[str, Any]) -> str:
     still = f"open incidents {', '.join(f'{n:04d}' for n in incidents)}" if incidents else "no open incident"
     steps = found["newest_step"]
     told = f"{run.path.name}: {state}; world of {found['world_size']}, newest step {steps}; {still}"
-    told += _backed_up(found.get("backups")) + _recovered(found.get("recovery"))
+    told += _backed_up(found.get("backups")) + _recovered(found.get("recovery")) + _restarts(found)
     share = found["counters"].get("bytes_in", 0) / max(found["world_size"] * (steps + 1), 1)
     return f"{told}; {share:.0f} bytes a rank and step have reached the controller" if steps >= 0 else told
+
+
+def _restarts(found: dict[str, Any]) -> str:
+    most, spares = found.get("max_restarts", 0), found.get("spares", ())
+    told = f"; restart {found['incarnation']} of {most}" if most and found["incarnation"] else ""
+    return told + (f"; spare: {fold_nodes(spares)}" if spares else "")
 
 
 def _backed_up(backups: dict[str, Any] | None) -> str:

@@ -11,6 +11,7 @@ from keepstep.control.effects import (
     Say,
     Send,
     StorePlacement,
+    Tell,
     WriteIncident,
 )
 from keepstep.control.locators import LibraryLocators, Locators
@@ -26,5 +27,6 @@ __all__ = [
     "Send",
     "Settings",
     "StorePlacement",
+    "Tell",
     "WriteIncident",
 ]

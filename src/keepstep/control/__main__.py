@@ -34,6 +34,13 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument(
         "--last-call", type=float, default=30.0, metavar="SECONDS", help="for more than the minimum"
     )
+    parser.add_argument(
+        "--halt-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="for a launcher to end its workers",
+    )
     parser.add_argument("--layout", default="", help="declared parallel layout, e.g. tp2-dp4-pp2")
     parser.add_argument(
         "--backups", type=int, default=0, metavar="K", help="nodes that back up each rank's checkpoints"
@@ -57,6 +64,7 @@ def parse(argv: list[str]) -> Options:
         nodes=arguments.nodes,
         join_s=arguments.join_timeout,
         last_call_s=arguments.last_call,
+        halt_s=arguments.halt_timeout,
         backups=max(0, arguments.backups),
         validate=not arguments.no_validate,
     )

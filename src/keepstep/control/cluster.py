@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from keepstep.core.summary import ClockSample, Endpoint, GroupInfo, HostCause
@@ -105,6 +105,16 @@ class Cluster:
                 continue
             self._members += len(group.members)
             self.groups[group.name] = group
+
+    def begin_again(self, names: Mapping[int, str]) -> None:
+        """The job was formed anew, by nodes of these names: of what its ranks do nothing is known yet."""
+        for rank, node in list(self.nodes.items()):
+            if names.get(rank, node.name) != node.name:
+                self.nodes[rank] = Node(rank, names[rank], clock=deque(maxlen=self._window()))
+            else:
+                node.beat, node.overdue, node.left, node.lost_s = None, False, False, None
+        self.overdue_nodes = 0
+        self.forget_groups()
 
     def forget_groups(self) -> None:
         """The job was formed anew: its groups are other ones."""

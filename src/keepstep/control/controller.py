@@ -16,22 +16,25 @@ from typing import Any, Literal
 from keepstep.control.backups import Backups
 from keepstep.control.cluster import Cluster, Node
 from keepstep.control.crash_case import CrashCase
-from keepstep.control.effects import Disconnect, Effect, Exit, Say, Send, StorePlacement, WriteIncident
+from keepstep.control.effects import Disconnect, Effect, Exit, Say, Send, StorePlacement, Tell, WriteIncident
 from keepstep.control.hang_case import HangCase
 from keepstep.control.locators import LibraryLocators, Locators
-from keepstep.control.questions import Question
+from keepstep.control.questions import Question, Questions, probes_of
+from keepstep.control.reforming import End, HaltThese, Lost, Order, Reforming, Renew, Waiting
 from keepstep.control.rendezvous import MOST_NODES, MOST_RANKS, Launcher, Placed, Rendezvous
 from keepstep.control.slow_case import SlowCase
 from keepstep.control.validations import Validations
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Incident, Recovery
-from keepstep.core.summary import PathProbe
 from keepstep.wire.messages import (
     PROTOCOL,
     Bye,
     Ended,
+    Failed,
     Found,
     Groups,
+    Halt,
+    Halted,
     Heartbeat,
     Held,
     Hello,
@@ -42,15 +45,12 @@ from keepstep.wire.messages import (
     Message,
     Placement,
     Probed,
-    ProbeRequest,
-    ProbeTarget,
     Profile,
-    ProfileRequest,
     Reachable,
     Recovered,
     Refused,
     SaveRings,
-    StateRequest,
+    Spare,
     States,
     Stop,
     Validate,
@@ -58,12 +58,11 @@ from keepstep.wire.messages import (
 )
 
 _NO_STEP = 1 << 62
-PACKED_WORLD = 512  # ranks; above, iterations are asked for as columns: many times faster to look through
-_ROW_BYTES = 56  # of a packed iteration, at least
 _MOST_SLOW_CASES = 16
 _SAVE_ALL_RANKS = 1024
 _MOST_ENDPOINTS = 4
-_MOST_TARGETS = 16  # that one agent probes for one question
+_MOST_TEXT = 500  # characters of what went wrong
+_FINISHED = Stop(0, "all nodes have finished")
 _STALL_S = 1.0  # a tick this late means that we slept, not the agents
 
 
@@ -78,7 +77,11 @@ class Settings:
     lost_s: float = 3.0  # neither agent nor launcher connected: the node is lost
     answer_s: float = 1.0  # longest wait for profiles and states
     probe_s: float = 4.0  # for probes: what agents wait, and a margin
-    join_s: float = 600.0
+    away_s: float = (
+        10.0  # the same of one not heard since this controller began, or when many are gone at once
+    )
+    halt_s: float = 60.0  # for a launcher to end its workers
+    join_s: float = 600.0  # for launchers to come, at first and for a place that is vacant
     last_call_s: float = 30.0
     grace_s: float = 1.0  # from the last launcher's end to our own
     backups: int = 0  # nodes that back up each rank's checkpoints
@@ -108,6 +111,8 @@ class Controller:
         self.cluster = Cluster(max(settings.nodes, 1))
         self.locators: Locators = locators or LibraryLocators()
         self.rendezvous = Rendezvous(settings.nodes, join_s=settings.join_s, last_call_s=settings.last_call_s)
+        waiting = Waiting(settings.lost_s, settings.away_s, settings.halt_s, settings.join_s)
+        self.reforming = Reforming(self.rendezvous, waiting, self._is_heard)
         self.backups = Backups(settings.backups, settings.lost_s)
         self.recovery: Recovery | None = None  # the newest
         self.ignored = 0  # messages that made no sense in their place
@@ -123,8 +128,12 @@ class Controller:
         self._hold_number = 0
         self._changes: deque[int] = deque(maxlen=64)
         self._newest_number = 0
-        self._requests = 0
-        self._questions: dict[int, Question] = {}
+        self._questions = Questions(
+            self.cluster,
+            settings.answer_s,
+            settings.probe_s,
+            lambda peers, message: self._effects.append(Send(peers, message)),
+        )
         self._launchers: dict[Launcher, Ended | Bye | None] = {}
         self._stop: Stop | None = None
         self._over_s: float | None = None
@@ -154,6 +163,7 @@ class Controller:
         if placements:
             table = {Launcher(node, pid): placement for node, pid, placement in placements}
             self.rendezvous.restore(table)
+            self.reforming.restored()
             self._placed(table)
 
     def connected(self, peer: int, role: str) -> None:
@@ -166,8 +176,8 @@ class Controller:
         if gone is None:
             return []
         node = gone.node
-        if gone.launcher is not None:
-            self.rendezvous.leave(gone.launcher, peer)
+        if gone.launcher is not None and self.rendezvous.leave(gone.launcher, peer):
+            self.reforming.gone(gone.launcher, now_s)
         if node is not None:
             if node.agent == peer:
                 node.agent = None
@@ -212,12 +222,18 @@ class Controller:
             self._validations.asked(peer, message, now_s)
         elif isinstance(message, Join):
             self._join(peer, sender, message, now_s)
+        elif isinstance(message, Failed):
+            self._failed(sender, message, now_s)
+        elif isinstance(message, Halted):
+            if sender.launcher is not None:
+                port = message.free_port
+                self._reform(self.reforming.halted(sender.launcher, message.incarnation, port, now_s), now_s)
         elif isinstance(message, Recovered):
             self._recovered(message.recovery, now_s)
         elif isinstance(message, Ended):
             self._ended(sender, message, now_s)
         elif isinstance(message, Bye):
-            self._bye(sender, message)
+            self._bye(sender, message, now_s)
         return self._taken()
 
     def tick(self, now_s: float) -> list[Effect]:
@@ -227,8 +243,9 @@ class Controller:
         self._ticked_s = now_s
         self._answer_joins(self.rendezvous.tick(now_s))
         self._watch_nodes(now_s)
+        self._reform(self.reforming.tick(now_s), now_s)
         self._watch_waiting(now_s)
-        for question in [one for one in self._questions.values() if one.due(now_s)]:
+        for question in self._questions.due(now_s):
             self._decide(question, now_s)
         for case in self._cases():
             case.tick(now_s)
@@ -279,40 +296,13 @@ class Controller:
         onset_step: int = -1,
         blocks_of: tuple[int, ...] = (),
     ) -> int:
-        agents = self.cluster.agents()
-        number = self._question(Profile, agents, now_s + self.settings.answer_s)
-        packed = self.cluster.known_ranks > PACKED_WORLD
-        request = ProfileRequest(number, first_step, last_step, onset_step, blocks_of, packed)
-        self._effects.append(Send(tuple(agents.values()), request))
-        return number
+        return self._questions.ask_profiles(first_step, last_step, now_s, onset_step, blocks_of)
 
     def ask_states(self, stacks: bool, now_s: float) -> int:
-        agents = self.cluster.agents()
-        names = self.cluster.mute_nodes()
-        mute = frozenset(rank for rank in agents if self.cluster.nodes[rank].name in names)
-        number = self._question(States, agents, now_s + self.settings.answer_s, mute)
-        self._effects.append(Send(tuple(agents.values()), StateRequest(number, stacks)))
-        return number
+        return self._questions.ask_states(stacks, now_s)
 
     def ask_probes(self, pairs: Sequence[tuple[str, str]], now_s: float) -> int | None:
-        by_name = {node.name: node for node in self.cluster.nodes.values()}
-        wanted: dict[int, list[ProbeTarget]] = {}
-        for pair in pairs:
-            for source, target in (pair, pair[::-1]):
-                here, there = by_name.get(source), by_name.get(target)
-                if here is None or there is None or here is there or here.agent is None or here.mute:
-                    continue
-                targets = wanted.setdefault(here.rank, [])
-                if there.endpoints and len(targets) < _MOST_TARGETS:
-                    targets.append(ProbeTarget(target, there.endpoints))
-        wanted = {rank: targets for rank, targets in wanted.items() if targets}
-        if not wanted:
-            return None
-        agents = self.cluster.agents()
-        number = self._question(Probed, wanted, now_s + self.settings.probe_s)
-        for rank, targets in wanted.items():
-            self._effects.append(Send((agents[rank],), ProbeRequest(number, tuple(targets))))
-        return number
+        return self._questions.ask_probes(pairs, now_s)
 
     def validate(self, case: SlowCase, groups: Sequence[Sequence[int]], now_s: float) -> bool:
         return self.settings.validate and self._validations.begin(case, groups, now_s)
@@ -365,6 +355,9 @@ class Controller:
                 peer, f"this controller speaks protocol {PROTOCOL}, {hello.node} speaks {hello.protocol}"
             )
             return
+        if sender.role == "agent" and not self._is_ours(hello):
+            self._refuse(peer, f"another launcher plays node {hello.node_rank} now")
+            return
         if hello.role != sender.role or hello.node_rank >= MOST_NODES:
             self._refuse(peer, f"{hello.node} said role {hello.role!r} and node rank {hello.node_rank}")
             return
@@ -378,13 +371,19 @@ class Controller:
         node = sender.node = self.cluster.node(hello.node_rank, hello.node)
         node.lost_s = None
         if sender.role == "launcher":
-            node.launcher = peer
+            node.launcher = max(peer, node.launcher or 0)
             return
         self.backups.forget(node.rank)
         if node.agent_pid != hello.pid:
             node.agent_pid, node.agent_starts = hello.pid, node.agent_starts + 1
         node.agent, node.left, node.failure_domain = peer, False, hello.failure_domain
         node.heard_s, node.mute, node.silent = now_s, False, False
+
+    def _is_ours(self, hello: Hello) -> bool:
+        """Whether this agent's launcher plays its node: one that was cut off may have been replaced."""
+        placement = self.rendezvous.placements.get(Launcher(hello.node, hello.launcher))
+        strange = placement is None or placement.node_rank != hello.node_rank
+        return not (hello.launcher and self.rendezvous.placements and strange)
 
     def _heartbeat(self, peer: int, sender: _Peer, beat: Heartbeat, now_s: float) -> None:
         node = sender.node
@@ -401,9 +400,12 @@ class Controller:
         if sender.launcher is None:
             self._refuse(peer, "only launchers join")
             return
-        self._answer_joins(self.rendezvous.join(sender.launcher, join, peer, now_s))
-        if self._stop is not None:
-            self._effects.append(Send((peer,), self._stop))
+        placed = self.rendezvous.join(sender.launcher, join, peer, now_s)
+        self._answer_joins(placed)
+        if self._stop is not None or self.over:
+            self._effects.append(Send((peer,), self._stop or _FINISHED))
+        elif self.rendezvous.placements and not placed.refusals:
+            self._reform(self.reforming.here(sender.launcher, join.incarnation, now_s), now_s)
 
     def _answer_joins(self, placed: Placed) -> None:
         if placed.is_new:
@@ -418,8 +420,46 @@ class Controller:
                 node = sender.node = self.cluster.node(placement.node_rank, sender.launcher.node)
                 node.launcher, node.lost_s = peer, None
             self._effects.append(Send((peer,), placement))
+        if placed.spares:
+            self._effects.append(Send(placed.spares, Spare(len(self.rendezvous.placements))))
         for peer, reason in placed.refusals:
             self._refuse(peer, reason)
+
+    def _reform(self, orders: Sequence[Order], now_s: float) -> None:
+        for order in orders:
+            if isinstance(order, HaltThese):
+                found = (self.rendezvous.peer(launcher) for launcher in order.launchers)
+                self._effects.append(Send(tuple(p for p in found if p is not None), Halt(order.incarnation)))
+            elif isinstance(order, Lost):
+                for launcher in order.launchers:
+                    node = self.cluster.nodes[self.rendezvous.placements[launcher].node_rank]
+                    node.lost_s = None
+                    incarnation = self.rendezvous.incarnation
+                    self._death_in(incarnation, now_s).lost(node.name, node.ranks, now_s, incarnation)
+            elif isinstance(order, Renew):
+                table = self.rendezvous.placements
+                self.cluster.begin_again({one.node_rank: launcher.node for launcher, one in table.items()})
+                self._launchers.update(dict.fromkeys(table))
+                if self._crash is not None:
+                    self._crash.decide(now_s)
+                    detail = f"restart {self.reforming.restarts} of {self.rendezvous.max_restarts}"
+                    self._crash.acted(Action("all nodes begin again", None, detail))
+                self._answer_joins(order.placed)
+            elif isinstance(order, Tell):
+                self._effects.append(order)
+            else:
+                self._end_job(order, now_s)
+
+    def _failed(self, sender: _Peer, failed: Failed, now_s: float) -> None:
+        if sender.launcher is not None:
+            code, text = failed.exit_code, failed.message[:_MOST_TEXT]
+            self._reform(self.reforming.failed(sender.launcher, failed.incarnation, code, text, now_s), now_s)
+
+    def _is_heard(self, node_rank: int, now_s: float) -> bool:
+        node = self.cluster.nodes.get(node_rank)
+        if node is None or node.agent is None or node.heard_s is None:
+            return False
+        return now_s - node.heard_s <= self.settings.silent_s
 
     def _placed(self, table: dict[Launcher, Placement]) -> None:
         ordered = sorted(table.items(), key=lambda item: item[1].first_rank)
@@ -463,27 +503,46 @@ class Controller:
     def _ended(self, sender: _Peer, ended: Ended, now_s: float) -> None:
         if sender.launcher is None:
             return
+        if self.rendezvous.placements and sender.launcher not in self.rendezvous.placements:
+            return  # a spare that goes is no loss
+        if ended.exit_code == 0 and ended.incarnation < self.reforming.incarnation:
+            return  # it has begun again since
         self._launchers[sender.launcher] = ended
         if sender.node is not None:
             sender.node.left = True
-        if ended.exit_code != 0 and self._stop is None:
-            self._fail(sender, ended, now_s)
+        if ended.exit_code == 0:
+            self.reforming.ended(sender.launcher)
+        elif self._stop is None:
+            self._end_job(End(ended.exit_code, f"node {sender.launcher.node} failed: {ended.message}"), now_s)
         self._consider_over(now_s)
 
-    def _bye(self, sender: _Peer, bye: Bye) -> None:
-        if sender.node is not None and (sender.role == "launcher" or sender.node.launcher is None):
-            sender.node.left = True
-        if sender.launcher is not None and self._launchers.get(sender.launcher) is None:
-            self._launchers[sender.launcher] = bye
+    def _bye(self, sender: _Peer, bye: Bye, now_s: float) -> None:
+        node = sender.node
+        if node is not None and bye.orphaned:
+            # It does not leave: it is lost, and nothing more will be heard of it.
+            plays = self.rendezvous.placements.items()
+            for launcher in [one for one, placement in plays if placement.node_rank == node.rank]:
+                self.reforming.orphaned(launcher)
+        elif node is not None and (sender.role == "launcher" or node.launcher is None):
+            node.left = True
+        launcher = sender.launcher
+        if launcher is None:
+            return
+        if self._launchers.get(launcher) is None:
+            self._launchers[launcher] = bye
+        peer = self.rendezvous.peer(launcher)
+        if peer is not None and launcher not in self.rendezvous.placements:
+            self.rendezvous.leave(launcher, peer)  # a spare that goes gets no place any more
+            self.reforming.gone(launcher, now_s)
 
-    def _fail(self, sender: _Peer, ended: Ended, now_s: float) -> None:
-        """One node failed: the others end with the exit code of who failed first."""
-        code = ended.exit_code
+    def _end_job(self, end: End, now_s: float) -> None:
+        """All nodes end with the exit code of who failed first."""
+        code = end.exit_code
         if self._crash is not None:
             self._crash.decide(now_s)
             code = self._crash.exit_code or code
-        node = sender.hello.node if sender.hello else "?"
-        self._stop = Stop(code, f"node {node} failed: {ended.message}"[:500])
+        self._stop = Stop(code, end.reason[:_MOST_TEXT])
+        self.reforming.over()
         if self._crash is not None:
             self._crash.acted(Action("stop the job", None, f"exit code {code}"))
         self._tell_launchers(self._stop)
@@ -493,8 +552,9 @@ class Controller:
         if self._over_s is not None or any(self._launchers.get(one) is None for one in expected):
             return
         self._over_s = now_s
+        self.reforming.over()
         if self._stop is None:
-            self._tell_launchers(Stop(0, "all nodes have finished"))
+            self._tell_launchers(_FINISHED)
 
     def _tell_launchers(self, stop: Stop) -> None:
         peers = tuple(number for number, peer in self._peers.items() if peer.launcher is not None)
@@ -567,13 +627,9 @@ class Controller:
     def _crash_found(self, finding: Finding, now_s: float) -> None:
         if self.over:
             return
-        case = self._crash_case()
-        if finding.incarnation < case.incarnation:
+        if self._crash is not None and finding.incarnation < self._crash.incarnation:
             return  # said again to a controller that began anew
-        if finding.incarnation > case.incarnation >= 0:
-            case.restarted(None, now_s)
-            case = self._crash_case()
-        case.found(finding, now_s)
+        self._death_in(finding.incarnation, now_s).found(finding, now_s)
         for case in [*self._slow, *([self._hang] if self._hang else [])]:
             case.end(now_s)
         self._sweep()
@@ -583,6 +639,14 @@ class Controller:
         if self._crash is not None and 0 <= self._crash.incarnation < recovery.incarnation:
             self._crash.restarted(recovery, now_s)
             self._sweep()
+
+    def _death_in(self, incarnation: int, now_s: float) -> CrashCase:
+        """The case of a death in this incarnation; that of an earlier one is over."""
+        case = self._crash_case()
+        if incarnation > case.incarnation >= 0:
+            case.restarted(None, now_s)
+            case = self._crash_case()
+        return case
 
     def _crash_case(self) -> CrashCase:
         if self._crash is None or self._crash.closed:
@@ -597,35 +661,19 @@ class Controller:
 
     # --- answers --------------------------------------------------------------------------------------------------
 
-    def _question(
-        self, kind: type, nodes: Iterable[int], deadline_s: float, mute: frozenset[int] = frozenset()
-    ) -> int:
-        self._requests += 1
-        self._questions[self._requests] = Question(self._requests, kind, set(nodes), deadline_s, mute)
-        return self._requests
-
     def _answered(self, sender: _Peer, answer: Profile | States | Probed, now_s: float) -> None:
-        question, node = self._questions.get(answer.request), sender.node
-        if question is None or node is None:
-            return
-        if isinstance(answer, Probed):
-            rows = len(answer.probes)
-        else:
-            node.clock.extend(answer.clock)
-            rows = len(answer.states) if isinstance(answer, States) else _rows(answer)
-        if isinstance(answer, Profile) and answer.causes:
-            node.causes, node.causes_s = answer.causes, now_s
-        if not question.answer(node.rank, answer, rows):
+        question = self._questions.answered(sender.node, answer, now_s) if sender.node is not None else None
+        if question is None:
             return
         if question.due(now_s):
             self._decide(question, now_s)
         elif isinstance(answer, Probed) and self._hang is not None and self._hang.probing == question.number:
-            self._hang.probed(_probes(question), now_s, final=False)
+            self._hang.probed(probes_of(question), now_s, final=False)
 
     def _decide(self, question: Question, now_s: float) -> None:
-        del self._questions[question.number]
+        self._questions.close(question)
         if question.kind is Probed:
-            probes = _probes(question)
+            probes = probes_of(question)
             for case in (*self._slow, self._hang):
                 if case is not None and case.probing == question.number and not case.closed:
                     case.probed(probes, now_s)
@@ -675,13 +723,3 @@ class Controller:
 def _is_finite(finding: Finding) -> bool:
     values = (getattr(finding, field.name) for field in fields(finding))
     return all(math.isfinite(value) for value in values if isinstance(value, float))
-
-
-def _rows(profile: Profile) -> int:
-    packed = len(profile.packed.rows) // _ROW_BYTES if profile.packed is not None else 0
-    return len(profile.iterations) + packed
-
-
-def _probes(question: Question) -> list[PathProbe]:
-    probes = [probe for answer in question.answers for probe in answer.probes[:_MOST_TARGETS]]
-    return [one for one in probes if 0 <= one.round_trip_s < math.inf]

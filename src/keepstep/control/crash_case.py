@@ -45,9 +45,10 @@ class CrashCase:
         self._step = max(self._step, finding.step)
         self._began(now_s)
 
-    def lost(self, node: str, ranks: tuple[int, ...], now_s: float) -> None:
+    def lost(self, node: str, ranks: tuple[int, ...], now_s: float, incarnation: int = -1) -> None:
         """A whole node is gone: neither its agent nor its launcher is connected."""
         self._lost[node] = ranks
+        self.incarnation = max(self.incarnation, incarnation)
         self._began(now_s)
 
     @property

@@ -41,6 +41,13 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
+class Tell:
+    """Print a line for the operator."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class StorePlacement:
     """Keep the rank table for the next controller process of this run."""
 
@@ -55,4 +62,4 @@ class Exit:
     reason: str
 
 
-Effect = Send | Disconnect | WriteIncident | Say | StorePlacement | Exit
+Effect = Send | Disconnect | WriteIncident | Say | Tell | StorePlacement | Exit

@@ -1,8 +1,11 @@
-"""Which node plays which ranks: launchers join, and are placed once, when all (or enough) are here."""
+"""Which node plays which ranks: launchers join, are placed when all (or enough) are here, and anew when one is lost."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from msgspec import structs
 
 from keepstep.wire.messages import Join, Placement
 
@@ -19,7 +22,7 @@ class Launcher:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _Joined:
     join: Join
     peer: int
     order: int
@@ -31,6 +34,7 @@ class Placed:
 
     answers: tuple[tuple[int, Placement], ...] = ()
     refusals: tuple[tuple[int, str], ...] = ()
+    spares: tuple[int, ...] = ()  # peers for which there is no place now
     is_new: bool = False  # the rank table was made just now
 
 
@@ -38,15 +42,21 @@ class Rendezvous:
     """Waits for ``nodes`` launchers (or their own min:max), then gives out the rank table, and repeats it when asked.
 
     With fewer than the maximum it waits ``last_call_s`` after the minimum was reached; ``join_s`` is the longest wait
-    for the minimum, after which everybody is refused and may start anew.
+    for the minimum, after which everybody is refused and may start anew. Launchers beyond the maximum are spares where
+    the job may begin again; `renew` gives them the places of lost ones.
     """
 
     def __init__(self, nodes: int, *, join_s: float = 600.0, last_call_s: float = 30.0) -> None:
         self._nodes = nodes
         self._join_s = join_s
         self._last_call_s = last_call_s
-        self._waiting: dict[Launcher, _Waiting] = {}
+        self._joined: dict[Launcher, _Joined] = {}  # whose connections stand
+        self._beyond: set[Launcher] = set()  # of them, before there is a table, those that wish to be spares
+        self._wishes: dict[int, Launcher] = {}
+        self._range = (0, 0)  # of nodes, over all wishes
         self._table: dict[Launcher, Placement] = {}
+        self._sizes: dict[int, int] = {}  # ranks by node rank
+        self._agreed: tuple[int, str] | None = None  # restarts, and the node that said so first
         self._orders = 0
         self._since_s = 0.0
         self._enough_since_s: float | None = None
@@ -57,63 +67,155 @@ class Rendezvous:
         return self._table
 
     @property
-    def waiting(self) -> int:
-        """Launchers that have joined and wait."""
-        return len(self._waiting)
+    def incarnation(self) -> int:
+        """Of the rank table."""
+        return next(iter(self._table.values())).incarnation if self._table else 0
+
+    @property
+    def max_restarts(self) -> int:
+        """How often the job may begin again, as its launchers say."""
+        return self._agreed[0] if self._agreed else 0
+
+    @property
+    def spares(self) -> list[Launcher]:
+        """Those that are here and have no place, in the order in which they came."""
+        if not self._table:
+            return [launcher for launcher in self._joined if launcher in self._beyond]
+        found = [launcher for launcher in self._joined if launcher not in self._table]
+        return sorted(found, key=lambda launcher: self._joined[launcher].order)
+
+    def peer(self, launcher: Launcher) -> int | None:
+        """The connection it joined through, while that stands."""
+        joined = self._joined.get(launcher)
+        return joined.peer if joined else None
 
     def restore(self, table: dict[Launcher, Placement]) -> None:
         """Continue with a table that an earlier controller of this run gave out."""
-        self._table = dict(table)
+        self._set(dict(table))
 
     def join(self, launcher: Launcher, join: Join, peer: int, now_s: float) -> Placed:
         """A launcher asks, for the first time or again."""
-        if self._table:
-            return self._late(launcher, join, peer)
         if reason := self._objection(launcher, join):
             return Placed(refusals=((peer, reason),))
-        if not self._waiting:
+        if self._agreed is None:
+            self._agreed = (join.max_restarts, join.node)
+        if not self._joined and not self._table:
             self._since_s = now_s
-        known = self._waiting.get(launcher)
+        known = self._joined.get(launcher)
+        if known is not None and known.peer > peer:
+            return Placed()  # the last word of a connection that was broken: it has a newer one
         if known is None:
             self._orders += 1
-        self._waiting[launcher] = _Waiting(join, peer, known.order if known else self._orders)
-        return self.tick(now_s)
+        self._joined[launcher] = _Joined(join, peer, known.order if known else self._orders)
+        if self._table:
+            return self._late(launcher, peer)
+        self._count(launcher, join)
+        placed = self.tick(now_s)
+        spare = launcher in self._beyond and not placed.is_new
+        return replace(placed, spares=(peer,)) if spare else placed
 
-    def leave(self, launcher: Launcher, peer: int) -> None:
-        """The connection of a launcher that waits has gone; another may take its wish."""
-        waiting = self._waiting.get(launcher)
-        if waiting is not None and waiting.peer == peer:
-            del self._waiting[launcher]
+    def leave(self, launcher: Launcher, peer: int) -> bool:
+        """A connection has gone; True when it was a launcher's last. While it is away another may have its wish."""
+        joined = self._joined.get(launcher)
+        if joined is None or joined.peer != peer:
+            return False
+        del self._joined[launcher]
+        if not self._table:
+            self._range, self._beyond = (0, 0), set()
+            self._wishes.clear()
+            for other, one in self._joined.items():
+                self._count(other, one.join)
+            if not self._joined:
+                self._agreed = None
+        return True
 
     def tick(self, now_s: float) -> Placed:
         """Place, go on waiting, or give up."""
-        if self._table or not self._waiting:
+        here = len(self._joined) - len(self._beyond)
+        if self._table or not here:
             return Placed()
-        joins = [waiting.join for waiting in self._waiting.values()]
-        least = max(join.min_nodes for join in joins)
-        most = max(*(join.max_nodes for join in joins), least, 1)
-        if max(join.max_nodes for join in joins) <= 1 and self._nodes > 1:
+        least, most = self._range
+        most = max(most, least, 1)
+        if self._range[1] <= 1 and self._nodes > 1:
             least = most = self._nodes
-        if len(joins) < least:
+        if here < least:
             self._enough_since_s = None
-            return self._give_up(len(joins), least) if now_s - self._since_s >= self._join_s else Placed()
+            return self._give_up(here, least) if now_s - self._since_s >= self._join_s else Placed()
         if self._enough_since_s is None:
             self._enough_since_s = now_s
-        if len(joins) < most and now_s - self._enough_since_s < self._last_call_s:
+        if here < most and now_s - self._enough_since_s < self._last_call_s:
             return Placed()
         return self._place()
 
-    def _late(self, launcher: Launcher, join: Join, peer: int) -> Placed:
+    def renew(
+        self, lost: Collection[Launcher], halted: Mapping[Launcher, int], incarnation: int
+    ) -> Placed | None:
+        """The table of ``incarnation``; None while there are not enough spares.
+
+        Nodes that live keep their ranks; each lost one's are taken by a spare with as many. ``halted``: a free port
+        of every launcher that can be placed, spares among them.
+        """
+        heirs = self._heirs(lost, halted)
+        if heirs is None:
+            return None
+        table = {heirs.get(launcher, launcher): placement for launcher, placement in self._table.items()}
+        first = next(launcher for launcher, placement in table.items() if placement.node_rank == 0)
+        address = table[first].master_addr if first in self._table else self._joined[first].join.address
+        self._set(
+            {
+                launcher: structs.replace(
+                    placement, master_addr=address, master_port=halted[first], incarnation=incarnation
+                )
+                for launcher, placement in table.items()
+            }
+        )
+        answers = [
+            (joined.peer, placement)
+            for launcher, placement in self._table.items()
+            if (joined := self._joined.get(launcher)) is not None
+        ]
+        return Placed(answers=tuple(answers), is_new=True)
+
+    def _heirs(
+        self, lost: Collection[Launcher], halted: Mapping[Launcher, int]
+    ) -> dict[Launcher, Launcher] | None:
+        """Who takes whose place: the one that wished for it, else the first that came."""
+        free = [spare for spare in self.spares if spare in halted] if lost else []
+        heirs: dict[Launcher, Launcher] = {}
+        for launcher in sorted(lost, key=lambda one: self._table[one].node_rank):
+            rank = self._table[launcher].node_rank
+            fit = [spare for spare in free if self._joined[spare].join.nproc == self._sizes[rank]]
+            if not fit:
+                return None
+            heirs[launcher] = next((one for one in fit if self._joined[one].join.node_rank == rank), fit[0])
+            free.remove(heirs[launcher])
+        return heirs
+
+    def _set(self, table: dict[Launcher, Placement]) -> None:
+        self._table = table
+        ordered = sorted(table.values(), key=lambda placement: placement.first_rank)
+        ends = [one.first_rank for one in ordered[1:]] + [one.world_size for one in ordered[-1:]]
+        self._sizes = {one.node_rank: end - one.first_rank for one, end in zip(ordered, ends, strict=True)}
+        self._beyond.clear()
+
+    def _late(self, launcher: Launcher, peer: int) -> Placed:
         placement = self._table.get(launcher)
-        if placement is None:
-            taken = {known.node for known in self._table}
-            reason = (
-                f"the job already runs with {len(self._table)} nodes, and process {launcher.pid} on {launcher.node} is "
-                f"{'not the launcher it began with there' if launcher.node in taken else 'on none of them'}; "
-                f"start a new run"
-            )
-            return Placed(refusals=((peer, reason),))
-        return Placed(answers=((peer, placement),))
+        if placement is not None:
+            return Placed(answers=((peer, placement),))
+        join = self._joined[launcher].join
+        if self.max_restarts and join.nproc in self._sizes.values():
+            return Placed(spares=(peer,))
+        del self._joined[launcher]
+        if self.max_restarts:
+            reason = f"{launcher.node} runs {join.nproc} ranks, but no node of this job does; give --nproc-per-node"
+            return Placed(refusals=((peer, f"{reason} {next(iter(self._sizes.values()))}"),))
+        taken = {known.node for known in self._table}
+        reason = (
+            f"the job already runs with {len(self._table)} nodes, and process {launcher.pid} on {launcher.node} is "
+            f"{'not the launcher it began with there' if launcher.node in taken else 'on none of them'}; "
+            f"start a new run"
+        )
+        return Placed(refusals=((peer, reason),))
 
     def _objection(self, launcher: Launcher, join: Join) -> str:
         if (
@@ -123,54 +225,70 @@ class Rendezvous:
             or join.max_nodes > MOST_NODES
         ):
             return f"node {join.node}: {join.nproc} ranks on one of {join.max_nodes} nodes is no job"
-        if join.node_rank < 0:
+        if self._agreed is not None and self._agreed[0] != join.max_restarts:
+            return (
+                f"node {join.node} was started with --max-restarts {join.max_restarts}, {self._agreed[1]} with "
+                f"{self._agreed[0]}; give all nodes the same"
+            )
+        if join.node_rank < 0 or self._table:
             return ""
         most = max(join.max_nodes, self._nodes)
-        if join.node_rank >= most:
+        if join.node_rank >= most and not join.max_restarts:
             return f"node {join.node} wants node rank {join.node_rank}, but there are {most} nodes: 0 to {most - 1}"
-        for other, waiting in self._waiting.items():
-            if other != launcher and waiting.join.node_rank == join.node_rank:
-                return (
-                    f"node rank {join.node_rank} is wanted twice: by {other.node} (process {other.pid}) and "
-                    f"{launcher.node} (process {launcher.pid}); give each node its own --node-rank"
-                )
+        other = self._wishes.get(join.node_rank)
+        if other is not None and other != launcher:
+            return (
+                f"node rank {join.node_rank} is wanted twice: by {other.node} (process {other.pid}) and "
+                f"{launcher.node} (process {launcher.pid}); give each node its own --node-rank"
+            )
         return ""
 
+    def _count(self, launcher: Launcher, join: Join) -> None:
+        if join.node_rank >= 0:
+            self._wishes[join.node_rank] = launcher
+        if join.node_rank >= max(join.max_nodes, self._nodes):
+            self._beyond.add(launcher)
+            return
+        least, most = self._range
+        self._range = (max(least, join.min_nodes), max(most, join.max_nodes))
+
     def _give_up(self, here: int, least: int) -> Placed:
-        names = ", ".join(sorted(launcher.node for launcher in self._waiting)[:16])
+        names = ", ".join(sorted(launcher.node for launcher in self._joined)[:16])
         told = f"only {here} of {least} nodes joined within {self._join_s:g} s ({names})"
         reason = f"{told}; start the others and try again"
-        refusals = tuple((waiting.peer, reason) for waiting in self._waiting.values())
-        self._waiting.clear()
+        refusals = tuple((joined.peer, reason) for joined in self._joined.values())
+        self._joined.clear()
+        self._beyond.clear()
+        self._wishes.clear()
+        self._range, self._agreed = (0, 0), None
         return Placed(refusals=refusals)
 
     def _place(self) -> Placed:
         ordered = self._ordered()
         first = ordered[0][1].join
-        world = sum(waiting.join.nproc for _, waiting in ordered)
-        names = tuple(launcher.node for launcher, _ in ordered)
+        world = sum(joined.join.nproc for _, joined in ordered)
         answers: list[tuple[int, Placement]] = []
+        table: dict[Launcher, Placement] = {}
         first_rank = 0
-        for node_rank, (launcher, waiting) in enumerate(ordered):
-            placement = Placement(
-                node_rank, first_rank, world, len(ordered), first.address, first.free_port, nodes=names
-            )
-            self._table[launcher] = placement
-            answers.append((waiting.peer, placement))
-            first_rank += waiting.join.nproc
-        self._waiting.clear()
+        for node_rank, (launcher, joined) in enumerate(ordered):
+            placement = Placement(node_rank, first_rank, world, len(ordered), first.address, first.free_port)
+            table[launcher] = placement
+            answers.append((joined.peer, placement))
+            first_rank += joined.join.nproc
+        self._set(table)
         return Placed(answers=tuple(answers), is_new=True)
 
-    def _ordered(self) -> list[tuple[Launcher, _Waiting]]:
+    def _ordered(self) -> list[tuple[Launcher, _Joined]]:
         """By wish; launchers without one (or whose wish lies beyond those who came) fill the gaps as they came."""
-        count = len(self._waiting)
-        slots: list[tuple[Launcher, _Waiting] | None] = [None] * count
-        rest: list[tuple[Launcher, _Waiting]] = []
-        for launcher, waiting in sorted(self._waiting.items(), key=lambda item: item[1].order):
-            wish = waiting.join.node_rank
+        playing = [item for item in self._joined.items() if item[0] not in self._beyond]
+        count = len(playing)
+        slots: list[tuple[Launcher, _Joined] | None] = [None] * count
+        rest: list[tuple[Launcher, _Joined]] = []
+        for launcher, joined in sorted(playing, key=lambda item: item[1].order):
+            wish = joined.join.node_rank
             if 0 <= wish < count:
-                slots[wish] = (launcher, waiting)
+                slots[wish] = (launcher, joined)
             else:
-                rest.append((launcher, waiting))
+                rest.append((launcher, joined))
         following = iter(rest)
         return [slot if slot is not None else next(following) for slot in slots]

@@ -17,7 +17,7 @@ import msgspec
 
 from keepstep import wire
 from keepstep.control.controller import Controller, Settings
-from keepstep.control.effects import Disconnect, Effect, Exit, Say, Send, StorePlacement, WriteIncident
+from keepstep.control.effects import Disconnect, Effect, Exit, Say, Send, StorePlacement, Tell, WriteIncident
 from keepstep.control.files import RunFiles, spoken
 from keepstep.control.locators import LibraryLocators
 from keepstep.control.status import interval_s, status_of
@@ -186,6 +186,8 @@ class ControlServer:
                 self._keep(lambda incident=effect.incident: self._files.write_incident(incident))
             elif isinstance(effect, Say):
                 self._say(effect)
+            elif isinstance(effect, Tell):
+                self._print(f"keepstep: {effect.text}")
             elif isinstance(effect, StorePlacement):
                 self._keep(lambda placements=effect.placements: self._files.write_placements(placements))
             elif isinstance(effect, Disconnect):
@@ -217,6 +219,10 @@ class ControlServer:
             text = render(effect.incident, color=self._color, run=run) + "\n"
         if effect.what == "sharper":
             text = f"incident {effect.incident.number:04d}, at a closer look:\n{text}"
+        self._print(text)
+
+    @staticmethod
+    def _print(text: str) -> None:
         try:
             print(text, file=sys.stderr, flush=True)
         except OSError:

@@ -41,7 +41,7 @@ class Status(msgspec.Struct, frozen=True):
 
     schema: int
     unix_s: float
-    state: str  # "joining", "running", "over"
+    state: str  # "joining", "running", "beginning again", "over"
     world_size: int
     newest_step: int
     open_incidents: tuple[int, ...]
@@ -50,6 +50,9 @@ class Status(msgspec.Struct, frozen=True):
     counters: dict[str, int]
     backups: BackupStatus | None = None
     recovery: Recovery | None = None  # the newest
+    incarnation: int = 0  # how often the job has begun again
+    max_restarts: int = 0
+    spares: tuple[str, ...] = ()  # nodes that wait for a place
 
 
 def status_of(controller: Controller, now_s: float, unix_s: float, counters: dict[str, int]) -> Status:
@@ -81,10 +84,13 @@ def status_of(controller: Controller, now_s: float, unix_s: float, counters: dic
             )
         )
     running = bool(controller.rendezvous.placements) or bool(cluster.node_of)
+    state = "over" if controller.over else "running" if running else "joining"
+    if controller.reforming.under_way:
+        state = "beginning again"
     return Status(
         STATUS_SCHEMA,
         unix_s,
-        "over" if controller.over else "running" if running else "joining",
+        state,
         cluster.known_ranks,
         cluster.newest_step,
         tuple(incident.number for incident in controller.open_incidents),
@@ -93,6 +99,9 @@ def status_of(controller: Controller, now_s: float, unix_s: float, counters: dic
         {**counters, "ignored": controller.ignored, "refused_groups": cluster.refused_groups},
         _backups(controller),
         controller.recovery,
+        controller.reforming.incarnation,
+        controller.rendezvous.max_restarts,
+        tuple(launcher.node for launcher in controller.rendezvous.spares),
     )
 
 

@@ -22,6 +22,7 @@ FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 10.0
 TRIES = 8
 CANNOT_START = 2  # exit code of one that will not do better when tried again
+HALT_MARGIN_S = 30.0  # beyond --shutdown-timeout: to kill, and to end what workers leave behind
 STEADY_S = 60.0  # one that lived this long is given all its tries again
 
 
@@ -170,6 +171,7 @@ def controller_command(job: Job, folder: Path, secret: Path, listen: Endpoint) -
         *("--secret-file", str(secret)),
         *("--nodes", str(job.max_nodes)),
         *("--join-timeout", f"{job.rendezvous.join_timeout_s:g}"),
+        *("--halt-timeout", f"{job.shutdown_timeout_s + HALT_MARGIN_S:g}"),
         *(("--layout", job.layout) if job.layout else ()),
         *(() if job.validate else ("--no-validate",)),
         *(("--backups", str(job.checkpoint_backups)) if job.checkpoint_backups and job.max_nodes > 1 else ()),

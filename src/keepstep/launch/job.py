@@ -175,11 +175,6 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         raise UsageError(f"--standalone --nnodes {given.nnodes}: one node only; use --rdzv-endpoint for more")
     if given.max_restarts < 0:
         raise UsageError(f"--max-restarts {given.max_restarts}: give 0 or more")
-    if given.max_restarts > 0 and max_nodes > 1:
-        raise UsageError(
-            f"--max-restarts {given.max_restarts} --nnodes {given.nnodes}: restarts in place work on one node "
-            "so far; use --max-restarts 0 and let the scheduler start the job again"
-        )
     return Job(
         script=given.training_script,
         arguments=tuple(given.training_script_args),
@@ -350,7 +345,10 @@ def _rendezvous(given: argparse.Namespace, max_nodes: int, join_timeout_s: float
         endpoint = _meeting_point(given)
         if endpoint.port == 0:
             raise UsageError(f"--rdzv-endpoint {given.rdzv_endpoint}: give a port that all nodes know")
-        if backend == "static" and not 0 <= given.node_rank < max_nodes:
+        # A node beyond the others is a spare.
+        if backend == "static" and not (
+            given.node_rank >= 0 and (given.node_rank < max_nodes or given.max_restarts)
+        ):
             raise UsageError(
                 f"--node-rank {given.node_rank} --nnodes {given.nnodes}: give 0 to {max_nodes - 1}"
             )

@@ -51,7 +51,7 @@ _FAILED_WAIT_S = 60.0
 class _Outcome:
     """How an incarnation ended. ``number``: the signal to end what still runs with."""
 
-    kind: str  # "finished" | "failed" | "signal" | "stopped"
+    kind: str  # "finished" | "failed" | "signal" | "stopped" | "halted"
     code: int
     reason: str
     number: signal.Signals = signal.SIGTERM
@@ -86,6 +86,9 @@ class Launcher:
         self._kill_now = asyncio.Event()
         self._job_over = asyncio.Event()  # the controller said Stop
         self._stop_code = 0
+        self._is_spare = False
+        self._has_parted = False  # said that our workers have ended, and waited for the others
+        self._lease: asyncio.Task[None] | None = None
         self._signalled: signal.Signals | None = None
         self._hosts_controller = False
         self._started_unix_s = time.time()
@@ -213,9 +216,19 @@ class Launcher:
             node_rank=rendezvous.node_rank,
             min_nodes=job.min_nodes,
             max_nodes=job.max_nodes,
+            max_restarts=job.max_restarts if rendezvous.endpoint else 0,
         )
         endpoint = replace(self._controller_at, host=address)
-        self._link = Link(job, endpoint, self._secret, join, stopped=self._on_stop)
+        self._link = Link(
+            job,
+            endpoint,
+            self._secret,
+            join,
+            free_port=lambda: addresses.free_port(own),
+            ordered=self._on_order,
+        )
+        if self._together:
+            self._lease = asyncio.get_running_loop().create_task(self._watch_lease(self._link))
         if self._place:
             self._link.placed(self._place)
             self._link.open()
@@ -223,7 +236,6 @@ class Launcher:
     # The workers.
 
     async def _incarnations(self, place: Place) -> _Outcome:
-        restarts = 0
         self._restarts = Restarts(
             self._job,
             self._environ,
@@ -236,7 +248,7 @@ class Launcher:
         )
         while True:
             self._place = place
-            self._start_workers(place, restarts)
+            self._start_workers(place, place.incarnation)
             outcome = await self._outcome
             assert self._workers is not None
             stuck = await self._workers.end(outcome.number, self._job.shutdown_timeout_s, self._kill_now)
@@ -246,21 +258,59 @@ class Launcher:
                 )
             await self._sweep()
             self._following.stop()
-            if outcome.kind != "failed":
-                return outcome
-            if restarts >= self._job.max_restarts or self._signalled or self._job_over.is_set():
-                return self._explain(outcome)
-            restarts += 1
-            failure = root_cause.first(self._workers.failures)
-            self._say(f"rank {failure.rank}: {failure.text}; restart {restarts} of {self._job.max_restarts}")
-            self._renew_agent()
-            place = replace(
-                place,
-                incarnation=place.incarnation + 1,
-                master_port=self._job.master_port or addresses.free_port("127.0.0.1"),
+            following = await (
+                self._begin_again_with_all(outcome) if self._together else self._begin_again(outcome)
             )
-            self._restarts.ended(failure, self._workers.failed_s, place.incarnation)
+            if isinstance(following, _Outcome):
+                return following
+            failures = self._workers.failures
+            self._renew_agent()
+            place = following
+            if failures:
+                self._restarts.ended(root_cause.first(failures), self._workers.failed_s, place.incarnation)
+
+    async def _begin_again(self, outcome: _Outcome) -> Place | _Outcome:
+        """Whether and where this node's workers, the only ones of the job or its unwatched share, begin again."""
+        if outcome.kind != "failed":
+            return outcome
+        assert self._place is not None
+        assert self._workers is not None
+        restart, most = self._place.incarnation + 1, self._job.max_restarts
+        if restart > most or self._signalled or self._job_over.is_set():
+            return self._explain(outcome)
+        failure = root_cause.first(self._workers.failures)
+        self._say(f"rank {failure.rank}: {failure.text}; restart {restart} of {most}")
+        self._outcome = asyncio.get_running_loop().create_future()
+        port = self._job.master_port or addresses.free_port("127.0.0.1")
+        return replace(self._place, incarnation=restart, master_port=port)
+
+    @property
+    def _together(self) -> bool:
+        """Whether the nodes of the job begin again together, as the controller orders it."""
+        return self._link is not None and self._link.member.begins_again
+
+    async def _begin_again_with_all(self, outcome: _Outcome) -> Place | _Outcome:
+        """What the controller orders after an incarnation: the place in the next one, or the end."""
+        assert self._link is not None
+        if outcome.kind == "finished":
             self._outcome = asyncio.get_running_loop().create_future()
+            await self._part(outcome)
+            if not (self._outcome.done() and self._outcome.result().kind == "halted"):
+                return outcome
+        elif outcome.kind not in ("failed", "halted") or self._signalled:
+            return outcome
+        self._outcome = asyncio.get_running_loop().create_future()
+        self._has_parted = False
+        self._link.halted()
+        self._on_order()
+        try:
+            place = await self._until(self._link.next_place())
+        except _EndedEarly as early:
+            return self._explain(outcome, early.outcome) if outcome.kind == "failed" else early.outcome
+        if place is not None:
+            return place
+        self._warn(f"the controller at {self._controller_at} is out of reach: this node ends")
+        return self._explain(outcome) if outcome.kind == "failed" else replace(outcome, kind="failed", code=1)
 
     def _start_workers(self, place: Place, restarts: int) -> None:
         job, prepared = self._job, self._restarts
@@ -301,9 +351,9 @@ class Launcher:
         if job.watch and job.rendezvous.endpoint is None and self._controller is None:
             self._try_watching(self._start_controller)
         if self._controller_at and (self._controller_ready.is_set() or job.rendezvous.endpoint):
-            if self._link:
+            if self._link and job.rendezvous.endpoint is None:
                 self._link.placed(place)
-            else:
+            elif not self._link:
                 self._try_watching(self._connect)
             self._try_watching(self._start_agent)
         first, last = place.first_rank, place.first_rank + job.nproc - 1
@@ -395,6 +445,8 @@ class Launcher:
     def _on_failure(self, failure: root_cause.Failure) -> None:
         if self._link:
             self._link.found(self._finding(failure))
+            if self._together:
+                self._link.failed(failure.exit_code, f"rank {failure.rank}: {failure.text}")
         self._settle(_Outcome("failed", failure.exit_code, f"rank {failure.rank}: {failure.text}"))
 
     def _on_recovery(self, recovery: Recovery) -> None:
@@ -405,12 +457,34 @@ class Launcher:
     def _on_finish(self) -> None:
         self._settle(_Outcome("finished", 0, "finished"))
 
+    def _on_order(self) -> None:
+        """The controller has said something."""
+        assert self._link is not None
+        member = self._link.member
+        if member.stop is not None and not self._job_over.is_set():
+            self._on_stop(member.stop)
+        elif member.must_halt:
+            self._settle(_Outcome("halted", 0, "all nodes begin again"))
+        elif member.is_spare and not self._is_spare:
+            self._say(
+                f"{self._job.node} is a spare: the job has its nodes, and gets this one when one is lost"
+            )
+        self._is_spare = member.is_spare
+
+    async def _watch_lease(self, link: Link) -> None:
+        """A node that is cut off ends its workers: another may play their ranks."""
+        while True:
+            await asyncio.sleep(1.0)
+            if link.member.is_cut_off(asyncio.get_running_loop().time()) and not self._outcome.done():
+                self._warn(f"no way to the controller at {self._controller_at}: the workers of this node end")
+                self._settle(_Outcome("halted", 0, "cut off from the controller"))
+
     def _on_stop(self, stop: Stop) -> None:
-        self._stop_code = stop.exit_code
+        self._stop_code = 0 if self._is_spare else stop.exit_code
         self._job_over.set()
         if self._controller:
             self._controller.may_end()
-        self._settle(_Outcome("stopped", stop.exit_code, stop.reason))
+        self._settle(_Outcome("stopped", self._stop_code, stop.reason))
 
     def _settle(self, outcome: _Outcome) -> None:
         if not self._outcome.done():
@@ -430,8 +504,8 @@ class Launcher:
 
     # After the workers.
 
-    def _explain(self, outcome: _Outcome) -> _Outcome:
-        """Say why the job failed; the exit code is that of the failure that came first."""
+    def _explain(self, outcome: _Outcome, ended: _Outcome | None = None) -> _Outcome:
+        """Say why the job failed; the exit code is that of the failure that came first, or as ``ended`` says."""
         assert self._workers is not None
         failures = self._workers.failures
         root = root_cause.first(failures)
@@ -442,6 +516,8 @@ class Launcher:
         if self._link:
             for failure in failures[1:]:
                 self._link.found(self._finding(failure))
+        if ended is not None:
+            return ended
         return replace(outcome, code=self._workers.exit_code, reason=f"rank {root.rank}: {root.text}")
 
     async def _sweep(self) -> None:
@@ -456,11 +532,10 @@ class Launcher:
             self._restarts.end()
         if outcome.kind == "stopped" and outcome.code:
             self._say(f"the job was ended: {outcome.reason}")
-        await self._wait_for_storage(outcome)
-        if self._link:
-            self._link.ended(outcome.code, outcome.reason)
-            await self._link.drained(_DRAIN_S)
-            await self._wait_for_others(outcome)
+        if self._lease:
+            self._lease.cancel()
+        if not self._has_parted:
+            await self._part(outcome)
         if self._renewal:
             await self._renewal
         await self._stop_agent()
@@ -476,6 +551,15 @@ class Launcher:
             ending = {"exit_code": code, "reason": outcome.reason, "ended_unix_s": time.time()}
             self._write("end.json", ending)
         return code
+
+    async def _part(self, outcome: _Outcome) -> None:
+        """Keep what is on its way to storage, say that this node has ended, and wait for the others."""
+        self._has_parted = True
+        await self._wait_for_storage(outcome)
+        if self._link:
+            self._link.ended(outcome.code, outcome.reason)
+            await self._link.drained(_DRAIN_S)
+            await self._wait_for_others(outcome)
 
     async def _wait_for_storage(self, outcome: _Outcome) -> None:
         """Keep the cache until what was to be on storage is there: it ends with this process."""
@@ -505,7 +589,8 @@ class Launcher:
         over = asyncio.ensure_future(self._job_over.wait())
         kill = asyncio.ensure_future(self._kill_now.wait())
         waits: list[asyncio.Future[Any]] = [gone, over, kill]
-        await asyncio.wait(waits, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        again = [self._outcome] if outcome.kind == "finished" and self._together else []
+        await asyncio.wait([*waits, *again], timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
 

@@ -13,14 +13,16 @@ from keepstep.core.errors import RunError, WireError
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Recovery
 from keepstep.launch.job import Endpoint, Job
+from keepstep.launch.membership import Membership
 from keepstep.launch.placement import Place
 
+PATIENCE_S = 60.0  # without a connection and with no worker running: nobody will begin again with us
 _REREAD_SECRET_S = 1.0
 _LOOK_S = 0.5
 
 
 class Link:
-    """Connects for ever in the background; sending never waits for it. Findings are repeated to a new controller."""
+    """Connects for ever in the background; sending never waits for it. What is said and ordered is in ``member``."""
 
     def __init__(
         self,
@@ -29,20 +31,18 @@ class Link:
         secret: Path,
         join: wire.Join,
         *,
-        stopped: Callable[[wire.Stop], None],
+        free_port: Callable[[], int],
+        ordered: Callable[[], None],
     ) -> None:
-        """``controller.host`` is a numeric address; ``stopped`` is told when the controller ends the job."""
+        """``controller.host`` is a numeric address; ``ordered`` is told when something new is in ``member``."""
         self._job = job
         self._controller = controller
         self._secret = secret
-        self._join = join
-        self._stopped = stopped
-        self._place: Place | None = None
-        self._findings: list[Finding] = []
-        self._ended: wire.Ended | None = None
+        self._ordered = ordered
         self._client: wire.Client | None = None
-        self._answer: asyncio.Future[wire.Placement] = asyncio.get_running_loop().create_future()
+        self._changed = asyncio.Event()
         self._trouble = ""
+        self.member = Membership(join, os.getpid(), free_port)
         self.connected = asyncio.Event()
 
     def open(self) -> None:
@@ -62,40 +62,36 @@ class Link:
             (self._controller.host, self._controller.port),
             wire.read_secret(self._secret),
             role="launcher",
-            greet=self._greet,
+            greet=self.member.greet,
             message=self._received,
-            connected=self.connected.set,
-            disconnected=self.connected.clear,
+            connected=self._on_connected,
+            disconnected=self._on_disconnected,
             trouble=self._note,
             tls=tls,
         )
 
     async def join(self, timeout_s: float) -> Place:
-        """Wait for the other nodes and return this node's place.
+        """Wait for the other nodes and return this node's place; a spare waits for as long as the job lasts.
 
         Raises:
             RunError: the controller refused, or not all nodes came within ``timeout_s``; says what was wrong last.
         """
+        waiting = asyncio.get_running_loop().create_task(self._join_with_newest_secret())
         try:
-            placed = await asyncio.wait_for(self._join_with_newest_secret(), timeout_s)
-        except asyncio.TimeoutError:
-            seen = self._trouble or "connected, but not all nodes have joined"
-            raise RunError(
-                f"no place in the job after {timeout_s:g} s: controller {self._controller}: {seen}; check that every "
-                f"node was started with the same --rdzv-endpoint, --nnodes and secret ({self._secret})"
-            ) from None
-        self._place = Place(
-            node_rank=placed.node_rank,
-            first_rank=placed.first_rank,
-            world_size=placed.world_size,
-            node_count=placed.node_count,
-            master_addr=placed.master_addr,
-            master_port=placed.master_port,
-            incarnation=placed.incarnation,
+            await asyncio.wait([waiting], timeout=timeout_s)
+            if not waiting.done() and self.member.is_spare:
+                await waiting
+            if waiting.done():
+                return waiting.result()
+        finally:
+            waiting.cancel()
+        seen = self._trouble or "connected, but not all nodes have joined"
+        raise RunError(
+            f"no place in the job after {timeout_s:g} s: controller {self._controller}: {seen}; check that every "
+            f"node was started with the same --rdzv-endpoint, --nnodes and secret ({self._secret})"
         )
-        return self._place
 
-    async def _join_with_newest_secret(self) -> wire.Placement:
+    async def _join_with_newest_secret(self) -> Place:
         """The secret may appear, or be replaced by that of the new run, while we wait for node 0."""
         tried: bytes | None = None
         while True:
@@ -107,31 +103,81 @@ class Link:
                     tried = found
             except WireError as error:
                 self._trouble = str(error)
-            done, _ = await asyncio.wait([self._answer], timeout=_REREAD_SECRET_S)
-            if done:
-                return self._answer.result()
+            if (place := self._taken()) is not None:
+                return place
+            if self.member.refusal:
+                raise RunError(f"controller {self._controller}: {self.member.refusal}")
+            if self.member.is_spare and self.member.away_s(_now_s()) > PATIENCE_S:
+                raise RunError(
+                    f"controller {self._controller}: {self._trouble}: the job is gone, or out of reach"
+                )
+            await self._change(_REREAD_SECRET_S)
+
+    async def next_place(self) -> Place | None:
+        """After `halted`: the place in the next incarnation; None when the controller stays away for too long."""
+        while (place := self._taken()) is None:
+            if self.member.away_s(_now_s()) > PATIENCE_S:
+                return None
+            await self._change(_LOOK_S)
+        return place
+
+    async def _change(self, timeout_s: float) -> None:
+        """Until something was ordered, not long. (``wait_for`` would lose a cancellation that comes with it.)"""
+        waiting = asyncio.ensure_future(self._changed.wait())
+        try:
+            await asyncio.wait([waiting], timeout=timeout_s)
+        finally:
+            waiting.cancel()
+        self._changed.clear()
+
+    def _taken(self) -> Place | None:
+        placed = self.member.to_run
+        if placed is None:
+            return None
+        self.member.started()
+        return Place(
+            node_rank=placed.node_rank,
+            first_rank=placed.first_rank,
+            world_size=placed.world_size,
+            node_count=placed.node_count,
+            master_addr=placed.master_addr,
+            master_port=placed.master_port,
+            incarnation=placed.incarnation,
+        )
 
     def placed(self, place: Place) -> None:
         """The place is known without asking (one node)."""
-        self._place = place
+        self.member.place(
+            wire.Placement(
+                place.node_rank,
+                place.first_rank,
+                place.world_size,
+                place.node_count,
+                place.master_addr,
+                place.master_port,
+                place.incarnation,
+            )
+        )
 
     def found(self, finding: Finding) -> None:
         """Report at once; again to a controller that is started anew."""
-        self._findings.append(finding)
-        if self._client:
-            self._client.send(wire.Found(finding))
+        self._send(self.member.found(finding))
 
     def recovered(self, recovery: Recovery) -> None:
         """All ranks of this node train again after a restart."""
-        self._findings = [one for one in self._findings if one.incarnation >= recovery.incarnation]
-        if self._client:
-            self._client.send(wire.Recovered(self._place.node_rank if self._place else -1, recovery))
+        self._send(self.member.recovered(recovery))
+
+    def failed(self, exit_code: int, message: str) -> None:
+        """Workers of this node have failed: all nodes are to begin again."""
+        self._send(self.member.failed(exit_code, message))
+
+    def halted(self) -> None:
+        """No worker of this incarnation runs here any more."""
+        self._send(self.member.halted())
 
     def ended(self, exit_code: int, message: str) -> None:
         """All workers of this node have ended."""
-        self._ended = wire.Ended(self._place.node_rank if self._place else -1, exit_code, message)
-        if self._client:
-            self._client.send(self._ended)
+        self._send(self.member.ended(exit_code, message))
 
     async def drained(self, timeout_s: float) -> None:
         """Wait until what was said is on its way; not long, and not without a connection."""
@@ -153,37 +199,29 @@ class Link:
             await self._client.close()
             self._client = None
 
-    def _greet(self) -> list[wire.Message]:
-        node_rank = self._place.node_rank if self._place else -1
-        incarnation = self._place.incarnation if self._place else 0
-        said: list[wire.Message] = [
-            wire.Hello("launcher", self._job.node, node_rank, os.getpid(), incarnation),
-            self._join
-            if self._place is None
-            else wire.Join(
-                node=self._join.node,
-                address=self._join.address,
-                nproc=self._join.nproc,
-                free_port=self._place.master_port,
-                node_rank=node_rank,
-                min_nodes=self._join.min_nodes,
-                max_nodes=self._join.max_nodes,
-            ),
-        ]
-        said += [wire.Found(finding) for finding in self._findings]
-        if self._ended:
-            said.append(self._ended)
-        return said
+    def _send(self, messages: list[wire.Message]) -> None:
+        for message in messages if self._client else ():
+            assert self._client is not None
+            self._client.send(message)
 
     def _received(self, message: wire.Message) -> None:
-        if isinstance(message, wire.Placement):
-            if not self._answer.done():
-                self._answer.set_result(message)
-        elif isinstance(message, wire.Stop):
-            self._stopped(message)
-        elif isinstance(message, wire.Refused) and not self._answer.done() and self._place is None:
-            self._answer.set_exception(RunError(f"controller {self._controller}: {message.reason}"))
+        self._send(self.member.received(message))
+        self._changed.set()
+        self._ordered()
+
+    def _on_connected(self) -> None:
+        self.member.connected()
+        self.connected.set()
+
+    def _on_disconnected(self) -> None:
+        self.member.disconnected(_now_s())
+        self.connected.clear()
 
     def _note(self, error: Exception, attempt: int) -> None:
         del attempt
         self._trouble = str(error)
+        self.member.trouble(error, _now_s())
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -38,6 +38,7 @@ _Key = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]  # `checkpoint.slots.Key`,
 _NoKey = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # 0: none
 _Endpoints = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MOST_NODE_ENDPOINTS)]
 _Label = Annotated[str, msgspec.Meta(max_length=MOST_LABEL)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Line = Annotated[str, msgspec.Meta(max_length=500)]
 
 
@@ -58,10 +59,11 @@ class Hello(Message, frozen=True):
     incarnation: int = 0
     protocol: int = PROTOCOL
     failure_domain: _Label = ""  # of an agent's node
+    launcher: int = 0  # process that started this agent; 0: not told
 
 
 class Join(Message, frozen=True):
-    """A launcher asks to take part: the rendezvous. Answered by ``Placement`` when all nodes are here."""
+    """A launcher asks to take part: the rendezvous. Answered by ``Placement`` when all nodes are here, or `Spare`."""
 
     node: str
     address: str  # where the other nodes reach this one
@@ -70,6 +72,8 @@ class Join(Message, frozen=True):
     node_rank: int = -1  # wished for; -1: in order of joining
     min_nodes: int = 1
     max_nodes: int = 1
+    max_restarts: _Count = 0  # of the whole job; the same on all nodes
+    incarnation: int = -1  # of the placement it has; -1: none yet
 
 
 class Groups(Message, frozen=True):
@@ -226,12 +230,28 @@ class Validate(Message, frozen=True):
     hold_s: Annotated[float, msgspec.Meta(ge=LEAST_HOLD_S, le=MOST_HOLD_S)] = LEAST_HOLD_S
 
 
+class Failed(Message, frozen=True):
+    """Workers of this launcher failed: let all nodes begin again. Answered by ``Halt`` or ``Stop``."""
+
+    incarnation: int
+    exit_code: int
+    message: str = ""
+
+
+class Halted(Message, frozen=True):
+    """No worker of ``incarnation`` or an earlier one runs here, and none will be started. Answer to ``Halt``."""
+
+    incarnation: int
+    free_port: int  # MASTER_PORT if this becomes node 0
+
+
 class Ended(Message, frozen=True):
     """A launcher's workers have all ended. ``exit_code`` as the launcher will return it."""
 
     node_rank: int
     exit_code: int
     message: str = ""
+    incarnation: int = 0
 
 
 class Recovered(Message, frozen=True):
@@ -245,6 +265,7 @@ class Bye(Message, frozen=True):
     """The peer goes on purpose; its silence is no sign of death."""
 
     reason: str = ""
+    orphaned: bool = False  # an agent goes because its launcher is gone: the node is lost
 
 
 # --- controller to node -------------------------------------------------------------------------------------------
@@ -259,7 +280,7 @@ class Welcome(Message, frozen=True):
 
 
 class Placement(Message, frozen=True):
-    """The rank table, as far as a launcher needs it to start its workers."""
+    """The rank table, as far as a launcher needs it to start its workers. Its size is that of no job."""
 
     node_rank: int
     first_rank: int
@@ -268,7 +289,18 @@ class Placement(Message, frozen=True):
     master_addr: str
     master_port: int
     incarnation: int = 0
-    nodes: tuple[str, ...] = ()  # host name of every node, by node rank
+
+
+class Spare(Message, frozen=True):
+    """To a launcher: all places are taken. It waits for one that becomes vacant, or for ``Stop``."""
+
+    nodes: int  # that play
+
+
+class Halt(Message, frozen=True):
+    """To launchers: end your workers of ``incarnation``, say `Halted`, and wait for the next placement."""
+
+    incarnation: int
 
 
 class ProfileRequest(Message, frozen=True):
@@ -409,12 +441,14 @@ AgentMessage = (
     | Locate
     | Bye
 )
-LauncherMessage = Hello | Join | Found | Recovered | Ended | Bye
+LauncherMessage = Hello | Join | Found | Recovered | Failed | Halted | Ended | Bye
 ClientMessage = Hello | Validate | Bye
 ToController = AgentMessage | LauncherMessage | ClientMessage
 ToNode = (
     Welcome
     | Placement
+    | Spare
+    | Halt
     | ProfileRequest
     | StateRequest
     | ProbeRequest

@@ -97,7 +97,6 @@ def test_the_join_timeout_comes_from_the_rendezvous_configuration() -> None:
         (["--nnodes", "2", "--rdzv-endpoint", "h:0"], "give a port"),
         (["--nnodes", "2", "--rdzv-endpoint", "h"], "HOST:PORT"),
         (["--nnodes", "2", "--node-rank", "2"], "give 0 to 1"),
-        (["--nnodes", "2", "--max-restarts", "1"], "one node"),
         (["--rdzv-backend", "etcd"], "--rdzv-backend c10d"),
         (["--standalone", "--nnodes", "2"], "one node only"),
         (["-m", "--no-python"], "exclude each other"),

@@ -1,0 +1,298 @@
+"""All nodes begin again together: who has to end its workers, who is lost, and when the next incarnation is placed.
+
+Pure: what launchers say and the time in, orders out. The members are the launchers of the rank table; ``rendezvous``
+keeps it, and makes the next one. One recovery at a time: a failure of an incarnation that is being ended already is
+part of it, one of the next incarnation begins another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from keepstep.control.effects import Tell
+from keepstep.control.rendezvous import Launcher, Placed, Rendezvous
+from keepstep.core.ranges import fold_nodes
+
+_STALL_S = 1.0  # a tick this late means that we slept, not the launchers
+_LOST_CODE = 1  # of a job whose first failure was that of a node
+_MOST_SHARE = 10  # more than a tenth gone together: the network, or us
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """How long is waited for what, in seconds."""
+
+    lost_s: float = 3.0  # unheard for so long: lost
+    away_s: float = (
+        10.0  # the same of one that this controller has never heard, and when many are gone at once
+    )
+    halt_s: float = 60.0  # for workers to be ended, from the order on
+    join_s: float = 600.0  # for a spare
+
+
+@dataclass(frozen=True, slots=True)
+class HaltThese:
+    """Tell these launchers to end their workers of this incarnation, and to say so."""
+
+    launchers: tuple[Launcher, ...]
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The nodes of these launchers are lost."""
+
+    launchers: tuple[Launcher, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """There is a new rank table; tell who plays what."""
+
+    placed: Placed
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """No more restarts, or nobody to go on with."""
+
+    exit_code: int
+    reason: str
+
+
+Order = HaltThese | Lost | Renew | End | Tell
+
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    exit_code: int
+    text: str
+
+
+class Reforming:
+    """One controller's view of the recovery, soft state: after a restart launchers say again what they failed or ended.
+
+    ``heard(node_rank, now_s)``: whether the node's agent speaks, which ends with its launcher.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, waiting: Waiting, heard: Callable[[int, float], bool]) -> None:
+        self._rendezvous = rendezvous
+        self._waiting = waiting
+        self._heard = heard
+        self._state: Literal["running", "halting", "waiting", "over"] = "running"
+        self._newest = 0  # incarnation that anybody has told of
+        self._away: dict[Launcher, float] = {}  # members without a connection, since when
+        self._unheard: set[Launcher] = set()  # of them, those that this controller has never heard
+        self._orphaned: set[Launcher] = set()  # whose agents said that they are gone
+        self._done: set[Launcher] = set()  # members whose workers have ended well
+        self._open: set[Launcher] = set()  # members that have not said yet that they have ended
+        self._lost: set[Launcher] = set()  # members whose places are vacant
+        self._halted: dict[Launcher, int] = {}  # free port, by launcher that can be placed
+        self._cause: _Cause | None = None
+        self._vacated = False  # members were lost that may be all that was waited for
+        self._deadline_s = 0.0
+        self._vacant_since_s: float | None = None  # since when a spare is waited for
+        self._ticked_s: float | None = None
+
+    @property
+    def incarnation(self) -> int:
+        """The one that runs, or is being ended."""
+        return max(self._newest, self._rendezvous.incarnation)
+
+    @property
+    def restarts(self) -> int:
+        """How often the job has begun again; counted by incarnations, so that every controller counts alike."""
+        return self.incarnation
+
+    @property
+    def under_way(self) -> bool:
+        """Between a failure and the next placement."""
+        return self._state in ("halting", "waiting")
+
+    def restored(self) -> None:
+        """An earlier controller placed the members; they have a while to come back, from the first tick on."""
+        self._unheard = set(self._rendezvous.placements)
+
+    def here(self, launcher: Launcher, incarnation: int, now_s: float) -> list[Order]:
+        """It has joined; ``incarnation``: of the placement that it has, -1 for none."""
+        self._away.pop(launcher, None)
+        self._unheard.discard(launcher)
+        self._orphaned.discard(launcher)
+        if self._state == "over" or not self._rendezvous.max_restarts:
+            return []
+        if launcher not in self._rendezvous.placements:
+            # Cut off and replaced, it may still run what is over; a spare says which port is free.
+            return [self._halt((launcher,))] if incarnation >= 0 or self.under_way else []
+        if incarnation > self.incarnation:  # the table is older than the job
+            self._newest = incarnation
+            return self._begin(now_s)
+        if not self.under_way:
+            return []
+        self._lost.discard(launcher)
+        self._halted.pop(launcher, None)
+        self._open.add(launcher)
+        self._deadline_s = max(self._deadline_s, now_s + self._waiting.halt_s)
+        return [self._halt((launcher,))]
+
+    def gone(self, launcher: Launcher, now_s: float) -> None:
+        """Its connection has gone."""
+        if launcher in self._rendezvous.placements:
+            self._away.setdefault(launcher, now_s)
+        self._halted.pop(launcher, None)
+        if self.under_way and launcher in self._rendezvous.placements and launcher not in self._lost:
+            self._open.add(launcher)  # whether it still lives is to be seen
+
+    def orphaned(self, launcher: Launcher) -> None:
+        """Its agent goes because it is gone."""
+        self._orphaned.add(launcher)
+
+    def failed(
+        self, launcher: Launcher, incarnation: int, exit_code: int, text: str, now_s: float
+    ) -> list[Order]:
+        """Workers of a member have failed."""
+        if launcher not in self._rendezvous.placements or incarnation < self.incarnation:
+            return []
+        if self._cause is None:
+            self._cause = _Cause(exit_code or _LOST_CODE, f"node {launcher.node} failed: {text}")
+        return self._begin(now_s)
+
+    def ended(self, launcher: Launcher) -> None:
+        """All workers of a member have ended well; nothing is missed when it goes."""
+        if not self.under_way:
+            self._done.add(launcher)
+
+    def halted(self, launcher: Launcher, incarnation: int, free_port: int, now_s: float) -> list[Order]:
+        """A launcher has no workers any more."""
+        if incarnation < self.incarnation or self._state == "over":
+            return []
+        orders: list[Order] = []
+        if launcher in self._rendezvous.placements:
+            # Ordered by an earlier controller, or a node that was cut off and ended by itself.
+            orders = self._begin(now_s)
+            self._lost.discard(launcher)
+            self._open.discard(launcher)
+        self._halted[launcher] = free_port
+        return [*orders, *self._advance(now_s)]
+
+    def over(self) -> None:
+        """The job ends; nothing is begun any more."""
+        self._state = "over"
+
+    def tick(self, now_s: float) -> list[Order]:
+        """Time passes."""
+        if self._ticked_s is None:
+            self._away.update(dict.fromkeys(self._unheard, now_s))
+        elif now_s - self._ticked_s > _STALL_S:
+            self._away = dict.fromkeys(self._away, now_s)
+            self._deadline_s += now_s - self._ticked_s
+        self._ticked_s = now_s
+        if self._state == "over" or not self._rendezvous.max_restarts:
+            return []
+        if lost := self._newly_lost(now_s):
+            self._vacated = True
+            return self._vacate(lost, now_s)
+        late = self._vacant_since_s is not None and now_s - self._vacant_since_s >= self._waiting.join_s
+        return self._advance(now_s) if self._vacated or late else []
+
+    def _begin(self, now_s: float) -> list[Order]:
+        if self._state != "running":
+            return []
+        self._state = "halting"
+        self._deadline_s = now_s + self._waiting.halt_s
+        self._done.clear()
+        self._halted.clear()
+        self._lost.clear()
+        self._vacant_since_s = None
+        self._open = set(self._rendezvous.placements)
+        return [self._halt((*self._rendezvous.placements, *self._rendezvous.spares))]
+
+    def _halt(self, launchers: tuple[Launcher, ...]) -> HaltThese:
+        return HaltThese(launchers, self.incarnation)
+
+    def _newly_lost(self, now_s: float) -> list[Launcher]:
+        lost: list[Launcher] = []
+        waiting, table = self._waiting, self._rendezvous.placements
+        many = len(self._away) > max(1, len(table) // _MOST_SHARE)
+        for launcher, since_s in self._away.items():
+            if launcher in self._lost or (launcher in self._done and not self.under_way):
+                continue
+            patience_s = waiting.away_s if many or launcher in self._unheard else waiting.lost_s
+            orphaned = launcher in self._orphaned
+            if not orphaned and (
+                now_s - since_s < patience_s or self._heard(table[launcher].node_rank, now_s)
+            ):
+                continue
+            lost.append(launcher)
+        if self.under_way and now_s >= self._deadline_s:
+            lost += self._open.difference(lost)
+        return lost
+
+    def _vacate(self, lost: Iterable[Launcher], now_s: float) -> list[Order]:
+        lost = sorted(lost, key=lambda launcher: self._rendezvous.placements[launcher].node_rank)
+        if self._cause is None:
+            self._cause = _Cause(_LOST_CODE, f"{_nodes(lost)} lost")
+        orders = self._begin(now_s)
+        self._lost.update(lost)
+        self._open.difference_update(lost)
+        return [Lost(tuple(lost)), *orders]
+
+    def _advance(self, now_s: float) -> list[Order]:
+        self._vacated = False
+        if not self.under_way or self._open:
+            return []
+        rendezvous = self._rendezvous
+        cause = self._cause or _Cause(_LOST_CODE, "a recovery was under way when the controller began again")
+        if self.restarts >= rendezvous.max_restarts:
+            return self._end(
+                cause.exit_code, f"{cause.text}; --max-restarts {rendezvous.max_restarts} are used up"
+            )
+        vacant = sorted(self._lost, key=lambda launcher: rendezvous.placements[launcher].node_rank)
+        if len(vacant) == len(rendezvous.placements):
+            return self._end(cause.exit_code, f"{cause.text}; all nodes are lost")
+        placed = rendezvous.renew(vacant, self._halted, self.incarnation + 1)
+        if (
+            placed is None
+            and now_s < self._deadline_s
+            and any(spare not in self._halted for spare in rendezvous.spares)
+        ):
+            self._vacated = True  # a spare has been asked and will answer
+            return []
+        if placed is None:
+            return self._wait(cause, vacant, now_s)
+        self._state, self._cause = "running", None
+        for launcher in vacant:
+            self._away.pop(launcher, None)
+            self._unheard.discard(launcher)
+            self._orphaned.discard(launcher)
+        self._lost.clear()
+        self._halted.clear()
+        return [Renew(placed), Tell(self._told(cause, vacant))]
+
+    def _wait(self, cause: _Cause, vacant: list[Launcher], now_s: float) -> list[Order]:
+        if self._vacant_since_s is None:
+            self._state, self._vacant_since_s = "waiting", now_s
+            wait_s = self._waiting.join_s
+            return [Tell(f"{cause.text}; waits for the other nodes: no spare is here, {wait_s:g} s at most")]
+        if now_s - self._vacant_since_s < self._waiting.join_s:
+            return []
+        return self._end(
+            cause.exit_code,
+            f"{cause.text}; no spare came within {self._waiting.join_s:g} s for {_nodes(vacant)}",
+        )
+
+    def _end(self, exit_code: int, reason: str) -> list[Order]:
+        self._state = "over"
+        return [End(exit_code, reason)]
+
+    def _told(self, cause: _Cause, vacant: list[Launcher]) -> str:
+        most = self._rendezvous.max_restarts
+        by = f"; {_nodes(vacant)} replaced" if vacant else ""
+        return f"{cause.text}{by}; all nodes begin again, restart {self.restarts} of {most}"
+
+
+def _nodes(launchers: Iterable[Launcher]) -> str:
+    """``node gpu-1`` or ``nodes gpu-[1-2]``."""
+    names = [launcher.node for launcher in launchers]
+    return f"node{'s' if len(names) > 1 else ''} {fold_nodes(names)}"

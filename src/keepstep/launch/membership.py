@@ -1,0 +1,176 @@
+"""This launcher's part in a job of several nodes: what the controller ordered last, and what it has to be told.
+
+Pure: no connection, no clock. Everything is kept as the newest state and not as a queue, so that orders that are read
+together, repeated, or meant for an incarnation that is over do no harm.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+from msgspec import structs
+
+from keepstep import wire
+from keepstep.core.finding import Finding
+from keepstep.core.incident import Recovery
+
+LEASE_S = 30.0  # cut off from the controller for so long: others may have our place
+
+_UNANSWERED = frozenset(
+    (
+        errno.EADDRNOTAVAIL,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.ETIMEDOUT,
+    )
+)
+
+
+class Membership:
+    """See the module. ``free_port``: a port of this node that nobody listens on."""
+
+    def __init__(self, join: wire.Join, pid: int, free_port: Callable[[], int]) -> None:
+        self._join = join
+        self._pid = pid
+        self._free_port = free_port
+        self._halt = -1  # incarnation up to which nothing may run here
+        self._halted = -1  # and up to which nothing does
+        self._running = -1
+        self._findings: list[Finding] = []
+        self._failed: wire.Failed | None = None
+        self._ended: wire.Ended | None = None
+        self._alone_since_s: float | None = None  # since when the controller's host has not answered
+        self._away_since_s: float | None = None  # since when there is no connection
+        self.placement: wire.Placement | None = None
+        self.stop: wire.Stop | None = None
+        self.refusal = ""
+        self.is_spare = False
+
+    @property
+    def incarnation(self) -> int:
+        """Of the newest placement; -1 without one."""
+        return self.placement.incarnation if self.placement is not None else -1
+
+    @property
+    def begins_again(self) -> bool:
+        """Whether all nodes begin again together after a failure."""
+        return self._join.max_restarts > 0
+
+    @property
+    def to_run(self) -> wire.Placement | None:
+        """The placement whose workers are to be started now."""
+        placement = self.placement
+        if placement is None or self.stop is not None:
+            return None
+        return placement if placement.incarnation > max(self._halt, self._halted, self._running) else None
+
+    @property
+    def must_halt(self) -> bool:
+        """Whether workers run here that are to be ended."""
+        return self._running > self._halted and max(self._halt, self.incarnation - 1) >= self._running
+
+    def greet(self) -> list[wire.Message]:
+        """What a controller that knows nothing has to hear, in this order."""
+        node_rank = self.placement.node_rank if self.placement is not None else -1
+        join = self._join
+        if self.placement is not None:
+            join = structs.replace(join, node_rank=node_rank, incarnation=self.incarnation)
+        said: list[wire.Message] = [
+            wire.Hello("launcher", join.node, node_rank, self._pid, max(self.incarnation, 0)),
+            join,
+            *(wire.Found(finding) for finding in self._findings),
+        ]
+        said += [one for one in (self._failed, self._ended) if one is not None]
+        if self._halted >= max(self.incarnation, 0):
+            said.append(wire.Halted(self._halted, self._free_port()))
+        return said
+
+    def received(self, message: wire.Message) -> list[wire.Message]:
+        """An order; what is to be answered at once."""
+        if isinstance(message, wire.Placement):
+            if message.incarnation > self.incarnation:
+                self.placement, self.is_spare = message, False
+                self._findings, self._failed, self._ended = [], None, None
+        elif isinstance(message, wire.Halt):
+            self._halt = max(self._halt, message.incarnation)
+            if message.incarnation >= self.incarnation and self._running <= self._halted:
+                return self.halted()
+        elif isinstance(message, wire.Spare):
+            self.is_spare = True
+        elif isinstance(message, wire.Stop):
+            self.stop = message
+        elif isinstance(message, wire.Refused) and self.placement is None:
+            self.refusal = message.reason
+        return []
+
+    def place(self, placement: wire.Placement) -> None:
+        """The place is known without asking (one node)."""
+        self.placement, self._running = placement, placement.incarnation
+
+    def started(self) -> None:
+        """Workers of the newest placement run."""
+        self._running = self.incarnation
+
+    def found(self, finding: Finding) -> list[wire.Message]:
+        """Told at once, and again to a controller that is started anew."""
+        self._findings.append(finding)
+        return [wire.Found(finding)]
+
+    def recovered(self, recovery: Recovery) -> list[wire.Message]:
+        """All ranks of this node train again after a restart."""
+        self._findings = [one for one in self._findings if one.incarnation >= recovery.incarnation]
+        node_rank = self.placement.node_rank if self.placement is not None else -1
+        return [wire.Recovered(node_rank, recovery)]
+
+    def failed(self, exit_code: int, text: str) -> list[wire.Message]:
+        """A worker of this incarnation failed."""
+        self._failed = wire.Failed(self.incarnation, exit_code, text)
+        return [self._failed]
+
+    def halted(self) -> list[wire.Message]:
+        """None of ours runs any more, by order or because we ended them by ourselves."""
+        self._halted = max(self._halted, self._halt, self._running)
+        self._halt, self._ended = self._halted, None
+        return [wire.Halted(self._halted, self._free_port())]
+
+    def ended(self, exit_code: int, text: str) -> list[wire.Message]:
+        """This node's workers have ended, and it begins them again only by order; a spare just goes."""
+        if self.placement is None and self.is_spare:
+            return [wire.Bye(text)]
+        node_rank = self.placement.node_rank if self.placement is not None else -1
+        self._ended = wire.Ended(node_rank, exit_code, text, max(self.incarnation, 0))
+        return [self._ended]
+
+    # The connection.
+
+    def connected(self) -> None:
+        """The controller is there."""
+        self._alone_since_s = self._away_since_s = None
+
+    def disconnected(self, now_s: float) -> None:
+        """It is not."""
+        self._alone_since_s = self._away_since_s = now_s
+
+    def trouble(self, error: Exception, now_s: float) -> None:
+        """An attempt failed."""
+        silence = isinstance(error, OSError) and error.errno in _UNANSWERED
+        silence = silence or (isinstance(error, wire.Violation) and error.reason == "handshake-timeout")
+        if self._away_since_s is not None and not silence:
+            self._alone_since_s = now_s  # its host answers: the controller alone is away
+
+    def away_s(self, now_s: float) -> float:
+        """How long there has been no connection."""
+        return 0.0 if self._away_since_s is None else now_s - self._away_since_s
+
+    def is_cut_off(self, now_s: float) -> bool:
+        """Whether we may have been replaced, so that our workers have to end.
+
+        Not when its host answers that no controller is there: then nobody gives our place to others, and training does
+        not wait for a controller.
+        """
+        return (
+            self.begins_again and self._alone_since_s is not None and now_s - self._alone_since_s >= LEASE_S
+        )

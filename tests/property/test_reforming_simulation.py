@@ -1,0 +1,53 @@
+"""Nodes that begin again together, under seeds: deaths, lost and cut-off nodes, spares, a controller that dies.
+
+A failing seed prints how to replay it. See ``virtual_launchers.py`` for what is virtual.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "control"))
+
+from virtual_launchers import HARMLESS, World
+
+SEEDS = int(os.environ.get("KEEPSTEP_REFORMING_SEEDS", "2000"))
+BLOCKS = 20
+REPLAY = "KEEPSTEP_REFORMING_SEED={} pytest tests/property/test_reforming_simulation.py -k one_seed"
+
+
+def play(seed: int, faults: frozenset[str] | None = None) -> World:
+    world = World(seed, faults)
+    try:
+        world.run()
+    except Exception as error:
+        raise AssertionError(f"{error}\nreplay: {REPLAY.format(seed)}") from error
+    return world
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_all_nodes_begin_again_together(block: int) -> None:
+    for seed in range(block * SEEDS // BLOCKS, (block + 1) * SEEDS // BLOCKS):
+        play(seed)
+
+
+def test_silence_of_the_healthy_costs_nobody_its_place() -> None:
+    for seed in range(SEEDS // 4):
+        assert play(seed, HARMLESS).newest == 0
+
+
+def test_one_seed() -> None:
+    seed = int(os.environ.get("KEEPSTEP_REFORMING_SEED", "0"))
+    play(seed)
+
+
+def test_the_seeds_reach_what_they_are_for() -> None:
+    worlds = [play(seed) for seed in range(SEEDS // 10)]
+    told = " ".join(line for world in worlds for line in world.told)
+    for words in ("begin again", "replaced", "waits for the other nodes"):
+        assert words in told
+    assert max(world.newest for world in worlds) >= 3

@@ -1,0 +1,85 @@
+"""What the controller makes of messages around a recovery: who is believed, and who is refused."""
+
+from __future__ import annotations
+
+import control_stand_ins as stand_ins
+
+from keepstep.control import Controller, Disconnect, Effect, Send, Settings
+from keepstep.wire import Bye, Ended, Failed, Halt, Halted, Hello, Join, Message, Placement, Refused, Stop
+
+
+class Stage:
+    """Two nodes that play, ``gpu-2`` as a spare; peers are numbered as their nodes, agents from 10 on."""
+
+    def __init__(self) -> None:
+        self.controller = Controller(Settings(nodes=2), locators=stand_ins.PlainLocators())
+        for number in range(3):
+            self.controller.connected(number, "launcher")
+            join = Join(f"gpu-{number}", f"10.0.0.{number}", 1, 29500, -1, 2, 2, 2)
+            self.say(number, Hello("launcher", f"gpu-{number}", -1, 100 + number), join)
+
+    def say(self, peer: int, *messages: Message, now_s: float = 1.0) -> list[Effect]:
+        return [effect for one in messages for effect in self.controller.message(peer, one, now_s)]
+
+    def begin_again(self) -> list[Effect]:
+        self.say(1, Failed(0, 137, "rank 1 died"))
+        return self.say(0, Halted(0, 4000)) + self.say(1, Halted(0, 4001))
+
+    def agent(self, number: int, launcher: int) -> list[Effect]:
+        self.controller.connected(10 + number, "agent")
+        return self.say(10 + number, Hello("agent", f"gpu-{number}", number, 200 + number, launcher=launcher))
+
+
+def sent(effects: list[Effect], kind: type[Message]) -> list[tuple[tuple[int, ...], Message]]:
+    return [
+        (one.peers, one.message) for one in effects if isinstance(one, Send) and type(one.message) is kind
+    ]
+
+
+def test_all_begin_again() -> None:
+    stage = Stage()
+    assert sent(stage.say(1, Failed(0, 137, "rank 1 died")), Halt) == [((0, 1, 2), Halt(0))]
+    placed = sent(stage.begin_again(), Placement)
+    assert [(peers, one.node_rank, one.incarnation) for peers, one in placed] == [((0,), 0, 1), ((1,), 1, 1)]  # type: ignore[attr-defined]
+
+
+def test_an_end_of_the_incarnation_before_does_not_end_this_one() -> None:
+    stage = Stage()
+    stage.begin_again()
+    for number in range(2):
+        assert sent(stage.say(number, Ended(number, 0, "finished", 0)), Stop) == []
+    stage.say(0, Ended(0, 0, "finished", 1))
+    assert sent(stage.say(1, Ended(1, 0, "finished", 1)), Stop) == [
+        ((0, 1, 2), Stop(0, "all nodes have finished"))
+    ]
+
+
+def test_whatever_a_spare_ends_with_ends_nobody_else() -> None:
+    stage = Stage()
+    assert stage.say(2, Ended(-1, 130, "signal SIGINT")) == []
+    stage.say(2, Bye("signal SIGINT"))
+    assert stage.controller.rendezvous.spares == []
+
+
+def test_the_agent_of_a_launcher_that_was_replaced_is_refused() -> None:
+    stage = Stage()
+    assert sent(stage.agent(1, launcher=101), Refused) == []
+    stage.controller.disconnected(1, 2.0)
+    stage.say(11, Bye("the launcher is gone", orphaned=True), now_s=2.0)
+    stage.controller.tick(2.1)
+    stage.say(0, Halted(0, 4000), now_s=2.2)
+    stage.say(2, Halted(0, 4002), now_s=2.2)
+    stage.controller.tick(2.3)
+    assert stage.controller.cluster.nodes[1].name == "gpu-2"
+    refused = stage.agent(1, launcher=101)
+    assert sent(refused, Refused)
+    assert any(isinstance(effect, Disconnect) for effect in refused)
+
+
+def test_a_node_that_returns_to_a_job_that_is_over_is_told_so() -> None:
+    stage = Stage()
+    for number in range(2):
+        stage.say(number, Ended(number, 0, "finished"))
+    stage.controller.connected(7, "launcher")
+    join = Join("gpu-7", "10.0.0.7", 1, 29500, -1, 2, 2, 2, 0)
+    assert sent(stage.say(7, Hello("launcher", "gpu-7", -1, 107), join), Stop)

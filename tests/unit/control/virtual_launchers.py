@@ -1,0 +1,547 @@
+"""A job of several nodes in virtual time: the controller's core and the launchers' memberships over a bad network.
+
+Virtual are processes, connections and time. Launchers do with their workers what ``keepstep.launch.launcher`` does.
+After every event `World.check` holds what must hold at all times; `World.run` what must hold at the end.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import control_stand_ins as stand_ins
+
+from keepstep import wire
+from keepstep.control import Controller, Effect, Send, Settings, StorePlacement, Tell, WriteIncident
+from keepstep.core.finding import Finding
+from keepstep.launch.membership import LEASE_S, Membership
+
+RANKS = 2  # of a node
+TICK_S = 0.4
+BEAT_S = 1.4
+DEAD_HOST_S = 3.0  # until the kernel closes a connection to a host that does not answer
+ATTEMPT_S = 5.0
+
+
+@dataclass(eq=False)
+class Connection:
+    """One connection; both sides have their own idea of whether it stands."""
+
+    number: int
+    role: str
+    up: bool = True
+    here: bool = True  # the launcher's or agent's side
+    there: bool = True  # the controller's
+    to_controller: deque[wire.Message] = field(default_factory=deque[wire.Message])
+    to_node: deque[wire.Message] = field(default_factory=deque[wire.Message])
+
+
+@dataclass(eq=False)
+class Host:
+    """A launcher, its workers and its agent."""
+
+    name: str
+    pid: int
+    part: Membership
+    alive: bool = True
+    cut: bool = False
+    cut_s: float = 0.0
+    connection: Connection | None = None
+    agent: Connection | None = None
+    queue: list[wire.Message] = field(default_factory=list[wire.Message])  # sent without a connection
+    failures: int = 0
+    running: int = -1  # incarnation of the workers that run
+    ending: bool = False
+    healthy: bool = True  # workers have neither failed nor finished
+    finished: bool = False
+    by_itself: bool = False  # ended its workers because it is cut off
+    exit_code: int | None = None
+    healed_s: float = -math.inf
+
+    def was_cut(self, now_s: float) -> bool:
+        """Until a moment ago: it does not know yet that it was replaced."""
+        return self.cut or now_s - self.healed_s < ATTEMPT_S + 15.0
+
+
+class World:
+    """``World(seed).run()`` plays one job. ``faults`` limits what may happen (names of ``_FAULTS``)."""
+
+    def __init__(self, seed: int, faults: frozenset[str] | None = None) -> None:
+        self.random = random.Random(seed)
+        dice = self.random
+        self.nodes = dice.choice((2, 2, 3, 4, 5, 12))
+        self.spares = dice.choice((0, 0, 1, 1, 2))
+        self.max_restarts = dice.choice((1, 2, 3, 6))
+        self.now_s = 0.0
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.count = 0
+        self.peers: dict[int, tuple[Connection, Host]] = {}
+        self.stored: StorePlacement | None = None
+        self.written: dict[int, object] = {}
+        self.told: list[str] = []
+        self.played: dict[tuple[int, int], Host] = {}  # who started, by incarnation and node rank
+        self.newest, self.newest_s = -1, 0.0
+        self.disturbances = 0  # that may cost a restart
+        self.codes: set[int] = set()
+        self.stalled_until_s = self.back_s = 0.0  # until when the controller slept, since when it is back
+        self.controller_up = True
+        self.controller = self._fresh()
+        self.hosts = [self._host(f"gpu-{n}", 100 + n) for n in range(self.nodes + self.spares)]
+        for host in self.hosts:
+            self.at(dice.uniform(0, 0.5), lambda host=host: self._connect(host))
+        self.at(TICK_S, self._tick)
+        self.end_s = dice.uniform(15, 60)
+        chosen = sorted(_FAULTS if faults is None else faults)
+        for _ in range(dice.choice((0, 1, 1, 2, 3, 5, 8)) if chosen else 0):
+            when_s = dice.uniform(1.0, self.end_s)
+            for _ in range(dice.choice((1, 1, 2))):  # one comes alone, or with another one on its heels
+                fault = _FAULTS[
+                    dice.choice([*chosen, *(name for name in ("fail", "lose") if name in chosen)])
+                ]
+                self.at(when_s + dice.uniform(0, 2), lambda fault=fault: fault(self))
+
+    # --- running ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        while self.events and self.now_s < 400.0 and not self._done():
+            self.now_s, _, event = heapq.heappop(self.events)
+            event()
+            self.check()
+        living = [host for host in self.hosts if host.alive]
+        assert all(host.exit_code is not None for host in living), f"never ended: {self.describe()}"
+        self._check_end(living)
+
+    def _done(self) -> bool:
+        return all(not host.alive or host.exit_code is not None for host in self.hosts)
+
+    def check(self) -> None:
+        """What holds at every moment."""
+        assert self.newest <= self.max_restarts, "more restarts than --max-restarts"
+        for host in self.hosts:
+            if host.running < 0 or not host.alive:
+                continue
+            # A node that is cut off ends its workers by itself, within its lease and what ending takes.
+            if host.cut:
+                late_s = self.now_s - host.cut_s - LEASE_S - DEAD_HOST_S - ATTEMPT_S
+                assert late_s < 8.0, f"{host.name} is cut off and trains on"
+
+            since_s = max(self.newest_s, host.healed_s, self.stalled_until_s, self.back_s)
+            late = host.running < self.newest and self.controller_up and not host.cut
+            assert not late or self.now_s - since_s < 25.0, f"{host.name} goes on with {host.running}"
+
+    def _check_start(self, host: Host, placement: wire.Placement) -> None:
+        place = (placement.incarnation, placement.node_rank)
+        other = self.played.setdefault(place, host)
+        assert other is host, f"{host.name} and {other.name} both play {place}"
+        if placement.incarnation > self.newest:
+            self.newest, self.newest_s = placement.incarnation, self.now_s
+        for one in self.hosts:
+            if one is host or not one.alive or one.running < 0 or one.was_cut(self.now_s):
+                continue
+            assert one.running >= placement.incarnation, (
+                f"{host.name} starts incarnation {placement.incarnation}, {one.name} runs {one.running}"
+            )
+
+    def _check_end(self, living: list[Host]) -> None:
+        assert self.newest <= self.disturbances, (
+            f"{self.newest} restarts after {self.disturbances} disturbances: {self.told}"
+        )
+        placed = {host for (incarnation, _), host in self.played.items() if incarnation == self.newest}
+        codes = {
+            h.exit_code for h in living if h in placed and h.part.placement is not None and not h.by_itself
+        }
+        well = [host for host in placed if host.finished]
+        assert len(codes) <= 1, f"ended with {codes}: {self.describe()}"
+        if 0 in codes:
+            assert len(well) == self.nodes, f"exit code 0, but not all nodes finished: {self.describe()}"
+        elif codes:
+            assert self.disturbances, "failed without a failure"
+            assert codes <= {1, *self.codes}, f"ended with {codes}, failed with {self.codes}"
+        spares = {host.exit_code for host in living if host.part.placement is None and not host.by_itself}
+        assert spares <= {0, 130}, f"spares ended with {spares}"
+
+    def describe(self) -> str:
+        hosts = "; ".join(
+            f"{h.name} pid {h.pid} alive={h.alive} cut={h.cut} runs={h.running} connected={h.connection is not None} "
+            f"code={h.exit_code} halted={h.part._halted} halt={h.part._halt} placed={h.part.incarnation} "
+            f"stop={h.part.stop is not None}"
+            for h in self.hosts
+        )
+        reforming = self.controller.reforming
+        return (
+            f"at {self.now_s:.1f} s: {hosts}; controller up={self.controller_up} {reforming._state} "
+            f"{reforming.incarnation} open={[o.node for o in reforming._open]} told={self.told}"
+        )
+
+    def at(self, after_s: float, event: Callable[[], None]) -> None:
+        self.count += 1
+        heapq.heappush(self.events, (self.now_s + after_s, self.count, event))
+
+    # --- the controller --------------------------------------------------------------------------------------------
+
+    def _fresh(self) -> Controller:
+        controller = Controller(
+            SETTINGS_OF[self.nodes], locators=stand_ins.PlainLocators(), unix_s=lambda now_s: now_s
+        )
+        controller.restore(self.written.values(), self.stored.placements if self.stored else ())  # type: ignore[arg-type]
+        return controller
+
+    def _tick(self) -> None:
+        if self.controller_up and self.now_s >= self.stalled_until_s:
+            self._carry_out(self.controller.tick(self.now_s))
+        self.at(TICK_S, self._tick)
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                for peer in effect.peers:
+                    if peer in self.peers:
+                        self._send(self.peers[peer][0], effect.message)
+            elif isinstance(effect, StorePlacement):
+                self.stored = effect
+            elif isinstance(effect, WriteIncident):
+                self.written[effect.incident.number] = effect.incident
+            elif isinstance(effect, Tell):
+                self.told.append(effect.text)
+
+    def _send(self, connection: Connection, message: wire.Message) -> None:
+        if connection.up and connection.there:
+            if not connection.to_node:
+                self.at(self._delay_s(), lambda: self._read(connection))
+            connection.to_node.append(message)
+
+    def _delay_s(self) -> float:
+        return self.random.choice((0.001, 0.01, 0.05, 0.3, 0.8))
+
+    def _deliver(self, connection: Connection) -> None:
+        """What waits is read by the controller, at once."""
+        if self.now_s < self.stalled_until_s:
+            self.at(self._awake_s(), lambda: self._deliver(connection))
+            return
+        while connection.to_controller and connection.number in self.peers:
+            message = connection.to_controller.popleft()
+            self._carry_out(self.controller.message(connection.number, message, self.now_s))
+
+    def _awake_s(self) -> float:
+        """Until the controller that sleeps reads; a tick may come before."""
+        return self.stalled_until_s - self.now_s + self.random.uniform(0, 0.8)
+
+    def _closed_there(self, connection: Connection) -> None:
+        if self.now_s < self.stalled_until_s:
+            self.at(self._awake_s(), lambda: self._closed_there(connection))
+            return
+        self._deliver(connection)
+        connection.there = False
+        if self.peers.pop(connection.number, None) is not None:
+            self._carry_out(self.controller.disconnected(connection.number, self.now_s))
+
+    # --- launchers -------------------------------------------------------------------------------------------------
+
+    def _host(self, name: str, pid: int) -> Host:
+        number = pid % 100
+        join = wire.Join(
+            name, f"10.0.0.{number}", RANKS, 29500, -1, self.nodes, self.nodes, self.max_restarts
+        )
+        host = Host(name, pid, Membership(join, pid, lambda: self.random.randrange(20000, 60000)))
+        self.at(BEAT_S, lambda: self._beat(host))
+        return host
+
+    def _connect(self, host: Host) -> None:
+        if not host.alive or host.exit_code is not None or host.connection is not None:
+            return
+        if host.cut:
+            host.part.trouble(OSError(errno.ETIMEDOUT, "timed out"), self.now_s)
+            self.at(ATTEMPT_S, lambda: self._connect(host))
+            self._consider(host)
+            return
+        if not self.controller_up:
+            host.part.trouble(ConnectionRefusedError(errno.ECONNREFUSED, "refused"), self.now_s)
+            host.failures += 1
+            self.at(
+                min(5.0, 0.05 * 2**host.failures) * self.random.uniform(0.5, 1), lambda: self._connect(host)
+            )
+            self._consider(host)
+            return
+        host.failures = 0
+        host.connection = self._open("launcher", host)
+        host.part.connected()
+        queued, host.queue = host.queue, []
+        self._say(host, [*host.part.greet(), *queued])
+
+    def _open(self, role: str, host: Host) -> Connection:
+        self.count += 1
+        connection = Connection(self.count, role)
+        self.peers[connection.number] = (connection, host)
+        self.controller.connected(connection.number, role)
+        return connection
+
+    def _say(self, host: Host, messages: list[wire.Message]) -> None:
+        connection = host.connection
+        if connection is None:
+            host.queue += messages
+        elif messages:
+            self._put(connection, messages)
+
+    def _put(self, connection: Connection, messages: list[wire.Message]) -> None:
+        if connection.up:
+            if not connection.to_controller:
+                self.at(self._delay_s(), lambda: self._deliver(connection))
+            connection.to_controller += messages
+
+    def _read(self, connection: Connection) -> None:
+        """All that has come is read in one batch; only then the launcher does something about it."""
+        if connection.number not in self.peers or not connection.here:
+            return
+        host = self.peers[connection.number][1]
+        if not host.alive or not connection.up:
+            return
+        messages, connection.to_node = connection.to_node, deque()
+        if connection.role == "launcher":
+            for message in messages:
+                self._say(host, host.part.received(message))
+            self._consider(host)
+
+    def _break(self, connection: Connection, host: Host, after_s: float = 0.0) -> None:
+        """The connection breaks; each side notices for itself. What is under way is lost."""
+        if not connection.up:
+            return
+        connection.up = False
+        if self.random.random() < 0.5:
+            connection.to_controller.clear()
+        self.at(after_s + self.random.uniform(0, 0.1), lambda: self._closed_there(connection))
+        self.at(after_s + self.random.uniform(0, 0.1), lambda: self._closed_here(connection, host))
+
+    def _closed_here(self, connection: Connection, host: Host) -> None:
+        connection.here = False
+        if host.agent is connection:
+            host.agent = None
+        if host.connection is connection:
+            host.connection = None
+            host.part.disconnected(self.now_s)
+            self.at(0.05, lambda: self._connect(host))
+
+    def _consider(self, host: Host) -> None:
+        """What a launcher does whenever something has changed."""
+        if not host.alive or host.exit_code is not None or host.ending:
+            return
+        part = host.part
+        if part.stop is not None:
+            self._end_workers(host, lambda: self._exit(host, part.stop.exit_code if part.placement else 0))  # type: ignore[union-attr]
+        elif part.refusal:
+            host.exit_code = 2
+        elif host.running >= 0 and part.is_cut_off(self.now_s):
+            host.by_itself = True
+            self._end_workers(host, lambda: self._halted(host))
+        elif part.must_halt:
+            self._end_workers(host, lambda: self._halted(host))
+        elif part.away_s(self.now_s) > 2 * LEASE_S and host.running < 0:
+            host.by_itself = True
+            self._exit(host, 1)
+        elif (placement := part.to_run) is not None:
+            part.started()
+            self._check_start(host, placement)
+            host.running, host.healthy, host.finished, host.by_itself = (
+                placement.incarnation,
+                True,
+                False,
+                False,
+            )
+            self.at(
+                max(self.end_s - self.now_s, 0) + self.random.uniform(1.0, 3.0),
+                lambda: self._finish(host, placement.incarnation),
+            )
+            self._agent(host)
+
+    def _end_workers(self, host: Host, then: Callable[[], None]) -> None:
+        host.ending = True
+
+        def ended() -> None:
+            host.ending = False
+            host.running = -1
+            if host.alive:
+                if host.agent is not None:
+                    self._break(host.agent, host)
+                then()
+                self._consider(host)
+
+        self.at(self.random.choice((0.0, 0.1, 0.5, 2.0, 6.0)), ended)
+
+    def _halted(self, host: Host) -> None:
+        self._say(host, host.part.halted())
+
+    def _exit(self, host: Host, code: int) -> None:
+        if host.exit_code is None:
+            host.exit_code = code
+            self._say(host, host.part.ended(code, "ends"))
+            if host.connection is not None:
+                self.at(0.5, lambda connection=host.connection: self._break(connection, host))
+
+    def _finish(self, host: Host, incarnation: int) -> None:
+        if host.alive and host.running == incarnation and host.healthy and not host.ending:
+            host.finished = True
+            host.healthy = False
+            self._say(host, host.part.ended(0, "finished"))
+
+    def _agent(self, host: Host) -> None:
+        if not host.alive or host.running < 0 or host.agent is not None or host.exit_code is not None:
+            return
+        if host.cut or not self.controller_up:
+            self.at(1.0, lambda: self._agent(host))
+            return
+        placement = host.part.placement
+        assert placement is not None
+        host.agent = self._open("agent", host)
+        hello = wire.Hello("agent", host.name, placement.node_rank, host.pid + 5000, launcher=host.pid)
+        self._put(host.agent, [hello])
+
+    def _beat(self, host: Host) -> None:
+        if not host.alive or host.exit_code is not None:
+            return
+        placement = host.part.placement
+        if host.agent is not None and placement is not None and host.running >= 0:
+            ranks = tuple(wire.RankBeat(placement.first_rank + n, 5, 2, 10, 0.5) for n in range(RANKS))
+            self._put(host.agent, [wire.Heartbeat(placement.node_rank, 1, self.now_s, ranks)])
+        elif host.running >= 0 and self.random.random() < 0.3:  # it is as slow to come back as its launcher
+            self._agent(host)
+        if host.part.away_s(self.now_s):
+            self._consider(host)
+        self.at(BEAT_S, lambda: self._beat(host))
+
+    # --- faults ----------------------------------------------------------------------------------------------------
+
+    def _one(self, condition: Callable[[Host], bool]) -> Host | None:
+        found = [h for h in self.hosts if h.alive and h.exit_code is None and condition(h)]
+        return self.random.choice(found) if found else None
+
+    def fail(self) -> None:
+        """Workers of a node, or of two at once, fail."""
+        code = self.random.choice((1, 137, 139))
+        for _ in range(self.random.choice((1, 1, 2))):
+            host = self._one(lambda h: h.running >= 0 and h.healthy and not h.ending)
+            if host is None:
+                return
+            host.healthy = False
+            self.disturbances += 1
+            self.codes.add(code)
+            placement = host.part.placement
+            assert placement is not None
+            finding = Finding("crash", placement.first_rank, host.name, self.now_s, -1, exit_code=code)
+            self._say(host, [*host.part.found(finding), *host.part.failed(code, "rank died")])
+            self._end_workers(host, lambda host=host: self._halted(host))
+
+    def lose(self) -> None:
+        """A node goes down: connections end at once, or when the kernel notices."""
+        host = self._one(lambda h: h is not self.hosts[0])
+        if host is not None:
+            self.disturbances += 1
+            host.alive, host.running = False, -1
+            after_s = self.random.choice((0.0, DEAD_HOST_S))
+            for connection in (host.connection, host.agent):
+                if connection is not None:
+                    self._break(connection, host, after_s)
+
+    def kill_launcher(self) -> None:
+        """A launcher is killed; its agent says farewell, and workers end with it. It may be started anew."""
+        host = self._one(lambda h: h is not self.hosts[0])
+        if host is None:
+            return
+        self.disturbances += 1
+        host.alive, host.running = False, -1
+        if host.connection is not None:
+            self._break(host.connection, host)
+        if host.agent is not None:
+            agent = host.agent
+            self._put(agent, [wire.Bye("the launcher is gone", orphaned=True)])
+            self.at(1.0, lambda: self._break(agent, host))
+        if self.random.random() < 0.5:
+            self.at(self.random.uniform(0.5, 10), lambda: self._again(host))
+
+    def _again(self, host: Host) -> None:
+        fresh = self._host(host.name, host.pid + 1000)
+        self.hosts.append(fresh)
+        self._connect(fresh)
+
+    def cut(self) -> None:
+        """A node is cut off, for a moment or for longer."""
+        host = self._one(lambda h: h is not self.hosts[0] and not h.cut)
+        if host is None:
+            return
+        self.disturbances += 1
+        host.cut, host.cut_s = True, self.now_s
+        for connection in (host.connection, host.agent):
+            if connection is not None:
+                self._break(connection, host, DEAD_HOST_S)
+        self.at(self.random.choice((1.0, 5.0, 20.0, 60.0, 200.0)), lambda: self._heal(host))
+
+    def _heal(self, host: Host) -> None:
+        host.cut, host.healed_s = False, self.now_s
+
+    def drop(self) -> None:
+        """A connection breaks."""
+        host = self._one(lambda h: h.connection is not None)
+        if host is not None and host.connection is not None:
+            self._break(host.connection, host)
+
+    def drop_all(self) -> None:
+        """All connections break."""
+        for connection, host in list(self.peers.values()):
+            self._break(connection, host)
+
+    def stall(self) -> None:
+        """The controller sleeps."""
+        if self.now_s >= self.stalled_until_s:
+            self.stalled_until_s = self.now_s + self.random.choice((1.5, 4.0, 8.0, 15.0))
+
+    def kill_controller(self) -> None:
+        """The controller dies, and comes back."""
+        if not self.controller_up:
+            return
+        self.controller_up = False
+        for connection, host in list(self.peers.values()):
+            connection.up = connection.there = False
+            self.at(self.random.uniform(0, 0.05), lambda c=connection, h=host: self._closed_here(c, h))
+        self.peers.clear()
+
+        def back() -> None:
+            self.controller_up, self.back_s = True, self.now_s
+            self.controller = self._fresh()
+
+        self.at(self.random.choice((0.3, 1.0, 4.0, 40.0)), back)
+
+    def leave_spare(self) -> None:
+        """Ctrl-C for a spare."""
+        host = self._one(lambda h: h.part.placement is None and h.part.is_spare and not h.ending)
+        if host is not None:
+            self.disturbances += (
+                self.controller.reforming.under_way
+            )  # it may have been given a place just now
+            self._exit(host, 130)
+
+    def come(self) -> None:
+        """Another launcher comes."""
+        self.hosts.append(self._host(f"gpu-{len(self.hosts)}", 100 + len(self.hosts)))
+        self._connect(self.hosts[-1])
+
+
+_FAULTS: dict[str, Callable[[World], None]] = {
+    "fail": World.fail,
+    "lose": World.lose,
+    "kill_launcher": World.kill_launcher,
+    "cut": World.cut,
+    "drop": World.drop,
+    "drop_all": World.drop_all,
+    "stall": World.stall,
+    "kill_controller": World.kill_controller,
+    "leave_spare": World.leave_spare,
+    "come": World.come,
+}
+HARMLESS = frozenset({"drop", "drop_all", "stall", "kill_controller", "leave_spare", "come"})
+SETTINGS_OF = {
+    nodes: Settings(nodes=nodes, halt_s=20.0, join_s=25.0, grace_s=0.5, last_call_s=1.0)
+    for nodes in (2, 3, 4, 5, 12)
+}

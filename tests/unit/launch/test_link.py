@@ -1,0 +1,151 @@
+"""What a launcher makes of orders, whatever comes together, again, or late."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from pathlib import Path
+
+import pytest
+
+from keepstep import wire
+from keepstep.core.finding import Finding
+from keepstep.launch.job import Endpoint, job_from_command_line
+from keepstep.launch.link import Link
+from keepstep.launch.membership import LEASE_S, Membership
+
+JOIN = wire.Join("gpu-1", "10.0.0.1", 2, 29500, -1, 2, 2, 3)
+
+
+def placement(incarnation: int) -> wire.Placement:
+    return wire.Placement(1, 2, 4, 2, "10.0.0.0", 29500, incarnation)
+
+
+def member(*received: wire.Message) -> Membership:
+    made = Membership(JOIN, 7, lambda: 4711)
+    for message in received:
+        made.received(message)
+    return made
+
+
+def running(incarnation: int = 0) -> Membership:
+    made = member(placement(incarnation))
+    made.started()
+    return made
+
+
+def test_a_place_and_its_halt_read_together_start_nothing() -> None:
+    made = running()
+    made.failed(137, "rank 2 died")
+    made.halted()
+    assert made.received(placement(1)) == []
+    assert made.received(wire.Halt(1)) == [wire.Halted(1, 4711)]
+    assert made.to_run is None
+    made.received(placement(2))
+    assert made.to_run == placement(2)
+
+
+def test_a_halt_and_the_next_place_read_together_end_the_workers_first() -> None:
+    made = running()
+    assert made.received(wire.Halt(0)) == []  # answered when they have ended
+    made.received(placement(1))
+    assert made.must_halt
+    made.halted()
+    assert not made.must_halt
+    assert made.to_run == placement(1)
+
+
+def test_orders_of_an_incarnation_that_is_over_change_nothing() -> None:
+    made = running(2)
+    for late in (wire.Halt(1), placement(1), placement(2)):
+        assert made.received(late) == []
+    assert not made.must_halt
+    assert made.to_run is None
+    assert made.incarnation == 2
+
+
+def test_a_halt_is_answered_again_each_time() -> None:
+    made = running()
+    made.received(wire.Halt(0))
+    made.halted()
+    assert made.received(wire.Halt(0)) == [wire.Halted(0, 4711)]
+    assert made.greet()[-1] == wire.Halted(0, 4711)
+
+
+def test_a_new_controller_hears_what_was_said_and_nothing_of_before() -> None:
+    made = running()
+    finding = Finding("crash", 2, "gpu-1", 1.0, -1, exit_code=137)
+    made.found(finding)
+    made.failed(137, "rank 2 died")
+    hello, join, *rest = made.greet()
+    assert isinstance(hello, wire.Hello)
+    assert isinstance(join, wire.Join)
+    assert (join.incarnation, join.node_rank) == (0, 1)
+    assert rest == [wire.Found(finding), wire.Failed(0, 137, "rank 2 died")]
+    made.halted()
+    made.received(placement(1))
+    assert [type(one) for one in made.greet()] == [wire.Hello, wire.Join]
+
+
+def test_a_spare_goes_without_a_failure() -> None:
+    spare = member(wire.Spare(2))
+    assert spare.is_spare
+    assert spare.ended(130, "signal SIGINT") == [wire.Bye("signal SIGINT")]
+    assert spare.received(wire.Halt(0)) == [wire.Halted(0, 4711)]
+    spare.received(placement(1))
+    assert spare.to_run == placement(1)
+    assert not spare.is_spare
+
+
+def test_a_controller_that_is_away_ends_no_worker_but_a_dead_network_does() -> None:
+    refused, silent = (
+        ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
+        OSError(errno.ETIMEDOUT, "timed out"),
+    )
+    made = running()
+    made.disconnected(100.0)
+    for at_s in range(101, 1000):
+        made.trouble(refused, float(at_s))
+        assert not made.is_cut_off(float(at_s))
+    made.trouble(silent, 1000.0)
+    assert not made.is_cut_off(999.0 + LEASE_S - 0.1)
+    assert made.is_cut_off(999.0 + LEASE_S)
+    made.connected()
+    assert not made.is_cut_off(5000.0)
+
+
+def test_a_job_that_never_begins_again_has_no_lease() -> None:
+    made = Membership(wire.Join("gpu-1", "10.0.0.1", 2, 29500), 7, lambda: 4711)
+    made.received(placement(0))
+    made.started()
+    made.disconnected(0.0)
+    assert not made.is_cut_off(1e6)
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_a_stop_that_ends_the_wait_for_a_place_is_not_lost(tmp_path: Path, spare: bool) -> None:
+    """The order wakes the wait in the moment in which whoever waits gives it up."""
+
+    async def main() -> None:
+        job = job_from_command_line(["--run-dir", str(tmp_path), "train.py"], {})
+        stopped = asyncio.Event()
+        link = Link(
+            job,
+            Endpoint("127.0.0.1", 1),
+            tmp_path / "secret",
+            JOIN,
+            free_port=lambda: 4711,
+            ordered=stopped.set,
+        )
+        if spare:
+            link.member.received(wire.Spare(2))
+        waiting = asyncio.create_task(link.next_place())
+        await asyncio.sleep(0)
+        link._received(wire.Stop(137, "over"))
+        await stopped.wait()
+        waiting.cancel()
+        done, _ = await asyncio.wait([waiting], timeout=30)
+        assert done
+        assert waiting.cancelled()
+
+    asyncio.run(main())
