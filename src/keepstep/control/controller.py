@@ -523,9 +523,13 @@ class Controller:
             plays = self.rendezvous.placements.items()
             for launcher in [one for one, placement in plays if placement.node_rank == node.rank]:
                 self.reforming.orphaned(launcher)
-        elif node is not None and (sender.role == "launcher" or node.launcher is None):
-            node.left = True
+            return
         launcher = sender.launcher
+        if launcher is not None and launcher in self.rendezvous.placements and self.rendezvous.max_restarts:
+            self.reforming.orphaned(launcher)  # a spare that went in the moment in which it got a place
+            return
+        if node is not None and (sender.role == "launcher" or node.launcher is None):
+            node.left = True
         if launcher is None:
             return
         if self._launchers.get(launcher) is None:
