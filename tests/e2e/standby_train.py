@@ -1,11 +1,12 @@
 """DDP on Gloo that resumes from its node's cache; writes each step's loss as hex. Arguments: folder, steps, deaths.
 
 Deaths: ``RANK:STEP,…``, one for each incarnation: where that rank writes ``dying-INCARNATION`` with its pid, and waits
-to be killed. Gradients are summed in the order of ranks: DDP lays its buckets out anew after a process's first step,
-and Gloo's own sums may round differently then.
+to be killed (with ``STOPS`` in the environment it stops itself first). Gradients are summed in the order of ranks: DDP
+lays its buckets out anew after a process's first step, and Gloo's own sums may round differently then.
 """
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -51,6 +52,8 @@ with (folder / f"losses-{rank}").open("a") as log:
             draft = folder / f".dying-{incarnation}"
             draft.write_text(str(os.getpid()))
             draft.rename(folder / f"dying-{incarnation}")
+            if "STOPS" in os.environ:
+                os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(600)
         x = torch.randn(16, 32, generator=data)
         loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))

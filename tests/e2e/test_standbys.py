@@ -31,12 +31,14 @@ class Run:
         self.folder = folder
         self.mark = f"KEEPSTEP_TEST_MARK={folder}"
         self.said = ""
+        self.on_hang = "report"
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, *words: str, name: str = "run", **environ: str) -> None:
         """``words``: flags, script and arguments."""
         mark, _, value = self.mark.partition("=")
         command = [sys.executable, "-m", "keepstep.cli", "run", "-v", "--run-dir", str(self.folder / name)]
+        command += ["--on-hang", self.on_hang]
         self.process = subprocess.Popen(
             [*command, *words],
             cwd=self.folder,
@@ -151,6 +153,29 @@ def test_two_deaths_cost_no_bit_and_each_restart_runs_on_standbys(run: Run) -> N
     assert [one["incarnation"] for one in (first, second)] == [0, 1]
     assert [one["recovery"]["incarnation"] for one in (first, second)] == [1, 2]
     assert [one["recovery"]["standbys"] for one in (first, second)] == [4, 4]
+
+
+@pytest.mark.parametrize("how", ["stopped", "asleep"])
+def test_a_rank_that_hangs_is_ended_and_the_job_goes_on(run: Run, how: str) -> None:
+    undisturbed = run.folder / "undisturbed"
+    undisturbed.mkdir()
+    run.start("--no-watch", "--nproc-per-node", "4", str(JOB), str(undisturbed), "30", "", name="plain")
+    assert run.finish() == 0, run.said
+    run.on_hang = "restart"
+    stops = {"STOPS": "1"} if how == "stopped" else {}
+    run.start(
+        "--max-restarts", "2", "--nproc-per-node", "4", str(JOB), str(run.folder), "30", "2:25", **stops
+    )
+    assert run.finish() == 0, run.said
+    assert losses(run.folder) == losses(undisturbed)
+    assert re.search(rf"rank 2: it hung: .*{how}.*; restart 1 of 2", run.said), run.said
+    assert "training again" in run.said
+    incidents = [
+        json.loads(path.read_text()) for path in sorted((run.folder / "run" / "incidents").glob("*.json"))
+    ]
+    (hang,) = [one for one in incidents if one["kind"] == "hang"]
+    assert [one["rank"] for one in hang["culprits"]] == [2]
+    assert [one["name"] for one in hang["actions"]] == ["end the hung process"]
 
 
 def test_without_standbys_a_restart_begins_fresh_processes(run: Run) -> None:

@@ -339,13 +339,22 @@ class NodeAgent:
         if ring.reader is None:
             return None
         state = self._process_state(ring)
-        unread = self._sockets.unread_bytes(ring.process.pid) if ring.process is not None else 0
+        process = ring.process.pid if ring.process is not None else 0
+        unread = self._sockets.unread_bytes(process) if process else 0
         if ring.header is None:  # not claimed yet: the script is still on its way to its first record
             state = "?"
         try:
             reader = ring.reader
             return rank_state(
-                ring.track, reader.in_flight(), reader.streams(), state, now_ns, stack, reader.sites(), unread
+                ring.track,
+                reader.in_flight(),
+                reader.streams(),
+                state,
+                now_ns,
+                stack,
+                reader.sites(),
+                unread,
+                process,
             )
         except (RingError, OSError) as error:
             self._complain(ring, str(error), now_ns)

@@ -70,6 +70,7 @@ def rank_state(
     stack: str = "",
     sites: Sequence[str] = (),
     unread_bytes: int = 0,
+    process: int = 0,
 ) -> RankState:
     """The state of one rank.
 
@@ -91,6 +92,7 @@ def rank_state(
         stack=stack,
         microbatch=track.microbatch(),
         unread_bytes=unread_bytes,
+        process=process,
     )
 
 

@@ -46,6 +46,9 @@ def parse(argv: list[str]) -> Options:
         "--backups", type=int, default=0, metavar="K", help="nodes that back up each rank's checkpoints"
     )
     parser.add_argument("--no-validate", action="store_true", help="hold the job only when asked to")
+    parser.add_argument(
+        "--restart-hangs", action="store_true", help="have processes ended that hang for sure"
+    )
     parser.add_argument("--tls-cert")
     parser.add_argument("--tls-key")
     parser.add_argument("--tls-ca")
@@ -67,6 +70,7 @@ def parse(argv: list[str]) -> Options:
         halt_s=arguments.halt_timeout,
         backups=max(0, arguments.backups),
         validate=not arguments.no_validate,
+        restart_hangs=arguments.restart_hangs,
     )
     run_dir: Path = arguments.run_dir.resolve()
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -126,6 +126,10 @@ class Cluster:
         """Ranks of the job: by the placement, else those that were heard of."""
         return self.world_size or len(self.node_of)
 
+    def home(self, rank: int) -> Node | None:
+        """The node that plays a rank."""
+        return self._home.get(rank)
+
     @property
     def reporting_ranks(self) -> int:
         """Ranks whose agent is connected and speaks."""

@@ -86,6 +86,7 @@ class Settings:
     grace_s: float = 1.0  # from the last launcher's end to our own
     backups: int = 0  # nodes that back up each rank's checkpoints
     validate: bool = True  # hold the job to test devices and links when profiles leave a doubt
+    restart_hangs: bool = False  # have processes ended that hang for sure: the launchers begin again
 
 
 @dataclass(slots=True)
@@ -249,6 +250,8 @@ class Controller:
             self._decide(question, now_s)
         for case in self._cases():
             case.tick(now_s)
+        if self.settings.restart_hangs and self._hang is not None:
+            self._end_hung(self._hang, now_s)
         self._validations.tick(self._peers.keys(), now_s)
         self._tick_backups(now_s)
         self._sweep()
@@ -656,6 +659,13 @@ class Controller:
         if self._crash is None or self._crash.closed:
             self._crash = CrashCase(self)
         return self._crash
+
+    def _end_hung(self, case: HangCase, now_s: float) -> None:
+        for kill in case.remedy(now_s):
+            node = self.cluster.home(kill.rank)
+            if node is not None and node.launcher is not None:
+                self._effects.append(Send((node.launcher,), kill))
+                case.acted(Action("end the hung process", None, f"rank {kill.rank}: {kill.reason}"))
 
     def _standstill(self) -> str:
         """Why nobody can be held: the job does not run."""

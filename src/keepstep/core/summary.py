@@ -118,6 +118,7 @@ class RankState:
     stack: str = ""  # Python stack where it can be had
     microbatch: int = -1  # of the forward or backward pass it is in; -1 where that is not known
     unread_bytes: int = 0  # from other hosts over TCP, not read by the process for a second or more
+    process: int = 0  # its number on its node
 
 
 @dataclass(frozen=True, slots=True)

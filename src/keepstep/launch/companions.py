@@ -174,6 +174,7 @@ def controller_command(job: Job, folder: Path, secret: Path, listen: Endpoint) -
         *("--halt-timeout", f"{job.shutdown_timeout_s + HALT_MARGIN_S:g}"),
         *(("--layout", job.layout) if job.layout else ()),
         *(() if job.validate else ("--no-validate",)),
+        *(("--restart-hangs",) if job.restart_hangs else ()),
         *(("--backups", str(job.checkpoint_backups)) if job.checkpoint_backups and job.max_nodes > 1 else ()),
         *_tls(job),
     ]

@@ -161,6 +161,8 @@ def _add_own(group: Any) -> None:
     group.add_argument("--no-watch", dest="watch", action="store_false", default=None, help="run only")
     text = "never hold the job by itself to test devices and links"
     group.add_argument("--no-validate", dest="validate", action="store_false", default=None, help=text)
+    text = "a process that hangs for sure is ended (restart, where --max-restarts allows), or only told of (report)"
+    group.add_argument("--on-hang", metavar="restart|report", help=text)
     group.add_argument("--secret-file", metavar="FILE", help="secret shared by the nodes (0600)")
     group.add_argument("--tls-cert", metavar="PEM", help="certificate of this node (mutual TLS)")
     group.add_argument("--tls-key", metavar="PEM", help="its private key")

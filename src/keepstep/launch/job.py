@@ -28,6 +28,7 @@ DEFAULT_MASTER_PORT = 29500
 _OWN_FLAGS = (
     "watch",
     "validate",
+    "on_hang",
     "secret_file",
     "tls_cert",
     "tls_key",
@@ -127,6 +128,7 @@ class Job:
     node: str
     watch: bool
     validate: bool  # hold the job and test devices and links when in doubt
+    restart_hangs: bool  # a process that hangs for sure is ended
     secret_file: Path | None
     tls: Tls | None
     controller_listen: Endpoint | None
@@ -199,6 +201,7 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         node=str(value["node_name"]) or os.uname().nodename,
         watch=bool(value["watch"]),
         validate=bool(value["validate"]),
+        restart_hangs=_on_hang(str(value["on_hang"]).strip()) and given.max_restarts > 0,
         secret_file=Path(str(value["secret_file"])).absolute() if value["secret_file"] else None,
         tls=_tls(value),
         controller_listen=parse_endpoint("--controller-listen", str(value["controller_listen"]), 0)
@@ -220,6 +223,12 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         remarks=tuple(flags.without_meaning(given)),
         warnings=_warnings(given),
     )
+
+
+def _on_hang(text: str) -> bool:
+    if text not in ("restart", "report"):
+        raise UsageError(f"--on-hang {text}: say restart or report")
+    return text == "restart"
 
 
 def _standbys(text: str, given: argparse.Namespace, nproc: int) -> int:

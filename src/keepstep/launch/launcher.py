@@ -36,7 +36,7 @@ from keepstep.launch.workers import Workers, sweep
 
 if TYPE_CHECKING:
     from keepstep.launch.link import Link
-    from keepstep.wire import Stop
+    from keepstep.wire import Kill, Stop
 
 T = TypeVar("T")
 
@@ -461,6 +461,8 @@ class Launcher:
         """The controller has said something."""
         assert self._link is not None
         member = self._link.member
+        while member.kills:
+            self._end_hung(member.kills.pop(0))
         if member.stop is not None and not self._job_over.is_set():
             self._on_stop(member.stop)
         elif member.must_halt:
@@ -470,6 +472,13 @@ class Launcher:
                 f"{self._job.node} is a spare: the job has its nodes, and gets this one when one is lost"
             )
         self._is_spare = member.is_spare
+
+    def _end_hung(self, kill: Kill) -> None:
+        assert self._place is not None
+        if self._place.incarnation >= self._job.max_restarts:
+            self._warn(f"rank {kill.rank}: {kill.reason}; it goes on hanging, no restart is left")
+        elif self._workers and not self._outcome.done():
+            self._workers.kill(kill.rank, kill.process, kill.reason)
 
     async def _watch_lease(self, link: Link) -> None:
         """A node that is cut off ends its workers: another may play their ranks."""

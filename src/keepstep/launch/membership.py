@@ -46,6 +46,7 @@ class Membership:
         self._away_since_s: float | None = None  # since when there is no connection
         self.placement: wire.Placement | None = None
         self.stop: wire.Stop | None = None
+        self.kills: list[wire.Kill] = []  # that nobody has carried out yet
         self.refusal = ""
         self.is_spare = False
 
@@ -98,6 +99,8 @@ class Membership:
             self._halt = max(self._halt, message.incarnation)
             if message.incarnation >= self.incarnation and self._running <= self._halted:
                 return self.halted()
+        elif isinstance(message, wire.Kill):
+            self.kills.append(message)
         elif isinstance(message, wire.Spare):
             self.is_spare = True
         elif isinstance(message, wire.Stop):

@@ -8,6 +8,12 @@ SETTINGS = (
     Setting("run", "runs_dir", "runs", "folder in which run folders are made"),
     Setting("run", "watch", True, "watch the job (off: run it only; flag --no-watch)"),
     Setting("run", "validate", True, "hold the job for seconds to test devices and links when in doubt"),
+    Setting(
+        "run",
+        "on_hang",
+        "restart",
+        "restart: end a process that hangs for sure, if restarts are left; report",
+    ),
     Setting("run", "node_name", "", "name of this node in verdicts; empty: the host name"),
     Setting("run", "secret_file", "", "file (0600) with the secret that the processes of a run share"),
     Setting("run", "tls_cert", "", "certificate (PEM) of this node; with tls_key and tls_ca: mutual TLS"),

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from keepstep.launch.guard import Guard
@@ -45,6 +46,7 @@ class Workers:
         self._asked: set[int] = set()  # signals that we sent to end them
         self._all_ended = asyncio.Event()
         self._interrupted: set[int] = set()  # ranks that failed, but whose status is that of our signal
+        self._reasons: dict[int, str] = {}  # by rank, of those that were ended for one
         self.failures: list[Failure] = []
         self.failed_s = 0.0  # CLOCK_MONOTONIC of the first failure
         self.from_standbys = 0
@@ -101,6 +103,16 @@ class Workers:
         root = first(self.failures)
         return (self.failures[0] if root.rank in self._interrupted else root).exit_code
 
+    def kill(self, rank: int, process: int, reason: str) -> bool:
+        """End one worker because it will not go on; ``reason`` counts as its error. False: it is not there."""
+        for plan in self._plans:
+            child = self._children.get(plan.local_rank)
+            if plan.rank == rank and child is not None and child.alive and child.pid == process:
+                self._reasons[rank] = reason
+                end_group(child.pid, signal.SIGKILL)
+                return True
+        return False
+
     def ask(self, number: int) -> None:
         """Send a signal to every worker that lives, with its whole process group."""
         self._asked.add(number)
@@ -146,7 +158,7 @@ class Workers:
 
     def _examine(self, plan: WorkerPlan, child: Child) -> Failure:
         assert child.status is not None
-        return examine(
+        found = examine(
             plan.rank,
             plan.local_rank,
             child.pid,
@@ -155,6 +167,8 @@ class Workers:
             Path(plan.environment[ERROR_FILE]),
             self._streams[plan.local_rank].stderr,
         )
+        reason = self._reasons.get(plan.rank)
+        return replace(found, message=reason, detail=reason) if reason else found
 
 
 async def _either(first: asyncio.Event, second: asyncio.Event | None, timeout_s: float) -> None:

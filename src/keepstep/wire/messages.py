@@ -303,6 +303,14 @@ class Halt(Message, frozen=True):
     incarnation: int
 
 
+class Kill(Message, frozen=True):
+    """To a launcher: end this process of a rank, which will not go on by itself, as if it had died."""
+
+    rank: _Rank
+    process: int
+    reason: _Line
+
+
 class ProfileRequest(Message, frozen=True):
     """Send the iteration summaries of steps ``first_step`` to ``last_step`` (both included) that you still have.
 
@@ -449,6 +457,7 @@ ToNode = (
     | Placement
     | Spare
     | Halt
+    | Kill
     | ProfileRequest
     | StateRequest
     | ProbeRequest
