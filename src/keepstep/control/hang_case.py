@@ -21,7 +21,7 @@ _SHARPEN_S = (3.0, 10.0, 30.0)  # after the verdict
 _TRIES = 3
 _LOOKS_AT_SILENT = 8  # before ranks are blamed of which nothing is known
 _MOST_TRIES = 15
-_REMEDY_S = (0.5, 0.5, 0.5, 1.0, 2.0)  # looks at who is to blame, while there is a remedy; then as the last
+_REMEDY_S = (0.5, 0.5, 0.5, 1.0, 5.0, 30.0)  # between looks at who is to blame; then as the last
 
 
 class HangCase:
