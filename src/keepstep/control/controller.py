@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from keepstep.control.cluster import Cluster, Node
 from keepstep.control.crash_case import CrashCase
 from keepstep.control.effects import Disconnect, Effect, Exit, Say, Send, StorePlacement, Tell, WriteIncident
 from keepstep.control.hang_case import HangCase
+from keepstep.control.hang_remedy import HangRemedy
 from keepstep.control.locators import LibraryLocators, Locators
 from keepstep.control.questions import Question, Questions, probes_of
 from keepstep.control.reforming import End, HaltThese, Lost, Order, Reforming, Renew, Waiting
@@ -40,6 +41,7 @@ from keepstep.wire.messages import (
     Hello,
     Inventory,
     Join,
+    Kill,
     Locate,
     Measured,
     Message,
@@ -122,6 +124,7 @@ class Controller:
         self._effects: list[Effect] = []
         self._slow: list[SlowCase] = []
         self._hang: HangCase | None = None
+        self._remedy: HangRemedy | None = None
         self._crash: CrashCase | None = None
         self._validations = Validations(
             self, self._standstill, lambda peer, answer: self._effects.append(Send((peer,), answer))
@@ -250,8 +253,7 @@ class Controller:
             self._decide(question, now_s)
         for case in self._cases():
             case.tick(now_s)
-        if self.settings.restart_hangs and self._hang is not None:
-            self._end_hung(self._hang, now_s)
+        self._tick_remedy(now_s)
         self._validations.tick(self._peers.keys(), now_s)
         self._tick_backups(now_s)
         self._sweep()
@@ -301,8 +303,8 @@ class Controller:
     ) -> int:
         return self._questions.ask_profiles(first_step, last_step, now_s, onset_step, blocks_of)
 
-    def ask_states(self, stacks: bool, now_s: float) -> int:
-        return self._questions.ask_states(stacks, now_s)
+    def ask_states(self, stacks: bool, now_s: float, nodes: Collection[int] | None = None) -> int:
+        return self._questions.ask_states(stacks, now_s, nodes)
 
     def ask_probes(self, pairs: Sequence[tuple[str, str]], now_s: float) -> int | None:
         return self._questions.ask_probes(pairs, now_s)
@@ -431,6 +433,9 @@ class Controller:
     def _reform(self, orders: Sequence[Order], now_s: float) -> None:
         for order in orders:
             if isinstance(order, HaltThese):
+                if self._hang is not None:
+                    self._hang.end(now_s)
+                    self._sweep()
                 found = (self.rendezvous.peer(launcher) for launcher in order.launchers)
                 self._effects.append(Send(tuple(p for p in found if p is not None), Halt(order.incarnation)))
             elif isinstance(order, Lost):
@@ -660,12 +665,21 @@ class Controller:
             self._crash = CrashCase(self)
         return self._crash
 
-    def _end_hung(self, case: HangCase, now_s: float) -> None:
-        for kill in case.remedy(now_s):
-            node = self.cluster.home(kill.rank)
-            if node is not None and node.launcher is not None:
-                self._effects.append(Send((node.launcher,), kill))
-                case.acted(Action("end the hung process", None, f"rank {kill.rank}: {kill.reason}"))
+    def _tick_remedy(self, now_s: float) -> None:
+        case = self._hang
+        if case is None or case.closed or self._crash is not None or self._stop is not None or self.over:
+            self._remedy = None
+        elif self.settings.restart_hangs and not self.reforming.under_way and not self._validations.under_way:
+            if self._remedy is None or self._remedy.case is not case:
+                self._remedy = HangRemedy(self, case, self._end_hung)
+            self._remedy.tick(now_s)
+
+    def _end_hung(self, kill: Kill) -> bool:
+        node = self.cluster.home(kill.rank)
+        if node is None or node.launcher is None:
+            return False
+        self._effects.append(Send((node.launcher,), kill))
+        return True
 
     def _standstill(self) -> str:
         """Why nobody can be held: the job does not run."""
@@ -692,8 +706,10 @@ class Controller:
                 if case is not None and case.probing == question.number and not case.closed:
                     case.probed(probes, now_s)
         elif question.kind is States:
-            case = self._hang
-            if case is not None and case.question == question.number and not case.closed:
+            case, remedy = self._hang, self._remedy
+            if remedy is not None and remedy.question == question.number:
+                remedy.states(question.answers)
+            elif case is not None and case.question == question.number and not case.closed:
                 case.states(question.answers, self._names(question.unanswered), now_s)
         else:
             for case in self._slow:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from keepstep.control.cluster import Cluster
@@ -33,7 +33,7 @@ class Desk(Protocol):
         """Ask all agents for iterations and traffic around the onset; the number the answers will come under."""
         ...
 
-    def ask_states(self, stacks: bool, now_s: float) -> int:
+    def ask_states(self, stacks: bool, now_s: float, nodes: Collection[int] | None = None) -> int:
         """Ask all agents where their ranks are; the number the answers will come under."""
         ...
 

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from keepstep.control.desk import Desk, how_to_say, is_traffic, unlocated
-from keepstep.control.kill_rule import evidence
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Diagnosis, Incident
 from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import PathProbe, PeerTraffic, RankState
-from keepstep.wire.messages import Kill, States
+from keepstep.wire.messages import States
 
 _AGAIN_S = 2.0  # while it is not confirmed
 _STALLED_S = 1.0  # data under way between two hosts and none of it acknowledged
@@ -21,7 +20,6 @@ _SHARPEN_S = (3.0, 10.0, 30.0)  # after the verdict
 _TRIES = 3
 _LOOKS_AT_SILENT = 8  # before ranks are blamed of which nothing is known
 _MOST_TRIES = 15
-_REMEDY_S = (0.5, 0.5, 0.5, 1.0, 5.0, 30.0)  # between looks at who is to blame; then as the last
 
 
 class HangCase:
@@ -50,15 +48,10 @@ class HangCase:
         self._sharpened = len(_SHARPEN_S) if incident else 0
         self._asked_s = 0.0
         self._verdict_s = 0.0
-        self._looks: dict[
-            int, tuple[RankState, RankState]
-        ] = {}  # first and last, by rank, since it was found
-        self._looked = 0
-        self._acted = False
 
     def found(self, finding: Finding, now_s: float) -> None:
         """One more rank makes no progress; the first asks all where they are."""
-        if finding.rank in self._stuck:
+        if finding.rank in self._stuck and finding.rank not in self._resumed:
             return
         self._stuck[finding.rank] = finding
         self._resumed.discard(finding.rank)
@@ -91,7 +84,6 @@ class HangCase:
             return
         self._answers, self._unanswered = answers, unanswered
         states = [state for answer in answers for state in answer.states]
-        self._looks.update({one.rank: (self._looks.get(one.rank, (one,))[0], one) for one in states})
         if self.incident is not None and any(not state.alive for state in states):
             return  # somebody ends the job: what its processes say no longer tells who held it up
         if self.incident is None:
@@ -120,44 +112,15 @@ class HangCase:
         if self._answers and (probes or self.incident is None):
             self._decide(now_s)
 
-    def remedy(self, now_s: float) -> list[Kill]:
-        """Processes to be ended, so that the job begins again; once, and only with evidence that they hang."""
-        incident = self.incident
-        if incident is None or incident.kind != "hang" or self._acted or self.closed:
-            return []
-        blamed = [one.rank for one in incident.culprits if one.rank is not None and one.link is None]
-        if len(blamed) < len(incident.culprits) or not 2 * len(blamed) <= max(
-            self._desk.cluster.known_ranks, 2
-        ):
-            return []  # a link, or most of the job, as when somebody stopped all of it
-        kills: list[Kill] = []
-        for rank in blamed:
-            first, last = self._looks.get(rank, (None, None))
-            why = (
-                evidence(first, last, last.now_s - last.last_progress_s, self._limit_s)
-                if first and last
-                else ""
-            )
-            if not why or last is None or not last.process:
-                return self._look_for_remedy(now_s)
-            kills.append(Kill(rank, last.process, f"it hung: {why}"))
-        self._acted = bool(kills)
-        return kills
+    def standing(self, rank: int) -> Finding | None:
+        """What was found of a rank that is stuck still."""
+        return None if rank in self._resumed else self._stuck.get(rank)
 
     def acted(self, action: Action) -> None:
         """Note what was done about it."""
-        if self.incident is not None:
+        if self.incident is not None and action not in self.incident.actions:
             self.incident = replace(self.incident, actions=(*self.incident.actions, action))
             self._desk.publish(self.incident, "")
-
-    def _look_for_remedy(self, now_s: float) -> list[Kill]:
-        if (
-            self.question is None
-            and now_s - self._asked_s >= _REMEDY_S[min(self._looked, len(_REMEDY_S) - 1)]
-        ):
-            self._looked += 1
-            self._ask(stacks=False, now_s=now_s)
-        return []
 
     def is_reached(self, node: str) -> bool:
         """Whether somebody's probe of that node came back: it is not lost, whatever we hear."""

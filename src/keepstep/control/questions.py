@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,9 +81,11 @@ class Questions:
         self._send(tuple(agents.values()), request)
         return number
 
-    def ask_states(self, stacks: bool, now_s: float) -> int:
+    def ask_states(self, stacks: bool, now_s: float, nodes: Collection[int] | None = None) -> int:
         """See `keepstep.control.desk.Desk`."""
         agents = self._cluster.agents()
+        if nodes is not None:
+            agents = {rank: peer for rank, peer in agents.items() if rank in nodes}
         names = self._cluster.mute_nodes()
         mute = frozenset(rank for rank in agents if self._cluster.nodes[rank].name in names)
         number = self._new(States, agents, now_s + self._answer_s, mute)

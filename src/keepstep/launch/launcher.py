@@ -87,6 +87,7 @@ class Launcher:
         self._job_over = asyncio.Event()  # the controller said Stop
         self._stop_code = 0
         self._is_spare = False
+        self._no_restart_told = False
         self._has_parted = False  # said that our workers have ended, and waited for the others
         self._lease: asyncio.Task[None] | None = None
         self._signalled: signal.Signals | None = None
@@ -476,9 +477,16 @@ class Launcher:
     def _end_hung(self, kill: Kill) -> None:
         assert self._place is not None
         if self._place.incarnation >= self._job.max_restarts:
-            self._warn(f"rank {kill.rank}: {kill.reason}; it goes on hanging, no restart is left")
-        elif self._workers and not self._outcome.done():
-            self._workers.kill(kill.rank, kill.process, kill.reason)
+            if not self._no_restart_told:
+                self._no_restart_told = True
+                self._warn(f"rank {kill.rank}: {kill.reason}; no restart is left, so it is not ended")
+        elif (
+            self._workers is not None
+            and not self._outcome.done()
+            and not self._workers.kill(kill.rank, kill.process, kill.reason)
+            and os.path.exists(f"/proc/{kill.process}")
+        ):
+            self._warn(f"rank {kill.rank}: {kill.reason}; process {kill.process} is no worker of ours")
 
     async def _watch_lease(self, link: Link) -> None:
         """A node that is cut off ends its workers: another may play their ranks."""

@@ -168,7 +168,9 @@ class Workers:
             self._streams[plan.local_rank].stderr,
         )
         reason = self._reasons.get(plan.rank)
-        return replace(found, message=reason, detail=reason) if reason else found
+        if not reason or child.status != -signal.SIGKILL or found.error_file:
+            return found
+        return replace(found, message=reason, detail=reason)
 
 
 async def _either(first: asyncio.Event, second: asyncio.Event | None, timeout_s: float) -> None:

@@ -1,0 +1,97 @@
+"""What is done about a hang: processes that are to blame, and will not go on by themselves, are ended.
+
+Their launchers then begin again as after any death. A verdict may come early, so a kill needs evidence of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from keepstep.control.desk import Desk
+from keepstep.control.hang_case import HangCase
+from keepstep.core.incident import Action
+from keepstep.core.summary import RankState
+from keepstep.wire.messages import Kill, States
+
+_LOOKS_S = (0.5, 0.5, 1.0, 5.0)  # between looks; then as the last
+_MOST = 4  # blamed at once: of more it is not sure who holds up whom
+_APART_S = 0.4  # two looks at a process that sleeps
+_PAUSE_S = 30.0  # that anybody may take: a slow disk, a compilation
+_LONG = 10.0  # times the longest pause of one that computes
+
+
+def evidence(first: RankState, last: RankState, limit_s: float) -> str:
+    """Why a process will not go on by itself; "": it may.
+
+    Args:
+        first: where it was one look earlier.
+        last: where it is now.
+        limit_s: beyond the longest pause that it has shown in this phase, as its own finding says.
+    """
+    same = (last.process, last.progress) == (first.process, first.progress)
+    stuck_s = last.now_s - last.last_progress_s
+    if not last.alive or not same or limit_s <= 0 or stuck_s < limit_s:
+        return ""
+    if last.process_state == "T":
+        return "its process is stopped"
+    asleep = first.process_state == last.process_state == "S" and last.now_s - first.now_s >= _APART_S
+    patience_s = max(limit_s, _PAUSE_S)
+    if asleep and stuck_s >= patience_s:
+        return f"asleep, no progress for {stuck_s:.0f} s"
+    computes = last.process_state == "R"
+    return f"no progress for {stuck_s:.0f} s" if computes and stuck_s >= _LONG * patience_s else ""
+
+
+class HangRemedy:
+    """Of one hang. ``send``: an order to the launcher of its rank; False: it is not there now."""
+
+    def __init__(self, desk: Desk, case: HangCase, send: Callable[[Kill], bool]) -> None:
+        self.case = case
+        self.question: int | None = None
+        self._desk = desk
+        self._send = send
+        self._looks: dict[int, RankState] = {}  # the last ones, by rank
+        self._looked = 0
+        self._looked_s = 0.0
+
+    def tick(self, now_s: float) -> None:
+        """Look again when it is time; at the nodes of those that are blamed only."""
+        pause_s = _LOOKS_S[min(self._looked, len(_LOOKS_S) - 1)]
+        if self.question is not None or now_s - self._looked_s < pause_s:
+            return
+        homes = {home.rank for rank in self._blamed() if (home := self._desk.cluster.home(rank)) is not None}
+        if homes:
+            self._looked, self._looked_s = self._looked + 1, now_s
+            self.question = self._desk.ask_states(False, now_s, homes)
+
+    def states(self, answers: Sequence[States]) -> None:
+        """Order what there is evidence for, again for as long as they live: an order may be lost."""
+        self.question = None
+        before, blamed = self._looks, self._blamed()
+        self._looks = {one.rank: one for answer in answers for one in answer.states if one.rank in blamed}
+        kills: list[Kill] = []
+        for rank, limit_s in blamed.items():
+            last = self._looks.get(rank)
+            why = evidence(before.get(rank, last), last, limit_s) if last else ""
+            if last is None or not why or not last.process:
+                return
+            kills.append(Kill(rank, last.process, f"it hung: {why}"))
+        for kill in kills:
+            if self._send(kill):
+                self.case.acted(
+                    Action("end the hung process", None, f"rank {kill.rank}, process {kill.process}")
+                )
+
+    def _blamed(self) -> dict[int, float]:
+        """Limits by rank; empty when a kill would not help, or it is not sure enough who is to blame."""
+        incident = self.case.incident
+        if incident is None or incident.kind != "hang" or self.case.closed:
+            return {}
+        blamed: dict[int, float] = {}
+        for culprit in incident.culprits:
+            finding = self.case.standing(culprit.rank) if culprit.rank is not None else None
+            if finding is None or culprit.link is not None or culprit.confidence == "low":
+                return {}
+            blamed[finding.rank] = finding.limit_s
+        most = min(_MOST, max(self._desk.cluster.known_ranks, 2) // 2)
+        return blamed if len(blamed) <= most else {}
