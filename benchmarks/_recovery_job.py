@@ -54,9 +54,21 @@ def save(step: int) -> None:
     draft.replace(file)
 
 
+def misbehave() -> None:
+    """Do what a file in the folder says, once."""
+    for name in ("exception", "sleep"):
+        order = folder / f"{name}-{rank}"
+        if order.exists():
+            order.unlink()
+            if name == "exception":
+                raise RuntimeError("the bench told this rank to fail")
+            time.sleep(3600)
+
+
 step = load()
 with (folder / f"steps-{rank}").open("a") as log:
     while True:
+        misbehave()
         loss = model(torch.full((8, 256), float(step % 7))).square().mean()
         loss.backward()
         optimizer.step()

@@ -155,7 +155,7 @@ def test_two_deaths_cost_no_bit_and_each_restart_runs_on_standbys(run: Run) -> N
     assert [one["recovery"]["standbys"] for one in (first, second)] == [4, 4]
 
 
-@pytest.mark.parametrize("how", ["stopped", "asleep"])
+@pytest.mark.parametrize("how", ["stopped", pytest.param("asleep", marks=pytest.mark.soak)])
 def test_a_rank_that_hangs_is_ended_and_the_job_goes_on(run: Run, how: str) -> None:
     undisturbed = run.folder / "undisturbed"
     undisturbed.mkdir()
