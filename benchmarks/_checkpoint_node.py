@@ -1,8 +1,8 @@
 """Stands in for the launcher of one node whose job goes on after another node was lost.
 
-``keepstep run`` gives a lost node's place to a spare; here the node itself returns, empty. So this program
-holds the cache and does what the launcher would: it starts the real controller (node 0), agent and workers, with the command lines and
-environments that the launcher makes; workers are forked, since torch has been imported here. Whenever
+``keepstep run`` gives a lost node's place to a spare; here the node itself returns, empty. So this program holds the
+cache and does what the launcher would: it starts the real controller (node 0), agent and workers, with the command
+lines and environments that the launcher makes; workers are forked, since torch has been imported here. Whenever
 ``FOLDER/incarnation`` names a later one it ends the workers and the agent and starts them again. All of it ends with
 the host.
 

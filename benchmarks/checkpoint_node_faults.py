@@ -10,9 +10,9 @@ been told to be backed up before the loss, in the controller's ``status.json`` o
 with storage, with the newest that is whole there. One JSON per seed is kept, failed ones too.
 
 ``node-at-persist`` is ``keepstep run`` on every host: the job ends with the lost node, and a second one goes on from
-storage. In the other cases a stand-in holds the place of the launcher (see ``_checkpoint_node``): it has the nodes that stay wait
-for the one that returns empty, and forks its workers, which makes a seed cheap; agents, controller and workers are the
-real ones. Needs root.
+storage. In the other cases a stand-in holds the place of the launcher (see ``_checkpoint_node``): it has the nodes that
+stay wait for the one that returns empty, and forks its workers, which makes a seed cheap; agents, controller and
+workers are the real ones. Needs root.
 """
 
 from __future__ import annotations
