@@ -182,7 +182,7 @@ def _measure_all(fault: str, repetitions: int, report: Report) -> None:
     peers: dict[str, float | int | str] = {}
     for way in ways[1:]:
         took = results[way][0]
-        peers[way] = round(statistics.median(took), 2) if took else f"not within {PEER_PATIENCE_S:.0f} s"
+        peers[way] = round(statistics.median(took), 2) if took else "did not recover"
     for package in PEERS:
         peers[package] = version(package)
     goal, goal_s = GOALS[fault]
