@@ -21,9 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks._report import Line, Report, bench_arguments
 
@@ -107,6 +110,16 @@ def strike(fault: str, folder: Path, rank: int, pid: int) -> None:
         (folder / f"{fault}-{rank}").touch()
 
 
+def _clear(folder: Path) -> None:
+    """What a launcher that failed has left: workers, in sessions of their own, and their states on tmpfs."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if str(folder) in process.cmdline():
+                process.kill()
+    for state in Path("/dev/shm").glob(f"{folder.name}-*"):
+        state.unlink(missing_ok=True)
+
+
 def measure(way: str, fault: str, seed: int) -> float:
     """Seconds of one recovery."""
     make, ready = WAYS[way]
@@ -147,6 +160,7 @@ def measure(way: str, fault: str, seed: int) -> float:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+            _clear(folder)
 
 
 def repeated(way: str, fault: str, repetitions: int) -> tuple[list[float], list[str]]:
