@@ -86,20 +86,30 @@ def _low_priority() -> Generator[None, None, None]:
     """Run on what the training leaves of the CPUs, by what can be taken back: nice cannot without privileges."""
     autogroup = _autogroup()
     idle = _may_be_idle()
-    _set_autogroup("19")
+    if autogroup:
+        _set_autogroup("19")
     if idle:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     yield
     if idle:
         for thread in os.listdir("/proc/self/task"):
             os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
-    _set_autogroup(autogroup)
+    if autogroup:
+        _set_autogroup(autogroup)
 
 
-def _autogroup() -> str:
+def _autogroup() -> str | None:
+    """The niceness of this process's autogroup; None: it has none of its own.
+
+    The kernel makes one for each session; whoever is still in the session of the machine's (or container's) first
+    process has none, and reads an empty file.
+    """
+    if os.getsid(0) != os.getpid():
+        return None
     with suppress(OSError), open("/proc/self/autogroup") as file:
-        return file.read().split()[-1]
-    return "0"
+        words = file.read().split()
+        return words[-1] if words else None
+    return None
 
 
 def _set_autogroup(nice: str) -> None:
