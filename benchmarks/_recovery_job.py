@@ -65,6 +65,7 @@ def misbehave() -> None:
             time.sleep(3600)
 
 
+epoch = int(os.environ.get("KEEPSTEP_INCARNATION") or os.environ["TORCHELASTIC_RESTART_COUNT"])
 step = load()
 with (folder / f"steps-{rank}").open("a") as log:
     while True:
@@ -74,7 +75,7 @@ with (folder / f"steps-{rank}").open("a") as log:
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        log.write(f"{os.getpid()} {step} {time.monotonic()}\n")
+        log.write(f"{os.getpid()} {epoch} {dist.get_world_size()} {step} {time.monotonic()}\n")
         log.flush()
         save(step)
         time.sleep(step_s)

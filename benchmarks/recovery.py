@@ -2,10 +2,11 @@
 
     python -m benchmarks.recovery [--quick] [--repetitions N] [--fault kill|exception|stop|sleep] [--json FILE]
 
-keepstep with warm standbys, keepstep without, torchrun; each repetition is a job of its own (small DDP on Gloo, steps
-of 25 ms by sleeping, resumed from the state of the last step). The rank is killed (raises an exception, is stopped by
-SIGSTOP, sleeps in Python) after 40 steps and, where there are to be standbys, once they are warm. Time is from then to
-the end of the last rank's next step. Peers are given 30 s.
+keepstep with warm standbys, keepstep without, torchrun and, where installed, nvidia-resiliency-ext (in-process,
+one rank in reserve) and torchft; each repetition is a job of its own (small DDP on Gloo, steps of 25 ms by sleeping,
+resumed from the state of the last step). The rank is killed (raises an exception, is stopped by SIGSTOP, sleeps in
+Python) after 40 steps and, where there are to be standbys, once they are warm. Time is from then until four ranks have
+made a step together again: torchft's survivors go on by themselves before that. Peers are given 30 s.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,12 +22,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
+from benchmarks._recovery_peers import free_port
 from benchmarks._report import Line, Report, bench_arguments
 
 GOALS = {  # of each fault, in words and in seconds
@@ -42,47 +44,60 @@ STEP_S = 0.025
 STEADY_STEPS = 40
 PATIENCE_S = 120.0
 JOB = Path(__file__).with_name("_recovery_job.py")
-PEERS = ("nvidia-resiliency-ext", "torchft-nightly")
+PACKAGES = {
+    "nvidia-resiliency-ext": "nvidia-resiliency-ext",
+    "torchft": "torchft-nightly",
+}  # of ways that need one
 
 
 def keepstep(folder: Path, *flags: str) -> list[str]:
     """The command of a run with restarts."""
     command = [sys.executable, "-m", "keepstep.cli", "run", "-v", "--run-dir", str(folder / "run")]
-    return [*command, "--max-restarts", "3", "--nproc-per-node", str(RANKS), *flags]
+    command += ["--max-restarts", "3", "--nproc-per-node", str(RANKS), *flags]
+    return [*command, str(JOB), str(folder), str(STEP_S)]
 
 
-def torchrun(_: Path) -> list[str]:
+def torchrun(folder: Path) -> list[str]:
     """The same with torchrun."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--max-restarts",
-        "3",
-        "--master-port",
-        str(port),
-    ]
-    return [*command, "--nproc-per-node", str(RANKS)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3"]
+    command += ["--master-port", str(free_port()), "--nproc-per-node", str(RANKS)]
+    return [*command, str(JOB), str(folder), str(STEP_S)]
+
+
+def peer(name: str, folder: Path) -> list[str]:
+    """Another product's."""
+    return [sys.executable, "-m", "benchmarks._recovery_peers", name, str(folder), str(STEP_S)]
 
 
 WAYS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "keepstep, warm standbys": (keepstep, "standbys are warm"),
     "keepstep --standbys 0": (lambda folder: keepstep(folder, "--standbys", "0"), ""),
     "torchrun": (torchrun, ""),
+    **{name: (partial(peer, name), "") for name in PACKAGES},
 }
 
 
-def steps(folder: Path, rank: int) -> list[tuple[int, int, float]]:
-    """Pid, step and time (CLOCK_MONOTONIC) of every step that the rank has made."""
+class Step(NamedTuple):
+    """One that a rank has made; ``epoch`` is another one after the job has been formed anew."""
+
+    pid: int
+    epoch: int
+    world: int
+    step: int
+    at_s: float  # CLOCK_MONOTONIC
+
+
+def steps(folder: Path, rank: int) -> list[Step]:
+    """All that the rank has made."""
     try:
         whole = (folder / f"steps-{rank}").read_text().rpartition("\n")[0]
     except OSError:
         return []
-    found = [line.split() for line in whole.splitlines()]
-    return [(int(pid), int(step), float(at_s)) for pid, step, at_s in found]
+    lines = [line.split() for line in whole.splitlines()]
+    return [
+        Step(int(pid), int(epoch), int(world), int(step), float(at_s))
+        for pid, epoch, world, step, at_s in lines
+    ]
 
 
 def wait(
@@ -128,7 +143,7 @@ def measure(way: str, fault: str, seed: int) -> float:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with said.open("wb") as output:
             process = subprocess.Popen(
-                [*make(folder), str(JOB), name, str(STEP_S)],
+                make(folder),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -136,23 +151,30 @@ def measure(way: str, fault: str, seed: int) -> float:
                 start_new_session=True,
             )
         try:
-            wait(process, lambda: all(len(steps(folder, r)) >= STEADY_STEPS for r in range(RANKS)), "steps")
+            wait(process, lambda: _steady(folder), "steps")
             if ready:
                 wait(process, lambda: ready in said.read_text(), ready)
-            before = {rank: steps(folder, rank)[-1][0] for rank in range(RANKS)}
+            before = {rank: steps(folder, rank)[-1] for rank in range(RANKS)}
             victim = random.Random(seed).randrange(RANKS)
-            killed_s = time.monotonic()
-            strike(fault, folder, victim, before[victim])
+            struck_s = time.monotonic()
+            strike(fault, folder, victim, before[victim].pid)
 
             def again() -> list[float]:
                 firsts = [
-                    next((at_s for pid, _, at_s in steps(folder, rank) if pid != before[rank]), None)
-                    for rank in range(RANKS)
+                    next(
+                        (
+                            one.at_s
+                            for one in steps(folder, rank)
+                            if one.world == RANKS and one.epoch > was.epoch
+                        ),
+                        0.0,
+                    )
+                    for rank, was in before.items()
                 ]
-                return [at_s for at_s in firsts if at_s is not None] if None not in firsts else []
+                return firsts if all(firsts) else []
 
             patience_s = PATIENCE_S if way.startswith("keepstep") else PEER_PATIENCE_S
-            return max(wait(process, again, "step after it", patience_s)) - killed_s
+            return max(wait(process, again, "step after it", patience_s)) - struck_s
         finally:
             (folder / "end").touch()
             try:
@@ -161,6 +183,13 @@ def measure(way: str, fault: str, seed: int) -> float:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             _clear(folder)
+
+
+def _steady(folder: Path) -> bool:
+    """Whether all ranks have made enough steps together."""
+    return all(
+        sum(one.world == RANKS for one in steps(folder, rank)) >= STEADY_STEPS for rank in range(RANKS)
+    )
 
 
 def repeated(way: str, fault: str, repetitions: int) -> tuple[list[float], list[str]]:
@@ -190,15 +219,16 @@ def main() -> int:
 
 
 def _measure_all(fault: str, repetitions: int, report: Report) -> None:
-    # torchrun notices a stopped or sleeping rank when a collective runs out of time: after half an hour
-    ways = [way for way in WAYS if fault in ("kill", "exception") or way.startswith("keepstep, ")]
+    missing = {way for way, package in PACKAGES.items() if not _is_installed(package)}
+    ways = [way for way in WAYS if way not in missing]
+    if fault not in ("kill", "exception"):
+        # torchrun notices a stopped or sleeping rank when a collective runs out of time: after half an hour
+        ways = [way for way in ways if way not in ("keepstep --standbys 0", "torchrun")]
     results = {way: repeated(way, fault, repetitions) for way in ways}
-    peers: dict[str, float | int | str] = {}
+    peers: dict[str, float | int | str] = dict.fromkeys(sorted(missing), "not installed")
     for way in ways[1:]:
         took = results[way][0]
         peers[way] = round(statistics.median(took), 2) if took else "did not recover"
-    for package in PEERS:
-        peers[package] = version(package)
     goal, goal_s = GOALS[fault]
     for way, (took, failed) in results.items():
         ours = way == ways[0]
@@ -218,12 +248,12 @@ def _measure_all(fault: str, repetitions: int, report: Report) -> None:
         )
 
 
-def version(package: str) -> str:
-    """Whether a peer could be measured."""
+def _is_installed(package: str) -> bool:
     try:
-        return f"{metadata.version(package)} is installed, not driven yet"
+        metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return False
+    return True
 
 
 if __name__ == "__main__":
