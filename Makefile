@@ -71,7 +71,7 @@ soak: $(DEV)
 	$(BIN)/python -m benchmarks.checkpoint_node_faults --case all
 
 bench: $(DEV)
-	for name in probe changepoint controller locate checkpoint recovery; do \
+	for name in probe changepoint controller locate checkpoint recovery recovery_scale; do \
 	  $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done
 
 clean:

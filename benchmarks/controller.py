@@ -134,11 +134,12 @@ async def beat_for(stand_ins: list[StandIn], bodies: list[bytes], seconds: float
     return sent, latest
 
 
-def start_controller(run: Path, secret: Path) -> tuple[subprocess.Popen[str], int]:
+def start_controller(run: Path, secret: Path, nodes: int = 1) -> tuple[subprocess.Popen[str], int]:
+    """The shipped program, waiting for so many launchers; and its port."""
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "keepstep.control", "--run-dir", str(run)),
-            *("--listen", "127.0.0.1:0", "--secret-file", str(secret), "--nodes", "1"),
+            *("--listen", "127.0.0.1:0", "--secret-file", str(secret), "--nodes", str(nodes)),
         ],
         stdout=subprocess.PIPE,
         stderr=(run / "stderr.txt").open("w"),

@@ -1,0 +1,263 @@
+"""The control plane's part of a recovery at 1,024, 4,096 and 16,384 nodes, and stores with 1,024 clients.
+
+    python -m benchmarks.recovery_scale [--nodes N ...] [--repetitions N] [--json FILE]
+
+The controller is the shipped program over real, authenticated TCP connections on loopback. The launchers are stand-ins
+in one process, which use the other core: they join, and answer the order to end their workers at once, as if they had
+none. A recovery is timed from the moment when one of them tells of a failure until the last has its place in the next
+incarnation; what devices and workers take to end and to start is no part of it. Every stand-in checks its place.
+
+Stores are torch's: all clients of the processes of a job connect and set a key, one after the other or together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import resource
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+
+from benchmarks._report import Line, Report, bench_arguments
+from benchmarks.controller import start_controller
+from keepstep import wire
+
+GOAL = "≤ 3 s, and flat within 20 % from 1,024 on"
+MOST_S = 3.0
+FLAT = 1.2
+RANKS = 8  # of a node
+CLIENTS = 1_024
+_CONNECT_AT_ONCE = 200
+_PATIENCE_S = 120.0
+_MOST_RESTARTS = 50
+_CLIENT_PROCESSES = 4
+
+
+class Launchers:
+    """All stand-ins: how many have which place."""
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes = nodes
+        self.all: list[Launcher] = []
+        self.placed: dict[int, set[int]] = {}  # node ranks by incarnation
+        self.done = asyncio.Event()
+        self.wrong: list[str] = []
+
+    def place(self, placement: wire.Placement) -> None:
+        """One has been told its place."""
+        places = self.placed.setdefault(placement.incarnation, set())
+        if placement.node_rank in places or placement.first_rank != placement.node_rank * RANKS:
+            self.wrong.append(f"{placement}")
+        places.add(placement.node_rank)
+        if len(places) == self.nodes:
+            self.done.set()
+
+
+class Launcher(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, number: int, secret: bytes, launchers: Launchers) -> None:
+        self._number, self._secret, self._launchers = number, secret, launchers
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        here, there = (transport.get_extra_info(name) for name in ("sockname", "peername"))
+        ends = wire.Ends(f"{here[0]}:{here[1]}", f"{there[0]}:{there[1]}")
+        self.channel = wire.ClientChannel(self._secret, "launcher", ends)
+        self.transport.write(self.channel.open())
+
+    def data_received(self, data: bytes) -> None:
+        messages, answer = self.channel.receive(data)
+        if answer:
+            self.transport.write(answer)
+            node, nodes = f"gpu-{self._number:05d}", self._launchers.nodes
+            self.send(wire.Hello("launcher", node, -1, 1000 + self._number))
+            self.send(wire.Join(node, "127.0.0.1", RANKS, 29500, self._number, nodes, nodes, _MOST_RESTARTS))
+        for message in messages:
+            if isinstance(message, wire.Placement):
+                self._launchers.place(message)
+            elif isinstance(message, wire.Halt):
+                self.send(wire.Halted(message.incarnation, 29500 + message.incarnation + 1))
+            elif isinstance(message, (wire.Stop, wire.Refused)):
+                self._launchers.wrong.append(f"{message}")
+                self._launchers.done.set()
+
+    def send(self, message: wire.Message) -> None:
+        """To the controller."""
+        self.transport.write(self.channel.send(message))
+
+
+async def measure_nodes(nodes: int, repetitions: int, run: Path) -> tuple[list[float], float, float]:
+    """Seconds of each recovery; CPU seconds of the controller for one; seconds until all had joined."""
+    secret = wire.write_secret(run / "secret")
+    process, port = start_controller(run, run / "secret", nodes)
+    watched = psutil.Process(process.pid)
+    launchers = Launchers(nodes)
+    loop = asyncio.get_running_loop()
+    try:
+        began = time.monotonic()
+        for first in range(0, nodes, _CONNECT_AT_ONCE):
+            made = await asyncio.gather(
+                *(
+                    loop.create_connection(lambda n=n: Launcher(n, secret, launchers), "127.0.0.1", port)
+                    for n in range(first, min(first + _CONNECT_AT_ONCE, nodes))
+                )
+            )
+            launchers.all += [one for _, one in made]
+        await asyncio.wait_for(launchers.done.wait(), _PATIENCE_S)
+        joined_s = time.monotonic() - began
+        took: list[float] = []
+        before = sum(watched.cpu_times()[:2])
+        for incarnation in range(repetitions):
+            launchers.done.clear()
+            began = time.monotonic()
+            failing = launchers.all[(incarnation * 997) % nodes]
+            failing.send(wire.Failed(incarnation, 1, f"stand-in failure {incarnation}"))
+            await asyncio.wait_for(launchers.done.wait(), _PATIENCE_S)
+            took.append(time.monotonic() - began)
+            if launchers.wrong or len(launchers.placed.get(incarnation + 1, ())) != nodes:
+                raise RuntimeError(f"the {nodes} places are not right: {launchers.wrong[:3]}")
+            await asyncio.sleep(0.5)
+        cpu_s = (sum(watched.cpu_times()[:2]) - before) / repetitions
+        return took, cpu_s, joined_s
+    finally:
+        for one in launchers.all:
+            one.transport.abort()
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+
+
+def control_plane(sizes: Iterable[int], repetitions: int, report: Report) -> None:
+    """One line for each size."""
+    least: float | None = None
+    for nodes in sizes:
+        with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as folder:
+            os.chmod(folder, 0o700)
+            took, cpu_s, joined_s = wire.run(measure_nodes(nodes, repetitions, Path(folder)))
+        median_s = statistics.median(took)
+        least = median_s if least is None else least
+        report.add(
+            Line(
+                f"from a failure to the last place, {nodes:,} nodes, {nodes * RANKS:,} ranks,"
+                f" median of {len(took)} ({min(took):.3f} to {max(took):.3f} s)",
+                round(median_s, 3),
+                "s",
+                goal=GOAL,
+                met=median_s <= MOST_S and median_s <= FLAT * least,
+                limit=f"stand-in launchers on loopback without workers; {cpu_s:.2f} s of CPU in the controller;"
+                f" all had joined after {joined_s:.1f} s",
+            )
+        )
+
+
+def _clients(port: int, numbers: range, ready: Any, parallel: int, results: Any) -> None:
+    """Connect as these ranks once all processes are ``ready``; puts when it began and ended."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    kept: list[object] = []
+
+    def one(number: int) -> None:
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        store.set(f"rank{number}", "here")
+        kept.append(store)
+
+    ready.wait()
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(parallel) as pool:
+        list(pool.map(one, numbers))
+    results.put((began_s, time.monotonic()))
+    ready.wait()  # connections stand until all have theirs
+
+
+def _store_s(processes: int, parallel: int, servers: int, libuv: bool) -> float:
+    """Seconds until all clients have connected and set their key."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    stores = [
+        TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=libuv)
+        for _ in range(servers)
+    ]
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    each = CLIENTS // processes
+    ready = context.Barrier(processes)
+    workers = [
+        context.Process(
+            target=_clients,
+            args=(
+                stores[number % servers].port,
+                range(number * each, (number + 1) * each),
+                ready,
+                parallel,
+                results,
+            ),
+        )
+        for number in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    times = [results.get(timeout=_PATIENCE_S) for _ in workers]
+    for worker in workers:
+        worker.join()
+    return max(ended for _, ended in times) - min(began for began, _ in times)
+
+
+def stores(report: Report) -> None:
+    """FlashRecovery's figure 10, on one machine."""
+    serial_s = _store_s(1, 1, 1, libuv=True)
+    ways = {
+        "one after the other (figure 10's serial)": (serial_s, "one process, one thread"),
+        "together": (
+            _store_s(_CLIENT_PROCESSES, 16, 1, libuv=True),
+            f"{_CLIENT_PROCESSES} processes of 16 threads",
+        ),
+        "together, four stores": (
+            _store_s(_CLIENT_PROCESSES, 16, 4, libuv=True),
+            "one store for each process of clients",
+        ),
+        "together, torch's old server": (
+            _store_s(_CLIENT_PROCESSES, 16, 1, libuv=False),
+            "use_libuv=False",
+        ),
+    }
+    for way, (took_s, how) in ways.items():
+        report.add(
+            Line(
+                f"{CLIENTS:,} store clients connect and set a key, {way}",
+                round(took_s, 3),
+                "s",
+                limit=f"{how}; loopback, two cores for all",
+            )
+        )
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = bench_arguments("recovery_scale", __doc__ or "")
+    parser.add_argument("--nodes", type=int, action="append", help="default: 1024, 4096 and 16384")
+    parser.add_argument(
+        "--repetitions", type=int, default=10, metavar="N", help="recoveries of each size (10)"
+    )
+    given = parser.parse_args()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    report = Report("recovery_scale", quick=given.quick, packages=("keepstep", "msgspec", "uvloop", "torch"))
+    sizes = given.nodes or ([1_024] if given.quick else [1_024, 4_096, 16_384])
+    control_plane(sizes, 1 if given.quick else given.repetitions, report)
+    stores(report)
+    report.finish(given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
