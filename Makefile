@@ -69,6 +69,7 @@ soak: $(DEV)
 	$(BIN)/python -m benchmarks.campaign --case all
 	$(BIN)/python -m benchmarks.checkpoint_faults --case all
 	$(BIN)/python -m benchmarks.checkpoint_node_faults --case all
+	$(BIN)/python -m benchmarks.recovery_faults --case all
 
 bench: $(DEV)
 	for name in probe changepoint controller locate checkpoint recovery recovery_scale; do \

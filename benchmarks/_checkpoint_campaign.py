@@ -1,4 +1,4 @@
-"""What the checkpoint campaigns share: reading what ranks noted, judging it, and running seeds that have no result yet.
+"""What the campaigns of checkpoints and recovery share: ranks' notes, their judges, and seeds without a result run.
 
 Judges look at what the ranks wrote, at what was promised and at bytes; never at what was injected.
 """
@@ -134,6 +134,9 @@ class Campaign:
         before: what all seeds need, made once.
         summary: name of the summary's file.
         limit: what the figures do not show.
+        goal: of every case.
+        results: name of their folder.
+        seeds: how many there are to be.
     """
 
     name: str
@@ -143,6 +146,9 @@ class Campaign:
     before: Callable[[], object]
     summary: str
     limit: str
+    goal: str = GOAL
+    results: str = "checkpoint-faults"
+    seeds: int = 100
 
     def run_seed(self, case: str, seed: int, out: Path) -> dict[str, Any]:
         """Run one seed and keep its result."""
@@ -166,7 +172,7 @@ class Campaign:
             }
             write(out / case / f"seed-{seed:03d}.json", result)
             if judged.why:
-                kept = ROOT / "runs" / "checkpoint-faults" / f"{case}-{seed:03d}"
+                kept = ROOT / "runs" / self.results / f"{case}-{seed:03d}"
                 shutil.copytree(folder, kept, dirs_exist_ok=True)
         return result
 
@@ -178,8 +184,10 @@ class Campaign:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("--case", action="append", choices=(*self.cases, "all"), required=True)
-        parser.add_argument("--seeds", type=int, default=100, help="seeds 0 to N-1 (default: 100)")
-        parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "checkpoint-faults")
+        parser.add_argument(
+            "--seeds", type=int, default=self.seeds, help=f"seeds 0 to N-1 (default: {self.seeds})"
+        )
+        parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / self.results)
         parser.add_argument("--parallel", type=int, default=1, metavar="N", help="jobs at once")
         parser.add_argument(
             "--summary-only", action="store_true", help="run nothing, summarise what is there"
@@ -208,4 +216,6 @@ class Campaign:
         passed = sum(result["passed"] for result in results)
         low, high = wilson(passed, len(results))
         limit = f"Wilson 95 %: {low:.2f} to {high:.2f}; {self.limit}"
-        report.add(Line(case, f"{passed}/{len(results)}", "seeds", GOAL, passed == len(results), limit=limit))
+        report.add(
+            Line(case, f"{passed}/{len(results)}", "seeds", self.goal, passed == len(results), limit=limit)
+        )

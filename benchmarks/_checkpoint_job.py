@@ -28,6 +28,7 @@ class Phase(IntEnum):
     SAVE = 1  # inside save()
     SEAL = 2  # between save() and the optimizer's step, which waits for the copy
     RESTORE = 3  # inside load()
+    STEP = 4  # inside the optimizer's step
 
 
 class Mark:
@@ -122,6 +123,7 @@ def main() -> None:
             loss.backward()
             if saved:
                 note("still", step, same=fingerprint(state) == saved)
+            mark.put(Phase.STEP, step)
             optimizer.step()
             mark.put(Phase.TRAIN, step)
             if saved:
