@@ -34,14 +34,17 @@ def install() -> None:
     register_optimizer_step_post_hook(stepped)
 
 
-def reached(name: str) -> None:
-    """Tell the launcher that this rank has come to ``groups``, ``state`` or ``step``; once each."""
+def reached(name: str, step: int = 0) -> None:
+    """Tell the launcher that this rank has come to ``groups``, ``state`` or ``step``; once each.
+
+    ``step``: finished ones, of the state that was loaded.
+    """
     path = os.environ.get(PIPE)
     if path is None or name in _reached:
         return
     _reached.add(name)
     try:
-        _tell(path, name)
+        _tell(path, name, step)
         if name in ("groups", "step") and IMPORTS in os.environ:
             _write_imports(os.environ[IMPORTS])
             _tell(path, "imports")
@@ -49,11 +52,11 @@ def reached(name: str) -> None:
         return
 
 
-def _tell(path: str, name: str) -> None:
+def _tell(path: str, name: str, step: int = 0) -> None:
     rank, incarnation = os.environ.get("RANK", "0"), os.environ.get("KEEPSTEP_INCARNATION", "0")
     pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        os.write(pipe, f"{name} {rank} {incarnation} {time.monotonic_ns()}\n".encode())
+        os.write(pipe, f"{name} {rank} {incarnation} {time.monotonic_ns()} {step}\n".encode())
     finally:
         os.close(pipe)
 

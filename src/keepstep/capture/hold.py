@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from keepstep.validate.worker import HeldTests
 
 MOST_HELD_S = 30.0
-ORDER = 1  # Word.ORDER, as a plain number: it is read at every step
+ORDER, COUNT = 1, 20  # Word.ORDER and Word.COUNT, as plain numbers: they are used at every step
 _LOOK_S = 0.005
 
 
 class Hold:
-    """One word is read per optimizer step; everything else happens only when a hold is ordered."""
+    """One word is read and one written per optimizer step; the rest happens only when a hold is ordered."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self._page: OrdersPage | None = None
-        self.words: Any = (0, 0)  # the page's words; without a page nothing is ever ordered
+        self.words: Any = [0] * (COUNT + 1)  # the page's words; without a page nothing is ever ordered
         self._opened = False
         self._done = 0  # the last hold that is over for us
 

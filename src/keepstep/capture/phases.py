@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from keepstep.capture._native import Buckets, Oldest  # pyright: ignore[reportMissingModuleSource]
 from keepstep.capture.evaluation import Evaluation
-from keepstep.capture.hold import ORDER, Hold
+from keepstep.capture.hold import COUNT, ORDER, Hold
 from keepstep.capture.internals import (
     COMPILING,
     LOADER_ITERATOR,
@@ -175,7 +175,9 @@ class Phases:
             operation = self._step[2]
             self._step = None
             operation()
-            if self._hold.words[ORDER]:
+            words = self._hold.words
+            words[COUNT] = operation.seq
+            if words[ORDER]:
                 self._hold.look(operation.seq)
 
     def _mark_step_in_backward(self) -> None:
@@ -184,7 +186,9 @@ class Phases:
         operation = self.recorder.phase(Phase.OPTIMIZER)
         if operation is not None:
             operation()
-            if self._hold.words[ORDER]:
+            words = self._hold.words
+            words[COUNT] = operation.seq
+            if words[ORDER]:
                 self._hold.look(operation.seq)
 
     def _look_for_more(self) -> None:

@@ -52,7 +52,7 @@ def load(state: dict[Any, Any]) -> int | None:
     """
     snapshots = _snapshots()
     step = snapshots.load(state) if snapshots else None
-    _milestones.reached("state")
+    _milestones.reached("state", step or 0)
     return step
 
 

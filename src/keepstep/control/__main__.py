@@ -14,6 +14,7 @@ from pathlib import Path
 from keepstep import wire
 from keepstep.control.controller import Settings
 from keepstep.control.server import ControlServer, Options
+from keepstep.core.budgets import limits_of
 from keepstep.core.errors import KeepstepError
 
 _PR_SET_PDEATHSIG = 1
@@ -45,6 +46,7 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument(
         "--backups", type=int, default=0, metavar="K", help="nodes that back up each rank's checkpoints"
     )
+    parser.add_argument("--restart-budget", default="", metavar="NAME=N,...", help="restarts within an hour")
     parser.add_argument("--no-validate", action="store_true", help="hold the job only when asked to")
     parser.add_argument(
         "--restart-hangs", action="store_true", help="have processes ended that hang for sure"
@@ -71,6 +73,7 @@ def parse(argv: list[str]) -> Options:
         backups=max(0, arguments.backups),
         validate=not arguments.no_validate,
         restart_hangs=arguments.restart_hangs,
+        restart_budget=limits_of(arguments.restart_budget),
     )
     run_dir: Path = arguments.run_dir.resolve()
     run_dir.mkdir(parents=True, exist_ok=True)

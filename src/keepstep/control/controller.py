@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from keepstep.control.backups import Backups
@@ -24,7 +24,9 @@ from keepstep.control.questions import Question, Questions, probes_of
 from keepstep.control.reforming import End, HaltThese, Lost, Order, Reforming, Renew, Waiting
 from keepstep.control.rendezvous import MOST_NODES, MOST_RANKS, Launcher, Placed, Rendezvous
 from keepstep.control.slow_case import SlowCase
+from keepstep.control.spending import Spending
 from keepstep.control.validations import Validations
+from keepstep.core.budgets import Limits
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Incident, Recovery
 from keepstep.wire.messages import (
@@ -88,6 +90,7 @@ class Settings:
     grace_s: float = 1.0  # from the last launcher's end to our own
     backups: int = 0  # nodes that back up each rank's checkpoints
     validate: bool = True  # hold the job to test devices and links when profiles leave a doubt
+    restart_budget: Limits = field(default_factory=Limits)
     restart_hangs: bool = False  # have processes ended that hang for sure: the launchers begin again
 
 
@@ -115,7 +118,8 @@ class Controller:
         self.locators: Locators = locators or LibraryLocators()
         self.rendezvous = Rendezvous(settings.nodes, join_s=settings.join_s, last_call_s=settings.last_call_s)
         waiting = Waiting(settings.lost_s, settings.away_s, settings.halt_s, settings.join_s)
-        self.reforming = Reforming(self.rendezvous, waiting, self._is_heard)
+        self.spending = Spending(settings.restart_budget, unix_s)
+        self.reforming = Reforming(self.rendezvous, waiting, self._is_heard, self.spending)
         self.backups = Backups(settings.backups, settings.lost_s)
         self.recovery: Recovery | None = None  # the newest
         self.ignored = 0  # messages that made no sense in their place
@@ -460,6 +464,7 @@ class Controller:
 
     def _failed(self, sender: _Peer, failed: Failed, now_s: float) -> None:
         if sender.launcher is not None:
+            self.spending.failed(sender.launcher.node, failed, now_s)
             code, text = failed.exit_code, failed.message[:_MOST_TEXT]
             self._reform(self.reforming.failed(sender.launcher, failed.incarnation, code, text, now_s), now_s)
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 from keepstep.control.effects import Tell
 from keepstep.control.rendezvous import Launcher, Placed, Rendezvous
+from keepstep.control.spending import Spending
 from keepstep.core.ranges import fold_nodes
 
 _STALL_S = 1.0  # a tick this late means that we slept, not the launchers
@@ -74,12 +75,20 @@ class _Cause:
 class Reforming:
     """One controller's view of the recovery, soft state: after a restart launchers say again what they failed or ended.
 
-    ``heard(node_rank, now_s)``: whether the node's agent speaks, which ends with its launcher.
+    ``heard(node_rank, now_s)``: whether the node's agent speaks, which ends with its launcher. ``spending``: what the
+    budgets of the job say.
     """
 
-    def __init__(self, rendezvous: Rendezvous, waiting: Waiting, heard: Callable[[int, float], bool]) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        waiting: Waiting,
+        heard: Callable[[int, float], bool],
+        spending: Spending,
+    ) -> None:
         self._rendezvous = rendezvous
         self._waiting = waiting
+        self._spending = spending
         self._heard = heard
         self._state: Literal["running", "halting", "waiting", "over"] = "running"
         self._newest = 0  # incarnation that anybody has told of
@@ -233,6 +242,8 @@ class Reforming:
         lost = sorted(lost, key=lambda launcher: self._rendezvous.placements[launcher].node_rank)
         if self._cause is None:
             self._cause = _Cause(_LOST_CODE, f"{_nodes(lost)} lost")
+        for launcher in lost:
+            self._spending.lost(launcher.node, self.incarnation, now_s)
         orders = self._begin(now_s)
         self._lost.update(lost)
         self._open.difference_update(lost)
@@ -248,6 +259,8 @@ class Reforming:
             return self._end(
                 cause.exit_code, f"{cause.text}; --max-restarts {rendezvous.max_restarts} are used up"
             )
+        if refused := self._spending.refused(self.incarnation):
+            return self._end(cause.exit_code, refused.reason)
         vacant = sorted(self._lost, key=lambda launcher: rendezvous.placements[launcher].node_rank)
         if len(vacant) == len(rendezvous.placements):
             return self._end(cause.exit_code, f"{cause.text}; all nodes are lost")

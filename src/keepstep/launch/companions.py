@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from keepstep.core.budgets import as_text
 from keepstep.core.errors import RunError
 from keepstep.launch.guard import Guard
 from keepstep.launch.job import Endpoint, Job
@@ -173,6 +174,7 @@ def controller_command(job: Job, folder: Path, secret: Path, listen: Endpoint) -
         *("--join-timeout", f"{job.rendezvous.join_timeout_s:g}"),
         *("--halt-timeout", f"{job.shutdown_timeout_s + HALT_MARGIN_S:g}"),
         *(("--layout", job.layout) if job.layout else ()),
+        *(("--restart-budget", as_text(job.restart_budget)) if job.max_restarts else ()),
         *(() if job.validate else ("--no-validate",)),
         *(("--restart-hangs",) if job.restart_hangs else ()),
         *(("--backups", str(job.checkpoint_backups)) if job.checkpoint_backups and job.max_nodes > 1 else ()),

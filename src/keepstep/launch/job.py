@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from keepstep.core.budgets import Limits, limits_of
 from keepstep.core.config import Resolved, config_path, resolve
 from keepstep.core.errors import UsageError
 from keepstep.launch import flags
@@ -42,6 +43,7 @@ _OWN_FLAGS = (
     "checkpoint_backup_rate",
     "failure_domain",
     "standbys",
+    "restart_budget",
 )
 
 
@@ -117,6 +119,7 @@ class Job:
     master_addr: str
     master_port: int  # 0: any free one
     max_restarts: int
+    restart_budget: Limits
     standbys: int  # warm processes that wait for a restart
     signals: tuple[signal.Signals, ...]
     shutdown_timeout_s: float
@@ -190,6 +193,7 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         master_addr="127.0.0.1" if alone else given.master_addr.strip("[]"),
         master_port=0 if alone else _master_port(given),
         max_restarts=given.max_restarts,
+        restart_budget=limits_of(str(value["restart_budget"])),
         standbys=_standbys(str(value["standbys"]).strip(), given, nproc),
         signals=_signals(given.signals_to_handle),
         shutdown_timeout_s=_shutdown_timeout(given, environ),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from keepstep import __version__
+from keepstep.core.budgets import Cause
 from keepstep.core.errors import KeepstepError, RunError
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Recovery
@@ -276,10 +277,15 @@ class Launcher:
             return outcome
         assert self._place is not None
         assert self._workers is not None
+        assert self._restarts is not None
         restart, most = self._place.incarnation + 1, self._job.max_restarts
         if restart > most or self._signalled or self._job_over.is_set():
             return self._explain(outcome)
         failure = root_cause.first(self._workers.failures)
+        if refused := self._restarts.refused(self._cause(failure)):
+            ended = self._explain(outcome)
+            self._warn(refused.reason)
+            return replace(ended, reason=refused.reason)
         self._say(f"rank {failure.rank}: {failure.text}; restart {restart} of {most}")
         self._outcome = asyncio.get_running_loop().create_future()
         port = self._job.master_port or addresses.free_port("127.0.0.1")
@@ -302,6 +308,9 @@ class Launcher:
             return outcome
         self._outcome = asyncio.get_running_loop().create_future()
         self._has_parted = False
+        if outcome.kind == "failed" and self._workers is not None:
+            root = root_cause.first(self._workers.failures)
+            self._link.failed(root.exit_code, self._cause(root))
         self._link.halted()
         self._on_order()
         try:
@@ -447,7 +456,7 @@ class Launcher:
         if self._link:
             self._link.found(self._finding(failure))
             if self._together:
-                self._link.failed(failure.exit_code, f"rank {failure.rank}: {failure.text}")
+                self._link.failed(failure.exit_code, self._cause(failure))
         self._settle(_Outcome("failed", failure.exit_code, f"rank {failure.rank}: {failure.text}"))
 
     def _on_recovery(self, recovery: Recovery) -> None:
@@ -506,6 +515,10 @@ class Launcher:
     def _settle(self, outcome: _Outcome) -> None:
         if not self._outcome.done():
             self._outcome.set_result(outcome)
+
+    def _cause(self, failure: root_cause.Failure) -> Cause:
+        assert self._restarts is not None
+        return self._restarts.cause(failure, self._rings.steps(failure.rank))
 
     def _finding(self, failure: root_cause.Failure) -> Finding:
         return Finding(

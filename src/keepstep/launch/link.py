@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from keepstep import wire
+from keepstep.core.budgets import Cause
 from keepstep.core.errors import RunError, WireError
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Recovery
@@ -167,9 +168,10 @@ class Link:
         """All ranks of this node train again after a restart."""
         self._send(self.member.recovered(recovery))
 
-    def failed(self, exit_code: int, message: str) -> None:
+    def failed(self, exit_code: int, cause: Cause) -> None:
         """Workers of this node have failed: all nodes are to begin again."""
-        self._send(self.member.failed(exit_code, message))
+        text = f"rank {cause.rank}: {cause.error}"
+        self._send(self.member.failed(exit_code, text, cause.rank, cause.step, cause.at_s))
 
     def halted(self) -> None:
         """No worker of this incarnation runs here any more."""

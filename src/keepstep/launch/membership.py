@@ -15,6 +15,7 @@ from keepstep import wire
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Recovery
 
+_MOST_FAILURES = 64
 LEASE_S = 30.0  # cut off from the controller for so long: others may have our place
 
 _UNANSWERED = frozenset(
@@ -40,7 +41,9 @@ class Membership:
         self._halted = -1  # and up to which nothing does
         self._running = -1
         self._findings: list[Finding] = []
-        self._failed: wire.Failed | None = None
+        self._failures: dict[
+            int, wire.Failed
+        ] = {}  # of this node, by incarnation, for the budgets of a new controller
         self._ended: wire.Ended | None = None
         self._alone_since_s: float | None = None  # since when the controller's host has not answered
         self._away_since_s: float | None = None  # since when there is no connection
@@ -84,7 +87,7 @@ class Membership:
             join,
             *(wire.Found(finding) for finding in self._findings),
         ]
-        said += [one for one in (self._failed, self._ended) if one is not None]
+        said += [*self._failures.values(), *([self._ended] if self._ended is not None else [])]
         if self._halted >= max(self.incarnation, 0):
             said.append(wire.Halted(self._halted, self._free_port()))
         return said
@@ -94,7 +97,7 @@ class Membership:
         if isinstance(message, wire.Placement):
             if message.incarnation > self.incarnation:
                 self.placement, self.is_spare = message, False
-                self._findings, self._failed, self._ended = [], None, None
+                self._findings, self._ended = [], None
         elif isinstance(message, wire.Halt):
             self._halt = max(self._halt, message.incarnation)
             if message.incarnation >= self.incarnation and self._running <= self._halted:
@@ -128,10 +131,15 @@ class Membership:
         node_rank = self.placement.node_rank if self.placement is not None else -1
         return [wire.Recovered(node_rank, recovery)]
 
-    def failed(self, exit_code: int, text: str) -> list[wire.Message]:
-        """A worker of this incarnation failed."""
-        self._failed = wire.Failed(self.incarnation, exit_code, text)
-        return [self._failed]
+    def failed(
+        self, exit_code: int, text: str, rank: int = -1, step: int = -1, unix_s: float = 0.0
+    ) -> list[wire.Message]:
+        """A worker of this incarnation failed; or, said once more, the one that was to blame."""
+        failed = wire.Failed(self.incarnation, exit_code, text, rank, step, unix_s)
+        self._failures[self.incarnation] = failed
+        if len(self._failures) > _MOST_FAILURES:
+            del self._failures[min(self._failures)]
+        return [failed]
 
     def halted(self) -> list[wire.Message]:
         """None of ours runs any more, by order or because we ended them by ourselves."""

@@ -74,8 +74,8 @@ def sentence(recovery: Recovery) -> str:
 class Milestones:
     """The pipe that workers write their milestones into, each opening it anew."""
 
-    def __init__(self, reached: Callable[[str, int, int, float], None]) -> None:
-        """``reached`` is told name, rank, incarnation and time (CLOCK_MONOTONIC, seconds)."""
+    def __init__(self, reached: Callable[[str, int, int, float, int], None]) -> None:
+        """``reached`` is told name, rank, incarnation, time (CLOCK_MONOTONIC, seconds) and the step of the state."""
         self._reached = reached
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         asyncio.get_running_loop().add_reader(self._reader, self._read)
@@ -88,8 +88,8 @@ class Milestones:
         with suppress(BlockingIOError):
             for line in os.read(self._reader, _MOST_BYTES).splitlines():
                 with suppress(ValueError):
-                    name, rank, incarnation, at_ns = line.decode().split()
-                    self._reached(name, int(rank), int(incarnation), int(at_ns) * 1e-9)
+                    name, rank, incarnation, at_ns, step = line.decode().split()
+                    self._reached(name, int(rank), int(incarnation), int(at_ns) * 1e-9, int(step))
 
     def close(self) -> None:
         """Nobody is heard any more."""

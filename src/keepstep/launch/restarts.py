@@ -1,4 +1,4 @@
-"""What a launcher keeps so that a restart is quick, and how long each one took."""
+"""What a launcher keeps so that a restart is quick, how long each one took, and what each one was for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from keepstep.core.budgets import Cause, Refusal, refusal
 from keepstep.core.incident import Recovery
 from keepstep.launch.guard import Guard
 from keepstep.launch.job import Job
@@ -45,6 +46,9 @@ class Restarts:
         self._due = False  # standbys are to be warmed, as soon as it is known with what
         self._later: asyncio.TimerHandle | None = None
         self._restart: Restart | None = None
+        self._limits, self._node = job.restart_budget, job.node
+        self._causes: list[Cause] = []
+        self._loaded: dict[int, int] = {}  # step of the state that a rank began with, by rank
 
     def environment(self, place: Place, local_rank: int) -> dict[str, str]:
         """What a worker tells its milestones and imports by."""
@@ -57,7 +61,7 @@ class Restarts:
 
     def started(self, plans: Sequence[WorkerPlan], incarnation: int, from_standbys: int) -> None:
         """The workers run. New standbys are warmed once all have made a step, or are a minute old."""
-        self._plans, self._incarnation, self._stepped = plans, incarnation, set()
+        self._plans, self._incarnation, self._stepped, self._loaded = plans, incarnation, set(), {}
         if self._restart:
             self._restart.started(frozenset(plan.rank for plan in plans), from_standbys, time.monotonic())
         if self._later:
@@ -68,6 +72,20 @@ class Restarts:
     def ended(self, failure: Failure, failed_s: float, incarnation: int) -> None:
         """All workers have ended because of ``failure``; ``incarnation`` begins."""
         self._restart = Restart(failure, failed_s, time.monotonic(), incarnation)
+
+    def cause(self, failure: Failure, steps: int) -> Cause:
+        """What the budgets have to know of a failure. ``steps``: that its rank made in this incarnation; -1: unknown.
+
+        A rank that has neither made a step nor left a word of its own may have failed for any reason.
+        """
+        known = steps > 0 or (steps == 0 and bool(failure.message))
+        step = self._loaded.get(failure.rank, 0) + steps if known else -1
+        return Cause(failure.unix_s, self._node, failure.rank, step, failure.text)
+
+    def refused(self, cause: Cause) -> Refusal | None:
+        """Why there is no restart for this cause; None: there is, and it is counted."""
+        self._causes.append(cause)
+        return refusal(self._limits, self._causes)
 
     def end(self) -> None:
         """There are no more restarts."""
@@ -82,9 +100,11 @@ class Restarts:
         self._due = True
         self.standbys.warm(self._plans)
 
-    def _reached(self, name: str, rank: int, incarnation: int, at_s: float) -> None:
+    def _reached(self, name: str, rank: int, incarnation: int, at_s: float, step: int) -> None:
         if incarnation != self._incarnation:
             return
+        if name == "state":
+            self._loaded[rank] = step
         if name == "step":
             self._stepped.add(rank)
         if self._due or len(self._stepped) == len(self._plans):

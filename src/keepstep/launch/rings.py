@@ -55,6 +55,15 @@ class Rings:
             for rank, path in self.paths.items()
         }
 
+    def steps(self, rank: int) -> int:
+        """Optimizer steps that a rank has made in this incarnation, also after its death; -1: nobody counts."""
+        descriptor = self._orders.get(rank)
+        if descriptor is None:
+            return -1
+        from keepstep.ring.orders import steps_made
+
+        return steps_made(descriptor)
+
     def close(self) -> None:
         """Let go of them."""
         for descriptor in (*self._rings.values(), *self._orders.values()):

@@ -45,6 +45,12 @@ SETTINGS = (
     Setting(
         "run", "standbys", "auto", "warm standby processes; auto: as many as workers, if restarts are wanted"
     ),
+    Setting(
+        "run",
+        "restart_budget",
+        "rank=5,node=10,hour=30,same=2",
+        "most restarts within an hour for one rank, one node and all; failures at one step with one error",
+    ),
     Setting("run", "join_timeout_s", 600.0, "how long to wait for the other nodes at the start"),
     Setting("run", "linger_s", 10.0, "how long agent and controller may take after the workers ended"),
 )

@@ -231,11 +231,17 @@ class Validate(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Workers of this launcher failed: let all nodes begin again. Answered by ``Halt`` or ``Stop``."""
+    """Workers of this launcher failed: let all nodes begin again. Answered by ``Halt`` or ``Stop``.
+
+    Those of earlier incarnations are said again to a new controller, for its budgets.
+    """
 
     incarnation: int
     exit_code: int
     message: str = ""
+    rank: int = -1
+    step: int = -1  # finished steps of that rank; -1: not known
+    unix_s: float = 0.0
 
 
 class Halted(Message, frozen=True):

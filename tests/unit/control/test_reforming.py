@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from keepstep.control.reforming import End, HaltThese, Lost, Order, Reforming, Renew, Waiting
 from keepstep.control.rendezvous import Launcher, Rendezvous
+from keepstep.control.spending import Spending
+from keepstep.core.budgets import Limits
 from keepstep.wire import encode
-from keepstep.wire.messages import Join, Placement
+from keepstep.wire.messages import Failed, Join, Placement
 
 
 class Job:
@@ -16,7 +20,10 @@ class Job:
         self.max_restarts = max_restarts
         self.heard: set[int] = set()
         self.nodes = nodes
-        self.reforming = Reforming(self.rendezvous, Waiting(), lambda rank, now_s: rank in self.heard)
+        self.spending = Spending(Limits(), lambda now_s: now_s)
+        self.reforming = Reforming(
+            self.rendezvous, Waiting(), lambda rank, now_s: rank in self.heard, self.spending
+        )
         for number in range(nodes + spares):
             self.come(number)
 
@@ -100,6 +107,43 @@ def test_a_failure_before_all_have_read_their_places_begins_the_next() -> None:
     assert job.reforming.incarnation == 2
 
 
+def fail_same(
+    job: Job, incarnation: int, unix_s: float, text: str = "rank 3: ValueError: boom"
+) -> list[Order]:
+    """Rank 3 of node 1 fails at step 41, and the others with it."""
+    job.spending.failed("gpu-1", Failed(incarnation, 1, text, 3, 41, unix_s), unix_s)
+    job.spending.failed(
+        "gpu-0", Failed(incarnation, 1, "rank 0: Connection closed by peer", 0, 41, unix_s - 0.1), 1.0
+    )
+    job.fail(1, incarnation)
+    return job.halt(0, 1, incarnation=incarnation)
+
+
+def test_the_same_error_at_the_same_step_twice_ends_the_job_with_the_reason() -> None:
+    job = Job(2, max_restarts=9)
+    assert kinds(fail_same(job, 0, 10.0)) == ["Renew", "Tell"]
+    (end,) = fail_same(job, 1, 20.0)
+    assert isinstance(end, End)
+    assert end.exit_code == 137
+    assert (
+        "rank 3 on node gpu-1 has failed twice at step 41 with the same error (ValueError: boom)"
+        in end.reason
+    )
+
+
+def test_a_new_controller_counts_on_with_what_launchers_say_again() -> None:
+    job = Job(2, max_restarts=9)
+    job.spending.failed("gpu-1", Failed(0, 1, "rank 3: ValueError: boom", 3, 41, 10.0), 15.0)
+    job.rendezvous.restore(
+        {
+            one: structs.replace(placement, incarnation=1)
+            for one, placement in job.rendezvous.placements.items()
+        }
+    )
+    (end,) = fail_same(job, 1, 20.0)
+    assert isinstance(end, End)
+
+
 def test_restarts_are_used_up_and_the_first_failures_code_is_the_jobs() -> None:
     job = Job(2, max_restarts=1)
     job.fail(1)
@@ -120,7 +164,7 @@ def test_restarts_are_counted_on_by_a_new_controller() -> None:
     anew = Job(2, max_restarts=1)
     anew.rendezvous = Rendezvous(2)
     anew.rendezvous.restore(dict(job.rendezvous.placements))
-    anew.reforming = Reforming(anew.rendezvous, Waiting(), lambda rank, now_s: False)
+    anew.reforming = Reforming(anew.rendezvous, Waiting(), lambda rank, now_s: False, anew.spending)
     anew.reforming.restored()
     for number in range(2):
         assert anew.come(number, 1) == []
@@ -223,7 +267,7 @@ def test_a_new_controller_waits_longer_for_those_it_never_heard() -> None:
     table = dict(job.rendezvous.placements)
     job.rendezvous = Rendezvous(2)
     job.rendezvous.restore(table)
-    job.reforming = Reforming(job.rendezvous, Waiting(), lambda rank, now_s: False)
+    job.reforming = Reforming(job.rendezvous, Waiting(), lambda rank, now_s: False, job.spending)
     job.reforming.restored()
     job.come(0, 0, now_s=100.0)
     assert job.wait(100, 109.9) == []

@@ -84,7 +84,9 @@ def test_a_new_controller_hears_what_was_said_and_nothing_of_before() -> None:
     assert rest == [wire.Found(finding), wire.Failed(0, 137, "rank 2 died")]
     made.halted()
     made.received(placement(1))
-    assert [type(one) for one in made.greet()] == [wire.Hello, wire.Join]
+    again = made.greet()
+    assert [type(one) for one in again] == [wire.Hello, wire.Join, wire.Failed]
+    assert again[2] == wire.Failed(0, 137, "rank 2 died")  # for the budgets
 
 
 def test_a_spare_goes_without_a_failure() -> None:

@@ -1,0 +1,143 @@
+"""Budgets of restarts: by example, and against a twin that counts by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.core.budgets import Cause, Limits, as_text, comes_first, limits_of, refusal
+from keepstep.core.errors import UsageError
+
+BOOM = "ValueError: boom at 0x7f00"
+
+
+def cause(at_s: float = 0.0, rank: int = 3, step: int = 41, error: str = BOOM, node: str = "gpu-1") -> Cause:
+    return Cause(at_s, node, rank, step, error)
+
+
+def test_the_same_error_at_the_same_step_twice_is_enough() -> None:
+    assert refusal(Limits(), [cause()]) is None
+    refused = refusal(Limits(), [cause(0.0), cause(90_000.0, error="ValueError: boom at 0x9e11")])
+    assert refused is not None
+    assert refused.node == ""  # no other node would help
+    assert refused.reason == (
+        "rank 3 on node gpu-1 has failed twice at step 41 with the same error (ValueError: boom at 0x9e11): "
+        "a restart would not help; mend that, or allow it with --restart-budget same=0"
+    )
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        cause(rank=2),
+        cause(step=40),
+        cause(step=-1),
+        cause(error="KeyError: 'x'"),
+        cause(rank=-1),
+    ],
+)
+def test_what_differs_is_not_the_same(first: Cause) -> None:
+    assert refusal(Limits(), [first, cause()]) is None
+
+
+@pytest.mark.parametrize(
+    "twice",
+    [
+        cause(step=-1),
+        cause(rank=-1),
+        cause(error=""),
+        cause(error="Gloo: Connection closed by peer [10.0.0.1]"),
+    ],
+)
+def test_what_is_not_known_or_tells_of_another_is_never_the_same(twice: Cause) -> None:
+    assert refusal(Limits(), [twice, twice]) is None
+
+
+def test_more_equal_failures_may_be_allowed() -> None:
+    assert refusal(Limits(same=3), [cause(), cause()]) is None
+    refused = refusal(Limits(same=3), [cause(), cause(rank=1), cause(), cause(step=0), cause()])
+    assert refused is not None
+    assert "failed 3 times at step 41" in refused.reason
+    assert refusal(Limits(same=0), [cause()] * 5) is None
+
+
+def test_what_fails_before_its_first_step_says_so() -> None:
+    refused = refusal(Limits(), [cause(step=0), cause(step=0)])
+    assert refused is not None
+    assert "twice before its first step" in refused.reason
+
+
+def test_a_rank_may_fail_often_but_not_within_an_hour() -> None:
+    hourly = [cause(at_s=number * 3600.0, step=number) for number in range(100)]
+    assert refusal(Limits(), hourly) is None
+    refused = refusal(Limits(rank=2), [cause(at_s=number * 60.0, step=number) for number in range(3)])
+    assert refused is not None
+    assert refused.node == "gpu-1"  # another node may do better
+    assert refused.reason == (
+        "rank 3 on node gpu-1 has failed 3 times within an hour, 2 restarts are allowed (--restart-budget rank=2)"
+    )
+
+
+def test_lost_nodes_count_for_the_node_and_the_hour() -> None:
+    lost = [Cause(float(number), "gpu-1", error="node gpu-1 lost") for number in range(3)]
+    refused = refusal(Limits(rank=1, node=2), lost)
+    assert refused is not None
+    assert refused.reason.startswith("node gpu-1 has failed 3 times within an hour, 2 restarts")
+    refused = refusal(
+        Limits(rank=1, node=1, hour=2), [Cause(0.0, f"gpu-{number}", number) for number in range(3)]
+    )
+    assert refused is not None
+    assert (refused.reason.split(" (")[0], refused.node) == (
+        "the job has failed 3 times within an hour, 2 restarts are allowed",
+        "",
+    )
+
+
+def test_the_first_that_is_no_echo_is_to_blame() -> None:
+    echo, own = cause(1.0, rank=0, error="Connection reset by peer"), cause(2.0)
+    assert comes_first(echo, own) is own
+    assert comes_first(own, cause(1.5)) == cause(1.5)
+
+
+def test_as_it_is_given() -> None:
+    assert limits_of("") == Limits()
+    assert limits_of(" rank=3, hour = 12,") == Limits(rank=3, hour=12)
+    for bad in ("rank", "rank=", "rank=-1", "day=3", "rank=3;node=2", "rank=²"):
+        with pytest.raises(UsageError, match="rank=N, node=N, hour=N, same=N"):
+            limits_of(bad)
+
+
+COUNTS = st.integers(0, 4)
+LIMITS = st.builds(Limits, rank=COUNTS, node=COUNTS, hour=COUNTS, same=COUNTS)
+CAUSES = st.builds(
+    Cause,
+    at_s=st.integers(0, 9000).map(float),
+    node=st.sampled_from(["a", "b"]),
+    rank=st.integers(-1, 2),
+    step=st.integers(-1, 2),
+    error=st.sampled_from(["", "boom", "bang 1", "bang 2", "broken pipe"]),
+)
+
+
+def twin(limits: Limits, causes: list[Cause]) -> bool:
+    """Whether it is refused."""
+    last = causes[-1]
+    rank = node = hour = same = 0
+    for one in causes:
+        if one.at_s > last.at_s - 3600:
+            hour += 1
+            node += one.node == last.node
+            rank += one.rank == last.rank and last.rank != -1
+        kind = one.error.split()[:1]
+        if (one.rank, one.step, kind) == (last.rank, last.step, last.error.split()[:1]):
+            same += last.rank != -1 and last.step != -1 and kind not in ([], ["broken"])
+    pairs = ((rank, limits.rank), (node, limits.node), (hour, limits.hour))
+    return any(limit and count > limit for count, limit in pairs) or bool(limits.same and same >= limits.same)
+
+
+@given(LIMITS, st.lists(CAUSES, min_size=1, max_size=12))
+def test_as_the_twin_counts(limits: Limits, causes: list[Cause]) -> None:
+    causes.sort(key=lambda one: one.at_s)
+    assert (refusal(limits, causes) is not None) == twin(limits, causes)
+    assert limits_of(as_text(limits)) == limits
