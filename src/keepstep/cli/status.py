@@ -60,7 +60,7 @@ def _headline(run: Run, found: dict[str, Any]) -> str:
         state = f"ended with exit code {end.get('exit_code')} ({end.get('reason')})"
     else:
         age_s = time.time() - float(found["unix_s"])
-        state = str(found["state"]) if age_s < _STALE_S else f"last heard of {age_s:.0f} s ago"
+        state = _state(found) if age_s < _STALE_S else f"last heard of {age_s:.0f} s ago"
     incidents = found["open_incidents"]
     still = f"open incidents {', '.join(f'{n:04d}' for n in incidents)}" if incidents else "no open incident"
     steps = found["newest_step"]
@@ -68,6 +68,14 @@ def _headline(run: Run, found: dict[str, Any]) -> str:
     told += _backed_up(found.get("backups")) + _recovered(found.get("recovery")) + _restarts(found)
     share = found["counters"].get("bytes_in", 0) / max(found["world_size"] * (steps + 1), 1)
     return f"{told}; {share:.0f} bytes a rank and step have reached the controller" if steps >= 0 else told
+
+
+def _state(found: dict[str, Any]) -> str:
+    """The job's, and for how long where it is not as it should be."""
+    since_s = float(found.get("state_s", 0.0))
+    return str(found["state"]) + (
+        f" for {since_s:.0f} s" if found["state"] != "running" and since_s >= 1 else ""
+    )
 
 
 def _restarts(found: dict[str, Any]) -> str:

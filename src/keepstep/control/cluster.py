@@ -171,6 +171,18 @@ class Cluster:
             for cause in node.causes
         ]
 
+    def trains(self, steps_unseen: bool) -> bool:
+        """Whether every rank has finished a step; or, where steps are not seen, at least got on."""
+        ranks = 0
+        for node in self.nodes.values():
+            beat = node.beat
+            if beat is None or any(
+                one.step < 0 and not (steps_unseen and one.progress) for one in beat.ranks
+            ):
+                return False
+            ranks += len(beat.ranks)
+        return ranks >= self.known_ranks > 0
+
     def step_of(self, rank: int) -> int:
         """The last step that this rank is known to have finished; -1 when nothing is known."""
         node = self._home.get(rank)

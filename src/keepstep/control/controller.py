@@ -19,6 +19,7 @@ from keepstep.control.crash_case import CrashCase
 from keepstep.control.effects import Disconnect, Effect, Exit, Say, Send, StorePlacement, Tell, WriteIncident
 from keepstep.control.hang_case import HangCase
 from keepstep.control.hang_remedy import HangRemedy
+from keepstep.control.job_state import Facts, JobStates
 from keepstep.control.locators import LibraryLocators, Locators
 from keepstep.control.questions import Question, Questions, probes_of
 from keepstep.control.reforming import End, HaltThese, Lost, Order, Reforming, Renew, Waiting
@@ -67,6 +68,7 @@ _SAVE_ALL_RANKS = 1024
 _MOST_ENDPOINTS = 4
 _MOST_TEXT = 500  # characters of what went wrong
 _FINISHED = Stop(0, "all nodes have finished")
+_UNSEEN_STEPS_S = 60.0  # of progress without an optimizer step that we would see: it trains, too
 _STALL_S = 1.0  # a tick this late means that we slept, not the agents
 
 
@@ -122,6 +124,8 @@ class Controller:
         self.reforming = Reforming(self.rendezvous, waiting, self._is_heard, self.spending)
         self.backups = Backups(settings.backups, settings.lost_s)
         self.recovery: Recovery | None = None  # the newest
+        self.states = JobStates()
+        self._trained = -1  # newest incarnation of which all ranks have made a step
         self.ignored = 0  # messages that made no sense in their place
         self._unix_s, self._pid = unix_s, pid
         self._peers: dict[int, _Peer] = {}
@@ -295,6 +299,22 @@ class Controller:
         """All launchers have ended."""
         return self._over_s is not None
 
+    def facts(self, now_s: float) -> Facts:
+        """What the job's state follows from. Looks at every rank until all train."""
+        code = (self._stop.exit_code if self._stop else 0) if self._stop or self.over else None
+        incarnation = self.reforming.incarnation
+        dying = self._crash is not None and self._crash.incarnation >= incarnation
+        if self._trained < incarnation and not dying:
+            steps_unseen = now_s - self.states.since_s >= _UNSEEN_STEPS_S
+            self._trained = incarnation if self.cluster.trains(steps_unseen) else self._trained
+        return Facts(
+            placed=bool(self.rendezvous.placements) or bool(self.cluster.node_of),
+            incarnation=incarnation,
+            trains=self._trained >= incarnation,
+            ending=self.reforming.under_way or dying,
+            exit_code=code,
+        )
+
     # --- what the cases call (Desk) -------------------------------------------------------------------------------
 
     def ask_profiles(
@@ -409,6 +429,8 @@ class Controller:
         if sender.launcher is None:
             self._refuse(peer, "only launchers join")
             return
+        if not join.max_restarts and join.incarnation > self.reforming.incarnation:
+            self.cluster.begin_again({})  # by itself, as the launcher of one node does
         placed = self.rendezvous.join(sender.launcher, join, peer, now_s)
         self._answer_joins(placed)
         if self._stop is not None or self.over:

@@ -129,6 +129,8 @@ class Reforming:
         self._away.pop(launcher, None)
         self._unheard.discard(launcher)
         self._orphaned.discard(launcher)
+        if not self._rendezvous.max_restarts and launcher in self._rendezvous.placements:
+            self._newest = max(self._newest, incarnation)  # the launcher of one node begins again by itself
         if self._state == "over" or not self._rendezvous.max_restarts:
             return []
         if launcher not in self._rendezvous.placements:

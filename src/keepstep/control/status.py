@@ -41,7 +41,7 @@ class Status(msgspec.Struct, frozen=True):
 
     schema: int
     unix_s: float
-    state: str  # "joining", "running", "beginning again", "over"
+    state: str  # of the job, `JobState`
     world_size: int
     newest_step: int
     open_incidents: tuple[int, ...]
@@ -53,6 +53,7 @@ class Status(msgspec.Struct, frozen=True):
     incarnation: int = 0  # how often the job has begun again
     max_restarts: int = 0
     spares: tuple[str, ...] = ()  # nodes that wait for a place
+    state_s: float = 0.0  # how long the job has been in its state
 
 
 def status_of(controller: Controller, now_s: float, unix_s: float, counters: dict[str, int]) -> Status:
@@ -83,14 +84,13 @@ def status_of(controller: Controller, now_s: float, unix_s: float, counters: dic
                 beat.ranks if beat else (),
             )
         )
-    running = bool(controller.rendezvous.placements) or bool(cluster.node_of)
-    state = "over" if controller.over else "running" if running else "joining"
-    if controller.reforming.under_way:
-        state = "beginning again"
+    controller.states.follow(controller.facts(now_s), now_s)
+    state = controller.states.state
+    assert state is not None
     return Status(
         STATUS_SCHEMA,
         unix_s,
-        state,
+        state.value,
         cluster.known_ranks,
         cluster.newest_step,
         tuple(incident.number for incident in controller.open_incidents),
@@ -102,6 +102,7 @@ def status_of(controller: Controller, now_s: float, unix_s: float, counters: dic
         controller.reforming.incarnation,
         controller.rendezvous.max_restarts,
         tuple(launcher.node for launcher in controller.rendezvous.spares),
+        round(max(now_s - controller.states.since_s, 0.0), 3),
     )
 
 

@@ -159,6 +159,8 @@ class Link:
                 place.incarnation,
             )
         )
+        if self._client and self._client.connected:
+            self._send(self.member.greet()[1:2])
 
     def found(self, finding: Finding) -> None:
         """Report at once; again to a controller that is started anew."""

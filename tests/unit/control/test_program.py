@@ -140,7 +140,7 @@ def test_a_whole_job(run: Path) -> None:
             assert node.got(wire.Stop)
         await node.close()
         told = json.loads((run / "status.json").read_bytes())
-        assert (told["state"], told["world_size"], told["open_incidents"]) == ("over", 2, [])
+        assert (told["state"], told["world_size"], told["open_incidents"]) == ("done", 2, [])
         assert told["nodes"][0]["ranks"][1][:2] == [1, 50]
         assert sorted(path.name for path in (run / "incidents").iterdir()) == ["0001.json", "0001.txt"]
         incident = json.loads((run / "incidents" / "0001.json").read_bytes())
