@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 SCRIPT = """
 import torch
@@ -47,7 +47,7 @@ def run(folder: Path, *flags: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=500,
+        timeout=1200,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )

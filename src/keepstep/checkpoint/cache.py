@@ -440,6 +440,13 @@ class Board:
             self.memory.close()
 
 
+def newest_on(board: int, rank: int) -> Key | None:
+    """The newest snapshot of a rank on the board (a descriptor)."""
+    row = 8 * SLOTS_PER_RANK
+    words = memoryview(os.pread(board, row, rank * row)).cast("Q")
+    return max((key for key in map(Key.unpack, words) if key is not None), default=None)
+
+
 def backups_on(board: int) -> list[int]:
     """Ranks of other nodes of which there may be a backup: where the board (a descriptor) has pages at all."""
     ranks: list[int] = []

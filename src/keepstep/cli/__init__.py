@@ -22,6 +22,7 @@ VERBS = {
     "run": "Run a training job as torchrun does, watch it, and print a verdict when it slows, hangs or dies.",
     "status": "Show the state of a run: every rank, and what is open.",
     "report": "Print the incidents of a run, as text or JSON, with plots.",
+    "ctl": "Suspend, resume, restart or stop a running job by hand.",
     "validate": "Hold a running job for seconds, test its devices and links, let it go on.",
     "analyze": "Say what went wrong from traces that are there: dumps, logs and tables of other tools, too.",
     "plan": "Say how much of a day a job loses to failures, with and without keepstep.",

@@ -80,7 +80,8 @@ def _state(found: dict[str, Any]) -> str:
 
 def _restarts(found: dict[str, Any]) -> str:
     most, spares = found.get("max_restarts", 0), found.get("spares", ())
-    told = f"; restart {found['incarnation']} of {most}" if most and found["incarnation"] else ""
+    made = found.get("restarts", found["incarnation"])
+    told = f"; restart {made} of {most}" if most and made else ""
     return told + (f"; spare: {fold_nodes(spares)}" if spares else "")
 
 

@@ -11,6 +11,7 @@ from keepstep.control.effects import (
     Say,
     Send,
     StorePlacement,
+    StoreStop,
     Tell,
     WriteIncident,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "Send",
     "Settings",
     "StorePlacement",
+    "StoreStop",
     "Tell",
     "WriteIncident",
 ]

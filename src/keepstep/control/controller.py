@@ -16,11 +16,22 @@ from typing import Any, Literal
 from keepstep.control.backups import Backups
 from keepstep.control.cluster import Cluster, Node
 from keepstep.control.crash_case import CrashCase
-from keepstep.control.effects import Disconnect, Effect, Exit, Say, Send, StorePlacement, Tell, WriteIncident
+from keepstep.control.effects import (
+    Disconnect,
+    Effect,
+    Exit,
+    Say,
+    Send,
+    StorePlacement,
+    StoreStop,
+    Tell,
+    WriteIncident,
+)
 from keepstep.control.hang_case import HangCase
 from keepstep.control.hang_remedy import HangRemedy
 from keepstep.control.job_state import Facts, JobStates
 from keepstep.control.locators import LibraryLocators, Locators
+from keepstep.control.operating import Operating
 from keepstep.control.questions import Question, Questions, probes_of
 from keepstep.control.reforming import End, HaltThese, Lost, Order, Reforming, Renew, Waiting
 from keepstep.control.rendezvous import MOST_NODES, MOST_RANKS, Launcher, Placed, Rendezvous
@@ -48,6 +59,7 @@ from keepstep.wire.messages import (
     Locate,
     Measured,
     Message,
+    Operate,
     Placement,
     Probed,
     Profile,
@@ -55,6 +67,7 @@ from keepstep.wire.messages import (
     Recovered,
     Refused,
     SaveRings,
+    Sealed,
     Spare,
     States,
     Stop,
@@ -137,6 +150,12 @@ class Controller:
         self._validations = Validations(
             self, self._standstill, lambda peer, answer: self._effects.append(Send((peer,), answer))
         )
+        self._operating = Operating(
+            self.rendezvous,
+            self.reforming,
+            lambda peer, answer: self._effects.append(Send((peer,), answer)),
+            lambda peers, message: self._effects.append(Send(peers, message)),
+        )
         self._hold_number = 0
         self._changes: deque[int] = deque(maxlen=64)
         self._newest_number = 0
@@ -157,9 +176,13 @@ class Controller:
     # --- what the rim calls ---------------------------------------------------------------------------------------
 
     def restore(
-        self, incidents: Iterable[Incident], placements: Sequence[tuple[str, int, Placement]] = ()
+        self,
+        incidents: Iterable[Incident],
+        placements: Sequence[tuple[str, int, Placement]] = (),
+        stop: Stop | None = None,
     ) -> None:
-        """Continue a run that an earlier controller process began: its numbers, open incidents and rank table."""
+        """Continue a run that an earlier controller process began: its numbers, open incidents, rank table, end."""
+        self._stop = stop
         for incident in incidents:
             self._newest_number = max(self._newest_number, incident.number)
             if incident.onset_step is not None:
@@ -177,6 +200,8 @@ class Controller:
             self.rendezvous.restore(table)
             self.reforming.restored()
             self._placed(table)
+        if stop is not None:
+            self.reforming.over()
 
     def connected(self, peer: int, role: str) -> None:
         """A peer has proved that it is of ours, in this role."""
@@ -232,14 +257,21 @@ class Controller:
                 self._effects.append(Send((peer,), located))
         elif isinstance(message, Validate):
             self._validations.asked(peer, message, now_s)
+        elif isinstance(message, Operate):
+            why = "the job is ending" if self._stop is not None or self.over else ""
+            self._reform(self._operating.asked(peer, message, why, now_s), now_s)
+        elif isinstance(message, Sealed):
+            if sender.launcher is not None:
+                wish = self._operating.sealed(sender.launcher, message.incarnation, message.step, now_s)
+                self._reform(wish, now_s)
         elif isinstance(message, Join):
             self._join(peer, sender, message, now_s)
         elif isinstance(message, Failed):
             self._failed(sender, message, now_s)
         elif isinstance(message, Halted):
             if sender.launcher is not None:
-                port = message.free_port
-                self._reform(self.reforming.halted(sender.launcher, message.incarnation, port, now_s), now_s)
+                told = (message.incarnation, message.free_port, now_s, message.suspended)
+                self._reform(self.reforming.halted(sender.launcher, *told), now_s)
         elif isinstance(message, Recovered):
             self._recovered(message.recovery, now_s)
         elif isinstance(message, Ended):
@@ -256,6 +288,7 @@ class Controller:
         self._answer_joins(self.rendezvous.tick(now_s))
         self._watch_nodes(now_s)
         self._reform(self.reforming.tick(now_s), now_s)
+        self._reform(self._operating.tick(self._peers.keys(), now_s), now_s)
         self._watch_waiting(now_s)
         for question in self._questions.due(now_s):
             self._decide(question, now_s)
@@ -301,7 +334,8 @@ class Controller:
 
     def facts(self, now_s: float) -> Facts:
         """What the job's state follows from. Looks at every rank until all train."""
-        code = (self._stop.exit_code if self._stop else 0) if self._stop or self.over else None
+        failed = self._stop is not None and not self._stop.by_operator
+        code = (self._stop.exit_code if self._stop and failed else 0) if self._stop or self.over else None
         incarnation = self.reforming.incarnation
         dying = self._crash is not None and self._crash.incarnation >= incarnation
         if self._trained < incarnation and not dying:
@@ -312,6 +346,7 @@ class Controller:
             incarnation=incarnation,
             trains=self._trained >= incarnation,
             ending=self.reforming.under_way or dying,
+            suspended=self.reforming.suspended,
             exit_code=code,
         )
 
@@ -463,7 +498,8 @@ class Controller:
                     self._hang.end(now_s)
                     self._sweep()
                 found = (self.rendezvous.peer(launcher) for launcher in order.launchers)
-                self._effects.append(Send(tuple(p for p in found if p is not None), Halt(order.incarnation)))
+                halt = Halt(order.incarnation, order.suspend)
+                self._effects.append(Send(tuple(p for p in found if p is not None), halt))
             elif isinstance(order, Lost):
                 for launcher in order.launchers:
                     node = self.cluster.nodes[self.rendezvous.placements[launcher].node_rank]
@@ -577,11 +613,13 @@ class Controller:
     def _end_job(self, end: End, now_s: float) -> None:
         """All nodes end with the exit code of who failed first."""
         code = end.exit_code
-        if self._crash is not None:
+        if self._crash is not None and not end.by_operator:
             self._crash.decide(now_s)
             code = self._crash.exit_code or code
-        self._stop = Stop(code, end.reason[:_MOST_TEXT])
+        self._stop = Stop(code, end.reason[:_MOST_TEXT], end.by_operator)
+        self._effects.append(StoreStop(self._stop))
         self.reforming.over()
+        self._operating.end()
         if self._crash is not None:
             self._crash.acted(Action("stop the job", None, f"exit code {code}"))
         self._tell_launchers(self._stop)
@@ -712,6 +750,8 @@ class Controller:
         """Why nobody can be held: the job does not run."""
         if self._crash is not None or self._stop is not None or self.over:
             return "the job is ending"
+        if self.reforming.under_way:
+            return "its workers are being ended" if not self.reforming.suspended else "the job is suspended"
         return "the job hangs" if self._hang is not None else ""
 
     # --- answers --------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from keepstep.core.incident import Incident
-from keepstep.wire.messages import Message, Placement
+from keepstep.wire.messages import Message, Placement, Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,13 @@ class StorePlacement:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreStop:
+    """Keep what the job ends with, so that the next controller process ends it, too."""
+
+    stop: Stop
+
+
+@dataclass(frozen=True, slots=True)
 class Exit:
     """The job is over: end the controller."""
 
@@ -62,4 +69,4 @@ class Exit:
     reason: str
 
 
-Effect = Send | Disconnect | WriteIncident | Say | Tell | StorePlacement | Exit
+Effect = Send | Disconnect | WriteIncident | Say | Tell | StorePlacement | StoreStop | Exit

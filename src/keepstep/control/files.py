@@ -11,11 +11,12 @@ from keepstep.core.errors import RunError
 from keepstep.core.incident import Incident
 from keepstep.report.incidents import incident_to_json, read_incidents
 from keepstep.report.verdict import render
-from keepstep.wire.messages import Placement
+from keepstep.wire.messages import Placement, Stop
 
 Placements = tuple[tuple[str, int, Placement], ...]
 
 _placements = msgspec.json.Decoder(Placements)
+_stop = msgspec.json.Decoder(Stop)
 
 
 class RunFiles:
@@ -43,6 +44,20 @@ class RunFiles:
             return ()
         except msgspec.MsgspecError as error:
             raise RunError(f"{path}: is no rank table of keepstep: {error}") from error
+
+    def stop(self) -> Stop | None:
+        """What an earlier controller of this run was ending the job with."""
+        path = self.folder / "stop.json"
+        try:
+            return _stop.decode(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            raise RunError(f"{path}: says nothing of how the job ends: {error}") from error
+
+    def write_stop(self, stop: Stop) -> None:
+        """``stop.json``."""
+        self._write(self.folder / "stop.json", msgspec.json.encode(stop))
 
     def write_incident(self, incident: Incident) -> None:
         """``incidents/NNNN.json`` and ``NNNN.txt``."""

@@ -21,22 +21,22 @@ class JobState(Enum):
     SUSPENDED = "suspended"  # by an operator: no workers; standbys and caches are kept
     CHECKING = "checking"  # workers are being ended, or it is not known yet with which nodes to go on
     RECOVERING = "recovering"  # the next incarnation has been placed, not all its ranks have made a step
-    DONE = "done"
+    DONE = "done"  # well, or stopped by an operator
     FAILED = "failed"
 
 
 _S = JobState
 FOLLOWING: Mapping[JobState, frozenset[JobState]] = {
-    _S.CREATED: frozenset((_S.WARMING_UP, _S.FAILED)),
+    _S.CREATED: frozenset((_S.WARMING_UP, _S.DONE, _S.FAILED)),
     _S.WARMING_UP: frozenset((_S.RUNNING, _S.CHECKING, _S.DONE, _S.FAILED)),
     _S.RUNNING: frozenset((_S.CHECKING, _S.DONE, _S.FAILED)),
-    _S.CHECKING: frozenset((_S.SUSPENDED, _S.RECOVERING, _S.FAILED)),
-    _S.SUSPENDED: frozenset((_S.CHECKING, _S.RECOVERING, _S.FAILED)),
+    _S.CHECKING: frozenset((_S.SUSPENDED, _S.RECOVERING, _S.DONE, _S.FAILED)),
+    _S.SUSPENDED: frozenset((_S.CHECKING, _S.RECOVERING, _S.DONE, _S.FAILED)),
     _S.RECOVERING: frozenset((_S.RUNNING, _S.CHECKING, _S.DONE, _S.FAILED)),
     _S.DONE: frozenset(),
     _S.FAILED: frozenset(),
 }
-"""What may follow a state. A job that ends by an operator's order, or well, without having made a step is done, too."""
+"""What may follow a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Facts:
     trains: bool = False  # all ranks of this incarnation have made a step
     ending: bool = False  # the workers of this incarnation are being ended, or have been
     suspended: bool = False  # for an operator, until one resumes it
-    exit_code: int | None = None  # of a job that is over
+    exit_code: int | None = None  # of a job that is over; 0 when an operator stopped it
 
 
 def state_of(facts: Facts) -> JobState:

@@ -7,6 +7,7 @@ part of it, one of the next incarnation begins another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -39,6 +40,7 @@ class HaltThese:
 
     launchers: tuple[Launcher, ...]
     incarnation: int
+    suspend: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class End:
 
     exit_code: int
     reason: str
+    by_operator: bool = False
 
 
 Order = HaltThese | Lost | Renew | End | Tell
@@ -90,7 +93,9 @@ class Reforming:
         self._waiting = waiting
         self._spending = spending
         self._heard = heard
-        self._state: Literal["running", "halting", "waiting", "over"] = "running"
+        self._state: Literal["running", "halting", "waiting", "suspended", "over"] = "running"
+        self._hold = False  # an operator wants it suspended
+        self._asked = False  # this recovery is none: an operator ordered it
         self._newest = 0  # incarnation that anybody has told of
         self._away: dict[Launcher, float] = {}  # members without a connection, since when
         self._unheard: set[Launcher] = set()  # of them, those that this controller has never heard
@@ -113,12 +118,36 @@ class Reforming:
     @property
     def restarts(self) -> int:
         """How often the job has begun again; counted by incarnations, so that every controller counts alike."""
-        return self.incarnation
+        return self.incarnation - self._rendezvous.pauses
 
     @property
     def under_way(self) -> bool:
-        """Between a failure and the next placement."""
-        return self._state in ("halting", "waiting")
+        """Between a failure, or an operator's order, and the next placement."""
+        return self._state in ("halting", "waiting", "suspended")
+
+    @property
+    def suspended(self) -> bool:
+        """No worker runs, and none is started before `resume`."""
+        return self._state == "suspended"
+
+    def pause(self, now_s: float, *, hold: bool) -> list[Order]:
+        """An operator orders that all begin again; ``hold``: not before `resume`."""
+        if self._state == "running":
+            self._asked, self._hold = True, hold
+            return self._begin(now_s)
+        if not hold or not self.under_way:
+            return []
+        self._hold = True  # what has halted already is told again, so that it says so to a new controller
+        told = [self._halt((*self._rendezvous.placements, *self._rendezvous.spares))]
+        return [*told, *self._advance(now_s)]
+
+    def resume(self, now_s: float) -> list[Order]:
+        """An operator has the job go on."""
+        if not self.suspended:
+            return []
+        self._state, self._hold, self._vacant_since_s = "halting", False, None
+        self._deadline_s = now_s + self._waiting.halt_s
+        return self._advance(now_s)
 
     def restored(self) -> None:
         """An earlier controller placed the members; they have a while to come back, from the first tick on."""
@@ -174,13 +203,17 @@ class Reforming:
         if not self.under_way:
             self._done.add(launcher)
 
-    def halted(self, launcher: Launcher, incarnation: int, free_port: int, now_s: float) -> list[Order]:
-        """A launcher has no workers any more."""
+    def halted(
+        self, launcher: Launcher, incarnation: int, free_port: int, now_s: float, suspended: bool = False
+    ) -> list[Order]:
+        """A launcher has no workers any more; ``suspended``: because an operator wanted that."""
         if incarnation < self.incarnation or self._state == "over":
             return []
         orders: list[Order] = []
         if launcher in self._rendezvous.placements:
             # Ordered by an earlier controller, or a node that was cut off and ended by itself.
+            if suspended and self._state == "running":
+                self._asked = self._hold = True
             orders = self._begin(now_s)
             self._lost.discard(launcher)
             self._open.discard(launcher)
@@ -220,7 +253,7 @@ class Reforming:
         return [self._halt((*self._rendezvous.placements, *self._rendezvous.spares))]
 
     def _halt(self, launchers: tuple[Launcher, ...]) -> HaltThese:
-        return HaltThese(launchers, self.incarnation)
+        return HaltThese(launchers, self.incarnation, self._hold)
 
     def _newly_lost(self, now_s: float) -> list[Launcher]:
         lost: list[Launcher] = []
@@ -255,18 +288,26 @@ class Reforming:
         self._vacated = False
         if not self.under_way or self._open:
             return []
+        if self._hold:
+            told = "" if self.suspended else "all nodes are suspended by an operator"
+            self._state, self._deadline_s = "suspended", math.inf
+            return [Tell(told)] if told else []
         rendezvous = self._rendezvous
         cause = self._cause or _Cause(_LOST_CODE, "a recovery was under way when the controller began again")
-        if self.restarts >= rendezvous.max_restarts:
+        if self._asked:
+            cause = _Cause(_LOST_CODE, "an operator ordered it")
+            self._spending.forget(self.incarnation)
+        elif self.restarts >= rendezvous.max_restarts:
             return self._end(
                 cause.exit_code, f"{cause.text}; --max-restarts {rendezvous.max_restarts} are used up"
             )
-        if refused := self._spending.refused(self.incarnation):
+        elif refused := self._spending.refused(self.incarnation):
             return self._end(cause.exit_code, refused.reason)
         vacant = sorted(self._lost, key=lambda launcher: rendezvous.placements[launcher].node_rank)
         if len(vacant) == len(rendezvous.placements):
             return self._end(cause.exit_code, f"{cause.text}; all nodes are lost")
-        placed = rendezvous.renew(vacant, self._halted, self.incarnation + 1)
+        pauses = rendezvous.pauses + self._asked
+        placed = rendezvous.renew(vacant, self._halted, self.incarnation + 1, pauses)
         if (
             placed is None
             and now_s < self._deadline_s
@@ -276,14 +317,15 @@ class Reforming:
             return []
         if placed is None:
             return self._wait(cause, vacant, now_s)
-        self._state, self._cause = "running", None
+        told = self._told(cause, vacant)
+        self._state, self._cause, self._asked = "running", None, False
         for launcher in vacant:
             self._away.pop(launcher, None)
             self._unheard.discard(launcher)
             self._orphaned.discard(launcher)
         self._lost.clear()
         self._halted.clear()
-        return [Renew(placed), Tell(self._told(cause, vacant))]
+        return [Renew(placed), Tell(told)]
 
     def _wait(self, cause: _Cause, vacant: list[Launcher], now_s: float) -> list[Order]:
         if self._vacant_since_s is None:
@@ -304,7 +346,8 @@ class Reforming:
     def _told(self, cause: _Cause, vacant: list[Launcher]) -> str:
         most = self._rendezvous.max_restarts
         by = f"; {_nodes(vacant)} replaced" if vacant else ""
-        return f"{cause.text}{by}; all nodes begin again, restart {self.restarts} of {most}"
+        count = "" if self._asked else f", restart {self.restarts} of {most}"
+        return f"{cause.text}{by}; all nodes begin again{count}"
 
 
 def _nodes(launchers: Iterable[Launcher]) -> str:

@@ -72,6 +72,11 @@ class Rendezvous:
         return next(iter(self._table.values())).incarnation if self._table else 0
 
     @property
+    def pauses(self) -> int:
+        """How many incarnations an operator has ordered."""
+        return next(iter(self._table.values())).pauses if self._table else 0
+
+    @property
     def max_restarts(self) -> int:
         """How often the job may begin again, as its launchers say."""
         return self._agreed[0] if self._agreed else 0
@@ -148,7 +153,7 @@ class Rendezvous:
         return self._place()
 
     def renew(
-        self, lost: Collection[Launcher], halted: Mapping[Launcher, int], incarnation: int
+        self, lost: Collection[Launcher], halted: Mapping[Launcher, int], incarnation: int, pauses: int = 0
     ) -> Placed | None:
         """The table of ``incarnation``; None while there are not enough spares.
 
@@ -164,7 +169,11 @@ class Rendezvous:
         self._set(
             {
                 launcher: structs.replace(
-                    placement, master_addr=address, master_port=halted[first], incarnation=incarnation
+                    placement,
+                    master_addr=address,
+                    master_port=halted[first],
+                    incarnation=incarnation,
+                    pauses=pauses,
                 )
                 for launcher, placement in table.items()
             }

@@ -17,7 +17,17 @@ import msgspec
 
 from keepstep import wire
 from keepstep.control.controller import Controller, Settings
-from keepstep.control.effects import Disconnect, Effect, Exit, Say, Send, StorePlacement, Tell, WriteIncident
+from keepstep.control.effects import (
+    Disconnect,
+    Effect,
+    Exit,
+    Say,
+    Send,
+    StorePlacement,
+    StoreStop,
+    Tell,
+    WriteIncident,
+)
 from keepstep.control.files import RunFiles, spoken
 from keepstep.control.locators import LibraryLocators
 from keepstep.control.status import interval_s, status_of
@@ -108,7 +118,7 @@ class ControlServer:
         except RunError as error:
             logger.warning("%s; numbers go on after it", error)
         newest = self._files.numbers()
-        self._controller.restore(incidents, self._placements())
+        self._controller.restore(incidents, self._placements(), self._stopped())
         while self._controller.newest_number < newest:
             self._controller.next_number()
 
@@ -118,6 +128,13 @@ class ControlServer:
         except RunError as error:
             logger.warning("%s; the launchers join anew", error)
             return ()
+
+    def _stopped(self) -> wire.Stop | None:
+        try:
+            return self._files.stop()
+        except RunError as error:
+            logger.warning("%s; it goes on", error)
+            return None
 
     # From the wire. An error in the core must not end the server: it is logged, counted, and the next message comes.
 
@@ -190,6 +207,8 @@ class ControlServer:
                 self._print(f"keepstep: {effect.text}")
             elif isinstance(effect, StorePlacement):
                 self._keep(lambda placements=effect.placements: self._files.write_placements(placements))
+            elif isinstance(effect, StoreStop):
+                self._keep(lambda stop=effect.stop: self._files.write_stop(stop))
             elif isinstance(effect, Disconnect):
                 connection = self._connections.get(effect.peer)
                 if connection is not None:

@@ -30,6 +30,10 @@ class Spending:
         """A node is lost."""
         self._add(incarnation, Cause(self._unix_s(now_s), node, error=f"node {node} lost"))
 
+    def forget(self, incarnation: int) -> None:
+        """What failed there failed because an operator ended the others."""
+        self._causes.pop(incarnation, None)
+
     def refused(self, incarnation: int) -> Refusal | None:
         """Why the job may not begin again after this incarnation."""
         if incarnation not in self._causes:

@@ -51,6 +51,7 @@ class Status(msgspec.Struct, frozen=True):
     backups: BackupStatus | None = None
     recovery: Recovery | None = None  # the newest
     incarnation: int = 0  # how often the job has begun again
+    restarts: int = 0  # of these; the others an operator has ordered
     max_restarts: int = 0
     spares: tuple[str, ...] = ()  # nodes that wait for a place
     state_s: float = 0.0  # how long the job has been in its state
@@ -100,6 +101,7 @@ def status_of(controller: Controller, now_s: float, unix_s: float, counters: dic
         _backups(controller),
         controller.recovery,
         controller.reforming.incarnation,
+        controller.reforming.restarts,
         controller.rendezvous.max_restarts,
         tuple(launcher.node for launcher in controller.rendezvous.spares),
         round(max(now_s - controller.states.since_s, 0.0), 3),

@@ -22,6 +22,7 @@ from keepstep.launch.placement import (
 
 if TYPE_CHECKING:
     from keepstep.checkpoint.cache import Cache, CacheServer
+    from keepstep.checkpoint.slots import Key
 
 _POLL_S = 0.1
 
@@ -76,6 +77,14 @@ class Caching:
                 )
             await asyncio.sleep(_POLL_S)
         return ""
+
+    def newest(self, rank: int) -> Key | None:
+        """The newest snapshot that a rank of this node has sealed."""
+        if self._made is None:
+            return None
+        from keepstep.checkpoint.cache import newest_on
+
+        return newest_on(self._made[0].board, rank)
 
     def close(self) -> None:
         """Let go of it."""

@@ -32,6 +32,7 @@ from keepstep.launch.processes import Processes
 from keepstep.launch.recovery import sentence
 from keepstep.launch.restarts import Restarts
 from keepstep.launch.rings import Rings
+from keepstep.launch.sealing import next_sealed
 from keepstep.launch.streams import Following, worker_streams
 from keepstep.launch.workers import Workers, sweep
 
@@ -87,11 +88,13 @@ class Launcher:
         self._kill_now = asyncio.Event()
         self._job_over = asyncio.Event()  # the controller said Stop
         self._stop_code = 0
+        self._stopped_by_hand = False
         self._is_spare = False
         self._no_restart_told = False
         self._has_parted = False  # said that our workers have ended, and waited for the others
         self._lease: asyncio.Task[None] | None = None
         self._signalled: signal.Signals | None = None
+        self._sealing: asyncio.Task[None] | None = None
         self._hosts_controller = False
         self._started_unix_s = time.time()
 
@@ -273,12 +276,14 @@ class Launcher:
 
     async def _begin_again(self, outcome: _Outcome) -> Place | _Outcome:
         """Whether and where this node's workers, the only ones of the job or its unwatched share, begin again."""
+        if outcome.kind == "halted" and self._link:
+            return await self._begin_again_with_all(outcome)
         if outcome.kind != "failed":
             return outcome
         assert self._place is not None
         assert self._workers is not None
         assert self._restarts is not None
-        restart, most = self._place.incarnation + 1, self._job.max_restarts
+        restart, most = self._place.restarts + 1, self._job.max_restarts
         if restart > most or self._signalled or self._job_over.is_set():
             return self._explain(outcome)
         failure = root_cause.first(self._workers.failures)
@@ -289,7 +294,7 @@ class Launcher:
         self._say(f"rank {failure.rank}: {failure.text}; restart {restart} of {most}")
         self._outcome = asyncio.get_running_loop().create_future()
         port = self._job.master_port or addresses.free_port("127.0.0.1")
-        return replace(self._place, incarnation=restart, master_port=port)
+        return replace(self._place, incarnation=self._place.incarnation + 1, master_port=port)
 
     @property
     def _together(self) -> bool:
@@ -473,6 +478,9 @@ class Launcher:
         member = self._link.member
         while member.kills:
             self._end_hung(member.kills.pop(0))
+        if member.seal is not None:
+            seal, member.seal = member.seal, None
+            self._sealing = asyncio.get_running_loop().create_task(self._tell_sealed(seal.incarnation))
         if member.stop is not None and not self._job_over.is_set():
             self._on_stop(member.stop)
         elif member.must_halt:
@@ -483,9 +491,19 @@ class Launcher:
             )
         self._is_spare = member.is_spare
 
+    async def _tell_sealed(self, incarnation: int) -> None:
+        assert self._link is not None
+        place, outcome = self._place, self._outcome
+        if place is None or place.incarnation != incarnation or outcome.done():
+            return
+        ranks = range(place.first_rank, place.first_rank + self._job.nproc)
+        step = await next_sealed(self._caching, ranks, outcome.done)
+        if step is not None:
+            self._link.sealed(incarnation, step)
+
     def _end_hung(self, kill: Kill) -> None:
         assert self._place is not None
-        if self._place.incarnation >= self._job.max_restarts:
+        if self._place.restarts >= self._job.max_restarts:
             if not self._no_restart_told:
                 self._no_restart_told = True
                 self._warn(f"rank {kill.rank}: {kill.reason}; no restart is left, so it is not ended")
@@ -507,6 +525,7 @@ class Launcher:
 
     def _on_stop(self, stop: Stop) -> None:
         self._stop_code = 0 if self._is_spare else stop.exit_code
+        self._stopped_by_hand = stop.by_operator
         self._job_over.set()
         if self._controller:
             self._controller.may_end()
@@ -560,7 +579,7 @@ class Launcher:
         """Tell the controller, wait for the other nodes, end what is beside the workers; returns the exit code."""
         if self._restarts:
             self._restarts.end()
-        if outcome.kind == "stopped" and outcome.code:
+        if outcome.kind == "stopped" and (outcome.code or self._stopped_by_hand):
             self._say(f"the job was ended: {outcome.reason}")
         if self._lease:
             self._lease.cancel()
@@ -596,12 +615,16 @@ class Launcher:
         persisting = self._job.persisting
         if persisting is None:
             return
-        wait_s = {"finished": persisting.wait_s, "failed": min(persisting.wait_s, _FAILED_WAIT_S)}.get(
-            outcome.kind, 0.0
-        )
+        briefly_s = min(persisting.wait_s, _FAILED_WAIT_S)
+        wait_s = {
+            "finished": persisting.wait_s,
+            "failed": briefly_s,
+            "stopped": briefly_s if self._stopped_by_hand else 0.0,
+        }.get(outcome.kind, 0.0)
 
         def in_vain() -> bool:
-            interrupted = self._kill_now.is_set() or self._job_over.is_set() or self._signalled is not None
+            over = self._job_over.is_set() and not self._stopped_by_hand
+            interrupted = self._kill_now.is_set() or over or self._signalled is not None
             return interrupted or self._unwatched or self._agent is None
 
         lost = await self._caching.stored(wait_s, in_vain, self._say)

@@ -144,6 +144,7 @@ class Link:
             master_addr=placed.master_addr,
             master_port=placed.master_port,
             incarnation=placed.incarnation,
+            pauses=placed.pauses,
         )
 
     def placed(self, place: Place) -> None:
@@ -157,6 +158,7 @@ class Link:
                 place.master_addr,
                 place.master_port,
                 place.incarnation,
+                place.pauses,
             )
         )
         if self._client and self._client.connected:
@@ -178,6 +180,10 @@ class Link:
     def halted(self) -> None:
         """No worker of this incarnation runs here any more."""
         self._send(self.member.halted())
+
+    def sealed(self, incarnation: int, step: int) -> None:
+        """All ranks of this node have sealed a step; -1: they keep no snapshots."""
+        self._send([wire.Sealed(incarnation, step)])
 
     def ended(self, exit_code: int, message: str) -> None:
         """All workers of this node have ended."""

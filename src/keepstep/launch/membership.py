@@ -50,6 +50,8 @@ class Membership:
         self.placement: wire.Placement | None = None
         self.stop: wire.Stop | None = None
         self.kills: list[wire.Kill] = []  # that nobody has carried out yet
+        self.seal: wire.Seal | None = None  # the same
+        self._suspended = False
         self.refusal = ""
         self.is_spare = False
 
@@ -89,19 +91,22 @@ class Membership:
         ]
         said += [*self._failures.values(), *([self._ended] if self._ended is not None else [])]
         if self._halted >= max(self.incarnation, 0):
-            said.append(wire.Halted(self._halted, self._free_port()))
+            said.append(wire.Halted(self._halted, self._free_port(), self._suspended))
         return said
 
     def received(self, message: wire.Message) -> list[wire.Message]:
         """An order; what is to be answered at once."""
         if isinstance(message, wire.Placement):
             if message.incarnation > self.incarnation:
-                self.placement, self.is_spare = message, False
+                self.placement, self.is_spare, self._suspended = message, False, False
                 self._findings, self._ended = [], None
         elif isinstance(message, wire.Halt):
             self._halt = max(self._halt, message.incarnation)
+            self._suspended = message.suspend
             if message.incarnation >= self.incarnation and self._running <= self._halted:
                 return self.halted()
+        elif isinstance(message, wire.Seal):
+            self.seal = message
         elif isinstance(message, wire.Kill):
             self.kills.append(message)
         elif isinstance(message, wire.Spare):
@@ -145,7 +150,7 @@ class Membership:
         """None of ours runs any more, by order or because we ended them by ourselves."""
         self._halted = max(self._halted, self._halt, self._running)
         self._halt, self._ended = self._halted, None
-        return [wire.Halted(self._halted, self._free_port())]
+        return [wire.Halted(self._halted, self._free_port(), self._suspended)]
 
     def ended(self, exit_code: int, text: str) -> list[wire.Message]:
         """This node's workers have ended, and it begins them again only by order; a spare just goes."""

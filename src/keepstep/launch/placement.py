@@ -38,6 +38,12 @@ class Place:
     master_addr: str
     master_port: int
     incarnation: int = 0
+    pauses: int = 0  # incarnations that an operator ordered
+
+    @property
+    def restarts(self) -> int:
+        """How often the job has begun again after a failure."""
+        return self.incarnation - self.pauses
 
 
 @dataclass(frozen=True, slots=True)

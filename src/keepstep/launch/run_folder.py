@@ -18,6 +18,7 @@ _CONTENT = (
     "secret",
     "status.json",
     "placement.json",
+    "stop.json",
     "end.json",
     "controller.log",
     "incidents",

@@ -5,7 +5,7 @@ A message never carries raw events. Unknown fields are ignored, so a newer minor
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -230,6 +230,20 @@ class Validate(Message, frozen=True):
     hold_s: Annotated[float, msgspec.Meta(ge=LEAST_HOLD_S, le=MOST_HOLD_S)] = LEAST_HOLD_S
 
 
+class Operate(Message, frozen=True):
+    """An operator orders something by hand. Answered by ``Operated`` when it is done, or refused."""
+
+    verb: Literal["start", "stop", "suspend", "resume", "restart"]
+    now: bool = False  # do not wait until a step is sealed
+
+
+class Sealed(Message, frozen=True):
+    """Answer to ``Seal``: all ranks of this launcher have sealed ``step`` since; -1: they keep no snapshots."""
+
+    incarnation: int
+    step: int
+
+
 class Failed(Message, frozen=True):
     """Workers of this launcher failed: let all nodes begin again. Answered by ``Halt`` or ``Stop``.
 
@@ -249,6 +263,7 @@ class Halted(Message, frozen=True):
 
     incarnation: int
     free_port: int  # MASTER_PORT if this becomes node 0
+    suspended: bool = False  # as the ``Halt`` was; for a new controller
 
 
 class Ended(Message, frozen=True):
@@ -295,6 +310,7 @@ class Placement(Message, frozen=True):
     master_addr: str
     master_port: int
     incarnation: int = 0
+    pauses: int = 0  # incarnations that an operator ordered: they are no restarts
 
 
 class Spare(Message, frozen=True):
@@ -305,6 +321,13 @@ class Spare(Message, frozen=True):
 
 class Halt(Message, frozen=True):
     """To launchers: end your workers of ``incarnation``, say `Halted`, and wait for the next placement."""
+
+    incarnation: int
+    suspend: bool = False  # which comes when an operator resumes the job
+
+
+class Seal(Message, frozen=True):
+    """To launchers: say `Sealed` as soon as each of your ranks has sealed one more snapshot."""
 
     incarnation: int
 
@@ -421,6 +444,13 @@ class Validated(Message, frozen=True):
     refused: str = ""
 
 
+class Operated(Message, frozen=True):
+    """Answer to ``Operate``: what was done, or in one line why not."""
+
+    done: str = ""
+    refused: str = ""
+
+
 class SaveRings(Message, frozen=True):
     """Save the rings of your ranks under the run's folder (they are evidence)."""
 
@@ -432,6 +462,7 @@ class Stop(Message, frozen=True):
 
     exit_code: int
     reason: str
+    by_operator: bool = False  # nothing is wrong: what is on its way to storage may get there
 
 
 class Refused(Message, frozen=True):
@@ -455,14 +486,15 @@ AgentMessage = (
     | Locate
     | Bye
 )
-LauncherMessage = Hello | Join | Found | Recovered | Failed | Halted | Ended | Bye
-ClientMessage = Hello | Validate | Bye
+LauncherMessage = Hello | Join | Found | Recovered | Failed | Halted | Sealed | Ended | Bye
+ClientMessage = Hello | Validate | Operate | Bye
 ToController = AgentMessage | LauncherMessage | ClientMessage
 ToNode = (
     Welcome
     | Placement
     | Spare
     | Halt
+    | Seal
     | Kill
     | ProfileRequest
     | StateRequest
@@ -473,6 +505,7 @@ ToNode = (
     | BackUp
     | Located
     | Validated
+    | Operated
     | SaveRings
     | Stop
     | Refused

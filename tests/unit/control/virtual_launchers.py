@@ -17,7 +17,17 @@ from dataclasses import dataclass, field
 import control_stand_ins as stand_ins
 
 from keepstep import wire
-from keepstep.control import Controller, Effect, Send, Settings, StorePlacement, Tell, WriteIncident
+from keepstep.control import (
+    Controller,
+    Effect,
+    Send,
+    Settings,
+    StorePlacement,
+    StoreStop,
+    Tell,
+    WriteIncident,
+)
+from keepstep.control.operating import STOPPED
 from keepstep.core.finding import Finding
 from keepstep.launch.membership import LEASE_S, Membership
 
@@ -82,12 +92,14 @@ class World:
         self.count = 0
         self.peers: dict[int, tuple[Connection, Host]] = {}
         self.stored: StorePlacement | None = None
+        self.stopped: wire.Stop | None = None
         self.written: dict[int, object] = {}
         self.told: list[str] = []
         self.played: dict[tuple[int, int], Host] = {}  # who started, by incarnation and node rank
         self.newest, self.newest_s = -1, 0.0
         self.disturbances = 0  # that may cost a restart
         self.codes: set[int] = set()
+        self.orders = self.pauses = 0  # of operators, and the incarnations that were theirs
         self.stalled_until_s = self.back_s = 0.0  # until when the controller slept, since when it is back
         self.controller_up = True
         self.controller = self._fresh()
@@ -121,7 +133,10 @@ class World:
 
     def check(self) -> None:
         """What holds at every moment."""
-        assert self.newest <= self.max_restarts, "more restarts than --max-restarts"
+        assert self.newest - self.pauses <= self.max_restarts, "more restarts than --max-restarts"
+        if self.controller_up and self.controller.reforming.suspended:
+            running = [h.name for h in self.hosts if h.alive and h.running >= 0 and not h.was_cut(self.now_s)]
+            assert not running, f"suspended, but {running} run"
         for host in self.hosts:
             if host.running < 0 or not host.alive:
                 continue
@@ -140,6 +155,8 @@ class World:
         assert other is host, f"{host.name} and {other.name} both play {place}"
         if placement.incarnation > self.newest:
             self.newest, self.newest_s = placement.incarnation, self.now_s
+            assert placement.pauses <= self.orders, f"{placement.pauses} pauses after {self.orders} orders"
+            self.pauses = placement.pauses
         for one in self.hosts:
             if one is host or not one.alive or one.running < 0 or one.was_cut(self.now_s):
                 continue
@@ -188,7 +205,8 @@ class World:
         controller = Controller(
             SETTINGS_OF[self.nodes], locators=stand_ins.PlainLocators(), unix_s=lambda now_s: now_s
         )
-        controller.restore(self.written.values(), self.stored.placements if self.stored else ())  # type: ignore[arg-type]
+        placements = self.stored.placements if self.stored else ()
+        controller.restore(self.written.values(), placements, self.stopped)  # type: ignore[arg-type]
         return controller
 
     def _tick(self) -> None:
@@ -204,6 +222,8 @@ class World:
                         self._send(self.peers[peer][0], effect.message)
             elif isinstance(effect, StorePlacement):
                 self.stored = effect
+            elif isinstance(effect, StoreStop):
+                self.stopped = effect.stop
             elif isinstance(effect, WriteIncident):
                 self.written[effect.incident.number] = effect.incident
             elif isinstance(effect, Tell):
@@ -522,6 +542,31 @@ class World:
             )  # it may have been given a place just now
             self._exit(host, 130)
 
+    def operate(self) -> None:
+        """An operator has the job begin again, suspends it for a while, or ends it."""
+        verb = self.random.choice(("restart", "restart", "suspend", "suspend", "suspend", "stop"))
+        self._order(verb)
+        if verb == "suspend":
+            self.at(self.random.choice((0.0, 1.0, 5.0, 20.0)), self._resume)
+
+    def _order(self, verb: str) -> None:
+        if not self.controller_up:
+            return
+        self.disturbances += 1
+        self.orders += 1
+        self.codes |= {STOPPED} if verb == "stop" else set()
+        self.count += 1
+        self.controller.connected(self.count, "client")
+        for message in (wire.Hello("client", "desk", -1, 1), wire.Operate(verb, now=True)):  # type: ignore[arg-type]
+            self._carry_out(self.controller.message(self.count, message, self.now_s))
+
+    def _resume(self) -> None:
+        """Until it has gone on: the order may find nobody, or the job not suspended yet."""
+        if self.controller_up and self.controller.reforming.suspended:
+            self._order("resume")
+        if not self._done():
+            self.at(3.0, self._resume)
+
     def come(self) -> None:
         """Another launcher comes."""
         self.hosts.append(self._host(f"gpu-{len(self.hosts)}", 100 + len(self.hosts)))
@@ -539,6 +584,7 @@ _FAULTS: dict[str, Callable[[World], None]] = {
     "kill_controller": World.kill_controller,
     "leave_spare": World.leave_spare,
     "come": World.come,
+    "operate": World.operate,
 }
 HARMLESS = frozenset({"drop", "drop_all", "stall", "kill_controller", "leave_spare", "come"})
 SETTINGS_OF = {

@@ -1,0 +1,66 @@
+"""How a verb asks a run's controller something: by the run's secret, one question, one answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TypeVar
+
+from keepstep import wire
+from keepstep.core.config import config_path, resolve
+from keepstep.core.errors import RunError
+from keepstep.launch.settings import SETTINGS
+from keepstep.traces import open_run
+
+Answer = TypeVar("Answer", bound=wire.Message)
+
+_FEW = 100
+_LOOK_S = 0.5
+
+
+def ask(
+    name: str, question: wire.Message, kind: type[Answer], timeout_s: float, *, only: str, gone: str
+) -> Answer:
+    """Ask the controller of the run ``name``; its answer, of this ``kind``.
+
+    ``only`` says what needs a running job, ``gone`` what becomes of it when the controller goes away.
+
+    Raises:
+        RunError: there is no controller, it refuses, or does not answer in time.
+    """
+    logging.getLogger("keepstep.wire").addHandler(logging.NullHandler())  # told once, by the error
+    found = open_run(name)
+    run = found.describe()
+    if found.end() is not None or not run.get("controller"):
+        raise RunError(f"{name}: the run has ended or is not watched; {only}")
+    options = resolve(SETTINGS, environ=os.environ, path=config_path(os.environ))
+    paths = wire.TlsPaths.of(*(str(options[key].value) or None for key in ("tls_cert", "tls_key", "tls_ca")))
+    trouble: list[str] = []
+    hello = wire.Hello("client", os.uname().nodename, -1, os.getpid())
+    client = wire.BackgroundClient(
+        wire.parse_address(str(run["controller"])),
+        wire.read_secret(Path(str(run["secret_file"]))),
+        role="client",
+        greet=lambda: [hello],
+        trouble=lambda error, attempt: trouble.append(str(error)) if attempt < _FEW else None,
+        tls=wire.client_context(paths) if paths else None,
+    )
+    try:
+        client.send(question)
+        until_s = time.monotonic() + timeout_s
+        connected = False
+        while time.monotonic() < until_s:
+            answer = client.receive(_LOOK_S)
+            if isinstance(answer, kind):
+                return answer
+            if isinstance(answer, wire.Refused):
+                raise RunError(f"{name}: the controller refuses: {answer.reason}")
+            if connected and not client.connected:
+                raise RunError(f"{name}: the controller went away; {gone}")
+            connected = client.connected
+    finally:
+        client.close()
+    seen = trouble[-1] if trouble else "connected, but no outcome came"
+    raise RunError(f"{name}: no answer from the controller at {run['controller']} in {timeout_s:g} s: {seen}")

@@ -1,0 +1,49 @@
+"""``keepstep ctl RUN VERB``: stop, suspend, resume or restart a running job by hand."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from keepstep import wire
+from keepstep.cli._asking import ask
+from keepstep.cli.status import status as show_status
+from keepstep.core.errors import RunError
+
+
+class Verb(str, Enum):
+    """What may be ordered."""
+
+    status = "status"
+    suspend = "suspend"
+    resume = "resume"
+    start = "start"
+    restart = "restart"
+    stop = "stop"
+
+
+def ctl(
+    run: Annotated[str, typer.Argument(help="The run's folder, or its name under ./runs.")],
+    verb: Annotated[Verb, typer.Argument(help="What the job is to do; start is resume.")],
+    now: Annotated[
+        bool, typer.Option("--now", help="End the workers at once, not when the next step is sealed.")
+    ] = False,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait until it is done.")] = 300.0,
+) -> int:
+    """Suspend a job (workers end, standbys and checkpoints stay), resume, restart or stop it; say where it stands."""
+    if verb is Verb.status:
+        return show_status(run)
+    answer = ask(
+        run,
+        wire.Operate(verb.value, now),
+        wire.Operated,
+        timeout,
+        only="only a running job takes orders",
+        gone=f"see keepstep status {run} for whether it was done",
+    )
+    if answer.refused:
+        raise RunError(f"{run}: not done ({verb.value}): {answer.refused}")
+    print(f"{run}: {answer.done}")
+    return 0

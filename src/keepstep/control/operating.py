@@ -1,0 +1,139 @@
+"""What an operator orders by hand (``keepstep ctl``): one wish at a time, answered when it is done or refused.
+
+Pure: orders for the recovery's core come out, which ends and begins workers as after a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from keepstep.control.reforming import End, Order, Reforming
+from keepstep.control.rendezvous import Launcher, Rendezvous
+from keepstep.core.ranges import fold_nodes
+from keepstep.wire.messages import Message, Operate, Operated, Seal
+
+STOPPED = 79  # exit code of a job that an operator stopped
+_SEAL_S = 120.0  # for every rank to seal a step
+
+
+@dataclass(slots=True)
+class _Wish:
+    peer: int
+    verb: str
+    until_s: float
+    unsealed: set[Launcher]
+    step: int = -1  # that all who answered have sealed
+    ordered: bool = False
+
+
+class Operating:
+    """See the module. ``answer``: to who asked; ``send``: to some peers."""
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        reforming: Reforming,
+        answer: Callable[[int, Operated], None],
+        send: Callable[[tuple[int, ...], Message], None],
+    ) -> None:
+        self._rendezvous, self._reforming = rendezvous, reforming
+        self._answer, self._send = answer, send
+        self._wish: _Wish | None = None
+
+    def asked(self, peer: int, message: Operate, standstill: str, now_s: float) -> list[Order]:
+        """An operator's order. ``standstill``: why the job runs no more, "" while it does."""
+        if message.verb == "stop" and not standstill:
+            self._answer(peer, Operated("the job ends"))
+            return [End(STOPPED, "stopped by an operator", by_operator=True)]
+        if why := standstill or self._objection(message.verb):
+            self._answer(peer, Operated(refused=why))
+            return []
+        if message.verb in ("start", "resume"):
+            self._wish = _Wish(peer, message.verb, now_s, set(), ordered=True)
+            return self._reforming.resume(now_s)
+        wish = self._wish = _Wish(peer, message.verb, now_s + _SEAL_S, set(self._rendezvous.placements))
+        if message.now or self._reforming.under_way:
+            return self._order(wish, now_s)
+        self._send(self._peers(wish.unsealed), Seal(self._reforming.incarnation))
+        return []
+
+    def sealed(self, launcher: Launcher, incarnation: int, step: int, now_s: float) -> list[Order]:
+        """All ranks of a launcher have sealed a step since they were asked; -1: they keep none."""
+        wish = self._wish
+        if wish is None or wish.ordered or incarnation != self._reforming.incarnation:
+            return []
+        if step < 0:
+            self._refuse(
+                wish,
+                f"node {launcher.node} keeps no checkpoint in memory, so no step is sealed; "
+                "--now ends the workers at once, and the script begins as after any restart",
+            )
+            return []
+        wish.unsealed.discard(launcher)
+        wish.step = step if wish.step < 0 else min(wish.step, step)
+        return [] if wish.unsealed else self._order(wish, now_s)
+
+    def tick(self, peers: Collection[int], now_s: float) -> list[Order]:
+        """Time passes. ``peers``: those that are connected."""
+        wish = self._wish
+        if wish is None:
+            return []
+        if wish.ordered:
+            self._look(wish)
+        elif wish.peer not in peers:
+            self._wish = None  # nobody waits for it any more
+        elif self._reforming.under_way:
+            return self._order(wish, now_s)  # a failure was faster: nothing will be sealed
+        elif now_s >= wish.until_s:
+            missing = fold_nodes(sorted(launcher.node for launcher in wish.unsealed))
+            self._refuse(
+                wish, f"{missing} sealed no step within {_SEAL_S:g} s; --now ends the workers at once"
+            )
+        return []
+
+    def end(self) -> None:
+        """The job ends."""
+        if self._wish is not None:
+            self._refuse(self._wish, "the job ends")
+
+    def _objection(self, verb: str) -> str:
+        suspended, placed = self._reforming.suspended, self._rendezvous.placements
+        if self._wish is not None:
+            return f"{self._wish.verb} is under way already"
+        if verb in ("start", "resume"):
+            if not placed:
+                return "not all nodes are here yet; it begins by itself when they are"
+            return "" if suspended else "it is not suspended"
+        if not placed:
+            return "no worker has been started yet"
+        if suspended:
+            return "it is suspended already" if verb == "suspend" else "it is suspended; say resume"
+        if len(placed) > 1 and not self._rendezvous.max_restarts:
+            return "its nodes cannot begin again together: that takes --max-restarts when the job is started"
+        return ""
+
+    def _order(self, wish: _Wish, now_s: float) -> list[Order]:
+        wish.ordered = True
+        return self._reforming.pause(now_s, hold=wish.verb == "suspend")
+
+    def _look(self, wish: _Wish) -> None:
+        reforming = self._reforming
+        if wish.verb == "suspend":
+            if reforming.suspended:
+                after = f" after step {wish.step}" if wish.step >= 0 else ""
+                self._done(wish, f"suspended{after}: standbys and checkpoints are kept; go on with resume")
+        elif not reforming.under_way:
+            self._done(wish, f"begins again, incarnation {reforming.incarnation}")
+
+    def _done(self, wish: _Wish, text: str) -> None:
+        self._answer(wish.peer, Operated(text))
+        self._wish = None
+
+    def _refuse(self, wish: _Wish, why: str) -> None:
+        self._answer(wish.peer, Operated(refused=why))
+        self._wish = None
+
+    def _peers(self, launchers: Collection[Launcher]) -> tuple[int, ...]:
+        found = (self._rendezvous.peer(launcher) for launcher in launchers)
+        return tuple(sorted(peer for peer in found if peer is not None))

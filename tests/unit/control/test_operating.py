@@ -1,0 +1,223 @@
+"""What operators order by hand: who has to seal, halt and begin again, what is refused, and that it is no restart."""
+
+from __future__ import annotations
+
+import control_stand_ins as stand_ins
+
+from keepstep.control import Controller, Effect, Send, Settings, StorePlacement
+from keepstep.wire import (
+    Ended,
+    Failed,
+    Halt,
+    Halted,
+    Hello,
+    Join,
+    Message,
+    Operate,
+    Operated,
+    Placement,
+    Seal,
+    Sealed,
+    Stop,
+)
+
+OPERATOR = 20
+
+
+class Stage:
+    """``nodes`` launchers, numbered as their peers; an operator's client."""
+
+    def __init__(self, nodes: int = 2, *, restarts: int = 2, missing: int = 0) -> None:
+        self.nodes, self.restarts = nodes, restarts
+        self.stored: StorePlacement | None = None
+        self.controller = self.fresh()
+        for number in range(nodes - missing):
+            self.come(number)
+
+    def fresh(self) -> Controller:
+        return Controller(Settings(nodes=self.nodes), locators=stand_ins.PlainLocators())
+
+    def come(self, number: int, incarnation: int = -1) -> list[Effect]:
+        self.controller.connected(number, "launcher")
+        join = Join(
+            f"gpu-{number}", f"10.0.0.{number}", 1, 29500, -1, self.nodes, self.nodes, self.restarts, incarnation
+        )  # fmt: skip
+        return self.say(number, Hello("launcher", f"gpu-{number}", -1, 100 + number), join)
+
+    def say(self, peer: int, *messages: Message, now_s: float = 1.0) -> list[Effect]:
+        effects = [effect for one in messages for effect in self.controller.message(peer, one, now_s)]
+        self.stored = next((one for one in effects[::-1] if isinstance(one, StorePlacement)), self.stored)
+        return effects
+
+    def order(self, verb: str, *, now: bool = False) -> list[Effect]:
+        self.controller.connected(OPERATOR, "client")
+        self.say(OPERATOR, Hello("client", "desk", -1, 1))
+        return self.say(OPERATOR, Operate(verb, now))  # type: ignore[arg-type]
+
+    def halt(self, incarnation: int, *, suspended: bool = False) -> list[Effect]:
+        return [
+            effect
+            for number in range(self.nodes)
+            for effect in self.say(number, Halted(incarnation, 4000 + number, suspended))
+        ]
+
+    def suspend(self) -> None:
+        self.order("suspend", now=True)
+        self.halt(self.controller.reforming.incarnation, suspended=True)
+        assert self.answer(self.tick()).done
+
+    def tick(self, now_s: float = 2.0) -> list[Effect]:
+        return self.controller.tick(now_s)
+
+    def answer(self, effects: list[Effect]) -> Operated:
+        ((peers, message),) = sent(effects, Operated)
+        assert peers == (OPERATOR,)
+        assert isinstance(message, Operated)
+        return message
+
+    @property
+    def state(self) -> str:
+        self.controller.states.follow(self.controller.facts(2.0), 2.0)
+        state = self.controller.states.state
+        assert state is not None
+        return state.value
+
+
+def sent(effects: list[Effect], kind: type[Message]) -> list[tuple[tuple[int, ...], Message]]:
+    return [
+        (one.peers, one.message) for one in effects if isinstance(one, Send) and type(one.message) is kind
+    ]
+
+
+def test_a_job_is_suspended_when_all_have_sealed_and_goes_on_when_resumed() -> None:
+    stage = Stage()
+    assert sent(stage.order("suspend"), Seal) == [((0, 1), Seal(0))]
+    assert stage.say(0, Sealed(0, 7)) == []
+    assert sent(stage.say(1, Sealed(0, 8)), Halt) == [((0, 1), Halt(0, True))]
+    assert stage.state == "checking"
+    assert sent(stage.halt(0, suspended=True), Placement) == []
+    assert stage.answer(stage.tick()).done.startswith("suspended after step 7:")
+    assert stage.state == "suspended"
+    assert stage.tick(5000.0) == []  # for as long as it takes
+    placed = sent(stage.order("resume"), Placement)
+    assert [(peers, one.incarnation, one.pauses) for peers, one in placed] == [((0,), 1, 1), ((1,), 1, 1)]  # type: ignore[attr-defined]
+    assert stage.answer(stage.tick(5000.1)).done == "begins again, incarnation 1"
+    assert stage.state == "recovering"
+    assert stage.controller.reforming.restarts == 0
+
+
+def test_now_waits_for_no_step() -> None:
+    stage = Stage()
+    assert sent(stage.order("suspend", now=True), Halt) == [((0, 1), Halt(0, True))]
+
+
+def test_an_ordered_restart_is_none_that_counts() -> None:
+    stage = Stage(restarts=1)
+    for incarnation in range(3):
+        assert sent(stage.order("restart", now=True), Halt) == [((0, 1), Halt(incarnation))]
+        stage.say(1, Failed(incarnation, 1, "rank 1: Connection closed by peer"))  # ended by us, in a way
+        assert len(sent(stage.halt(incarnation), Placement)) == 2
+        assert stage.answer(stage.tick()).done == f"begins again, incarnation {incarnation + 1}"
+    stage.say(1, Failed(3, 137, "rank 1: killed"))
+    assert len(sent(stage.halt(3), Placement)) == 2
+    stage.say(1, Failed(4, 137, "rank 1: killed"))
+    ((_, stop),) = sent(stage.halt(4), Stop)
+    assert isinstance(stop, Stop)
+    assert "--max-restarts 1 are used up" in stop.reason
+
+
+def test_one_node_without_restarts_is_suspended_too_whatever_incarnation_it_has_come_to() -> None:
+    stage = Stage(1, restarts=0)
+    stage.say(0, Join("gpu-0", "10.0.0.0", 1, 29500, 0, 1, 1, 0, incarnation=3))
+    assert sent(stage.order("suspend", now=True), Halt) == [((0,), Halt(3, True))]
+    stage.halt(3, suspended=True)
+    assert stage.answer(stage.tick()).done
+    ((_, placement),) = sent(stage.order("resume"), Placement)
+    assert isinstance(placement, Placement)
+    assert (placement.incarnation, placement.pauses, placement.master_port) == (4, 1, 4000)
+
+
+def test_a_stopped_job_ends_with_a_code_of_its_own_on_every_node() -> None:
+    stage = Stage()
+    effects = stage.order("stop")
+    assert sent(effects, Stop) == [((0, 1), Stop(79, "stopped by an operator", by_operator=True))]
+    assert stage.answer(effects).done == "the job ends"
+    stage.say(0, Ended(0, 79, "stopped"))
+    stage.say(1, Ended(1, 79, "stopped"))
+    assert stage.state == "done"
+
+
+def test_a_suspended_job_can_be_stopped() -> None:
+    stage = Stage()
+    stage.suspend()
+    assert [stop for _, stop in sent(stage.order("stop"), Stop)] == [Stop(79, "stopped by an operator", True)]
+
+
+def test_a_new_controller_keeps_it_suspended() -> None:
+    stage = Stage()
+    stage.suspend()
+    stage.order("resume")
+    stage.tick()
+    stage.suspend()
+    assert stage.stored is not None
+    stage.controller = stage.fresh()
+    stage.controller.restore((), stage.stored.placements)
+    for number in range(2):
+        stage.come(number, 1)
+        stage.say(number, Halted(1, 4000 + number, suspended=True))
+    assert stage.state == "suspended"
+    placed = [placement for _, placement in sent(stage.order("resume"), Placement)]
+    assert {(one.incarnation, one.pauses) for one in placed} == {(2, 2)}  # type: ignore[attr-defined]
+
+
+def test_a_failure_that_is_faster_counts_and_the_job_is_suspended_all_the_same() -> None:
+    stage = Stage()
+    stage.order("suspend")
+    stage.say(1, Failed(0, 137, "rank 1: killed"))
+    assert sent(stage.tick(), Halt) == [((0, 1), Halt(0, True))]
+    stage.halt(0, suspended=True)
+    assert stage.answer(stage.tick()).done.startswith("suspended:")
+    stage.order("resume")
+    assert stage.controller.reforming.restarts == 1
+
+
+def refused(stage: Stage, verb: str) -> str:
+    return stage.answer(stage.order(verb)).refused
+
+
+def test_what_cannot_be_is_refused_with_the_reason() -> None:
+    assert refused(Stage(missing=1), "suspend") == "no worker has been started yet"
+    assert (
+        refused(Stage(missing=1), "start") == "not all nodes are here yet; it begins by itself when they are"
+    )
+    assert refused(Stage(), "resume") == "it is not suspended"
+    assert "--max-restarts" in refused(Stage(restarts=0), "suspend")
+    stage = Stage()
+    stage.order("suspend")
+    assert refused(stage, "restart") == "suspend is under way already"
+    stage = Stage()
+    stage.suspend()
+    assert refused(stage, "suspend") == "it is suspended already"
+    assert refused(stage, "restart") == "it is suspended; say resume"
+    stage.order("stop")
+    assert refused(stage, "resume") == "the job is ending"
+
+
+def test_nodes_that_seal_nothing_are_named() -> None:
+    stage = Stage()
+    stage.order("suspend")
+    answer = stage.answer(stage.say(1, Sealed(0, -1)))
+    assert answer.refused.startswith("node gpu-1 keeps no checkpoint in memory")
+    stage.order("suspend")
+    stage.say(1, Sealed(0, 7))
+    answer = stage.answer(stage.tick(500.0))
+    assert answer.refused == "gpu-0 sealed no step within 120 s; --now ends the workers at once"
+    assert stage.state == "warming up"
+
+
+def test_who_goes_before_anything_is_done_has_ordered_nothing() -> None:
+    stage = Stage()
+    stage.order("suspend")
+    stage.controller.disconnected(OPERATOR, 1.5)
+    stage.tick()
+    assert stage.say(0, Sealed(0, 7)) + stage.say(1, Sealed(0, 7)) == []
