@@ -38,9 +38,20 @@ def status(
     print(_line(_COLUMNS))
     for row in _folded(rows):
         print(_line(row))
-    for line in _checkpoints(opened):
+    for line in (*_checks(found), *_checkpoints(opened)):
         print(line)
     return 0
+
+
+def _checks(found: dict[str, Any]) -> Iterator[str]:
+    """What the checks before the start found, a row for each node; nodes without a finding share one."""
+    checks: dict[str, Any] = found.get("checks") or {}
+    well = sorted(node for node, lines in checks.items() if not lines)
+    if well:
+        yield f"checks: {fold_nodes(well)}: nothing found"
+    for node, lines in sorted(checks.items()):
+        if lines:
+            yield f"checks: {node}: {'; '.join(lines)}"
 
 
 def _checkpoints(run: Run) -> Iterator[str]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from keepstep.control.admission import Admission
 from keepstep.control.backups import Backups
 from keepstep.control.cluster import Cluster, Node
 from keepstep.control.crash_case import CrashCase
@@ -33,7 +34,7 @@ from keepstep.control.job_state import Facts, JobStates
 from keepstep.control.locators import LibraryLocators, Locators
 from keepstep.control.operating import Operating
 from keepstep.control.questions import Question, Questions, probes_of
-from keepstep.control.reforming import End, HaltThese, Lost, Order, Reforming, Renew, Waiting
+from keepstep.control.reforming import End, Exclude, HaltThese, Lost, Order, Reforming, Renew, Waiting
 from keepstep.control.rendezvous import MOST_NODES, MOST_RANKS, Launcher, Placed, Rendezvous
 from keepstep.control.slow_case import SlowCase
 from keepstep.control.spending import Spending
@@ -76,6 +77,7 @@ from keepstep.wire.messages import (
 )
 
 _NO_STEP = 1 << 62
+_EXCLUDED = 1  # exit code of a launcher that was excluded
 _MOST_SLOW_CASES = 16
 _SAVE_ALL_RANKS = 1024
 _MOST_ENDPOINTS = 4
@@ -133,6 +135,7 @@ class Controller:
         self.locators: Locators = locators or LibraryLocators()
         self.rendezvous = Rendezvous(settings.nodes, join_s=settings.join_s, last_call_s=settings.last_call_s)
         waiting = Waiting(settings.lost_s, settings.away_s, settings.halt_s, settings.join_s)
+        self.admission = Admission(unix_s)
         self.spending = Spending(settings.restart_budget, unix_s)
         self.reforming = Reforming(self.rendezvous, waiting, self._is_heard, self.spending)
         self.backups = Backups(settings.backups, settings.lost_s)
@@ -270,7 +273,7 @@ class Controller:
             self._failed(sender, message, now_s)
         elif isinstance(message, Halted):
             if sender.launcher is not None:
-                told = (message.incarnation, message.free_port, now_s, message.suspended)
+                told = (message.incarnation, message.free_port, now_s, message.suspended, message.unfit)
                 self._reform(self.reforming.halted(sender.launcher, *told), now_s)
         elif isinstance(message, Recovered):
             self._recovered(message.recovery, now_s)
@@ -464,6 +467,9 @@ class Controller:
         if sender.launcher is None:
             self._refuse(peer, "only launchers join")
             return
+        if reason := self.admission.objection(join, now_s):
+            self._refuse(peer, reason)
+            return
         if not join.max_restarts and join.incarnation > self.reforming.incarnation:
             self.cluster.begin_again({})  # by itself, as the launcher of one node does
         placed = self.rendezvous.join(sender.launcher, join, peer, now_s)
@@ -506,6 +512,8 @@ class Controller:
                     node.lost_s = None
                     incarnation = self.rendezvous.incarnation
                     self._death_in(incarnation, now_s).lost(node.name, node.ranks, now_s, incarnation)
+            elif isinstance(order, Exclude):
+                self._exclude(order)
             elif isinstance(order, Renew):
                 table = self.rendezvous.placements
                 self.cluster.begin_again({one.node_rank: launcher.node for launcher, one in table.items()})
@@ -519,6 +527,13 @@ class Controller:
                 self._effects.append(order)
             else:
                 self._end_job(order, now_s)
+
+    def _exclude(self, order: Exclude) -> None:
+        self._effects.append(Tell(order.reason))
+        peer = self.rendezvous.peer(order.launcher)
+        if peer is not None:
+            self.rendezvous.leave(order.launcher, peer)
+            self._effects.append(Send((peer,), Stop(_EXCLUDED, order.reason[:_MOST_TEXT])))
 
     def _failed(self, sender: _Peer, failed: Failed, now_s: float) -> None:
         if sender.launcher is not None:

@@ -51,6 +51,14 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class Exclude:
+    """This launcher plays no part any more: end it."""
+
+    launcher: Launcher
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Renew:
     """There is a new rank table; tell who plays what."""
 
@@ -66,7 +74,7 @@ class End:
     by_operator: bool = False
 
 
-Order = HaltThese | Lost | Renew | End | Tell
+Order = HaltThese | Lost | Exclude | Renew | End | Tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +112,7 @@ class Reforming:
         self._open: set[Launcher] = set()  # members that have not said yet that they have ended
         self._lost: set[Launcher] = set()  # members whose places are vacant
         self._halted: dict[Launcher, int] = {}  # free port, by launcher that can be placed
+        self._unfit: dict[Launcher, str] = {}  # members whose nodes should be replaced, and why
         self._cause: _Cause | None = None
         self._vacated = False  # members were lost that may be all that was waited for
         self._deadline_s = 0.0
@@ -204,9 +213,18 @@ class Reforming:
             self._done.add(launcher)
 
     def halted(
-        self, launcher: Launcher, incarnation: int, free_port: int, now_s: float, suspended: bool = False
+        self,
+        launcher: Launcher,
+        incarnation: int,
+        free_port: int,
+        now_s: float,
+        suspended: bool = False,
+        unfit: str = "",
     ) -> list[Order]:
-        """A launcher has no workers any more; ``suspended``: because an operator wanted that."""
+        """A launcher has no workers any more.
+
+        ``suspended``: because an operator wanted that. ``unfit``: why none should begin again on its node.
+        """
         if incarnation < self.incarnation or self._state == "over":
             return []
         orders: list[Order] = []
@@ -217,6 +235,8 @@ class Reforming:
             orders = self._begin(now_s)
             self._lost.discard(launcher)
             self._open.discard(launcher)
+            if unfit:
+                self._unfit[launcher] = unfit
         self._halted[launcher] = free_port
         return [*orders, *self._advance(now_s)]
 
@@ -302,12 +322,22 @@ class Reforming:
                 cause.exit_code, f"{cause.text}; --max-restarts {rendezvous.max_restarts} are used up"
             )
         elif refused := self._spending.refused(self.incarnation):
-            return self._end(cause.exit_code, refused.reason)
+            blamed = [
+                one for one in rendezvous.placements if one.node == refused.node and one not in self._lost
+            ]
+            if not self._replaceable(blamed):
+                return self._end(cause.exit_code, refused.reason)
+            self._unfit.update(dict.fromkeys(blamed, refused.reason))
+        excluded = [one for one in self._unfit if one in rendezvous.placements and one not in self._lost]
+        excluded = excluded if self._replaceable(excluded) else []
         vacant = sorted(self._lost, key=lambda launcher: rendezvous.placements[launcher].node_rank)
         if len(vacant) == len(rendezvous.placements):
             return self._end(cause.exit_code, f"{cause.text}; all nodes are lost")
         pauses = rendezvous.pauses + self._asked
-        placed = rendezvous.renew(vacant, self._halted, self.incarnation + 1, pauses)
+        placed = rendezvous.renew([*vacant, *excluded], self._halted, self.incarnation + 1, pauses)
+        if placed is None and excluded:  # its node is better than none
+            excluded = []
+            placed = rendezvous.renew(vacant, self._halted, self.incarnation + 1, pauses)
         if (
             placed is None
             and now_s < self._deadline_s
@@ -317,15 +347,24 @@ class Reforming:
             return []
         if placed is None:
             return self._wait(cause, vacant, now_s)
-        told = self._told(cause, vacant)
+        told = self._told(cause, [*vacant, *excluded])
+        gone = [Exclude(one, f"node {one.node} is excluded: {self._unfit[one]}") for one in excluded]
+        self._unfit.clear()
         self._state, self._cause, self._asked = "running", None, False
-        for launcher in vacant:
+        for launcher in (*vacant, *excluded):
             self._away.pop(launcher, None)
             self._unheard.discard(launcher)
             self._orphaned.discard(launcher)
         self._lost.clear()
         self._halted.clear()
-        return [Renew(placed), Tell(told)]
+        return [Renew(placed), *gone, Tell(told)]
+
+    def _replaceable(self, unfit: list[Launcher]) -> bool:
+        """Whether there are spares for these and all lost ones; who hosts the controller cannot be spared."""
+        rendezvous = self._rendezvous
+        ready = sum(spare in self._halted for spare in rendezvous.spares)
+        hosts = any(rendezvous.hosts_controller(one) for one in unfit)
+        return bool(unfit) and not hosts and len(unfit) + len(self._lost) <= ready
 
     def _wait(self, cause: _Cause, vacant: list[Launcher], now_s: float) -> list[Order]:
         if self._vacant_since_s is None:

@@ -94,6 +94,11 @@ class Rendezvous:
         joined = self._joined.get(launcher)
         return joined.peer if joined else None
 
+    def hosts_controller(self, launcher: Launcher) -> bool:
+        """Whether the job's controller lives and dies with this launcher."""
+        joined = self._joined.get(launcher)
+        return joined is not None and joined.join.hosts_controller
+
     def restore(self, table: dict[Launcher, Placement]) -> None:
         """Continue with a table that an earlier controller of this run gave out."""
         self._set(dict(table))

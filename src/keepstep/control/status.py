@@ -54,6 +54,7 @@ class Status(msgspec.Struct, frozen=True):
     restarts: int = 0  # of these; the others an operator has ordered
     max_restarts: int = 0
     spares: tuple[str, ...] = ()  # nodes that wait for a place
+    checks: dict[str, tuple[str, ...]] = {}  # what those of each node found before the start
     state_s: float = 0.0  # how long the job has been in its state
 
 
@@ -104,6 +105,7 @@ def status_of(controller: Controller, now_s: float, unix_s: float, counters: dic
         controller.reforming.restarts,
         controller.rendezvous.max_restarts,
         tuple(launcher.node for launcher in controller.rendezvous.spares),
+        controller.admission.found,
         round(max(now_s - controller.states.since_s, 0.0), 3),
     )
 

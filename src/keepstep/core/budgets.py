@@ -24,7 +24,7 @@ _MOST_QUOTED = 120
 class Limits:
     """Restarts within an hour; 0: as many as ``--max-restarts`` allows."""
 
-    rank: int = 5  # that one rank has caused
+    rank: int = 5  # that one rank has caused on one node
     node: int = 10  # that one node, or its ranks, have caused
     hour: int = 30  # in all
     same: int = (
@@ -96,7 +96,12 @@ def refusal(limits: Limits, causes: Sequence[Cause]) -> Refusal | None:
         )
     recent = [cause for cause in causes if cause.at_s > last.at_s - WINDOW_S]
     counts = (
-        ("rank", f"rank {last.rank}", last.node, [one for one in recent if one.rank == last.rank >= 0]),
+        (
+            "rank",
+            f"rank {last.rank}",
+            last.node,
+            [one for one in recent if (one.rank, one.node) == (last.rank, last.node) and one.rank >= 0],
+        ),
         ("node", f"node {last.node}", last.node, [one for one in recent if one.node == last.node]),
         ("hour", "the job", "", recent),
     )

@@ -159,6 +159,8 @@ def _add_own(group: Any) -> None:
     group.add_argument("--run-dir", metavar="DIR", help="run folder (default: runs/<time>-<name>)")
     group.add_argument("--name", help="name of the run (default: the script's)")
     group.add_argument("--no-watch", dest="watch", action="store_false", default=None, help="run only")
+    text = "check disk, memory, ports, kernel log, versions and clocks of the nodes (default), or not"
+    group.add_argument("--check", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "never hold the job by itself to test devices and links"
     group.add_argument("--no-validate", dest="validate", action="store_false", default=None, help=text)
     text = "a process that hangs for sure is ended (restart, where --max-restarts allows), or only told of (report)"

@@ -28,6 +28,7 @@ DEFAULT_RENDEZVOUS_PORT = 29400
 DEFAULT_MASTER_PORT = 29500
 _OWN_FLAGS = (
     "watch",
+    "check",
     "validate",
     "on_hang",
     "secret_file",
@@ -130,6 +131,7 @@ class Job:
     name: str
     node: str
     watch: bool
+    check: bool  # check nodes before the start and after failures
     validate: bool  # hold the job and test devices and links when in doubt
     restart_hangs: bool  # a process that hangs for sure is ended
     secret_file: Path | None
@@ -204,6 +206,7 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         name=_name(given),
         node=str(value["node_name"]) or os.uname().nodename,
         watch=bool(value["watch"]),
+        check=bool(value["check"]),
         validate=bool(value["validate"]),
         restart_hangs=_on_hang(str(value["on_hang"]).strip()) and given.max_restarts > 0,
         secret_file=Path(str(value["secret_file"])).absolute() if value["secret_file"] else None,

@@ -27,6 +27,7 @@ from keepstep.launch.caching import Caching
 from keepstep.launch.companions import Companion, agent_command, controller_command
 from keepstep.launch.guard import Guard
 from keepstep.launch.job import Endpoint, Job
+from keepstep.launch.node_checks import NodeChecks, versions
 from keepstep.launch.placement import COOKIE, OURS, Place, worker_plans
 from keepstep.launch.processes import Processes
 from keepstep.launch.recovery import sentence
@@ -82,6 +83,7 @@ class Launcher:
         self._caching = Caching(job, self._warn)
         self._workers: Workers | None = None
         self._following = Following(job, self._logs)
+        self._checks = NodeChecks(job, folder, self._warn)
         self._restarts: Restarts | None = None
         self._renewal: asyncio.Task[None] | None = None  # of the agent
         self._outcome: asyncio.Future[_Outcome] = asyncio.get_running_loop().create_future()
@@ -103,6 +105,7 @@ class Launcher:
         self._hosts_controller = hosts_controller
         self._handle_signals()
         try:
+            self._checks.before_start()
             place = await self._find_place()
             outcome = await self._incarnations(place)
         except _EndedEarly as early:
@@ -222,6 +225,9 @@ class Launcher:
             min_nodes=job.min_nodes,
             max_nodes=job.max_nodes,
             max_restarts=job.max_restarts if rendezvous.endpoint else 0,
+            versions=versions(job) if job.check else (),
+            checks=self._checks.found,
+            hosts_controller=self._hosts_controller,
         )
         endpoint = replace(self._controller_at, host=address)
         self._link = Link(
@@ -292,6 +298,7 @@ class Launcher:
             self._warn(refused.reason)
             return replace(ended, reason=refused.reason)
         self._say(f"rank {failure.rank}: {failure.text}; restart {restart} of {most}")
+        self._checks.unfit()  # only told: there is no other node
         self._outcome = asyncio.get_running_loop().create_future()
         port = self._job.master_port or addresses.free_port("127.0.0.1")
         return replace(self._place, incarnation=self._place.incarnation + 1, master_port=port)
@@ -316,7 +323,7 @@ class Launcher:
         if outcome.kind == "failed" and self._workers is not None:
             root = root_cause.first(self._workers.failures)
             self._link.failed(root.exit_code, self._cause(root))
-        self._link.halted()
+        self._link.halted(self._checks.unfit())
         self._on_order()
         try:
             place = await self._until(self._link.next_place())
@@ -361,6 +368,7 @@ class Launcher:
         )
         self._following.start(streams, ranks, restarts)
         self._workers.start({k: v for k, v in self._environ.items() if k not in OURS})
+        self._checks.began()
         prepared.started(plans, place.incarnation, self._workers.from_standbys)
         self._describe()
         if job.watch and job.rendezvous.endpoint is None and self._controller is None:
@@ -458,6 +466,7 @@ class Launcher:
         self._settle(_Outcome("signal", 128 + number, f"signal {number.name}", number))
 
     def _on_failure(self, failure: root_cause.Failure) -> None:
+        self._checks.failed()
         if self._link:
             self._link.found(self._finding(failure))
             if self._together:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +44,7 @@ class Link:
         self._client: wire.Client | None = None
         self._changed = asyncio.Event()
         self._trouble = ""
-        self.member = Membership(join, os.getpid(), free_port)
+        self.member = Membership(join, os.getpid(), free_port, time.time)
         self.connected = asyncio.Event()
 
     def open(self) -> None:
@@ -177,9 +178,9 @@ class Link:
         text = f"rank {cause.rank}: {cause.error}"
         self._send(self.member.failed(exit_code, text, cause.rank, cause.step, cause.at_s))
 
-    def halted(self) -> None:
-        """No worker of this incarnation runs here any more."""
-        self._send(self.member.halted())
+    def halted(self, unfit: str = "") -> None:
+        """No worker of this incarnation runs here any more; ``unfit``: why none should again."""
+        self._send(self.member.halted(unfit))
 
     def sealed(self, incarnation: int, step: int) -> None:
         """All ranks of this node have sealed a step; -1: they keep no snapshots."""

@@ -16,6 +16,7 @@ from keepstep.core.finding import Finding
 from keepstep.core.incident import Recovery
 
 _MOST_FAILURES = 64
+_MOST_TEXT = 500
 LEASE_S = 30.0  # cut off from the controller for so long: others may have our place
 
 _UNANSWERED = frozenset(
@@ -33,10 +34,18 @@ _UNANSWERED = frozenset(
 class Membership:
     """See the module. ``free_port``: a port of this node that nobody listens on."""
 
-    def __init__(self, join: wire.Join, pid: int, free_port: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        join: wire.Join,
+        pid: int,
+        free_port: Callable[[], int],
+        unix_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._join = join
         self._pid = pid
         self._free_port = free_port
+        self._unix_s = unix_s
+        self._unfit = ""
         self._halt = -1  # incarnation up to which nothing may run here
         self._halted = -1  # and up to which nothing does
         self._running = -1
@@ -81,7 +90,7 @@ class Membership:
     def greet(self) -> list[wire.Message]:
         """What a controller that knows nothing has to hear, in this order."""
         node_rank = self.placement.node_rank if self.placement is not None else -1
-        join = self._join
+        join = structs.replace(self._join, unix_s=self._unix_s())
         if self.placement is not None:
             join = structs.replace(join, node_rank=node_rank, incarnation=self.incarnation)
         said: list[wire.Message] = [
@@ -91,14 +100,14 @@ class Membership:
         ]
         said += [*self._failures.values(), *([self._ended] if self._ended is not None else [])]
         if self._halted >= max(self.incarnation, 0):
-            said.append(wire.Halted(self._halted, self._free_port(), self._suspended))
+            said.append(self._said_halted())
         return said
 
     def received(self, message: wire.Message) -> list[wire.Message]:
         """An order; what is to be answered at once."""
         if isinstance(message, wire.Placement):
             if message.incarnation > self.incarnation:
-                self.placement, self.is_spare, self._suspended = message, False, False
+                self.placement, self.is_spare, self._suspended, self._unfit = message, False, False, ""
                 self._findings, self._ended = [], None
         elif isinstance(message, wire.Halt):
             self._halt = max(self._halt, message.incarnation)
@@ -146,11 +155,18 @@ class Membership:
             del self._failures[min(self._failures)]
         return [failed]
 
-    def halted(self) -> list[wire.Message]:
-        """None of ours runs any more, by order or because we ended them by ourselves."""
+    def _said_halted(self) -> wire.Halted:
+        return wire.Halted(self._halted, self._free_port(), self._suspended, self._unfit)
+
+    def halted(self, unfit: str = "") -> list[wire.Message]:
+        """None of ours runs any more, by order or because we ended them by ourselves.
+
+        ``unfit``: why workers should not begin again on this node.
+        """
+        self._unfit = self._unfit or unfit[:_MOST_TEXT]
         self._halted = max(self._halted, self._halt, self._running)
         self._halt, self._ended = self._halted, None
-        return [wire.Halted(self._halted, self._free_port(), self._suspended)]
+        return [self._said_halted()]
 
     def ended(self, exit_code: int, text: str) -> list[wire.Message]:
         """This node's workers have ended, and it begins them again only by order; a spare just goes."""

@@ -7,6 +7,7 @@ from keepstep.core.config import Setting
 SETTINGS = (
     Setting("run", "runs_dir", "runs", "folder in which run folders are made"),
     Setting("run", "watch", True, "watch the job (off: run it only; flag --no-watch)"),
+    Setting("run", "check", True, "check nodes before the start and after failures (flag --no-check)"),
     Setting("run", "validate", True, "hold the job for seconds to test devices and links when in doubt"),
     Setting(
         "run",

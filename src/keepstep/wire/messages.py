@@ -74,6 +74,10 @@ class Join(Message, frozen=True):
     max_nodes: int = 1
     max_restarts: _Count = 0  # of the whole job; the same on all nodes
     incarnation: int = -1  # of the placement it has; -1: none yet
+    versions: Annotated[tuple[_Label, ...], msgspec.Meta(max_length=8)] = ()  # of what all nodes have alike
+    unix_s: float = 0.0  # its clock as it said this; 0: not told
+    checks: Annotated[tuple[_Line, ...], msgspec.Meta(max_length=16)] = ()  # what those of its node found
+    hosts_controller: bool = False
 
 
 class Groups(Message, frozen=True):
@@ -264,6 +268,7 @@ class Halted(Message, frozen=True):
     incarnation: int
     free_port: int  # MASTER_PORT if this becomes node 0
     suspended: bool = False  # as the ``Halt`` was; for a new controller
+    unfit: _Line = ""  # why workers should not begin again on this node
 
 
 class Ended(Message, frozen=True):

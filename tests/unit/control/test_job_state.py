@@ -27,6 +27,7 @@ def test_nothing_is_published_that_the_table_does_not_name(seen: list[Facts]) ->
             assert before is None or state in FOLLOWING[before], (before, state)
             before = state
         assert states.state is before
+        assert before is not None
         if before is not state_of(facts):
             assert way(before, state_of(facts)) == ()
 

@@ -128,7 +128,7 @@ def twin(limits: Limits, causes: list[Cause]) -> bool:
         if one.at_s > last.at_s - 3600:
             hour += 1
             node += one.node == last.node
-            rank += one.rank == last.rank and last.rank != -1
+            rank += one.rank == last.rank and one.node == last.node and last.rank != -1
         kind = one.error.split()[:1]
         if (one.rank, one.step, kind) == (last.rank, last.step, last.error.split()[:1]):
             same += last.rank != -1 and last.step != -1 and kind not in ([], ["broken"])

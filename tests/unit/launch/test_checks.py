@@ -1,0 +1,143 @@
+"""The checks of a node: what each finds, that they run side by side, and that none holds up the launcher."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from keepstep.launch import checks
+from keepstep.launch.checks import Found, Subject, disk, kernel_log, memory, ports, shared_memory
+
+
+def subject(*folders: Path, port: int = 0, since_s: float = 0.0, fresh: bool = False) -> Subject:
+    return Subject("gpu-1", 2, folders, port, since_s, fresh)
+
+
+def test_a_folder_that_can_be_written_or_made_is_well_and_left_as_it_was(tmp_path: Path) -> None:
+    assert [one for one in disk.look(subject(tmp_path, tmp_path / "not" / "yet")) if one.unfit] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (found,) = disk.look(subject(Path("/proc/1/runs")))
+    assert found.unfit
+    assert found.text.startswith("node gpu-1: /proc/1/runs cannot be written: ")
+    (tmp_path / "file").touch()
+    (found,) = disk.look(subject(tmp_path / "file" / "run"))
+    assert found.text.startswith(f"node gpu-1: {tmp_path}/file/run cannot be written: Not a directory")
+
+
+def test_a_port_in_use_is_named_and_a_free_one_is_not() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (found,) = ports.look(subject(port=port))
+        assert found.unfit
+        assert found.text.startswith(
+            f"node gpu-1: port {port} cannot be used: Address already in use; give another"
+        )
+    assert list(ports.look(subject(port=port))) == []
+    assert list(ports.look(subject())) == []
+
+
+def test_shared_memory(tmp_path: Path) -> None:
+    assert not any(one.unfit for one in shared_memory.look(subject(), str(tmp_path)))
+    (found,) = shared_memory.look(subject(), str(tmp_path / "absent"))
+    assert not found.unfit
+
+
+def proc(folder: Path, available: int, full: float | None) -> Path:
+    (folder / "meminfo").write_text(f"MemTotal: 1000000 kB\nMemFree: 1 kB\nMemAvailable: {available} kB\n")
+    if full is not None:
+        (folder / "pressure").mkdir()
+        (folder / "pressure" / "memory").write_text(
+            f"some avg10=99.00 avg60=0.00 avg300=0.00 total=1\nfull avg10={full:.2f} avg60=0.00 total=1\n"
+        )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("available", "full", "told"),
+    [
+        (500_000, None, ""),
+        (500_000, 3.0, ""),
+        (29_000, 0.0, "28 of 976 MiB are available"),
+        (500_000, 41.5, "for 41.50 % of the last 10 s"),
+    ],
+)
+def test_memory(tmp_path: Path, available: int, full: float | None, told: str) -> None:
+    found = list(memory.look(subject(), proc(tmp_path, available, full)))
+    assert [told in one.text for one in found] == ([True] if told else [])
+
+
+LOG = """6,1,1000000,-;usb 1-1: new device
+3,2,2000000,-;NVRM: Xid (PCI:0000:0f:00): 13, Graphics Exception
+3,3,3000000,-;NVRM: Xid (PCI:0000:0f:00): 79, GPU has fallen off the bus.
+ SUBSYSTEM=pci
+3,4,4000000,-;blk_update_request: I/O error, dev sr0, sector 0
+3,5,5000000,-;blk_update_request: I/O error, dev nvme0n1, sector 8
+"""
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel log that gives one record at a time, as the kernel does."""
+    records = [f"{head}\n".encode() for head in LOG.splitlines() if ";" in head]
+    monkeypatch.setattr(kernel_log.os, "open", lambda *_: 7)
+    monkeypatch.setattr(kernel_log.os, "close", lambda _: None)
+    left = iter(records)
+
+    def read(_descriptor: int, _size: int) -> bytes:
+        record = next(left, None)
+        if record is None:
+            raise BlockingIOError
+        return record
+
+    monkeypatch.setattr(kernel_log.os, "read", read)
+
+
+@pytest.mark.usefixtures("log")
+@pytest.mark.parametrize(
+    ("since_s", "told"),
+    [(0.0, "dev nvme0n1, sector 8 (and 1 more)"), (4.5, "dev nvme0n1, sector 8;"), (6.0, "")],
+)
+def test_broken_hardware_in_the_kernel_log(since_s: float, told: str) -> None:
+    found = list(kernel_log.look(subject(since_s=since_s)))
+    assert [(told in one.text, one.unfit) for one in found] == ([(True, True)] if told else [])
+
+
+@pytest.mark.usefixtures("log")
+def test_what_the_kernel_told_before_the_start_is_a_hint() -> None:
+    assert [one.unfit for one in kernel_log.look(subject(fresh=True))] == [False]
+
+
+def test_a_log_that_may_not_be_read_says_nothing() -> None:
+    assert list(kernel_log.look(subject(), "/dev/no-such-log")) == []
+
+
+def test_a_check_that_hangs_or_fails_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    looks = {
+        "disk": lambda _: [Found("full", unfit=True)],
+        "memory": lambda _: never.wait(60) or [],
+        "ports": lambda _: 1 / 0,
+    }
+    monkeypatch.setattr(
+        checks, "import_module", lambda name: type("module", (), {"look": looks[name.split(".")[-1]]})
+    )
+    found = checks.run(subject(), ("memory", "disk", "ports"), patience_s=0.5)
+    never.set()
+    assert [one.text for one in found] == [
+        "node gpu-1: check memory has not answered within 0.5 s",
+        "full",
+        "node gpu-1: check ports failed: ZeroDivisionError: division by zero",
+    ]
+    assert [one.unfit for one in found] == [False, True, False]
+
+
+def test_all_of_them_run_here(tmp_path: Path) -> None:
+    assert not any("check" in one.text for one in checks.run(subject(tmp_path), patience_s=60.0))
