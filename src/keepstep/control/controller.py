@@ -30,7 +30,7 @@ from keepstep.control.effects import (
 )
 from keepstep.control.hang_case import HangCase
 from keepstep.control.hang_remedy import HangRemedy
-from keepstep.control.job_state import Facts, JobStates
+from keepstep.control.job_state import JobState, JobStates
 from keepstep.control.locators import LibraryLocators, Locators
 from keepstep.control.operating import Operating
 from keepstep.control.questions import Question, Questions, probes_of
@@ -83,7 +83,6 @@ _SAVE_ALL_RANKS = 1024
 _MOST_ENDPOINTS = 4
 _MOST_TEXT = 500  # characters of what went wrong
 _FINISHED = Stop(0, "all nodes have finished")
-_UNSEEN_STEPS_S = 60.0  # of progress without an optimizer step that we would see: it trains, too
 _STALL_S = 1.0  # a tick this late means that we slept, not the agents
 
 
@@ -141,7 +140,6 @@ class Controller:
         self.backups = Backups(settings.backups, settings.lost_s)
         self.recovery: Recovery | None = None  # the newest
         self.states = JobStates()
-        self._trained = -1  # newest incarnation of which all ranks have made a step
         self.ignored = 0  # messages that made no sense in their place
         self._unix_s, self._pid = unix_s, pid
         self._peers: dict[int, _Peer] = {}
@@ -335,23 +333,13 @@ class Controller:
         """All launchers have ended."""
         return self._over_s is not None
 
-    def facts(self, now_s: float) -> Facts:
-        """What the job's state follows from. Looks at every rank until all train."""
-        failed = self._stop is not None and not self._stop.by_operator
-        code = (self._stop.exit_code if self._stop and failed else 0) if self._stop or self.over else None
-        incarnation = self.reforming.incarnation
-        dying = self._crash is not None and self._crash.incarnation >= incarnation
-        if self._trained < incarnation and not dying:
-            steps_unseen = now_s - self.states.since_s >= _UNSEEN_STEPS_S
-            self._trained = incarnation if self.cluster.trains(steps_unseen) else self._trained
-        return Facts(
-            placed=bool(self.rendezvous.placements) or bool(self.cluster.node_of),
-            incarnation=incarnation,
-            trains=self._trained >= incarnation,
-            ending=self.reforming.under_way or dying,
-            suspended=self.reforming.suspended,
-            exit_code=code,
-        )
+    def state(self, now_s: float) -> JobState:
+        """Where the job stands. Looks at every rank until all train."""
+        dying = self._crash.incarnation if self._crash is not None else -1
+        code = None
+        if self._stop is not None or self.over:
+            code = 0 if self._stop is None or self._stop.by_operator else self._stop.exit_code
+        return self.states.look(self.cluster, self.rendezvous, self.reforming, dying, code, now_s)
 
     # --- what the cases call (Desk) -------------------------------------------------------------------------------
 

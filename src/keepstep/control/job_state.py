@@ -11,6 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from keepstep.control.cluster import Cluster
+from keepstep.control.reforming import Reforming
+from keepstep.control.rendezvous import Rendezvous
+
+_UNSEEN_STEPS_S = 60.0  # of progress without an optimizer step that we would see: it trains, too
+
 
 class JobState(Enum):
     """Where a job stands. The value is what is written and shown."""
@@ -89,6 +95,32 @@ class JobStates:
     def __init__(self) -> None:
         self.state: JobState | None = None
         self.since_s = 0.0
+        self._trained = -1  # newest incarnation of which all ranks have made a step
+
+    def look(
+        self,
+        cluster: Cluster,
+        rendezvous: Rendezvous,
+        reforming: Reforming,
+        dying: int,
+        exit_code: int | None,
+        now_s: float,
+    ) -> JobState:
+        """Follow what the controller knows. ``dying``: incarnation of which a death is open; -1: none is."""
+        incarnation = reforming.incarnation
+        if self._trained < incarnation and dying < incarnation:
+            steps_unseen = now_s - self.since_s >= _UNSEEN_STEPS_S
+            self._trained = incarnation if cluster.trains(steps_unseen) else self._trained
+        facts = Facts(
+            placed=bool(rendezvous.placements) or bool(cluster.node_of),
+            incarnation=incarnation,
+            trains=self._trained >= incarnation,
+            ending=reforming.under_way or dying >= incarnation,
+            suspended=reforming.suspended,
+            exit_code=exit_code,
+        )
+        self.follow(facts, now_s)
+        return self.state or state_of(facts)
 
     def follow(self, facts: Facts, now_s: float) -> tuple[JobState, ...]:
         """The states that it has come through since the last call, the present one last.

@@ -86,9 +86,7 @@ def status_of(controller: Controller, now_s: float, unix_s: float, counters: dic
                 beat.ranks if beat else (),
             )
         )
-    controller.states.follow(controller.facts(now_s), now_s)
-    state = controller.states.state
-    assert state is not None
+    state = controller.state(now_s)
     return Status(
         STATUS_SCHEMA,
         unix_s,

@@ -16,10 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from keepstep import __version__
 from keepstep.core.budgets import Cause
 from keepstep.core.errors import KeepstepError, RunError
-from keepstep.core.finding import Finding
 from keepstep.core.incident import Recovery
 from keepstep.core.own_address import address_towards
 from keepstep.launch import addresses, root_cause, run_folder
@@ -468,7 +466,7 @@ class Launcher:
     def _on_failure(self, failure: root_cause.Failure) -> None:
         self._checks.failed()
         if self._link:
-            self._link.found(self._finding(failure))
+            self._link.found(root_cause.finding(failure, self._job.node, self._incarnation))
             if self._together:
                 self._link.failed(failure.exit_code, self._cause(failure))
         self._settle(_Outcome("failed", failure.exit_code, f"rank {failure.rank}: {failure.text}"))
@@ -544,21 +542,13 @@ class Launcher:
         if not self._outcome.done():
             self._outcome.set_result(outcome)
 
+    @property
+    def _incarnation(self) -> int:
+        return self._place.incarnation if self._place else 0
+
     def _cause(self, failure: root_cause.Failure) -> Cause:
         assert self._restarts is not None
         return self._restarts.cause(failure, self._rings.steps(failure.rank))
-
-    def _finding(self, failure: root_cause.Failure) -> Finding:
-        return Finding(
-            kind="crash",
-            rank=failure.rank,
-            node=self._job.node,
-            time_s=time.monotonic() - (time.time() - failure.unix_s),
-            step=-1,
-            exit_code=failure.exit_code,
-            message=failure.message,
-            incarnation=self._place.incarnation if self._place else 0,
-        )
 
     # After the workers.
 
@@ -573,7 +563,7 @@ class Launcher:
             root_cause.hand_up(root, target)
         if self._link:
             for failure in failures[1:]:
-                self._link.found(self._finding(failure))
+                self._link.found(root_cause.finding(failure, self._job.node, self._incarnation))
         if ended is not None:
             return ended
         return replace(outcome, code=self._workers.exit_code, reason=f"rank {root.rank}: {root.text}")
@@ -661,24 +651,11 @@ class Launcher:
     def _describe(self) -> None:
         if not self._hosts_controller:
             return
-        job, place = self._job, self._place
+        told = run_folder.description(
+            self._job, self._folder, self._place, self._started_unix_s, self._controller_at, self._secret
+        )
         self._write(
-            "run.json",
-            {
-                "id": self._folder.name,
-                "argv": [job.script, *job.arguments],
-                "script": job.script,
-                "nodes": place.node_count if place else job.max_nodes,
-                "nproc": job.nproc,
-                "world_size": place.world_size if place else None,
-                "started_unix_s": self._started_unix_s,
-                "version": __version__,
-                "controller": str(self._controller_at) if self._controller_at else None,
-                "host": os.uname().nodename,
-                "launcher": run_folder.process_mark(os.getpid()),
-                "secret_file": str(self._secret),
-                "rings": {str(rank): path for rank, path in self._rings.paths.items()},
-            },
+            "run.json", {**told, "rings": {str(rank): path for rank, path in self._rings.paths.items()}}
         )
 
     def _write(self, name: str, content: Mapping[str, object]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from keepstep.core.finding import Finding
 from keepstep.core.lost_connection import tells_of_another
 from keepstep.launch.processes import exit_code
 
@@ -125,6 +126,20 @@ def first(failures: Sequence[Failure]) -> Failure:
     earliest_s = min(failure.unix_s for failure in failures)
     together = [failure for failure in failures if failure.unix_s - earliest_s <= _SAME_MOMENT_S]
     return min(together, key=lambda failure: (tells_of_another(failure.message), failure.unix_s))
+
+
+def finding(failure: Failure, node: str, incarnation: int) -> Finding:
+    """As the controller is told of it."""
+    return Finding(
+        kind="crash",
+        rank=failure.rank,
+        node=node,
+        time_s=time.monotonic() - (time.time() - failure.unix_s),
+        step=-1,
+        exit_code=failure.exit_code,
+        message=failure.message,
+        incarnation=incarnation,
+    )
 
 
 def render(job: str, host: str, failures: Sequence[Failure]) -> str:

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from keepstep import __version__
 from keepstep.core.errors import AuthenticationError, RunError
-from keepstep.launch.job import Job
+from keepstep.launch.job import Endpoint, Job
+from keepstep.launch.placement import Place
 
 # What a run leaves in its folder; a later run in the same folder moves exactly these aside.
 _CONTENT = (
@@ -108,6 +110,31 @@ def _move_aside(path: Path) -> None:
     for name in _CONTENT:
         if (path / name).exists():
             (path / name).rename(aside / name)
+
+
+def description(
+    job: Job,
+    folder: Path,
+    place: Place | None,
+    started_unix_s: float,
+    controller: Endpoint | None,
+    secret: Path,
+) -> dict[str, object]:
+    """What ``run.json`` says of the job."""
+    return {
+        "id": folder.name,
+        "argv": [job.script, *job.arguments],
+        "script": job.script,
+        "nodes": place.node_count if place else job.max_nodes,
+        "nproc": job.nproc,
+        "world_size": place.world_size if place else None,
+        "started_unix_s": started_unix_s,
+        "version": __version__,
+        "controller": str(controller) if controller else None,
+        "host": os.uname().nodename,
+        "launcher": process_mark(os.getpid()),
+        "secret_file": str(secret),
+    }
 
 
 def process_mark(pid: int) -> dict[str, int]:

@@ -65,10 +65,7 @@ class Stage:
 
     @property
     def state(self) -> str:
-        self.controller.states.follow(self.controller.facts(2.0), 2.0)
-        state = self.controller.states.state
-        assert state is not None
-        return state.value
+        return self.controller.state(2.0).value
 
 
 def sent(effects: list[Effect], kind: type[Message]) -> list[tuple[tuple[int, ...], Message]]:
