@@ -120,6 +120,29 @@ def test_two_nodes_begin_again_and_lose_no_bit(nodes: Nodes, undisturbed: dict[s
     assert nodes.said().count("all nodes begin again, restart 1 of 1") == 1
 
 
+def test_two_nodes_are_suspended_and_resumed_by_hand(
+    nodes: Nodes, undisturbed: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAUSE_AT", "8")
+    for _ in range(2):
+        nodes.start(str(TRAIN), str(nodes.folder), str(STEPS))
+    logs = [nodes.folder / f"losses-{rank}" for rank in range(2)]
+    until(lambda: all(log.exists() and len(log.read_text().splitlines()) >= 7 for log in logs))
+    assert ctl(nodes, "suspend", "--now").startswith(f"{nodes.folder / 'run'}: suspended: ")
+    (nodes.folder / "go").touch()
+    assert "begins again, incarnation 1" in ctl(nodes, "resume")
+    assert nodes.codes() == [0, 0], nodes.said()
+    assert losses(nodes.folder) == undisturbed
+    assert nodes.said().count("an operator ordered it; all nodes begin again\n") == 1
+
+
+def ctl(nodes: Nodes, *words: str) -> str:
+    command = [sys.executable, "-m", "keepstep.cli", "ctl", str(nodes.folder / "run"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr + nodes.said()
+    return done.stdout
+
+
 DIE = """
 import os, signal, time
 if os.environ["RANK"] == "1": os.kill(os.getpid(), signal.SIGKILL)

@@ -14,6 +14,7 @@ from keepstep.core.ranges import fold_nodes
 from keepstep.wire.messages import Message, Operate, Operated, Seal
 
 STOPPED = 79  # exit code of a job that an operator stopped
+_SUSPENDED = "it is suspended; say resume"
 _SEAL_S = 120.0  # for every rank to seal a step
 
 
@@ -108,7 +109,7 @@ class Operating:
         if not placed:
             return "no worker has been started yet"
         if suspended:
-            return "it is suspended already" if verb == "suspend" else "it is suspended; say resume"
+            return "it is suspended already" if verb == "suspend" else _SUSPENDED
         if len(placed) > 1 and not self._rendezvous.max_restarts:
             return "its nodes cannot begin again together: that takes --max-restarts when the job is started"
         return ""
@@ -123,6 +124,8 @@ class Operating:
             if reforming.suspended:
                 after = f" after step {wish.step}" if wish.step >= 0 else ""
                 self._done(wish, f"suspended{after}: standbys and checkpoints are kept; go on with resume")
+        elif reforming.suspended:  # it was so before, as a controller that began anew hears late
+            self._refuse(wish, _SUSPENDED)
         elif not reforming.under_way:
             self._done(wish, f"begins again, incarnation {reforming.incarnation}")
 

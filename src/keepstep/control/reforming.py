@@ -169,6 +169,8 @@ class Reforming:
         self._orphaned.discard(launcher)
         if not self._rendezvous.max_restarts and launcher in self._rendezvous.placements:
             self._newest = max(self._newest, incarnation)  # the launcher of one node begins again by itself
+            if self._state == "halting":  # and has done so before it read the order
+                return [self._halt((launcher,))]
         if self._state == "over" or not self._rendezvous.max_restarts:
             return []
         if launcher not in self._rendezvous.placements:

@@ -10,6 +10,7 @@ from keepstep.wire import (
     Halt,
     Halted,
     Join,
+    Operated,
     Placement,
     Seal,
     Sealed,
@@ -65,6 +66,15 @@ def test_one_node_without_restarts_is_suspended_too_whatever_incarnation_it_has_
     assert (placement.incarnation, placement.pauses, placement.master_port) == (4, 1, 4000)
 
 
+def test_one_node_that_begins_again_by_itself_before_it_reads_the_order_gets_it_again() -> None:
+    stage = Stage(1, restarts=0)
+    stage.order("suspend", now=True)
+    again = stage.say(0, Join("gpu-0", "10.0.0.0", 1, 29500, 0, 1, 1, 0, incarnation=1))
+    assert sent(again, Halt) == [((0,), Halt(1, True))]
+    stage.halt(1, suspended=True)
+    assert stage.answer(stage.tick()).done
+
+
 def test_a_stopped_job_ends_with_a_code_of_its_own_on_every_node() -> None:
     stage = Stage()
     effects = stage.order("stop")
@@ -96,6 +106,21 @@ def test_a_new_controller_keeps_it_suspended() -> None:
     assert stage.state == "suspended"
     placed = [placement for _, placement in sent(stage.order("resume"), Placement)]
     assert {(one.incarnation, one.pauses) for one in placed} == {(2, 2)}  # type: ignore[attr-defined]
+
+
+def test_a_restart_is_refused_when_a_new_controller_hears_late_that_it_is_suspended() -> None:
+    stage = Stage()
+    stage.suspend()
+    assert stage.stored is not None
+    stage.controller = stage.fresh()
+    stage.controller.restore((), stage.stored.placements)
+    for number in range(2):
+        stage.come(number, 0)
+    stage.say(0, Halted(0, 4000, suspended=True))
+    assert sent(stage.order("restart"), Operated) == []
+    stage.say(1, Halted(0, 4001, suspended=True))
+    assert stage.answer(stage.tick()).refused == "it is suspended; say resume"
+    assert len(sent(stage.order("resume"), Placement)) == 2
 
 
 def test_a_failure_that_is_faster_counts_and_the_job_is_suspended_all_the_same() -> None:

@@ -391,8 +391,8 @@ class World:
 
         self.at(self.random.choice((0.0, 0.1, 0.5, 2.0, 6.0)), ended)
 
-    def _halted(self, host: Host) -> None:
-        self._say(host, host.part.halted())
+    def _halted(self, host: Host, unfit: str = "") -> None:
+        self._say(host, host.part.halted(unfit))
 
     def _exit(self, host: Host, code: int) -> None:
         if host.exit_code is None:
@@ -452,7 +452,8 @@ class World:
             assert placement is not None
             finding = Finding("crash", placement.first_rank, host.name, self.now_s, -1, exit_code=code)
             self._say(host, [*host.part.found(finding), *host.part.failed(code, "rank died")])
-            self._end_workers(host, lambda host=host: self._halted(host))
+            unfit = self.random.choice(("", "", "disk full"))
+            self._end_workers(host, lambda host=host, unfit=unfit: self._halted(host, unfit))
 
     def lose(self) -> None:
         """A node goes down: connections end at once, or when the kernel notices."""
