@@ -42,12 +42,13 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """One seed. ``standbys``: as the launcher's flag has it."""
+    """One seed. ``standbys``, ``backups``: as the launcher's flags have it."""
 
     events: tuple[Event, ...]
     spares: int
     per_node: int = 1
     standbys: int = 0
+    backups: int = 1
 
     @property
     def world(self) -> int:
@@ -91,7 +92,7 @@ def _node_killed(spares: int, first: int, count: int = 1) -> Callable[[random.Ra
         nodes = tuple(sorted(chances.sample(range(first, MEMBERS), count)))
         returns_s = -1.0 if spares else chances.uniform(0, 8)
         lost = _lose(chances, nodes, shape["per_node"], chances.choice(_PHASES), returns_s)
-        return Plan((lost,), spares, **shape)
+        return Plan((lost,), spares, **shape, backups=count)  # of three nodes, any two are neighbours
 
     return plan
 
@@ -113,7 +114,7 @@ def _while_recovering(chances: random.Random) -> Plan:
         second = Event("node", (nodes[1],), rank, Phase.RESTORE, after_s, silent=False)
     else:
         second = Event("rank", (), chances.randrange(world), Phase.RESTORE, 10 ** chances.uniform(-4, -1))
-    return Plan((first, second), 2, **shape)
+    return Plan((first, second), 2, **shape, backups=2)  # what the first backed up is not backed up again yet
 
 
 def _in_the_step(chances: random.Random) -> Plan:
