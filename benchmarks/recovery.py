@@ -74,7 +74,7 @@ def peer(name: str, folder: Path) -> list[str]:
 
 WAYS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "keepstep, warm standbys": (keepstep, "standbys are warm"),
-    "keepstep, in place": (lambda folder: keepstep(folder, "--in-place", job=SESSION_JOB), "standbys are warm"),
+    "keepstep, in place": (partial(keepstep, job=SESSION_JOB), "standbys are warm"),
     "keepstep --standbys 0": (lambda folder: keepstep(folder, "--standbys", "0"), ""),
     "torchrun": (torchrun, ""),
     **{name: (partial(peer, name), "") for name in PACKAGES},

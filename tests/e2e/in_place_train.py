@@ -119,7 +119,6 @@ def train_on(session: keepstep.Session) -> None:
             log.write(f"{step} {loss.item().hex()} {os.getpid()}\n")
             log.flush()
     dist.destroy_process_group()
-    time.sleep(0.1)  # torch joins a thread of Gloo with the GIL held when the last model goes: it gets the GIL now
 
 
 @keepstep.resilient

@@ -22,7 +22,7 @@ from keepstep.launch.placement import WorkerPlan
 from keepstep.launch.processes import Processes
 from keepstep.launch.survivors import Survivors
 
-pytestmark = [pytest.mark.e2e, pytest.mark.soak]
+pytestmark = pytest.mark.e2e
 
 JOB = Path(__file__).with_name("in_place_repeat.py")
 RANKS = 2
