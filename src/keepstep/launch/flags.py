@@ -175,8 +175,6 @@ def _add_own(group: Any) -> None:
     group.add_argument("--standbys", metavar="N", help=text)
     text = "restarts within an hour by rank, node and in all, and equal failures that end the job"
     group.add_argument("--restart-budget", metavar="rank=5,node=10,hour=30,same=2", help=text)
-    text = "at a restart replace every process, also those whose training could go on in them"
-    group.add_argument("--no-in-place", dest="in_place", action="store_false", default=None, help=text)
     text = "folder or URL where checkpoints are kept beyond the run"
     group.add_argument("--checkpoint-dir", metavar="PATH_OR_URL", help=text)
     text = "steps from one to the next there: N, auto (cost model), or 0: as the script asks"

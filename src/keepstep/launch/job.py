@@ -45,7 +45,6 @@ _OWN_FLAGS = (
     "failure_domain",
     "standbys",
     "restart_budget",
-    "in_place",
 )
 
 
@@ -123,7 +122,6 @@ class Job:
     max_restarts: int
     restart_budget: Limits
     standbys: int  # warm processes that wait for a restart
-    in_place: bool  # who can goes on in its process at a restart
     signals: tuple[signal.Signals, ...]
     shutdown_timeout_s: float
     virtual_local_rank: bool
@@ -199,7 +197,6 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         max_restarts=given.max_restarts,
         restart_budget=limits_of(str(value["restart_budget"])),
         standbys=_standbys(str(value["standbys"]).strip(), given, nproc),
-        in_place=bool(value["in_place"]),
         signals=_signals(given.signals_to_handle),
         shutdown_timeout_s=_shutdown_timeout(given, environ),
         virtual_local_rank=given.virtual_local_rank,

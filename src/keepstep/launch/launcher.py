@@ -260,15 +260,11 @@ class Launcher:
             self._start_workers(place, place.incarnation)
             outcome = await self._outcome
             assert self._workers is not None
-            if self._goes_on(outcome):
-                self._workers.call_survivors()
             stuck = await self._workers.end(outcome.number, self._job.shutdown_timeout_s, self._kill_now)
             for child in stuck:
                 self._warn(
                     f"{child.name} (process {child.pid}) does not end even when killed: stuck in the kernel"
                 )
-            if self._restarts.survivors:
-                await self._restarts.survivors.left()
             await self._sweep()
             self._following.stop()
             following = await (
@@ -281,14 +277,6 @@ class Launcher:
             place = following
             if failures:
                 self._restarts.ended(root_cause.first(failures), self._workers.failed_s, place.incarnation)
-
-    def _goes_on(self, outcome: _Outcome) -> bool:
-        """Whether another incarnation may follow."""
-        assert self._place is not None
-        going_on = (
-            outcome.kind in ("failed", "halted") and not self._signalled and not self._job_over.is_set()
-        )
-        return going_on and self._place.incarnation < self._job.max_restarts
 
     async def _begin_again(self, outcome: _Outcome) -> Place | _Outcome:
         """Whether and where this node's workers, the only ones of the job or its unwatched share, begin again."""
@@ -375,12 +363,11 @@ class Launcher:
             failed=self._on_failure,
             finished=self._on_finish,
             standbys=prepared.standbys,
-            survivors=prepared.survivors,
         )
         self._following.start(streams, ranks, restarts)
         self._workers.start({k: v for k, v in self._environ.items() if k not in OURS})
         self._checks.began()
-        prepared.started(plans, place.incarnation, self._workers.from_standbys, self._workers.survived)
+        prepared.started(plans, place.incarnation, self._workers.from_standbys)
         self._describe()
         if job.watch and job.rendezvous.endpoint is None and self._controller is None:
             self._try_watching(self._start_controller)
@@ -584,7 +571,7 @@ class Launcher:
     async def _sweep(self) -> None:
         ours = {self._guard.pid}
         ours |= {other.pid for other in (self._controller, self._agent) if other and other.pid}
-        ours |= self._restarts.pids if self._restarts else set()
+        ours |= self._restarts.standbys.pids if self._restarts else set()
         await sweep(frozenset(ours), self._kill_now)
 
     async def _say_goodbye(self, outcome: _Outcome) -> int:

@@ -16,7 +16,6 @@ from keepstep.launch.processes import Processes
 from keepstep.launch.recovery import Milestones, Restart
 from keepstep.launch.root_cause import Failure
 from keepstep.launch.standbys import Standbys
-from keepstep.launch.survivors import Survivors
 
 _WARM_AFTER_S = 60.0  # of training that makes no optimizer step that we would see
 
@@ -41,8 +40,6 @@ class Restarts:
         self._milestones = Milestones(self._reached) if job.max_restarts else None
         environ = {name: value for name, value in environ.items() if name not in OURS}
         self.standbys = Standbys(job.standbys, environ, folder, processes, guard, warn=warn, note=note)
-        in_place = job.in_place and not (job.master_port and job.rendezvous.endpoint is None)
-        self.survivors = Survivors(processes, guard, warn=warn) if job.max_restarts and in_place else None
         self._incarnation = 0
         self._plans: Sequence[WorkerPlan] = ()
         self._stepped: set[int] = set()
@@ -60,27 +57,17 @@ class Restarts:
         return {
             **self._milestones.environment(place.incarnation),
             **self.standbys.environment(local_rank),
-            **(self.survivors.environment if self.survivors else {}),
         }
 
-    def started(
-        self, plans: Sequence[WorkerPlan], incarnation: int, from_standbys: int, survived: int
-    ) -> None:
+    def started(self, plans: Sequence[WorkerPlan], incarnation: int, from_standbys: int) -> None:
         """The workers run. New standbys are warmed once all have made a step, or are a minute old."""
         self._plans, self._incarnation, self._stepped, self._loaded = plans, incarnation, set(), {}
         if self._restart:
-            ranks = frozenset(plan.rank for plan in plans)
-            self._restart.started(ranks, from_standbys, survived, time.monotonic())
+            self._restart.started(frozenset(plan.rank for plan in plans), from_standbys, time.monotonic())
         if self._later:
             self._later.cancel()
         self._due = False
         self._later = asyncio.get_running_loop().call_later(_WARM_AFTER_S, self._warm)
-
-    @property
-    def pids(self) -> frozenset[int]:
-        """Processes that wait to play a rank."""
-        standbys = self.standbys.pids
-        return standbys | self.survivors.pids if self.survivors else standbys
 
     def ended(self, failure: Failure, failed_s: float, incarnation: int) -> None:
         """All workers have ended because of ``failure``; ``incarnation`` begins."""
@@ -108,8 +95,6 @@ class Restarts:
             self._milestones.close()
             self._milestones = None
         self.standbys.end()
-        if self.survivors:
-            self.survivors.end()
 
     def _warm(self) -> None:
         self._due = True

@@ -16,7 +16,6 @@ from keepstep.launch.processes import Child, Processes, descendants, end_group, 
 from keepstep.launch.root_cause import Failure, examine, first
 from keepstep.launch.standbys import Standbys
 from keepstep.launch.streams import WorkerStreams, open_for_worker
-from keepstep.launch.survivors import Survivors
 
 _SWEEP_PATIENCE_S = 5.0
 _UNKILLABLE_S = 10.0
@@ -35,7 +34,6 @@ class Workers:
         failed: Callable[[Failure], None],
         finished: Callable[[], None],
         standbys: Standbys | None = None,
-        survivors: Survivors | None = None,
     ) -> None:
         self._plans = plans
         self._streams = streams
@@ -44,7 +42,6 @@ class Workers:
         self._failed = failed
         self._finished = finished
         self._standbys = standbys
-        self._survivors = survivors
         self._children: dict[int, Child] = {}  # by local rank
         self._asked: set[int] = set()  # signals that we sent to end them
         self._all_ended = asyncio.Event()
@@ -53,7 +50,6 @@ class Workers:
         self.failures: list[Failure] = []
         self.failed_s = 0.0  # CLOCK_MONOTONIC of the first failure
         self.from_standbys = 0
-        self.survived = 0  # played on by who played them before
 
     def start(self, environ: Mapping[str, str]) -> None:
         """Start them all.
@@ -77,16 +73,12 @@ class Workers:
     def _begin(
         self, plan: WorkerPlan, environ: Mapping[str, str], stdout: int | None, stderr: int | None
     ) -> Child:
-        """Who has outlived the last incarnation goes on, else a warm standby takes over, else a process is started."""
+        """A warm standby becomes the worker; where there is none, a fresh process is started."""
 
         def exited(child: Child) -> None:
             self._exited(plan, child)
 
         name = f"rank {plan.rank}"
-        if self._survivors and (child := self._survivors.take(plan, environ, stdout, stderr)):
-            self._processes.become(child, name, exited)
-            self.survived += 1
-            return child
         if self._standbys and (child := self._standbys.take(plan, environ, stdout, stderr)):
             self._processes.become(child, name, exited)
             self.from_standbys += 1
@@ -120,12 +112,6 @@ class Workers:
                 end_group(child.pid, signal.SIGKILL)
                 return True
         return False
-
-    def call_survivors(self) -> None:
-        """Have those leave that can outlive this incarnation: they are none of these workers any more."""
-        if self._survivors:
-            for local_rank in self._survivors.call(self._children):
-                del self._children[local_rank]
 
     def ask(self, number: int) -> None:
         """Send a signal to every worker that lives, with its whole process group."""

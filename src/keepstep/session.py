@@ -9,7 +9,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from keepstep import checkpoint
 from keepstep.core.errors import CheckpointError
-from keepstep.session.staying import Left, Staying, staying
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,12 +24,11 @@ class Session:
         state: what is saved after each step, by name: what `restore` was given, and ``random``.
     """
 
-    def __init__(self, staying: Staying | None = None) -> None:
+    def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.incarnation = int(os.environ.get("KEEPSTEP_INCARNATION", "0"))
         self.state: dict[str, Any] = {}
-        self._staying = staying
 
     def restore(self, **state: Any) -> int:
         """Bring back the newest step that all ranks can have, into ``state``; returns how many steps are done.
@@ -64,23 +62,15 @@ class Session:
             )
         for step in range(start, total):
             yield step
-            if self._staying and self._staying.is_over:  # what a broken step has left is not to be saved
-                raise Left
             checkpoint.save(self.state, step + 1)
         checkpoint.wait()
 
 
 def resilient(train: Callable[Concatenate[Session, P], T]) -> Callable[P, T]:
-    """Make ``train(session, ...)`` a function without the session, run anew in each incarnation of the job.
-
-    In the same process where that can be: what ``train`` made and did is dropped then, wherever it was.
-    """
+    """Make ``train(session, ...)`` a function without the session, run anew in each incarnation of the job."""
 
     @functools.wraps(train)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        stays = staying()
-        if stays is None:
-            return train(Session(), *args, **kwargs)
-        return stays.run(lambda: train(Session(stays), *args, **kwargs))
+        return train(Session(), *args, **kwargs)
 
     return run
