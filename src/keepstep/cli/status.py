@@ -91,7 +91,7 @@ def _state(found: dict[str, Any]) -> str:
 
 def _restarts(found: dict[str, Any]) -> str:
     most, spares = found.get("max_restarts", 0), found.get("spares", ())
-    made = found.get("restarts", found["incarnation"])
+    made = found.get("restarts", found.get("incarnation", 0))
     told = f"; restart {made} of {most}" if most and made else ""
     return told + (f"; spare: {fold_nodes(spares)}" if spares else "")
 

@@ -64,12 +64,12 @@ def test_told_once_and_only_of_ranks_that_were_started() -> None:
 
 
 def test_the_pipe_takes_lines_and_leaves_out_what_is_none() -> None:
-    async def main() -> list[tuple[str, int, int, float]]:
-        heard: list[tuple[str, int, int, float]] = []
+    async def main() -> list[tuple[str, int, int, float, int]]:
+        heard: list[tuple[str, int, int, float, int]] = []
         milestones = Milestones(lambda *told: heard.append(told))
         environment = milestones.environment(4)
         assert environment[INCARNATION] == "4"
-        for text in (b"groups 1 4 2000000000\nnonsense\n", b"step x 4 1\nstep 0 4 3000000000\n"):
+        for text in (b"groups 1 4 2000000000 0\nnonsense\n", b"step x 4 1 0\nstep 0 4 3000000000 17\n"):
             pipe = os.open(environment[MILESTONES], os.O_WRONLY)
             os.write(pipe, text)
             os.close(pipe)
@@ -78,4 +78,4 @@ def test_the_pipe_takes_lines_and_leaves_out_what_is_none() -> None:
         milestones.close()
         return heard
 
-    assert asyncio.run(main()) == [("groups", 1, 4, 2.0), ("step", 0, 4, 3.0)]
+    assert asyncio.run(main()) == [("groups", 1, 4, 2.0, 0), ("step", 0, 4, 3.0, 17)]
