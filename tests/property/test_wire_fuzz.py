@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,3 +106,78 @@ def test_sealed_frames_only_once_and_in_order(order: list[int], twice: bool) -> 
         pass
     assert heard == [str(number) for number in range(len(heard))]
     assert (len(heard) == 4) == (list(order) == [0, 1, 2, 3])
+
+
+def electors() -> tuple[wire.ClientChannel, wire.ServerChannel]:
+    """Two launchers that have proved themselves to each other."""
+    client = wire.ClientChannel(SECRET, "elector", ENDS[0])
+    server = wire.ServerChannel(SECRET, ENDS[1], roles=wire.TO_ELECTOR)
+    _, challenge = server.receive(client.open())
+    _, proof = client.receive(challenge)
+    server.receive(proof)
+    return client, server
+
+
+ANYTHING = st.recursive(
+    st.one_of(st.integers(-(1 << 63), (1 << 64) - 1), st.text(max_size=300), st.booleans(), st.none()),
+    lambda inner: st.lists(inner, max_size=9),
+    max_leaves=40,
+)
+KINDS = st.sampled_from(
+    ["Ask", "Answer", "Where", "Leads", "Council", "Kept", "Join", "Placement", "Stop", "Row"]
+)
+
+
+@given(kind=KINDS, fields=st.lists(ANYTHING, max_size=9), to_server=st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_electors_take_only_their_own_messages_within_bounds(
+    kind: str, fields: list[object], to_server: bool
+) -> None:
+    """Also from one that holds the secret: what is no question or answer breaks the connection."""
+    client, server = electors()
+    here, there = (client, server) if to_server else (server, client)
+    try:
+        messages, _ = there.receive(here.send_encoded(msgspec.msgpack.encode([kind, *fields])))
+    except WireError:
+        return
+    for message in messages:
+        assert isinstance(message, (wire.Ask, wire.Where) if to_server else (wire.Answer, wire.Leads))
+        for value in msgspec.structs.astuple(message):
+            assert not isinstance(value, int) or 0 <= value < 1 << 62
+            assert not isinstance(value, str) or len(value) <= 255
+
+
+SEAT = st.builds(
+    wire.Seat,
+    token=st.integers(-1, 1 << 62),
+    node=st.text(max_size=300),
+    pid=st.integers(-1, 1 << 31),
+    address=st.text(max_size=300),
+    port=st.integers(-1, 1 << 16),
+)
+
+
+@given(seats=st.lists(SEAT, max_size=9), term=st.integers(-1, 1 << 53), leader=SEAT)
+@settings(max_examples=200, deadline=None)
+def test_councils_are_bounded(seats: list[wire.Seat], term: int, leader: wire.Seat) -> None:
+    client, server = pair(3)
+    fits = len(seats) <= wire.MOST_SEATS and 0 <= term < 1 << 53
+    for seat in (leader, *seats):
+        fits = fits and 1 <= seat.token < 1 << 62 and 0 <= seat.pid < 1 << 31 and 0 <= seat.port < 1 << 16
+        fits = fits and len(seat.node) <= 255 and len(seat.address) <= 255
+    council = wire.Council(term, 1, leader, 29400, tuple(seats))
+    try:
+        messages, _ = client.receive(server.send(council))
+    except WireError:
+        assert not fits
+        return
+    assert fits
+    assert messages == [council]
+
+
+def test_an_elector_is_none_of_the_controllers_peers_and_the_other_way_round() -> None:
+    for role, roles in (("elector", None), ("launcher", wire.TO_ELECTOR), ("agent", wire.TO_ELECTOR)):
+        client = wire.ClientChannel(SECRET, role, ENDS[0])  # type: ignore[arg-type]
+        server = wire.ServerChannel(SECRET, ENDS[1], **({"roles": roles} if roles else {}))
+        with pytest.raises(WireError):
+            server.receive(client.open())

@@ -34,6 +34,8 @@ def main(argv: Sequence[str]) -> int:
     for text in job.warnings if not job.verbose else (*job.warnings, *job.remarks):
         print(f"keepstep: {text}", file=sys.stderr)
     hosts_controller = _hosts_controller(job)
+    if hosts_controller and job.elects and run_folder.lives_elsewhere(folder):
+        hosts_controller = False  # the run went on with another node as its host
     folder = run_folder.create(job, folder, first=hosts_controller)
     cookie = secrets.token_hex(8)
     guard = Guard(f"{COOKIE}={cookie}")

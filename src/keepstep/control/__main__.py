@@ -51,6 +51,9 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument(
         "--restart-hangs", action="store_true", help="have processes ended that hang for sure"
     )
+    parser.add_argument("--seat", type=int, default=0, metavar="TOKEN", help="of the launcher beside it")
+    parser.add_argument("--term", type=int, default=0, metavar="N", help="in which that was elected")
+    parser.add_argument("--council", type=Path, metavar="FILE", help="who elects, and the rank table")
     parser.add_argument("--tls-cert")
     parser.add_argument("--tls-key")
     parser.add_argument("--tls-ca")
@@ -74,6 +77,8 @@ def parse(argv: list[str]) -> Options:
         validate=not arguments.no_validate,
         restart_hangs=arguments.restart_hangs,
         restart_budget=limits_of(arguments.restart_budget),
+        seat=arguments.seat,
+        term=arguments.term,
     )
     run_dir: Path = arguments.run_dir.resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -88,6 +93,7 @@ def parse(argv: list[str]) -> Options:
         port=port,
         secret_file=arguments.secret_file,
         settings=settings,
+        council=arguments.council,
         layout=arguments.layout,
         tls=wire.TlsPaths.of(arguments.tls_cert, arguments.tls_key, arguments.tls_ca),
         check_addresses=not arguments.allow_translated_addresses,

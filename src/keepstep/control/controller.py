@@ -16,6 +16,7 @@ from typing import Any, Literal
 from keepstep.control.admission import Admission
 from keepstep.control.backups import Backups
 from keepstep.control.cluster import Cluster, Node
+from keepstep.control.council import Councils
 from keepstep.control.crash_case import CrashCase
 from keepstep.control.effects import (
     Disconnect,
@@ -23,6 +24,7 @@ from keepstep.control.effects import (
     Exit,
     Say,
     Send,
+    StoreCouncil,
     StorePlacement,
     StoreStop,
     Tell,
@@ -45,6 +47,7 @@ from keepstep.core.incident import Action, Incident, Recovery
 from keepstep.wire.messages import (
     PROTOCOL,
     Bye,
+    Council,
     Ended,
     Failed,
     Found,
@@ -56,6 +59,7 @@ from keepstep.wire.messages import (
     Hello,
     Inventory,
     Join,
+    Kept,
     Kill,
     Locate,
     Measured,
@@ -108,6 +112,8 @@ class Settings:
     validate: bool = True  # hold the job to test devices and links when profiles leave a doubt
     restart_budget: Limits = field(default_factory=Limits)
     restart_hangs: bool = False  # have processes ended that hang for sure: the launchers begin again
+    seat: int = 0  # token of the launcher beside us; 0: the controller stays where it is
+    term: int = 0  # in which that launcher was elected; 1: it was there first
 
 
 @dataclass(slots=True)
@@ -137,6 +143,8 @@ class Controller:
         self.admission = Admission(unix_s)
         self.spending = Spending(settings.restart_budget, unix_s)
         self.reforming = Reforming(self.rendezvous, waiting, self._is_heard, self.spending)
+        self.port = 0  # that we listen on
+        self.councils = Councils(settings.seat, settings.term, lambda: self.port)
         self.backups = Backups(settings.backups, settings.lost_s)
         self.recovery: Recovery | None = None  # the newest
         self.states = JobStates()
@@ -173,6 +181,8 @@ class Controller:
         self._ticked_s: float | None = None
         self._quiet_until_s = 0.0
         self._waiting_again_s = 0.0
+        self._withheld_since_s: float | None = None  # that placements wait for a council
+        self._excluded: list[Exclude] = []  # that may have to vote on it still
 
     # --- what the rim calls ---------------------------------------------------------------------------------------
 
@@ -181,8 +191,12 @@ class Controller:
         incidents: Iterable[Incident],
         placements: Sequence[tuple[str, int, Placement]] = (),
         stop: Stop | None = None,
+        council: Council | None = None,
     ) -> None:
-        """Continue a run that an earlier controller process began: its numbers, open incidents, rank table, end."""
+        """Continue a run that an earlier controller began: its numbers, open incidents, rank table, end.
+
+        ``council``: that of this host's launcher; its table counts, and when it was led by another, that one is away.
+        """
         self._stop = stop
         for incident in incidents:
             self._newest_number = max(self._newest_number, incident.number)
@@ -196,10 +210,16 @@ class Controller:
                 self._crash = CrashCase(self, incident)
             else:
                 self._hang = HangCase(self, incident)
+        former = None
+        if council is not None:
+            self.councils.restore(council)
+            placements = [(row.node, row.pid, row.placement) for row in council.table]
+            if council.leader.token != self.settings.seat:
+                former = Launcher(council.leader.node, council.leader.pid)
         if placements:
             table = {Launcher(node, pid): placement for node, pid, placement in placements}
             self.rendezvous.restore(table)
-            self.reforming.restored()
+            self.reforming.restored(former)
             self._placed(table)
         if stop is not None:
             self.reforming.over()
@@ -216,6 +236,7 @@ class Controller:
         node = gone.node
         if gone.launcher is not None and self.rendezvous.leave(gone.launcher, peer):
             self.reforming.gone(gone.launcher, now_s)
+            self.councils.gone(gone.launcher, now_s)
         if node is not None:
             if node.agent == peer:
                 node.agent = None
@@ -273,6 +294,9 @@ class Controller:
             if sender.launcher is not None:
                 told = (message.incarnation, message.free_port, now_s, message.suspended, message.unfit)
                 self._reform(self.reforming.halted(sender.launcher, *told), now_s)
+        elif isinstance(message, Kept):
+            if sender.launcher is not None:
+                self._kept(sender.launcher, message, now_s)
         elif isinstance(message, Recovered):
             self._recovered(message.recovery, now_s)
         elif isinstance(message, Ended):
@@ -290,6 +314,7 @@ class Controller:
         self._watch_nodes(now_s)
         self._reform(self.reforming.tick(now_s), now_s)
         self._reform(self._operating.tick(self._peers.keys(), now_s), now_s)
+        self._tick_councils(now_s)
         self._watch_waiting(now_s)
         for question in self._questions.due(now_s):
             self._decide(question, now_s)
@@ -420,7 +445,9 @@ class Controller:
         if sender.role == "launcher":
             sender.launcher = Launcher(hello.node, hello.pid)
             self._launchers.setdefault(sender.launcher, None)
-        self._effects.append(Send((peer,), Welcome(self._pid, self.settings.heartbeat_s)))
+        self._effects.append(
+            Send((peer,), Welcome(self._pid, self.settings.heartbeat_s, term=self.settings.term))
+        )
         if hello.node_rank < 0 or sender.role == "client":
             return
         node = sender.node = self.cluster.node(hello.node_rank, hello.node)
@@ -461,7 +488,13 @@ class Controller:
         if not join.max_restarts and join.incarnation > self.reforming.incarnation:
             self.cluster.begin_again({})  # by itself, as the launcher of one node does
         placed = self.rendezvous.join(sender.launcher, join, peer, now_s)
+        if not placed.refusals:
+            self.councils.here(sender.launcher, join.seat)
         self._answer_joins(placed)
+        if not placed.refusals and (council := self.councils.told(sender.launcher)) is not None:
+            self._effects.append(Send((peer,), council))
+        if placed.is_new:
+            self._tick_councils(now_s)
         if self._stop is not None or self.over:
             self._effects.append(Send((peer,), self._stop or _FINISHED))
         elif self.rendezvous.placements and not placed.refusals:
@@ -479,7 +512,8 @@ class Controller:
             if sender is not None and sender.launcher is not None:
                 node = sender.node = self.cluster.node(placement.node_rank, sender.launcher.node)
                 node.launcher, node.lost_s = peer, None
-            self._effects.append(Send((peer,), placement))
+            if self.councils.allows(placement.incarnation):
+                self._effects.append(Send((peer,), placement))
         if placed.spares:
             self._effects.append(Send(placed.spares, Spare(len(self.rendezvous.placements))))
         for peer, reason in placed.refusals:
@@ -501,7 +535,7 @@ class Controller:
                     incarnation = self.rendezvous.incarnation
                     self._death_in(incarnation, now_s).lost(node.name, node.ranks, now_s, incarnation)
             elif isinstance(order, Exclude):
-                self._exclude(order)
+                self._exclude(order, now_s)
             elif isinstance(order, Renew):
                 table = self.rendezvous.placements
                 self.cluster.begin_again({one.node_rank: launcher.node for launcher, one in table.items()})
@@ -516,11 +550,15 @@ class Controller:
             else:
                 self._end_job(order, now_s)
 
-    def _exclude(self, order: Exclude) -> None:
+    def _exclude(self, order: Exclude, now_s: float) -> None:
+        if not self.councils.allows(self.rendezvous.incarnation):
+            self._excluded.append(order)
+            return
         self._effects.append(Tell(order.reason))
         peer = self.rendezvous.peer(order.launcher)
         if peer is not None:
             self.rendezvous.leave(order.launcher, peer)
+            self.councils.gone(order.launcher, now_s)
             self._effects.append(Send((peer,), Stop(_EXCLUDED, order.reason[:_MOST_TEXT])))
 
     def _failed(self, sender: _Peer, failed: Failed, now_s: float) -> None:
@@ -543,6 +581,42 @@ class Controller:
             self._launchers.setdefault(launcher, None)
             node = self.cluster.node(placement.node_rank, launcher.node)
             self.cluster.plays(node, range(placement.first_rank, end))
+
+    def _tick_councils(self, now_s: float) -> None:
+        table = self.rendezvous.placements if self.rendezvous.max_restarts and not self.over else {}
+        council = self.councils.tick(table, now_s)
+        if not table or self.councils.allows(self.rendezvous.incarnation):
+            self._withheld_since_s = None
+        elif self._withheld_since_s is None:
+            self._withheld_since_s = now_s
+        elif now_s - self._withheld_since_s >= self.settings.join_s and self._stop is None:
+            reason = (
+                "most of the nodes that have to agree on who plays which rank are lost, or cut off from here"
+            )
+            self._end_job(End(1, reason), now_s)
+        if council is None:
+            return
+        self._effects.append(StoreCouncil(council))
+        for peer, sender in self._peers.items():
+            if sender.launcher is not None and self.rendezvous.peer(sender.launcher) == peer:
+                told = self.councils.told(sender.launcher)
+                if told is not None:
+                    self._effects.append(Send((peer,), told))
+
+    def _kept(self, launcher: Launcher, kept: Kept, now_s: float) -> None:
+        incarnation = self.rendezvous.incarnation
+        waited = not self.councils.allows(incarnation)
+        if not self.councils.kept(launcher, kept):
+            return
+        if waited and self.councils.allows(incarnation):
+            for one, placement in self.rendezvous.placements.items():
+                if (peer := self.rendezvous.peer(one)) is not None:
+                    self._effects.append(Send((peer,), placement))
+            excluded, self._excluded = self._excluded, []
+            for order in excluded:
+                if order.launcher not in self.rendezvous.placements:
+                    self._exclude(order, now_s)
+        self._tick_councils(now_s)
 
     def _refuse(self, peer: int, reason: str) -> None:
         self.ignored += 1

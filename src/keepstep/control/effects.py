@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from keepstep.core.incident import Incident
-from keepstep.wire.messages import Message, Placement, Stop
+from keepstep.wire.messages import Council, Message, Placement, Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,13 @@ class StoreStop:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreCouncil:
+    """Keep the council for the next controller process of this host, before it is told to anybody."""
+
+    council: Council
+
+
+@dataclass(frozen=True, slots=True)
 class Exit:
     """The job is over: end the controller."""
 
@@ -69,4 +76,4 @@ class Exit:
     reason: str
 
 
-Effect = Send | Disconnect | WriteIncident | Say | Tell | StorePlacement | StoreStop | Exit
+Effect = Send | Disconnect | WriteIncident | Say | Tell | StorePlacement | StoreStop | StoreCouncil | Exit

@@ -11,19 +11,22 @@ from keepstep.core.errors import RunError
 from keepstep.core.incident import Incident
 from keepstep.report.incidents import incident_to_json, read_incidents
 from keepstep.report.verdict import render
-from keepstep.wire.messages import Placement, Stop
+from keepstep.wire.messages import Council, Placement, Stop
 
 Placements = tuple[tuple[str, int, Placement], ...]
 
 _placements = msgspec.json.Decoder(Placements)
 _stop = msgspec.json.Decoder(Stop)
+_council = msgspec.json.Decoder(Council)
 
 
 class RunFiles:
     """Reads and writes the controller's part of a run's folder. Raises OSError when it cannot write."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, council: Path | None = None) -> None:
         self.folder = folder
+        self._council = council
+        self._stop = council.with_suffix(".stop.json") if council is not None else folder / "stop.json"
         self._incidents = folder / "incidents"
 
     def incidents(self) -> list[Incident]:
@@ -47,7 +50,7 @@ class RunFiles:
 
     def stop(self) -> Stop | None:
         """What an earlier controller of this run was ending the job with."""
-        path = self.folder / "stop.json"
+        path = self._stop
         try:
             return _stop.decode(path.read_bytes())
         except FileNotFoundError:
@@ -56,8 +59,22 @@ class RunFiles:
             raise RunError(f"{path}: says nothing of how the job ends: {error}") from error
 
     def write_stop(self, stop: Stop) -> None:
-        """``stop.json``."""
-        self._write(self.folder / "stop.json", msgspec.json.encode(stop))
+        """``stop.json``; that of a controller that can move is of its term alone."""
+        self._write(self._stop, msgspec.json.encode(stop))
+
+    def council(self) -> Council | None:
+        """Who elected this host, or what an earlier controller on it proposed last. Raises RunError when broken."""
+        try:
+            return _council.decode(self._council.read_bytes()) if self._council is not None else None
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            raise RunError(f"{self._council}: is no council of keepstep: {error}") from error
+
+    def write_council(self, council: Council) -> None:
+        """The newest, before anybody is told."""
+        if self._council is not None:
+            self._write(self._council, msgspec.json.encode(council))
 
     def write_incident(self, incident: Incident) -> None:
         """``incidents/NNNN.json`` and ``NNNN.txt``."""

@@ -107,6 +107,7 @@ class Reforming:
         self._newest = 0  # incarnation that anybody has told of
         self._away: dict[Launcher, float] = {}  # members without a connection, since when
         self._unheard: set[Launcher] = set()  # of them, those that this controller has never heard
+        self._missing: set[Launcher] = set()  # members when this controller began, until they come
         self._orphaned: set[Launcher] = set()  # whose agents said that they are gone
         self._done: set[Launcher] = set()  # members whose workers have ended well
         self._open: set[Launcher] = set()  # members that have not said yet that they have ended
@@ -158,13 +159,18 @@ class Reforming:
         self._deadline_s = now_s + self._waiting.halt_s
         return self._advance(now_s)
 
-    def restored(self) -> None:
-        """An earlier controller placed the members; they have a while to come back, from the first tick on."""
-        self._unheard = set(self._rendezvous.placements)
+    def restored(self, former: Launcher | None = None) -> None:
+        """An earlier controller placed the members; they have a while to come back, from the first tick on.
+
+        ``former``: hosted it, and was away for a lease already.
+        """
+        self._missing = set(self._rendezvous.placements)
+        self._unheard = self._missing - {former}
 
     def here(self, launcher: Launcher, incarnation: int, now_s: float) -> list[Order]:
         """It has joined; ``incarnation``: of the placement that it has, -1 for none."""
         self._away.pop(launcher, None)
+        self._missing.discard(launcher)
         self._unheard.discard(launcher)
         self._orphaned.discard(launcher)
         if not self._rendezvous.max_restarts and launcher in self._rendezvous.placements:
@@ -249,7 +255,7 @@ class Reforming:
     def tick(self, now_s: float) -> list[Order]:
         """Time passes."""
         if self._ticked_s is None:
-            self._away.update(dict.fromkeys(self._unheard, now_s))
+            self._away.update(dict.fromkeys(self._missing, now_s))
         elif now_s - self._ticked_s > _STALL_S:
             self._away = dict.fromkeys(self._away, now_s)
             self._deadline_s += now_s - self._ticked_s

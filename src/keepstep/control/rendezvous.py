@@ -56,7 +56,7 @@ class Rendezvous:
         self._range = (0, 0)  # of nodes, over all wishes
         self._table: dict[Launcher, Placement] = {}
         self._sizes: dict[int, int] = {}  # ranks by node rank
-        self._agreed: tuple[int, str] | None = None  # restarts, and the node that said so first
+        self._agreed: tuple[int, bool, str] | None = None  # restarts, elections, who said so first
         self._orders = 0
         self._since_s = 0.0
         self._enough_since_s: float | None = None
@@ -108,7 +108,7 @@ class Rendezvous:
         if reason := self._objection(launcher, join):
             return Placed(refusals=((peer, reason),))
         if self._agreed is None:
-            self._agreed = (join.max_restarts, join.node)
+            self._agreed = (join.max_restarts, join.seat is not None, join.node)
         if not self._joined and not self._table:
             self._since_s = now_s
         known = self._joined.get(launcher)
@@ -241,9 +241,12 @@ class Rendezvous:
             return f"node {join.node}: {join.nproc} ranks on one of {join.max_nodes} nodes is no job"
         if self._agreed is not None and self._agreed[0] != join.max_restarts:
             return (
-                f"node {join.node} was started with --max-restarts {join.max_restarts}, {self._agreed[1]} with "
+                f"node {join.node} was started with --max-restarts {join.max_restarts}, {self._agreed[2]} with "
                 f"{self._agreed[0]}; give all nodes the same"
             )
+        if self._agreed is not None and self._agreed[1] != (join.seat is not None):
+            this, first = ("without", "with") if self._agreed[1] else ("with", "without")
+            return f"node {join.node} was started {this} --elect, {self._agreed[2]} {first} it; give all nodes the same"
         if join.node_rank < 0 or self._table:
             return ""
         most = max(join.max_nodes, self._nodes)

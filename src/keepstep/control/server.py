@@ -23,6 +23,7 @@ from keepstep.control.effects import (
     Exit,
     Say,
     Send,
+    StoreCouncil,
     StorePlacement,
     StoreStop,
     Tell,
@@ -49,6 +50,7 @@ class Options:
     port: int
     secret_file: Path
     settings: Settings
+    council: Path | None = None
     layout: str = ""
     tls: wire.TlsPaths | None = None
     check_addresses: bool = True
@@ -61,7 +63,7 @@ class ControlServer:
     def __init__(self, options: Options, *, parent: int) -> None:
         self._options = options
         self._parent = parent
-        self._files = RunFiles(options.run_dir)
+        self._files = RunFiles(options.run_dir, options.council)
         self._wall_offset_s = time.time() - time.monotonic()
         self._controller = Controller(
             options.settings,
@@ -85,6 +87,8 @@ class ControlServer:
             loop.add_signal_handler(number, self._done.set)
         tls = wire.server_context(options.tls) if options.tls is not None else None
         self._server = await self._listen(wire.read_secret(options.secret_file), tls)
+        if options.settings.term > 1:  # the first is where the nodes were told to meet
+            self._controller.port = self._server.port
         print(msgspec.json.encode({"ready": True, "port": self._server.port}).decode(), flush=True)
         loop.call_later(_TICK_S, self._tick)
         await self._done.wait()
@@ -118,7 +122,7 @@ class ControlServer:
         except RunError as error:
             logger.warning("%s; numbers go on after it", error)
         newest = self._files.numbers()
-        self._controller.restore(incidents, self._placements(), self._stopped())
+        self._controller.restore(incidents, self._placements(), self._stopped(), self._files.council())
         while self._controller.newest_number < newest:
             self._controller.next_number()
 
@@ -209,6 +213,8 @@ class ControlServer:
                 self._keep(lambda placements=effect.placements: self._files.write_placements(placements))
             elif isinstance(effect, StoreStop):
                 self._keep(lambda stop=effect.stop: self._files.write_stop(stop))
+            elif isinstance(effect, StoreCouncil):
+                self._files.write_council(effect.council)  # or nobody is told: it must not be said twice
             elif isinstance(effect, Disconnect):
                 connection = self._connections.get(effect.peer)
                 if connection is not None:

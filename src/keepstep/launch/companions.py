@@ -163,8 +163,20 @@ class Companion:
                 self._ready(said)  # pyright: ignore[reportUnknownArgumentType]
 
 
-def controller_command(job: Job, folder: Path, secret: Path, listen: Endpoint) -> list[str]:
-    """How the controller is started."""
+def council_file(folder: Path, term: int) -> Path:
+    """Where the controller of a term keeps who elects; nodes may share the folder."""
+    return folder / f"council-{term}.json"
+
+
+def stop_file(council: Path) -> Path:
+    """Where it keeps what the job ends with: one that has been replaced does not end the job for the others."""
+    return council.with_suffix(".stop.json")
+
+
+def controller_command(
+    job: Job, folder: Path, secret: Path, listen: Endpoint, *, seat: int = 0, term: int = 0
+) -> list[str]:
+    """How the controller is started. ``seat``: our token and ``term`` when it may move to another node."""
     return [
         *(sys.executable, "-m", "keepstep.control"),
         *("--run-dir", str(folder)),
@@ -178,6 +190,8 @@ def controller_command(job: Job, folder: Path, secret: Path, listen: Endpoint) -
         *(() if job.validate else ("--no-validate",)),
         *(("--restart-hangs",) if job.restart_hangs else ()),
         *(("--backups", str(job.checkpoint_backups)) if job.checkpoint_backups and job.max_nodes > 1 else ()),
+        *(("--seat", str(seat), "--term", str(term)) if seat else ()),
+        *(("--council", str(council_file(folder, term))) if seat else ()),
         *_tls(job),
     ]
 

@@ -45,6 +45,7 @@ _OWN_FLAGS = (
     "failure_domain",
     "standbys",
     "restart_budget",
+    "elect",
 )
 
 
@@ -122,6 +123,7 @@ class Job:
     max_restarts: int
     restart_budget: Limits
     standbys: int  # warm processes that wait for a restart
+    elects: bool  # another node hosts the controller when its own is lost
     signals: tuple[signal.Signals, ...]
     shutdown_timeout_s: float
     virtual_local_rank: bool
@@ -197,6 +199,7 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         max_restarts=given.max_restarts,
         restart_budget=limits_of(str(value["restart_budget"])),
         standbys=_standbys(str(value["standbys"]).strip(), given, nproc),
+        elects=bool(value["elect"]) and max_nodes > 1 and given.max_restarts > 0,
         signals=_signals(given.signals_to_handle),
         shutdown_timeout_s=_shutdown_timeout(given, environ),
         virtual_local_rank=given.virtual_local_rank,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import sys
 import time
@@ -22,7 +23,7 @@ from keepstep.core.incident import Recovery
 from keepstep.core.own_address import address_towards
 from keepstep.launch import addresses, root_cause, run_folder
 from keepstep.launch.caching import Caching
-from keepstep.launch.companions import Companion, agent_command, controller_command
+from keepstep.launch.companions import Companion, agent_command, controller_command, council_file
 from keepstep.launch.guard import Guard
 from keepstep.launch.job import Endpoint, Job
 from keepstep.launch.node_checks import NodeChecks, versions
@@ -97,6 +98,10 @@ class Launcher:
         self._sealing: asyncio.Task[None] | None = None
         self._hosts_controller = False
         self._started_unix_s = time.time()
+        self._seat = secrets.randbits(61) + 1 if job.elects else 0
+        self._term = 1  # of the controller that runs here
+        self._moving: asyncio.Task[None] | None = None  # the controller
+        self._met_at: Endpoint | None = None  # where the link was led last
 
     async def run(self, *, hosts_controller: bool) -> int:
         """Run the job's share of this node; returns the exit code."""
@@ -164,6 +169,10 @@ class Launcher:
         if run_folder.ensure_secret(self._secret) and job.secret_file:
             self._say(f"made a new secret: {self._secret}; every node needs this file")
         self._controller_at = listen
+        self._launch_controller()
+
+    def _launch_controller(self) -> None:
+        job = self._job
 
         def ready(said: dict[str, object]) -> None:
             assert self._controller_at is not None
@@ -181,9 +190,15 @@ class Launcher:
 
         def command() -> list[str]:
             assert self._controller_at is not None
-            return controller_command(job, self._folder, self._secret, self._controller_at)
+            return controller_command(
+                *(job, self._folder, self._secret, self._controller_at),
+                seat=self._seat,
+                term=self._term,
+            )
 
         def gave_up(reason: str) -> None:
+            if self._link:
+                self._link.resign()
             if job.rendezvous.endpoint and not self._controller_ready.is_set():
                 self._controller_lost = reason
                 self._controller_ready.set()
@@ -235,7 +250,11 @@ class Launcher:
             join,
             free_port=lambda: addresses.free_port(own),
             ordered=self._on_order,
+            token=self._seat,
+            elected=self._on_election,
+            known=lambda: run_folder.controller(self._folder),
         )
+        self._met_at = endpoint
         if self._together:
             self._lease = asyncio.get_running_loop().create_task(self._watch_lease(self._link))
         if self._place:
@@ -331,6 +350,57 @@ class Launcher:
             return place
         self._warn(f"the controller at {self._controller_at} is out of reach: this node ends")
         return self._explain(outcome) if outcome.kind == "failed" else replace(outcome, kind="failed", code=1)
+
+    # The controller on the move: see docs/design/election.md.
+
+    def _on_election(self) -> None:
+        """Another node hosts the controller now, or this one has to, or not any more."""
+        link = self._link
+        assert link is not None
+        if self._job_over.is_set() or (self._moving is not None and not self._moving.done()):
+            return
+        if link.council is not None and link.leads != (self._term if self._hosts_controller else 0):
+            self._moving = asyncio.get_running_loop().create_task(self._move_controller(link, link.leads))
+        elif not link.leads and link.connected.is_set() and link.controller != self._met_at:
+            self._met_at = self._controller_at = link.controller
+            self._say(f"the controller is at {self._controller_at} now")
+            self._restart_agent()
+
+    async def _move_controller(self, link: Link, term: int) -> None:
+        if self._controller:
+            await self._controller.stop(self._job.linger_s)
+            self._controller = None
+        self._hosts_controller = False
+        if not term:
+            return
+        own = link.address
+        try:
+            link.keep_council(council_file(self._folder, term))
+        except OSError as error:
+            self._warn(f"this node cannot host the controller: {self._folder}: {error.strerror}")
+            link.resign()
+            return
+        self._hosts_controller, self._term = True, term
+        self._controller_at = Endpoint(own, addresses.free_port(own))
+        self._say(f"the controller's node is away; it runs here now, at {self._controller_at}")
+        self._launch_controller()
+        link.serves(self._controller_at.port)
+        self._met_at = self._controller_at
+        self._describe()
+        self._restart_agent()
+
+    def _restart_agent(self) -> None:
+        """It looks for the controller where that was when it began."""
+        before = self._renewal
+
+        async def restart() -> None:
+            if before:
+                await before
+            if self._agent:
+                await self._stop_agent()
+                self._try_watching(self._start_agent)
+
+        self._renewal = asyncio.get_running_loop().create_task(restart())
 
     def _start_workers(self, place: Place, restarts: int) -> None:
         job, prepared = self._job, self._restarts
@@ -584,6 +654,8 @@ class Launcher:
             self._lease.cancel()
         if not self._has_parted:
             await self._part(outcome)
+        if self._moving:
+            await self._moving
         if self._renewal:
             await self._renewal
         await self._stop_agent()
@@ -655,7 +727,12 @@ class Launcher:
             self._job, self._folder, self._place, self._started_unix_s, self._controller_at, self._secret
         )
         self._write(
-            "run.json", {**told, "rings": {str(rank): path for rank, path in self._rings.paths.items()}}
+            "run.json",
+            {
+                **told,
+                **({"term": self._term} if self._seat else {}),
+                "rings": {str(rank): path for rank, path in self._rings.paths.items()},
+            },
         )
 
     def _write(self, name: str, content: Mapping[str, object]) -> None:

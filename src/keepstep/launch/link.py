@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import msgspec
 
 from keepstep import wire
 from keepstep.core.budgets import Cause
 from keepstep.core.errors import RunError, WireError
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Recovery
+from keepstep.launch import addresses
+from keepstep.launch.companions import stop_file
+from keepstep.launch.elections import Elections
 from keepstep.launch.job import Endpoint, Job
 from keepstep.launch.membership import Membership
 from keepstep.launch.placement import Place
@@ -21,6 +27,7 @@ from keepstep.launch.placement import Place
 PATIENCE_S = 60.0  # without a connection and with no worker running: nobody will begin again with us
 _REREAD_SECRET_S = 1.0
 _LOOK_S = 0.5
+_TRY_S = 5.0  # for one address
 
 
 class Link:
@@ -35,16 +42,35 @@ class Link:
         *,
         free_port: Callable[[], int],
         ordered: Callable[[], None],
+        token: int = 0,
+        elected: Callable[[], None] = lambda: None,
+        known: Callable[[], Endpoint | None] = lambda: None,
     ) -> None:
-        """``controller.host`` is a numeric address; ``ordered`` is told when something new is in ``member``."""
+        """``controller.host`` is a numeric address; ``ordered`` is told when something new is in ``member``.
+
+        ``token``: of our seat where the controller can move; ``elected`` is then told when `leads` may have changed,
+        and ``known`` asked for the address of a controller that others know.
+        """
         self._job = job
-        self._controller = controller
+        self._controller = self._told = controller
+        self._next_try_s = _now_s() + _TRY_S
         self._secret = secret
         self._ordered = ordered
         self._client: wire.Client | None = None
         self._changed = asyncio.Event()
         self._trouble = ""
+        self._elected, self._known = elected, known
+        self.address = addresses.resolve(join.address)[0] if token else ""
+        self._elections: Elections | None = None
         self.member = Membership(join, os.getpid(), free_port, time.time)
+        if token:
+            self._elections = Elections(
+                *(token, join.node, os.getpid(), self.address),
+                tls=_contexts(job),
+                member_is_connected=self._is_led,
+                changed=self._look,
+                led=lambda: self.member.led(_now_s()),
+            )
         self.connected = asyncio.Event()
 
     def open(self) -> None:
@@ -56,10 +82,7 @@ class Link:
         """
         # What goes wrong on the way is told by ``join`` once, not by the logger at every attempt.
         logging.getLogger("keepstep.wire").addHandler(logging.NullHandler())
-        tls = None
-        if self._job.tls:
-            paths = wire.TlsPaths(str(self._job.tls.cert), str(self._job.tls.key), str(self._job.tls.ca))
-            tls = wire.client_context(paths)
+        tls = _contexts(self._job)
         self._client = wire.connect(
             (self._controller.host, self._controller.port),
             wire.read_secret(self._secret),
@@ -69,8 +92,63 @@ class Link:
             connected=self._on_connected,
             disconnected=self._on_disconnected,
             trouble=self._note,
-            tls=tls,
+            tls=tls[1] if tls is not None else None,
         )
+
+    @property
+    def controller(self) -> Endpoint:
+        """Where the controller is, as far as is known."""
+        return self._controller
+
+    @property
+    def leads(self) -> int:
+        """The term in which the controller is to run beside us; 0: elsewhere."""
+        elector = self.member.elector
+        return elector.leads if elector is not None else 0
+
+    @property
+    def council(self) -> wire.Council | None:
+        """What the controller that runs beside us has to know."""
+        return self.member.elector.council if self.member.elector is not None else None
+
+    def keep_council(self, path: Path) -> None:
+        """Write it down for the controller, which none of this term has come before. Raises OSError."""
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_bytes(msgspec.json.encode(self.council))
+        draft.replace(path)
+        stop_file(path).unlink(missing_ok=True)
+
+    def serves(self, port: int) -> None:
+        """The controller beside us listens here, or will in a moment."""
+        if self.member.elector is not None:
+            self.member.elector.serves(port)
+
+    def resign(self) -> None:
+        """No controller can be kept running here."""
+        if self.member.elector is not None:
+            self.member.elector.resign(_now_s())
+
+    def _is_led(self) -> bool:
+        return self.connected.is_set() and not self.member.is_void
+
+    def _look(self) -> None:
+        """Go where the controller is."""
+        elector = self.member.elector
+        assert elector is not None
+        leader = elector.leader
+        if leader.port:
+            self._go_to(Endpoint(leader.address, leader.port))
+        elif elector.council is None and not self.connected.is_set() and _now_s() >= self._next_try_s:
+            # The job may have moved before we came: try in turn what we were told and what the run's folder says.
+            self._next_try_s = _now_s() + _TRY_S
+            known = self._known() if self._controller == self._told else None
+            self._go_to(known or self._told)
+        self._elected()
+
+    def _go_to(self, controller: Endpoint) -> None:
+        if controller != self._controller and self._client:
+            self._controller = controller
+            self._client.redirect(controller.host, controller.port)
 
     async def join(self, timeout_s: float) -> Place:
         """Wait for the other nodes and return this node's place; a spare waits for as long as the job lasts.
@@ -101,9 +179,11 @@ class Link:
                 found = wire.read_secret(self._secret)
                 if found != tried:
                     await self.close()
+                    if self._elections is not None:
+                        self.member.vote(await self._elections.open(found), self._elections.elector)
                     self.open()
                     tried = found
-            except WireError as error:
+            except (OSError, WireError) as error:
                 self._trouble = str(error)
             if (place := self._taken()) is not None:
                 return place
@@ -209,6 +289,8 @@ class Link:
         if self._client:
             await self._client.close()
             self._client = None
+        if self._elections is not None:
+            await self._elections.close()
 
     def _send(self, messages: list[wire.Message]) -> None:
         for message in messages if self._client else ():
@@ -217,10 +299,25 @@ class Link:
 
     def _received(self, message: wire.Message) -> None:
         self._send(self.member.received(message))
+        elector = self.member.elector
+        if elector is not None and isinstance(message, wire.Welcome):
+            self._on_welcome()
+        elif elector is not None and isinstance(message, wire.Council) and not self.member.is_void:
+            kept = elector.received(message, _now_s())
+            self._send([kept] if kept is not None else [])
         self._changed.set()
         self._ordered()
 
     def _on_connected(self) -> None:
+        if self.member.elector is None:
+            self._on_welcome()
+
+    def _on_welcome(self) -> None:
+        """The controller is there, and it is the newest."""
+        if self.member.is_void:
+            assert self._client is not None
+            self._client.reconnect()
+            return
         self.member.connected()
         self.connected.set()
 
@@ -232,6 +329,14 @@ class Link:
         del attempt
         self._trouble = str(error)
         self.member.trouble(error, _now_s())
+
+
+def _contexts(job: Job) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
+    """Of a server and of a client."""
+    if job.tls is None:
+        return None
+    paths = wire.TlsPaths(str(job.tls.cert), str(job.tls.key), str(job.tls.ca))
+    return wire.server_context(paths), wire.client_context(paths)
 
 
 def _now_s() -> float:

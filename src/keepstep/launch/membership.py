@@ -14,6 +14,7 @@ from msgspec import structs
 from keepstep import wire
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Recovery
+from keepstep.launch.lease import Elector
 
 _MOST_FAILURES = 64
 _MOST_TEXT = 500
@@ -63,6 +64,12 @@ class Membership:
         self._suspended = False
         self.refusal = ""
         self.is_spare = False
+        self.elector: Elector | None = None  # where the controller can move to another node
+        self.is_void = False  # the controller that is there has been replaced by another one
+
+    def vote(self, seat: wire.Seat, elector: Elector | None) -> None:
+        """Take part in elections."""
+        self._join, self.elector = structs.replace(self._join, seat=seat), elector
 
     @property
     def incarnation(self) -> int:
@@ -93,6 +100,8 @@ class Membership:
         join = structs.replace(self._join, unix_s=self._unix_s())
         if self.placement is not None:
             join = structs.replace(join, node_rank=node_rank, incarnation=self.incarnation)
+        if self.elector is not None and self.elector.council is not None:
+            join = structs.replace(join, hosts_controller=self.elector.leads > 0)
         said: list[wire.Message] = [
             wire.Hello("launcher", join.node, node_rank, self._pid, max(self.incarnation, 0)),
             join,
@@ -105,6 +114,10 @@ class Membership:
 
     def received(self, message: wire.Message) -> list[wire.Message]:
         """An order; what is to be answered at once."""
+        if isinstance(message, wire.Welcome):
+            self.is_void = self.elector is not None and message.term < self.elector.term
+        if self.is_void:
+            return []
         if isinstance(message, wire.Placement):
             if message.incarnation > self.incarnation:
                 self.placement, self.is_spare, self._suspended, self._unfit = message, False, False, ""
@@ -184,14 +197,21 @@ class Membership:
 
     def disconnected(self, now_s: float) -> None:
         """It is not."""
-        self._alone_since_s = self._away_since_s = now_s
+        if not self.is_void or self._away_since_s is None:  # one that was replaced has never been there
+            self._alone_since_s = self._away_since_s = now_s
+        self.is_void = False
 
     def trouble(self, error: Exception, now_s: float) -> None:
         """An attempt failed."""
         silence = isinstance(error, OSError) and error.errno in _UNANSWERED
         silence = silence or (isinstance(error, wire.Violation) and error.reason == "handshake-timeout")
-        if self._away_since_s is not None and not silence:
+        if self._away_since_s is not None and not silence and self.elector is None:
             self._alone_since_s = now_s  # its host answers: the controller alone is away
+
+    def led(self, now_s: float) -> None:
+        """The launcher beside the controller has the lease: nobody else gives our place away."""
+        if self._away_since_s is not None:
+            self._alone_since_s = now_s
 
     def away_s(self, now_s: float) -> float:
         """How long there has been no connection."""
@@ -201,8 +221,10 @@ class Membership:
         """Whether we may have been replaced, so that our workers have to end.
 
         Not when its host answers that no controller is there: then nobody gives our place to others, and training does
-        not wait for a controller.
+        not wait for a controller. Where the controller can move, it is its lease that has to stand, ours too.
         """
-        return (
-            self.begins_again and self._alone_since_s is not None and now_s - self._alone_since_s >= LEASE_S
-        )
+        if not self.begins_again:
+            return False
+        if self.elector is not None and self.elector.leads:
+            return self.elector.idle_s(now_s) >= LEASE_S
+        return self._alone_since_s is not None and now_s - self._alone_since_s >= LEASE_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,8 @@ from keepstep.core.errors import AuthenticationError, RunError
 from keepstep.launch.job import Endpoint, Job
 from keepstep.launch.placement import Place
 
+_REACH_S = 2.0
+
 # What a run leaves in its folder; a later run in the same folder moves exactly these aside.
 _CONTENT = (
     "run.json",
@@ -21,6 +24,7 @@ _CONTENT = (
     "status.json",
     "placement.json",
     "stop.json",
+    *(f"council-{term}{end}" for term in range(1, 100) for end in (".json", ".stop.json")),
     "end.json",
     "controller.log",
     "incidents",
@@ -189,6 +193,30 @@ def ensure_secret(path: Path) -> bool:
             f"{path}: cannot make the secret: {error.strerror}; name a file with --secret-file"
         ) from None
     return True
+
+
+def controller(folder: Path) -> Endpoint | None:
+    """The address of the newest controller, as nodes that share the folder know it; None: not known."""
+    try:
+        host, _, port = str(json.loads((folder / "run.json").read_text())["controller"]).rpartition(":")
+        return Endpoint(host.strip("[]"), int(port))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def lives_elsewhere(folder: Path) -> bool:
+    """Whether the run in this folder goes on with a controller on another host: ours is a latecomer to it."""
+    at = controller(folder)
+    if at is None or (folder / "end.json").exists():
+        return False
+    try:
+        record: dict[str, Any] = json.loads((folder / "run.json").read_text())
+        if record["host"] == os.uname().nodename or int(record["term"]) < 2:
+            return False
+        socket.create_connection((at.host, at.port), _REACH_S).close()
+        return True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -52,6 +52,7 @@ SETTINGS = (
         "rank=5,node=10,hour=30,same=2",
         "most restarts within an hour for one rank, one node and all; failures at one step with one error",
     ),
+    Setting("run", "elect", False, "another node hosts the controller when its own is lost"),
     Setting("run", "join_timeout_s", 600.0, "how long to wait for the other nodes at the start"),
     Setting("run", "linger_s", 10.0, "how long agent and controller may take after the workers ended"),
 )

@@ -27,16 +27,20 @@ The controller's side is ``serve``. ``wire.run(main())`` runs a coroutine on uvl
 
 from keepstep.wire.address import parse_address
 from keepstep.wire.background import BackgroundClient
-from keepstep.wire.channel import ClientChannel, Ends, Role, ServerChannel, encode
+from keepstep.wire.channel import TO_ELECTOR, ClientChannel, Ends, Role, ServerChannel, encode
 from keepstep.wire.client import Client, ClientLimits, connect
 from keepstep.wire.counters import Counters
 from keepstep.wire.loops import loop_factory, run
 from keepstep.wire.messages import (
     LEAST_HOLD_S,
     MOST_HOLD_S,
+    MOST_SEATS,
     PROTOCOL,
+    Answer,
+    Ask,
     BackUp,
     Bye,
+    Council,
     Ended,
     Failed,
     Found,
@@ -51,7 +55,9 @@ from keepstep.wire.messages import (
     Holder,
     Inventory,
     Join,
+    Kept,
     Kill,
+    Leads,
     Locate,
     Located,
     Measured,
@@ -72,10 +78,12 @@ from keepstep.wire.messages import (
     Recovered,
     Refused,
     Release,
+    Row,
     RunTests,
     SaveRings,
     Seal,
     Sealed,
+    Seat,
     Spare,
     StateRequest,
     States,
@@ -85,6 +93,7 @@ from keepstep.wire.messages import (
     Validate,
     Validated,
     Welcome,
+    Where,
 )
 from keepstep.wire.secret import read_secret, write_secret
 from keepstep.wire.server import Connection, Server, ServerCallbacks, ServerLimits, serve
@@ -94,8 +103,12 @@ from keepstep.wire.violation import REASONS, Reason, Unproven, Violation
 __all__ = [
     "LEAST_HOLD_S",
     "MOST_HOLD_S",
+    "MOST_SEATS",
     "PROTOCOL",
     "REASONS",
+    "TO_ELECTOR",
+    "Answer",
+    "Ask",
     "BackUp",
     "BackgroundClient",
     "Bye",
@@ -103,6 +116,7 @@ __all__ = [
     "ClientChannel",
     "ClientLimits",
     "Connection",
+    "Council",
     "Counters",
     "Ended",
     "Ends",
@@ -119,7 +133,9 @@ __all__ = [
     "Holder",
     "Inventory",
     "Join",
+    "Kept",
     "Kill",
+    "Leads",
     "Locate",
     "Located",
     "Measured",
@@ -142,10 +158,12 @@ __all__ = [
     "Refused",
     "Release",
     "Role",
+    "Row",
     "RunTests",
     "SaveRings",
     "Seal",
     "Sealed",
+    "Seat",
     "Server",
     "ServerCallbacks",
     "ServerChannel",
@@ -162,6 +180,7 @@ __all__ = [
     "Validated",
     "Violation",
     "Welcome",
+    "Where",
     "client_context",
     "connect",
     "encode",

@@ -27,14 +27,16 @@ from keepstep.wire.messages import (
     PROTOCOL,
     AgentMessage,
     ClientMessage,
+    FromElector,
     LauncherMessage,
     Message,
+    ToElector,
     ToNode,
 )
 from keepstep.wire.transfer import FromHolder, ToHolder
 from keepstep.wire.violation import Unproven, Violation
 
-Role = Literal["agent", "launcher", "client", "peer"]
+Role = Literal["agent", "launcher", "client", "peer", "elector"]
 
 HANDSHAKE_LIMIT = 1024
 NONCE_BYTES = 32
@@ -44,18 +46,30 @@ SEAL_BYTES = CODE_BYTES + NUMBER_BYTES
 MIB = 1 << 20
 
 # What a proven peer may send in one frame; an agent's profile of many iterations is the longest.
-LIMITS: dict[str, int] = {"agent": 64 * MIB, "launcher": 2 * MIB, "client": 64 << 10, "peer": 4 << 10}
+LIMITS: dict[str, int] = {
+    "agent": 64 * MIB,
+    "launcher": 2 * MIB,
+    "client": 64 << 10,
+    "peer": 4 << 10,
+    "elector": 4 << 10,
+}
 SERVER_LIMIT = 16 * MIB  # what the controller may send: a placement that names every node
-TO_CONTROLLER = frozenset({"agent", "launcher", "client"})  # roles; an agent that asks another's is a "peer"
+# Roles; an agent that asks another's is a "peer", a launcher that asks another one an "elector".
+TO_CONTROLLER = frozenset({"agent", "launcher", "client"})
+TO_ELECTOR = frozenset({"elector"})
 
 _DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "agent": msgspec.msgpack.Decoder(AgentMessage),
     "launcher": msgspec.msgpack.Decoder(LauncherMessage),
     "client": msgspec.msgpack.Decoder(ClientMessage),
     "peer": msgspec.msgpack.Decoder(ToHolder),
+    "elector": msgspec.msgpack.Decoder(ToElector),
 }
 _FROM_SERVER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToNode)
-_FROM_HOLDER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromHolder)
+_FROM: dict[str, msgspec.msgpack.Decoder[Any]] = {  # others are answered by the controller
+    "peer": msgspec.msgpack.Decoder(FromHolder),
+    "elector": msgspec.msgpack.Decoder(FromElector),
+}
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -347,7 +361,7 @@ class ClientChannel(_Channel):
         transcript = _transcript(self._opening, message.nonce)
         if not hmac.compare_digest(_keyed(self._secret, b"server proof", transcript), message.proof):
             raise Unproven("unauthenticated", "the server does not hold this run's secret")
-        decoder = _FROM_HOLDER if self.role == "peer" else _FROM_SERVER
+        decoder = _FROM.get(self.role, _FROM_SERVER)
         self._agree(transcript, is_server=False, limit=SERVER_LIMIT, decoder=decoder)
         return frame(_encoder.encode(Proof(_keyed(self._secret, b"client proof", transcript))))
 

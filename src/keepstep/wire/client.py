@@ -130,6 +130,7 @@ class Client:
         self._queue: deque[Message] = deque()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
+        self._redirected = asyncio.Event()
 
     @property
     def connected(self) -> bool:
@@ -164,6 +165,20 @@ class Client:
                 self._queue.popleft()
                 self.counters.dropped += 1
             self._queue.append(message)
+
+    def redirect(self, host: str, port: int) -> None:
+        """Leave the connection that there is, and connect to another address from now on."""
+        if (host, port) == (self._host, self._port):
+            return
+        self._host, self._port = host, port
+        self._redirected.set()
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        """Leave the connection that there is, and make another."""
+        attempt = self._attempt
+        if attempt is not None and attempt.transport is not None:
+            attempt.transport.abort()
 
     async def drained(self, timeout_s: float) -> bool:
         """Wait until everything has been handed to the kernel; False when that took longer than ``timeout_s``."""
@@ -228,7 +243,19 @@ class Client:
             self._say(error)
             self._trouble(error, failures)
             wait_s = min(self.limits.longest_wait_s, self.limits.first_wait_s * 2 ** min(failures - 1, 16))
-            await asyncio.sleep(wait_s * self._jitter.uniform(0.5, 1.0))
+            if await self._pause(wait_s * self._jitter.uniform(0.5, 1.0)):
+                failures = 0
+
+    async def _pause(self, wait_s: float) -> bool:
+        """Before the next attempt; True when that is for another address and need not be waited for."""
+        waiting = asyncio.ensure_future(self._redirected.wait())
+        try:
+            await asyncio.wait([waiting], timeout=wait_s)
+        finally:
+            waiting.cancel()
+        was_redirected = self._redirected.is_set()
+        self._redirected.clear()
+        return was_redirected
 
     async def _one_connection(self) -> tuple[Exception, bool]:
         loop = asyncio.get_running_loop()

@@ -31,6 +31,8 @@ MOST_HELD_RANKS = 4096  # of which one node holds snapshots
 MOST_NODE_ENDPOINTS = 4
 LEAST_HOLD_S, MOST_HOLD_S = 5.0, 20.0  # of a validation
 MOST_LABEL = 100  # characters of a failure domain's name
+MOST_SEATS = 7  # of a council
+MOST_TABLE = 1 << 16  # rows of a rank table: nodes
 
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 _Ranks = Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
@@ -40,6 +42,10 @@ _Endpoints = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MOST_NODE_E
 _Label = Annotated[str, msgspec.Meta(max_length=MOST_LABEL)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Line = Annotated[str, msgspec.Meta(max_length=500)]
+_Token = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+_Term = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+_Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+_Host = Annotated[str, msgspec.Meta(max_length=255)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, omit_defaults=True):
@@ -62,6 +68,16 @@ class Hello(Message, frozen=True):
     launcher: int = 0  # process that started this agent; 0: not told
 
 
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """A launcher that can elect. ``token``: drawn when its process began; one that is started anew is another."""
+
+    token: _Token
+    node: _Host
+    pid: _Count
+    address: _Host  # numeric
+    port: _Port  # where it listens to other launchers
+
+
 class Join(Message, frozen=True):
     """A launcher asks to take part: the rendezvous. Answered by ``Placement`` when all nodes are here, or `Spare`."""
 
@@ -78,6 +94,7 @@ class Join(Message, frozen=True):
     unix_s: float = 0.0  # its clock as it said this; 0: not told
     checks: Annotated[tuple[_Line, ...], msgspec.Meta(max_length=16)] = ()  # what those of its node found
     hosts_controller: bool = False
+    seat: Seat | None = None  # where it can be asked for its vote
 
 
 class Groups(Message, frozen=True):
@@ -280,6 +297,13 @@ class Ended(Message, frozen=True):
     incarnation: int = 0
 
 
+class Kept(Message, frozen=True):
+    """Answer to `Council`: this one and none older counts for this launcher from now on."""
+
+    term: _Term
+    version: _Term
+
+
 class Recovered(Message, frozen=True):
     """A launcher's ranks train again after a restart."""
 
@@ -303,6 +327,7 @@ class Welcome(Message, frozen=True):
     controller_pid: int
     heartbeat_s: float = 1.0
     protocol: int = PROTOCOL
+    term: _Term = 0  # of the controller; 0: elected by nobody
 
 
 class Placement(Message, frozen=True):
@@ -316,6 +341,32 @@ class Placement(Message, frozen=True):
     master_port: int
     incarnation: int = 0
     pauses: int = 0  # incarnations that an operator ordered: they are no restarts
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One launcher of the rank table."""
+
+    node: _Host
+    pid: _Count
+    placement: Placement
+
+
+_Seats = Annotated[tuple[Seat, ...], msgspec.Meta(max_length=MOST_SEATS)]
+
+
+class Council(Message, frozen=True):
+    """To launchers: who elects the host of the controller, and to those the rank table. Answered by `Kept`.
+
+    Ordered by term and version. Nothing of the table is given out before a quorum has it (`core.quorum`).
+    """
+
+    term: _Term
+    version: _Term
+    leader: Seat  # the launcher beside the controller
+    port: _Port  # of the controller, on the leader's address
+    seats: _Seats
+    former: _Seats = ()  # that have to agree too, until it is known that they cannot act alone any more
+    table: Annotated[tuple[Row, ...], msgspec.Meta(max_length=MOST_TABLE)] = ()
 
 
 class Spare(Message, frozen=True):
@@ -476,6 +527,48 @@ class Refused(Message, frozen=True):
     reason: str
 
 
+# --- launcher to launcher -------------------------------------------------------------------------------------------
+
+
+class Ask(Message, frozen=True):
+    """A launcher asks another one for the lease on the controller, or to renew it. Answered by `Answer`.
+
+    ``previous``: term of the lease that it has, 0 for none. ``held``: term and version of its council. ``address`` and
+    ``port``: of its controller, once it has one.
+    """
+
+    number: _Term
+    to: _Token
+    by: _Token
+    term: _Term
+    previous: _Term
+    held: tuple[_Term, _Term]
+    address: _Host = ""
+    port: _Port = 0
+
+
+class Answer(Message, frozen=True):
+    """Whether the lease is granted, from when it was asked for on. ``term``: the newest in which one was granted."""
+
+    number: _Term
+    by: _Token
+    granted: bool
+    term: _Term
+
+
+class Where(Message, frozen=True):
+    """Where is the controller? Answered by `Leads`."""
+
+
+class Leads(Message, frozen=True):
+    """The newest controller that a launcher knows of; ``port`` 0: none. ``acts``: it is ours, and we have the lease."""
+
+    term: _Term
+    address: _Host = ""
+    port: _Port = 0
+    acts: bool = False
+
+
 AgentMessage = (
     Hello
     | Groups
@@ -491,12 +584,13 @@ AgentMessage = (
     | Locate
     | Bye
 )
-LauncherMessage = Hello | Join | Found | Recovered | Failed | Halted | Sealed | Ended | Bye
+LauncherMessage = Hello | Join | Found | Recovered | Failed | Halted | Sealed | Kept | Ended | Bye
 ClientMessage = Hello | Validate | Operate | Bye
 ToController = AgentMessage | LauncherMessage | ClientMessage
 ToNode = (
     Welcome
     | Placement
+    | Council
     | Spare
     | Halt
     | Seal
@@ -515,3 +609,5 @@ ToNode = (
     | Stop
     | Refused
 )
+ToElector = Ask | Where
+FromElector = Answer | Leads

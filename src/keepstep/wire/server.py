@@ -6,12 +6,12 @@ import asyncio
 import logging
 import ssl
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import cast
 
 from keepstep.wire.address import end_host, end_name, notice_dead_host
-from keepstep.wire.channel import Ends, ServerChannel
+from keepstep.wire.channel import TO_CONTROLLER, Ends, ServerChannel
 from keepstep.wire.counters import Counters
 from keepstep.wire.messages import Message
 from keepstep.wire.violation import Reason, Violation
@@ -144,12 +144,14 @@ class Server:
         *,
         limits: ServerLimits | None = None,
         check_addresses: bool = True,
+        roles: Collection[str] = TO_CONTROLLER,
     ) -> None:
         self.limits = limits or ServerLimits()
         self.counters = Counters()
         self._secret = secret
         self._callbacks = callbacks
         self._check_addresses = check_addresses
+        self._roles = roles
         self._loop = asyncio.get_running_loop()
         self._listener: asyncio.Server | None = None
         self._unproven: OrderedDict[int, Connection] = OrderedDict()
@@ -195,7 +197,7 @@ class Server:
         return self._numbers
 
     def new_channel(self, ends: Ends) -> ServerChannel:
-        return ServerChannel(self._secret, ends, check_addresses=self._check_addresses)
+        return ServerChannel(self._secret, ends, check_addresses=self._check_addresses, roles=self._roles)
 
     def await_proof(self, connection: Connection) -> asyncio.TimerHandle:
         self.counters.connections += 1
@@ -244,8 +246,9 @@ async def serve(
     tls: ssl.SSLContext | None = None,
     limits: ServerLimits | None = None,
     check_addresses: bool = True,
+    roles: Collection[str] = TO_CONTROLLER,
 ) -> Server:
     """Listen on ``host:port`` (0: any free port) and no other address. Raises OSError when it cannot be bound."""
-    server = Server(secret, callbacks, limits=limits, check_addresses=check_addresses)
+    server = Server(secret, callbacks, limits=limits, check_addresses=check_addresses, roles=roles)
     await server.listen(host, port, tls)
     return server

@@ -12,7 +12,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import control_stand_ins as stand_ins
 
@@ -22,6 +22,7 @@ from keepstep.control import (
     Effect,
     Send,
     Settings,
+    StoreCouncil,
     StorePlacement,
     StoreStop,
     Tell,
@@ -29,6 +30,7 @@ from keepstep.control import (
 )
 from keepstep.control.operating import STOPPED
 from keepstep.core.finding import Finding
+from keepstep.launch.lease import Elector, ToSeat
 from keepstep.launch.membership import LEASE_S, Membership
 
 RANKS = 2  # of a node
@@ -36,6 +38,7 @@ TICK_S = 0.4
 BEAT_S = 1.4
 DEAD_HOST_S = 3.0  # until the kernel closes a connection to a host that does not answer
 ATTEMPT_S = 5.0
+ELECTOR_S = 0.3
 
 
 @dataclass(eq=False)
@@ -44,11 +47,30 @@ class Connection:
 
     number: int
     role: str
+    host: Host
+    site: Site
     up: bool = True
     here: bool = True  # the launcher's or agent's side
     there: bool = True  # the controller's
     to_controller: deque[wire.Message] = field(default_factory=deque[wire.Message])
     to_node: deque[wire.Message] = field(default_factory=deque[wire.Message])
+
+
+@dataclass(eq=False)
+class Site:
+    """A controller's process, and those that come after it on the same host in the same term."""
+
+    host: Host
+    term: int
+    controller: Controller
+    up: bool = True
+    over: bool = False  # its launcher does not start it any more
+    peers: dict[int, Connection] = field(default_factory=dict[int, Connection])
+    stored: StorePlacement | None = None
+    stopped: wire.Stop | None = None
+    council: wire.Council | None = None
+    written: dict[int, object] = field(default_factory=dict[int, object])
+    stalled_until_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -58,6 +80,7 @@ class Host:
     name: str
     pid: int
     part: Membership
+    elector: Elector  # idle where the controller stays where it is
     alive: bool = True
     cut: bool = False
     cut_s: float = 0.0
@@ -67,11 +90,14 @@ class Host:
     failures: int = 0
     running: int = -1  # incarnation of the workers that run
     ending: bool = False
+    aims: int = 1  # at the controller of this term
+    starting: bool = False  # the controller, after an election
     healthy: bool = True  # workers have neither failed nor finished
     finished: bool = False
     by_itself: bool = False  # ended its workers because it is cut off
     exit_code: int | None = None
     healed_s: float = -math.inf
+    site: Site | None = None  # the controller beside it
 
     def was_cut(self, now_s: float) -> bool:
         """Until a moment ago: it does not know yet that it was replaced."""
@@ -79,7 +105,10 @@ class Host:
 
 
 class World:
-    """``World(seed).run()`` plays one job. ``faults`` limits what may happen (names of ``_FAULTS``)."""
+    """``World(seed).run()`` plays one job. ``faults`` limits what may happen (names of ``_FAULTS``).
+
+    In most jobs the controller can move; in the others it runs on a host of its own that nothing happens to.
+    """
 
     def __init__(self, seed: int, faults: frozenset[str] | None = None) -> None:
         self.random = random.Random(seed)
@@ -87,26 +116,24 @@ class World:
         self.nodes = dice.choice((2, 2, 3, 4, 5, 12))
         self.spares = dice.choice((0, 0, 1, 1, 2))
         self.max_restarts = dice.choice((1, 2, 3, 6))
+        self.elects = dice.choice((True, True, False))
         self.now_s = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.count = 0
-        self.peers: dict[int, tuple[Connection, Host]] = {}
-        self.stored: StorePlacement | None = None
-        self.stopped: wire.Stop | None = None
-        self.written: dict[int, object] = {}
+        self.given: dict[int, tuple[int, str, int]] = {}  # where rank 0 meets the others, and in which term
+        self.leaders: dict[int, Host] = {}  # by term
         self.told: list[str] = []
         self.played: dict[tuple[int, int], Host] = {}  # who started, by incarnation and node rank
         self.newest, self.newest_s = -1, 0.0
         self.disturbances = 0  # that may cost a restart
         self.codes: set[int] = set()
         self.orders = self.pauses = 0  # of operators, and the incarnations that were theirs
-        self.stalled_until_s = self.back_s = 0.0  # until when the controller slept, since when it is back
-        self.controller_up = True
-        self.controller = self._fresh()
+        self.back_s = 0.0  # since when there is a controller that is awake
         self.hosts = [self._host(f"gpu-{n}", 100 + n) for n in range(self.nodes + self.spares)]
+        self.head = self.hosts[0] if self.elects else self._host("head", 99)
+        self._start_site(self.head, 1)
         for host in self.hosts:
             self.at(dice.uniform(0, 0.5), lambda host=host: self._connect(host))
-        self.at(TICK_S, self._tick)
         self.end_s = dice.uniform(15, 60)
         chosen = sorted(_FAULTS if faults is None else faults)
         for _ in range(dice.choice((0, 1, 1, 2, 3, 5, 8)) if chosen else 0):
@@ -134,7 +161,8 @@ class World:
     def check(self) -> None:
         """What holds at every moment."""
         assert self.newest - self.pauses <= self.max_restarts, "more restarts than --max-restarts"
-        if self.controller_up and self.controller.reforming.suspended:
+        leader = self.leader()
+        if leader is not None and leader.controller.reforming.suspended:
             running = [h.name for h in self.hosts if h.alive and h.running >= 0 and not h.was_cut(self.now_s)]
             assert not running, f"suspended, but {running} run"
         for host in self.hosts:
@@ -145,9 +173,33 @@ class World:
                 late_s = self.now_s - host.cut_s - LEASE_S - DEAD_HOST_S - ATTEMPT_S
                 assert late_s < 8.0, f"{host.name} is cut off and trains on"
 
-            since_s = max(self.newest_s, host.healed_s, self.stalled_until_s, self.back_s)
-            late = host.running < self.newest and self.controller_up and not host.cut
+            since_s = max(self.newest_s, host.healed_s, self.back_s, leader.stalled_until_s if leader else 0)
+            late = host.running < self.newest and leader is not None and not host.cut
             assert not late or self.now_s - since_s < 25.0, f"{host.name} goes on with {host.running}"
+
+        acting = [host for host in self.hosts if host.alive and host.elector.may_act(self.now_s)]
+        assert len(acting) <= 1 or not acting[1].elector.council, [host.name for host in acting]
+        for host in self.hosts:
+            if host.elector.leads:
+                other = self.leaders.setdefault(host.elector.leads, host)
+                assert other is host, f"{host.name} and {other.name} both lead term {host.elector.leads}"
+
+    @property
+    def sites(self) -> list[Site]:
+        """The newest of each host."""
+        hosts = dict.fromkeys((*self.hosts, self.head))
+        return [host.site for host in hosts if host.site is not None]
+
+    def leader(self) -> Site | None:
+        """The newest controller, while it runs where others reach it."""
+        sites = [site for site in self.sites if site.host.alive]
+        site = max(sites, key=lambda site: site.term, default=None)
+        return site if site is not None and site.up and not site.host.cut else None
+
+    def _check_given(self, site: Site, placement: wire.Placement) -> None:
+        table = (site.term, placement.master_addr, placement.master_port)
+        other = self.given.setdefault(placement.incarnation, table)
+        assert other[1:] == table[1:], f"two tables of {placement.incarnation}: {other} and {table}"
 
     def _check_start(self, host: Host, placement: wire.Placement) -> None:
         place = (placement.incarnation, placement.node_rank)
@@ -186,14 +238,17 @@ class World:
         hosts = "; ".join(
             f"{h.name} pid {h.pid} alive={h.alive} cut={h.cut} runs={h.running} connected={h.connection is not None} "
             f"code={h.exit_code} halted={h.part._halted} halt={h.part._halt} placed={h.part.incarnation} "
-            f"stop={h.part.stop is not None}"
+            f"stop={h.part.stop is not None} leads={h.elector.leads} knows={h.elector.leader.term}"
             for h in self.hosts
         )
-        reforming = self.controller.reforming
-        return (
-            f"at {self.now_s:.1f} s: {hosts}; controller up={self.controller_up} {reforming._state} "
-            f"{reforming.incarnation} open={[o.node for o in reforming._open]} told={self.told}"
+        sites = "; ".join(
+            f"controller {site.term} on {site.host.name} up={site.up} {site.controller.reforming._state} "
+            f"{site.controller.reforming.incarnation} "
+            f"open={[o.node for o in site.controller.reforming._open]} "
+            f"council={site.controller.councils.is_settled}"
+            for site in self.sites
         )
+        return f"at {self.now_s:.1f} s: {hosts}; {sites} told={self.told}"
 
     def at(self, after_s: float, event: Callable[[], None]) -> None:
         self.count += 1
@@ -201,31 +256,50 @@ class World:
 
     # --- the controller --------------------------------------------------------------------------------------------
 
-    def _fresh(self) -> Controller:
-        controller = Controller(
-            SETTINGS_OF[self.nodes], locators=stand_ins.PlainLocators(), unix_s=lambda now_s: now_s
+    def _start_site(self, host: Host, term: int) -> None:
+        site = Site(host, term, Controller(Settings()), council=host.elector.council if term > 1 else None)
+        site.controller = self._fresh(site)
+        host.site, self.back_s = site, self.now_s
+        host.elector.serves(term)
+        self._tick(site)
+
+    def _fresh(self, site: Site) -> Controller:
+        settings = SETTINGS_OF[self.nodes]
+        if self.elects:
+            settings = replace(settings, seat=site.host.elector.seat.token, term=site.term)
+        controller = Controller(settings, locators=stand_ins.PlainLocators(), unix_s=lambda now_s: now_s)
+        controller.port = site.term
+        controller.restore(
+            site.written.values(),  # type: ignore[arg-type]
+            site.stored.placements if site.stored else (),
+            site.stopped,
+            site.council,
         )
-        placements = self.stored.placements if self.stored else ()
-        controller.restore(self.written.values(), placements, self.stopped)  # type: ignore[arg-type]
         return controller
 
-    def _tick(self) -> None:
-        if self.controller_up and self.now_s >= self.stalled_until_s:
-            self._carry_out(self.controller.tick(self.now_s))
-        self.at(TICK_S, self._tick)
+    def _tick(self, site: Site) -> None:
+        if site.over or not site.host.alive:
+            return
+        if site.up and self.now_s >= site.stalled_until_s:
+            self._carry_out(site, site.controller.tick(self.now_s))
+        self.at(TICK_S, lambda: self._tick(site))
 
-    def _carry_out(self, effects: list[Effect]) -> None:
+    def _carry_out(self, site: Site, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
+                if isinstance(effect.message, wire.Placement):
+                    self._check_given(site, effect.message)
                 for peer in effect.peers:
-                    if peer in self.peers:
-                        self._send(self.peers[peer][0], effect.message)
+                    if peer in site.peers:
+                        self._send(site.peers[peer], effect.message)
             elif isinstance(effect, StorePlacement):
-                self.stored = effect
+                site.stored = effect
             elif isinstance(effect, StoreStop):
-                self.stopped = effect.stop
+                site.stopped = effect.stop
+            elif isinstance(effect, StoreCouncil):
+                site.council = effect.council
             elif isinstance(effect, WriteIncident):
-                self.written[effect.incident.number] = effect.incident
+                site.written[effect.incident.number] = effect.incident
             elif isinstance(effect, Tell):
                 self.told.append(effect.text)
 
@@ -240,46 +314,135 @@ class World:
 
     def _deliver(self, connection: Connection) -> None:
         """What waits is read by the controller, at once."""
-        if self.now_s < self.stalled_until_s:
-            self.at(self._awake_s(), lambda: self._deliver(connection))
+        site = connection.site
+        if self.now_s < site.stalled_until_s:
+            self.at(self._awake_s(site), lambda: self._deliver(connection))
             return
-        while connection.to_controller and connection.number in self.peers:
+        while connection.to_controller and connection.number in site.peers:
             message = connection.to_controller.popleft()
-            self._carry_out(self.controller.message(connection.number, message, self.now_s))
+            self._carry_out(site, site.controller.message(connection.number, message, self.now_s))
 
-    def _awake_s(self) -> float:
+    def _awake_s(self, site: Site) -> float:
         """Until the controller that sleeps reads; a tick may come before."""
-        return self.stalled_until_s - self.now_s + self.random.uniform(0, 0.8)
+        return site.stalled_until_s - self.now_s + self.random.uniform(0, 0.8)
 
     def _closed_there(self, connection: Connection) -> None:
-        if self.now_s < self.stalled_until_s:
-            self.at(self._awake_s(), lambda: self._closed_there(connection))
+        site = connection.site
+        if self.now_s < site.stalled_until_s:
+            self.at(self._awake_s(site), lambda: self._closed_there(connection))
             return
         self._deliver(connection)
         connection.there = False
-        if self.peers.pop(connection.number, None) is not None:
-            self._carry_out(self.controller.disconnected(connection.number, self.now_s))
+        if site.peers.pop(connection.number, None) is not None:
+            self._carry_out(site, site.controller.disconnected(connection.number, self.now_s))
 
     # --- launchers -------------------------------------------------------------------------------------------------
 
     def _host(self, name: str, pid: int) -> Host:
         number = pid % 100
+        seat = wire.Seat(self.random.randrange(1, 1 << 62), name, pid, f"10.0.0.{number}", 7000)
         join = wire.Join(
-            name, f"10.0.0.{number}", RANKS, 29500, -1, self.nodes, self.nodes, self.max_restarts
+            *(name, f"10.0.0.{number}", RANKS, 29500, -1, self.nodes, self.nodes, self.max_restarts),
+            hosts_controller=self.elects and pid == 100,
         )
-        host = Host(name, pid, Membership(join, pid, lambda: self.random.randrange(20000, 60000)))
+        part = Membership(join, pid, lambda: self.random.randrange(20000, 60000))
+        host = Host(name, pid, part, Elector(seat, self.random.random))
+        host.elector.learned(wire.Leads(1, "10.0.0.0", 1))
         self.at(BEAT_S, lambda: self._beat(host))
+        if self.elects:
+            part.vote(seat, host.elector)
+            self.at(self.random.uniform(0, ELECTOR_S), lambda: self._elect(host))
         return host
+
+    # Elections.
+
+    def _elect(self, host: Host) -> None:
+        if not host.alive or host.exit_code is not None:
+            return
+        elector = host.elector
+        for to in elector.tick(self.now_s, connected=host.connection is not None and not host.part.is_void):
+            self._ask(host, to)
+        site = host.site
+        if site is not None and not site.over and elector.leads != site.term and elector.council is not None:
+            self._kill_site(site)
+            site.over = True
+        if elector.leads > (site.term if site is not None else 0) and not host.starting:
+            host.starting = True
+            self.at(self.random.uniform(0.3, 2.0), lambda term=elector.leads: self._lead(host, term))
+        if host.connection is not None and host.connection.site is not self._target(host):
+            self._break(host.connection, host)
+        if host.aims != elector.leader.term:
+            host.aims, host.failures = elector.leader.term, 0
+            self._connect(host)
+        if host.connection is None and elector.council is not None and self.random.random() < 0.3:
+            for other in [self._at(seat) for seat in elector.council.seats]:
+                if other is not None and other is not host:
+                    self._pass(host, other, lambda other=other: self._where(other, host))
+        self.at(ELECTOR_S, lambda: self._elect(host))
+
+    def _lead(self, host: Host, term: int) -> None:
+        host.starting = False
+        if host.alive and host.exit_code is None and host.elector.leads == term:
+            self._start_site(host, term)
+
+    def _where(self, asked: Host, by: Host) -> None:
+        leads = asked.elector.where(self.now_s)
+
+        def told() -> None:
+            by.elector.learned(leads)
+            if leads.acts:
+                by.part.led(self.now_s)
+
+        self._pass(asked, by, told)
+
+    def _ask(self, host: Host, to: ToSeat) -> None:
+        other = self._at(to.seat)
+        if other is None:
+            return
+
+        def arrived() -> None:
+            answer = other.elector.asked(to.ask, self.now_s)
+            if answer is not None:
+                self._pass(other, host, lambda: host.elector.answered(answer, self.now_s))
+
+        self._pass(host, other, arrived)
+
+    def _pass(self, here: Host, there: Host, arrived: Callable[[], None]) -> None:
+        """Between launchers: lost, repeated, reordered."""
+
+        def deliver() -> None:
+            if there.alive and there.exit_code is None and not here.cut and not there.cut:
+                arrived()
+
+        for _ in range(self.random.choice((0, 1, 1, 1, 1, 1, 1, 1, 1, 2))):
+            self.at(self._delay_s(), deliver)
+
+    def _at(self, seat: wire.Seat) -> Host | None:
+        """Whoever listens there now."""
+        return next((h for h in reversed(self.hosts) if h.elector.seat.address == seat.address), None)
+
+    def _target(self, host: Host) -> Site | None:
+        """The controller that it connects to."""
+        if not self.elects:
+            return self.head.site
+        leader = host.elector.leader
+        found = next((h for h in reversed(self.hosts) if h.elector.seat.address == leader.address), None)
+        site = found.site if found is not None and found.alive else None
+        return site if site is not None and site.term == leader.port else None
 
     def _connect(self, host: Host) -> None:
         if not host.alive or host.exit_code is not None or host.connection is not None:
             return
-        if host.cut:
+        site = self._target(host)
+        gone = site is None and self._is_dead(host.elector.leader.address)
+        if (host.cut or gone or (site is not None and site.host.cut)) and (
+            site is None or site.host is not host
+        ):
             host.part.trouble(OSError(errno.ETIMEDOUT, "timed out"), self.now_s)
             self.at(ATTEMPT_S, lambda: self._connect(host))
             self._consider(host)
             return
-        if not self.controller_up:
+        if site is None or not site.up:
             host.part.trouble(ConnectionRefusedError(errno.ECONNREFUSED, "refused"), self.now_s)
             host.failures += 1
             self.at(
@@ -288,16 +451,20 @@ class World:
             self._consider(host)
             return
         host.failures = 0
-        host.connection = self._open("launcher", host)
-        host.part.connected()
+        host.connection = self._open("launcher", host, site)
+        if not self.elects:
+            host.part.connected()
         queued, host.queue = host.queue, []
         self._say(host, [*host.part.greet(), *queued])
 
-    def _open(self, role: str, host: Host) -> Connection:
+    def _is_dead(self, address: str) -> bool:
+        return not any(h.alive for h in self.hosts if h.elector.seat.address == address)
+
+    def _open(self, role: str, host: Host, site: Site) -> Connection:
         self.count += 1
-        connection = Connection(self.count, role)
-        self.peers[connection.number] = (connection, host)
-        self.controller.connected(connection.number, role)
+        connection = Connection(self.count, role, host, site)
+        site.peers[connection.number] = connection
+        site.controller.connected(connection.number, role)
         return connection
 
     def _say(self, host: Host, messages: list[wire.Message]) -> None:
@@ -315,16 +482,23 @@ class World:
 
     def _read(self, connection: Connection) -> None:
         """All that has come is read in one batch; only then the launcher does something about it."""
-        if connection.number not in self.peers or not connection.here:
+        host = connection.host
+        if connection.number not in connection.site.peers or not connection.here:
             return
-        host = self.peers[connection.number][1]
         if not host.alive or not connection.up:
             return
         messages, connection.to_node = connection.to_node, deque()
         if connection.role == "launcher":
             for message in messages:
                 self._say(host, host.part.received(message))
+                if self.elects and isinstance(message, wire.Welcome) and not host.part.is_void:
+                    host.part.connected()
+                if isinstance(message, wire.Council) and not host.part.is_void:
+                    kept = host.elector.received(message, self.now_s)
+                    self._say(host, [kept] if kept is not None else [])
             self._consider(host)
+            if host.part.is_void:
+                self._break(connection, host)
 
     def _break(self, connection: Connection, host: Host, after_s: float = 0.0) -> None:
         """The connection breaks; each side notices for itself. What is under way is lost."""
@@ -361,6 +535,7 @@ class World:
             self._end_workers(host, lambda: self._halted(host))
         elif part.away_s(self.now_s) > 2 * LEASE_S and host.running < 0:
             host.by_itself = True
+            self.disturbances += 1  # it has waited for as long as it does, and is missed now
             self._exit(host, 1)
         elif (placement := part.to_run) is not None:
             part.started()
@@ -397,12 +572,15 @@ class World:
     def _exit(self, host: Host, code: int) -> None:
         if host.exit_code is None:
             host.exit_code = code
+            host.by_itself = host.by_itself or host.cut
             self._say(host, host.part.ended(code, "ends"))
             if host.connection is not None:
                 self.at(0.5, lambda connection=host.connection: self._break(connection, host))
 
     def _finish(self, host: Host, incarnation: int) -> None:
-        if host.alive and host.running == incarnation and host.healthy and not host.ending:
+        if any((incarnation, node_rank) not in self.played for node_rank in range(self.nodes)):
+            self.at(1.0, lambda: self._finish(host, incarnation))  # nobody trains before all do
+        elif host.alive and host.running == incarnation and host.healthy and not host.ending:
             host.finished = True
             host.healthy = False
             self._say(host, host.part.ended(0, "finished"))
@@ -410,12 +588,14 @@ class World:
     def _agent(self, host: Host) -> None:
         if not host.alive or host.running < 0 or host.agent is not None or host.exit_code is not None:
             return
-        if host.cut or not self.controller_up:
+        site = self._target(host)
+        far = site is not None and site.host is not host and (host.cut or site.host.cut)
+        if site is None or not site.up or far:
             self.at(1.0, lambda: self._agent(host))
             return
         placement = host.part.placement
         assert placement is not None
-        host.agent = self._open("agent", host)
+        host.agent = self._open("agent", host, site)
         hello = wire.Hello("agent", host.name, placement.node_rank, host.pid + 5000, launcher=host.pid)
         self._put(host.agent, [hello])
 
@@ -457,10 +637,17 @@ class World:
 
     def lose(self) -> None:
         """A node goes down: connections end at once, or when the kernel notices."""
-        host = self._one(lambda h: h is not self.hosts[0])
+        self._lose(self._one(lambda h: h.site is None))
+
+    def lose_leader(self) -> None:
+        """The same of the controller's."""
+        self._lose(self._one(lambda h: h.elector.leads > 0))
+
+    def _lose(self, host: Host | None) -> None:
         if host is not None:
             self.disturbances += 1
             host.alive, host.running = False, -1
+            self._end_site(host, self.random.choice((0.0, DEAD_HOST_S)))
             after_s = self.random.choice((0.0, DEAD_HOST_S))
             for connection in (host.connection, host.agent):
                 if connection is not None:
@@ -468,11 +655,18 @@ class World:
 
     def kill_launcher(self) -> None:
         """A launcher is killed; its agent says farewell, and workers end with it. It may be started anew."""
-        host = self._one(lambda h: h is not self.hosts[0])
+        self._kill_launcher(self._one(lambda h: h.site is None))
+
+    def kill_leader(self) -> None:
+        """The same of the controller's."""
+        self._kill_launcher(self._one(lambda h: h.elector.leads > 0))
+
+    def _kill_launcher(self, host: Host | None) -> None:
         if host is None:
             return
         self.disturbances += 1
         host.alive, host.running = False, -1
+        self._end_site(host, 0.0)
         if host.connection is not None:
             self._break(host.connection, host)
         if host.agent is not None:
@@ -483,20 +677,35 @@ class World:
             self.at(self.random.uniform(0.5, 10), lambda: self._again(host))
 
     def _again(self, host: Host) -> None:
-        fresh = self._host(host.name, host.pid + 1000)
+        self._begin(self._host(host.name, host.pid + 1000))
+
+    def _begin(self, fresh: Host) -> None:
+        """It finds the controller in the run's folder."""
+        fresh.elector.learned(max((h.elector.leader for h in self.hosts), key=lambda leads: leads.term))
         self.hosts.append(fresh)
+        if self.elects:
+            fresh.part.disconnected(self.now_s)
         self._connect(fresh)
 
     def cut(self) -> None:
         """A node is cut off, for a moment or for longer."""
-        host = self._one(lambda h: h is not self.hosts[0] and not h.cut)
+        self._cut(self._one(lambda h: h.site is None and not h.cut))
+
+    def cut_leader(self) -> None:
+        """The same of the controller's."""
+        self._cut(self._one(lambda h: h.elector.leads > 0 and not h.cut))
+
+    def _cut(self, host: Host | None) -> None:
         if host is None:
             return
         self.disturbances += 1
         host.cut, host.cut_s = True, self.now_s
         for connection in (host.connection, host.agent):
-            if connection is not None:
+            if connection is not None and connection.site is not host.site:
                 self._break(connection, host, DEAD_HOST_S)
+        for connection in list(host.site.peers.values()) if host.site is not None else ():
+            if connection.host is not host:
+                self._break(connection, connection.host, DEAD_HOST_S)
         self.at(self.random.choice((1.0, 5.0, 20.0, 60.0, 200.0)), lambda: self._heal(host))
 
     def _heal(self, host: Host) -> None:
@@ -510,37 +719,60 @@ class World:
 
     def drop_all(self) -> None:
         """All connections break."""
-        for connection, host in list(self.peers.values()):
-            self._break(connection, host)
+        for connection in [one for site in self.sites for one in site.peers.values()]:
+            self._break(connection, connection.host)
 
     def stall(self) -> None:
         """The controller sleeps."""
-        if self.now_s >= self.stalled_until_s:
-            self.stalled_until_s = self.now_s + self.random.choice((1.5, 4.0, 8.0, 15.0))
+        site = self.leader()
+        if site is not None and self.now_s >= site.stalled_until_s:
+            site.stalled_until_s = self.now_s + self.random.choice((1.5, 4.0, 8.0, 15.0))
 
     def kill_controller(self) -> None:
         """The controller dies, and comes back."""
-        if not self.controller_up:
+        site = self.leader()
+        if site is None:
             return
-        self.controller_up = False
-        for connection, host in list(self.peers.values()):
-            connection.up = connection.there = False
-            self.at(self.random.uniform(0, 0.05), lambda c=connection, h=host: self._closed_here(c, h))
-        self.peers.clear()
+        self._kill_site(site)
 
         def back() -> None:
-            self.controller_up, self.back_s = True, self.now_s
-            self.controller = self._fresh()
+            if site.over or not site.host.alive:
+                return
+            site.up, self.back_s = True, self.now_s
+            site.controller = self._fresh(site)
 
         self.at(self.random.choice((0.3, 1.0, 4.0, 40.0)), back)
+
+    def give_up(self) -> None:
+        """The controller cannot be kept running where it is."""
+        site = self.leader()
+        if site is not None and site.host.elector.council is not None:
+            self._kill_site(site)
+            site.host.elector.resign(self.now_s)
+
+    def _kill_site(self, site: Site) -> None:
+        site.up = False
+        for connection in site.peers.values():
+            connection.up = connection.there = False
+            self.at(self.random.uniform(0, 0.05), lambda c=connection: self._closed_here(c, c.host))
+        site.peers.clear()
+
+    def _end_site(self, host: Host, after_s: float) -> None:
+        """It ends with its host; the others notice later."""
+        if host.site is None:
+            return
+        host.site.up, host.site.over = False, True
+        for connection in host.site.peers.values():
+            connection.up = connection.there = False
+            self.at(after_s + 0.05, lambda c=connection: self._closed_here(c, c.host))
+        host.site.peers.clear()
 
     def leave_spare(self) -> None:
         """Ctrl-C for a spare."""
         host = self._one(lambda h: h.part.placement is None and h.part.is_spare and not h.ending)
         if host is not None:
-            self.disturbances += (
-                self.controller.reforming.under_way
-            )  # it may have been given a place just now
+            site = self.leader()  # it may have been given a place just now
+            self.disturbances += site is None or site.controller.reforming.under_way
             self._exit(host, 130)
 
     def operate(self) -> None:
@@ -551,27 +783,28 @@ class World:
             self.at(self.random.choice((0.0, 1.0, 5.0, 20.0)), self._resume)
 
     def _order(self, verb: str) -> None:
-        if not self.controller_up:
+        site = self.leader()
+        if site is None:
             return
         self.disturbances += 1
         self.orders += 1
         self.codes |= {STOPPED} if verb == "stop" else set()
         self.count += 1
-        self.controller.connected(self.count, "client")
+        site.controller.connected(self.count, "client")
         for message in (wire.Hello("client", "desk", -1, 1), wire.Operate(verb, now=True)):  # type: ignore[arg-type]
-            self._carry_out(self.controller.message(self.count, message, self.now_s))
+            self._carry_out(site, site.controller.message(self.count, message, self.now_s))
 
     def _resume(self) -> None:
         """Until it has gone on: the order may find nobody, or the job not suspended yet."""
-        if self.controller_up and self.controller.reforming.suspended:
+        site = self.leader()
+        if site is not None and site.controller.reforming.suspended:
             self._order("resume")
         if not self._done():
             self.at(3.0, self._resume)
 
     def come(self) -> None:
         """Another launcher comes."""
-        self.hosts.append(self._host(f"gpu-{len(self.hosts)}", 100 + len(self.hosts)))
-        self._connect(self.hosts[-1])
+        self._begin(self._host(f"gpu-{len(self.hosts)}", 100 + len(self.hosts)))
 
 
 _FAULTS: dict[str, Callable[[World], None]] = {
@@ -583,6 +816,10 @@ _FAULTS: dict[str, Callable[[World], None]] = {
     "drop_all": World.drop_all,
     "stall": World.stall,
     "kill_controller": World.kill_controller,
+    "give_up": World.give_up,
+    "lose_leader": World.lose_leader,
+    "kill_leader": World.kill_leader,
+    "cut_leader": World.cut_leader,
     "leave_spare": World.leave_spare,
     "come": World.come,
     "operate": World.operate,

@@ -1,0 +1,162 @@
+"""Who may elect the next host of the controller, and which rank table they all know. Pure; the leader's half.
+
+A council is replaced as a whole by the next version, and counts once a quorum has kept it. Seats change in two steps,
+as in Raft: in between a majority of the former ones is needed too, so that any two quorums that can act share a
+launcher. The other half is `keepstep.launch.lease`; see docs/design/election.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from msgspec import structs
+
+from keepstep.control.rendezvous import Launcher
+from keepstep.core.quorum import is_quorum
+from keepstep.wire.messages import MOST_SEATS, Council, Kept, Placement, Row, Seat
+
+_AWAY_S = 5.0  # without a connection: another may have the seat
+
+
+class Councils:
+    """Proposes councils, counts who has kept the newest one, and knows what is settled.
+
+    ``token``: of the launcher beside us, 0 when nobody is ever elected: then everything is settled at once.
+    """
+
+    def __init__(self, token: int, term: int, port: Callable[[], int]) -> None:
+        self.term = term
+        self._token = token
+        self._port = port
+        self._seats: dict[Launcher, Seat] = {}  # of launchers that are here, or were a moment ago
+        self._away: dict[Launcher, float] = {}
+        self._table: Mapping[Launcher, Placement] = {}
+        self._rows: tuple[Row, ...] = ()  # of this table
+        self._own: Launcher | None = None
+        self._newest: Council | None = None
+        self._kept: set[int] = set()
+        self._is_settled = True  # a quorum has the newest
+        self._is_ours = True  # and it was not begun by another controller
+        self._inherited: Council | None = None  # not proposed yet in our own name
+        self._settled_incarnation = -1
+
+    @property
+    def newest(self) -> Council | None:
+        """To be told to everybody that comes."""
+        return self._newest
+
+    @property
+    def is_settled(self) -> bool:
+        """A quorum has kept the newest."""
+        return self._is_settled
+
+    def allows(self, incarnation: int) -> bool:
+        """Whether placements of this incarnation may be given out: no other leader can ever give out others."""
+        return not self._token or incarnation <= self._settled_incarnation
+
+    def restore(self, held: Council) -> None:
+        """Go on with what an earlier controller began: whether it was settled is not known."""
+        self._newest = self._inherited = held
+        self._is_settled = False
+
+    def here(self, launcher: Launcher, seat: Seat | None) -> None:
+        """It has joined."""
+        self._away.pop(launcher, None)
+        if seat is not None:
+            self._seats[launcher] = structs.replace(seat, node=launcher.node, pid=launcher.pid)
+            self._own = launcher if seat.token == self._token else self._own
+
+    def gone(self, launcher: Launcher, now_s: float) -> None:
+        """Its connection has gone."""
+        if launcher in self._seats:
+            self._away[launcher] = now_s
+
+    def kept(self, launcher: Launcher, kept: Kept) -> bool:
+        """An answer to the newest council; True when that settles it."""
+        seat, newest = self._seats.get(launcher), self._newest
+        if seat is None or newest is None or (kept.term, kept.version) != (newest.term, newest.version):
+            return False
+        self._kept.add(seat.token)
+        if self._is_settled or not is_quorum(_tokens(newest.seats), _tokens(newest.former), self._kept):
+            return False
+        self._is_settled = self._is_ours = True
+        self._settled_incarnation = _incarnation(newest)
+        return True
+
+    def tick(self, table: Mapping[Launcher, Placement], now_s: float) -> Council | None:
+        """The next council, where one is due; it has to be stored, then told to all. A table is never changed."""
+        for launcher, since_s in list(self._away.items()):
+            if now_s - since_s >= _AWAY_S:
+                del self._away[launcher], self._seats[launcher]
+        own = self._seats.get(self._own) if self._own is not None else None
+        if not self._token or own is None or not table:
+            return None
+        newest = self._newest
+        if table is not self._table:
+            self._table = table
+            self._rows = tuple(Row(one.node, one.pid, placement) for one, placement in table.items())
+        rows = self._rows
+        if newest is None:
+            return self._propose(Council(self.term, 1, own, self._port(), self._wanted(own, table), (), rows))
+        if self._inherited is not None:
+            # As it is, and nothing else before it is settled in our term: it may have been, or not.
+            self._inherited, self._is_ours = None, False
+            return self._propose(structs.replace(newest, term=self.term, leader=own, port=self._port()))
+        wanted = self._wanted(own, table)
+        differ = set(wanted) != set(newest.seats) or wanted[0] != newest.seats[0]
+        if not self._is_settled:
+            # Nobody can act for the new seats alone before this is settled: others may be tried.
+            if newest.former and differ and self._is_ours:
+                return self._propose(structs.replace(newest, seats=wanted, table=rows))
+            return None
+        if newest.former:
+            return self._propose(structs.replace(newest, former=(), table=rows))
+        if differ:
+            return self._propose(structs.replace(newest, seats=wanted, former=newest.seats, table=rows))
+        return self._propose(structs.replace(newest, table=rows)) if rows != newest.table else None
+
+    def told(self, launcher: Launcher) -> Council | None:
+        """The newest as this launcher is to know it: the table goes to the electors alone."""
+        newest, seat = self._newest, self._seats.get(launcher)
+        if newest is None or newest.term != self.term:
+            return None
+        elects = seat is not None and (seat in newest.seats or seat in newest.former)
+        return newest if elects else structs.replace(newest, table=())
+
+    def _propose(self, council: Council) -> Council:
+        version = self._newest.version + 1 if self._newest is not None else 1
+        self._newest = structs.replace(council, version=version)
+        self._kept.clear()
+        self._is_settled = False
+        return self._newest
+
+    def _wanted(self, own: Seat, table: Mapping[Launcher, Placement]) -> tuple[Seat, ...]:
+        """Ours first, members that have one, then others from all over the table; a spare as the third of two nodes.
+
+        Members alone make a quorum: where they all live, nothing that becomes of spares ends the job.
+        """
+        two = len(table) == 2
+        most = MOST_SEATS if len(table) > 2 else len(table) + two
+        chosen = [own]
+        for seat in self._newest.seats if self._newest is not None else ():
+            launcher = Launcher(seat.node, seat.pid)
+            if seat != own and self._seats.get(launcher) == seat and (two or launcher in table):
+                chosen.append(seat)
+        if len(chosen) < min(most, len(table) + two):
+            ranks = {
+                seat: table[one].node_rank if one in table else len(table)
+                for one, seat in self._seats.items()
+                if (two or one in table) and seat not in chosen
+            }
+            free = sorted(ranks, key=lambda seat: ranks[seat])
+            count = min(most - len(chosen), len(free))
+            chosen += [free[n if two else n * len(free) // count] for n in range(count)]
+        return tuple(chosen[:most])
+
+
+def _tokens(seats: tuple[Seat, ...]) -> list[int]:
+    return [seat.token for seat in seats]
+
+
+def _incarnation(council: Council) -> int:
+    return max((row.placement.incarnation for row in council.table), default=-1)

@@ -1,0 +1,202 @@
+"""The lease on the controller, and the election of its host. Pure: messages and time in, messages out.
+
+Every launcher of the council is a lease server without a memory of its own: each request carries the lease that the
+asker has, and a lease counts with the grants of a quorum. A launcher that is started anew is another one: it grants
+nothing before a council names it, so nothing that it has forgotten can be granted twice. See docs/design/election.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from keepstep import wire
+from keepstep.core.quorum import is_quorum
+
+TTL_S = 3.0
+_RENEWALS = 3  # in the time of one lease
+_SPREAD_S = 1.5  # over which those that could stand begin
+
+
+@dataclass(frozen=True, slots=True)
+class ToSeat:
+    """A question for another launcher."""
+
+    seat: wire.Seat
+    ask: wire.Ask
+
+
+class Elector:
+    """One launcher's vote, its lease when it has one, and the newest council that it knows.
+
+    ``dice`` gives numbers from 0 to 1.
+    """
+
+    def __init__(self, seat: wire.Seat, dice: Callable[[], float]) -> None:
+        self.seat = seat
+        self._dice = dice
+        self.council: wire.Council | None = None
+        self.leads = 0  # the term in which the controller is ours; 0: it is not
+        self.leader = wire.Leads(0)  # the newest controller that is known
+        self._term: int = 0  # the newest in which a lease was granted here, or elsewhere
+        self._holder = 0  # to whom it was granted here
+        self._until_s = -math.inf  # and until when nobody else gets one
+        self._stands = 0  # the term that we ask for; 0: none
+        self._grants: dict[int, float] = {}  # until when ours counts, by seat
+        self._asked_s: dict[int, float] = {}  # by number
+        self._number = 0
+        self._next_s = 0.0  # when to ask next
+        self._lonely = False
+        self._has_resigned = False
+        self._acted_s: float | None = None  # when ours was the lease last
+
+    @property
+    def term(self) -> int:
+        """The newest in which there was a leader, as far as is known here: orders of older ones are void."""
+        return max(self.leader.term, self.leads)
+
+    def may_act(self, now_s: float) -> bool:
+        """Whether ours is the lease now."""
+        return self.leads > 0 and self._counts(now_s)
+
+    def idle_s(self, now_s: float) -> float:
+        """How long we have led without the lease."""
+        return now_s - self._acted_s if self.leads and self._acted_s is not None else 0.0
+
+    def where(self, now_s: float) -> wire.Leads:
+        """The newest controller that is known."""
+        return structs.replace(self.leader, acts=self.may_act(now_s))
+
+    def learned(self, leads: wire.Leads) -> None:
+        """Another launcher knows a controller."""
+        if leads.port and leads.term > self.term:
+            self.leader = leads
+
+    def resign(self, now_s: float) -> None:
+        """The controller cannot be kept running here; let others try."""
+        self.leads, self._has_resigned = 0, True
+        self._grants.clear()
+        self._next_s = now_s + 4 * TTL_S
+
+    def serves(self, port: int) -> None:
+        """The controller of the term in which we lead listens here."""
+        self.leader = wire.Leads(self.leads, self.seat.address, port)
+
+    # What comes in.
+
+    def received(self, council: wire.Council, now_s: float) -> wire.Kept | None:
+        """From the controller. None: it is void."""
+        if council.term < self._term or _order(council) < _order(self.council):
+            return None
+        leader = council.leader.token
+        if council.term != self.leads:
+            self.leads = 0
+        if leader == self.seat.token and not self.leads:
+            if council.term != 1 or self._has_resigned:
+                return None  # of a term that we have given up
+            self.leads = council.term  # the first controller is elected by nobody
+        self.council = council
+        self._stands = 0
+        self._term, self._holder, self._until_s = council.term, leader, now_s + TTL_S
+        if council.term >= self.leader.term:
+            self.leader = wire.Leads(council.term, council.leader.address, council.port)
+        return wire.Kept(council.term, council.version)
+
+    def asked(self, ask: wire.Ask, now_s: float) -> wire.Answer | None:
+        """By another launcher."""
+        if ask.to != self.seat.token:
+            return None
+        granted = self._grant(ask, now_s)
+        if granted and ask.port and ask.term >= self.leader.term:
+            self.leader = wire.Leads(ask.term, ask.address, ask.port)
+        return wire.Answer(ask.number, self.seat.token, granted, self._term)
+
+    def _grant(self, ask: wire.Ask, now_s: float) -> bool:
+        council = self.council
+        if council is None or ask.term < self._term or ask.term <= self._stands:
+            return False
+        if ask.term == self._term:
+            if self._holder != ask.by:
+                return False
+        elif (now_s < self._until_s and self._holder != ask.by) or ask.held < _order(council):
+            return False
+        if ask.term > self.leads:
+            self.leads = 0
+        self._stands = 0
+        self._term, self._holder, self._until_s = ask.term, ask.by, now_s + TTL_S
+        return True
+
+    def answered(self, answer: wire.Answer, now_s: float) -> None:
+        """To what we asked."""
+        if answer.term > max(self._term, self._stands):
+            self._term, self._holder, self._stands, self.leads = answer.term, 0, 0, 0
+            return
+        asked_s = self._asked_s.get(answer.number)
+        if not answer.granted or asked_s is None:
+            return
+        self._grants[answer.by] = max(self._grants.get(answer.by, 0.0), asked_s + TTL_S)
+        if self._stands and self._counts(now_s):
+            self.leads = self._term = self._stands
+            self._holder, self._until_s, self._stands = self.seat.token, now_s + TTL_S, 0
+            self._next_s = now_s
+
+    def tick(self, now_s: float, *, connected: bool) -> list[ToSeat]:
+        """Time passes. ``connected``: to a controller whose orders count."""
+        others = self._others()
+        if not others and not self.leads:
+            return []
+        if self.leads:
+            if self._acted_s is None or self._counts(now_s):
+                self._acted_s = now_s
+            self._until_s = max(self._until_s, now_s + TTL_S)  # nobody else gets ours
+            self._grants[self.seat.token] = now_s + TTL_S
+            if now_s < self._next_s:
+                return []
+            self._next_s = now_s + TTL_S / _RENEWALS
+            return self._ask(others, self.leads, now_s)
+        self._acted_s = None
+        if connected or now_s < self._until_s:
+            self._lonely, self._stands = False, 0
+            return []
+        if not self._lonely:
+            self._lonely = True
+            self._next_s = max(self._next_s, now_s + _SPREAD_S * self._dice())
+        if now_s < self._next_s:
+            return []
+        self._next_s = now_s + _SPREAD_S * (0.5 + self._dice())
+        self._stands = max(self._term, self._stands) + 1
+        self._grants = {self.seat.token: now_s + TTL_S}
+        self._asked_s.clear()
+        return self._ask(others, self._stands, now_s)
+
+    def _ask(self, others: list[wire.Seat], term: int, now_s: float) -> list[ToSeat]:
+        self._number += 1
+        self._asked_s = {n: s for n, s in self._asked_s.items() if now_s - s < TTL_S}
+        self._asked_s[self._number] = now_s
+        ask = wire.Ask(self._number, 0, self.seat.token, term, self.leads, _order(self.council))
+        if self.leads and self.leader.term == self.leads:
+            ask = structs.replace(ask, address=self.leader.address, port=self.leader.port)
+        return [ToSeat(seat, structs.replace(ask, to=seat.token)) for seat in others]
+
+    def _others(self) -> list[wire.Seat]:
+        """The rest of the council, when we have a seat in it."""
+        council = self.council
+        if council is None:
+            return []
+        seats = {seat.token: seat for seat in (*council.seats, *council.former)}
+        own = seats.pop(self.seat.token, None)
+        return list(seats.values()) if own is not None else []
+
+    def _counts(self, now_s: float) -> bool:
+        council = self.council
+        if council is None:
+            return True  # nobody else can be elected yet
+        yes = [token for token, until_s in self._grants.items() if until_s > now_s]
+        return is_quorum([seat.token for seat in council.seats], [seat.token for seat in council.former], yes)
+
+
+def _order(council: wire.Council | None) -> tuple[int, int]:
+    return (council.term, council.version) if council is not None else (0, 0)

@@ -1,0 +1,127 @@
+"""The leader's half: what is proposed when, and what is settled by whom."""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from keepstep.control.council import Councils
+from keepstep.control.rendezvous import Launcher
+from keepstep.wire.messages import Council, Kept, Placement, Seat
+
+LAUNCHERS = [Launcher(f"gpu-{n}", 100 + n) for n in range(12)]
+
+
+def seat(n: int) -> Seat:
+    return Seat(n + 1, f"gpu-{n}", 100 + n, f"10.0.0.{n}", 7000)
+
+
+def table(*nodes: int, incarnation: int = 0) -> dict[Launcher, Placement]:
+    return {
+        LAUNCHERS[n]: Placement(rank, rank, len(nodes), len(nodes), "10.0.0.0", 29500, incarnation)
+        for rank, n in enumerate(nodes)
+    }
+
+
+def councils(*nodes: int, leader: int = 0, term: int = 1) -> Councils:
+    made = Councils(leader + 1, term, lambda: 29400)
+    for n in nodes:
+        made.here(LAUNCHERS[n], seat(n))
+    return made
+
+
+def settle(made: Councils, *nodes: int) -> list[bool]:
+    assert made.newest is not None
+    return [made.kept(LAUNCHERS[n], Kept(made.newest.term, made.newest.version)) for n in nodes]
+
+
+def names(council: Council | None) -> tuple[set[str], set[str]]:
+    assert council is not None
+    return {one.node for one in council.seats}, {one.node for one in council.former}
+
+
+def test_placements_wait_for_a_majority() -> None:
+    made = councils(0, 1, 2)
+    assert made.tick(table(0, 1, 2), 0.0) is not None
+    assert not made.allows(0)
+    assert settle(made, 2, 0, 1) == [False, True, False]
+    assert made.allows(0)
+    assert not made.allows(1)
+
+
+def test_answers_to_an_older_council_count_for_nothing() -> None:
+    made = councils(0, 1, 2)
+    made.tick(table(0, 1, 2), 0.0)
+    settle(made, 0, 1)
+    made.tick(table(0, 1, 2, incarnation=1), 1.0)
+    assert [made.kept(LAUNCHERS[n], Kept(1, 1)) for n in range(3)] == [False] * 3
+    assert not made.allows(1)
+
+
+def test_seats_change_in_two_steps() -> None:
+    made = councils(0, 1, 2)
+    made.tick(table(0, 1, 2), 0.0)
+    settle(made, 0, 1, 2)
+    made.gone(LAUNCHERS[2], 1.0)
+    assert made.tick(table(0, 1, 2), 2.0) is None  # it may come back
+    made.here(LAUNCHERS[3], seat(3))
+    assert names(made.tick(table(0, 1, 3, incarnation=1), 7.0)) == (
+        {"gpu-0", "gpu-1", "gpu-3"},
+        {"gpu-0", "gpu-1", "gpu-2"},
+    )
+    assert settle(made, 3, 0) == [False, False]  # no majority of the former ones
+    assert settle(made, 1) == [True]
+    assert names(made.tick(table(0, 1, 3, incarnation=1), 8.0)) == ({"gpu-0", "gpu-1", "gpu-3"}, set())
+
+
+def test_newcomers_that_die_at_once_block_nothing() -> None:
+    made = councils(0, 1, 2)
+    made.tick(table(0, 1, 2), 0.0)
+    settle(made, 0, 1, 2)
+    for n in (3, 4, 5, 6):
+        made.here(LAUNCHERS[n], seat(n))
+    grown = table(0, 1, 2, 3, 4, 5, 6, incarnation=1)
+    assert len(names(made.tick(grown, 1.0))[0]) == 7
+    for n in (3, 4, 5, 6):
+        made.gone(LAUNCHERS[n], 2.0)
+    assert names(made.tick(grown, 9.0)) == ({"gpu-0", "gpu-1", "gpu-2"}, {"gpu-0", "gpu-1", "gpu-2"})
+    assert settle(made, 0, 1) == [False, True]
+
+
+def test_what_another_leader_left_is_settled_first_as_it_is() -> None:
+    first = councils(0, 1, 2)
+    first.tick(table(0, 1, 2), 0.0)
+    settle(first, 0, 1, 2)
+    first.here(LAUNCHERS[3], seat(3))
+    first.gone(LAUNCHERS[2], 1.0)
+    left = first.tick(table(0, 1, 3, incarnation=1), 9.0)
+    assert left is not None
+
+    second = councils(1, 2, 3, leader=1, term=2)
+    second.restore(left)
+    again = second.tick(table(1, 2, 3, incarnation=2), 10.0)
+    assert again == structs.replace(left, term=2, version=left.version + 1, leader=seat(1), port=29400)
+    assert second.tick(table(1, 2, 3, incarnation=2), 10.1) is None
+    assert settle(second, 1, 3, 2) == [False, False, True]
+    assert second.allows(1)
+    assert not second.allows(2)
+
+
+def test_spares_have_a_say_in_a_job_of_two_nodes_alone() -> None:
+    assert names(councils(0, 1, 2, 3).tick(table(0, 1), 0.0))[0] == {"gpu-0", "gpu-1", "gpu-2"}
+    assert names(councils(0, 1, 2, 3).tick(table(0, 1, 2), 0.0))[0] == {"gpu-0", "gpu-1", "gpu-2"}
+    assert names(councils(0, 1, 2, 3).tick(table(0), 0.0))[0] == {"gpu-0"}
+
+
+def test_seats_are_spread_over_the_table_and_only_electors_have_it() -> None:
+    made = councils(*range(12))
+    council = made.tick(table(*range(12)), 0.0)
+    chosen = sorted(int(name[4:]) for name in names(council)[0])
+    assert (len(chosen), chosen[0], chosen[-1] > 8) == (7, 0, True)
+    rows = [len(told.table) for one in LAUNCHERS if (told := made.told(one)) is not None]
+    assert sorted(rows) == [0] * 5 + [12] * 7
+
+
+def test_without_a_seat_beside_it_nothing_is_held_up() -> None:
+    made = Councils(0, 0, lambda: 0)
+    assert made.tick(table(0, 1), 0.0) is None
+    assert made.allows(0)
