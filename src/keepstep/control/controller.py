@@ -181,7 +181,7 @@ class Controller:
         self._ticked_s: float | None = None
         self._quiet_until_s = 0.0
         self._waiting_again_s = 0.0
-        self._withheld_since_s: float | None = None  # that placements wait for a council
+        self._withheld_since_s: float | None = None  # that a council is not settled
         self._excluded: list[Exclude] = []  # that may have to vote on it still
 
     # --- what the rim calls ---------------------------------------------------------------------------------------
@@ -585,7 +585,7 @@ class Controller:
     def _tick_councils(self, now_s: float) -> None:
         table = self.rendezvous.placements if self.rendezvous.max_restarts and not self.over else {}
         council = self.councils.tick(table, now_s)
-        if not table or self.councils.allows(self.rendezvous.incarnation):
+        if not table or (self.councils.is_settled and self.councils.allows(self.rendezvous.incarnation)):
             self._withheld_since_s = None
         elif self._withheld_since_s is None:
             self._withheld_since_s = now_s

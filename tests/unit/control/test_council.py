@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from msgspec import structs
 
 from keepstep.control.council import Councils
+from keepstep.control.files import RunFiles
 from keepstep.control.rendezvous import Launcher
-from keepstep.wire.messages import Council, Kept, Placement, Seat
+from keepstep.wire.messages import Council, Kept, Placement, Seat, Stop
 
 LAUNCHERS = [Launcher(f"gpu-{n}", 100 + n) for n in range(12)]
 
@@ -125,3 +128,11 @@ def test_without_a_seat_beside_it_nothing_is_held_up() -> None:
     made = Councils(0, 0, lambda: 0)
     assert made.tick(table(0, 1), 0.0) is None
     assert made.allows(0)
+
+
+def test_what_the_job_ends_with_is_no_matter_of_another_term(tmp_path: Path) -> None:
+    first, second = (RunFiles(tmp_path, tmp_path / f"council-{term}.json") for term in (1, 2))
+    first.write_stop(Stop(1, "cut off"))
+    assert first.stop() == Stop(1, "cut off")
+    assert second.stop() is None
+    assert RunFiles(tmp_path).stop() is None

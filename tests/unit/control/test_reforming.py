@@ -9,7 +9,7 @@ from keepstep.control.rendezvous import Launcher, Rendezvous
 from keepstep.control.spending import Spending
 from keepstep.core.budgets import Limits
 from keepstep.wire import encode
-from keepstep.wire.messages import Failed, Join, Placement
+from keepstep.wire.messages import Failed, Join, Placement, Seat
 
 
 class Job:
@@ -331,3 +331,11 @@ def test_nodes_have_to_agree_how_often_the_job_begins_again() -> None:
     join = Join("gpu-9", "10.0.0.9", 2, 29500, -1, 2, 2, 5)
     ((_, reason),) = job.rendezvous.join(job.launcher(9), join, 9, 1.0).refusals
     assert reason == "node gpu-9 was started with --max-restarts 5, gpu-0 with 2; give all nodes the same"
+
+
+def test_nodes_have_to_agree_whether_the_controller_can_move() -> None:
+    job = Job(2)
+    seat = Seat(9, "gpu-9", 109, "10.0.0.9", 7000)
+    join = Join("gpu-9", "10.0.0.9", 2, 29500, -1, 2, 2, 2, seat=seat)
+    ((_, reason),) = job.rendezvous.join(job.launcher(9), join, 9, 1.0).refusals
+    assert reason == "node gpu-9 was started with --elect, gpu-0 without it; give all nodes the same"

@@ -6,6 +6,7 @@ from msgspec import structs
 
 from keepstep import wire
 from keepstep.launch.lease import TTL_S, Elector, ToSeat
+from keepstep.launch.membership import Membership
 
 SEATS = tuple(wire.Seat(n + 1, f"gpu-{n}", 100 + n, f"10.0.0.{n}", 7000) for n in range(3))
 COUNCIL = wire.Council(1, 1, SEATS[0], 0, SEATS)
@@ -101,3 +102,18 @@ def test_how_long_a_leader_has_been_without_the_lease() -> None:
     for now_s in (1.0, 2.0, 3.0, 20.0):
         found[0].tick(now_s, connected=True)
     assert found[0].idle_s(20.0) == 18.0
+
+
+def test_who_hosts_the_controller_is_told_as_it_moves() -> None:
+    join = wire.Join("gpu-1", "10.0.0.1", 2, 29500, max_restarts=2)
+    part = Membership(join, 101, lambda: 30000)
+
+    def told() -> list[bool]:
+        return [one.hosts_controller for one in part.greet() if isinstance(one, wire.Join)]
+
+    elector = Elector(SEATS[1], lambda: 0.5)
+    part.vote(SEATS[1], elector)
+    assert elector.received(COUNCIL, 0.0) is not None
+    assert told() == [False]
+    elector.leads = 2
+    assert told() == [True]
