@@ -709,7 +709,10 @@ class World:
         self.at(self.random.choice((1.0, 5.0, 20.0, 60.0, 200.0)), lambda: self._heal(host))
 
     def _heal(self, host: Host) -> None:
-        host.cut, host.healed_s = False, self.now_s
+        """All others were as cut off from a leader as it was from them."""
+        host.cut = False
+        for one in self.hosts if host.site is not None else (host,):
+            one.healed_s = self.now_s
 
     def drop(self) -> None:
         """A connection breaks."""
