@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from keepstep.control import Disconnect, Effect, Exit, Say, Send, StorePlacement, WriteIncident
+from keepstep.control import Disconnect, Effect, Exit, Say, Send, StorePlacement, StoreStop, WriteIncident
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis, Link
 from keepstep.core.ranges import fold_ranks
@@ -219,6 +219,8 @@ def describe(effect: Effect, names: Mapping[int, str]) -> list[str]:
         return [f"say {effect.what}", *text]
     if isinstance(effect, StorePlacement):
         return [f"store the placement of {len(effect.placements)} nodes"]
+    if isinstance(effect, StoreStop):
+        return ["store what the job ends with"]
     if isinstance(effect, Disconnect):
         return [f"close {names.get(effect.peer, effect.peer)}"]
     assert isinstance(effect, Exit)
