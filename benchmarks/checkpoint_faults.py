@@ -194,7 +194,7 @@ def run(
 ) -> tuple[int, str, list[dict[str, Any]]]:
     """Run a job in ``folder`` as planned: exit code, what was said, and the moments of the kills."""
     storage = folder / "storage"
-    command = [sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(folder / "run")]
+    command = [sys.executable, "-m", "keepstep.cli", "run", "--no-check", "--run-dir", str(folder / "run")]
     command += ["--nproc-per-node", str(RANKS), "--max-restarts", str(len(plan.kills))]
     if plan.storage:
         command += [

@@ -242,7 +242,7 @@ def test_a_script_sees_what_a_fresh_process_shows_it(run: Run, as_module: bool) 
     path = package / "tell.py" if as_module else run.folder / "tell.py"
     path.write_text(textwrap.dedent(TELL) + textwrap.dedent(DIE_WHEN_ASKED))
     entry = ("-m", "package.tell") if as_module else ("./tell.py",)
-    run.start("--max-restarts", "2", *entry, "--lr", "0.1", "a b")
+    run.start("--max-restarts", "2", "--restart-budget", "same=0", *entry, "--lr", "0.1", "a b")
     run.kill_worker(0)
     run.kill_worker(1)
     assert run.finish() == 0, run.said
