@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +74,19 @@ def losses(folder: Path, rank: int) -> Losses:
             step, _, loss = line.partition(" ")
             found.setdefault(int(step), set()).add(loss)
     return found
+
+
+@cache
+def undisturbed(world: int, steps: int) -> dict[int, Losses]:
+    """The losses of a training that nothing happens to, by rank."""
+    with tempfile.TemporaryDirectory() as name:
+        command = [sys.executable, "-m", "keepstep.cli", "run", "--no-watch", "--nproc-per-node", str(world)]
+        command += ["--run-dir", f"{name}/run", str(JOB), name, str(steps), "0", "0"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"the undisturbed training ended with {done.returncode}: {done.stderr[-400:]}")
+        return {rank: losses(Path(name), rank) for rank in range(world)}
 
 
 def went_on(

@@ -23,7 +23,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -41,12 +40,11 @@ from benchmarks._checkpoint_campaign import (
     ROOT,
     Campaign,
     Judged,
-    Losses,
     Note,
     ledger,
-    losses,
     other_losses,
     steps_on,
+    undisturbed,
     went_on,
     whole_steps,
     wrong_bytes,
@@ -479,22 +477,9 @@ def warm() -> Warm:
     return started
 
 
-@cache
-def undisturbed(world: int) -> dict[int, Losses]:
-    """The losses of a training that nothing happens to, by rank."""
-    with tempfile.TemporaryDirectory() as name:
-        command = [sys.executable, "-m", "keepstep.cli", "run", "--no-watch", "--nproc-per-node", str(world)]
-        command += ["--run-dir", f"{name}/run", str(JOB), name, str(MOST_STEPS), "0", "0"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"the undisturbed training ended with {done.returncode}: {done.stderr[-400:]}")
-        return {rank: losses(Path(name), rank) for rank in range(world)}
-
-
 def carry_out(plan: Plan, folder: Path) -> Judged:
     """The plan on four new hosts, judged."""
-    undisturbed(plan.world)
+    undisturbed(plan.world, MOST_STEPS)
     with beds.four_hosts((0, 5 * HOURS, 11 * HOURS, 30 * HOURS)) as bed:
         trial = Trial(plan, folder, bed)
         try:
@@ -539,7 +524,7 @@ def judge(trial: Trial) -> tuple[list[str], dict[str, Any]]:
     why += _told_sources(trial, measured)
     for rank, own in notes.items():
         why += wrong_bytes(rank, own)
-    why += other_losses(trial.folder, undisturbed(trial.plan.world), max(ends, default=0))
+    why += other_losses(trial.folder, undisturbed(trial.plan.world, MOST_STEPS), max(ends, default=0))
     return why, measured
 
 
@@ -578,7 +563,7 @@ CAMPAIGN = Campaign(
     __doc__,
     CASES,
     carry_out,
-    lambda: (undisturbed(NODES), warm()),
+    lambda: (undisturbed(NODES, MOST_STEPS), warm()),
     "summary-nodes.json",
     "4 namespaces of one machine, 4 or 8 ranks, DDP, Gloo; a stand-in for the launcher but in node-at-persist",
 )

@@ -20,12 +20,10 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +35,9 @@ from benchmarks._checkpoint_campaign import (
     ROOT,
     Campaign,
     Judged,
-    Losses,
     ledger,
-    losses,
     other_losses,
+    undisturbed,
     went_on,
     wrong_bytes,
 )
@@ -262,22 +259,9 @@ class Trial:
             self.codes[name] = launcher.returncode
 
 
-@cache
-def undisturbed(world: int) -> dict[int, Losses]:
-    """The losses of a training that nothing happens to, by rank."""
-    with tempfile.TemporaryDirectory() as name:
-        command = [sys.executable, "-m", "keepstep.cli", "run", "--no-watch", "--nproc-per-node", str(world)]
-        command += ["--run-dir", f"{name}/run", str(JOB), name, str(MOST_STEPS), "0", "0"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"the undisturbed training ended with {done.returncode}: {done.stderr[-400:]}")
-        return {rank: losses(Path(name), rank) for rank in range(world)}
-
-
 def carry_out(plan: Plan, folder: Path) -> Judged:
     """The plan on new hosts, judged."""
-    undisturbed(plan.world)
+    undisturbed(plan.world, MOST_STEPS)
     with beds.four_hosts(_CLOCKS_S[: MEMBERS + plan.spares]) as bed:
         trial = Trial(plan, folder, bed)
         try:
@@ -311,7 +295,7 @@ def judge(trial: Trial) -> tuple[list[str], dict[str, Any]]:
         why.append(f"the ranks ended at steps {sorted(ends)}")
     for rank, own in notes.items():
         why += wrong_bytes(rank, own)
-    why += other_losses(trial.folder, undisturbed(trial.plan.world), max(ends, default=0))
+    why += other_losses(trial.folder, undisturbed(trial.plan.world, MOST_STEPS), max(ends, default=0))
     return why, {
         **found,
         "incarnations": last,
@@ -337,7 +321,7 @@ CAMPAIGN = Campaign(
     __doc__,
     CASES,
     carry_out,
-    lambda: undisturbed(MEMBERS),
+    lambda: undisturbed(MEMBERS, MOST_STEPS),
     "summary.json",
     "network namespaces of one machine, 3 or 6 ranks, DDP, Gloo; keepstep run, its agents and its controller are real",
     goal=GOAL,

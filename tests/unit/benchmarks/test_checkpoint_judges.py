@@ -21,7 +21,7 @@ PLAN = Plan((Loss((1,), "phase", 0.0, 0.0, silent=False),))
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
     """Six steps; step 3 was told to be backed up, rank 1's node was lost, all resumed after step 4."""
     expected = {rank: {step: {f"loss-{step}"} for step in range(6)} for rank in range(NODES)}
-    monkeypatch.setattr(campaign, "undisturbed", lambda world: expected)
+    monkeypatch.setattr(campaign, "undisturbed", lambda world, steps: expected)
     for rank in range(NODES):
         notes = [note("saved", 0, step, sum=step) for step in range(1, 5)]
         notes += [note("resumed", 1, 4, found=True, sum=4), note("saved", 1, 5, sum=5), note("ended", 1, 6)]

@@ -36,10 +36,8 @@ def _folder(node: str, folder: Path) -> Found | None:
         return Found(f"{what}; mount it there, free space on it, or name another folder", unfit=True)
     free = left.f_bavail * left.f_frsize
     if free < _LEAST_BYTES or (left.f_files and not left.f_favail):
-        what = "bytes" if free < _LEAST_BYTES else "inodes"
-        return Found(
-            f"node {node}: {folder} has no free {what} left; free some or name another folder", unfit=True
-        )
+        what = f"{free >> 20} MiB" if free < _LEAST_BYTES else "no inodes"
+        return Found(f"node {node}: {folder} has {what} left; free some or name another folder", unfit=True)
     if free < _FEW_BYTES:
         return Found(f"node {node}: {folder} has {free >> 20} MiB left; free some space")
     return None
