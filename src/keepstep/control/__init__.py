@@ -1,9 +1,10 @@
 """The job's controller: hears agents and launchers, places nodes, turns findings into incidents and verdicts.
 
-Start reading in ``controller.py`` (messages and time in, effects out, no I/O); ``server.py`` is the rim around it.
+Start reading in ``controller.py`` (messages and time in, effects out, no I/O), then ``cases.py`` (what is wrong);
+``server.py`` is the rim around it.
 """
 
-from keepstep.control.controller import Controller, Settings
+from keepstep.control.controller import Controller
 from keepstep.control.effects import (
     Disconnect,
     Effect,
@@ -17,6 +18,7 @@ from keepstep.control.effects import (
     WriteIncident,
 )
 from keepstep.control.locators import LibraryLocators, Locators
+from keepstep.control.settings import Settings
 
 __all__ = [
     "Controller",

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from keepstep import wire
-from keepstep.control.controller import Settings
 from keepstep.control.server import ControlServer, Options
+from keepstep.control.settings import Settings
 from keepstep.core.budgets import limits_of
 from keepstep.core.errors import KeepstepError
 

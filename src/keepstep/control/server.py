@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from keepstep import wire
-from keepstep.control.controller import Controller, Settings
+from keepstep.control.controller import Controller
 from keepstep.control.effects import (
     Disconnect,
     Effect,
@@ -31,6 +31,7 @@ from keepstep.control.effects import (
 )
 from keepstep.control.files import RunFiles, spoken
 from keepstep.control.locators import LibraryLocators
+from keepstep.control.settings import Settings
 from keepstep.control.status import interval_s, status_of
 from keepstep.core.errors import RunError
 from keepstep.core.incident import Incident
@@ -123,8 +124,8 @@ class ControlServer:
             logger.warning("%s; numbers go on after it", error)
         newest = self._files.numbers()
         self._controller.restore(incidents, self._placements(), self._stopped(), self._files.council())
-        while self._controller.newest_number < newest:
-            self._controller.next_number()
+        while self._controller.cases.newest_number < newest:
+            self._controller.cases.next_number()
 
     def _placements(self) -> tuple[tuple[str, int, wire.Placement], ...]:
         try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from keepstep.checkpoint.slots import Key
-from keepstep.control.controller import Controller, Settings
+from keepstep.control.controller import Controller
 from keepstep.control.effects import Send
+from keepstep.control.settings import Settings
 from keepstep.core.summary import Endpoint
 from keepstep.wire.messages import BackUp, Heartbeat, Hello, Inventory, RankBeat, RankKeys
 

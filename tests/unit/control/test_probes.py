@@ -67,7 +67,7 @@ def test_a_link_that_is_blamed_is_probed_both_ways_and_by_nobody_else(stage: Sta
 def test_a_sound_link_stays_as_sure_as_it_was(stage: Stage) -> None:
     slow_link(stage)
     assert said(stage.do_probes("0,1")) == []
-    (incident,) = stage.controller.open_incidents
+    (incident,) = stage.controller.cases.incidents
     assert incident.culprits[0].confidence == "medium"
     assert "came back" in incident.evidence[0]
 
@@ -82,7 +82,7 @@ def test_answers_that_nobody_asked_for_or_that_are_impossible_change_nothing(sta
     impossible = tuple(PathProbe("gpu-0", "gpu-1", "timeout", value) for value in (-1.0, math.inf, math.nan))
     assert stage.say(agents[0], Probed(number, 0, impossible)) == []
     assert said(stage.say(agents[1], Probed(number, 1, ()))) == []
-    (incident,) = stage.controller.open_incidents
+    (incident,) = stage.controller.cases.incidents
     assert incident.culprits[0].confidence == "medium"
 
 
