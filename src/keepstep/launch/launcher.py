@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import signal
 import sys
 import time
@@ -18,22 +17,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from keepstep.core.budgets import Cause
-from keepstep.core.errors import KeepstepError, RunError
+from keepstep.core.errors import KeepstepError
 from keepstep.core.incident import Recovery
 from keepstep.core.own_address import address_towards
 from keepstep.launch import addresses, root_cause, run_folder
 from keepstep.launch.caching import Caching
-from keepstep.launch.companions import Companion, agent_command, controller_command, council_file
 from keepstep.launch.guard import Guard
+from keepstep.launch.hosting import Hosting
 from keepstep.launch.job import Endpoint, Job
 from keepstep.launch.node_checks import NodeChecks, versions
 from keepstep.launch.placement import COOKIE, OURS, Place, worker_plans
 from keepstep.launch.processes import Processes
 from keepstep.launch.recovery import sentence
 from keepstep.launch.restarts import Restarts
-from keepstep.launch.rings import Rings
 from keepstep.launch.sealing import next_sealed
 from keepstep.launch.streams import Following, worker_streams
+from keepstep.launch.watching import FAILURES, Watching
 from keepstep.launch.workers import Workers, sweep
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ T = TypeVar("T")
 
 CANNOT_START = 2
 _EXIT_BARRIER_S = 300.0
-_CONTROLLER_READY_S = 30.0
 _DRAIN_S = 1.0
 _FAILED_WAIT_S = 60.0
 
@@ -70,21 +68,26 @@ class Launcher:
         self._processes = Processes()
         self._logs = run_folder.LogFiles(folder, job.streams.log_dir, job.run_id)
         self._secret = run_folder.secret_path(job, folder, Path.home())
-        self._controller: Companion | None = None
-        self._controller_at: Endpoint | None = None
-        self._controller_ready = asyncio.Event()
-        self._controller_lost = ""
-        self._agent: Companion | None = None
-        self._unwatched = False  # the agent died too often
         self._link: Link | None = None
         self._place: Place | None = None
-        self._rings = Rings()
         self._caching = Caching(job, self._warn)
+        self._watching = Watching(
+            *(job, folder, self._secret, self._processes, guard, self._caching),
+            where=lambda: (self._place, self._controller.at),
+            warn=self._warn,
+        )
+        self._controller = Hosting(
+            *(job, folder, self._secret, self._processes, guard),
+            ready=self._on_controller,
+            gave_up=lambda: self._link and self._link.resign(),
+            moved=self._on_move,
+            say=self._say,
+            warn=self._warn,
+        )
         self._workers: Workers | None = None
         self._following = Following(job, self._logs)
         self._checks = NodeChecks(job, folder, self._warn)
         self._restarts: Restarts | None = None
-        self._renewal: asyncio.Task[None] | None = None  # of the agent
         self._outcome: asyncio.Future[_Outcome] = asyncio.get_running_loop().create_future()
         self._kill_now = asyncio.Event()
         self._job_over = asyncio.Event()  # the controller said Stop
@@ -96,16 +99,11 @@ class Launcher:
         self._lease: asyncio.Task[None] | None = None
         self._signalled: signal.Signals | None = None
         self._sealing: asyncio.Task[None] | None = None
-        self._hosts_controller = False
         self._started_unix_s = time.time()
-        self._seat = secrets.randbits(61) + 1 if job.elects else 0
-        self._term = 1  # of the controller that runs here
-        self._moving: asyncio.Task[None] | None = None  # the controller
-        self._met_at: Endpoint | None = None  # where the link was led last
 
     async def run(self, *, hosts_controller: bool) -> int:
         """Run the job's share of this node; returns the exit code."""
-        self._hosts_controller = hosts_controller
+        self._controller.is_here = hosts_controller
         self._handle_signals()
         try:
             self._checks.before_start()
@@ -129,12 +127,12 @@ class Launcher:
             port = job.master_port or addresses.free_port("127.0.0.1")
             return Place(0, 0, job.nproc, 1, job.master_addr, port)
         endpoint = job.rendezvous.endpoint
-        if self._hosts_controller:
-            self._start_controller()
-            await self._until(self._controller_is_ready())
+        if self._controller.is_here:
+            self._controller.start()
+            await self._until(self._controller.is_ready())
         else:
-            self._controller_at = Endpoint(addresses.resolve(endpoint.host)[0], endpoint.port)
-        self._note(f"joining the other nodes at {self._controller_at}")
+            self._controller.at = Endpoint(addresses.resolve(endpoint.host)[0], endpoint.port)
+        self._note(f"joining the other nodes at {self._controller.at}")
         self._connect()
         assert self._link is not None
         return await self._until(self._link.join(job.rendezvous.join_timeout_s))
@@ -153,81 +151,16 @@ class Launcher:
     def _try_watching(self, step: Callable[[], None]) -> None:
         try:
             step()
-        except (KeepstepError, OSError, ImportError) as error:
+        except FAILURES as error:
             self._warn(f"the job is not watched: {error}")
-
-    def _start_controller(self) -> None:
-        job = self._job
-        listen = job.controller_listen
-        if listen is None:
-            endpoint = job.rendezvous.endpoint
-            listen = (
-                Endpoint(addresses.listen_address(endpoint), endpoint.port)
-                if endpoint
-                else Endpoint("127.0.0.1", 0)
-            )
-        if run_folder.ensure_secret(self._secret) and job.secret_file:
-            self._say(f"made a new secret: {self._secret}; every node needs this file")
-        self._controller_at = listen
-        self._launch_controller()
-
-    def _launch_controller(self) -> None:
-        job = self._job
-
-        def ready(said: dict[str, object]) -> None:
-            assert self._controller_at is not None
-            port = said.get("port")
-            if isinstance(port, int):
-                # Started again it must be found at the same place.
-                self._controller_at = replace(self._controller_at, port=port)
-            if not self._controller_ready.is_set():
-                self._controller_ready.set()
-                self._note(f"controller at {self._controller_at}")
-                self._describe()
-                if job.rendezvous.endpoint is None:
-                    self._try_watching(self._connect)
-                    self._try_watching(self._start_agent)
-
-        def command() -> list[str]:
-            assert self._controller_at is not None
-            return controller_command(
-                *(job, self._folder, self._secret, self._controller_at),
-                seat=self._seat,
-                term=self._term,
-            )
-
-        def gave_up(reason: str) -> None:
-            if self._link:
-                self._link.resign()
-            if job.rendezvous.endpoint and not self._controller_ready.is_set():
-                self._controller_lost = reason
-                self._controller_ready.set()
-                return
-            self._warn(f"the controller {reason} (see {self._folder}/controller.log): no verdicts")
-
-        self._controller = Companion(
-            "controller", command, self._processes, self._guard, gave_up=gave_up, ready=ready
-        )
-        self._controller.start()
-
-    async def _controller_is_ready(self) -> None:
-        try:
-            await asyncio.wait_for(self._controller_ready.wait(), _CONTROLLER_READY_S)
-        except asyncio.TimeoutError:
-            self._controller_lost = "is not ready"
-        if self._controller_lost:
-            raise RunError(
-                f"the controller at {self._controller_at} {self._controller_lost}: the nodes cannot meet; "
-                "is the port of --rdzv-endpoint taken?"
-            )
 
     def _connect(self) -> None:
         from keepstep import wire
         from keepstep.launch.link import Link
 
-        assert self._controller_at is not None
+        assert self._controller.at is not None
         job, rendezvous = self._job, self._job.rendezvous
-        address = addresses.resolve(self._controller_at.host)[0]
+        address = addresses.resolve(self._controller.at.host)[0]
         own = rendezvous.local_addr or address_towards(address)
         join = wire.Join(
             node=job.node,
@@ -240,9 +173,9 @@ class Launcher:
             max_restarts=job.max_restarts if rendezvous.endpoint else 0,
             versions=versions(job) if job.check else (),
             checks=self._checks.found,
-            hosts_controller=self._hosts_controller,
+            hosts_controller=self._controller.is_here,
         )
-        endpoint = replace(self._controller_at, host=address)
+        endpoint = replace(self._controller.at, host=address)
         self._link = Link(
             job,
             endpoint,
@@ -250,11 +183,11 @@ class Launcher:
             join,
             free_port=lambda: addresses.free_port(own),
             ordered=self._on_order,
-            token=self._seat,
+            token=self._controller.seat,
             elected=self._on_election,
             known=lambda: run_folder.controller(self._folder),
         )
-        self._met_at = endpoint
+        self._controller.met(endpoint)
         if self._together:
             self._lease = asyncio.get_running_loop().create_task(self._watch_lease(self._link))
         if self._place:
@@ -292,7 +225,7 @@ class Launcher:
             if isinstance(following, _Outcome):
                 return following
             failures = self._workers.failures
-            self._renew_agent()
+            self._watching.renew()
             place = following
             if failures:
                 self._restarts.ended(root_cause.first(failures), self._workers.failed_s, place.incarnation)
@@ -348,64 +281,13 @@ class Launcher:
             return self._explain(outcome, early.outcome) if outcome.kind == "failed" else early.outcome
         if place is not None:
             return place
-        self._warn(f"the controller at {self._controller_at} is out of reach: this node ends")
+        self._warn(f"the controller at {self._controller.at} is out of reach: this node ends")
         return self._explain(outcome) if outcome.kind == "failed" else replace(outcome, kind="failed", code=1)
-
-    # The controller on the move: see docs/design/election.md.
-
-    def _on_election(self) -> None:
-        """Another node hosts the controller now, or this one has to, or not any more."""
-        link = self._link
-        assert link is not None
-        if self._job_over.is_set() or (self._moving is not None and not self._moving.done()):
-            return
-        if link.council is not None and link.leads != (self._term if self._hosts_controller else 0):
-            self._moving = asyncio.get_running_loop().create_task(self._move_controller(link, link.leads))
-        elif not link.leads and link.connected.is_set() and link.controller != self._met_at:
-            self._met_at = self._controller_at = link.controller
-            self._say(f"the controller is at {self._controller_at} now")
-            self._restart_agent()
-
-    async def _move_controller(self, link: Link, term: int) -> None:
-        if self._controller:
-            await self._controller.stop(self._job.linger_s)
-            self._controller = None
-        self._hosts_controller = False
-        if not term:
-            return
-        own = link.address
-        try:
-            link.keep_council(council_file(self._folder, term))
-        except OSError as error:
-            self._warn(f"this node cannot host the controller: {self._folder}: {error.strerror}")
-            link.resign()
-            return
-        self._hosts_controller, self._term = True, term
-        self._controller_at = Endpoint(own, addresses.free_port(own))
-        self._say(f"the controller's node is away; it runs here now, at {self._controller_at}")
-        self._launch_controller()
-        link.serves(self._controller_at.port)
-        self._met_at = self._controller_at
-        self._describe()
-        self._restart_agent()
-
-    def _restart_agent(self) -> None:
-        """It looks for the controller where that was when it began."""
-        before = self._renewal
-
-        async def restart() -> None:
-            if before:
-                await before
-            if self._agent:
-                await self._stop_agent()
-                self._try_watching(self._start_agent)
-
-        self._renewal = asyncio.get_running_loop().create_task(restart())
 
     def _start_workers(self, place: Place, restarts: int) -> None:
         job, prepared = self._job, self._restarts
         assert prepared is not None
-        watching = self._make_rings(place) if job.watch else {}
+        watching = self._watching.make_rings(place) if job.watch else {}
         caching = self._caching.environment(place)
         ranks = {local_rank: place.first_rank + local_rank for local_rank in range(job.nproc)}
         error_files = {
@@ -439,79 +321,18 @@ class Launcher:
         self._checks.began()
         prepared.started(plans, place.incarnation, self._workers.from_standbys)
         self._describe()
-        if job.watch and job.rendezvous.endpoint is None and self._controller is None:
-            self._try_watching(self._start_controller)
-        if self._controller_at and (self._controller_ready.is_set() or job.rendezvous.endpoint):
+        if job.watch and job.rendezvous.endpoint is None and not self._controller.is_started:
+            self._try_watching(self._controller.start)
+        if self._controller.can_be_met:
             if self._link and job.rendezvous.endpoint is None:
                 self._link.placed(place)
             elif not self._link:
                 self._try_watching(self._connect)
-            self._try_watching(self._start_agent)
+            self._watching.start()
         first, last = place.first_rank, place.first_rank + job.nproc - 1
         ranks_text = f"rank {first}" if first == last else f"ranks {first}-{last}"
-        watched = "watched, " if self._rings.paths and self._controller_at else ""
+        watched = "watched, " if self._watching.rings and self._controller.at else ""
         self._say(f"{ranks_text} of {place.world_size} on {job.node}: {watched}run folder {self._folder}")
-
-    def _make_rings(self, place: Place) -> dict[int, dict[str, str]]:
-        """A ring for each worker; empty, with a word about it, when rings cannot be made."""
-        try:
-            self._rings.make(place, self._job.nproc, self._job.ring_records)
-        except (KeepstepError, OSError, ImportError, ValueError) as error:
-            self._warn(f"the workers train unwatched, no ring can be made: {error}")
-            return {}
-        return self._rings.environment(place, self._folder)
-
-    def _renew_agent(self) -> None:
-        """The agent of the incarnation that ended ends, one of the next follows it; workers wait for neither."""
-        old, before = self._rings, self._renewal
-        self._rings = Rings()
-
-        async def renew() -> None:
-            if before:
-                await before
-            await self._stop_agent()
-            old.close()
-            self._try_watching(self._start_agent)
-
-        self._renewal = asyncio.get_running_loop().create_task(renew())
-
-    def _start_agent(self) -> None:
-        paths = self._rings.paths
-        if self._agent or not paths or self._place is None or self._controller_at is None:
-            return
-        place, controller = self._place, self._controller_at
-        orders = self._rings.orders
-        cache = self._caching.address
-
-        def gave_up(reason: str) -> None:
-            self._unwatched = True
-            self._warn(f"the agent {reason} (see {log}): this node trains on unwatched")
-
-        log = self._folder / "nodes" / str(place.node_rank) / "agent.log"
-        self._agent = Companion(
-            "agent",
-            lambda: agent_command(
-                self._job,
-                self._folder,
-                self._secret,
-                controller,
-                place.node_rank,
-                paths,
-                orders,
-                world_size=place.world_size,
-                cache=cache,
-            ),
-            self._processes,
-            self._guard,
-            gave_up=gave_up,
-            log=log,
-        )
-        self._agent.start()
-
-    async def _stop_agent(self) -> None:
-        if self._agent:
-            await self._agent.stop(self._job.linger_s)
-            self._agent = None
 
     # What happens.
 
@@ -548,6 +369,24 @@ class Launcher:
 
     def _on_finish(self) -> None:
         self._settle(_Outcome("finished", 0, "finished"))
+
+    def _on_controller(self) -> None:
+        """It can be met here."""
+        self._note(f"controller at {self._controller.at}")
+        self._describe()
+        if self._job.rendezvous.endpoint is None:
+            self._try_watching(self._connect)
+            self._watching.start()
+
+    def _on_election(self) -> None:
+        assert self._link is not None
+        if not self._job_over.is_set():
+            self._controller.look(self._link)
+
+    def _on_move(self) -> None:
+        """The controller is somewhere else."""
+        self._describe()
+        self._watching.restart()
 
     def _on_order(self) -> None:
         """The controller has said something."""
@@ -597,15 +436,14 @@ class Launcher:
         while True:
             await asyncio.sleep(1.0)
             if link.member.is_cut_off(asyncio.get_running_loop().time()) and not self._outcome.done():
-                self._warn(f"no way to the controller at {self._controller_at}: the workers of this node end")
+                self._warn(f"no way to the controller at {self._controller.at}: the workers of this node end")
                 self._settle(_Outcome("halted", 0, "cut off from the controller"))
 
     def _on_stop(self, stop: Stop) -> None:
         self._stop_code = 0 if self._is_spare else stop.exit_code
         self._stopped_by_hand = stop.by_operator
         self._job_over.set()
-        if self._controller:
-            self._controller.may_end()
+        self._controller.may_end()
         self._settle(_Outcome("stopped", self._stop_code, stop.reason))
 
     def _settle(self, outcome: _Outcome) -> None:
@@ -618,7 +456,7 @@ class Launcher:
 
     def _cause(self, failure: root_cause.Failure) -> Cause:
         assert self._restarts is not None
-        return self._restarts.cause(failure, self._rings.steps(failure.rank))
+        return self._restarts.cause(failure, self._watching.steps(failure.rank))
 
     # After the workers.
 
@@ -640,7 +478,7 @@ class Launcher:
 
     async def _sweep(self) -> None:
         ours = {self._guard.pid}
-        ours |= {other.pid for other in (self._controller, self._agent) if other and other.pid}
+        ours |= {pid for pid in (self._controller.pid, self._watching.agent) if pid}
         ours |= self._restarts.standbys.pids if self._restarts else set()
         await sweep(frozenset(ours), self._kill_now)
 
@@ -654,20 +492,16 @@ class Launcher:
             self._lease.cancel()
         if not self._has_parted:
             await self._part(outcome)
-        if self._moving:
-            await self._moving
-        if self._renewal:
-            await self._renewal
-        await self._stop_agent()
+        await self._controller.settled()
+        await self._watching.end()
         if self._link:
             await self._link.close()
-        if self._controller:
-            await self._controller.stop(self._job.linger_s)
+        await self._controller.stop()
         await self._sweep()
-        self._rings.close()
+        self._watching.close()
         self._caching.close()
         code = self._stop_code if outcome.kind == "finished" and self._stop_code else outcome.code
-        if self._hosts_controller:
+        if self._controller.is_here:
             ending = {"exit_code": code, "reason": outcome.reason, "ended_unix_s": time.time()}
             self._write("end.json", ending)
         return code
@@ -696,7 +530,7 @@ class Launcher:
         def in_vain() -> bool:
             over = self._job_over.is_set() and not self._stopped_by_hand
             interrupted = self._kill_now.is_set() or over or self._signalled is not None
-            return interrupted or self._unwatched or self._agent is None
+            return interrupted or not self._watching.is_steady
 
         lost = await self._caching.stored(wait_s, in_vain, self._say)
         if lost:
@@ -721,17 +555,17 @@ class Launcher:
     # Words and files.
 
     def _describe(self) -> None:
-        if not self._hosts_controller:
+        if not self._controller.is_here:
             return
         told = run_folder.description(
-            self._job, self._folder, self._place, self._started_unix_s, self._controller_at, self._secret
+            self._job, self._folder, self._place, self._started_unix_s, self._controller.at, self._secret
         )
         self._write(
             "run.json",
             {
                 **told,
-                **({"term": self._term} if self._seat else {}),
-                "rings": {str(rank): path for rank, path in self._rings.paths.items()},
+                **({"term": self._controller.term} if self._controller.seat else {}),
+                "rings": {str(rank): path for rank, path in self._watching.rings.items()},
             },
         )
 

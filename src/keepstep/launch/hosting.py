@@ -1,0 +1,177 @@
+"""Where the job's controller is, and its process when that is this node. It moves only with ``--elect``."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from keepstep.core.errors import RunError
+from keepstep.launch import addresses, run_folder
+from keepstep.launch.companions import Companion, controller_command, council_file
+from keepstep.launch.guard import Guard
+from keepstep.launch.job import Endpoint, Job
+from keepstep.launch.processes import Processes
+
+if TYPE_CHECKING:
+    from keepstep.launch.link import Link
+
+_READY_S = 30.0
+
+
+class Hosting:
+    """``at``: the controller's address, None before it is known. ``is_here``: this node hosts it."""
+
+    def __init__(
+        self,
+        job: Job,
+        folder: Path,
+        secret: Path,
+        processes: Processes,
+        guard: Guard,
+        *,
+        ready: Callable[[], None],
+        gave_up: Callable[[], None],
+        moved: Callable[[], None],
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        """``ready``: told once it can be met here; ``gave_up``: it died too often; ``moved``: here, or elsewhere."""
+        self._job, self._folder, self._secret = job, folder, secret
+        self._processes, self._guard = processes, guard
+        self._on_ready, self._on_gave_up, self._on_moved = ready, gave_up, moved
+        self._say, self._warn = say, warn
+        self.at: Endpoint | None = None
+        self.is_here = False
+        self.seat = secrets.randbits(61) + 1 if job.elects else 0
+        self.term = 1  # of the controller that runs here
+        self._process: Companion | None = None
+        self._ready = asyncio.Event()
+        self._lost = ""
+        self._moving: asyncio.Task[None] | None = None
+        self._met_at: Endpoint | None = None  # where the link was led last
+
+    @property
+    def pid(self) -> int | None:
+        """The controller's process, when it is here."""
+        return self._process.pid if self._process else None
+
+    @property
+    def is_started(self) -> bool:
+        """Its process is kept running here."""
+        return self._process is not None
+
+    @property
+    def can_be_met(self) -> bool:
+        """It listens at ``at``, or others see to it that it will."""
+        return self.at is not None and (self._ready.is_set() or self._job.rendezvous.endpoint is not None)
+
+    def start(self) -> None:
+        """Start the controller here.
+
+        Raises:
+            KeepstepError, OSError: there is no secret that it could use.
+        """
+        listen, endpoint = self._job.controller_listen, self._job.rendezvous.endpoint
+        if listen is None and endpoint is not None:
+            listen = Endpoint(addresses.listen_address(endpoint), endpoint.port)
+        if run_folder.ensure_secret(self._secret) and self._job.secret_file:
+            self._say(f"made a new secret: {self._secret}; every node needs this file")
+        self.at = listen or Endpoint("127.0.0.1", 0)
+        self._launch()
+
+    async def is_ready(self) -> None:
+        """Wait until nodes can meet there.
+
+        Raises:
+            RunError: they cannot.
+        """
+        try:
+            await asyncio.wait_for(self._ready.wait(), _READY_S)
+        except asyncio.TimeoutError:
+            self._lost = "is not ready"
+        if self._lost:
+            raise RunError(
+                f"the controller at {self.at} {self._lost}: the nodes cannot meet; "
+                "is the port of --rdzv-endpoint taken?"
+            )
+
+    def met(self, at: Endpoint) -> None:
+        """The link begins there."""
+        self._met_at = at
+
+    def look(self, link: Link) -> None:
+        """Another node may host the controller now, or this one has to, or not any more."""
+        if self._moving is not None and not self._moving.done():
+            return
+        if link.council is not None and link.leads != (self.term if self.is_here else 0):
+            self._moving = asyncio.get_running_loop().create_task(self._move(link, link.leads))
+        elif not link.leads and link.connected.is_set() and link.controller != self._met_at:
+            self._met_at = self.at = link.controller
+            self._say(f"the controller is at {self.at} now")
+            self._on_moved()
+
+    def may_end(self) -> None:
+        """Its work is done: when it ends now, it is not started again."""
+        if self._process:
+            self._process.may_end()
+
+    async def settled(self) -> None:
+        """It does not move any more."""
+        if self._moving:
+            await self._moving
+
+    async def stop(self) -> None:
+        """End its process here."""
+        if self._process:
+            await self._process.stop(self._job.linger_s)
+            self._process = None
+
+    async def _move(self, link: Link, term: int) -> None:
+        await self.stop()
+        self.is_here = False
+        if not term:
+            return
+        try:
+            link.keep_council(council_file(self._folder, term))
+        except OSError as error:
+            self._warn(f"this node cannot host the controller: {self._folder}: {error.strerror}")
+            link.resign()
+            return
+        self.is_here, self.term = True, term
+        self.at = self._met_at = Endpoint(link.address, addresses.free_port(link.address))
+        self._say(f"the controller's node is away; it runs here now, at {self.at}")
+        self._launch()
+        link.serves(self.at.port)
+        self._on_moved()
+
+    def _launch(self) -> None:
+        def ready(said: dict[str, object]) -> None:
+            assert self.at is not None
+            port = said.get("port")
+            if isinstance(port, int):
+                self.at = replace(self.at, port=port)  # started again it must be found at the same place
+            if not self._ready.is_set():
+                self._ready.set()
+                self._on_ready()
+
+        def command() -> list[str]:
+            assert self.at is not None
+            where = (self._job, self._folder, self._secret, self.at)
+            return controller_command(*where, seat=self.seat, term=self.term)
+
+        def gave_up(reason: str) -> None:
+            self._on_gave_up()
+            if self._job.rendezvous.endpoint and not self._ready.is_set():
+                self._lost = reason
+                self._ready.set()
+                return
+            self._warn(f"the controller {reason} (see {self._folder}/controller.log): no verdicts")
+
+        self._process = Companion(
+            "controller", command, self._processes, self._guard, gave_up=gave_up, ready=ready
+        )
+        self._process.start()
