@@ -319,7 +319,8 @@ class Launcher:
         self._following.start(streams, ranks, restarts)
         self._workers.start({k: v for k, v in self._environ.items() if k not in OURS})
         self._checks.began()
-        prepared.started(plans, place.incarnation, self._workers.from_standbys)
+        is_last = place.restarts >= job.max_restarts
+        prepared.started(plans, place.incarnation, self._workers.from_standbys, is_last=is_last)
         self._describe()
         if job.watch and job.rendezvous.endpoint is None and not self._controller.is_started:
             self._try_watching(self._controller.start)

@@ -43,6 +43,7 @@ class Restarts:
         self._incarnation = 0
         self._plans: Sequence[WorkerPlan] = ()
         self._stepped: set[int] = set()
+        self._is_last = False
         self._due = False  # standbys are to be warmed, as soon as it is known with what
         self._later: asyncio.TimerHandle | None = None
         self._restart: Restart | None = None
@@ -59,14 +60,19 @@ class Restarts:
             **self.standbys.environment(local_rank),
         }
 
-    def started(self, plans: Sequence[WorkerPlan], incarnation: int, from_standbys: int) -> None:
-        """The workers run. New standbys are warmed once all have made a step, or are a minute old."""
+    def started(
+        self, plans: Sequence[WorkerPlan], incarnation: int, from_standbys: int, *, is_last: bool
+    ) -> None:
+        """The workers run. New standbys are warmed once all have made a step, or are a minute old.
+
+        ``is_last``: no restart is left, so nobody would take new ones.
+        """
         self._plans, self._incarnation, self._stepped, self._loaded = plans, incarnation, set(), {}
         if self._restart:
             self._restart.started(frozenset(plan.rank for plan in plans), from_standbys, time.monotonic())
         if self._later:
             self._later.cancel()
-        self._due = False
+        self._due, self._is_last = False, is_last
         self._later = asyncio.get_running_loop().call_later(_WARM_AFTER_S, self._warm)
 
     def ended(self, failure: Failure, failed_s: float, incarnation: int) -> None:
@@ -98,7 +104,8 @@ class Restarts:
 
     def _warm(self) -> None:
         self._due = True
-        self.standbys.warm(self._plans)
+        if not self._is_last:
+            self.standbys.warm(self._plans)
 
     def _reached(self, name: str, rank: int, incarnation: int, at_s: float, step: int) -> None:
         if incarnation != self._incarnation:

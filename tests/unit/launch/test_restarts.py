@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from tests.unit.launch.test_job import job
+from tests.unit.launch.test_standbys import alone
+
+from keepstep.launch import restarts as module
+from keepstep.launch.guard import Guard
+from keepstep.launch.processes import Processes
+
+
+def test_new_standbys_are_warmed_only_while_a_restart_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WARM_AFTER_S", 0.0)
+
+    async def main() -> None:
+        warmed: list[int] = []
+
+        def forget(_: object) -> None: ...
+
+        restarts = module.Restarts(
+            *(job("--max-restarts", "1", "train.py"), os.environ, tmp_path, Processes(), Guard("NO=such")),
+            warn=forget,
+            note=forget,
+            recovered=forget,
+        )
+        for incarnation in (0, 1):
+            monkeypatch.setattr(
+                restarts.standbys, "warm", lambda plans, which=incarnation: warmed.append(which)
+            )
+            restarts.started((), incarnation, 0, is_last=incarnation == 1)
+            await asyncio.sleep(0.05)
+        restarts.end()
+        assert warmed == [0]
+
+    alone(main)
