@@ -165,7 +165,7 @@ class _Killer:
         """Until the next look: the last step before a kill is watched closely, without taking the CPU from the job."""
         if not self._left:
             return 0.005
-        return 20e-6 if self._is_near else 200e-6
+        return 20e-6 if self._is_near else 1e-3
 
 
 class _Killed:
