@@ -28,6 +28,7 @@ from benchmarks.campaign import wilson, write
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = Path(__file__).with_name("_checkpoint_job.py")
+NOT_OVER = "not over after"  # so begins what is wrong with a seed that ran out of time
 GOAL = "0 wrong restores, 0 lost checkpoints that were promised"
 
 Note = dict[str, Any]
@@ -139,6 +140,11 @@ class Judged:
     said: str = ""
 
 
+def ran_out_of_time(result: Mapping[str, Any]) -> bool:
+    """Whether a seed was not over in time, and has not been run again: the machine may have been overloaded."""
+    return "earlier" not in result and any(why.startswith(NOT_OVER) for why in result["why"])
+
+
 @dataclass(frozen=True)
 class Campaign:
     """Cases with a plan for each seed.
@@ -168,7 +174,9 @@ class Campaign:
     seeds: int = 100
 
     def run_seed(self, case: str, seed: int, out: Path) -> dict[str, Any]:
-        """Run one seed and keep its result."""
+        """Run one seed and keep its result; one that is there is kept in it, as ``earlier``."""
+        path = out / case / f"seed-{seed:03d}.json"
+        earlier = json.loads(path.read_text()) if path.exists() else None
         plan = self.cases[case](random.Random(f"{case}:{seed}"))
         with tempfile.TemporaryDirectory() as name:
             folder, began = Path(name), time.monotonic()
@@ -186,8 +194,9 @@ class Campaign:
                 "kills": judged.kills,
                 "wall_s": round(time.monotonic() - began, 1),
                 "console": judged.said[-4000:].replace(name, "FOLDER") if judged.why else "",
+                **({"earlier": earlier} if earlier else {}),
             }
-            write(out / case / f"seed-{seed:03d}.json", result)
+            write(path, result)
             if judged.why:
                 kept = ROOT / "runs" / self.results / f"{case}-{seed:03d}"
                 shutil.copytree(folder, kept, dirs_exist_ok=True)
@@ -207,6 +216,11 @@ class Campaign:
         parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / self.results)
         parser.add_argument("--parallel", type=int, default=1, metavar="N", help="jobs at once")
         parser.add_argument(
+            "--again",
+            action="store_true",
+            help="run seeds once more that ran out of time; both results are kept",
+        )
+        parser.add_argument(
             "--summary-only", action="store_true", help="run nothing, summarise what is there"
         )
         parser.add_argument("--json", type=Path, help="where to write the summary (default: in --out)")
@@ -219,7 +233,13 @@ class Campaign:
 
     def _run_case(self, case: str, arguments: argparse.Namespace, report: Report) -> None:
         folder = arguments.out / case
-        todo = [seed for seed in range(arguments.seeds) if not (folder / f"seed-{seed:03d}.json").exists()]
+        done = {
+            int(path.stem.removeprefix("seed-")): json.loads(path.read_text())
+            for path in folder.glob("seed-*.json")
+        }
+        todo = [seed for seed in range(arguments.seeds) if seed not in done]
+        if arguments.again:
+            todo += sorted(seed for seed, result in done.items() if ran_out_of_time(result))
         if todo and not arguments.summary_only:
             self.before()
             with ThreadPoolExecutor(arguments.parallel) as pool:
@@ -233,6 +253,8 @@ class Campaign:
         passed = sum(result["passed"] for result in results)
         low, high = wilson(passed, len(results))
         limit = f"Wilson 95 %: {low:.2f} to {high:.2f}; {self.limit}"
+        if again := sum("earlier" in result for result in results):
+            limit += f"; {again} of them ran out of time at first, and were run again"
         report.add(
             Line(case, f"{passed}/{len(results)}", "seeds", self.goal, passed == len(results), limit=limit)
         )

@@ -30,6 +30,7 @@ from typing import Any
 from benchmarks._campaign_trial import processes_of
 from benchmarks._checkpoint_campaign import (
     JOB,
+    NOT_OVER,
     ROOT,
     Campaign,
     Judged,
@@ -241,7 +242,8 @@ def run(
             if now > began + _PATIENCE_S:
                 os.killpg(job.pid, signal.SIGKILL)
                 job.wait()
-                break
+                wait_for_the_end(folder / "run")
+                raise TimeoutError(f"{NOT_OVER} {_PATIENCE_S:g} s")
             if plan.storage == "full" and now > began + plan.faulty_s:
                 _make_room(storage)
             killer.look()
@@ -320,7 +322,10 @@ def carry_out(plan: Plan, folder: Path) -> Facts:
 
 def _trial(plan: Plan, folder: Path) -> Judged:
     with small_disk(folder / "storage") if plan.storage == "full" else nullcontext():
-        facts = carry_out(plan, folder)
+        try:
+            facts = carry_out(plan, folder)
+        except TimeoutError as error:
+            return Judged([str(error)], said=(folder / "console.txt").read_text(errors="replace"))
         why, measured = judge(plan, folder, facts)
     return Judged(why, measured, facts.kills, facts.said)
 

@@ -37,6 +37,7 @@ from tests.e2e.testbed import HOURS, Host, Testbed
 
 from benchmarks._checkpoint_campaign import (
     JOB,
+    NOT_OVER,
     ROOT,
     Campaign,
     Judged,
@@ -201,7 +202,7 @@ class Trial:
         """What has to be looked at all the time."""
         self.promises.look()
         if time.monotonic() > self._began + _PATIENCE_S:
-            raise TimeoutError(f"not over after {_PATIENCE_S:g} s")
+            raise TimeoutError(f"{NOT_OVER} {_PATIENCE_S:g} s")
         if self.promises.told and self._first_step < 0:
             self._first_step = self.mark(0)[2]
         fault, now = self.plan.link, time.monotonic()

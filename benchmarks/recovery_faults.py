@@ -32,6 +32,7 @@ from tests.e2e.testbed import HOURS, Host, Testbed
 
 from benchmarks._checkpoint_campaign import (
     JOB,
+    NOT_OVER,
     ROOT,
     Campaign,
     Judged,
@@ -81,7 +82,7 @@ class Trial:
     def look(self) -> dict[str, Any]:
         """The status; reads the promises."""
         if time.monotonic() > self._began + _PATIENCE_S:
-            raise TimeoutError(f"not over after {_PATIENCE_S:g} s; {self._where()}")
+            raise TimeoutError(f"{NOT_OVER} {_PATIENCE_S:g} s; {self._where()}")
         status: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             status = json.loads((self.folder / "run" / "status.json").read_bytes())

@@ -1,0 +1,58 @@
+"""Which seeds a campaign runs, and what it keeps of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import _checkpoint_campaign as module
+from benchmarks._checkpoint_campaign import NOT_OVER, Campaign, Judged
+
+
+@dataclass(frozen=True)
+class Plan:
+    number: float
+
+
+def campaign(wrong: Sequence[list[str]], ran: list[int]) -> Campaign:
+    """Of one case; ``wrong``: with each of its seeds. Which ran is told to ``ran``."""
+    numbers = [random.Random(f"case:{seed}").random() for seed in range(len(wrong))]
+
+    def carry_out(plan: Plan, folder: Path) -> Judged:
+        ran.append(numbers.index(plan.number))
+        return Judged(list(wrong[ran[-1]]))
+
+    cases = {"case": lambda chances: Plan(chances.random())}
+    return Campaign("name", "", cases, carry_out, lambda: None, "summary.json", "", seeds=len(wrong))
+
+
+def results(folder: Path) -> list[Mapping[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted((folder / "case").glob("seed-*.json"))]
+
+
+def test_seeds_that_ran_out_of_time_run_once_more_and_both_results_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ROOT", tmp_path)  # folders of failed seeds go there
+    out = tmp_path / "results"
+    words = ["--case", "all", "--out", str(out)]
+    late, wrong = [f"{NOT_OVER} 9 s"], ["rank 0: wrong bytes"]
+    ran: list[int] = []
+    campaign([[], late, wrong, late], ran).main(words)
+    assert ran == [0, 1, 2, 3]
+    campaign([[], [], [], late], ran).main(words)
+    assert ran == [0, 1, 2, 3]  # there is a result of each
+    campaign([[], [], [], late], ran).main([*words, "--again"])
+    assert ran[4:] == [1, 3]  # what came out wrong is not asked again
+    assert [one["why"] for one in results(out)] == [[], [], wrong, late]
+    assert [one["earlier"]["why"] for one in results(out) if "earlier" in one] == [late, late]
+    campaign([[], [], [], []], ran).main([*words, "--again"])
+    assert ran[6:] == []  # once
+    (line,) = json.loads((out / "summary.json").read_text())["lines"]
+    assert (line["value"], line["met"]) == ("2/4", False)
+    assert "2 of them ran out of time at first, and were run again" in line["limit"]
