@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.e2e.marked import marked
 
 pytestmark = pytest.mark.e2e
 
@@ -74,16 +75,8 @@ class Run:
             time.sleep(0.01)
 
     def left(self) -> list[int]:
-        """Processes (of whatever session) that carry our mark."""
-        found: list[int] = []
-        for entry in os.listdir("/proc"):
-            if entry.isdigit():
-                try:
-                    if self.mark.encode() in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
-                        found.append(int(entry))
-                except OSError:
-                    continue
-        return found
+        """Processes that carry our mark."""
+        return marked(self.mark)
 
 
 @pytest.fixture

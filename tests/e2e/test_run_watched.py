@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests.certificates import certificates
+from tests.e2e.marked import marked
 
 pytestmark = pytest.mark.e2e
 
@@ -86,15 +87,8 @@ class Nodes:
         return found
 
     def left(self) -> list[int]:
-        found: list[int] = []
-        for entry in os.listdir("/proc"):
-            if entry.isdigit():
-                try:
-                    if self.mark.encode() in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
-                        found.append(int(entry))
-                except OSError:
-                    continue
-        return found
+        """Processes that carry our mark."""
+        return marked(self.mark)
 
     def status(self) -> dict[str, Any]:
         try:
