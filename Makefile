@@ -66,6 +66,7 @@ format: $(DEV)
 	$(BIN)/ruff format .
 
 soak: $(DEV)
+	$(BIN)/python -m pytest -q -m soak
 	$(BIN)/python -m benchmarks.campaign --case all
 	$(BIN)/python -m benchmarks.checkpoint_faults --case all
 	$(BIN)/python -m benchmarks.checkpoint_node_faults --case all

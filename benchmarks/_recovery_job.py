@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks._recovery_victim import misbehave
+
 folder, step_s = Path(sys.argv[1]), float(sys.argv[2])
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -54,22 +56,11 @@ def save(step: int) -> None:
     draft.replace(file)
 
 
-def misbehave() -> None:
-    """Do what a file in the folder says, once."""
-    for name in ("exception", "sleep"):
-        order = folder / f"{name}-{rank}"
-        if order.exists():
-            order.unlink()
-            if name == "exception":
-                raise RuntimeError("the bench told this rank to fail")
-            time.sleep(3600)
-
-
 epoch = int(os.environ.get("KEEPSTEP_INCARNATION") or os.environ["TORCHELASTIC_RESTART_COUNT"])
 step = load()
 with (folder / f"steps-{rank}").open("a") as log:
     while True:
-        misbehave()
+        misbehave(folder, rank)
         loss = model(torch.full((8, 256), float(step % 7))).square().mean()
         loss.backward()
         optimizer.step()

@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks._recovery_victim import misbehave
+
 RANKS, RESERVE = 4, 1
 
 
@@ -77,16 +79,6 @@ def _module() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
 
 
-def _misbehave(folder: Path, rank: int) -> None:
-    for name in ("exception", "sleep"):
-        order = folder / f"{name}-{rank}"
-        if order.exists():
-            order.unlink()
-            if name == "exception":
-                raise RuntimeError("the bench told this rank to fail")
-            time.sleep(3600)
-
-
 def nvrx_rank(folder: Path, step_s: float) -> None:
     """One of five processes."""
     from nvidia_resiliency_ext import inprocess
@@ -115,7 +107,7 @@ def nvrx_rank(folder: Path, step_s: float) -> None:
         step = int(steps)
         with (folder / f"steps-{rank}").open("a") as log:
             while True:
-                _misbehave(folder, rank)
+                misbehave(folder, rank)
                 model(torch.full((8, 256), float(step % 7))).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -161,7 +153,7 @@ def torchft_rank(folder: Path, step_s: float) -> None:
     optimizer = torchft.Optimizer(manager, inner)
     with (folder / f"steps-{replica}").open("a") as log:
         while not (folder / "end").exists():
-            _misbehave(folder, replica)
+            misbehave(folder, replica)
             optimizer.zero_grad()
             before = manager.current_step()
             model(torch.full((8, 256), float(before % 7))).square().mean().backward()

@@ -2,7 +2,8 @@
 
     python -m benchmarks.recovery [--quick] [--repetitions N] [--fault kill|exception|stop|sleep] [--json FILE]
 
-keepstep with warm standbys, keepstep without, torchrun and, where installed, nvidia-resiliency-ext (in-process,
+keepstep with warm standbys for all ranks, keepstep in place (a session: only the rank that failed is replaced, by its
+standby), keepstep without standbys, torchrun and, where installed, nvidia-resiliency-ext (in-process,
 one rank in reserve) and torchft; each repetition is a job of its own (small DDP on Gloo, steps of 25 ms by sleeping,
 resumed from the state of the last step). The rank is killed (raises an exception, is stopped by SIGSTOP, sleeps in
 Python) after 40 steps and, where there are to be standbys, once they are warm. Time is from then until four ranks have
@@ -44,17 +45,19 @@ STEP_S = 0.025
 STEADY_STEPS = 40
 PATIENCE_S = 120.0
 JOB = Path(__file__).with_name("_recovery_job.py")
+SESSION_JOB = Path(__file__).with_name("_recovery_session_job.py")
+OURS = ("keepstep, warm standbys", "keepstep, in place")
 PACKAGES = {
     "nvidia-resiliency-ext": "nvidia-resiliency-ext",
     "torchft": "torchft-nightly",
 }  # of ways that need one
 
 
-def keepstep(folder: Path, *flags: str) -> list[str]:
+def keepstep(folder: Path, *flags: str, job: Path = JOB) -> list[str]:
     """The command of a run with restarts."""
     command = [sys.executable, "-m", "keepstep.cli", "run", "-v", "--run-dir", str(folder / "run")]
     command += ["--max-restarts", "3", "--nproc-per-node", str(RANKS), *flags]
-    return [*command, str(JOB), str(folder), str(STEP_S)]
+    return [*command, str(job), str(folder), str(STEP_S)]
 
 
 def torchrun(folder: Path) -> list[str]:
@@ -71,6 +74,10 @@ def peer(name: str, folder: Path) -> list[str]:
 
 WAYS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "keepstep, warm standbys": (keepstep, "standbys are warm"),
+    "keepstep, in place": (
+        lambda folder: keepstep(folder, "--in-place", job=SESSION_JOB),
+        "standbys are warm",
+    ),
     "keepstep --standbys 0": (lambda folder: keepstep(folder, "--standbys", "0"), ""),
     "torchrun": (torchrun, ""),
     **{name: (partial(peer, name), "") for name in PACKAGES},
@@ -141,6 +148,7 @@ def measure(way: str, fault: str, seed: int) -> float:
     with tempfile.TemporaryDirectory(prefix="keepstep-recovery-") as name:
         folder, said = Path(name), Path(name) / "said"
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        environ["PYTHONPATH"] = str(JOB.parents[1])  # jobs are started by their path
         with said.open("wb") as output:
             process = subprocess.Popen(
                 make(folder),
@@ -226,12 +234,12 @@ def _measure_all(fault: str, repetitions: int, report: Report) -> None:
         ways = [way for way in ways if way not in ("keepstep --standbys 0", "torchrun")]
     results = {way: repeated(way, fault, repetitions) for way in ways}
     peers: dict[str, float | int | str] = dict.fromkeys(sorted(missing), "not installed")
-    for way in ways[1:]:
+    for way in (way for way in ways if way not in OURS):
         took = results[way][0]
         peers[way] = round(statistics.median(took), 2) if took else "did not recover"
     goal, goal_s = GOALS[fault]
     for way, (took, failed) in results.items():
-        ours = way == ways[0]
+        ours = way in OURS
         median_s = round(statistics.median(took), 3) if took else None
         spread = f"{min(took):.2f} to {max(took):.2f} s" if took else "-"
         lost = f"; {len(failed)} of {repetitions} did not recover: {failed[0]}" if failed else ""

@@ -14,10 +14,11 @@ def activate() -> None:
         return
     try:
         if awaited:
-            from keepstep import _milestones, _rendezvous
+            from keepstep import _group_sockets, _milestones, _rendezvous
 
             _milestones.install()
             _rendezvous.install()
+            _group_sockets.install()
         if watched:
             from keepstep.capture import install
 

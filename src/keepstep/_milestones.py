@@ -34,6 +34,11 @@ def install() -> None:
     register_optimizer_step_post_hook(stepped)
 
 
+def renew() -> None:
+    """This process plays in another incarnation now: its milestones are to come."""
+    _reached.clear()
+
+
 def reached(name: str, step: int = 0) -> None:
     """Tell the launcher that this rank has come to ``groups``, ``state`` or ``step``; once each.
 

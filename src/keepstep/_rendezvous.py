@@ -1,4 +1,6 @@
-"""On one node, ranks meet at rank 0's TCP store as soon as it listens: torch's own second try comes half a second late.
+"""Groups that no other incarnation's are taken for, and a quick way to them.
+
+On one node, ranks meet at rank 0's TCP store as soon as it listens: torch's own second try comes half a second late.
 
 A restarted job is quicker than that altogether. Whatever goes wrong here, torch goes on as it would without.
 """
@@ -18,8 +20,19 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.001, 0.05
 _LISTENS = "0A"
 
 
+_NAMES_PER_INCARNATION = 1_000_000
+
+
+def set_names(incarnation: int) -> None:
+    """Groups made from here on have names that those of no other incarnation have; the same on all ranks."""
+    names = vars(importlib.import_module("torch.distributed.distributed_c10d"))
+    with suppress(AttributeError, KeyError):
+        names["_world"].group_count = incarnation * _NAMES_PER_INCARNATION
+
+
 def install() -> None:
     """Called at the end of ``import torch``."""
+    set_names(int(os.environ.get("KEEPSTEP_INCARNATION", "0")))
     names = vars(
         importlib.import_module("torch.distributed.rendezvous")
     )  # the package has a function of that name

@@ -27,6 +27,12 @@ class Evaluation:
         self._frozen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._in_train = False
 
+    def forget(self) -> None:
+        """The models are gone."""
+        self.operation, self.trained = None, False
+        self._evaluated.clear()
+        self._frozen.clear()
+
     def eval(self, original: Any) -> Any:
         """``nn.Module.eval`` that begins an evaluation."""
 

@@ -62,6 +62,11 @@ class Groups:
         known[key] = made = CapturedGroup(ident, members, backends, reference)
         return made
 
+    def forget(self) -> None:
+        """None of them is any more, and the ring is another."""
+        self.known.clear()
+        self._made.clear()
+
     def _unique(self, name: str) -> str:
         # torch gives the names of destroyed groups again; every member counts the same re-makings.
         self._made[name] += 1

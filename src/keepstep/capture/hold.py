@@ -54,6 +54,10 @@ class Hold:
         except RingError as error:
             self.recorder.stumbled(error)
 
+    def renew(self) -> None:
+        """Another page is this rank's from here on."""
+        self._page, self.words, self._opened, self._done = None, (0, 0), False, 0
+
     @harmless
     def look(self, steps: int) -> None:
         """At the end of optimizer step number ``steps`` (from 1): wait here if it was ordered.

@@ -67,6 +67,15 @@ class Phases:
         patches.replace(torch.serialization, "save", self._spanning(Phase.CHECKPOINT))
         patches.register(self._collection_callback)
 
+    def renew(self) -> None:
+        """What was in progress is not any more."""
+        self.backwards, self._modules = 0, 0
+        self._backward, self._step, self._stepped_in_backward = None, None, False
+        self._open.clear()
+        self._buckets.begin()
+        self._evaluation.forget()
+        self._hold.renew()
+
     def _spanning(self, phase: Phase, training: bool = False) -> Callable[[Any], Any]:
         """Records calls of the training thread as a phase; other threads prefetch and save beside the training.
 

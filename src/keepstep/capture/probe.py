@@ -68,6 +68,12 @@ class Probe:
         else:
             self._patches.take_out()
 
+    def renew(self) -> None:
+        """Record another incarnation: its ring, its groups; of the one before nothing is in flight any more."""
+        self.recorder.renew()
+        self._groups.forget()
+        self._phases.renew()
+
     def remove(self) -> None:
         """Take everything out and let go of the ring (tests)."""
         writer = self.recorder.writer

@@ -127,6 +127,13 @@ class Recorder:
         self.start = None
         self.writer = None
 
+    def renew(self) -> None:
+        """Let go of the ring: the next record claims the one that this process is told of by then."""
+        writer, self.writer, self.start = self.writer, None, None
+        if writer is not None:
+            writer.close()
+            self.given_up, self.stumbles = False, 0
+
     def pause(self, paused: bool) -> None:
         """Stop or go on recording; the ring stays claimed."""
         self._paused = paused

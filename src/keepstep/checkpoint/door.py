@@ -73,6 +73,14 @@ def wait() -> None:
         snapshots.wait()
 
 
+def forget() -> None:
+    """Let go of the snapshots of an incarnation that is over; the next one's are opened anew. The cache keeps them."""
+    while _open:
+        snapshots = _open.pop()
+        atexit.unregister(snapshots.end)
+        snapshots.close()
+
+
 class RandomState:
     """The random states of Python, numpy and torch, CUDA's included, to be put into a state."""
 

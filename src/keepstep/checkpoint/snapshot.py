@@ -431,6 +431,9 @@ class NoSnapshots:
     def end(self) -> None:
         """There is nothing to end."""
 
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
 
 def talk(steps: Generator[Row, Rows, Agreed], gather: Gather) -> Agreed:
     """Carry out what all ranks do together."""

@@ -378,7 +378,7 @@ class Controller:
             if isinstance(order, HaltThese):
                 self.cases.halted(now_s)
                 found = (self.rendezvous.peer(launcher) for launcher in order.launchers)
-                halt = Halt(order.incarnation, order.suspend)
+                halt = Halt(order.incarnation, order.suspend, order.fresh)
                 self._effects.append(Send(tuple(p for p in found if p is not None), halt))
             elif isinstance(order, Lost):
                 for launcher in order.launchers:

@@ -41,6 +41,7 @@ class HaltThese:
     launchers: tuple[Launcher, ...]
     incarnation: int
     suspend: bool = False
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +282,7 @@ class Reforming:
         return [self._halt((*self._rendezvous.placements, *self._rendezvous.spares))]
 
     def _halt(self, launchers: tuple[Launcher, ...]) -> HaltThese:
-        return HaltThese(launchers, self.incarnation, self._hold)
+        return HaltThese(launchers, self.incarnation, self._hold, self._asked and not self._hold)
 
     def _newly_lost(self, now_s: float) -> list[Launcher]:
         lost: list[Launcher] = []

@@ -65,6 +65,7 @@ class Recovery:
     phases: tuple[tuple[str, float], ...]  # what it was spent on, in order; they add up
     standbys: int  # ranks that were taken over by warm standbys
     ranks: int
+    survived: int = 0  # ranks whose process outlived the incarnation
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,6 +177,8 @@ def _add_own(group: Any) -> None:
     group.add_argument("--restart-budget", metavar="rank=5,node=10,hour=30,same=2", help=text)
     text = "the controller moves to another node when its host is lost; give it to all nodes"
     group.add_argument("--elect", action="store_true", default=None, help=text)
+    text = "at a restart replace only the processes that failed, where the training can go on in the others"
+    group.add_argument("--in-place", action="store_true", default=None, help=text)
     text = "folder or URL where checkpoints are kept beyond the run"
     group.add_argument("--checkpoint-dir", metavar="PATH_OR_URL", help=text)
     text = "steps from one to the next there: N, auto (cost model), or 0: as the script asks"

@@ -46,6 +46,7 @@ _OWN_FLAGS = (
     "standbys",
     "restart_budget",
     "elect",
+    "in_place",
 )
 
 
@@ -124,6 +125,7 @@ class Job:
     restart_budget: Limits
     standbys: int  # warm processes that wait for a restart
     elects: bool  # another node hosts the controller when its own is lost
+    in_place: bool  # who can goes on in its process at a restart
     signals: tuple[signal.Signals, ...]
     shutdown_timeout_s: float
     virtual_local_rank: bool
@@ -146,6 +148,7 @@ class Job:
     checkpoint_backups: int  # nodes that back up each rank's checkpoints in memory
     checkpoint_backup_rate: float  # bytes a second that a node sends for that; 0: no limit
     failure_domain: str  # shared with nodes that may be lost together; empty: this node's alone
+    leave_s: float
     linger_s: float
     quiet: bool
     verbose: bool
@@ -200,6 +203,7 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         restart_budget=limits_of(str(value["restart_budget"])),
         standbys=_standbys(str(value["standbys"]).strip(), given, nproc),
         elects=bool(value["elect"]) and max_nodes > 1 and given.max_restarts > 0,
+        in_place=bool(value["in_place"]),
         signals=_signals(given.signals_to_handle),
         shutdown_timeout_s=_shutdown_timeout(given, environ),
         virtual_local_rank=given.virtual_local_rank,
@@ -226,6 +230,7 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
             "--checkpoint-backup-rate", float(value["checkpoint_backup_rate"])
         ),
         failure_domain=_label("--failure-domain", str(value["failure_domain"]).strip()),
+        leave_s=float(value["leave_s"]),
         linger_s=float(value["linger_s"]),
         quiet=given.quiet,
         verbose=given.verbose,

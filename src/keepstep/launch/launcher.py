@@ -212,15 +212,15 @@ class Launcher:
             self._start_workers(place, place.incarnation)
             outcome = await self._outcome
             assert self._workers is not None
+            if self._may_follow(outcome, place) and not (self._link and self._link.member.begins_fresh):
+                self._workers.call_survivors()
             stuck = await self._workers.end(outcome.number, self._job.shutdown_timeout_s, self._kill_now)
             for child in stuck:
-                self._warn(
-                    f"{child.name} (process {child.pid}) does not end even when killed: stuck in the kernel"
-                )
+                self._warn(f"{child.name} (process {child.pid}) is stuck in the kernel, even when killed")
             await self._sweep()
             self._following.stop()
             following = await (
-                self._begin_again_with_all(outcome) if self._together else self._begin_again(outcome)
+                self._begin_again_with_all(outcome) if self._together else self._begin_again(outcome, place)
             )
             if isinstance(following, _Outcome):
                 return following
@@ -230,28 +230,31 @@ class Launcher:
             if failures:
                 self._restarts.ended(root_cause.first(failures), self._workers.failed_s, place.incarnation)
 
-    async def _begin_again(self, outcome: _Outcome) -> Place | _Outcome:
+    def _may_follow(self, outcome: _Outcome, place: Place) -> bool:
+        """Whether another incarnation may follow that of ``place``."""
+        over = self._signalled or self._job_over.is_set() or place.restarts >= self._job.max_restarts
+        return outcome.kind in ("failed", "halted") and not over
+
+    async def _begin_again(self, outcome: _Outcome, place: Place) -> Place | _Outcome:
         """Whether and where this node's workers, the only ones of the job or its unwatched share, begin again."""
         if outcome.kind == "halted" and self._link:
             return await self._begin_again_with_all(outcome)
         if outcome.kind != "failed":
             return outcome
-        assert self._place is not None
         assert self._workers is not None
         assert self._restarts is not None
-        restart, most = self._place.restarts + 1, self._job.max_restarts
-        if restart > most or self._signalled or self._job_over.is_set():
+        if not self._may_follow(outcome, place):
             return self._explain(outcome)
-        failure = root_cause.first(self._workers.failures)
-        if refused := self._restarts.refused(self._cause(failure)):
+        root = root_cause.first(self._workers.failures)
+        if refused := self._restarts.refused(self._cause(root)):
             ended = self._explain(outcome)
             self._warn(refused.reason)
             return replace(ended, reason=refused.reason)
-        self._say(f"rank {failure.rank}: {failure.text}; restart {restart} of {most}")
+        self._say(f"rank {root.rank}: {root.text}; restart {place.restarts + 1} of {self._job.max_restarts}")
         self._checks.unfit()  # only told: there is no other node
         self._outcome = asyncio.get_running_loop().create_future()
         port = self._job.master_port or addresses.free_port("127.0.0.1")
-        return replace(self._place, incarnation=self._place.incarnation + 1, master_port=port)
+        return replace(place, incarnation=place.incarnation + 1, master_port=port)
 
     @property
     def _together(self) -> bool:
@@ -315,12 +318,12 @@ class Launcher:
             failed=self._on_failure,
             finished=self._on_finish,
             standbys=prepared.standbys,
+            survivors=prepared.survivors,
         )
         self._following.start(streams, ranks, restarts)
         self._workers.start({k: v for k, v in self._environ.items() if k not in OURS})
         self._checks.began()
-        is_last = place.restarts >= job.max_restarts
-        prepared.started(plans, place.incarnation, self._workers.from_standbys, is_last=is_last)
+        prepared.started(plans, place, self._workers.from_standbys, self._workers.survived)
         self._describe()
         if job.watch and job.rendezvous.endpoint is None and not self._controller.is_started:
             self._try_watching(self._controller.start)
@@ -480,7 +483,7 @@ class Launcher:
     async def _sweep(self) -> None:
         ours = {self._guard.pid}
         ours |= {pid for pid in (self._controller.pid, self._watching.agent) if pid}
-        ours |= self._restarts.standbys.pids if self._restarts else set()
+        ours |= self._restarts.pids if self._restarts else set()
         await sweep(frozenset(ours), self._kill_now)
 
     async def _say_goodbye(self, outcome: _Outcome) -> int:

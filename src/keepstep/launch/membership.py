@@ -62,6 +62,7 @@ class Membership:
         self.kills: list[wire.Kill] = []  # that nobody has carried out yet
         self.seal: wire.Seal | None = None  # the same
         self._suspended = False
+        self.begins_fresh = False  # no process of the incarnation that ends is to play in the next
         self.refusal = ""
         self.is_spare = False
         self.elector: Elector | None = None  # where the controller can move to another node
@@ -121,10 +122,11 @@ class Membership:
         if isinstance(message, wire.Placement):
             if message.incarnation > self.incarnation:
                 self.placement, self.is_spare, self._suspended, self._unfit = message, False, False, ""
+                self.begins_fresh = False
                 self._findings, self._ended = [], None
         elif isinstance(message, wire.Halt):
             self._halt = max(self._halt, message.incarnation)
-            self._suspended = message.suspend
+            self._suspended, self.begins_fresh = message.suspend, message.suspend or message.fresh
             if message.incarnation >= self.incarnation and self._running <= self._halted:
                 return self.halted()
         elif isinstance(message, wire.Seal):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keepstep.core.errors import UsageError
+from keepstep.core.staying import ADDRESS as STAYING
 from keepstep.launch.job import Job, interpreter
 
 RUN_DIR = "KEEPSTEP_RUN_DIR"
@@ -22,7 +23,7 @@ MILESTONES = "KEEPSTEP_MILESTONES"
 IMPORTS = "KEEPSTEP_IMPORTS"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 COOKIE = "KEEPSTEP_JOB"  # marks every process of a run, so that none outlives it
-OURS = frozenset({RING, ORDERS, RUN_DIR, CACHE, NO_CACHE, INCARNATION, MILESTONES, IMPORTS})
+OURS = frozenset({RING, ORDERS, RUN_DIR, CACHE, NO_CACHE, INCARNATION, MILESTONES, IMPORTS, STAYING})
 """What each worker is given anew, and nobody else has."""
 _LOCAL_RANK_MACRO = "${local_rank}"
 

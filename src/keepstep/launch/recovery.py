@@ -26,13 +26,13 @@ class Restart:
         self._incarnation = incarnation
         self._ends = {"ended": ended_s}
         self._ranks: frozenset[int] = frozenset()
-        self._standbys = 0
+        self._standbys = self._survived = 0
         self._marks: dict[str, dict[int, float]] = {name: {} for name in _MARKS}
 
-    def started(self, ranks: frozenset[int], standbys: int, now_s: float) -> None:
-        """The workers of ``ranks`` run, ``standbys`` of them taken over by standbys."""
-        self._ranks, self._standbys = ranks, standbys
-        self._ends["standbys" if standbys == len(ranks) else "started"] = now_s
+    def started(self, ranks: frozenset[int], standbys: int, survived: int, now_s: float) -> None:
+        """The workers of ``ranks`` run, some taken over by standbys, some played on by who played them before."""
+        self._ranks, self._standbys, self._survived = ranks, standbys, survived
+        self._ends["standbys" if standbys + survived == len(ranks) else "started"] = now_s
 
     def reached(self, name: str, rank: int, at_s: float) -> Recovery | None:
         """A rank's milestone; what to tell once all have made their first step, None before and after."""
@@ -62,6 +62,7 @@ class Restart:
             tuple(phases),
             self._standbys,
             len(self._ranks),
+            self._survived,
         )
 
 

@@ -16,6 +16,7 @@ from keepstep.launch.processes import Processes
 from keepstep.launch.recovery import Milestones, Restart
 from keepstep.launch.root_cause import Failure
 from keepstep.launch.standbys import Standbys
+from keepstep.launch.survivors import Survivors
 
 _WARM_AFTER_S = 60.0  # of training that makes no optimizer step that we would see
 
@@ -40,6 +41,13 @@ class Restarts:
         self._milestones = Milestones(self._reached) if job.max_restarts else None
         environ = {name: value for name, value in environ.items() if name not in OURS}
         self.standbys = Standbys(job.standbys, environ, folder, processes, guard, warn=warn, note=note)
+        in_place = job.in_place and job.max_restarts > 0
+        if in_place and job.master_port and job.rendezvous.endpoint is None:
+            in_place = False
+            warn(
+                "--in-place: every process is replaced at a restart, since --master-port gives all the same port"
+            )
+        self.survivors = Survivors(processes, guard, job.leave_s, warn=warn) if in_place else None
         self._incarnation = 0
         self._plans: Sequence[WorkerPlan] = ()
         self._stepped: set[int] = set()
@@ -47,7 +55,7 @@ class Restarts:
         self._due = False  # standbys are to be warmed, as soon as it is known with what
         self._later: asyncio.TimerHandle | None = None
         self._restart: Restart | None = None
-        self._limits, self._node = job.restart_budget, job.node
+        self._limits, self._node, self._most = job.restart_budget, job.node, job.max_restarts
         self._causes: list[Cause] = []
         self._loaded: dict[int, int] = {}  # step of the state that a rank began with, by rank
 
@@ -58,22 +66,25 @@ class Restarts:
         return {
             **self._milestones.environment(place.incarnation),
             **self.standbys.environment(local_rank),
+            **(self.survivors.environment if self.survivors else {}),
         }
 
-    def started(
-        self, plans: Sequence[WorkerPlan], incarnation: int, from_standbys: int, *, is_last: bool
-    ) -> None:
-        """The workers run. New standbys are warmed once all have made a step, or are a minute old.
-
-        ``is_last``: no restart is left, so nobody would take new ones.
-        """
-        self._plans, self._incarnation, self._stepped, self._loaded = plans, incarnation, set(), {}
+    def started(self, plans: Sequence[WorkerPlan], place: Place, from_standbys: int, survived: int) -> None:
+        """The workers run. New standbys are warmed once all have made a step, or are a minute old."""
+        self._plans, self._incarnation, self._stepped, self._loaded = plans, place.incarnation, set(), {}
         if self._restart:
-            self._restart.started(frozenset(plan.rank for plan in plans), from_standbys, time.monotonic())
+            ranks = frozenset(plan.rank for plan in plans)
+            self._restart.started(ranks, from_standbys, survived, time.monotonic())
         if self._later:
             self._later.cancel()
-        self._due, self._is_last = False, is_last
+        self._due, self._is_last = False, place.restarts >= self._most
         self._later = asyncio.get_running_loop().call_later(_WARM_AFTER_S, self._warm)
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Processes that wait to play a rank."""
+        standbys = self.standbys.pids
+        return standbys | self.survivors.pids if self.survivors else standbys
 
     def ended(self, failure: Failure, failed_s: float, incarnation: int) -> None:
         """All workers have ended because of ``failure``; ``incarnation`` begins."""
@@ -101,6 +112,8 @@ class Restarts:
             self._milestones.close()
             self._milestones = None
         self.standbys.end()
+        if self.survivors:
+            self.survivors.end()
 
     def _warm(self) -> None:
         self._due = True

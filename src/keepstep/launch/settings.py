@@ -53,6 +53,8 @@ SETTINGS = (
         "most restarts within an hour for one rank, one node and all; failures at one step with one error",
     ),
     Setting("run", "elect", False, "another node hosts the controller when its own is lost"),
+    Setting("run", "in_place", False, "at a restart a training that can goes on in its process"),
     Setting("run", "join_timeout_s", 600.0, "how long to wait for the other nodes at the start"),
+    Setting("run", "leave_s", 3.0, "with in_place: how long a training may take to be left"),
     Setting("run", "linger_s", 10.0, "how long agent and controller may take after the workers ended"),
 )

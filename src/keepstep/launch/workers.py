@@ -16,6 +16,7 @@ from keepstep.launch.processes import Child, Processes, descendants, end_group, 
 from keepstep.launch.root_cause import Failure, examine, first
 from keepstep.launch.standbys import Standbys
 from keepstep.launch.streams import WorkerStreams, open_for_worker
+from keepstep.launch.survivors import Survivors
 
 _SWEEP_PATIENCE_S = 5.0
 _UNKILLABLE_S = 10.0
@@ -34,6 +35,7 @@ class Workers:
         failed: Callable[[Failure], None],
         finished: Callable[[], None],
         standbys: Standbys | None = None,
+        survivors: Survivors | None = None,
     ) -> None:
         self._plans = plans
         self._streams = streams
@@ -42,6 +44,7 @@ class Workers:
         self._failed = failed
         self._finished = finished
         self._standbys = standbys
+        self._survivors = survivors
         self._children: dict[int, Child] = {}  # by local rank
         self._asked: set[int] = set()  # signals that we sent to end them
         self._all_ended = asyncio.Event()
@@ -50,6 +53,7 @@ class Workers:
         self.failures: list[Failure] = []
         self.failed_s = 0.0  # CLOCK_MONOTONIC of the first failure
         self.from_standbys = 0
+        self.survived = 0  # played on by who played them before
 
     def start(self, environ: Mapping[str, str]) -> None:
         """Start them all.
@@ -73,12 +77,16 @@ class Workers:
     def _begin(
         self, plan: WorkerPlan, environ: Mapping[str, str], stdout: int | None, stderr: int | None
     ) -> Child:
-        """A warm standby becomes the worker; where there is none, a fresh process is started."""
+        """Who has outlived the last incarnation goes on, else a warm standby takes over, else a process is started."""
 
         def exited(child: Child) -> None:
             self._exited(plan, child)
 
         name = f"rank {plan.rank}"
+        if self._survivors and (child := self._survivors.take(plan, environ, stdout, stderr)):
+            self._processes.become(child, name, exited)
+            self.survived += 1
+            return child
         if self._standbys and (child := self._standbys.take(plan, environ, stdout, stderr)):
             self._processes.become(child, name, exited)
             self.from_standbys += 1
@@ -113,6 +121,12 @@ class Workers:
                 return True
         return False
 
+    def call_survivors(self) -> None:
+        """Have those leave that can outlive this incarnation: they are none of these workers any more."""
+        if self._survivors:
+            for local_rank in self._survivors.call(self._children):
+                del self._children[local_rank]
+
     def ask(self, number: int) -> None:
         """Send a signal to every worker that lives, with its whole process group."""
         self._asked.add(number)
@@ -122,7 +136,8 @@ class Workers:
     async def end(self, number: int, patience_s: float, kill_now: asyncio.Event) -> list[Child]:
         """End all workers: signal ``number``, then SIGKILL after ``patience_s`` or once ``kill_now`` is set.
 
-        Returns those that even SIGKILL did not end (stuck in the kernel).
+        Survivors that were called have left their training by then, or are ended too. Returns those that even
+        SIGKILL did not end (stuck in the kernel).
         """
         if self.alive:
             self.ask(number)
@@ -134,6 +149,8 @@ class Workers:
             if not child.alive:
                 signal_group(child.pid, signal.SIGKILL)
                 self._guard.remove(child.pid)
+        if self._survivors:
+            await self._survivors.left()
         return self.alive
 
     def _exited(self, plan: WorkerPlan, child: Child) -> None:

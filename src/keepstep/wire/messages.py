@@ -380,6 +380,7 @@ class Halt(Message, frozen=True):
 
     incarnation: int
     suspend: bool = False  # which comes when an operator resumes the job
+    fresh: bool = False  # an operator wants other processes: none goes on with the next one
 
 
 class Seal(Message, frozen=True):

@@ -43,7 +43,7 @@ def test_now_waits_for_no_step() -> None:
 def test_an_ordered_restart_is_none_that_counts() -> None:
     stage = Stage(restarts=1)
     for incarnation in range(3):
-        assert sent(stage.order("restart", now=True), Halt) == [((0, 1), Halt(incarnation))]
+        assert sent(stage.order("restart", now=True), Halt) == [((0, 1), Halt(incarnation, fresh=True))]
         stage.say(1, Failed(incarnation, 1, "rank 1: Connection closed by peer"))  # ended by us, in a way
         assert len(sent(stage.halt(incarnation), Placement)) == 2
         assert stage.answer(stage.tick()).done == f"begins again, incarnation {incarnation + 1}"

@@ -99,6 +99,21 @@ def test_a_spare_goes_without_a_failure() -> None:
     assert not spare.is_spare
 
 
+@pytest.mark.parametrize(
+    ("halt", "fresh"),
+    [(wire.Halt(0), False), (wire.Halt(0, suspend=True), True), (wire.Halt(0, fresh=True), True)],
+)
+def test_processes_go_on_after_a_failure_and_not_after_an_operator_s_order(
+    halt: wire.Halt, fresh: bool
+) -> None:
+    made = running()
+    made.received(halt)
+    assert (made.must_halt, made.begins_fresh) == (True, fresh)
+    made.halted()
+    made.received(placement(1))
+    assert not made.begins_fresh
+
+
 def test_a_controller_that_is_away_ends_no_worker_but_a_dead_network_does() -> None:
     refused, silent = (
         ConnectionRefusedError(errno.ECONNREFUSED, "refused"),

@@ -13,7 +13,7 @@ RANKS = frozenset({0, 1})
 def restart(standbys: int = 2, status: int = -9) -> Restart:
     failure = Failure(1, 1, 77, status, 0.0, "", "", None)
     made = Restart(failure, failed_s=100.0, ended_s=100.07, incarnation=3)
-    made.started(RANKS, standbys, 100.08)
+    made.started(RANKS, standbys, 0, 100.08)
     return made
 
 
@@ -79,3 +79,14 @@ def test_the_pipe_takes_lines_and_leaves_out_what_is_none() -> None:
         return heard
 
     assert asyncio.run(main()) == [("groups", 1, 4, 2.0, 0), ("step", 0, 4, 3.0, 17)]
+
+
+def test_ranks_whose_process_went_on_are_counted() -> None:
+    failure = Failure(1, 1, 77, -9, 0.0, "", "", None)
+    made = Restart(failure, failed_s=100.0, ended_s=100.07, incarnation=3)
+    made.started(RANKS, 1, 1, 100.08)
+    made.reached("step", 0, 100.2)
+    told = made.reached("step", 1, 100.3)
+    assert told is not None
+    assert (told.standbys, told.survived, told.ranks) == (1, 1, 2)
+    assert [title for title, _ in told.phases] == ["ended", "standbys", "first step"]

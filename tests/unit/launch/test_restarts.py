@@ -10,6 +10,7 @@ from tests.unit.launch.test_standbys import alone
 
 from keepstep.launch import restarts as module
 from keepstep.launch.guard import Guard
+from keepstep.launch.placement import Place
 from keepstep.launch.processes import Processes
 
 
@@ -33,9 +34,28 @@ def test_new_standbys_are_warmed_only_while_a_restart_is_left(
             monkeypatch.setattr(
                 restarts.standbys, "warm", lambda plans, which=incarnation: warmed.append(which)
             )
-            restarts.started((), incarnation, 0, is_last=incarnation == 1)
+            restarts.started((), Place(0, 0, 1, 1, "127.0.0.1", 4711, incarnation), 0, 0)
             await asyncio.sleep(0.05)
         restarts.end()
         assert warmed == [0]
+
+    alone(main)
+
+
+def test_with_one_port_for_all_incarnations_no_process_is_kept(tmp_path: Path) -> None:
+    async def main() -> None:
+        said: list[str] = []
+        for port in ("0", "29511"):
+            given = job("--in-place", "--max-restarts", "1", "--master-port", port, "train.py")
+            restarts = module.Restarts(
+                *(given, os.environ, tmp_path, Processes(), Guard("NO=such")),
+                warn=said.append,
+                note=said.append,
+                recovered=lambda _: None,
+            )
+            assert (restarts.survivors is None) == (port != "0")
+            restarts.end()
+        (line,) = said
+        assert "--master-port" in line
 
     alone(main)

@@ -9,6 +9,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from keepstep import checkpoint
 from keepstep.core.errors import CheckpointError
+from keepstep.session import groups
+from keepstep.session.staying import Left, Staying, staying
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -24,11 +26,12 @@ class Session:
         state: what is saved after each step, by name: what `restore` was given, and ``random``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, staying: Staying | None = None) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.incarnation = int(os.environ.get("KEEPSTEP_INCARNATION", "0"))
         self.state: dict[str, Any] = {}
+        self._staying = staying
 
     def restore(self, **state: Any) -> int:
         """Bring back the newest step that all ranks can have, into ``state``; returns how many steps are done.
@@ -60,17 +63,29 @@ class Session:
             raise CheckpointError(
                 "there is nothing to save: call session.restore(model=…, optimizer=…) before steps()"
             )
-        for step in range(start, total):
-            yield step
-            checkpoint.save(self.state, step + 1)
-        checkpoint.wait()
+        try:
+            for step in range(start, total):
+                yield step
+                if self._staying and self._staying.is_over:  # what a broken step has left is not to be saved
+                    raise Left
+                checkpoint.save(self.state, step + 1)
+            checkpoint.wait()
+        finally:
+            if not (self._staying and self._staying.is_over):
+                groups.until_quiet()  # groups may go next: torch joins their threads with the interpreter locked
 
 
 def resilient(train: Callable[Concatenate[Session, P], T]) -> Callable[P, T]:
-    """Make ``train(session, ...)`` a function without the session, run anew in each incarnation of the job."""
+    """Make ``train(session, ...)`` a function without the session, run anew in each incarnation of the job.
+
+    In the same process where that can be: what ``train`` made and did is dropped then, wherever it was.
+    """
 
     @functools.wraps(train)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        return train(Session(), *args, **kwargs)
+        stays = staying()
+        if stays is None:
+            return train(Session(), *args, **kwargs)
+        return stays.run(lambda: train(Session(stays), *args, **kwargs))
 
     return run

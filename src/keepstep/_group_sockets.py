@@ -1,0 +1,117 @@
+"""The TCP connections of this process's process groups: known by their inodes, shut so that blocked calls end.
+
+Gloo waits for a dead or stopped peer until its timeout, and neither destroying nor aborting a group ends that. Shutting
+the connections does, within milliseconds. Only what appeared while torch made a store or a group is shut.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from functools import wraps
+from typing import Any
+
+_DESCRIPTORS = "/proc/self/fd"
+_MAKERS = (
+    ("torch.distributed.rendezvous", "_create_c10d_store"),
+    ("torch.distributed.distributed_c10d", "_new_process_group_helper"),
+)
+
+
+class GroupSockets:
+    """What appeared while ``making`` was open, and is open still."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._inodes: set[int] = set()
+        self._before: set[int] | None = (
+            None  # those that were there when torch began to make what it makes now
+        )
+
+    @contextmanager
+    def making(self) -> Generator[None, None, None]:
+        """What appears meanwhile is a group's, at once: the call may block in here."""
+        with self._guard:
+            outermost = self._before is None
+            if self._before is None:
+                self._before = set(_inodes().values())
+        try:
+            yield
+        finally:
+            if outermost:
+                self._made()
+
+    def _made(self) -> None:
+        with self._guard:
+            now = set(_inodes().values())
+            self._inodes = (self._inodes & now) | (now - (self._before or set()))
+            self._before = None
+
+    def shut(self) -> None:
+        """Have all of them say that their other end has closed."""
+        with self._guard:
+            ours, before = set(self._inodes), self._before
+        for descriptor, inode in _inodes().items():
+            if inode in ours or (before is not None and inode not in before):
+                _shut(descriptor, inode)
+
+
+OURS = GroupSockets()
+
+
+def install() -> None:
+    """Called at the end of ``import torch``: note what torch's stores and groups open from here on."""
+    for module, name in _MAKERS:
+        names = vars(importlib.import_module(module))  # the package has a function of the one's name
+        made: Callable[..., Any] | None = names.get(name)
+        if made is not None:
+            names[name] = _noting(made)
+
+
+def _noting(made: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(made)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        with OURS.making():
+            return made(*args, **kwargs)
+
+    return make
+
+
+def _inodes() -> dict[int, int]:
+    """Inode of every socket of this process, by descriptor."""
+    found: dict[int, int] = {}
+    for name in os.listdir(_DESCRIPTORS):
+        with suppress(OSError):
+            kind, _, rest = os.readlink(f"{_DESCRIPTORS}/{name}").partition(":[")
+            if kind == "socket":
+                found[int(name)] = int(rest[:-1])
+    return found
+
+
+def _shut(descriptor: int, inode: int) -> None:
+    """Shut a TCP connection if the descriptor is still this one: another thread may have closed and reused it.
+
+    For reading only: a write that fails while Gloo makes it is lost to whoever waits for it (``waitSend``), an end that
+    is read is told to all.
+    """
+    try:
+        own = os.dup(descriptor)
+    except OSError:
+        return
+    try:
+        if os.fstat(own).st_ino != inode:
+            return
+        with socket.socket(fileno=os.dup(own)) as found:
+            if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+                return
+            if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.shutdown(socket.SHUT_RD)
+            # Gloo aborts the process when the socket that it listens on is shut.
+    except OSError:  # it has ended already
+        return
+    finally:
+        os.close(own)

@@ -1,0 +1,171 @@
+"""What torch keeps of an incarnation's process groups and meshes, and how all of it is let go.
+
+Two incarnations' DeviceMeshes compare and hash equal, so a cache that outlives one would hand its meshes to the next:
+caches are emptied, groups get names that never come again, and whoever still holds a group or a mesh is found out.
+"""
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_CALLERS = "pt_gloo_runloop"
+_GLOO_THREADS = (_CALLERS, "gloo_tcp_loop")
+_QUIET_S, _RESTED_S = 0.003, 0.025
+_PATIENCE_S = 1.0
+_CACHED = ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed._functional")
+_REFUSED = {  # by module: what a training that imported it may hold that a second one in this process would meet
+    "deepspeed": "DeepSpeed",
+    "megatron.core": "Megatron",
+    "lightning.pytorch": "Lightning",
+    "pytorch_lightning": "Lightning",
+    "transformers.trainer": "the Trainer of transformers",
+    "torch.distributed.pipelining.stage": "pipeline stages",
+    "torch.distributed.rpc.api": "RPC",
+}
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
+_COMPILED = "torch._dynamo.convert_frame"
+
+_world: Any = distributed_c10d._world
+
+
+def made() -> list[Any]:
+    """The process groups that there are."""
+    return list(_world.pg_map)
+
+
+def refusal() -> str:
+    """Why this process's training cannot be begun again in it, by what is alive and imported; "": it can."""
+    for module, words in _REFUSED.items():
+        if module in sys.modules and (module != "torch.distributed.rpc.api" or _rpc_runs()):
+            return f"a training with {words} is begun again in a fresh process"
+    backends = {
+        str(group._get_backend(device).name()).lower() for group in made() for device in group._device_types
+    }
+    if backends - {"gloo"}:
+        return f"groups of {', '.join(sorted(backends - {'gloo'}))} are made again in a fresh process"
+    if getattr(sys.modules.get(_COMPILED), "FRAME_COUNTER", 0):
+        return "compiled code is made again in a fresh process"
+    sharded: Any = getattr(sys.modules.get(_FSDP1), "FullyShardedDataParallel", None)
+    if sharded is not None and any(issubclass(type(one), sharded) for one in _objects()):
+        return "a training with FSDP1 is begun again in a fresh process (FSDP2, fully_shard, is not)"
+    return ""
+
+
+def let_go() -> list[str]:
+    """Destroy all groups, empty torch's caches of them, collect; what still holds something of them, in words.
+
+    What is there afterwards is frozen: a collection sees only what the next training makes.
+    """
+    kind: Any = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)
+    meshes = [weakref.ref(one) for one in _objects() if type(one) is kind]
+    _empty_caches()  # before it is collected: what they hold is not known to be garbage
+    gc.collect()  # Works and models hold their groups
+    until_quiet()
+    if made():
+        dist.destroy_process_group()
+    if _threads_left(_RESTED_S) or any(one() is not None for one in meshes):
+        gc.unfreeze()
+        gc.collect()
+    gc.freeze()
+    left = {
+        "threads of process groups": _threads_left(_PATIENCE_S),
+        "device meshes": sum(one() is not None for one in meshes),
+    }
+    return [f"{count} {name}" for name, count in left.items() if count]
+
+
+def _objects() -> Iterator[Any]:
+    return iter(gc.get_objects())
+
+
+def _rpc_runs() -> bool:
+    return bool(cast("Any", torch.distributed).rpc._is_current_rpc_agent_set())
+
+
+def _threads_left(patience_s: float) -> int:
+    """Of Gloo; one that has been joined is listed until it has left the kernel, too."""
+    deadline_s = time.monotonic() + patience_s
+    while _gloo_threads() and time.monotonic() < deadline_s:
+        time.sleep(_QUIET_S)
+    return len(_gloo_threads())
+
+
+def until_quiet() -> None:
+    """Until Gloo's threads rest: a group's destructor waits for them while it holds the interpreter's lock.
+
+    What they had to do is done, or has failed with the connections; what they still run are callbacks, and the ends of
+    tensors, which need that lock. One that is ready to run and has no CPU does not rest. The threads of connections
+    wake up by themselves a hundred times a second, and need no lock: they only end the wait of the others.
+    """
+    began_s = rests_since_s = time.monotonic()
+    before, now = None, _gloo_threads()
+    while now:
+        now_s, callers = time.monotonic(), _callers(now)
+        if before is None or callers != _callers(before) or not _sleep(callers):
+            rests_since_s = now_s
+        elif (before == now and _sleep(now)) or now_s - rests_since_s >= _RESTED_S:
+            return
+        if now_s - began_s >= _PATIENCE_S:
+            return
+        time.sleep(_QUIET_S)
+        before, now = now, _gloo_threads()
+
+
+class _Thread(NamedTuple):
+    name: str
+    state: str
+    turns: str  # CPU time, waits and turns
+
+
+def _sleep(threads: dict[str, _Thread]) -> bool:
+    return all(one.state == "S" for one in threads.values())
+
+
+def _callers(threads: dict[str, _Thread]) -> dict[str, _Thread]:
+    return {thread: one for thread, one in threads.items() if one.name.startswith(_CALLERS)}
+
+
+def _gloo_threads() -> dict[str, _Thread]:
+    found: dict[str, _Thread] = {}
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError), open(f"/proc/self/task/{thread}/stat") as file:
+            name, _, rest = file.read().partition("(")[2].rpartition(")")
+            if name.startswith(_GLOO_THREADS):
+                with open(f"/proc/self/task/{thread}/schedstat") as turns:
+                    found[thread] = _Thread(name, rest.split(None, 1)[0], turns.read())
+    return found
+
+
+def _empty_caches() -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_CACHED):
+            for value in list(vars(module).values()):
+                inner = list(vars(value).values()) if isinstance(value, type) else []
+                for one in (value, *inner):
+                    function: Any = one.__func__ if type(one) is staticmethod else one
+                    if type(function) is functools._lru_cache_wrapper:
+                        function.cache_clear()
+    tensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    dispatcher: Any = getattr(tensor, "_op_dispatcher", None)
+    if dispatcher is not None:
+        dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", _nothing)()
+        planning = sys.modules.get("torch.distributed.tensor._redistribute")
+        getattr(planning, "clear_redistribute_planner_cache", _nothing)()
+
+
+def _nothing() -> None:
+    """In place of what this torch does not have."""

@@ -1,0 +1,207 @@
+"""A worker that outlives its incarnation: it leaves when the launcher says so, lets go of all, and begins the next.
+
+    launcher ── leave ─────────────────────▶   the training is blocked, or will be
+    launcher ◀── left  (or: refused, why) ──   no group, no model, no snapshot of the old incarnation is held any more
+    launcher ── environment, streams ──────▶   what a standby is given, too
+
+One thread hears the launcher; the training is left by an exception that a signal handler raises in it, over and over,
+and by shutting the connections that it may wait for. Whoever is not out in time is ended by the launcher, and a standby
+begins in its place: so nothing here has to succeed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from keepstep import _group_sockets, _milestones, _rendezvous
+from keepstep.checkpoint import door
+from keepstep.core.lost_connection import tells_of_another
+from keepstep.core.staying import ADDRESS, LEAVE, LEFT, MOST_BYTES, REFUSED, STAYS
+from keepstep.session import groups
+
+T = TypeVar("T")
+
+SIGNAL = signal.SIGRTMAX - 3
+_FIRST_AGAIN_S, _LONGEST_AGAIN_S = 0.005, 0.1
+_UNWINDING_S = 0.5  # for what handles a `Left` before the next one is raised in it
+_ORDER_PATIENCE_S = 5.0  # of one that has lost a peer, for the launcher's word
+
+
+class Left(BaseException):
+    """Raised in the training of an incarnation that is over. Not an ``Exception``: nobody is to handle it."""
+
+
+class Staying:
+    """This process's way through several incarnations. Made by the thread that trains."""
+
+    def __init__(self, launcher: socket.socket) -> None:
+        self._launcher = launcher
+        self._thread = threading.get_ident()
+        self._inside = False  # the training runs
+        self._over = threading.Event()  # its incarnation is over
+        self._raised_s = 0.0  # when `Left` was raised last
+        self._ended = False  # the training has ended by itself: there is no way back into it
+        self._out = threading.Event()  # nothing of the incarnation is left to be shut
+        self._following: SimpleQueue[tuple[dict[str, str], list[int]]] = SimpleQueue()
+        self._random = door.RandomState().state_dict()
+        self._default: str | None = dist.get_backend() if dist.is_initialized() else None
+        signal.signal(SIGNAL, self._signalled)
+        gc.freeze()  # what is there now stays: what a training leaves behind is found in a moment
+        threading.Thread(target=self._listen, name="keepstep-staying", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this incarnation is over, so that nothing of it may be kept any more."""
+        return self._over.is_set()
+
+    def run(self, train: Callable[[], T]) -> T:
+        """Run ``train`` in this incarnation, and anew in each that follows; what it returns, or raises, at last."""
+        while True:
+            try:
+                self._inside = True
+                if self._over.is_set():
+                    raise Left
+                if self._default is not None and not dist.is_initialized():
+                    dist.init_process_group(self._default)
+                result = train()
+                self._inside, self._ended = False, True
+                return result
+            except BaseException as error:
+                self._inside = False
+                self._or_raise(error)
+            self._begin_again()
+
+    def _or_raise(self, error: BaseException) -> None:
+        """Let go of the training's frames if it was left because its incarnation is over; else raise its error."""
+        if not self._over.is_set():
+            lost = isinstance(error, Exception) and any(tells_of_another(str(one)) for one in _chain(error))
+            if not (lost and self._over.wait(_ORDER_PATIENCE_S)):
+                self._ended = True
+                groups.until_quiet()  # its frames go next, and with them its groups
+                raise error
+        refusal = groups.refusal()  # while the frames still hold what they were training with
+        if refusal:
+            self._refuse(refusal)
+        for one in _chain(error):  # frames of the training hold its model, and are held by its errors
+            traceback.clear_frames(one.__traceback__)
+            one.__traceback__ = None
+            one.__context__ = one.__cause__ = None
+
+    def _begin_again(self) -> None:
+        door.forget()
+        held = groups.let_go()
+        if held:
+            self._refuse(f"something outside the training still holds {' and '.join(held)}")
+        self._out.set()
+        self._say(LEFT)
+        environment, streams = self._following.get()
+        for descriptor, target in zip(streams, (1, 2), strict=True):
+            os.dup2(descriptor, target)
+            os.close(descriptor)
+        for name in os.environ.keys() - environment.keys():
+            if name.startswith("KEEPSTEP_"):
+                del os.environ[name]
+        os.environ.update(environment)
+        _rendezvous.set_names(int(environment["KEEPSTEP_INCARNATION"]))
+        _milestones.renew()
+        capture: Any = sys.modules.get("keepstep.capture")
+        if capture is not None and capture.current() is not None:
+            capture.current().renew()
+        door.RandomState().load_state_dict(self._random)
+        torch.set_grad_enabled(True)
+
+    def _refuse(self, why: str) -> None:
+        """Tell the launcher that it takes a fresh process, which it sees to."""
+        self._say(f"{REFUSED} {why}")
+        while True:
+            time.sleep(_ORDER_PATIENCE_S)
+
+    def _say(self, text: str) -> None:
+        self._launcher.send(text.encode())
+
+    # The thread that hears the launcher.
+
+    def _listen(self) -> None:
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(
+                self._launcher, MOST_BYTES, 2, socket.MSG_CMSG_CLOEXEC
+            )
+            if not message:
+                self._launcher.close()
+                return
+            if message == LEAVE.encode():
+                self._leave()
+            else:
+                self._over.clear()  # here, where orders are read one after the other: the next may follow at once
+                self._out.clear()
+                self._following.put((json.loads(message), descriptors))
+
+    def _leave(self) -> None:
+        self._over.set()
+        again_s = _FIRST_AGAIN_S
+        while not (self._out.is_set() or self._ended):
+            _group_sockets.OURS.shut()
+            if self._inside:
+                signal.pthread_kill(self._thread, SIGNAL)
+            self._out.wait(again_s)
+            again_s = min(again_s * 1.5, _LONGEST_AGAIN_S)
+        if self._ended:
+            self._say(f"{REFUSED} its training has ended")
+
+    def _signalled(self, _: int, frame: FrameType | None) -> None:
+        """Raise `Left` in the training; in what handles one already, only when that takes long."""
+        if not (self._inside and self._over.is_set()) or (frame and frame.f_code is Staying.run.__code__):
+            return
+        now_s = time.monotonic()
+        if isinstance(sys.exc_info()[1], Left) and now_s - self._raised_s < _UNWINDING_S:
+            return
+        self._raised_s = now_s
+        raise Left
+
+
+def staying() -> Staying | None:
+    """Tell the launcher whether this process can stay; None when it does not ask, or this one cannot."""
+    address = os.environ.get(ADDRESS)
+    if not address or not dist.is_available():
+        return None
+    why = ""
+    if threading.current_thread() is not threading.main_thread():
+        why = "its training does not run in the main thread"
+    elif len(groups.made()) > 1:
+        why = "it made process groups besides the default one before the training began"
+    launcher = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with suppress(OSError):
+        launcher.connect(f"\0{address}")
+        launcher.send((f"{REFUSED} {why}" if why else STAYS).encode())
+        if not why:
+            return Staying(launcher)
+    launcher.close()
+    return None
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error, and all that it came from."""
+    found: dict[int, BaseException] = {}
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is not None and id(one) not in found:
+            found[id(one)] = one
+            pending += [one.__context__, one.__cause__]
+    return list(found.values())
