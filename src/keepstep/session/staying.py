@@ -12,6 +12,7 @@ begins in its place: so nothing here has to succeed.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import signal
@@ -40,7 +41,7 @@ T = TypeVar("T")
 SIGNAL = signal.SIGRTMAX - 3
 _FIRST_AGAIN_S, _LONGEST_AGAIN_S = 0.005, 0.1
 _UNWINDING_S = 0.5  # for what handles a `Left` before the next one is raised in it
-_ORDER_PATIENCE_S = 5.0  # of one that has lost a peer, for the launcher's word
+_ORDER_PATIENCE_S = 30.0  # of one that has lost a peer, for the launcher's word: the peer may end slowly
 
 
 class Left(BaseException):
@@ -185,6 +186,8 @@ def staying() -> Staying | None:
         why = "its training does not run in the main thread"
     elif len(groups.made()) > 1:
         why = "it made process groups besides the default one before the training began"
+    else:  # as the first optimizer would; by a DDP that imports it inside its own call, that DDP is held for ever
+        importlib.import_module("torch._dynamo")
     launcher = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with suppress(OSError):
         launcher.connect(f"\0{address}")

@@ -1,0 +1,89 @@
+"""All of an incarnation's groups and meshes is let go, and who still holds something is found out."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from keepstep.session import groups
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    gc.unfreeze()
+    groups.let_go()
+    gc.unfreeze()
+
+
+def train(holder: list[Any]) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    model(torch.ones(2, 4)).sum().backward()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    mesh.get_group("dp")
+    holder += [model, mesh]
+    holder.append(holder)  # only a collection finds it
+
+
+def test_nothing_is_left_of_what_only_the_training_held() -> None:
+    assert groups.made()
+    train([])
+    assert groups.let_go() == []
+    assert groups.made() == []
+
+
+def test_a_mesh_that_outlives_the_training_is_found() -> None:
+    kept: list[Any] = []
+    train(kept)
+    del kept[0]  # the model
+    held = groups.let_go()
+    assert held[-1] == "1 device meshes"
+    kept.clear()
+
+
+def test_threads_that_wait_for_work_are_quiet() -> None:
+    dist.barrier()
+    groups.until_quiet()
+    callers = groups._callers(groups._gloo_threads())
+    assert callers
+    assert groups._sleep(callers)
+
+
+def test_a_training_that_may_stay_is_not_refused() -> None:
+    assert groups.refusal() == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("deepspeed", "DeepSpeed"),
+        ("megatron.core", "Megatron"),
+        ("lightning.pytorch", "Lightning"),
+        ("transformers.trainer", "Trainer"),
+        ("torch.distributed.pipelining.stage", "pipeline stages"),
+    ],
+)
+def test_what_cannot_stay_is_refused_in_one_line(
+    module: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    why = groups.refusal()
+    assert words in why
+    assert "\n" not in why
+
+
+def test_compiled_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: Any = ModuleType("torch._dynamo.convert_frame")
+    compiled.FRAME_COUNTER = 1
+    monkeypatch.setitem(sys.modules, compiled.__name__, compiled)
+    assert "compiled code" in groups.refusal()
