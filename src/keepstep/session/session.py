@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 from collections.abc import Callable, Iterator
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from contextlib import nullcontext
+from hashlib import blake2b
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import numpy as np
+import torch
 
 from keepstep import checkpoint
 from keepstep.core.errors import CheckpointError
@@ -24,6 +30,9 @@ class Session:
         world_size: processes of the job.
         incarnation: how often the job has begun again, from 0.
         state: what is saved after each step, by name: what `restore` was given, and ``random``.
+        step: the one that `steps` is at; -1 before.
+        weight: of the loss of each of the step's `microbatches`: then the gradients that data-parallel ranks average
+            are those of the mean over the global batch, whatever share each rank has.
     """
 
     def __init__(self, staying: Staying | None = None) -> None:
@@ -32,6 +41,8 @@ class Session:
         self.incarnation = int(os.environ.get("KEEPSTEP_INCARNATION", "0"))
         self.state: dict[str, Any] = {}
         self._staying = staying
+        self.step = -1
+        self.weight = 1.0
 
     def restore(self, **state: Any) -> int:
         """Bring back the newest step that all ranks can have, into ``state``; returns how many steps are done.
@@ -65,6 +76,7 @@ class Session:
             )
         try:
             for step in range(start, total):
+                self.step = step
                 yield step
                 if self._staying and self._staying.is_over:  # what a broken step has left is not to be saved
                     raise Left
@@ -73,6 +85,37 @@ class Session:
         finally:
             if not (self._staying and self._staying.is_over):
                 groups.until_quiet()  # groups may go next: torch joins their threads with the interpreter locked
+
+    def microbatches(self, count: int, model: Any = None, *, seed: int = 0) -> Iterator[int]:
+        """The numbers of those of the step's ``count`` micro-batches that this rank computes.
+
+        All ranks are data-parallel. Together they compute 0 to ``count - 1``, however many they are; shares differ by
+        one at most. A `DistributedDataParallel` ``model`` averages gradients in the last backward only. Before each
+        micro-batch Python's, numpy's and torch's random numbers begin anew with ``seed``, the step and its number, so
+        that it draws the same on whatever rank, and after the last all ranks draw the same.
+
+        Raises:
+            ValueError: there are fewer micro-batches than ranks.
+        """
+        if count < self.world_size:
+            raise ValueError(
+                f"{count} micro-batches for {self.world_size} ranks: each needs one; make them smaller, and more"
+            )
+        self.weight = self.world_size / count
+        first, end = (share * count // self.world_size for share in (self.rank, self.rank + 1))
+        for number in range(first, end):
+            _begin_randomness(f"{seed}/{self.step}/{number}")
+            alone = number < end - 1 and hasattr(model, "no_sync")
+            with model.no_sync() if alone else nullcontext():
+                yield number
+        _begin_randomness(f"{seed}/{self.step}")
+
+
+def _begin_randomness(text: str) -> None:
+    seed = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)
+    cast("Any", torch).manual_seed(seed)
 
 
 def resilient(train: Callable[Concatenate[Session, P], T]) -> Callable[P, T]:
