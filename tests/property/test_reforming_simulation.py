@@ -37,7 +37,10 @@ def test_all_nodes_begin_again_together(block: int) -> None:
 
 def test_silence_of_the_healthy_costs_nobody_its_place() -> None:
     for seed in range(SEEDS // 4):
-        assert play(seed, HARMLESS).newest == 0
+        world = play(seed, HARMLESS)
+        assert world.newest <= len(
+            world.seals
+        )  # but for those that came late to a job with fewer than it may have
 
 
 def test_one_seed() -> None:
@@ -48,6 +51,13 @@ def test_one_seed() -> None:
 def test_the_seeds_reach_what_they_are_for() -> None:
     worlds = [play(seed) for seed in range(SEEDS // 10)]
     told = " ".join(line for world in worlds for line in world.told)
-    for words in ("begin again", "replaced", "waits for the other nodes"):
+    for words in (
+        "begin again",
+        "replaced",
+        "waits for the other nodes",
+        "fewer nodes,",
+        "more nodes",
+        "does not go on with fewer",
+    ):
         assert words in told
     assert max(world.newest for world in worlds) >= 3

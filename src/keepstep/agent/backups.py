@@ -19,7 +19,7 @@ import msgspec
 from keepstep.checkpoint.cache import SLOTS_PER_BACKUP, Open, Slot, ask, backup_of, backups_on
 from keepstep.checkpoint.cached import CachedStates
 from keepstep.checkpoint.fetch import Cancelled, Fetch
-from keepstep.checkpoint.incoming import Room
+from keepstep.checkpoint.incoming import Incoming, Room
 from keepstep.checkpoint.manifest import key_text
 from keepstep.checkpoint.peer_connection import Rate
 from keepstep.checkpoint.slots import Key, Record
@@ -137,7 +137,11 @@ class NodeBackups:
     # From any other thread; these wait.
 
     def locate(self, rank: int) -> list[Holder]:
-        """Which other nodes hold snapshots of a rank. Raises CheckpointError: the controller does not answer."""
+        """Which other nodes hold snapshots of a rank, or those of another that are the same on all ranks.
+
+        Raises:
+            CheckpointError: the controller does not answer.
+        """
         with self._guard:
             if len(self._questions) >= _MOST_WAITING:
                 raise CheckpointError(
@@ -151,7 +155,7 @@ class NodeBackups:
         finally:
             with self._guard:
                 del self._questions[request]
-        return [one for one in holders if one.rank == rank and one.node_rank != self._node_rank]
+        return [one for one in holders if one.node_rank != self._node_rank]
 
     def _ask(self, question: Locate, event: threading.Event, answers: list[Located]) -> tuple[Holder, ...]:
         """Ask again and again: a controller that has just begun hears nothing yet, or knows nothing."""
@@ -250,6 +254,7 @@ class NodeBackups:
             all(self._is_able(row.rank) for row in own),
             self._server.endpoints,
             self.trouble(),
+            next(iter(_rows([alike] if (alike := self.states.alike()) else [])), None),
         )
 
     def _is_able(self, rank: int) -> bool:
@@ -405,13 +410,20 @@ class NeighbourSource:
             CheckpointError: no node gives it; says which was asked last, and why not.
         """
         failure = CheckpointError(f"no other node holds {key_text(key)} of rank {rank}")
-        for holder in self._backups.locate(rank):
-            if key.pack() not in holder.keys:
-                continue
+        holders = [one for one in self._backups.locate(rank) if key.pack() in one.keys]
+        alike = any(holder.rank != rank for holder in holders)
+
+        def marked(record: Record) -> Incoming:
+            incoming = room(record)
+            incoming.alike = alike
+            return incoming
+
+        for holder in holders:
             try:
-                self._backups.fetch(key, rank, lambda holder=holder: holder.endpoints).run(room)
+                fetch = self._backups.fetch(key, holder.rank, lambda holder=holder: holder.endpoints)
+                fetch.run(marked)
                 return f"{'the cache of' if holder.own else 'the backup on'} {holder.node}"
-            except CheckpointError as error:
+            except CheckpointError as error:  # noqa: PERF203
                 failure = CheckpointError(f"{holder.node}: {error}")
                 log.warning("%s of rank %d: %s", key_text(key), rank, failure)
         raise failure
@@ -435,7 +447,7 @@ def _decisive(inventory: Inventory) -> tuple[Inventory, list[tuple[int, bool, in
         )
         for row in inventory.own
     ]
-    return msgspec.structs.replace(inventory, own=()), kept if inventory.first else []
+    return msgspec.structs.replace(inventory, own=(), alike=None), kept if inventory.first else []
 
 
 def _stop(transfer: _Transfer) -> None:

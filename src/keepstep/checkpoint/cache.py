@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -44,6 +44,7 @@ _MOST_CONNECTIONS = 4096
 _PATIENCE_S = 30.0
 _PAGE_BYTES = 4096
 _WISH_OFFSET = 64  # behind the commit record
+_ALIKE_OFFSET = 72
 _POPULATED_AT_ONCE = 64 << 20
 
 _Owner = Annotated[int, msgspec.Meta(ge=0, lt=MOST_OWNERS)]
@@ -178,6 +179,38 @@ class Cache:
             if owner < MOST_RANKS
         ]
         return sorted(set[Key].intersection(*held)) if held else []
+
+    def alike(self, rank: int) -> frozenset[Key]:
+        """What a rank holds that is the same on all ranks of the job."""
+        return frozenset(key for key in map(_alike, self.slots(rank)) if key)
+
+    def renumber(self, ranks: Mapping[int, int]) -> None:
+        """The job has another size: give each rank of this node, by its old number, its new one.
+
+        Kept is what is the same on all ranks of the job; nothing else is any rank's state now, and backups are of ranks
+        of the old numbers.
+        """
+        same = frozenset(key for rank in ranks for key in self.alike(rank))
+        board, old = Board(os.dup(self.board)), self._slots
+        board.keep(None, None)
+        for owner, slots in old.items():
+            for index, descriptor in enumerate(slots):
+                board.put(owner, index, None)
+                if owner not in ranks:
+                    os.close(descriptor)
+        self._slots = {ranks[owner]: slots for owner, slots in old.items() if owner in ranks}
+        self._backed = {ranks[owner] for owner in self._backed if owner in ranks}
+        for rank, slots in self._slots.items():
+            for index, descriptor in enumerate(slots):
+                with _mapped(descriptor) as slot:
+                    record = slot.record()
+                    if record is not None and record.key in same:
+                        slot.say_alike(record.key)
+                        slot.want(None)
+                        board.put(rank, index, record.key)
+                    else:
+                        slot.clear()
+        board.close()
 
     def give_up(self, rank: int) -> None:
         """Have no slots for a rank any more; what a process still maps stays until it lets go of it."""
@@ -356,6 +389,17 @@ class Slot:
         with memoryview(self.memory)[_WISH_OFFSET : _WISH_OFFSET + 8].cast("Q") as word:
             word[0] = key.pack() if key else 0
 
+    def alike(self) -> Key | None:
+        """The key it holds, when all ranks of the job are known to have saved the very same then."""
+        record = self.record()
+        with memoryview(self.memory)[_ALIKE_OFFSET : _ALIKE_OFFSET + 8].cast("Q") as word:
+            return record.key if record is not None and word[0] == record.key.pack() else None
+
+    def say_alike(self, key: Key) -> None:
+        """All ranks have saved the very same under this key; it counts while that is here."""
+        with memoryview(self.memory)[_ALIKE_OFFSET : _ALIKE_OFFSET + 8].cast("Q") as word:
+            word[0] = key.pack()
+
     def populate(self, until: Collection[object] = ()) -> None:
         """Have the kernel give it all its pages now; stops early when something is in ``until``."""
         for begin in range(0, self.nbytes, _POPULATED_AT_ONCE):
@@ -502,12 +546,23 @@ def _memfd(name: str, nbytes: int) -> int:
     return descriptor
 
 
-def _wanted(descriptor: int) -> Key | None:
+@contextlib.contextmanager
+def _mapped(descriptor: int) -> Generator[Slot]:
     slot = Slot(os.dup(descriptor))
     try:
-        return slot.wanted()
+        yield slot
     finally:
         slot.close()
+
+
+def _wanted(descriptor: int) -> Key | None:
+    with _mapped(descriptor) as slot:
+        return slot.wanted()
+
+
+def _alike(descriptor: int) -> Key | None:
+    with _mapped(descriptor) as slot:
+        return slot.alike()
 
 
 def _size(descriptor: int) -> int:

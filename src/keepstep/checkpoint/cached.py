@@ -72,6 +72,20 @@ class CachedStates:
                         found.setdefault(key, set()).add(rank)
         return found
 
+    def alike(self) -> tuple[int, frozenset[Key]] | None:
+        """A rank of this node, and what it holds that is the same on all ranks of the job; None: nothing is."""
+        with self._guard:
+            for rank in self._ranks:
+                held = self.held(rank)
+                if held and not held <= {
+                    record.key for slot in self._slots.get(rank, ()) if (record := slot.record())
+                }:
+                    self._open(rank)
+                keys = {key for slot in self._slots.get(rank, ()) if (key := slot.alike())} & held
+                if keys:
+                    return rank, frozenset(keys)
+        return None
+
     def release(self, key: Key) -> None:
         """It is on storage: its slots may be overwritten."""
         with self._guard:

@@ -137,6 +137,7 @@ def _seat() -> Seat:
         local_world_size=number("LOCAL_WORLD_SIZE", 1),
         incarnation=number("KEEPSTEP_INCARNATION", 0),
         layout=os.environ.get("KEEPSTEP_LAYOUT", ""),
+        elastic="KEEPSTEP_ELASTIC" in os.environ,
     )
 
 

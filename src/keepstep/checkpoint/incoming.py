@@ -22,6 +22,8 @@ class Incoming:
     def __init__(self, slot: Slot, board: Board, owner: int, index: int, record: Record) -> None:
         """Takes the slot and forgets what it held. Raises `CheckpointError`: it is taken, or too small."""
         self.record = record
+        self.alike = False
+        """All ranks of the job have sealed the very same."""
         self._slot, self._board, self._owner, self._index = slot, board, owner, index
         needed = slot_bytes(record)
         if needed > slot.nbytes:
@@ -40,6 +42,8 @@ class Incoming:
             damaged = damaged_storages(view, header, threads)
             if damaged:
                 raise CheckpointError(f"{len(damaged)} of {self.record.storages} storages came damaged")
+            if self.alike:
+                self._slot.say_alike(self.record.key)
             write_record(view, self.record)
         self._board.put(self._owner, self._index, self.record.key)
         return header

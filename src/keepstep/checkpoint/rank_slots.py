@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
 from keepstep.checkpoint.cache import Board, Open, Reserve, Slot, ask
 from keepstep.checkpoint.header import StateHeader
 from keepstep.checkpoint.slots import Key, kept_slots, next_slot, read_header
 from keepstep.core.errors import CheckpointError
+
+_DEVICE = re.compile(rb'"cuda:[0-9]+"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,8 @@ class RankSlots:
             try:
                 with memoryview(slot.memory) as view:
                     header = read_header(view, record)
-                if (header.rank, header.world_size) != (self._rank, world_size):
+                own = (header.rank, header.world_size) == (self._rank, world_size)
+                if not own and slot.alike() != record.key:
                     raise CheckpointError(f"it is of rank {header.rank} of {header.world_size}")
                 found[record.key] = Offer(index, header)
             except CheckpointError as error:
@@ -113,6 +118,26 @@ class RankSlots:
             slot.close()
         self.board, self._backed = Board(answer.board), answer.backed
         self.slots = [Slot(descriptor) for descriptor in answer.slots]
+
+    def digest(self, key: Key) -> int:
+        """Of all that was sealed under ``key``, but for who did it and on which device; 0 when it is not here."""
+        for slot in self.slots:
+            record = slot.record()
+            if record is not None and record.key == key:
+                with memoryview(slot.memory) as view:
+                    text = bytes(view[record.header_at : record.header_at + record.header_bytes])
+                    table = bytes(view[record.table_at : record.table_at + 8 * record.storages])
+                plain = _DEVICE.sub(b'"cuda"', text[text.index(b',"world_size":') :])
+                which = native.checksum(key.pack().to_bytes(8, "little"))
+                return native.checksum(table, native.checksum(plain, which)) >> 1 or 1
+        return 0
+
+    def say_alike(self, key: Key) -> None:
+        """All ranks of the job have sealed the very same under ``key``."""
+        for slot in self.slots:
+            record = slot.record()
+            if record is not None and record.key == key:
+                slot.say_alike(key)
 
     def take(self, complete: Callable[[], Key | None]) -> int | None:
         """A slot for the next snapshot, locked and said to be empty; None while none may be overwritten.

@@ -24,6 +24,7 @@ class Restoring:
         world_size: of the job.
         slots: how many slots it is to have.
         service: None: there are no other sources.
+        elastic: it has to be known whether all ranks have the very same.
         required: other sources must be heard: without them it cannot be told that there is no state.
         threads: that copy.
         say: a line for the operator.
@@ -38,11 +39,13 @@ class Restoring:
         slots: int,
         service: RestoreClient | None,
         required: bool,
+        elastic: bool,
         threads: int,
         say: Callable[[str], None],
     ) -> None:
         self._cache, self._rank, self._world_size, self._slots = cache, rank, world_size, slots
         self._service, self._required, self._threads, self._say = service, required, threads, say
+        self._elastic = elastic
         self._state: Any = None
         self._offers: dict[Key, Offer] = {}
         self._brought: dict[Key, str] = {}
@@ -131,6 +134,10 @@ class Restoring:
     def wanted(self, key: Key) -> bool:
         """See `resume.Rank`."""
         return key in self._cache.wanted()
+
+    def digest(self, key: Key) -> int:
+        """See `resume.Rank`."""
+        return self._cache.digest(key) if self._elastic else 0
 
     def source(self, key: Key) -> str:
         """Where the state came from."""

@@ -81,6 +81,10 @@ class Rank(Protocol):
         """Whether it is to be brought to storage."""
         ...
 
+    def digest(self, key: Key) -> int:
+        """Of what the own cache has of it, to be compared with other ranks'; 0: nobody wants to know."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
@@ -92,6 +96,7 @@ class Agreed:
         pending: older states that every rank holds: those of them that wait for storage are to be kept.
         wanted: whether the state itself waits for storage.
         moved: ranks that did not have it in their node's cache.
+        alike: it is known to be the very same on all ranks.
         given_up: why states of the caches are not kept; "" when there are none.
     """
 
@@ -100,6 +105,7 @@ class Agreed:
     pending: frozenset[Key] = frozenset()
     wanted: bool = False
     moved: tuple[int, ...] = ()
+    alike: bool = False
     given_up: str = ""
 
 
@@ -164,13 +170,14 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
             ask = True
             continue
         result = rank.copy(key)
-        rows = yield row_of((), result, rank.wanted(key), key in moved)
+        rows = yield row_of((), result, rank.wanted(key), key in moved, rank.digest(key))
         if any(row[0] == Copied.IMPOSSIBLE for row in rows):
             raise CheckpointError("another rank could not restore its state: see what it says")
         if not any(row[0] for row in rows):
             pending = frozenset(one for one in frozenset[Key].intersection(*held) if one < key)
             others = tuple(number for number, row in enumerate(rows) if row[2])
-            return Agreed(key, talk.incarnation, pending, any(row[1] for row in rows), others)
+            alike = len({row[3] for row in rows}) == 1 and rows[0][3] > 0
+            return Agreed(key, talk.incarnation, pending, any(row[1] for row in rows), others, alike)
         half, ask = "the state is half restored, and ", True
         if result == Copied.DAMAGED:
             rank.drop(key)

@@ -54,6 +54,7 @@ class Seat:
     local_world_size: int = 1
     incarnation: int = 0
     layout: str = ""
+    elastic: bool = False  # the job may go on with more ranks or fewer
 
     @property
     def one_node(self) -> bool:
@@ -243,6 +244,7 @@ class Snapshots:
             slots=self._slots,
             service=self._service,
             required=self._storing is not None,
+            elastic=self._seat.elastic,
             threads=self._threads,
             say=self._say,
         )
@@ -265,6 +267,8 @@ class Snapshots:
 
     def _settle(self, agreed: Agreed) -> None:
         self._cache.settle(agreed.key, agreed.pending, wanted=agreed.wanted)
+        if agreed.key and agreed.alike:
+            self._cache.say_alike(agreed.key)
         self._incarnation, self._last, self._begun = agreed.incarnation, agreed.key, True
         if self._cadence:
             self._cadence.begin(agreed.key.step if agreed.key else 0)
@@ -331,8 +335,11 @@ class Snapshots:
         return f"storage {self._storing.where}" if self._storing else "storage"
 
     def _slot(self) -> int | None:
-        if not self._seat.one_node:
-            rows = self._gather(row_of(key for key in self._cache.held() if key))
+        if not self._seat.one_node or self._seat.elastic:
+            digest = self._cache.digest(self._last) if self._seat.elastic and self._last else 0
+            rows = self._gather(row_of((key for key in self._cache.held() if key), digest))
+            if digest and self._last and all(row[0] == digest for row in rows):
+                self._cache.say_alike(self._last)
             return self._cache.take(lambda: newest_common(map(keys_of, rows)))
         deadline = time.monotonic() + PATIENCE_S
         while True:

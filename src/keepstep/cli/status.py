@@ -74,8 +74,9 @@ def _headline(run: Run, found: dict[str, Any]) -> str:
         state = _state(found) if age_s < _STALE_S else f"last heard of {age_s:.0f} s ago"
     incidents = found["open_incidents"]
     still = f"open incidents {', '.join(f'{n:04d}' for n in incidents)}" if incidents else "no open incident"
-    steps = found["newest_step"]
-    told = f"{run.path.name}: {state}; world of {found['world_size']}, newest step {steps}; {still}"
+    steps, most, nodes = found["newest_step"], found.get("most_nodes", 0), len(found["nodes"])
+    few = f" ({nodes} of {most} nodes)" if nodes < most else ""
+    told = f"{run.path.name}: {state}; world of {found['world_size']}{few}, newest step {steps}; {still}"
     told += _backed_up(found.get("backups")) + _recovered(found.get("recovery")) + _restarts(found)
     share = found["counters"].get("bytes_in", 0) / max(found["world_size"] * (steps + 1), 1)
     return f"{told}; {share:.0f} bytes a rank and step have reached the controller" if steps >= 0 else told

@@ -33,6 +33,13 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument("--nodes", type=int, default=1, help="launchers to wait for")
     parser.add_argument("--join-timeout", type=float, default=600.0, metavar="SECONDS")
     parser.add_argument(
+        "--shrink-after",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="for a spare where the job may go on with fewer nodes",
+    )
+    parser.add_argument(
         "--last-call", type=float, default=30.0, metavar="SECONDS", help="for more than the minimum"
     )
     parser.add_argument(
@@ -71,6 +78,7 @@ def parse(argv: list[str]) -> Options:
     settings = Settings(
         nodes=arguments.nodes,
         join_s=arguments.join_timeout,
+        shrink_s=arguments.shrink_after,
         last_call_s=arguments.last_call,
         halt_s=arguments.halt_timeout,
         backups=max(0, arguments.backups),

@@ -24,6 +24,7 @@ _AWAY_S = 10.0  # a node not seen since this controller began is lost
 _BACK_S = 5.0  # an agent that is away for longer is not waited for by those who ask what it holds...
 _STARTED_AGAIN_S = 60.0  # ...unless its launcher is there, which starts it again
 _NODES_PER_S = 2500  # between two plans: 5 s for 12,500 nodes, whose plan takes most of a second
+_MOST_ALIKE = 4  # nodes that are told as sources of what all ranks have alike
 _PATIENCE_S = 5.0  # for workers to save what could be the next target
 
 
@@ -95,7 +96,21 @@ class Backups:
                 own = rank in told.own
                 keys = {*told.own.get(rank, ()), *told.backups.get(rank, ())}
                 rows.append(Holder(rank, holder, node.name, own, tuple(sorted(keys)), told.message.endpoints))
+            rows += self._alike(rank, cluster)
         return Located(message.request, tuple(rows))
+
+    def _alike(self, rank: int, cluster: Cluster) -> list[Holder]:
+        """Nodes with snapshots that are the same on all ranks; other ranks are told of others."""
+        found: list[Holder] = []
+        having = sorted(one for one, told in self._told.items() if told.message.alike)
+        for index in range(len(having)):
+            told = self._told[having[(rank + index) % len(having)]]
+            node, same = cluster.nodes.get(told.message.node_rank), told.message.alike
+            if node is not None and node.agent is not None and same and same.rank != rank:
+                found.append(Holder(same.rank, node.rank, node.name, True, same.keys, told.message.endpoints))
+            if len(found) == _MOST_ALIKE:
+                break
+        return found
 
     def tick(self, cluster: Cluster, expected_nodes: int, now_s: float) -> list[tuple[int, BackUp]]:
         """What has to be said now, by peer."""

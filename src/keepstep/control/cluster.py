@@ -95,6 +95,13 @@ class Cluster:
         node.ranks = tuple(ranks)
         self._claim(node)
 
+    def resize(self, world_size: int) -> None:
+        """The job has so many ranks; who plays them is said next."""
+        if world_size != self.world_size:
+            self.world_size = world_size
+            self.node_of.clear()
+            self._home.clear()
+
     def learn_groups(self, groups: Iterable[GroupInfo]) -> None:
         """Keep groups not known yet, up to a bound; the first telling of a name counts."""
         for group in groups:
@@ -109,7 +116,9 @@ class Cluster:
     def begin_again(self, names: Mapping[int, str]) -> None:
         """The job was formed anew, by nodes of these names: of what its ranks do nothing is known yet."""
         for rank, node in list(self.nodes.items()):
-            if names.get(rank, node.name) != node.name:
+            if names and rank not in names:
+                del self.nodes[rank]
+            elif names.get(rank, node.name) != node.name:
                 self.nodes[rank] = Node(rank, names[rank], clock=deque(maxlen=self._window()))
             else:
                 node.beat, node.overdue, node.left, node.lost_s = None, False, False, None

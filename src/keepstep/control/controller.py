@@ -25,6 +25,7 @@ from keepstep.control.effects import (
     StoreStop,
     Tell,
 )
+from keepstep.control.growing import Growing
 from keepstep.control.job_state import JobState, JobStates
 from keepstep.control.locators import LibraryLocators, Locators
 from keepstep.control.operating import Operating
@@ -99,7 +100,11 @@ class Controller:
         self.settings = settings
         self.cluster = Cluster(max(settings.nodes, 1))
         self.rendezvous = Rendezvous(settings.nodes, join_s=settings.join_s, last_call_s=settings.last_call_s)
-        waiting = Waiting(settings.lost_s, settings.away_s, settings.halt_s, settings.join_s)
+        waiting = Waiting(
+            *(settings.lost_s, settings.away_s, settings.halt_s, settings.join_s),
+            shrink_s=settings.shrink_s,
+            grows=settings.backups > 0,
+        )
         self.admission = Admission(unix_s)
         self.spending = Spending(settings.restart_budget, unix_s)
         self.reforming = Reforming(self.rendezvous, waiting, self._is_heard, self.spending)
@@ -123,6 +128,7 @@ class Controller:
             lambda peer, answer: self._effects.append(Send((peer,), answer)),
             lambda peers, message: self._effects.append(Send(peers, message)),
         )
+        self._growing = Growing(self.rendezvous, self.reforming, self._operating)
         self._launchers: dict[Launcher, Ended | Bye | None] = {}
         self._stop: Stop | None = None
         self._over_s: float | None = None
@@ -223,16 +229,17 @@ class Controller:
             self._reform(self._operating.asked(peer, message, why, now_s), now_s)
         elif isinstance(message, Sealed):
             if sender.launcher is not None:
-                wish = self._operating.sealed(sender.launcher, message.incarnation, message.step, now_s)
-                self._reform(wish, now_s)
+                sealed = (message.incarnation, message.step, message.why[:_MOST_TEXT])
+                self._reform(self._operating.sealed(sender.launcher, *sealed, now_s), now_s)
         elif isinstance(message, Join):
             self._join(peer, sender, message, now_s)
         elif isinstance(message, Failed):
             self._failed(sender, message, now_s)
         elif isinstance(message, Halted):
             if sender.launcher is not None:
-                told = (message.incarnation, message.free_port, now_s, message.suspended, message.unfit)
-                self._reform(self.reforming.halted(sender.launcher, *told), now_s)
+                told = (message.suspended, message.unfit, message.rigid)
+                halted = (message.incarnation, message.free_port, now_s, *told)
+                self._reform(self.reforming.halted(sender.launcher, *halted), now_s)
         elif isinstance(message, Kept):
             if sender.launcher is not None:
                 self._kept(sender.launcher, message, now_s)
@@ -254,6 +261,10 @@ class Controller:
         self._watch_nodes(now_s)
         self._reform(self.reforming.tick(now_s), now_s)
         self._reform(self._operating.tick(self._peers.keys(), now_s), now_s)
+        newcomers = self.settings.backups > 0 and bool(self._growing.newcomers)
+        if (newcomers or self.reforming.is_untried) and self.state(now_s) is JobState.RUNNING:
+            self.reforming.trains()
+            self._growing.tick(now_s)
         self._tick_councils(now_s)
         self.cases.tick(self._peers.keys(), now_s)
         self._tick_backups(now_s)
@@ -304,6 +315,8 @@ class Controller:
         )
         if hello.node_rank < 0 or sender.role == "client":
             return
+        if sender.launcher is not None and not self._plays(sender.launcher, hello.node_rank):
+            return
         node = sender.node = self.cluster.node(hello.node_rank, hello.node)
         node.lost_s = None
         if sender.role == "launcher":
@@ -317,15 +330,21 @@ class Controller:
 
     def _is_ours(self, hello: Hello) -> bool:
         """Whether this agent's launcher plays its node: one that was cut off may have been replaced."""
-        placement = self.rendezvous.placements.get(Launcher(hello.node, hello.launcher))
-        strange = placement is None or placement.node_rank != hello.node_rank
-        return not (hello.launcher and self.rendezvous.placements and strange)
+        return not hello.launcher or self._plays(Launcher(hello.node, hello.launcher), hello.node_rank)
+
+    def _plays(self, launcher: Launcher, node_rank: int) -> bool:
+        placement = self.rendezvous.placements.get(launcher)
+        return not self.rendezvous.placements or (placement is not None and placement.node_rank == node_rank)
 
     def _heartbeat(self, peer: int, sender: _Peer, beat: Heartbeat, now_s: float) -> None:
         node = sender.node
         if node is None:
             self._refuse(peer, "say Hello first")
-        elif node.agent == peer and (not beat.ranks or 0 <= beat.ranks[0].rank < MOST_RANKS):
+        elif (
+            node.agent == peer
+            and self.cluster.nodes.get(node.rank) is node
+            and (not beat.ranks or 0 <= beat.ranks[0].rank < MOST_RANKS)
+        ):
             self.cluster.heard(node, beat, now_s)
             if node.overdue:
                 self.cases.watch_waiting(now_s)
@@ -388,11 +407,14 @@ class Controller:
             elif isinstance(order, Exclude):
                 self._exclude(order, now_s)
             elif isinstance(order, Renew):
-                table = self.rendezvous.placements
+                table, before = self.rendezvous.placements, len(self.cluster.nodes)
                 self.cluster.begin_again({one.node_rank: launcher.node for launcher, one in table.items()})
                 self._launchers.update(dict.fromkeys(table))
-                restarts = f"restart {self.reforming.restarts} of {self.rendezvous.max_restarts}"
-                self.cases.begin_again(restarts, now_s)
+                how = f"restart {self.reforming.restarts} of {self.rendezvous.max_restarts}"
+                if len(table) != before:
+                    how += f", {len(table)} of {self.rendezvous.most} nodes"
+                    self.backups = Backups(self.settings.backups, self.settings.lost_s)
+                self.cases.begin_again(how, now_s)
                 self._answer_joins(order.placed)
             elif isinstance(order, Tell):
                 self._effects.append(order)
@@ -425,7 +447,7 @@ class Controller:
     def _placed(self, table: dict[Launcher, Placement]) -> None:
         ordered = sorted(table.items(), key=lambda item: item[1].first_rank)
         ends = [placement.first_rank for _, placement in ordered[1:]] + [ordered[0][1].world_size]
-        self.cluster.world_size = ordered[0][1].world_size
+        self.cluster.resize(ordered[0][1].world_size)
         for (launcher, placement), end in zip(ordered, ends, strict=True):
             self._launchers.setdefault(launcher, None)
             node = self.cluster.node(placement.node_rank, launcher.node)

@@ -157,7 +157,8 @@ class CrashCase:
             for one in node.beat.ranks
             if one.alive and one.step >= 0
         }
-        if all(rank in alive for rank in self._findings):
+        ranks = self._desk.cluster.known_ranks  # of a job that goes on with fewer nodes, fewer
+        if all(rank in alive or 0 < ranks <= rank for rank in self._findings):
             self._close(None, now_s)
 
     def _locate(self) -> Diagnosis:

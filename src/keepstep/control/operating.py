@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from keepstep.control.effects import Tell
 from keepstep.control.reforming import End, Order, Reforming
 from keepstep.control.rendezvous import Launcher, Rendezvous
 from keepstep.core.ranges import fold_nodes
@@ -16,16 +17,18 @@ from keepstep.wire.messages import Message, Operate, Operated, Seal
 STOPPED = 79  # exit code of a job that an operator stopped
 _SUSPENDED = "it is suspended; say resume"
 _SEAL_S = 120.0  # for every rank to seal a step
+_GROW_S = 1800.0  # the same when nobody waits for an answer
 
 
 @dataclass(slots=True)
 class _Wish:
-    peer: int
+    peer: int | None  # None: nobody waits for an answer
     verb: str
     until_s: float
     unsealed: set[Launcher]
     step: int = -1  # that all who answered have sealed
     ordered: bool = False
+    why: str = ""  # of one that is no operator's
 
 
 class Operating:
@@ -41,12 +44,15 @@ class Operating:
         self._rendezvous, self._reforming = rendezvous, reforming
         self._answer, self._send = answer, send
         self._wish: _Wish | None = None
+        self._declined = -1  # incarnation whose ranks seal nothing that more nodes can begin with
 
     def asked(self, peer: int, message: Operate, standstill: str, now_s: float) -> list[Order]:
         """An operator's order. ``standstill``: why the job runs no more, "" while it does."""
         if message.verb == "stop" and not standstill:
             self._answer(peer, Operated("the job ends"))
             return [End(STOPPED, "stopped by an operator", by_operator=True)]
+        if self.is_growing:
+            self._wish = None  # an operator's wish comes first
         if why := standstill or self._objection(message.verb):
             self._answer(peer, Operated(refused=why))
             return []
@@ -59,15 +65,32 @@ class Operating:
         self._send(self._peers(wish.unsealed), Seal(self._reforming.incarnation))
         return []
 
-    def sealed(self, launcher: Launcher, incarnation: int, step: int, now_s: float) -> list[Order]:
-        """All ranks of a launcher have sealed a step since they were asked; -1: they keep none."""
+    @property
+    def is_growing(self) -> bool:
+        """All ranks have been asked to seal what more nodes can begin with."""
+        return self._wish is not None and self._wish.peer is None
+
+    def grow(self, why: str, now_s: float) -> None:
+        """Have the job begin again with more nodes, when all ranks have sealed what all of them can begin with."""
+        incarnation = self._reforming.incarnation
+        if self._objection("restart") or incarnation == self._declined:
+            return
+        wish = self._wish = _Wish(None, "grow", now_s + _GROW_S, set(self._rendezvous.placements), why=why)
+        self._send(self._peers(wish.unsealed), Seal(incarnation, alike=True))
+
+    def sealed(self, launcher: Launcher, incarnation: int, step: int, why: str, now_s: float) -> list[Order]:
+        """All ranks of a launcher have sealed a step since they were asked; -1: they seal none, and ``why``."""
         wish = self._wish
         if wish is None or wish.ordered or incarnation != self._reforming.incarnation:
             return []
         if step < 0:
+            none = why or "keeps no checkpoint in memory, so no step is sealed"
+            if wish.peer is None:
+                self._wish, self._declined = None, incarnation
+                return [Tell(f"{wish.why}; the job goes on without: node {launcher.node} {none}")]
             self._refuse(
                 wish,
-                f"node {launcher.node} keeps no checkpoint in memory, so no step is sealed; "
+                f"node {launcher.node} {none}; "
                 "--now ends the workers at once, and the script begins as after any restart",
             )
             return []
@@ -82,6 +105,11 @@ class Operating:
             return []
         if wish.ordered:
             self._look(wish)
+        elif wish.peer is None:
+            if self._reforming.under_way or now_s >= wish.until_s:
+                self._wish = (
+                    None  # a failure was faster, and takes in who has come; or somebody never heard of it
+                )
         elif wish.peer not in peers:
             self._wish = None  # nobody waits for it any more
         elif self._reforming.under_way:
@@ -116,6 +144,9 @@ class Operating:
 
     def _order(self, wish: _Wish, now_s: float) -> list[Order]:
         wish.ordered = True
+        if wish.peer is None:
+            self._wish = None
+            return self._reforming.pause(now_s, hold=False, why=wish.why)
         return self._reforming.pause(now_s, hold=wish.verb == "suspend")
 
     def _look(self, wish: _Wish) -> None:
@@ -130,11 +161,13 @@ class Operating:
             self._done(wish, f"begins again, incarnation {reforming.incarnation}")
 
     def _done(self, wish: _Wish, text: str) -> None:
-        self._answer(wish.peer, Operated(text))
+        if wish.peer is not None:
+            self._answer(wish.peer, Operated(text))
         self._wish = None
 
     def _refuse(self, wish: _Wish, why: str) -> None:
-        self._answer(wish.peer, Operated(refused=why))
+        if wish.peer is not None:
+            self._answer(wish.peer, Operated(refused=why))
         self._wish = None
 
     def _peers(self, launchers: Collection[Launcher]) -> tuple[int, ...]:

@@ -19,6 +19,8 @@ from keepstep.core.ranges import fold_nodes
 
 _STALL_S = 1.0  # a tick this late means that we slept, not the launchers
 _LOST_CODE = 1  # of a job whose first failure was that of a node
+_BY_HAND = "an operator ordered it"
+_BARRED_S = 600.0
 _MOST_SHARE = 10  # more than a tenth gone together: the network, or us
 
 
@@ -32,6 +34,8 @@ class Waiting:
     )
     halt_s: float = 60.0  # for workers to be ended, from the order on
     join_s: float = 600.0  # for a spare
+    shrink_s: float = 30.0  # the same where the job may go on with fewer nodes
+    grows: bool = True  # nodes that come later can be given the state of others
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ class Reforming:
         self._heard = heard
         self._state: Literal["running", "halting", "waiting", "suspended", "over"] = "running"
         self._hold = False  # an operator wants it suspended
-        self._asked = False  # this recovery is none: an operator ordered it
+        self._asked = ""  # this recovery is none: who ordered it
         self._newest = 0  # incarnation that anybody has told of
         self._away: dict[Launcher, float] = {}  # members without a connection, since when
         self._unheard: set[Launcher] = set()  # of them, those that this controller has never heard
@@ -115,10 +119,14 @@ class Reforming:
         self._lost: set[Launcher] = set()  # members whose places are vacant
         self._halted: dict[Launcher, int] = {}  # free port, by launcher that can be placed
         self._unfit: dict[Launcher, str] = {}  # members whose nodes should be replaced, and why
+        self._untried: set[Launcher] = set()  # newcomers with which the job has not trained yet
+        self._barred: dict[str, float] = {}  # nodes that are not taken in again, and until when
+        self._rigid: dict[Launcher, str] = {}  # members that cannot go on in a job of another size, and why
         self._cause: _Cause | None = None
         self._vacated = False  # members were lost that may be all that was waited for
         self._deadline_s = 0.0
         self._vacant_since_s: float | None = None  # since when a spare is waited for
+        self._patience_s = 0.0  # and for how long
         self._ticked_s: float | None = None
 
     @property
@@ -141,10 +149,10 @@ class Reforming:
         """No worker runs, and none is started before `resume`."""
         return self._state == "suspended"
 
-    def pause(self, now_s: float, *, hold: bool) -> list[Order]:
-        """An operator orders that all begin again; ``hold``: not before `resume`."""
+    def pause(self, now_s: float, *, hold: bool, why: str = _BY_HAND) -> list[Order]:
+        """All are to begin again without a failure; ``hold``: not before `resume`."""
         if self._state == "running":
-            self._asked, self._hold = True, hold
+            self._asked, self._hold = why, hold
             return self._begin(now_s)
         if not hold or not self.under_way:
             return []
@@ -229,10 +237,12 @@ class Reforming:
         now_s: float,
         suspended: bool = False,
         unfit: str = "",
+        rigid: str = "",
     ) -> list[Order]:
         """A launcher has no workers any more.
 
-        ``suspended``: because an operator wanted that. ``unfit``: why none should begin again on its node.
+        ``suspended``: because an operator wanted that. ``unfit``: why none should begin again on its node. ``rigid``:
+        why they cannot in a job of another size.
         """
         if incarnation < self.incarnation or self._state == "over":
             return []
@@ -240,14 +250,25 @@ class Reforming:
         if launcher in self._rendezvous.placements:
             # Ordered by an earlier controller, or a node that was cut off and ended by itself.
             if suspended and self._state == "running":
-                self._asked = self._hold = True
+                self._asked, self._hold = _BY_HAND, True
             orders = self._begin(now_s)
             self._lost.discard(launcher)
             self._open.discard(launcher)
             if unfit:
                 self._unfit[launcher] = unfit
+            if rigid:
+                self._rigid[launcher] = rigid
         self._halted[launcher] = free_port
         return [*orders, *self._advance(now_s)]
+
+    @property
+    def is_untried(self) -> bool:
+        """Whether the job has begun with newcomers, and it is not known yet that it trains with them."""
+        return bool(self._untried) and self._state == "running"
+
+    def trains(self) -> None:
+        """All ranks have made a step."""
+        self._untried.clear()
 
     def over(self) -> None:
         """The job ends; nothing is begun any more."""
@@ -261,12 +282,15 @@ class Reforming:
             self._away = dict.fromkeys(self._away, now_s)
             self._deadline_s += now_s - self._ticked_s
         self._ticked_s = now_s
+        if self._barred:
+            self._barred = {node: until_s for node, until_s in self._barred.items() if now_s < until_s}
+            self._rendezvous.barred = frozenset(self._barred)
         if self._state == "over" or not self._rendezvous.max_restarts:
             return []
         if lost := self._newly_lost(now_s):
             self._vacated = True
             return self._vacate(lost, now_s)
-        late = self._vacant_since_s is not None and now_s - self._vacant_since_s >= self._waiting.join_s
+        late = self._vacant_since_s is not None and now_s - self._vacant_since_s >= self._patience_s
         return self._advance(now_s) if self._vacated or late else []
 
     def _begin(self, now_s: float) -> list[Order]:
@@ -277,12 +301,13 @@ class Reforming:
         self._done.clear()
         self._halted.clear()
         self._lost.clear()
+        self._rigid.clear()
         self._vacant_since_s = None
         self._open = set(self._rendezvous.placements)
         return [self._halt((*self._rendezvous.placements, *self._rendezvous.spares))]
 
     def _halt(self, launchers: tuple[Launcher, ...]) -> HaltThese:
-        return HaltThese(launchers, self.incarnation, self._hold, self._asked and not self._hold)
+        return HaltThese(launchers, self.incarnation, self._hold, bool(self._asked) and not self._hold)
 
     def _newly_lost(self, now_s: float) -> list[Launcher]:
         lost: list[Launcher] = []
@@ -324,7 +349,7 @@ class Reforming:
         rendezvous = self._rendezvous
         cause = self._cause or _Cause(_LOST_CODE, "a recovery was under way when the controller began again")
         if self._asked:
-            cause = _Cause(_LOST_CODE, "an operator ordered it")
+            cause = _Cause(_LOST_CODE, self._asked)
             self._spending.forget(self.incarnation)
         elif self.restarts >= rendezvous.max_restarts:
             return self._end(
@@ -342,24 +367,36 @@ class Reforming:
         vacant = sorted(self._lost, key=lambda launcher: rendezvous.placements[launcher].node_rank)
         if len(vacant) == len(rendezvous.placements):
             return self._end(cause.exit_code, f"{cause.text}; all nodes are lost")
-        pauses = rendezvous.pauses + self._asked
-        placed = rendezvous.renew([*vacant, *excluded], self._halted, self.incarnation + 1, pauses)
+        if self._asked and self._grows and self._is_awaited(rendezvous.newcomers, now_s):
+            return []
+        before = dict(rendezvous.placements)
+        retreat = [one for one in self._untried if one in before and one not in self._lost]
+        retreat = [] if self._asked or self._stiff else retreat
+        placed = self._renew([*vacant, *retreat], shrink=True) if retreat else None
+        if placed is None:
+            retreat = []
+            placed = self._renew([*vacant, *excluded])
         if placed is None and excluded:  # its node is better than none
             excluded = []
-            placed = rendezvous.renew(vacant, self._halted, self.incarnation + 1, pauses)
-        if (
-            placed is None
-            and now_s < self._deadline_s
-            and any(spare not in self._halted for spare in rendezvous.spares)
-        ):
-            self._vacated = True  # a spare has been asked and will answer
-            return []
+            placed = self._renew(vacant)
+        if placed is None:
+            if self._is_awaited(rendezvous.spares, now_s):
+                return []
+            since_s = now_s if self._vacant_since_s is None else self._vacant_since_s
+            if self._may_shrink and now_s - since_s >= self._waiting.shrink_s:
+                placed = self._renew(vacant, shrink=True)
         if placed is None:
             return self._wait(cause, vacant, now_s)
-        told = self._told(cause, [*vacant, *excluded])
+        for launcher in retreat:
+            self._barred[launcher.node] = now_s + _BARRED_S
+        told = self._told(cause, [*vacant, *excluded], retreat, len(before))
+        newcomers = (
+            rendezvous.placements.keys() - before.keys() if len(rendezvous.placements) > len(before) else ()
+        )
+        self._untried = set(newcomers)
         gone = [Exclude(one, f"node {one.node} is excluded: {self._unfit[one]}") for one in excluded]
         self._unfit.clear()
-        self._state, self._cause, self._asked = "running", None, False
+        self._state, self._cause, self._asked = "running", None, ""
         for launcher in (*vacant, *excluded):
             self._away.pop(launcher, None)
             self._unheard.discard(launcher)
@@ -367,6 +404,30 @@ class Reforming:
         self._lost.clear()
         self._halted.clear()
         return [Renew(placed), *gone, Tell(told)]
+
+    def _renew(self, lost: list[Launcher], *, shrink: bool = False) -> Placed | None:
+        rendezvous = self._rendezvous
+        pauses = rendezvous.pauses + bool(self._asked)
+        grow = self._grows and not shrink
+        return rendezvous.renew(*(lost, self._halted, self.incarnation + 1, pauses), shrink=shrink, grow=grow)
+
+    def _is_awaited(self, spares: Iterable[Launcher], now_s: float) -> bool:
+        """Whether one of these has been asked to halt, and will answer."""
+        self._vacated = now_s < self._deadline_s and any(spare not in self._halted for spare in spares)
+        return self._vacated
+
+    @property
+    def _stiff(self) -> str:
+        """Why a job of another size cannot go on with what its ranks hold."""
+        return next((why for one, why in self._rigid.items() if one not in self._lost), "")
+
+    @property
+    def _may_shrink(self) -> bool:
+        return self._rendezvous.least < len(self._rendezvous.placements) and not self._stiff
+
+    @property
+    def _grows(self) -> bool:
+        return self._waiting.grows and not self._stiff
 
     def _replaceable(self, unfit: list[Launcher]) -> bool:
         """Whether there are spares for these and all lost ones; who hosts the controller cannot be spared."""
@@ -376,24 +437,34 @@ class Reforming:
         return bool(unfit) and not hosts and len(unfit) + len(self._lost) <= ready
 
     def _wait(self, cause: _Cause, vacant: list[Launcher], now_s: float) -> list[Order]:
+        waiting, count = self._waiting, len(self._rendezvous.placements)
         if self._vacant_since_s is None:
             self._state, self._vacant_since_s = "waiting", now_s
-            wait_s = self._waiting.join_s
-            return [Tell(f"{cause.text}; waits for the other nodes: no spare is here, {wait_s:g} s at most")]
-        if now_s - self._vacant_since_s < self._waiting.join_s:
+            self._patience_s = waiting.shrink_s if self._may_shrink else waiting.join_s
+            told = f"{cause.text}; waits for the other nodes: no spare is here, {waiting.join_s:g} s at most"
+            rest, least = count - len(vacant), self._rendezvous.least
+            if self._may_shrink and rest >= least:
+                wait = f"waits {waiting.shrink_s:g} s for a spare"
+                told = f"{cause.text}; {wait}, then goes on with {rest} of {count} nodes"
+            elif least < count:
+                told += f"; it does not go on with fewer nodes: {self._stiff or f'--nnodes says {least} at least'}"
+            return [Tell(told)]
+        if now_s - self._vacant_since_s < waiting.join_s:
             return []
         return self._end(
-            cause.exit_code,
-            f"{cause.text}; no spare came within {self._waiting.join_s:g} s for {_nodes(vacant)}",
+            cause.exit_code, f"{cause.text}; no spare came within {waiting.join_s:g} s for {_nodes(vacant)}"
         )
 
     def _end(self, exit_code: int, reason: str) -> list[Order]:
         self._state = "over"
         return [End(exit_code, reason)]
 
-    def _told(self, cause: _Cause, vacant: list[Launcher]) -> str:
-        most = self._rendezvous.max_restarts
-        by = f"; {_nodes(vacant)} replaced" if vacant else ""
+    def _told(self, cause: _Cause, vacant: list[Launcher], retreat: list[Launcher], before: int) -> str:
+        most, now = self._rendezvous.max_restarts, len(self._rendezvous.placements)
+        replaced = [one for one in vacant if now >= before]
+        by = f"; {_nodes(replaced)} replaced" if replaced else ""
+        by += f"; the job did not begin with {_nodes(retreat)}, left out for now" if retreat else ""
+        by += f"; {'fewer' if now < before else 'more'} nodes, {now} after {before}" if now != before else ""
         count = "" if self._asked else f", restart {self.restarts} of {most}"
         return f"{cause.text}{by}; all nodes begin again{count}"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from msgspec import structs
-
 from keepstep.wire.messages import Join, Placement
 
 MOST_NODES = 65_536
@@ -57,6 +55,7 @@ class Rendezvous:
         self._table: dict[Launcher, Placement] = {}
         self._sizes: dict[int, int] = {}  # ranks by node rank
         self._agreed: tuple[int, bool, str] | None = None  # restarts, elections, who said so first
+        self.barred: frozenset[str] = frozenset()  # nodes that are not to be newcomers
         self._orders = 0
         self._since_s = 0.0
         self._enough_since_s: float | None = None
@@ -88,6 +87,31 @@ class Rendezvous:
             return [launcher for launcher in self._joined if launcher in self._beyond]
         found = [launcher for launcher in self._joined if launcher not in self._table]
         return sorted(found, key=lambda launcher: self._joined[launcher].order)
+
+    @property
+    def least(self) -> int:
+        """Nodes without which the job does not go on, as its launchers say."""
+        return self._limits[0]
+
+    @property
+    def most(self) -> int:
+        """Nodes that it may have."""
+        return self._limits[1]
+
+    @property
+    def newcomers(self) -> list[Launcher]:
+        """Spares for which there is a place more than the job has now, and that are not ``barred``."""
+        free = [spare for spare in self.spares if spare.node not in self.barred] if self._table else []
+        return free[: max(0, self._limits[1] - len(self._table))]
+
+    @property
+    def _limits(self) -> tuple[int, int]:
+        """Fewest and most nodes."""
+        joins = [one.join for launcher, one in self._joined.items() if launcher in self._table]
+        most = max((join.max_nodes for join in joins), default=0)
+        if most <= 1 or not self.max_restarts:
+            return len(self._table), len(self._table)  # they do not say
+        return max(join.min_nodes for join in joins), most
 
     def peer(self, launcher: Launcher) -> int | None:
         """The connection it joined through, while that stands."""
@@ -158,31 +182,46 @@ class Rendezvous:
         return self._place()
 
     def renew(
-        self, lost: Collection[Launcher], halted: Mapping[Launcher, int], incarnation: int, pauses: int = 0
+        self,
+        lost: Collection[Launcher],
+        halted: Mapping[Launcher, int],
+        incarnation: int,
+        pauses: int = 0,
+        *,
+        shrink: bool = False,
+        grow: bool = False,
     ) -> Placed | None:
         """The table of ``incarnation``; None while there are not enough spares.
 
-        Nodes that live keep their ranks; each lost one's are taken by a spare with as many. ``halted``: a free port
-        of every launcher that can be placed, spares among them.
+        Each lost node's ranks are taken by a spare with as many. Nodes that live keep their order, and their ranks
+        unless the number of nodes changes: ``shrink`` leaves lost ones out for which there is no spare, down to
+        `least`; ``grow`` gives `newcomers` places behind the others. ``halted``: a free port of every launcher that
+        can be placed, spares among them.
         """
         heirs = self._heirs(lost, halted)
-        if heirs is None:
+        left = [launcher for launcher in lost if launcher not in heirs]
+        if left and not (shrink and len(self._table) - len(left) >= self.least):
             return None
-        table = {heirs.get(launcher, launcher): placement for launcher, placement in self._table.items()}
-        first = next(launcher for launcher, placement in table.items() if placement.node_rank == 0)
-        address = table[first].master_addr if first in self._table else self._joined[first].join.address
-        self._set(
-            {
-                launcher: structs.replace(
-                    placement,
-                    master_addr=address,
-                    master_port=halted[first],
-                    incarnation=incarnation,
-                    pauses=pauses,
-                )
-                for launcher, placement in table.items()
-            }
+        ranked = sorted(self._table.items(), key=lambda item: item[1].node_rank)
+        playing = [
+            (heirs.get(launcher, launcher), self._sizes[one.node_rank])
+            for launcher, one in ranked
+            if launcher not in left
+        ]
+        if grow and not left:
+            free = [one for one in self.newcomers if one in halted and one not in heirs.values()]
+            playing += [(one, self._joined[one].join.nproc) for one in free]
+        first = playing[0][0]
+        address = (
+            self._table[first].master_addr if first is ranked[0][0] else self._joined[first].join.address
         )
+        world, next_rank = sum(size for _, size in playing), 0
+        table: dict[Launcher, Placement] = {}
+        for node_rank, (launcher, size) in enumerate(playing):
+            place = (node_rank, next_rank, world, len(playing), address, halted[first], incarnation, pauses)
+            table[launcher] = Placement(*place)
+            next_rank += size
+        self._set(table)
         answers = [
             (joined.peer, placement)
             for launcher, placement in self._table.items()
@@ -190,19 +229,18 @@ class Rendezvous:
         ]
         return Placed(answers=tuple(answers), is_new=True)
 
-    def _heirs(
-        self, lost: Collection[Launcher], halted: Mapping[Launcher, int]
-    ) -> dict[Launcher, Launcher] | None:
+    def _heirs(self, lost: Collection[Launcher], halted: Mapping[Launcher, int]) -> dict[Launcher, Launcher]:
         """Who takes whose place: the one that wished for it, else the first that came."""
         free = [spare for spare in self.spares if spare in halted] if lost else []
         heirs: dict[Launcher, Launcher] = {}
         for launcher in sorted(lost, key=lambda one: self._table[one].node_rank):
             rank = self._table[launcher].node_rank
             fit = [spare for spare in free if self._joined[spare].join.nproc == self._sizes[rank]]
-            if not fit:
-                return None
-            heirs[launcher] = next((one for one in fit if self._joined[one].join.node_rank == rank), fit[0])
-            free.remove(heirs[launcher])
+            if fit:
+                heirs[launcher] = next(
+                    (one for one in fit if self._joined[one].join.node_rank == rank), fit[0]
+                )
+                free.remove(heirs[launcher])
         return heirs
 
     def _set(self, table: dict[Launcher, Placement]) -> None:

@@ -23,6 +23,7 @@ class Settings:
     )
     halt_s: float = 60.0  # for a launcher to end its workers
     join_s: float = 600.0  # for launchers to come, at first and for a place that is vacant
+    shrink_s: float = 30.0  # for a node in place of a lost one, where the job may go on with fewer
     last_call_s: float = 30.0
     grace_s: float = 1.0  # from the last launcher's end to our own
     backups: int = 0  # nodes that back up each rank's checkpoints

@@ -56,6 +56,7 @@ class Status(msgspec.Struct, frozen=True):
     spares: tuple[str, ...] = ()  # nodes that wait for a place
     checks: dict[str, tuple[str, ...]] = {}  # what those of each node found before the start
     state_s: float = 0.0  # how long the job has been in its state
+    most_nodes: int = 0  # that the job may have; it has fewer after losing some, and takes in those that come
 
 
 def status_of(controller: Controller, now_s: float, unix_s: float, counters: dict[str, int]) -> Status:
@@ -109,6 +110,7 @@ def status_of(controller: Controller, now_s: float, unix_s: float, counters: dic
         tuple(launcher.node for launcher in controller.rendezvous.spares),
         controller.admission.found,
         round(max(now_s - controller.states.since_s, 0.0), 3),
+        controller.rendezvous.most,
     )
 
 

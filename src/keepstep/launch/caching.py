@@ -13,12 +13,14 @@ from keepstep.launch.placement import (
     CACHE,
     CHECKPOINT_DIR,
     CHECKPOINT_EVERY,
+    ELASTIC,
     FAILURES_PER_DAY,
     INCARNATION,
     LAYOUT,
     NO_CACHE,
     Place,
 )
+from keepstep.launch.sealing import next_sealed
 
 if TYPE_CHECKING:
     from keepstep.checkpoint.cache import Cache, CacheServer
@@ -49,6 +51,8 @@ class Caching:
             self._warn(f"no checkpoints are kept in memory: {error}")
             return {NO_CACHE: f"{job.node} has no cache, none could be made: {error}"}
         found = {CACHE: self.address, INCARNATION: str(place.incarnation)}
+        if job.elastic:
+            found[ELASTIC] = "1"
         if job.layout:
             found[LAYOUT] = job.layout
         if job.persisting:
@@ -86,6 +90,35 @@ class Caching:
 
         return newest_on(self._made[0].board, rank)
 
+    def newest_alike(self, rank: int) -> Key | None:
+        """The newest snapshot of a rank of this node that is the same on all ranks of the job."""
+        return max(self._made[0].alike(rank), default=None) if self._made else None
+
+    async def next_sealed(
+        self, place: Place, over: Callable[[], bool], *, alike: bool
+    ) -> tuple[int | None, str]:
+        """See `sealing.next_sealed`; and why there is none like that."""
+        ranks = range(place.first_rank, place.first_rank + self._job.nproc)
+        step = await next_sealed(self, ranks, over, alike=alike)
+        return step, self.rigid(place) if step is not None and step < 0 else ""
+
+    def rigid(self, place: Place | None) -> str:
+        """Why this node's ranks cannot go on in a job of another size; "": nothing is in the way.
+
+        What has saved nothing here begins as its script does.
+        """
+        first = place.first_rank if place else 0
+        saved = [rank for rank in range(first, first + self._job.nproc) if self.newest(rank)]
+        if not saved or any(self.newest_alike(rank) for rank in saved):
+            return ""
+        return f"what rank {saved[0]} saves is not known to be the same on all ranks (docs/howto/session.md)"
+
+    def renumber(self, before: Place, after: Place) -> None:
+        """The job has another size."""
+        if self._made is not None:
+            ranks = range(before.first_rank, before.first_rank + self._job.nproc)
+            self._made[0].renumber({rank: rank - before.first_rank + after.first_rank for rank in ranks})
+
     def close(self) -> None:
         """Let go of it."""
         if self._made:
@@ -98,7 +131,8 @@ class Caching:
         from keepstep.checkpoint.cache import Backing, Cache, CacheServer, default_limit_bytes
 
         copies = self._job.checkpoint_backups if self._job.watch else 0
-        backing = Backing(self._job.nproc, min(copies, place.node_count - 1))
+        nodes = self._job.max_nodes if self._job.elastic else place.node_count
+        backing = Backing(self._job.nproc, min(copies, nodes - 1))
         cache = Cache(self._job.checkpoint_bytes or default_limit_bytes(), backing)
         try:
             return cache, CacheServer(cache)

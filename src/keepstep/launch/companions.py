@@ -177,6 +177,7 @@ def controller_command(
     job: Job, folder: Path, secret: Path, listen: Endpoint, *, seat: int = 0, term: int = 0
 ) -> list[str]:
     """How the controller is started. ``seat``: our token and ``term`` when it may move to another node."""
+    backups = job.checkpoint_backups and job.watch and job.max_nodes > 1
     return [
         *(sys.executable, "-m", "keepstep.control"),
         *("--run-dir", str(folder)),
@@ -184,12 +185,13 @@ def controller_command(
         *("--secret-file", str(secret)),
         *("--nodes", str(job.max_nodes)),
         *("--join-timeout", f"{job.rendezvous.join_timeout_s:g}"),
+        *(("--shrink-after", f"{job.shrink_after_s:g}") if job.elastic else ()),
         *("--halt-timeout", f"{job.shutdown_timeout_s + HALT_MARGIN_S:g}"),
         *(("--layout", job.layout) if job.layout else ()),
         *(("--restart-budget", as_text(job.restart_budget)) if job.max_restarts else ()),
         *(() if job.validate else ("--no-validate",)),
         *(("--restart-hangs",) if job.restart_hangs else ()),
-        *(("--backups", str(job.checkpoint_backups)) if job.checkpoint_backups and job.max_nodes > 1 else ()),
+        *(("--backups", str(job.checkpoint_backups)) if backups else ()),
         *(("--seat", str(seat), "--term", str(term)) if seat else ()),
         *(("--council", str(council_file(folder, term))) if seat else ()),
         *_tls(job),

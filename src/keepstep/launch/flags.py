@@ -175,6 +175,8 @@ def _add_own(group: Any) -> None:
     group.add_argument("--standbys", metavar="N", help=text)
     text = "restarts within an hour by rank, node and in all, and equal failures that end the job"
     group.add_argument("--restart-budget", metavar="rank=5,node=10,hour=30,same=2", help=text)
+    text = "with --nnodes MIN:MAX: seconds to wait for a node before going on with fewer (30)"
+    group.add_argument("--shrink-after", dest="shrink_after_s", type=float, metavar="S", help=text)
     text = "the controller moves to another node when its host is lost; give it to all nodes"
     group.add_argument("--elect", action="store_true", default=None, help=text)
     text = "at a restart replace only the processes that failed, where the training can go on in the others"

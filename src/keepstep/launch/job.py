@@ -45,6 +45,7 @@ _OWN_FLAGS = (
     "failure_domain",
     "standbys",
     "restart_budget",
+    "shrink_after_s",
     "elect",
     "in_place",
 )
@@ -122,6 +123,7 @@ class Job:
     master_addr: str
     master_port: int  # 0: any free one
     max_restarts: int
+    shrink_after_s: float  # that a spare is waited for where the job may go on with fewer nodes
     restart_budget: Limits
     standbys: int  # warm processes that wait for a restart
     elects: bool  # another node hosts the controller when its own is lost
@@ -155,6 +157,11 @@ class Job:
     dry_run: bool
     remarks: tuple[str, ...]  # what is worth saying with -v
     warnings: tuple[str, ...]  # what is worth saying always
+
+    @property
+    def elastic(self) -> bool:
+        """Whether it may go on with fewer nodes after losing some, and with more when they come."""
+        return self.min_nodes < self.max_nodes and self.max_restarts > 0
 
 
 def job_from_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Job:
@@ -200,6 +207,7 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         master_addr="127.0.0.1" if alone else given.master_addr.strip("[]"),
         master_port=0 if alone else _master_port(given),
         max_restarts=given.max_restarts,
+        shrink_after_s=_not_negative("--shrink-after", float(value["shrink_after_s"])),
         restart_budget=limits_of(str(value["restart_budget"])),
         standbys=_standbys(str(value["standbys"]).strip(), given, nproc),
         elects=bool(value["elect"]) and max_nodes > 1 and given.max_restarts > 0,

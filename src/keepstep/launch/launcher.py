@@ -30,14 +30,13 @@ from keepstep.launch.placement import COOKIE, OURS, Place, worker_plans
 from keepstep.launch.processes import Processes
 from keepstep.launch.recovery import sentence
 from keepstep.launch.restarts import Restarts
-from keepstep.launch.sealing import next_sealed
 from keepstep.launch.streams import Following, worker_streams
 from keepstep.launch.watching import FAILURES, Watching
 from keepstep.launch.workers import Workers, sweep
 
 if TYPE_CHECKING:
     from keepstep.launch.link import Link
-    from keepstep.wire import Kill, Stop
+    from keepstep.wire import Kill, Seal, Stop
 
 T = TypeVar("T")
 
@@ -226,6 +225,9 @@ class Launcher:
                 return following
             failures = self._workers.failures
             self._watching.renew()
+            if following.world_size != place.world_size:
+                await asyncio.gather(self._watching.renewed(), self._restarts.dismiss())
+                self._caching.renumber(place, following)
             place = following
             if failures:
                 self._restarts.ended(root_cause.first(failures), self._workers.failed_s, place.incarnation)
@@ -276,7 +278,7 @@ class Launcher:
         if outcome.kind == "failed" and self._workers is not None:
             root = root_cause.first(self._workers.failures)
             self._link.failed(root.exit_code, self._cause(root))
-        self._link.halted(self._checks.unfit())
+        self._link.halted(self._checks.unfit(), self._caching.rigid(self._place))
         self._on_order()
         try:
             place = await self._until(self._link.next_place())
@@ -400,7 +402,7 @@ class Launcher:
             self._end_hung(member.kills.pop(0))
         if member.seal is not None:
             seal, member.seal = member.seal, None
-            self._sealing = asyncio.get_running_loop().create_task(self._tell_sealed(seal.incarnation))
+            self._sealing = asyncio.get_running_loop().create_task(self._tell_sealed(seal))
         if member.stop is not None and not self._job_over.is_set():
             self._on_stop(member.stop)
         elif member.must_halt:
@@ -411,15 +413,13 @@ class Launcher:
             )
         self._is_spare = member.is_spare
 
-    async def _tell_sealed(self, incarnation: int) -> None:
-        assert self._link is not None
-        place, outcome = self._place, self._outcome
-        if place is None or place.incarnation != incarnation or outcome.done():
+    async def _tell_sealed(self, seal: Seal) -> None:
+        place, outcome, link = self._place, self._outcome, self._link
+        if link is None or place is None or place.incarnation != seal.incarnation or outcome.done():
             return
-        ranks = range(place.first_rank, place.first_rank + self._job.nproc)
-        step = await next_sealed(self._caching, ranks, outcome.done)
+        step, why = await self._caching.next_sealed(place, outcome.done, alike=seal.alike)
         if step is not None:
-            self._link.sealed(incarnation, step)
+            link.sealed(seal.incarnation, step, why)
 
     def _end_hung(self, kill: Kill) -> None:
         assert self._place is not None

@@ -258,13 +258,16 @@ class Link:
         text = f"rank {cause.rank}: {cause.error}"
         self._send(self.member.failed(exit_code, text, cause.rank, cause.step, cause.at_s))
 
-    def halted(self, unfit: str = "") -> None:
-        """No worker of this incarnation runs here any more; ``unfit``: why none should again."""
-        self._send(self.member.halted(unfit))
+    def halted(self, unfit: str = "", rigid: str = "") -> None:
+        """No worker of this incarnation runs here any more.
 
-    def sealed(self, incarnation: int, step: int) -> None:
-        """All ranks of this node have sealed a step; -1: they keep no snapshots."""
-        self._send([wire.Sealed(incarnation, step)])
+        ``unfit``: why none should again. ``rigid``: why none can in a job of another size.
+        """
+        self._send(self.member.halted(unfit, rigid))
+
+    def sealed(self, incarnation: int, step: int, why: str = "") -> None:
+        """All ranks of this node have sealed a step; -1: they seal none, and ``why``."""
+        self._send([wire.Sealed(incarnation, step, why)])
 
     def ended(self, exit_code: int, message: str) -> None:
         """All workers of this node have ended."""

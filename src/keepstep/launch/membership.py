@@ -46,7 +46,7 @@ class Membership:
         self._pid = pid
         self._free_port = free_port
         self._unix_s = unix_s
-        self._unfit = ""
+        self._unfit = self._rigid = ""
         self._halt = -1  # incarnation up to which nothing may run here
         self._halted = -1  # and up to which nothing does
         self._running = -1
@@ -121,7 +121,8 @@ class Membership:
             return []
         if isinstance(message, wire.Placement):
             if message.incarnation > self.incarnation:
-                self.placement, self.is_spare, self._suspended, self._unfit = message, False, False, ""
+                self.placement, self.is_spare, self._suspended = message, False, False
+                self._unfit = self._rigid = ""
                 self.begins_fresh = False
                 self._findings, self._ended = [], None
         elif isinstance(message, wire.Halt):
@@ -171,14 +172,15 @@ class Membership:
         return [failed]
 
     def _said_halted(self) -> wire.Halted:
-        return wire.Halted(self._halted, self._free_port(), self._suspended, self._unfit)
+        return wire.Halted(self._halted, self._free_port(), self._suspended, self._unfit, self._rigid)
 
-    def halted(self, unfit: str = "") -> list[wire.Message]:
+    def halted(self, unfit: str = "", rigid: str = "") -> list[wire.Message]:
         """None of ours runs any more, by order or because we ended them by ourselves.
 
-        ``unfit``: why workers should not begin again on this node.
+        ``unfit``: why workers should not begin again on this node. ``rigid``: why they cannot in a job of another size.
         """
         self._unfit = self._unfit or unfit[:_MOST_TEXT]
+        self._rigid = self._rigid or rigid[:_MOST_TEXT]
         self._halted = max(self._halted, self._halt, self._running)
         self._halt, self._ended = self._halted, None
         return [self._said_halted()]

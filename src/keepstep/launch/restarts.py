@@ -59,6 +59,11 @@ class Restarts:
         self._causes: list[Cause] = []
         self._loaded: dict[int, int] = {}  # step of the state that a rank began with, by rank
 
+    async def dismiss(self) -> None:
+        """No process goes on in a job of another size."""
+        if self.survivors:
+            await self.survivors.dismiss()
+
     def environment(self, place: Place, local_rank: int) -> dict[str, str]:
         """What a worker tells its milestones and imports by."""
         if self._milestones is None:

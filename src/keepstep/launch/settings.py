@@ -52,6 +52,12 @@ SETTINGS = (
         "rank=5,node=10,hour=30,same=2",
         "most restarts within an hour for one rank, one node and all; failures at one step with one error",
     ),
+    Setting(
+        "run",
+        "shrink_after_s",
+        30.0,
+        "how long a node is waited for before a job of MIN:MAX nodes goes on with fewer",
+    ),
     Setting("run", "elect", False, "another node hosts the controller when its own is lost"),
     Setting("run", "in_place", False, "at a restart a training that can goes on in its process"),
     Setting("run", "join_timeout_s", 600.0, "how long to wait for the other nodes at the start"),

@@ -111,6 +111,12 @@ class Survivors:
                     self._kill(one)
         return len(self._survivors)
 
+    async def dismiss(self) -> None:
+        """End all of them: none plays in what comes next."""
+        for one in self._survivors.values():
+            self._kill(one)
+        await self.left()
+
     def take(
         self, plan: WorkerPlan, environ: Mapping[str, str], stdout: int | None, stderr: int | None
     ) -> Child | None:

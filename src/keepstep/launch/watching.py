@@ -97,10 +97,14 @@ class Watching:
 
         self._then(restart)
 
-    async def end(self) -> None:
-        """For good; the rings stay until ``close``."""
+    async def renewed(self) -> None:
+        """The agent that was there has ended."""
         if self._renewal:
             await self._renewal
+
+    async def end(self) -> None:
+        """For good; the rings stay until ``close``."""
+        await self.renewed()
         await self._stop()
 
     def close(self) -> None:

@@ -232,6 +232,7 @@ class Inventory(Message, frozen=True):
     able: bool = True  # its ranks have the slots that it takes to be backed up
     endpoints: _Endpoints = ()  # where its agent gives states to others
     trouble: _Line = ""  # why the last backup could not be had
+    alike: RankKeys | None = None  # of its own, those that are the same on all ranks of the job
 
 
 class Locate(Message, frozen=True):
@@ -259,10 +260,11 @@ class Operate(Message, frozen=True):
 
 
 class Sealed(Message, frozen=True):
-    """Answer to ``Seal``: all ranks of this launcher have sealed ``step`` since; -1: they keep no snapshots."""
+    """Answer to ``Seal``: all ranks of this launcher have sealed ``step`` since; -1: they seal none, and ``why``."""
 
     incarnation: int
     step: int
+    why: _Line = ""
 
 
 class Failed(Message, frozen=True):
@@ -286,6 +288,7 @@ class Halted(Message, frozen=True):
     free_port: int  # MASTER_PORT if this becomes node 0
     suspended: bool = False  # as the ``Halt`` was; for a new controller
     unfit: _Line = ""  # why workers should not begin again on this node
+    rigid: _Line = ""  # why they cannot in a job of another size
 
 
 class Ended(Message, frozen=True):
@@ -384,9 +387,13 @@ class Halt(Message, frozen=True):
 
 
 class Seal(Message, frozen=True):
-    """To launchers: say `Sealed` as soon as each of your ranks has sealed one more snapshot."""
+    """To launchers: say `Sealed` as soon as each of your ranks has sealed one more snapshot.
+
+    ``alike``: one that is known to be the same on all ranks of the job.
+    """
 
     incarnation: int
+    alike: bool = False
 
 
 class Kill(Message, frozen=True):
@@ -475,7 +482,10 @@ class BackUp(Message, frozen=True):
 
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):
-    """A node that holds snapshots of a rank, as its ``own`` or as a backup."""
+    """A node that holds snapshots of a rank, as its ``own`` or as a backup.
+
+    Of another rank than the one asked for: they are the same on all ranks of the job.
+    """
 
     rank: _Rank
     node_rank: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -240,6 +241,29 @@ def test_a_lost_node_comes_back_and_everything_is_backed_up_again(nodes: Nodes) 
     nodes.until(lambda: not backed_up_on(nodes, 2, 0))  # belongs elsewhere again
     with pytest.raises(CheckpointError, match=r"no other node holds step 9"), ExitStack() as stack:
         source.bring(Key(0, 9), 2, room_for_own(nodes.caches[1].address, 2, stack))
+
+
+def test_a_node_that_had_no_part_is_given_what_all_ranks_have_alike(nodes: Nodes) -> None:
+    saved = nodes.save(1)
+    nodes.until_complete(1)
+    source = NeighbourSource(nodes.agents[2])
+    assert source.keys(9) == frozenset()
+    answer = ask(nodes.caches[0].address, Open(1))
+    slots = [Slot(descriptor) for descriptor in answer.slots]
+    for slot in slots:
+        if slot.record():
+            slot.say_alike(Key(0, 1))
+        slot.close()
+    assert nodes.until(lambda: source.keys(9)) == {Key(0, 1)}
+    address = nodes.caches[2].address
+    with ExitStack() as stack:
+        assert source.bring(Key(0, 1), 9, room_for_own(address, 9, stack)) == "the cache of node-0"
+    assert stands(address, 9) == {Key(0, 1): saved[1]}
+    offers, refused = RankSlots(address, 9).offers(world_size=10)
+    assert (offers.keys(), refused) == ({Key(0, 1)}, [])
+    _, refused = RankSlots(address, 4).offers(world_size=10)
+    assert refused == ["the snapshot of rank 4 at step 1 is not restored: it is of rank 4 of 6"]
+    os.close(answer.board)
 
 
 def test_a_new_controller_and_new_agents_go_on(nodes: Nodes) -> None:

@@ -117,6 +117,16 @@ class World:
         self.spares = dice.choice((0, 0, 1, 1, 2))
         self.max_restarts = dice.choice((1, 2, 3, 6))
         self.elects = dice.choice((True, True, False))
+        sizes = self.dice = random.Random(
+            f"{seed} sizes"
+        )  # dice of their own: what was played before is played again
+        self.least = sizes.choice((self.nodes, self.nodes, 1, max(1, self.nodes - 1), -(-self.nodes // 2)))
+        self.rigid = sizes.choice(("", "", "what rank 0 saves is not known to be the same on all ranks"))
+        if self.least < self.nodes:
+            self.spares, self.max_restarts = sizes.choice((0, 0, self.spares)), max(2, self.max_restarts)
+        self.shrink_s = sizes.choice((0.0, 3.0, 10.0))
+        self.seals: set[tuple[int, int]] = set()  # that were asked for so that nodes can be taken in
+        self.sizes: dict[int, int] = {}  # nodes by incarnation
         self.now_s = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.count = 0
@@ -136,6 +146,11 @@ class World:
             self.at(dice.uniform(0, 0.5), lambda host=host: self._connect(host))
         self.end_s = dice.uniform(15, 60)
         chosen = sorted(_FAULTS if faults is None else faults)
+        if self.least < self.nodes and {"lose", "come"} <= set(chosen):
+            self.end_s = max(self.end_s, sizes.uniform(40, 120))
+            for fault in (self.lose, self.come):
+                for _ in range(sizes.choice((0, 1, 1, 2))):
+                    self.at(sizes.uniform(5, 60), fault)
         for _ in range(dice.choice((0, 1, 1, 2, 3, 5, 8)) if chosen else 0):
             when_s = dice.uniform(1.0, self.end_s)
             for _ in range(dice.choice((1, 1, 2))):  # one comes alone, or with another one on its heels
@@ -169,7 +184,7 @@ class World:
             if host.running < 0 or not host.alive:
                 continue
             # A node that is cut off ends its workers by itself, within its lease and what ending takes.
-            if host.cut:
+            if host.cut and not host.elector.may_act(self.now_s):  # where it may, others are cut off, or gone
                 late_s = self.now_s - host.cut_s - LEASE_S - DEAD_HOST_S - ATTEMPT_S
                 assert late_s < 8.0, f"{host.name} is cut off and trains on"
 
@@ -197,27 +212,42 @@ class World:
         return site if site is not None and site.up and not site.host.cut else None
 
     def _check_given(self, site: Site, placement: wire.Placement) -> None:
+        count = placement.node_count
         table = (site.term, placement.master_addr, placement.master_port)
         other = self.given.setdefault(placement.incarnation, table)
         assert other[1:] == table[1:], f"two tables of {placement.incarnation}: {other} and {table}"
+        size = self.sizes.setdefault(placement.incarnation, count)
+        assert size == count, f"{placement.incarnation} has {size} nodes and {count}"
+        assert self.least <= count <= self.nodes, f"{count} nodes, not {self.least} to {self.nodes}"
+        assert not self.rigid or len(set(self.sizes.values())) == 1, (
+            f"{self.sizes} nodes of what has one size"
+        )
+        told = (placement.first_rank, placement.world_size)
+        assert told == (placement.node_rank * RANKS, count * RANKS), f"{placement} of {count} nodes"
+        assert placement.node_rank < count, f"{placement} of {count} nodes"
 
     def _check_start(self, host: Host, placement: wire.Placement) -> None:
         place = (placement.incarnation, placement.node_rank)
         other = self.played.setdefault(place, host)
         assert other is host, f"{host.name} and {other.name} both play {place}"
         if placement.incarnation > self.newest:
+            grown = placement.node_count > self.sizes.get(self.newest, placement.node_count)
+            if grown and self.dice.random() < 0.4:
+                self.at(self.dice.uniform(0.1, 1.0), self.fail)  # before it has trained with the newcomers
             self.newest, self.newest_s = placement.incarnation, self.now_s
-            assert placement.pauses <= self.orders, f"{placement.pauses} pauses after {self.orders} orders"
+            orders = self.orders + len(self.seals)
+            assert placement.pauses <= orders, f"{placement.pauses} pauses after {orders} orders"
             self.pauses = placement.pauses
         for one in self.hosts:
-            if one is host or not one.alive or one.running < 0 or one.was_cut(self.now_s):
+            apart = one.was_cut(self.now_s) or host.was_cut(self.now_s)
+            if one is host or not one.alive or one.running < 0 or apart:
                 continue
             assert one.running >= placement.incarnation, (
                 f"{host.name} starts incarnation {placement.incarnation}, {one.name} runs {one.running}"
             )
 
     def _check_end(self, living: list[Host]) -> None:
-        assert self.newest <= self.disturbances, (
+        assert self.newest <= self.disturbances + len(self.seals), (
             f"{self.newest} restarts after {self.disturbances} disturbances: {self.told}"
         )
         placed = {host for (incarnation, _), host in self.played.items() if incarnation == self.newest}
@@ -227,7 +257,9 @@ class World:
         well = [host for host in placed if host.finished]
         assert len(codes) <= 1, f"ended with {codes}: {self.describe()}"
         if 0 in codes:
-            assert len(well) == self.nodes, f"exit code 0, but not all nodes finished: {self.describe()}"
+            assert len(well) == self.sizes[self.newest], (
+                f"exit code 0, but not all nodes finished: {self.describe()}"
+            )
         elif codes:
             assert self.disturbances, "failed without a failure"
             assert codes <= {1, *self.codes}, f"ended with {codes}, failed with {self.codes}"
@@ -264,7 +296,7 @@ class World:
         self._tick(site)
 
     def _fresh(self, site: Site) -> Controller:
-        settings = SETTINGS_OF[self.nodes]
+        settings = replace(SETTINGS_OF[self.nodes], shrink_s=self.shrink_s)
         if self.elects:
             settings = replace(settings, seat=site.host.elector.seat.token, term=site.term)
         controller = Controller(settings, locators=stand_ins.PlainLocators(), unix_s=lambda now_s: now_s)
@@ -289,6 +321,8 @@ class World:
             if isinstance(effect, Send):
                 if isinstance(effect.message, wire.Placement):
                     self._check_given(site, effect.message)
+                if isinstance(effect.message, wire.Seal) and effect.message.alike:
+                    self.seals.add((site.term, effect.message.incarnation))
                 for peer in effect.peers:
                     if peer in site.peers:
                         self._send(site.peers[peer], effect.message)
@@ -342,7 +376,7 @@ class World:
         number = pid % 100
         seat = wire.Seat(self.random.randrange(1, 1 << 62), name, pid, f"10.0.0.{number}", 7000)
         join = wire.Join(
-            *(name, f"10.0.0.{number}", RANKS, 29500, -1, self.nodes, self.nodes, self.max_restarts),
+            *(name, f"10.0.0.{number}", RANKS, 29500, -1, self.least, self.nodes, self.max_restarts),
             hosts_controller=self.elects and pid == 100,
         )
         part = Membership(join, pid, lambda: self.random.randrange(20000, 60000))
@@ -524,6 +558,9 @@ class World:
         if not host.alive or host.exit_code is not None or host.ending:
             return
         part = host.part
+        if part.seal is not None:
+            seal, part.seal = part.seal, None
+            self.at(self.random.choice((0.1, 1.0, 5.0)), lambda: self._seal(host, seal.incarnation))
         if part.stop is not None:
             self._end_workers(host, lambda: self._exit(host, part.stop.exit_code if part.placement else 0))  # type: ignore[union-attr]
         elif part.refusal:
@@ -552,6 +589,10 @@ class World:
             )
             self._agent(host)
 
+    def _seal(self, host: Host, incarnation: int) -> None:
+        if host.alive and host.running == incarnation and not host.ending:
+            self._say(host, [wire.Sealed(incarnation, *((-1, self.rigid) if self.rigid else (7, "")))])
+
     def _end_workers(self, host: Host, then: Callable[[], None]) -> None:
         host.ending = True
 
@@ -567,7 +608,7 @@ class World:
         self.at(self.random.choice((0.0, 0.1, 0.5, 2.0, 6.0)), ended)
 
     def _halted(self, host: Host, unfit: str = "") -> None:
-        self._say(host, host.part.halted(unfit))
+        self._say(host, host.part.halted(unfit, self.rigid))
 
     def _exit(self, host: Host, code: int) -> None:
         if host.exit_code is None:
@@ -578,7 +619,7 @@ class World:
                 self.at(0.5, lambda connection=host.connection: self._break(connection, host))
 
     def _finish(self, host: Host, incarnation: int) -> None:
-        if any((incarnation, node_rank) not in self.played for node_rank in range(self.nodes)):
+        if any((incarnation, node_rank) not in self.played for node_rank in range(self.sizes[incarnation])):
             self.at(1.0, lambda: self._finish(host, incarnation))  # nobody trains before all do
         elif host.alive and host.running == incarnation and host.healthy and not host.ending:
             host.finished = True
@@ -829,6 +870,6 @@ _FAULTS: dict[str, Callable[[World], None]] = {
 }
 HARMLESS = frozenset({"drop", "drop_all", "stall", "kill_controller", "leave_spare", "come"})
 SETTINGS_OF = {
-    nodes: Settings(nodes=nodes, halt_s=20.0, join_s=25.0, grace_s=0.5, last_call_s=1.0)
+    nodes: Settings(nodes=nodes, backups=1, halt_s=20.0, join_s=25.0, grace_s=0.5, last_call_s=1.0)
     for nodes in (2, 3, 4, 5, 12)
 }
