@@ -1,19 +1,18 @@
-"""The control plane's part of a recovery at 1,024, 4,096 and 16,384 nodes, and stores with 1,024 clients.
+"""The control plane's part of a recovery at 1,024, 4,096 and 16,384 nodes, and stores with 64 to 1,024 clients.
 
-    python -m benchmarks.recovery_scale [--nodes N ...] [--repetitions N] [--json FILE]
+    python -m benchmarks.recovery_scale [--part NAME] [--nodes N ...] [--clients N ...] [--repetitions N] [--json FILE]
 
 The controller is the shipped program over real, authenticated TCP connections on loopback. The launchers are stand-ins
 in one process, which use the other core: they join, and answer the order to end their workers at once, as if they had
 none. A recovery is timed from the moment when one of them tells of a failure until the last has its place in the next
 incarnation; what devices and workers take to end and to start is no part of it. Every stand-in checks its place.
 
-Stores are torch's: all clients of the processes of a job connect and set a key, one after the other or together.
+Stores are torch's, see ``_recovery_stores.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import resource
 import signal
@@ -22,12 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import psutil
 
+from benchmarks._recovery_stores import QUICK_SIZES, SIZES, stores
 from benchmarks._report import Line, Report, bench_arguments
 from benchmarks.controller import start_controller
 from keepstep import wire
@@ -36,11 +35,9 @@ GOAL = "≤ 3 s, and flat within 20 % from 1,024 on"
 MOST_S = 3.0
 FLAT = 1.2
 RANKS = 8  # of a node
-CLIENTS = 1_024
 _CONNECT_AT_ONCE = 200
 _PATIENCE_S = 120.0
 _MOST_RESTARTS = 50
-_CLIENT_PROCESSES = 4
 
 
 class Launchers:
@@ -160,91 +157,12 @@ def control_plane(sizes: Iterable[int], repetitions: int, report: Report) -> Non
         )
 
 
-def _clients(port: int, numbers: range, ready: Any, parallel: int, results: Any) -> None:
-    """Connect as these ranks once all processes are ``ready``; puts when it began and ended."""
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    kept: list[object] = []
-
-    def one(number: int) -> None:
-        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        store.set(f"rank{number}", "here")
-        kept.append(store)
-
-    ready.wait()
-    began_s = time.monotonic()
-    with ThreadPoolExecutor(parallel) as pool:
-        list(pool.map(one, numbers))
-    results.put((began_s, time.monotonic()))
-    ready.wait()  # connections stand until all have theirs
-
-
-def _store_s(processes: int, parallel: int, servers: int, libuv: bool) -> float:
-    """Seconds until all clients have connected and set their key."""
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    stores = [
-        TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=libuv)
-        for _ in range(servers)
-    ]
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    each = CLIENTS // processes
-    ready = context.Barrier(processes)
-    workers = [
-        context.Process(
-            target=_clients,
-            args=(
-                stores[number % servers].port,
-                range(number * each, (number + 1) * each),
-                ready,
-                parallel,
-                results,
-            ),
-        )
-        for number in range(processes)
-    ]
-    for worker in workers:
-        worker.start()
-    times = [results.get(timeout=_PATIENCE_S) for _ in workers]
-    for worker in workers:
-        worker.join()
-    return max(ended for _, ended in times) - min(began for began, _ in times)
-
-
-def stores(report: Report) -> None:
-    """FlashRecovery's figure 10, on one machine."""
-    serial_s = _store_s(1, 1, 1, libuv=True)
-    ways = {
-        "one after the other (figure 10's serial)": (serial_s, "one process, one thread"),
-        "together": (
-            _store_s(_CLIENT_PROCESSES, 16, 1, libuv=True),
-            f"{_CLIENT_PROCESSES} processes of 16 threads",
-        ),
-        "together, four stores": (
-            _store_s(_CLIENT_PROCESSES, 16, 4, libuv=True),
-            "one store for each process of clients",
-        ),
-        "together, torch's old server": (
-            _store_s(_CLIENT_PROCESSES, 16, 1, libuv=False),
-            "use_libuv=False",
-        ),
-    }
-    for way, (took_s, how) in ways.items():
-        report.add(
-            Line(
-                f"{CLIENTS:,} store clients connect and set a key, {way}",
-                round(took_s, 3),
-                "s",
-                limit=f"{how}; loopback, two cores for all",
-            )
-        )
-
-
 def main() -> int:
     """Measure, print, write."""
     parser = bench_arguments("recovery_scale", __doc__ or "")
     parser.add_argument("--nodes", type=int, action="append", help="default: 1024, 4096 and 16384")
+    parser.add_argument("--clients", type=int, action="append", help="default: 64, 256 and 1024")
+    parser.add_argument("--part", choices=("control-plane", "stores"), help="only this one")
     parser.add_argument(
         "--repetitions", type=int, default=10, metavar="N", help="recoveries of each size (10)"
     )
@@ -252,9 +170,11 @@ def main() -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     report = Report("recovery_scale", quick=given.quick, packages=("keepstep", "msgspec", "uvloop", "torch"))
-    sizes = given.nodes or ([1_024] if given.quick else [1_024, 4_096, 16_384])
-    control_plane(sizes, 1 if given.quick else given.repetitions, report)
-    stores(report)
+    if given.part != "stores":
+        sizes = given.nodes or ([1_024] if given.quick else [1_024, 4_096, 16_384])
+        control_plane(sizes, 1 if given.quick else given.repetitions, report)
+    if given.part != "control-plane":
+        stores(given.clients or (QUICK_SIZES if given.quick else SIZES), report)
     report.finish(given.json)
     return 0
 

@@ -13,11 +13,13 @@ def activate() -> None:
     if not (watched or awaited):
         return
     try:
+        from keepstep import _rendezvous
+
+        _rendezvous.install()
         if awaited:
-            from keepstep import _group_sockets, _milestones, _rendezvous
+            from keepstep import _group_sockets, _milestones
 
             _milestones.install()
-            _rendezvous.install()
             _group_sockets.install()
         if watched:
             from keepstep.capture import install

@@ -1,8 +1,8 @@
-"""Groups that no other incarnation's are taken for, and a quick way to them.
+"""Groups that no other incarnation's are taken for, and a quick way to them, without waiting for what nobody needs.
 
-On one node, ranks meet at rank 0's TCP store as soon as it listens: torch's own second try comes half a second late.
-
-A restarted job is quicker than that altogether. Whatever goes wrong here, torch goes on as it would without.
+Names of those that connect: the store would ask the resolver for each, one after the other, before it serves the next.
+On one node, torch's second try after it came too early: half a second, longer than a whole restart takes.
+Whatever goes wrong here, torch goes on as it would without.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ def set_names(incarnation: int) -> None:
 def install() -> None:
     """Called at the end of ``import torch``."""
     set_names(int(os.environ.get("KEEPSTEP_INCARNATION", "0")))
+    with suppress(Exception):
+        from keepstep import _numeric_peers
+
+        _numeric_peers.install()
     names = vars(
         importlib.import_module("torch.distributed.rendezvous")
     )  # the package has a function of that name

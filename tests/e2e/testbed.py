@@ -165,8 +165,10 @@ class Testbed:
 
     __test__ = False
 
-    def __init__(self, clock_offsets_s: Sequence[int], rate: str | None = None) -> None:
-        self.rate = rate
+    def __init__(
+        self, clock_offsets_s: Sequence[int], rate: str | None = None, nameserver: str | None = None
+    ) -> None:
+        self.rate, self.nameserver = rate, nameserver
         self.prefix = f"{_PREFIX}{os.getpid()}"
         self.hosts = {
             f"node-{letter}": Host(f"node-{letter}", f"{self.prefix}-{letter}", f"10.77.0.{number}", offset)
@@ -182,7 +184,11 @@ class Testbed:
             folder = _HOSTS_FOLDERS / host.namespace
             folder.mkdir(parents=True)
             (folder / "hosts").write_text("\n".join(lines) + "\n")
-            (folder / "nsswitch.conf").write_text("hosts: files\n")  # a resolver would only be waited for
+            if self.nameserver:
+                (folder / "nsswitch.conf").write_text("hosts: files dns\n")
+                (folder / "resolv.conf").write_text(f"nameserver {self.nameserver}\n")
+            else:
+                (folder / "nsswitch.conf").write_text("hosts: files\n")  # a resolver would only be waited for
             self._wire(host)
             host.boot()
 
@@ -282,14 +288,18 @@ def remove_stale() -> list[str]:
 
 @contextmanager
 def four_hosts(
-    clock_offsets_s: Sequence[int] = (0, 5 * HOURS, 11 * HOURS, 30 * HOURS), *, rate: str | None = None
+    clock_offsets_s: Sequence[int] = (0, 5 * HOURS, 11 * HOURS, 30 * HOURS),
+    *,
+    rate: str | None = None,
+    nameserver: str | None = None,
 ) -> Iterator[Testbed]:
     """Hosts ``node-a`` to ``node-d``, each with clocks that many seconds ahead of this machine's (up to 8 hosts).
 
-    ``rate``: what each host can receive, as tc writes it (``200mbit``); unlimited without.
+    ``rate``: what each host can receive, as tc writes it (``200mbit``); unlimited without. ``nameserver``: the address
+    that is asked for what ``/etc/hosts`` does not have; nobody without.
     """
     remove_stale()
-    bed = Testbed(clock_offsets_s, rate)
+    bed = Testbed(clock_offsets_s, rate, nameserver)
     try:
         bed.build()
         with bed.links:

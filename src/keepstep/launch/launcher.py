@@ -160,7 +160,8 @@ class Launcher:
         assert self._controller.at is not None
         job, rendezvous = self._job, self._job.rendezvous
         address = addresses.resolve(self._controller.at.host)[0]
-        own = rendezvous.local_addr or address_towards(address)
+        given = rendezvous.local_addr  # a name is resolved here, not by every rank of the job
+        own = addresses.listen_address(Endpoint(given, 0)) if given else address_towards(address)
         join = wire.Join(
             node=job.node,
             address=own,

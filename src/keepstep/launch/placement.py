@@ -26,6 +26,8 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 COOKIE = "KEEPSTEP_JOB"  # marks every process of a run, so that none outlives it
 OURS = frozenset({RING, ORDERS, RUN_DIR, CACHE, NO_CACHE, INCARNATION, MILESTONES, IMPORTS, STAYING, ELASTIC})
 """What each worker is given anew, and nobody else has."""
+GLOO_IN_BATCHES = ("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "GLOO_ENABLE_STORE_V2_API")
+"""A group of Gloo's is set up from short values of its ranks, read 128 at once; see docs/design/recovery.md."""
 _LOCAL_RANK_MACRO = "${local_rank}"
 
 
@@ -86,7 +88,7 @@ def worker_plans(
 def worker_environment(
     job: Job, place: Place, local_rank: int, environ: Mapping[str, str], restart_count: int = 0
 ) -> dict[str, str]:
-    """The variables that torchrun sets for the worker, with the values it would give them.
+    """The variables that torchrun sets for the worker, with the values it would give them, and Gloo's switches.
 
     Rank 0 makes the TCP store itself (``TORCHELASTIC_USE_AGENT_STORE=False``): no torch runs in the launcher.
     """
@@ -109,6 +111,7 @@ def worker_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.name for signal in job.signals),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        **{name: environ.get(name, "1") for name in GLOO_IN_BATCHES},
     }
     if job.virtual_local_rank:
         result["LOCAL_RANK"] = "0"

@@ -1,5 +1,5 @@
 from keepstep.launch.job import job_from_command_line
-from keepstep.launch.placement import Place, worker_command, worker_environment, worker_plans
+from keepstep.launch.placement import GLOO_IN_BATCHES, Place, worker_command, worker_environment, worker_plans
 
 PLACE = Place(node_rank=1, first_rank=2, world_size=6, node_count=3, master_addr="10.0.0.1", master_port=5000)
 
@@ -34,6 +34,13 @@ def test_threads_are_limited_only_where_nobody_else_did() -> None:
         job("--nproc-per-node", "2"), PLACE, 0, {"OMP_NUM_THREADS": "4"}
     )
     assert "OMP_NUM_THREADS" not in worker_environment(job(), PLACE, 0, {})
+
+
+def test_gloo_reads_addresses_in_batches_unless_told_otherwise() -> None:
+    env = worker_environment(job(), PLACE, 0, {})
+    assert [env[name] for name in GLOO_IN_BATCHES] == ["1", "1"]
+    env = worker_environment(job(), PLACE, 0, {GLOO_IN_BATCHES[0]: "0"})
+    assert [env[name] for name in GLOO_IN_BATCHES] == ["0", "1"]
 
 
 def test_virtual_local_rank_shows_each_worker_its_device() -> None:

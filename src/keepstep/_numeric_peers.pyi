@@ -1,0 +1,3 @@
+"""native/numeric_peers.cpp"""
+
+def install() -> int: ...
