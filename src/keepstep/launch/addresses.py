@@ -64,6 +64,11 @@ def listen_address(endpoint: Endpoint) -> str:
     return addresses[0] if named_loopback else address_towards(ANYWHERE)
 
 
+def own_address(given: str, other: str) -> str:
+    """Where other nodes reach this one: what was given, resolved once for all ranks, else on the way to ``other``."""
+    return listen_address(Endpoint(given, 0)) if given else address_towards(other)
+
+
 def _is_numeric(host: str) -> bool:
     try:
         ipaddress.ip_address(host)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from keepstep.core.budgets import Cause
 from keepstep.core.errors import KeepstepError
 from keepstep.core.incident import Recovery
-from keepstep.core.own_address import address_towards
 from keepstep.launch import addresses, root_cause, run_folder
 from keepstep.launch.caching import Caching
 from keepstep.launch.guard import Guard
@@ -160,8 +159,7 @@ class Launcher:
         assert self._controller.at is not None
         job, rendezvous = self._job, self._job.rendezvous
         address = addresses.resolve(self._controller.at.host)[0]
-        given = rendezvous.local_addr  # a name is resolved here, not by every rank of the job
-        own = addresses.listen_address(Endpoint(given, 0)) if given else address_towards(address)
+        own = addresses.own_address(rendezvous.local_addr, address)
         join = wire.Join(
             node=job.node,
             address=own,

@@ -146,6 +146,8 @@ def test_listening_stays_on_the_address_given() -> None:
     assert addresses.listen_address(Endpoint("127.0.0.1", 1)) == "127.0.0.1"
     assert addresses.listen_address(Endpoint("localhost", 1)) in ("127.0.0.1", "::1")
     assert addresses.listen_address(Endpoint("192.0.2.7", 1)) == "192.0.2.7"
+    assert addresses.own_address("192.0.2.7", "127.0.0.1") == "192.0.2.7"
+    assert addresses.own_address("", "127.0.0.1") == "127.0.0.1"
 
 
 def test_only_one_launcher_of_a_machine_claims_a_rendezvous() -> None:
