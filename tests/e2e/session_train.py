@@ -1,6 +1,6 @@
-"""The example of sessions, whose rank 1 kills itself in its 7th step of the first incarnation if ``DIES`` is set.
+"""An example of sessions, whose rank 1 kills itself in its 7th step of the first incarnation if ``DIES`` is set.
 
-Arguments: steps, folder.
+Arguments: the example, steps, folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 example = runpy.run_path(
-    str(Path(__file__).parents[2] / "examples" / "recover" / "train.py"), run_name="example"
+    str(Path(__file__).parents[2] / "examples" / "recover" / sys.argv[1]), run_name="example"
 )
 Data, drawn = example["Data"], example["Data"].batch
 batches = 0
@@ -36,5 +36,5 @@ def batch(data: Any) -> Any:
 
 Data.batch = batch
 dist.init_process_group("gloo")
-example["train"](int(sys.argv[1]), Path(sys.argv[2]))
+example["train"](int(sys.argv[2]), Path(sys.argv[3]))
 dist.destroy_process_group()

@@ -14,11 +14,13 @@ pytestmark = pytest.mark.e2e
 EXAMPLE = Path(__file__).parents[2] / "examples" / "recover" / "train.py"
 JOB = Path(__file__).with_name("session_train.py")
 STEPS = 12
-PATIENCE_S = 120
+PATIENCE_S = 240
 
 
-def losses(folder: Path, *flags: str, **environment: str) -> tuple[list[dict[int, set[str]]], str]:
-    """Of the example under ``keepstep run``, by rank and step; and what was said."""
+def losses(
+    folder: Path, *flags: str, example: str = "train.py", ranks: int = 2, **environment: str
+) -> tuple[list[dict[int, set[str]]], str]:
+    """Of the example under ``keepstep run``, by rank that has some and by step; and what was said."""
     folder.mkdir()
     command = [
         sys.executable,
@@ -31,7 +33,7 @@ def losses(folder: Path, *flags: str, **environment: str) -> tuple[list[dict[int
         *flags,
     ]
     done = subprocess.run(
-        [*command, "--nproc-per-node", "2", str(JOB), str(STEPS), str(folder)],
+        [*command, "--nproc-per-node", str(ranks), str(JOB), example, str(STEPS), str(folder)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -41,20 +43,27 @@ def losses(folder: Path, *flags: str, **environment: str) -> tuple[list[dict[int
     )
     assert done.returncode == 0, done.stderr
     by_rank: list[dict[int, set[str]]] = []
-    for rank in range(2):
+    for file in sorted(folder.glob("losses-*")):
         by_rank.append({})
-        for line in (folder / f"losses-{rank}").read_text().splitlines():
+        for line in file.read_text().splitlines():
             step, _, loss = line.partition(" ")
-            by_rank[rank].setdefault(int(step), set()).add(loss)
+            by_rank[-1].setdefault(int(step), set()).add(loss)
     return by_rank, done.stderr
 
 
-def test_a_killed_rank_costs_no_step_and_no_bit(tmp_path: Path) -> None:
-    undisturbed, _ = losses(tmp_path / "undisturbed")
-    found, said = losses(tmp_path / "killed", "--max-restarts", "1", DIES="1")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("example", "ranks", "with_losses"), [("train.py", 2, 2), ("fsdp2.py", 2, 2), ("tp_pp_dp.py", 8, 4)]
+)
+def test_a_killed_rank_costs_no_step_and_no_bit(
+    tmp_path: Path, example: str, ranks: int, with_losses: int
+) -> None:
+    undisturbed, _ = losses(tmp_path / "undisturbed", example=example, ranks=ranks)
+    found, said = losses(tmp_path / "killed", "--max-restarts", "1", example=example, ranks=ranks, DIES="1")
     assert "resumed after step 6 from this node's cache" in said or "resumed after step 5 from" in said
     assert found == undisturbed
-    assert found[0].keys() == set(range(STEPS))
+    assert len(found) == with_losses
+    assert all(one.keys() == set(range(STEPS)) for one in found)
 
 
 def test_without_keepstep_run_it_only_trains(tmp_path: Path) -> None:
