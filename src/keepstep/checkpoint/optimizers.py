@@ -18,7 +18,8 @@ from keepstep.checkpoint.state import identity
 class OptimizerWatch:
     """Sees every `torch.optim.Optimizer` of this process step.
 
-    ``before_step`` gets the storages of the optimizer's tensors, lazily and parameters first, before each step. An
+    ``before_step`` gets the storages of the optimizer's tensors, lazily and parameters first, before each step; of
+    one of PyTorch's own that is given a closure (forward and backward), as Lightning does, after its first call. An
     optimizer is known once it has stepped, when its state is there. One that steps inside a backward pass makes its
     tensors unsafe to copy in the background for good: between two steps of it there is hardly a moment.
     """
@@ -46,10 +47,21 @@ class OptimizerWatch:
         for hook in self._hooks:
             hook.remove()
 
-    def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _before(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if cast("Any", torch)._C._current_graph_task_id() != -1:
             self.in_backward = True
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if callable(closure) and type(optimizer).__module__.startswith("torch.optim."):
+            return args[:1], {**kwargs, "closure": lambda: self._after_first(closure(), optimizer)}
         self._before_step(_identities(_tensors(optimizer)))
+        return None
+
+    def _after_first(self, loss: Any, optimizer: torch.optim.Optimizer) -> Any:
+        """``loss``, when the tensors may be changed: until the closure has been called they have not been."""
+        self._before_step(_identities(_tensors(optimizer)))
+        return loss
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._known.add(optimizer)

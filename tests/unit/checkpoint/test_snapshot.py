@@ -97,6 +97,29 @@ def test_only_what_optimizers_own_is_copied_later_and_before_they_step(served: A
     snapshots.close()
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_closure_runs_beside_the_copy_where_it_comes_before_any_change(served: Any, own: bool) -> None:
+    class Sharpness(torch.optim.SGD):
+        """Somebody's: might change parameters before it calls the closure."""
+
+    model = torch.nn.Linear(64, 64)
+    optimizer = (torch.optim.SGD if own else Sharpness)(model.parameters(), lr=0.1)
+    snapshots, under_way = Snapshots(served.address, Seat(), alone), []
+
+    def closure() -> torch.Tensor:
+        under_way.append(snapshots._flight is not None)
+        loss = model(torch.ones(2, 64)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    snapshots.save({"model": model, "optimizer": optimizer}, 1)
+    assert optimizer.step(closure=closure) is not None
+    assert under_way == [False, own]
+    assert snapshots._flight is None
+    snapshots.close()
+
+
 def test_an_optimizer_whose_groups_are_empty_waits_for_its_states(served: Any) -> None:
     """As DeepSpeed's ZeRO-3 leaves the one inside it between steps."""
     state, step = training()
