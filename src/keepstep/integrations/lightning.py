@@ -1,0 +1,205 @@
+"""PyTorch Lightning: every optimizer step of ``fit`` kept in memory, by one callback.
+
+    trainer = Trainer(callbacks=[keepstep.integrations.lightning.Recovery()], ...)
+    trainer.fit(model, data)
+
+Lightning's hooks come in the middle of a batch. A step is whole when the epoch loop has advanced: hooks, validation and
+schedulers are through then. So this trainer's `on_advance_end` of that loop is followed by a save; and its
+`on_run_start`, the last thing before a first batch, by what must not be changed by anything in the beginning of `fit`:
+counters, data position and random states.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from importlib import import_module
+from typing import Any
+
+from keepstep import checkpoint
+from keepstep.checkpoint.cache import ADDRESS, NO_CACHE
+from keepstep.core.errors import CheckpointError
+from keepstep.integrations.lightning_state import Rest, note_random_states, set_random_states
+
+try:
+    _pl: Any = import_module("lightning.pytorch")
+except ImportError:
+    _pl = import_module("pytorch_lightning")
+
+_REFUSED = {
+    "DeepSpeedStrategy": "its shards are saved by DeepSpeed: use keepstep.integrations.deepspeed without Lightning",
+    "FSDPStrategy": "FSDP1 keeps flat parameters, which only a collective takes apart: use ModelParallelStrategy "
+    "(fully_shard)",
+}
+_KEPT = ("DDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy")
+_kept: list[object] = []  # the one callback of this process that had a fit
+
+
+class Recovery(_pl.Callback):
+    """Saves each optimizer step of the first `fit` of a process, and brings the newest back when that begins.
+
+    Only under ``keepstep run``; else it does nothing. `fit` raises `CheckpointError` when the state cannot be had from
+    this strategy or these loaders (says why), or cannot be saved or restored.
+    """
+
+    _fit: _Fit | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Lightning's hook, before the model is on its device: refuse what cannot be kept."""
+        if stage != "fit" or not (os.environ.get(ADDRESS) or os.environ.get(NO_CACHE)):
+            return
+        if _kept:
+            print("keepstep: only the first fit of a process is kept in memory", file=sys.stderr, flush=True)
+            return
+        reason = _why_not(trainer.strategy)
+        if reason:
+            raise CheckpointError(f"steps of this Lightning trainer cannot be kept in memory: {reason}")
+        _kept.append(self)
+        self._fit = _Fit(trainer)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Lightning's hook, when model and optimizers are there: bring back the newest step."""
+        if self._fit:
+            self._fit.restore()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Lightning's hook."""
+        if self._fit:
+            checkpoint.wait()
+        self.on_exception(trainer, pl_module, None)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: object) -> None:
+        """Lightning's hook: the loops are Lightning's again."""
+        if self._fit:
+            self._fit.leave()
+        self._fit = None
+
+
+class _Fit:
+    """One trainer's `fit`: what of it is saved, and when."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer: Any = trainer
+        self._loop: Any = trainer.fit_loop.epoch_loop
+        self._begin, self._advanced = self._loop.on_run_start, self._loop.on_advance_end
+        self._loop.on_run_start, self._loop.on_advance_end = self._on_run_start, self._on_advance_end
+        self._random, self._rest = _Later(checkpoint.RandomState()), Rest(trainer)
+        self._state: dict[str, Any] = {}
+        self._step = 0  # the last that is saved
+        self._max_steps: int = self._loop.max_steps
+        self._resumes = False
+        note_random_states(trainer)
+
+    def restore(self) -> None:
+        """Bring back all but what the beginning of `fit` changes."""
+        trainer, loop = self._trainer, self._loop
+        self._state = {
+            "random": self._random,
+            "module": trainer.lightning_module,
+            "optimizers": {str(index): one for index, one in enumerate(trainer.optimizers)},
+            "schedulers": {str(i): one.scheduler for i, one in enumerate(trainer.lr_scheduler_configs)},
+            "precision": trainer.precision_plugin,
+            "trainer": self._rest,
+        }
+        self._step = checkpoint.load(self._state) or 0
+        self._resumes = self._step > 0
+        if not self._resumes:
+            return
+        # Of a file that fit(ckpt_path=...) names nothing is to come over it.
+        connector = trainer._checkpoint_connector
+        connector._loaded_checkpoint, connector.resume_start = {}, _do_nothing
+        if 0 <= self._max_steps <= loop.global_step:
+            loop.max_steps = -1  # else Lightning leaves at once, and the end of the epoch is left out
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+
+    def leave(self) -> None:
+        """Take away what was put over Lightning's own."""
+        self._loop.__dict__.pop("on_run_start", None)
+        self._loop.__dict__.pop("on_advance_end", None)
+        self._trainer._checkpoint_connector.__dict__.pop("resume_start", None)
+
+    def _on_run_start(self, data_fetcher: Any) -> None:
+        """An epoch's batches begin, or go on."""
+        data = _Data(data_fetcher)
+        if not self._resumes:
+            self._begin(data_fetcher)
+            return
+        done = self._loop.batch_progress
+        if not data.stateful and not done.is_last_batch:
+            data.skip(done.current.ready, self._rest.data)
+        self._begin(data_fetcher)
+        # What is left of the epoch is none of Lightning's restarts, which repeat a part of the batch before.
+        self._loop.restarting = self._trainer.fit_loop._restarting = self._resumes = False
+        self._loop.max_steps = self._max_steps
+        self._rest.finish()
+        self._random.load()
+
+    def _on_advance_end(self, data_fetcher: Any) -> None:
+        """A batch is through; save when an optimizer stepped in it."""
+        self._advanced(data_fetcher)
+        if self._loop.global_step > self._step:
+            self._step = self._loop.global_step
+            # Between epochs callbacks may change weights (averages) before any optimizer does.
+            checkpoint.save(self._state, self._step, overlap=not self._loop.batch_progress.is_last_batch)
+
+
+class _Data:
+    """Where the batches come from."""
+
+    def __init__(self, fetcher: Any) -> None:
+        self._fetcher = fetcher
+        loaders = fetcher.combined_loader.flattened
+        kept = [hasattr(one, "state_dict") and hasattr(one, "load_state_dict") for one in loaders]
+        self.stateful = all(kept)
+        reason = ""
+        if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
+            reason = "training_step(dataloader_iter) takes batches that nobody counts: take a batch"
+        elif any(kept) and not self.stateful:
+            reason = "some train dataloaders have state_dict and others not: all or none"
+        elif any(kept) and fetcher.length is None:
+            reason = (
+                "a train dataloader with state_dict and no length is read one batch ahead: give it __len__"
+            )
+        if reason:
+            raise CheckpointError(f"the data position of this Lightning trainer cannot be kept: {reason}")
+
+    def skip(self, batches: int, begun_with: dict[str, Any]) -> None:
+        """Begin the epoch's order again, as it was begun, and pass over the first batches."""
+        self._fetcher.combined_loader.reset()  # its workers, too: they were made with other random states
+        set_random_states(begun_with)
+        iter(self._fetcher)
+        for _ in range(batches):
+            next(self._fetcher)
+        self._fetcher.fetched -= batches  # Lightning adds them
+
+
+class _Later:
+    """A state that is kept when loaded, and loaded when it is time."""
+
+    def __init__(self, of: Any) -> None:
+        self._of, self._loaded = of, None
+
+    def state_dict(self) -> Any:
+        return self._of.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._loaded = state
+
+    def load(self) -> None:
+        self._of.load_state_dict(self._loaded)
+
+
+def _do_nothing(*_: object, **__: object) -> None:
+    pass
+
+
+def _why_not(strategy: Any) -> str:
+    """What makes this strategy's states unfit for memory; "" when nothing does."""
+    names = [kind.__name__ for kind in type(strategy).__mro__]
+    for name in names:
+        if name in _REFUSED:
+            return f"{name}: {_REFUSED[name]}"
+    if not any(name in _KEPT for name in names):
+        return f"{names[0]} has had no test; {', '.join(_KEPT)} have"
+    return ""

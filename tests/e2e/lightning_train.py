@@ -1,0 +1,181 @@
+"""A Lightning training with `Recovery` that writes what it trained on; rank 1 kills itself in incarnation 0.
+
+Arguments: folder, strategy. ``DIE``: "BATCH WHERE", batches counted over epochs. ``LOADER``: "plain", "stateful",
+"stream". ``KEEP``: "no" leaves the callback out.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torchmetrics import MeanMetric
+
+from keepstep.integrations.lightning import Recovery
+
+folder, strategy = Path(sys.argv[1]), sys.argv[2]
+dies_at, where = (os.environ.get("DIE") or "-1 nowhere").split(" ", 1)
+kind = os.environ.get("LOADER", "plain")
+incarnation = int(os.environ.get("KEEPSTEP_INCARNATION", "0"))
+rank = int(os.environ["RANK"])
+
+
+def die(batch: int, here: str) -> None:
+    if (batch, here, rank, incarnation) == (int(dies_at), where, 1, 0):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sample(index: int) -> tuple[torch.Tensor, int]:
+    """With noise from the process's or the worker's random state."""
+    x = torch.linspace(-1, 1, 16).add(index).cos() + 0.01 * torch.randn(16)
+    return x, index
+
+
+class Samples(Dataset[Any]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return sample(index)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(rank, 40, 2):
+            yield sample(index)
+
+
+class Counting:
+    """Batches in an order of its own, and where in them we are."""
+
+    def __init__(self) -> None:
+        self.generator, self.at = torch.Generator().manual_seed(rank), 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < len(self):
+            self.at += 1
+            picked = torch.randint(1000, (4,), generator=self.generator).tolist()
+            rows = [sample(index) for index in picked]
+            yield torch.stack([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state(), "at": self.at % len(self)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self.at = state["at"]
+
+
+def loader() -> Any:
+    if kind == "stateful":
+        return Counting()
+    if kind == "stream":
+        return DataLoader(Stream(), batch_size=4)
+    workers = int(os.environ.get("WORKERS", "0"))
+    samples = Samples()
+    # Shuffled by the process's random state where no sampler is given for the ranks.
+    order = (
+        {"sampler": DistributedSampler(samples, 2, rank, seed=3)} if strategy == "ddp" else {"shuffle": True}
+    )
+    return DataLoader(samples, batch_size=4, num_workers=workers, **order)
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 1))
+        self.mean, self.batches = MeanMetric(), 0
+
+    def configure_model(self) -> None:
+        if strategy == "fsdp2":
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["batches"] = self.batches
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.batches = checkpoint["batches"]
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        x, index = batch
+        loss = (self.net(x) - index.unsqueeze(1) / 40).square().mean()
+        die(self.batches, "forward")
+        self.log("seen", loss, on_step=False, on_epoch=True)
+        self.mean(loss.detach())
+        self._write(
+            f"{self.batches} {self.current_epoch} {self.global_step} {index.tolist()} {loss.item().hex()}"
+        )
+        self.batches += 1
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        die(self.batches - 1, "after step")
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        x, index = batch
+        self.log("val_loss", (self.net(x) - index.unsqueeze(1) / 40).square().mean(), sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            die(self.batches - 1, "after validation")
+
+    def on_train_epoch_end(self) -> None:
+        die(self.batches - 1, "epoch end")
+        seen = self.trainer.callback_metrics["seen"].item().hex()
+        rate = self.optimizers().param_groups[0]["lr"].hex()
+        self._write(f"epoch {self.current_epoch} {seen} {self.mean.compute().item().hex()} {rate}")
+        self.mean.reset()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        steps = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": steps, "interval": "step"}}
+
+    def _write(self, line: str) -> None:
+        with (folder / f"lines-{rank}").open("a") as file:
+            file.write(line + "\n")
+
+
+seed_everything(5, workers=True, verbose=False)
+trainer = Trainer(
+    accelerator="cpu",
+    devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+    strategy={"ddp": DDPStrategy, "fsdp2": lambda: ModelParallelStrategy(2, 1), "one": lambda: "auto"}[
+        strategy
+    ](),
+    callbacks=[
+        EarlyStopping("val_loss", patience=50),
+        *([] if os.environ.get("KEEP") == "no" else [Recovery()]),
+    ],
+    accumulate_grad_batches=int(os.environ.get("ACCUMULATE", "1")),
+    max_epochs=3,
+    check_val_every_n_epoch=1,
+    use_distributed_sampler=False,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+model = Model()
+trainer.fit(model, loader(), DataLoader(Samples(), batch_size=20))
+torch.save(
+    [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()], folder / f"end-{rank}"
+)
+if dist.is_initialized():
+    dist.destroy_process_group()
