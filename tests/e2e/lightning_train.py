@@ -1,7 +1,7 @@
 """A Lightning training with `Recovery` that writes what it trained on; rank 1 kills itself in incarnation 0.
 
 Arguments: folder, strategy. ``DIE``: "BATCH WHERE", batches counted over epochs. ``LOADER``: "plain", "stateful",
-"stream". ``KEEP``: "no" leaves the callback out.
+"stream". ``KEEP``: "no" leaves the callback out. ``AVERAGE``: the weights are averaged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from torchmetrics import MeanMetric
@@ -65,15 +65,15 @@ class Counting:
         return 5
 
     def __iter__(self) -> Iterator[Any]:
+        self.at %= len(self)
         while self.at < len(self):
             self.at += 1
             picked = torch.randint(1000, (4,), generator=self.generator).tolist()
             rows = [sample(index) for index in picked]
             yield torch.stack([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
-        self.at = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state(), "at": self.at % len(self)}
+        return {"generator": self.generator.get_state(), "at": self.at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.generator.set_state(state["generator"])
@@ -161,6 +161,7 @@ trainer = Trainer(
     ](),
     callbacks=[
         EarlyStopping("val_loss", patience=50),
+        *([EMAWeightAveraging(decay=0.5)] if "AVERAGE" in os.environ else []),
         *([] if os.environ.get("KEEP") == "no" else [Recovery()]),
     ],
     accumulate_grad_batches=int(os.environ.get("ACCUMULATE", "1")),
@@ -174,8 +175,8 @@ trainer = Trainer(
 )
 model = Model()
 trainer.fit(model, loader(), DataLoader(Samples(), batch_size=20))
-torch.save(
-    [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()], folder / f"end-{rank}"
-)
+ends = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+with (folder / f"lines-{rank}").open("a") as log:
+    log.write(f"end {sum(p.double().square().sum().item() for p in ends).hex()}\n")
 if dist.is_initialized():
     dist.destroy_process_group()

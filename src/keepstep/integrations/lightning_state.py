@@ -45,13 +45,17 @@ class Rest:
             {one.state_key: state for one in trainer.callbacks if (state := one.state_dict())},
             trainer.fit_loop.state_dict(),
         )
+        weights = dict(file["state_dict"])
         for one in trainer.callbacks:
             one.on_save_checkpoint(trainer, trainer.lightning_module, file)
         trainer.lightning_module.on_save_checkpoint(file)
+        hooks = {key: value for key, value in file.items() if key not in _USUAL}
+        if not _same(weights, file["state_dict"]):  # as averages of weights do
+            hooks["state_dict"] = file["state_dict"]
         return {
             "loop": file["loops"]["fit_loop"],
             "callbacks": file["callbacks"],
-            "hooks": {key: value for key, value in file.items() if key not in _USUAL},
+            "hooks": hooks,
             "datamodule": trainer.datamodule.state_dict() if trainer.datamodule else {},
             "data": getattr(trainer.fit_loop._combined_loader, _NOTED, {}),
             "should_stop": trainer.should_stop,
@@ -102,6 +106,10 @@ class Rest:
             "loops": {"fit_loop": loop},
             "callbacks": callbacks,
         }
+
+
+def _same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return left.keys() == right.keys() and all(right[name] is value for name, value in left.items())
 
 
 def package(trainer: Any) -> str:
