@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import random
 import socket
+from contextlib import suppress
+from pathlib import Path
 
 from keepstep.core.errors import RunError
 from keepstep.core.own_address import ANYWHERE, address_towards
 from keepstep.launch.job import Endpoint
+
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # to connections, by the kernel
+_LEAST_PORT = 10_000
+_PORTS_WANTED, _PORTS_TRIED = 1000, 16
 
 
 def resolve(host: str) -> list[str]:
@@ -78,15 +85,31 @@ def _is_numeric(host: str) -> bool:
 
 
 def free_port(address: str) -> int:
-    """A TCP port that nobody listens on at the moment."""
+    """A TCP port that nobody listens on at the moment.
+
+    Not one of those that the kernel gives to connections, where others are free: such a port may be taken again before
+    whoever is told of it listens, seconds later.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            probe.bind(("::" if family == socket.AF_INET6 else "", 0))
+    for port in (*_lasting_ports(), 0, 0):
+        with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port))
+            return int(probe.getsockname()[1])
+    with socket.socket(family, socket.SOCK_STREAM) as probe:  # the address is not of this machine (yet)
+        probe.bind(("::" if family == socket.AF_INET6 else "", 0))
         return int(probe.getsockname()[1])
+
+
+def _lasting_ports() -> list[int]:
+    """Some that no connection is given."""
+    try:
+        first, last = map(int, _GIVEN_PORTS.read_text().split())
+    except (OSError, ValueError):
+        return []
+    above, below = range(last + 1, 1 << 16), range(_LEAST_PORT, first)
+    ports = above if len(above) >= _PORTS_WANTED else below
+    return random.sample(ports, min(_PORTS_TRIED, len(ports)))
 
 
 def claim_host(port: int) -> socket.socket | None:
