@@ -22,6 +22,7 @@ class Simulated:
     unsure: bool = False
     unfinished: int = -1  # incarnation of a step on storage that was not written to the end
     first: frozenset[Key] = frozenset()
+    states: dict[Key, int] = field(default_factory=dict)  # what it has saved, if anybody wants to know
     held: set[Key] = field(default_factory=set)
     live: Key | None = None
 
@@ -51,6 +52,9 @@ class Simulated:
 
     def wanted(self, key: Key) -> bool:
         return False
+
+    def digest(self, key: Key) -> int:
+        return self.states.get(key, 0)
 
 
 keys = st.builds(Key, st.integers(0, 2), st.integers(0, 4))
@@ -112,6 +116,17 @@ def test_all_ranks_end_with_the_newest_that_all_can_have(job: list[Simulated]) -
     assert len({end.incarnation for end in ends if isinstance(end, Agreed)}) == 1
     if any(expected not in cache for cache in caches):  # all were asked
         assert all(end.incarnation > max(seen).incarnation for end in ends if isinstance(end, Agreed))
+
+
+@given(ranks, st.lists(st.integers(0, 2), min_size=4, max_size=4))
+def test_states_are_alike_only_when_all_ranks_say_the_same_of_them(
+    job: list[Simulated], said: list[int]
+) -> None:
+    for rank, digest in zip(job, said, strict=False):
+        rank.states = dict.fromkeys([*rank.cache, *rank.sources], digest)
+    same = len(set(said[: len(job)])) == 1 and said[0] > 0
+    for end in run(job):
+        assert isinstance(end, str) or end.key is None or end.alike == same
 
 
 @given(ranks, st.integers(0, 3))

@@ -227,8 +227,9 @@ def test_a_lost_node_comes_back_and_everything_is_backed_up_again(nodes: Nodes) 
     nodes.lose(1)
     # The ring closes without it: what it backed up goes to the next, what is left of its own is copied once more.
     nodes.until(lambda: Key(0, 1) in backed_up_on(nodes, 2, 0))
-    nodes.until(lambda: Key(0, 1) in backed_up_on(nodes, 0, 2))
-    assert backed_up_on(nodes, 0, 3)[Key(0, 1)] == saved[3]
+    for rank in (2, 3):
+        nodes.until(lambda rank=rank: Key(0, 1) in backed_up_on(nodes, 0, rank))
+        assert backed_up_on(nodes, 0, rank)[Key(0, 1)] == saved[rank]
     nodes.boot(1)
     source = NeighbourSource(nodes.agents[1])
     for rank in (2, 3):

@@ -59,7 +59,10 @@ def test_threads_that_wait_for_work_are_quiet() -> None:
     assert groups._sleep(callers)
 
 
-def test_a_training_that_may_stay_is_not_refused() -> None:
+def test_a_training_that_may_stay_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling = sys.modules.get("torch._dynamo.convert_frame")
+    if compiling is not None:  # in another test
+        monkeypatch.setattr(compiling, "FRAME_COUNTER", 0)
     assert groups.refusal() == ""
 
 
