@@ -30,14 +30,13 @@ from keepstep.wire.background import BackgroundClient
 from keepstep.wire.channel import TO_ELECTOR, ClientChannel, Ends, Role, ServerChannel, encode
 from keepstep.wire.client import Client, ClientLimits, connect
 from keepstep.wire.counters import Counters
+from keepstep.wire.election import Answer, Ask, Leads, Where
 from keepstep.wire.loops import loop_factory, run
 from keepstep.wire.messages import (
     LEAST_HOLD_S,
     MOST_HOLD_S,
     MOST_SEATS,
     PROTOCOL,
-    Answer,
-    Ask,
     BackUp,
     Bye,
     Council,
@@ -57,7 +56,6 @@ from keepstep.wire.messages import (
     Join,
     Kept,
     Kill,
-    Leads,
     Locate,
     Located,
     Measured,
@@ -93,7 +91,6 @@ from keepstep.wire.messages import (
     Validate,
     Validated,
     Welcome,
-    Where,
 )
 from keepstep.wire.secret import read_secret, write_secret
 from keepstep.wire.server import Connection, Server, ServerCallbacks, ServerLimits, serve

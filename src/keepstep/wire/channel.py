@@ -22,15 +22,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from keepstep.wire.election import FromElector, ToElector
 from keepstep.wire.framing import LENGTH_BYTES, FrameBuffer, frame
 from keepstep.wire.messages import (
     PROTOCOL,
     AgentMessage,
     ClientMessage,
-    FromElector,
     LauncherMessage,
     Message,
-    ToElector,
     ToNode,
 )
 from keepstep.wire.transfer import FromHolder, ToHolder

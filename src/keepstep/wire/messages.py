@@ -42,10 +42,10 @@ _Endpoints = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MOST_NODE_E
 _Label = Annotated[str, msgspec.Meta(max_length=MOST_LABEL)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Line = Annotated[str, msgspec.Meta(max_length=500)]
-_Token = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
-_Term = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-_Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
-_Host = Annotated[str, msgspec.Meta(max_length=255)]
+Token = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+Term = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+Host = Annotated[str, msgspec.Meta(max_length=255)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, omit_defaults=True):
@@ -71,11 +71,11 @@ class Hello(Message, frozen=True):
 class Seat(msgspec.Struct, frozen=True, array_like=True):
     """A launcher that can elect. ``token``: drawn when its process began; one that is started anew is another."""
 
-    token: _Token
-    node: _Host
+    token: Token
+    node: Host
     pid: _Count
-    address: _Host  # numeric
-    port: _Port  # where it listens to other launchers
+    address: Host  # numeric
+    port: Port  # where it listens to other launchers
 
 
 class Join(Message, frozen=True):
@@ -303,8 +303,8 @@ class Ended(Message, frozen=True):
 class Kept(Message, frozen=True):
     """Answer to `Council`: this one and none older counts for this launcher from now on."""
 
-    term: _Term
-    version: _Term
+    term: Term
+    version: Term
 
 
 class Recovered(Message, frozen=True):
@@ -330,7 +330,7 @@ class Welcome(Message, frozen=True):
     controller_pid: int
     heartbeat_s: float = 1.0
     protocol: int = PROTOCOL
-    term: _Term = 0  # of the controller; 0: elected by nobody
+    term: Term = 0  # of the controller; 0: elected by nobody
 
 
 class Placement(Message, frozen=True):
@@ -349,7 +349,7 @@ class Placement(Message, frozen=True):
 class Row(msgspec.Struct, frozen=True, array_like=True):
     """One launcher of the rank table."""
 
-    node: _Host
+    node: Host
     pid: _Count
     placement: Placement
 
@@ -363,10 +363,10 @@ class Council(Message, frozen=True):
     Ordered by term and version. Nothing of the table is given out before a quorum has it (`core.quorum`).
     """
 
-    term: _Term
-    version: _Term
+    term: Term
+    version: Term
     leader: Seat  # the launcher beside the controller
-    port: _Port  # of the controller, on the leader's address
+    port: Port  # of the controller, on the leader's address
     seats: _Seats
     former: _Seats = ()  # that have to agree too, until it is known that they cannot act alone any more
     table: Annotated[tuple[Row, ...], msgspec.Meta(max_length=MOST_TABLE)] = ()
@@ -538,48 +538,6 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-# --- launcher to launcher -------------------------------------------------------------------------------------------
-
-
-class Ask(Message, frozen=True):
-    """A launcher asks another one for the lease on the controller, or to renew it. Answered by `Answer`.
-
-    ``previous``: term of the lease that it has, 0 for none. ``held``: term and version of its council. ``address`` and
-    ``port``: of its controller, once it has one.
-    """
-
-    number: _Term
-    to: _Token
-    by: _Token
-    term: _Term
-    previous: _Term
-    held: tuple[_Term, _Term]
-    address: _Host = ""
-    port: _Port = 0
-
-
-class Answer(Message, frozen=True):
-    """Whether the lease is granted, from when it was asked for on. ``term``: the newest in which one was granted."""
-
-    number: _Term
-    by: _Token
-    granted: bool
-    term: _Term
-
-
-class Where(Message, frozen=True):
-    """Where is the controller? Answered by `Leads`."""
-
-
-class Leads(Message, frozen=True):
-    """The newest controller that a launcher knows of; ``port`` 0: none. ``acts``: it is ours, and we have the lease."""
-
-    term: _Term
-    address: _Host = ""
-    port: _Port = 0
-    acts: bool = False
-
-
 AgentMessage = (
     Hello
     | Groups
@@ -620,5 +578,3 @@ ToNode = (
     | Stop
     | Refused
 )
-ToElector = Ask | Where
-FromElector = Answer | Leads
