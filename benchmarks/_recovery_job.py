@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks._recovery_victim import misbehave
+from benchmarks._recovery_victim import Ballast, misbehave
 
 folder, step_s = Path(sys.argv[1]), float(sys.argv[2])
 dist.init_process_group("gloo")
@@ -24,7 +24,7 @@ model = torch.nn.parallel.DistributedDataParallel(
     torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-state = {"model": model, "optimizer": optimizer}
+state = {"model": model, "optimizer": optimizer, "ballast": Ballast()}
 in_memory = "KEEPSTEP_CACHE" in os.environ
 file = Path("/dev/shm") / f"{folder.name}-{rank}.pt"
 

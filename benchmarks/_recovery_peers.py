@@ -2,10 +2,10 @@
 
     python -m benchmarks._recovery_peers nvidia-resiliency-ext|torchft FOLDER STEP_S
 
-starts the processes of one host and waits for them. nvidia-resiliency-ext: four active ranks and one in reserve, which
-has imported everything; the store is kept outside the ranks, and collectives end after 10 s: with Gloo that alone gets
-the survivors out. torchft: a lighthouse with the settings of its README, and
-four replicas of one rank, each under a torchrun that starts it again. The training is that of ``_recovery_job``.
+starts the processes of one host and waits for them. nvidia-resiliency-ext: one rank more than are active, in reserve,
+which has imported everything; the store is kept outside the ranks, and collectives end after 10 s: with Gloo that alone
+gets the survivors out. torchft: a lighthouse with the settings of its README, and as many replicas of one rank, each
+under a torchrun that starts it again. The training is that of ``_recovery_job``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks._recovery_victim import misbehave
+from benchmarks._recovery_victim import Ballast, misbehave, ranks
 
-RANKS, RESERVE = 4, 1
+RESERVE = 1
 
 
 def free_port() -> int:
@@ -38,12 +38,12 @@ def start_nvrx(folder: str, step_s: str) -> int:
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     words = [sys.executable, "-m", "benchmarks._recovery_peers", "nvrx-rank", folder, step_s]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS + RESERVE)}
-    ranks = [
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks() + RESERVE)}
+    processes = [
         subprocess.Popen(words, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(RANKS + RESERVE)
+        for rank in range(ranks() + RESERVE)
     ]
-    codes = [rank.wait() for rank in ranks]
+    codes = [process.wait() for process in processes]
     del store
     return min(codes, key=abs)
 
@@ -54,7 +54,7 @@ def start_torchft(folder: str, step_s: str) -> int:
     words = [str(lighthouse), "--bind", f"[::]:{port}", "--min_replicas", "1"]
     server = subprocess.Popen([*words, "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"])
     replicas = []
-    for replica in range(RANKS):
+    for replica in range(ranks()):
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "1"]
         command += [
             "--max-restarts",
@@ -84,7 +84,7 @@ def nvrx_rank(folder: Path, step_s: float) -> None:
     from nvidia_resiliency_ext import inprocess
 
     assignment = inprocess.Compose(
-        inprocess.rank_assignment.MaxActiveWorldSize(RANKS), inprocess.rank_assignment.ShiftRanks()
+        inprocess.rank_assignment.MaxActiveWorldSize(ranks()), inprocess.rank_assignment.ShiftRanks()
     )
 
     def train(call_wrapper: inprocess.CallWrapper = None) -> None:
@@ -99,11 +99,13 @@ def nvrx_rank(folder: Path, step_s: float) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         file = Path("/dev/shm") / f"{folder.name}-{rank}.pt"
         found = torch.load(file) if file.exists() else {"step": 0}
+        ballast = Ballast()
         steps = torch.tensor(found["step"])
         dist.all_reduce(steps, op=dist.ReduceOp.MIN)
         if int(steps):
             model.load_state_dict(found["model"])
             optimizer.load_state_dict(found["optimizer"])
+            ballast.load_state_dict(found["ballast"])
         step = int(steps)
         with (folder / f"steps-{rank}").open("a") as log:
             while True:
@@ -115,8 +117,8 @@ def nvrx_rank(folder: Path, step_s: float) -> None:
                 log.write(f"{os.getpid()} {call_wrapper.iteration} {world} {step} {time.monotonic()}\n")
                 log.flush()
                 draft = file.with_suffix(".draft")
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save({"step": step, **state}, draft)
+                of = {"model": model, "optimizer": optimizer, "ballast": ballast}
+                torch.save({"step": step, **{name: one.state_dict() for name, one in of.items()}}, draft)
                 draft.replace(file)
                 time.sleep(step_s)
                 over = torch.tensor(int((folder / "end").exists()))
@@ -136,15 +138,21 @@ def torchft_rank(folder: Path, step_s: float) -> None:
     replica = int(os.environ["REPLICA"])
     module = _module()
     inner = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    ballast = Ballast()
 
     def load(state: dict[str, object]) -> None:
         module.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
+        ballast.load_state_dict(state["ballast"])
 
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=5)),
         load_state_dict=load,
-        state_dict=lambda: {"model": module.state_dict(), "optimizer": inner.state_dict()},
+        state_dict=lambda: {
+            "model": module.state_dict(),
+            "optimizer": inner.state_dict(),
+            "ballast": ballast.state_dict(),
+        },
         min_replica_size=1,
         replica_id=f"replica_{replica}",
         timeout=timedelta(seconds=10),

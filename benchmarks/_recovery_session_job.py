@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import keepstep
-from benchmarks._recovery_victim import misbehave
+from benchmarks._recovery_victim import Ballast, misbehave
 
 folder, step_s = Path(sys.argv[1]), float(sys.argv[2])
 
@@ -27,7 +27,7 @@ def train(session: keepstep.Session) -> None:
         torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    start = session.restore(model=model, optimizer=optimizer)
+    start = session.restore(model=model, optimizer=optimizer, ballast=Ballast())
     with (folder / f"steps-{session.rank}").open("a") as log:
         for step in session.steps(start, 1 << 40):
             misbehave(folder, session.rank)

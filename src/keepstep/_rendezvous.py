@@ -34,7 +34,7 @@ def install() -> None:
     """Called at the end of ``import torch``."""
     set_names(int(os.environ.get("KEEPSTEP_INCARNATION", "0")))
     with suppress(Exception):
-        from keepstep import _numeric_peers
+        from keepstep import _numeric_peers  # pyright: ignore[reportMissingModuleSource]
 
         _numeric_peers.install()
     names = vars(
