@@ -5,11 +5,11 @@
 
 keepstep with warm standbys for all ranks, keepstep in place (a session: only the rank that failed is replaced, by its
 standby), keepstep without standbys, torchrun (with a store for each incarnation, and with its default settings) and,
-where installed, nvidia-resiliency-ext (in-process, one rank in reserve) and torchft; each repetition is a job of
-its own (small DDP on Gloo, steps of 25 ms by sleeping, resumed from the state of the last step). The rank is killed (raises an
-exception, is stopped by SIGSTOP, sleeps in Python) after 40 steps and, where there are to be standbys, once they are
-warm. Time is from then until all ranks have made a step together again: torchft's survivors go on by themselves before
-that. Peers are given 30 s.
+where installed, nvidia-resiliency-ext (in-process, one rank in reserve) and torchft; each repetition is a job of its
+own (small DDP on Gloo, steps of 25 ms by sleeping, resumed from the state of the last step). The rank is killed
+(raises an exception, is stopped by SIGSTOP, sleeps in Python) after 40 steps and, where there are to be standbys,
+once they are warm. Time is from then until all ranks have made a step together again: torchft's survivors go on by
+themselves before that. Peers are given 30 s.
 """
 
 from __future__ import annotations
