@@ -71,6 +71,7 @@ soak: $(DEV)
 	$(BIN)/python -m benchmarks.checkpoint_faults --case all
 	$(BIN)/python -m benchmarks.checkpoint_node_faults --case all
 	$(BIN)/python -m benchmarks.recovery_faults --case all
+	$(BIN)/python -m benchmarks.recovery_soak --json benchmarks/results/recovery-soak.json
 
 bench: $(DEV)
 	for name in probe changepoint controller locate checkpoint recovery recovery_scale; do \
