@@ -43,7 +43,8 @@ demo: $(READY)
 
 test: $(DEV)
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not e2e and not soak"
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "e2e and not soak"
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "e2e and not quiet and not soak"
+	$(BIN)/python -m pytest -q -m "quiet and not soak"
 
 test-fast: $(DEV)
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not e2e and not soak"

@@ -47,6 +47,23 @@ class Mark:
         return MARK.unpack_from(self._page)
 
 
+class Marks:
+    """Those of all ranks, as others read them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._marks: dict[int, Mark] = {}
+
+    def get(self, rank: int) -> tuple[int, int, int]:
+        """Process, phase and step of a rank; zeros before there is any."""
+        path = self._folder / f"mark-{rank}"
+        if rank not in self._marks:
+            if not path.exists() or not path.stat().st_size:
+                return 0, 0, 0
+            self._marks[rank] = Mark(path)
+        return self._marks[rank].get()
+
+
 def fingerprint(state: dict[str, Any]) -> int:
     """A checksum over every byte of the model and the optimizer's states."""
     import torch

@@ -50,7 +50,7 @@ from benchmarks._checkpoint_campaign import (
     whole_steps,
     wrong_bytes,
 )
-from benchmarks._checkpoint_job import Mark, Phase
+from benchmarks._checkpoint_job import Marks, Phase
 from benchmarks._checkpoint_node_plans import CASES, NODES, LinkFault, Loss, Plan
 from benchmarks._checkpoint_warm import Warm
 from keepstep.faults import SlowLink
@@ -191,7 +191,7 @@ class Trial:
         self.kills: list[dict[str, Any]] = []
         self.codes: dict[str, int] = {}  # of the first run's launchers
         self.whole = -1  # newest step that stood whole on storage when the first run was over
-        self._marks: dict[int, Mark] = {}
+        self.mark = Marks(folder).get  # process, phase and step of a rank; zeros before there is any
         self._began = time.monotonic()
         self.link_told: list[int] = []  # newest step backed up when the link's fault began, and when it ended
         self._link = ExitStack()
@@ -219,15 +219,6 @@ class Trial:
             self.link_told.append(self.promises.newest(self.incarnation + 1))
         self._link.close()
         self._link_until = float("inf")
-
-    def mark(self, rank: int) -> tuple[int, int, int]:
-        """Process, phase and step of a rank; zeros before there is any."""
-        path = self.folder / f"mark-{rank}"
-        if rank not in self._marks:
-            if not path.exists() or not path.stat().st_size:
-                return 0, 0, 0
-            self._marks[rank] = Mark(path)
-        return self._marks[rank].get()
 
     def lose(self, loss: Loss) -> None:
         """Wait for the moment, and have the nodes lost."""

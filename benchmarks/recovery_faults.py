@@ -42,7 +42,7 @@ from benchmarks._checkpoint_campaign import (
     went_on,
     wrong_bytes,
 )
-from benchmarks._checkpoint_job import Mark, Phase
+from benchmarks._checkpoint_job import Marks, Phase
 from benchmarks._recovery_plans import CASES, MEMBERS, Event, Plan
 from keepstep.faults import SlowLink
 
@@ -74,7 +74,7 @@ class Trial:
         self.done: list[dict[str, Any]] = []
         self.codes: dict[str, int] = {}
         self._began = time.monotonic()
-        self._marks: dict[int, Mark] = {}
+        self.mark = Marks(folder).get  # process, phase and step of a rank; zeros before there is any
         self._pids: dict[tuple[int, int], int] = {}
 
     # What can be seen.
@@ -97,15 +97,6 @@ class Trial:
     def _where(self) -> str:
         ranks = [self.mark(rank) for rank in range(self.plan.world)]
         return f"{len(self.done)} of {len(self.plan.events)} faults done, ranks at {ranks}"
-
-    def mark(self, rank: int) -> tuple[int, int, int]:
-        """Process, phase and step of a rank; zeros before there is any."""
-        path = self.folder / f"mark-{rank}"
-        if rank not in self._marks:
-            if not path.exists() or not path.stat().st_size:
-                return 0, 0, 0
-            self._marks[rank] = Mark(path)
-        return self._marks[rank].get()
 
     def incarnation(self) -> int:
         """The newest of which all ranks have resumed; -1 before."""

@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks._campaign_trial import processes_of
 from benchmarks._checkpoint_campaign import ROOT, losses, moment
-from benchmarks._checkpoint_job import Mark, Phase
+from benchmarks._checkpoint_job import Marks, Phase
 from benchmarks._report import Line, Report, bench_arguments
 
 JOB = Path(__file__).with_name("_recovery_soak_job.py")
@@ -95,7 +95,7 @@ class Soak:
     def __init__(self, folder: Path, ranks: int, steps: int, flags: list[str], seed: int) -> None:
         self.folder, self.ranks, self.steps = folder, ranks, steps
         self._seed = seed
-        self._marks: dict[int, Mark] = {}
+        self.mark = Marks(folder).get  # process, phase and step of a rank; zeros before there is any
         self._made: dict[int, list[tuple[int, int, float]]] = {rank: [] for rank in range(ranks)}
         self._read = dict.fromkeys(range(ranks), 0)  # bytes of steps-R
         self.process = _start(folder, ranks, steps, PAUSE_S, flags)
@@ -116,15 +116,6 @@ class Soak:
 
     def _where(self) -> list[tuple[int, int, int]]:
         return [self.mark(rank) for rank in range(self.ranks)]
-
-    def mark(self, rank: int) -> tuple[int, int, int]:
-        """Process, phase and step of a rank; zeros before there is any."""
-        path = self.folder / f"mark-{rank}"
-        if rank not in self._marks:
-            if not path.exists() or not path.stat().st_size:
-                return 0, 0, 0
-            self._marks[rank] = Mark(path)
-        return self._marks[rank].get()
 
     def made(self, rank: int) -> list[tuple[int, int, float]]:
         """Incarnation, step and time of all steps that a rank has made."""

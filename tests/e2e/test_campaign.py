@@ -9,7 +9,7 @@ from benchmarks._campaign_cases import CASES
 from benchmarks._campaign_trial import run_trial
 from tests.e2e import testbed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.quiet, pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.alone import alone
 
 from keepstep.checkpoint.cache import ADDRESS, Cache, CacheServer
 from keepstep.launch.addresses import free_port
@@ -30,21 +30,6 @@ WARM_UP = 10
 LONG = 200
 MODEL_KIB = 1056  # with gradients and optimizer: less than one of a hundred that were let go
 PATIENCE_S = 300.0
-
-
-def alone(main: Callable[[], Any]) -> None:
-    """In a process of its own: it adopts orphans and reaps whatever is its child."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            asyncio.run(main())
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def environment(rank: int, incarnation: int, port: int, **more: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ TRAIN = ROOT / "examples" / "gpt" / "train.py"
 SHAPE = ("--dp", "2", "--pp", "2", "--layers", "2", "--microbatches", "2", "--batch", "4")
 EMULATED = ("--emulate-compute-ms", "20")
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.quiet]
 
 PATIENCE_S = 200
 STEPS = 80  # enough for a command that takes long to start

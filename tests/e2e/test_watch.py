@@ -37,7 +37,7 @@ SMALL = (
     "20",
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.quiet]
 
 
 def command(run_dir: Path, *script: str, ranks: int = 4) -> list[str]:

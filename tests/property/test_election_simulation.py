@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "control"))
 
 from virtual_council import Assembly
-from virtual_launchers import World
+from virtual_faults import World
 
 SEEDS = int(os.environ.get("KEEPSTEP_ELECTION_SEEDS", "2000"))
 REPLAY = "KEEPSTEP_ELECTION_SEED={} pytest tests/property/test_election_simulation.py -k one_seed"

@@ -1,6 +1,6 @@
 """Nodes that begin again together, under seeds: deaths, lost and cut-off nodes, spares, a controller that dies.
 
-A failing seed prints how to replay it. See ``virtual_launchers.py`` for what is virtual.
+A failing seed prints how to replay it. See ``virtual_launchers.py`` and ``virtual_faults.py`` for what is virtual.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "control"))
 
-from virtual_launchers import HARMLESS, World
+from virtual_faults import HARMLESS, World
 
 SEEDS = int(os.environ.get("KEEPSTEP_REFORMING_SEEDS", "2000"))
 BLOCKS = 20

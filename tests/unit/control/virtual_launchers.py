@@ -1,20 +1,21 @@
 """A job of several nodes in virtual time: the controller's core and the launchers' memberships over a bad network.
 
 Virtual are processes, connections and time. Launchers do with their workers what ``keepstep.launch.launcher`` does.
-After every event `World.check` holds what must hold at all times; `World.run` what must hold at the end.
+After every event `Job.check` holds what must hold at all times; `Job.run` what must hold at the end. What
+goes wrong is in ``virtual_faults.py``.
 """
 
 from __future__ import annotations
 
 import errno
 import heapq
-import math
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import control_stand_ins as stand_ins
+from virtual_parts import ATTEMPT_S, DEAD_HOST_S, Connection, Host, Site
 
 from keepstep import wire
 from keepstep.control import (
@@ -28,89 +29,22 @@ from keepstep.control import (
     Tell,
     WriteIncident,
 )
-from keepstep.control.operating import STOPPED
-from keepstep.core.finding import Finding
 from keepstep.launch.lease import Elector, ToSeat
 from keepstep.launch.membership import LEASE_S, Membership
 
 RANKS = 2  # of a node
 TICK_S = 0.4
 BEAT_S = 1.4
-DEAD_HOST_S = 3.0  # until the kernel closes a connection to a host that does not answer
-ATTEMPT_S = 5.0
 ELECTOR_S = 0.3
 
 
-@dataclass(eq=False)
-class Connection:
-    """One connection; both sides have their own idea of whether it stands."""
-
-    number: int
-    role: str
-    host: Host
-    site: Site
-    up: bool = True
-    here: bool = True  # the launcher's or agent's side
-    there: bool = True  # the controller's
-    to_controller: deque[wire.Message] = field(default_factory=deque[wire.Message])
-    to_node: deque[wire.Message] = field(default_factory=deque[wire.Message])
-
-
-@dataclass(eq=False)
-class Site:
-    """A controller's process, and those that come after it on the same host in the same term."""
-
-    host: Host
-    term: int
-    controller: Controller
-    up: bool = True
-    over: bool = False  # its launcher does not start it any more
-    peers: dict[int, Connection] = field(default_factory=dict[int, Connection])
-    stored: StorePlacement | None = None
-    stopped: wire.Stop | None = None
-    council: wire.Council | None = None
-    written: dict[int, object] = field(default_factory=dict[int, object])
-    stalled_until_s: float = 0.0
-
-
-@dataclass(eq=False)
-class Host:
-    """A launcher, its workers and its agent."""
-
-    name: str
-    pid: int
-    part: Membership
-    elector: Elector  # idle where the controller stays where it is
-    alive: bool = True
-    cut: bool = False
-    cut_s: float = 0.0
-    connection: Connection | None = None
-    agent: Connection | None = None
-    queue: list[wire.Message] = field(default_factory=list[wire.Message])  # sent without a connection
-    failures: int = 0
-    running: int = -1  # incarnation of the workers that run
-    ending: bool = False
-    aims: int = 1  # at the controller of this term
-    starting: bool = False  # the controller, after an election
-    healthy: bool = True  # workers have neither failed nor finished
-    finished: bool = False
-    by_itself: bool = False  # ended its workers because it is cut off
-    exit_code: int | None = None
-    healed_s: float = -math.inf
-    site: Site | None = None  # the controller beside it
-
-    def was_cut(self, now_s: float) -> bool:
-        """Until a moment ago: it does not know yet that it was replaced."""
-        return self.cut or now_s - self.healed_s < ATTEMPT_S + 15.0
-
-
-class World:
-    """``World(seed).run()`` plays one job. ``faults`` limits what may happen (names of ``_FAULTS``).
+class Job:
+    """One that nothing happens to but the network's delays: see `virtual_faults.World`.
 
     In most jobs the controller can move; in the others it runs on a host of its own that nothing happens to.
     """
 
-    def __init__(self, seed: int, faults: frozenset[str] | None = None) -> None:
+    def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         dice = self.random
         self.nodes = dice.choice((2, 2, 3, 4, 5, 12))
@@ -145,19 +79,6 @@ class World:
         for host in self.hosts:
             self.at(dice.uniform(0, 0.5), lambda host=host: self._connect(host))
         self.end_s = dice.uniform(15, 60)
-        chosen = sorted(_FAULTS if faults is None else faults)
-        if self.least < self.nodes and {"lose", "come"} <= set(chosen):
-            self.end_s = max(self.end_s, sizes.uniform(40, 120))
-            for fault in (self.lose, self.come):
-                for _ in range(sizes.choice((0, 1, 1, 2))):
-                    self.at(sizes.uniform(5, 60), fault)
-        for _ in range(dice.choice((0, 1, 1, 2, 3, 5, 8)) if chosen else 0):
-            when_s = dice.uniform(1.0, self.end_s)
-            for _ in range(dice.choice((1, 1, 2))):  # one comes alone, or with another one on its heels
-                fault = _FAULTS[
-                    dice.choice([*chosen, *(name for name in ("fail", "lose") if name in chosen)])
-                ]
-                self.at(when_s + dice.uniform(0, 2), lambda fault=fault: fault(self))
 
     # --- running ---------------------------------------------------------------------------------------------------
 
@@ -653,222 +574,7 @@ class World:
             self._consider(host)
         self.at(BEAT_S, lambda: self._beat(host))
 
-    # --- faults ----------------------------------------------------------------------------------------------------
 
-    def _one(self, condition: Callable[[Host], bool]) -> Host | None:
-        found = [h for h in self.hosts if h.alive and h.exit_code is None and condition(h)]
-        return self.random.choice(found) if found else None
-
-    def fail(self) -> None:
-        """Workers of a node, or of two at once, fail."""
-        code = self.random.choice((1, 137, 139))
-        for _ in range(self.random.choice((1, 1, 2))):
-            host = self._one(lambda h: h.running >= 0 and h.healthy and not h.ending)
-            if host is None:
-                return
-            host.healthy = False
-            self.disturbances += 1
-            self.codes.add(code)
-            placement = host.part.placement
-            assert placement is not None
-            finding = Finding("crash", placement.first_rank, host.name, self.now_s, -1, exit_code=code)
-            self._say(host, [*host.part.found(finding), *host.part.failed(code, "rank died")])
-            unfit = self.random.choice(("", "", "disk full"))
-            self._end_workers(host, lambda host=host, unfit=unfit: self._halted(host, unfit))
-
-    def lose(self) -> None:
-        """A node goes down: connections end at once, or when the kernel notices."""
-        self._lose(self._one(lambda h: h.site is None))
-
-    def lose_leader(self) -> None:
-        """The same of the controller's."""
-        self._lose(self._one(lambda h: h.elector.leads > 0))
-
-    def _lose(self, host: Host | None) -> None:
-        if host is not None:
-            self.disturbances += 1
-            host.alive, host.running = False, -1
-            self._end_site(host, self.random.choice((0.0, DEAD_HOST_S)))
-            after_s = self.random.choice((0.0, DEAD_HOST_S))
-            for connection in (host.connection, host.agent):
-                if connection is not None:
-                    self._break(connection, host, after_s)
-
-    def kill_launcher(self) -> None:
-        """A launcher is killed; its agent says farewell, and workers end with it. It may be started anew."""
-        self._kill_launcher(self._one(lambda h: h.site is None))
-
-    def kill_leader(self) -> None:
-        """The same of the controller's."""
-        self._kill_launcher(self._one(lambda h: h.elector.leads > 0))
-
-    def _kill_launcher(self, host: Host | None) -> None:
-        if host is None:
-            return
-        self.disturbances += 1
-        host.alive, host.running = False, -1
-        self._end_site(host, 0.0)
-        if host.connection is not None:
-            self._break(host.connection, host)
-        if host.agent is not None:
-            agent = host.agent
-            self._put(agent, [wire.Bye("the launcher is gone", orphaned=True)])
-            self.at(1.0, lambda: self._break(agent, host))
-        if self.random.random() < 0.5:
-            self.at(self.random.uniform(0.5, 10), lambda: self._again(host))
-
-    def _again(self, host: Host) -> None:
-        self._begin(self._host(host.name, host.pid + 1000))
-
-    def _begin(self, fresh: Host) -> None:
-        """It finds the controller in the run's folder."""
-        fresh.elector.learned(max((h.elector.leader for h in self.hosts), key=lambda leads: leads.term))
-        self.hosts.append(fresh)
-        if self.elects:
-            fresh.part.disconnected(self.now_s)
-        self._connect(fresh)
-
-    def cut(self) -> None:
-        """A node is cut off, for a moment or for longer."""
-        self._cut(self._one(lambda h: h.site is None and not h.cut))
-
-    def cut_leader(self) -> None:
-        """The same of the controller's."""
-        self._cut(self._one(lambda h: h.elector.leads > 0 and not h.cut))
-
-    def _cut(self, host: Host | None) -> None:
-        if host is None:
-            return
-        self.disturbances += 1
-        host.cut, host.cut_s = True, self.now_s
-        for connection in (host.connection, host.agent):
-            if connection is not None and connection.site is not host.site:
-                self._break(connection, host, DEAD_HOST_S)
-        for connection in list(host.site.peers.values()) if host.site is not None else ():
-            if connection.host is not host:
-                self._break(connection, connection.host, DEAD_HOST_S)
-        self.at(self.random.choice((1.0, 5.0, 20.0, 60.0, 200.0)), lambda: self._heal(host))
-
-    def _heal(self, host: Host) -> None:
-        """All others were as cut off from a leader as it was from them."""
-        host.cut = False
-        for one in self.hosts if host.site is not None else (host,):
-            one.healed_s = self.now_s
-
-    def drop(self) -> None:
-        """A connection breaks."""
-        host = self._one(lambda h: h.connection is not None)
-        if host is not None and host.connection is not None:
-            self._break(host.connection, host)
-
-    def drop_all(self) -> None:
-        """All connections break."""
-        for connection in [one for site in self.sites for one in site.peers.values()]:
-            self._break(connection, connection.host)
-
-    def stall(self) -> None:
-        """The controller sleeps."""
-        site = self.leader()
-        if site is not None and self.now_s >= site.stalled_until_s:
-            site.stalled_until_s = self.now_s + self.random.choice((1.5, 4.0, 8.0, 15.0))
-
-    def kill_controller(self) -> None:
-        """The controller dies, and comes back."""
-        site = self.leader()
-        if site is None:
-            return
-        self._kill_site(site)
-
-        def back() -> None:
-            if site.over or not site.host.alive:
-                return
-            site.up, self.back_s = True, self.now_s
-            site.controller = self._fresh(site)
-
-        self.at(self.random.choice((0.3, 1.0, 4.0, 40.0)), back)
-
-    def give_up(self) -> None:
-        """The controller cannot be kept running where it is."""
-        site = self.leader()
-        if site is not None and site.host.elector.council is not None:
-            self._kill_site(site)
-            site.host.elector.resign(self.now_s)
-
-    def _kill_site(self, site: Site) -> None:
-        site.up = False
-        for connection in site.peers.values():
-            connection.up = connection.there = False
-            self.at(self.random.uniform(0, 0.05), lambda c=connection: self._closed_here(c, c.host))
-        site.peers.clear()
-
-    def _end_site(self, host: Host, after_s: float) -> None:
-        """It ends with its host; the others notice later."""
-        if host.site is None:
-            return
-        host.site.up, host.site.over = False, True
-        for connection in host.site.peers.values():
-            connection.up = connection.there = False
-            self.at(after_s + 0.05, lambda c=connection: self._closed_here(c, c.host))
-        host.site.peers.clear()
-
-    def leave_spare(self) -> None:
-        """Ctrl-C for a spare."""
-        host = self._one(lambda h: h.part.placement is None and h.part.is_spare and not h.ending)
-        if host is not None:
-            site = self.leader()  # it may have been given a place just now
-            self.disturbances += site is None or site.controller.reforming.under_way
-            self._exit(host, 130)
-
-    def operate(self) -> None:
-        """An operator has the job begin again, suspends it for a while, or ends it."""
-        verb = self.random.choice(("restart", "restart", "suspend", "suspend", "suspend", "stop"))
-        self._order(verb)
-        if verb == "suspend":
-            self.at(self.random.choice((0.0, 1.0, 5.0, 20.0)), self._resume)
-
-    def _order(self, verb: str) -> None:
-        site = self.leader()
-        if site is None:
-            return
-        self.disturbances += 1
-        self.orders += 1
-        self.codes |= {STOPPED} if verb == "stop" else set()
-        self.count += 1
-        site.controller.connected(self.count, "client")
-        for message in (wire.Hello("client", "desk", -1, 1), wire.Operate(verb, now=True)):  # type: ignore[arg-type]
-            self._carry_out(site, site.controller.message(self.count, message, self.now_s))
-
-    def _resume(self) -> None:
-        """Until it has gone on: the order may find nobody, or the job not suspended yet."""
-        site = self.leader()
-        if site is not None and site.controller.reforming.suspended:
-            self._order("resume")
-        if not self._done():
-            self.at(3.0, self._resume)
-
-    def come(self) -> None:
-        """Another launcher comes."""
-        self._begin(self._host(f"gpu-{len(self.hosts)}", 100 + len(self.hosts)))
-
-
-_FAULTS: dict[str, Callable[[World], None]] = {
-    "fail": World.fail,
-    "lose": World.lose,
-    "kill_launcher": World.kill_launcher,
-    "cut": World.cut,
-    "drop": World.drop,
-    "drop_all": World.drop_all,
-    "stall": World.stall,
-    "kill_controller": World.kill_controller,
-    "give_up": World.give_up,
-    "lose_leader": World.lose_leader,
-    "kill_leader": World.kill_leader,
-    "cut_leader": World.cut_leader,
-    "leave_spare": World.leave_spare,
-    "come": World.come,
-    "operate": World.operate,
-}
-HARMLESS = frozenset({"drop", "drop_all", "stall", "kill_controller", "leave_spare", "come"})
 SETTINGS_OF = {
     nodes: Settings(nodes=nodes, backups=1, halt_s=20.0, join_s=25.0, grace_s=0.5, last_call_s=1.0)
     for nodes in (2, 3, 4, 5, 12)

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.alone import alone
 from tests.unit.launch.test_job import job
-from tests.unit.launch.test_standbys import alone
 
 from keepstep.launch import restarts as module
 from keepstep.launch.guard import Guard

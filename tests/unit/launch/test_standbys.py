@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.alone import alone
 
 from keepstep.launch.guard import Guard
 from keepstep.launch.placement import WorkerPlan
@@ -19,19 +20,6 @@ from keepstep.launch.processes import Child, Processes
 from keepstep.launch.standbys import TRIES, Standbys
 
 SCRIPT = "import json, os, sys; json.dump([sys.argv, dict(os.environ)], open(os.environ['OUT'], 'w'))"
-
-
-def alone(main: Callable[[], Any]) -> None:
-    """In a process of its own: it adopts orphans and reaps whatever is its child."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            asyncio.run(main())
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 class Node:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.alone import alone
 
 from keepstep.core.staying import ADDRESS
 from keepstep.launch.guard import Guard
@@ -38,19 +39,6 @@ if message:
     json.dump({"environment": json.loads(message), "streams": len(descriptors)}, open(os.environ["OUT"], "w"))
 time.sleep(600)
 """
-
-
-def alone(main: Callable[[], Any]) -> None:
-    """In a process of its own: it adopts orphans and reaps whatever is its child."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            asyncio.run(main())
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 class Node:
