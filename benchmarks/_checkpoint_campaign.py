@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from benchmarks._campaign_trial import processes_of
@@ -77,9 +78,17 @@ def losses(folder: Path, rank: int) -> Losses:
     return found
 
 
-@cache
+_ONE_AT_A_TIME = Lock()
+
+
 def undisturbed(world: int, steps: int) -> dict[int, Losses]:
-    """The losses of a training that nothing happens to, by rank."""
+    """The losses of a training that nothing happens to, by rank. For use by several threads."""
+    with _ONE_AT_A_TIME:
+        return _undisturbed(world, steps)
+
+
+@cache
+def _undisturbed(world: int, steps: int) -> dict[int, Losses]:
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-m", "keepstep.cli", "run", "--no-watch", "--nproc-per-node", str(world)]
         command += ["--run-dir", f"{name}/run", str(JOB), name, str(steps), "0", "0"]

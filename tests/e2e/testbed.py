@@ -8,6 +8,7 @@ everything; what a killed test left behind is removed when the next testbed is m
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from pathlib import Path
 from keepstep.faults import Interface, LinkInjector
 
 _PREFIX = "ksb-"
+_NUMBERS = itertools.count()  # of this process's testbeds
 _HOSTS_FOLDERS = Path("/etc/netns")
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -169,7 +171,7 @@ class Testbed:
         self, clock_offsets_s: Sequence[int], rate: str | None = None, nameserver: str | None = None
     ) -> None:
         self.rate, self.nameserver = rate, nameserver
-        self.prefix = f"{_PREFIX}{os.getpid()}"
+        self.prefix = f"{_PREFIX}{os.getpid()}x{next(_NUMBERS) % 100}"  # an interface's name is 15 characters
         self.hosts = {
             f"node-{letter}": Host(f"node-{letter}", f"{self.prefix}-{letter}", f"10.77.0.{number}", offset)
             for number, (letter, offset) in enumerate(zip("abcdefgh", clock_offsets_s, strict=False), 1)
@@ -279,8 +281,8 @@ def remove_stale() -> list[str]:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
     names = [*listed.split(), *(path.name for path in Path("/sys/class/net").glob(f"{_PREFIX}*"))]
     names += [path.name for path in _HOSTS_FOLDERS.glob(f"{_PREFIX}*")]
-    pids = {int(match[1]) for name in names if (match := re.match(rf"{_PREFIX}(\d+)", name))}
-    stale = [f"{_PREFIX}{pid}" for pid in sorted(pids) if not Path(f"/proc/{pid}").exists()]
+    found = {match for name in names if (match := re.match(rf"{_PREFIX}(\d+)x\d+", name))}
+    stale = sorted({match[0] for match in found if not Path(f"/proc/{match[1]}").exists()})
     for prefix in stale:
         _remove(prefix)
     return stale
