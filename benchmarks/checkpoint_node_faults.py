@@ -57,7 +57,7 @@ from keepstep.faults import SlowLink
 
 MOST_STEPS = 300
 EVERY = 3  # steps between those that are to be on storage
-PAUSE_S = 0.1  # after each step: backups take longer than these small steps
+PAUSE_S = 0.25  # after each step: backups take longer than these small steps, and several seeds run at once
 _CONTROLLER_PORT, _MASTER_PORT = 29555, 29600
 _PATIENCE_S = 400.0  # for all of a seed: 30 to 60 s where it has two cores to itself
 _AGAIN_S = 30.0  # for a later step to be backed up after the last return
