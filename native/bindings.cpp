@@ -226,7 +226,7 @@ nb::list sites(const ring::Reader& reader) {
 nb::tuple header(const ring::Reader& reader) {
   const ring::HeaderState h = reader.header_state();
   return nb::make_tuple(h.rank, h.world_size, h.pid, h.incarnation, h.monotonic_ns, h.realtime_ns, h.records, h.closed,
-                        h.dropped, h.written, h.late, h.overflowed);
+                        h.dropped, h.written, h.late, h.overflowed, h.first_step);
 }
 
 nb::object content(const ring::Reader& reader) {
@@ -275,6 +275,7 @@ NB_MODULE(_native, m) {
           },
           nb::arg("name"), nb::arg("members"), nb::arg("backend"), nb::arg("desc"))
       .def("site", [](ring::Writer& self, nb::str text) { return self.site(utf8(text)); }, nb::arg("text"))
+      .def("begins_at", &ring::Writer::begins_at, nb::arg("step"))
       .def("close", &ring::Writer::close)
       .def_prop_ro("dropped", &ring::Writer::dropped)
       .def_prop_ro("incarnation", &ring::Writer::incarnation)

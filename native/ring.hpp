@@ -80,6 +80,7 @@ struct Header {
   Word overflowed;  // groups, sites and streams that found no room
   Word closed;
   Word arena_used;
+  Word first_step;  // of the training, of this claim's first iteration
 };
 static_assert(sizeof(Header) <= kHeaderBytes);
 
@@ -445,6 +446,11 @@ class Writer {
     header().closed.store(1, release);
   }
 
+  // The training goes on from there: its steps are counted from it.
+  void begins_at(std::uint64_t step) noexcept {
+    if (writable()) header().first_step.store(step, release);
+  }
+
   bool writable() const noexcept { return generation_ == fork_generation().load(relaxed) && !closed_.load(relaxed); }
   std::uint64_t dropped() const noexcept { return header().dropped.load(relaxed); }
   std::uint64_t incarnation() const noexcept { return header().incarnation.load(relaxed); }
@@ -483,6 +489,7 @@ class Writer {
     h.monotonic_ns.store(monotonic_ns(), release);
     h.realtime_ns.store(clock_ns(CLOCK_REALTIME), release);
     h.closed.store(0, release);
+    h.first_step.store(0, release);
     h.epoch.store(epoch + 1, release);
   }
 

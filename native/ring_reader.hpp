@@ -42,7 +42,7 @@ static_assert(sizeof(StreamState) == 40);
 
 struct HeaderState {
   std::int32_t rank, world_size;
-  std::uint64_t pid, incarnation, monotonic_ns, realtime_ns, records, dropped, written, late, overflowed;
+  std::uint64_t pid, incarnation, monotonic_ns, realtime_ns, records, dropped, written, late, overflowed, first_step;
   bool closed;
 };
 
@@ -96,6 +96,7 @@ class Reader {
       state.written = written();
       state.late = h.late.load(acquire);
       state.overflowed = h.overflowed.load(acquire);
+      state.first_step = h.first_step.load(acquire);
       if ((epoch & 1) == 0 && h.epoch.load(relaxed) == epoch) break;
     }
     return state;

@@ -2,7 +2,8 @@
 
 An iteration ends with the end of its last optimizer step; what comes after (data loading, logging) belongs to the next.
 Evaluation, checkpoints, holds, and the communication in them, are pauses: they are taken out. Steps are numbered by the
-ring's own count of optimizer phases, so that every rank, and an agent that came later, gives a step the same number.
+ring's own count of optimizer phases, so that every rank, and an agent that came later, gives a step the same number;
+they begin with the one that the incarnation went on from, where its script says so (``keepstep.checkpoint.load``).
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class IterationCutter:
     def __init__(self, records: int = 65536) -> None:
         self.renumbered = 0
         self.step = -1  # the last finished one
+        self.first_step = 0  # the number of the first iteration; known before it ends
         self._buffer = EventBuffer()
         self._markers: list[_Marker] = []
         self._open: dict[int, tuple[int, int]] = {}  # ticket of a begun phase: code, start
@@ -121,7 +123,7 @@ class IterationCutter:
     def steps_at_end_of(self, step: int) -> int | None:
         """How many optimizer steps the ring has counted when iteration ``step`` ends; None while that is not known."""
         per_step = self._learned.per_step
-        return self._learned.offset + (step + 1) * per_step if per_step else None
+        return self._learned.offset + (step - self.first_step + 1) * per_step if per_step else None
 
     def phase(self) -> tuple[int, int]:
         """The innermost open phase, or FORWARD (STARTUP before the first step), and when it began (0: unknown)."""
@@ -235,6 +237,7 @@ class IterationCutter:
         if not complete:
             return None
         warm_up = step < WARM_UP_STEPS
+        step += self.first_step
         return Cut(step, start_ns, end_ns, begun, pauses, evaluation_ns, checkpoint_ns, warm_up, whole)
 
     def _count_passes(self, begun: Rows) -> None:
@@ -277,7 +280,7 @@ class IterationCutter:
             begun = rows[rows["start_ns"] < end_ns]
             if self._edge_ns is not None and len(begun):
                 cut = self._custom_cut(step, self._edge_ns, end_ns, begun)
-                self.step = step
+                self.step = cut.step
                 cuts.append(cut)
             self._edge_ns, self._whole = end_ns, True
             self._buffer.drop_before(end_ns)
@@ -286,6 +289,7 @@ class IterationCutter:
     def _custom_cut(self, step: int, start_ns: int, end_ns: int, begun: Rows) -> Cut:
         pauses, evaluation_ns, checkpoint_ns, begun = self._without_pauses(begun, start_ns, end_ns, None)
         warm_up = step < WARM_UP_STEPS
+        step += self.first_step
         return Cut(step, start_ns, end_ns, begun, pauses, evaluation_ns, checkpoint_ns, warm_up, self._whole)
 
     def _without_pauses(

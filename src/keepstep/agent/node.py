@@ -241,6 +241,7 @@ class NodeAgent:
         ):
             self._attach(ring, header)
         ring.header = header
+        ring.track.begins_at(header.first_step)
         batch = ring.reader.poll()
         track = ring.track
         taken = track.take(batch.started, batch.finished, batch.lost, now_ns, ring.reader.groups)

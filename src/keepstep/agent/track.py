@@ -64,6 +64,10 @@ class RankTrack:
         """The last finished step; -1 before the first."""
         return self._cutter.step
 
+    def begins_at(self, step: int) -> None:
+        """The first iteration has this number."""
+        self._cutter.first_step = step
+
     def steps_at_end_of(self, step: int) -> int | None:
         """How many optimizer steps the ring has counted when iteration ``step`` ends; None while that is not known."""
         return self._cutter.steps_at_end_of(step)

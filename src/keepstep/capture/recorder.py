@@ -39,6 +39,7 @@ class Writer(Protocol):
     ) -> Operation: ...
     def group(self, name: str, members: Sequence[int], backend: str, desc: str) -> int: ...
     def site(self, text: str) -> int: ...
+    def begins_at(self, step: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -126,6 +127,11 @@ class Recorder:
         self.given_up = True
         self.start = None
         self.writer = None
+
+    def begins_at(self, step: int) -> None:
+        """The training goes on from ``step``. Never raises."""
+        if self.claim() and self.writer is not None:
+            self.writer.begins_at(step)
 
     def renew(self) -> None:
         """Let go of the ring: the next record claims the one that this process is told of by then."""

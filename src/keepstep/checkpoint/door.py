@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from keepstep import _milestones
+from keepstep import _milestones, capture
 from keepstep.checkpoint.cache import ADDRESS, NO_CACHE
 from keepstep.checkpoint.cadence import Storing
 from keepstep.checkpoint.snapshot import NoSnapshots, Seat, Snapshots
@@ -53,6 +53,8 @@ def load(state: dict[Any, Any]) -> int | None:
     snapshots = _snapshots()
     step = snapshots.load(state) if snapshots else None
     _milestones.reached("state", step or 0)
+    if step and (probe := capture.current()):
+        probe.recorder.begins_at(step)
     return step
 
 

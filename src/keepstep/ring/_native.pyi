@@ -63,6 +63,9 @@ class RingWriter:
     ) -> Operation:
         """Publish the start of an operation. What finds no slot, or does not fit its field, is dropped and counted."""
 
+    def begins_at(self, step: int) -> None:
+        """The training goes on from ``step``: readers count its iterations from there. Said before the first."""
+
     def close(self) -> None:
         """No more records; tells readers that the end was orderly. The claim stays until this object goes."""
 

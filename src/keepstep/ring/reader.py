@@ -78,6 +78,7 @@ class RingHeader:
     written: int  # tickets given out so far, the dropped ones included
     late: int = 0  # ends that came when their record was already overwritten
     overflowed: int = 0  # groups, sites and operations' streams that found no room in their tables
+    first_step: int = 0  # of the training: the number of this claim's first iteration
 
 
 @dataclass(frozen=True, slots=True)

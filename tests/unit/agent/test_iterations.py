@@ -57,6 +57,22 @@ def test_cuts_every_iteration_as_the_script_counts_and_times_it(loop: str, perio
             )
 
 
+def test_an_incarnation_counts_on_from_the_step_that_it_went_on_from() -> None:
+    rank = g.Job(2).play(g.ddp(20, optimizers=2)).ranks[0]
+    cuts, plain = cut_all(rank)
+    cutter = IterationCutter()
+    cutter.first_step = 1000
+    later = [
+        cut
+        for started, finished, now in g.polls(rank.table(), 50.0)
+        for cut in cutter.feed(started, finished, 0, now)
+    ]
+    assert [cut.step for cut in later] == [1000 + cut.step for cut in cuts]
+    assert [cut.warm_up for cut in later] == [cut.warm_up for cut in cuts]
+    assert cutter.step == 1000 + plain.step
+    assert cutter.steps_at_end_of(1010) == plain.steps_at_end_of(10) == 22
+
+
 def test_pauses_are_told_apart_and_their_communication_left_out() -> None:
     rank = g.Job(2).play(g.ddp(20, evaluate_every=5, checkpoint_every=10)).ranks[0]
     cuts, _ = cut_all(rank)

@@ -62,6 +62,17 @@ def node(tmp_path: Path) -> Iterator[Node]:
         os.close(number)
 
 
+def test_steps_are_counted_from_where_the_training_goes_on(node: Node) -> None:
+    for writer in node.writers:
+        writer.begins_at(40)
+    for _ in range(12):
+        node.step()
+        node.poll(0.1)
+    beat = node.agent.heartbeat(time.monotonic_ns())
+    assert [one.step for one in beat.ranks] == [51, 51]
+    assert [one.step for one in node.agent.profile(ProfileRequest(9, 44, 45)).iterations] == [44, 44, 45, 45]
+
+
 def test_steps_are_counted_logged_and_profiled(node: Node) -> None:
     for _ in range(12):
         node.step()

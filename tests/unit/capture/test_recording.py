@@ -63,6 +63,9 @@ class FakeWriter:
         self.texts.append(text)
         return len(self.texts) - 1
 
+    def begins_at(self, step: int) -> None:
+        self.log.append(f"begins at {step}")
+
     def close(self) -> None:
         self.log.append("close")
 

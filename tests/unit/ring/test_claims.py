@@ -17,6 +17,7 @@ WRITE_AND_WAIT = """
 import sys
 from keepstep.ring import RingWriter
 writer = RingWriter(sys.argv[1], rank=1, world_size=2, incarnation=int(sys.argv[2]))
+writer.begins_at(7)
 group = writer.group("old", [0, 1], "gloo", "")
 site = writer.site("old.py:1")
 for number in range(10):
@@ -86,6 +87,7 @@ def test_a_dead_claim_is_taken_over_with_a_new_incarnation(
 ) -> None:
     reader, unread = RingReader(ring_fd), RingReader(ring_fd)
     assert len(reader.poll().started) == 10
+    assert reader.header.first_step == 7
     other.kill()
     other.wait()
     writer = RingWriter(ring_fd, rank=1, world_size=2)
@@ -105,6 +107,7 @@ def test_a_dead_claim_is_taken_over_with_a_new_incarnation(
         assert view.sites() == ["", "new.py:1"]
         assert view.streams()[["group", "started", "completed"]].tolist() == [(0, 1, 1)]
         assert (view.header.pid, view.header.incarnation) == (os.getpid(), 5)
+        assert view.header.first_step == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
