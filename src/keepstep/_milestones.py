@@ -40,7 +40,7 @@ def renew() -> None:
 
 
 def reached(name: str, step: int = 0) -> None:
-    """Tell the launcher that this rank has come to ``groups``, ``state`` or ``step``; once each.
+    """Tell the launcher that this rank has come to ``groups``, ``state`` or ``step``, or ``raised``; once each.
 
     ``step``: finished ones, of the state that was loaded.
     """

@@ -297,6 +297,28 @@ def test_a_standby_ends_as_a_fresh_process(run: Run, ending: str, code: int) -> 
         assert message["extraInfo"]["py_callstack"] == fresh.stderr
 
 
+RAISES = """
+    import atexit, os, time, torch
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    @atexit.register
+    def over():
+        time.sleep(PATIENCE_S * 2 if first else 1)
+        open("over", "a").write("once\\n")
+    raise ValueError("boom")
+"""
+
+
+def test_a_process_that_has_raised_is_waited_for_only_when_no_restart_follows(run: Run) -> None:
+    script = run.folder / "job.py"
+    script.write_text(f"PATIENCE_S = {PATIENCE_S}\n{textwrap.dedent(RAISES)}")
+    run.start("--max-restarts", "1", "--standbys", "0", "--restart-budget", "same=0", str(script))
+    assert run.finish() == 1, run.said
+    first, found, _ = run.said.partition("rank 0: ValueError: boom; restart 1 of 1")
+    assert found, run.said
+    assert first.count("Traceback") == 1
+    assert (run.folder / "over").read_text() == "once\n"
+
+
 def test_a_module_that_needs_its_rank_or_fails_is_no_obstacle(run: Run) -> None:
     """Installed modules: one reads the rank when it is imported, one cannot be imported a second time."""
     site = run.folder / "lib" / "site-packages"

@@ -1,4 +1,7 @@
-"""Leaves the reason of a death where elastic launchers look for it: an uncaught exception, in torch's error file."""
+"""Leaves the reason of a death where elastic launchers look for it: an uncaught exception, in torch's error file.
+
+The launcher is told at once: the process may take seconds to end.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
+
+from keepstep import _milestones
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -34,9 +39,12 @@ def install() -> None:
 
     def excepthook(kind: type[BaseException], error: BaseException, origin: TracebackType | None) -> object:
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if path and os.getpid() == process and not issubclass(kind, KeyboardInterrupt):
-            with suppress(Exception):  # nothing of ours may hide the user's error
-                write_error_file(path, error)
-        return previous(kind, error, origin)
+        if not path or os.getpid() != process or issubclass(kind, KeyboardInterrupt):
+            return previous(kind, error, origin)
+        with suppress(Exception):  # nothing of ours may hide the user's error
+            write_error_file(path, error)
+        said = previous(kind, error, origin)
+        _milestones.reached("raised")
+        return said
 
     sys.excepthook = excepthook

@@ -204,6 +204,7 @@ class Launcher:
             warn=self._warn,
             note=self._note,
             recovered=self._on_recovery,
+            raised=lambda rank: self._workers and self._workers.raised(rank),
         )
         while True:
             self._place = place

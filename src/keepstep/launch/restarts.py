@@ -35,9 +35,14 @@ class Restarts:
         warn: Callable[[str], None],
         note: Callable[[str], None],
         recovered: Callable[[Recovery], None],
+        raised: Callable[[int], object],
     ) -> None:
-        """``folder``: of this node. ``recovered`` is told once all ranks train again."""
-        self._recovered = recovered
+        """``folder``: of this node. ``recovered`` is told once all ranks train again.
+
+        ``raised`` is told a rank that goes down with an error, where a restart may follow; in the last incarnation it
+        may take its time.
+        """
+        self._recovered, self._raised = recovered, raised
         self._milestones = Milestones(self._reached) if job.max_restarts else None
         environ = {name: value for name, value in environ.items() if name not in OURS}
         self.standbys = Standbys(job.standbys, environ, folder, processes, guard, warn=warn, note=note)
@@ -128,6 +133,8 @@ class Restarts:
     def _reached(self, name: str, rank: int, incarnation: int, at_s: float, step: int) -> None:
         if incarnation != self._incarnation:
             return
+        if name == "raised" and not self._is_last:
+            self._raised(rank)
         if name == "state":
             self._loaded[rank] = step
         if name == "step":

@@ -49,6 +49,7 @@ class Workers:
         self._asked: set[int] = set()  # signals that we sent to end them
         self._all_ended = asyncio.Event()
         self._interrupted: set[int] = set()  # ranks that failed, but whose status is that of our signal
+        self._raised: set[int] = set()  # local ranks that go down with an error
         self._reasons: dict[int, str] = {}  # by rank, of those that were ended for one
         self.failures: list[Failure] = []
         self.failed_s = 0.0  # CLOCK_MONOTONIC of the first failure
@@ -121,10 +122,21 @@ class Workers:
                 return True
         return False
 
+    def raised(self, rank: int) -> None:
+        """A worker says that it goes down with an error, which is in its error file: it has failed."""
+        for plan in self._plans:
+            child = self._children.get(plan.local_rank)
+            if plan.rank != rank or child is None or not child.alive or self._asked:
+                continue
+            if plan.local_rank not in self._raised:
+                self._raised.add(plan.local_rank)
+                self._fail(self._examine(plan, child.pid, 1, time.monotonic()), time.monotonic())
+
     def call_survivors(self) -> None:
         """Have those leave that can outlive this incarnation: they are none of these workers any more."""
         if self._survivors:
-            for local_rank in self._survivors.call(self._children):
+            well = {local: child for local, child in self._children.items() if local not in self._raised}
+            for local_rank in self._survivors.call(well):
                 del self._children[local_rank]
 
     def ask(self, number: int) -> None:
@@ -154,38 +166,41 @@ class Workers:
         return self.alive
 
     def _exited(self, plan: WorkerPlan, child: Child) -> None:
-        if child.status != 0:
-            failure = self._examine(plan, child)
+        assert child.status is not None
+        if child.status != 0 and plan.local_rank not in self._raised:
+            failure = self._examine(plan, child.pid, child.status, child.ended_s)
             by_us = self._ended_by_us(child)
             # One that we ended while it was going down with an error of its own has failed all the same.
             if not by_us or failure.error_file:
-                self.failures.append(failure)
                 if by_us:
                     self._interrupted.add(failure.rank)
-            if len(self.failures) == 1 and not self._asked:
-                self.failed_s = child.ended_s
-                self._failed(failure)
+                self._fail(failure, child.ended_s)
         if not self.alive and (self._asked or len(self._children) == len(self._plans)):
             self._all_ended.set()
             if not self.failures and not self._asked:
                 self._finished()
 
+    def _fail(self, failure: Failure, failed_s: float) -> None:
+        self.failures.append(failure)
+        if len(self.failures) == 1 and not self._asked:
+            self.failed_s = failed_s
+            self._failed(failure)
+
     def _ended_by_us(self, child: Child) -> bool:
         return any(child.status in (-number, 128 + number) for number in self._asked)
 
-    def _examine(self, plan: WorkerPlan, child: Child) -> Failure:
-        assert child.status is not None
+    def _examine(self, plan: WorkerPlan, pid: int, status: int, failed_s: float) -> Failure:
         found = examine(
             plan.rank,
             plan.local_rank,
-            child.pid,
-            child.status,
-            time.time() - (time.monotonic() - child.ended_s),
+            pid,
+            status,
+            time.time() - (time.monotonic() - failed_s),
             Path(plan.environment[ERROR_FILE]),
             self._streams[plan.local_rank].stderr,
         )
         reason = self._reasons.get(plan.rank)
-        if not reason or child.status != -signal.SIGKILL or found.error_file:
+        if not reason or status != -signal.SIGKILL or found.error_file:
             return found
         return replace(found, message=reason, detail=reason)
 

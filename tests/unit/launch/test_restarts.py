@@ -29,6 +29,7 @@ def test_new_standbys_are_warmed_only_while_a_restart_is_left(
             warn=forget,
             note=forget,
             recovered=forget,
+            raised=forget,
         )
         for incarnation in (0, 1):
             monkeypatch.setattr(
@@ -52,6 +53,7 @@ def test_with_one_port_for_all_incarnations_no_process_is_kept(tmp_path: Path) -
                 warn=said.append,
                 note=said.append,
                 recovered=lambda _: None,
+                raised=lambda _: None,
             )
             assert (restarts.survivors is None) == (port != "0")
             restarts.end()
