@@ -149,9 +149,10 @@ class Judged:
     said: str = ""
 
 
-def ran_out_of_time(result: Mapping[str, Any]) -> bool:
-    """Whether a seed was not over in time, and has not been run again: the machine may have been overloaded."""
-    return "earlier" not in result and any(why.startswith(NOT_OVER) for why in result["why"])
+def is_undecided(result: Mapping[str, Any]) -> bool:
+    """Whether a seed was not over in time (an overloaded machine) or its testbed broke, and has not been run again."""
+    broken = (NOT_OVER, "CalledProcessError:")
+    return "earlier" not in result and any(why.startswith(broken) for why in result["why"])
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ class Campaign:
         parser.add_argument(
             "--again",
             action="store_true",
-            help="run seeds once more that ran out of time; both results are kept",
+            help="run seeds once more that ran out of time or whose testbed broke; both results are kept",
         )
         parser.add_argument(
             "--summary-only", action="store_true", help="run nothing, summarise what is there"
@@ -248,7 +249,7 @@ class Campaign:
         }
         todo = [seed for seed in range(arguments.seeds) if seed not in done]
         if arguments.again:
-            todo += sorted(seed for seed, result in done.items() if ran_out_of_time(result))
+            todo += sorted(seed for seed, result in done.items() if is_undecided(result))
         if todo and not arguments.summary_only:
             self.before()
             with ThreadPoolExecutor(arguments.parallel) as pool:
@@ -263,7 +264,7 @@ class Campaign:
         low, high = wilson(passed, len(results))
         limit = f"Wilson 95 %: {low:.2f} to {high:.2f}; {self.limit}"
         if again := sum("earlier" in result for result in results):
-            limit += f"; {again} of them ran out of time at first, and were run again"
+            limit += f"; {again} of them ran out of time at first, or their testbed broke, and were run again"
         report.add(
             Line(case, f"{passed}/{len(results)}", "seeds", self.goal, passed == len(results), limit=limit)
         )

@@ -216,7 +216,8 @@ class Testbed:
                 "dev", "eth0", "nud", "permanent")  # fmt: skip
         yield
         for here, there in ways:
-            _do("ip", "-netns", here.namespace, "neigh", "del", there.address, "dev", "eth0")
+            with suppress(subprocess.CalledProcessError):  # it went with its interface
+                _do("ip", "-netns", here.namespace, "neigh", "del", there.address, "dev", "eth0")
 
     def run(
         self,
