@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import ClockSample, Endpoint, GroupInfo, HostCause
 from keepstep.wire.messages import Heartbeat, RankBeat
 
@@ -27,7 +28,8 @@ class Node:
     agent_starts: int = 0
     launcher: int | None = None
     heard_s: float | None = None  # last heartbeat of the agent
-    lost_s: float | None = None  # since when neither agent nor launcher is connected
+    lost_s: float | None = None  # since when neither agent nor launcher is connected, until that is told
+    lost: bool = False  # it is told, and none has come back
     left: bool = False  # said Bye or Ended: its silence means nothing
     mute: bool = False  # no heartbeat for a moment
     silent: bool = False  # and for longer
@@ -39,6 +41,10 @@ class Node:
     failure_domain: str = ""  # shared with nodes that may be lost together
     endpoints: tuple[Endpoint, ...] = ()  # where its agent answers probes
     clock: deque[ClockSample] = field(default_factory=deque[ClockSample])
+
+    def back(self) -> None:
+        """Its agent or launcher is there."""
+        self.lost_s, self.lost = None, False
 
 
 class Cluster:
@@ -70,6 +76,19 @@ class Cluster:
             node.name = name
             self._claim(node)
         return node
+
+    def wait_for_lost(self) -> tuple[str, float]:
+        """The nodes that are lost, and for how long all ranks of all others have waited; 0: some do not, or are silent.
+
+        A node that only we do not hear trains on, and so do the others.
+        """
+        lost = [node.name for node in self.nodes.values() if node.lost and not node.left]
+        if not lost:
+            return "", 0.0
+        others = [node for node in self.nodes.values() if not node.lost and not node.left]
+        waits = [rank.overdue_s for node in others if node.beat is not None for rank in node.beat.ranks]
+        are_heard = all(node.agent is not None and node.beat is not None for node in others)
+        return fold_nodes(lost), min(waits, default=0.0) if are_heard else 0.0
 
     def heard(self, node: Node, beat: Heartbeat, now_s: float) -> None:
         """A heartbeat. The hot path: 12,500 a second."""

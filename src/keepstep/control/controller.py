@@ -318,7 +318,7 @@ class Controller:
         if sender.launcher is not None and not self._plays(sender.launcher, hello.node_rank):
             return
         node = sender.node = self.cluster.node(hello.node_rank, hello.node)
-        node.lost_s = None
+        node.back()
         if sender.role == "launcher":
             node.launcher = max(peer, node.launcher or 0)
             return
@@ -384,7 +384,8 @@ class Controller:
             sender = self._peers.get(peer)
             if sender is not None and sender.launcher is not None:
                 node = sender.node = self.cluster.node(placement.node_rank, sender.launcher.node)
-                node.launcher, node.lost_s = peer, None
+                node.launcher = peer
+                node.back()
             if self.councils.allows(placement.incarnation):
                 self._effects.append(Send((peer,), placement))
         if placed.spares:
@@ -505,7 +506,12 @@ class Controller:
             if node.lost_s is None or now_s - node.lost_s <= self.settings.lost_s or self.over:
                 continue
             if self.cases.lost(node, now_s):
-                node.lost_s = None
+                node.lost_s, node.lost = None, True
+        lost, waited_s = self.cluster.wait_for_lost()
+        begins_again = self.rendezvous.max_restarts > 0
+        if lost and waited_s > self.settings.gone_s and not (begins_again or self.over or self._stop):
+            reason = f"{lost} lost without a last packet; all other ranks have waited for {waited_s:.0f} s"
+            self._end_job(End(1, reason), now_s)
 
     def _tick_backups(self, now_s: float) -> None:
         if self.settings.backups and not self.over:
