@@ -131,7 +131,10 @@ class Recorder:
     def begins_at(self, step: int) -> None:
         """The training goes on from ``step``. Never raises."""
         if self.claim() and self.writer is not None:
-            self.writer.begins_at(step)
+            try:
+                self.writer.begins_at(step)
+            except Exception as error:
+                self.stumbled(error)
 
     def renew(self) -> None:
         """Let go of the ring: the next record claims the one that this process is told of by then."""
