@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from keepstep.agent.holding import Holding
+from keepstep.agent.host_ring import HostRing, process_groups
 from keepstep.agent.processes import GONE, STOPPED, ProcessId, alive, identify, state_of
 from keepstep.agent.sensors import HostSensors
 from keepstep.agent.sockets import SocketSensor
@@ -17,7 +18,7 @@ from keepstep.agent.steplog import StepLog
 from keepstep.agent.track import RankTrack
 from keepstep.core.errors import RingError
 from keepstep.core.summary import ClockSample, GroupInfo, IterationSummary, RankState
-from keepstep.ring import RingHeader, RingReader
+from keepstep.ring import RingHeader
 from keepstep.wire.messages import (
     Found,
     Groups,
@@ -47,7 +48,7 @@ class _Ring:
     rank: int
     path: str
     track: RankTrack
-    reader: RingReader | None = None
+    reader: HostRing | None = None
     header: RingHeader | None = None
     process: ProcessId | None = None
     complaint: str = ""
@@ -231,7 +232,7 @@ class NodeAgent:
         if ring.reader is None:
             if now_ns < ring.next_try_ns:
                 return False
-            ring.reader = RingReader(ring.path)
+            ring.reader = HostRing(ring.path)
         header = ring.reader.header
         if not header.pid:
             return False
@@ -271,7 +272,7 @@ class NodeAgent:
     def _attach(self, ring: _Ring, header: RingHeader) -> None:
         """A process claimed the ring: begin anew for it."""
         if ring.header is not None:
-            ring.reader = RingReader(ring.path)
+            ring.reader = HostRing(ring.path)
             self._log.flush()
         ring.track = RankTrack(ring.rank, self._node, self._local, header.records)
         ring.process = identify(header.pid)
@@ -292,7 +293,7 @@ class NodeAgent:
         """Groups of the rank that no rank of this node has told yet: their members are in them."""
         told = {key for other in self._rings for key in other.told}
         fresh: list[GroupInfo] = []
-        for group in ring.track.groups:
+        for group in process_groups(ring.track.groups):
             key = group.name, group.members
             if key not in told:
                 fresh.append(group)
