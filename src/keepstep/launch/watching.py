@@ -72,7 +72,7 @@ class Watching:
             self._warn(f"the workers train unwatched, no ring can be made: {error}")
             return {}
         preloaded = preload(environ, shim())
-        found_by = self._rings.environment(place, self._folder)
+        found_by = self._rings.environment(place, self._folder, environ)
         return {local: {**one, **preloaded} for local, one in found_by.items()}
 
     def start(self) -> None:
