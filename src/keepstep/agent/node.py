@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from keepstep.agent import links as link_files
 from keepstep.agent.holding import Holding
 from keepstep.agent.host_ring import HostRing, process_groups
 from keepstep.agent.processes import GONE, STOPPED, ProcessId, alive, identify, state_of
@@ -71,7 +72,9 @@ class NodeAgent:
         run_dir: Path,
         send: Callable[[Message], None],
         orders: Mapping[int, str] | None = None,
+        links: Mapping[int, str] | None = None,
     ) -> None:
+        self._links = links or {}
         self._node, self._node_rank, self._run_dir, self._send = node, node_rank, run_dir, send
         self._rings = [
             _Ring(rank, path, RankTrack(rank, node, rings)) for rank, path in sorted(rings.items())
@@ -201,7 +204,7 @@ class NodeAgent:
         return self._sockets.addresses()
 
     def save_rings(self) -> int:
-        """Save every ring that can be read under ``RUN/rings``; how many were."""
+        """Save what can be read: rings under ``RUN/rings``, link tables under ``RUN/links``; how many rings were."""
         folder = self._run_dir / "rings"
         folder.mkdir(parents=True, exist_ok=True)
         saved = 0
@@ -213,6 +216,10 @@ class NodeAgent:
                 saved += 1
             except (RingError, OSError) as error:
                 logger.warning("rank %d: its ring could not be saved: %s", ring.rank, error)
+        try:
+            link_files.save(self._links, self._run_dir / "links")
+        except OSError as error:
+            logger.warning("link tables could not be saved: %s", error)
         return saved
 
     def close(self) -> None:

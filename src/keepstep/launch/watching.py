@@ -132,12 +132,12 @@ class Watching:
         place, controller = self._where()
         if self._agent or not paths or place is None or controller is None:
             return
-        orders, cache = self._rings.orders, self._caching.address
+        orders, links, cache = self._rings.orders, self._rings.links, self._caching.address
         log = self._folder / "nodes" / str(place.node_rank) / "agent.log"
 
         def command() -> list[str]:
             return agent_command(
-                *(self._job, self._folder, self._secret, controller, place.node_rank, paths, orders),
+                *(self._job, self._folder, self._secret, controller, place.node_rank, paths, orders, links),
                 world_size=place.world_size,
                 cache=cache,
             )
