@@ -51,7 +51,10 @@ std::atomic<int*> g_mask{nullptr};
 uint64_t g_kernel_every = 0;
 Word g_collectives{0};
 
-void forked_child() { g_active.store(false, relaxed); }
+void forked_child() {
+  g_active.store(false, relaxed);
+  pthread_mutex_init(&g_comms, nullptr);  // whoever held it is not here
+}
 
 uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
 void* handle_of(uint64_t number) { return reinterpret_cast<void*>(number); }
