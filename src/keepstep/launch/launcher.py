@@ -21,6 +21,7 @@ from keepstep.core.errors import KeepstepError
 from keepstep.core.incident import Recovery
 from keepstep.launch import addresses, root_cause, run_folder
 from keepstep.launch.caching import Caching
+from keepstep.launch.cut_off import CutOff
 from keepstep.launch.guard import Guard
 from keepstep.launch.hosting import Hosting
 from keepstep.launch.job import Endpoint, Job
@@ -49,7 +50,7 @@ _FAILED_WAIT_S = 60.0
 class _Outcome:
     """How an incarnation ended. ``number``: the signal to end what still runs with."""
 
-    kind: str  # "finished" | "failed" | "signal" | "stopped" | "halted"
+    kind: str  # "finished" | "failed" | "signal" | "stopped" | "halted" | "alone"
     code: int
     reason: str
     number: signal.Signals = signal.SIGTERM
@@ -186,7 +187,7 @@ class Launcher:
             known=lambda: run_folder.controller(self._folder),
         )
         self._controller.met(endpoint)
-        if self._together:
+        if self._job.max_nodes > 1:
             self._lease = asyncio.get_running_loop().create_task(self._watch_lease(self._link))
         if self._place:
             self._link.placed(self._place)
@@ -318,7 +319,7 @@ class Launcher:
             self._processes,
             self._guard,
             failed=self._on_failure,
-            finished=self._on_finish,
+            finished=lambda: self._settle(_Outcome("finished", 0, "finished")),
             standbys=prepared.standbys,
             survivors=prepared.survivors,
         )
@@ -372,9 +373,6 @@ class Launcher:
         self._say(sentence(recovery))
         if self._link:
             self._link.recovered(recovery)
-
-    def _on_finish(self) -> None:
-        self._settle(_Outcome("finished", 0, "finished"))
 
     def _on_controller(self) -> None:
         """It can be met here."""
@@ -436,12 +434,14 @@ class Launcher:
             self._warn(f"rank {kill.rank}: {kill.reason}; process {kill.process} is no worker of ours")
 
     async def _watch_lease(self, link: Link) -> None:
-        """A node that is cut off ends its workers: another may play their ranks."""
+        cut_off = CutOff(link.member)
         while True:
             await asyncio.sleep(1.0)
-            if link.member.is_cut_off(asyncio.get_running_loop().time()) and not self._outcome.done():
-                self._warn(f"no way to the controller at {self._controller.at}: the workers of this node end")
-                self._settle(_Outcome("halted", 0, "cut off from the controller"))
+            why = cut_off.look(self._watching.steps_made, asyncio.get_running_loop().time())
+            if why and not self._outcome.done():
+                self._warn(f"{why} ({self._controller.at}): the workers of this node end")
+                kind, code = ("halted", 0) if self._together else ("alone", 1)
+                self._settle(_Outcome(kind, code, why))
 
     def _on_stop(self, stop: Stop) -> None:
         self._stop_code = 0 if self._is_spare else stop.exit_code
@@ -528,6 +528,7 @@ class Launcher:
         wait_s = {
             "finished": persisting.wait_s,
             "failed": briefly_s,
+            "alone": briefly_s,
             "stopped": briefly_s if self._stopped_by_hand else 0.0,
         }.get(outcome.kind, 0.0)
 

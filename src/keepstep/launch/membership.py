@@ -231,4 +231,8 @@ class Membership:
             return False
         if self.elector is not None and self.elector.leads:
             return self.elector.idle_s(now_s) >= LEASE_S
+        return self.is_alone(now_s)
+
+    def is_alone(self, now_s: float) -> bool:
+        """Whether nothing has come from the controller's host for some time, not even that no controller is there."""
         return self._alone_since_s is not None and now_s - self._alone_since_s >= LEASE_S

@@ -61,6 +61,11 @@ class Watching:
         """Optimizer steps that a rank has made in this incarnation, also after its death; -1: nobody counts."""
         return self._rings.steps(rank)
 
+    @property
+    def steps_made(self) -> int:
+        """Those of all ranks here together; 0 or less: none is known."""
+        return sum(self._rings.steps(rank) for rank in self._rings.paths)
+
     def make_rings(self, place: Place, environ: Mapping[str, str]) -> dict[int, dict[str, str]]:
         """One for each worker: what they find it by, and what they write it with besides the probe.
 

@@ -137,6 +137,8 @@ def test_a_job_that_never_begins_again_has_no_lease() -> None:
     made.started()
     made.disconnected(0.0)
     assert not made.is_cut_off(1e6)
+    assert not made.is_alone(LEASE_S - 0.1)
+    assert made.is_alone(LEASE_S)
 
 
 @pytest.mark.parametrize("spare", [False, True])
