@@ -60,7 +60,6 @@ class Program:
             arguments.run_dir,
             self._send,
             arguments.orders,
-            arguments.links,
         )
 
     async def main(self) -> None:
