@@ -20,7 +20,7 @@ from keepstep import wire
 from keepstep.core.events import Op, Phase
 from keepstep.ring import RingReader
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.quiet]
 HERE = Path(__file__).parent
 T = TypeVar("T")
 
