@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from keepstep.launch.membership import Membership
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from keepstep.launch.membership import Membership
 
 LONG_STILL_S = 60.0
 _USUAL_TIMES = 4
