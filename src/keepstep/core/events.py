@@ -1,6 +1,6 @@
 """What a worker records: operations (collective, point-to-point) and phases, each with a start and an end.
 
-The numbers are part of the ring's binary format (``native/ring.hpp``): append, never renumber.
+The numbers are part of the ring's binary format (``native/ring_format.hpp``): append, never renumber.
 """
 
 from __future__ import annotations
