@@ -77,6 +77,7 @@ class NodeAgent:
         ]
         self._local = frozenset(rings)
         self._log = StepLog(run_dir / "nodes" / str(node_rank) / "iterations.jsonl", self._local)
+        self._ended: list[tuple[IterationSummary, float]] = []  # not logged yet, with their start in Unix time
         self._sensors = HostSensors()
         self._sockets = SocketSensor()
         self._sequence = 0
@@ -89,6 +90,7 @@ class NodeAgent:
         busy = False
         for ring in self._rings:
             busy = self._poll_safely(ring, now_ns) or busy
+        self._log_steps()
         for message in self._holding.poll():
             self._send(message)
         if self._rings and all(ring.track.waiting for ring in self._rings):
@@ -248,8 +250,7 @@ class NodeAgent:
         if len(track.groups) > ring.groups:
             for message in self._new_groups(ring):
                 self._send(message)
-        for iteration in taken.iterations:
-            self._log.add(iteration, _unix_s(header, iteration.start_s))
+        self._ended.extend((iteration, _unix_s(header, iteration.start_s)) for iteration in taken.iterations)
         for finding in taken.findings:
             self._send(Found(finding))
         if now_ns - track.last_progress_ns > _STILL_NS and now_ns >= ring.next_look_ns:
@@ -272,6 +273,7 @@ class NodeAgent:
         """A process claimed the ring: begin anew for it."""
         if ring.header is not None:
             ring.reader = RingReader(ring.path)
+            self._log_steps()
             self._log.flush()
         ring.track = RankTrack(ring.rank, self._node, self._local, header.records)
         ring.process = identify(header.pid)
@@ -281,6 +283,12 @@ class NodeAgent:
         logger.info("rank %d: process %d, incarnation %d", ring.rank, header.pid, header.incarnation)
         if header.rank != ring.rank:
             logger.warning("rank %d: its ring is written by rank %d", ring.rank, header.rank)
+
+    def _log_steps(self) -> None:
+        """Log what the rings gave, step by step: of one rank after the other, many at once would not meet again."""
+        for iteration, start_unix_s in sorted(self._ended, key=lambda one: one[0].step):
+            self._log.add(iteration, start_unix_s)
+        self._ended.clear()
 
     def _complain(self, ring: _Ring, complaint: str, now_ns: int) -> None:
         ring.reader, ring.next_try_ns = None, now_ns + _REOPEN_NS

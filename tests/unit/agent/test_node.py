@@ -160,6 +160,15 @@ def test_an_agent_that_comes_later_counts_and_logs_on(node: Node) -> None:
     assert [line["step"] for line in log] == list(range(11))
 
 
+def test_many_steps_that_come_at_once_are_logged_once_each_with_all_ranks(node: Node) -> None:
+    for _ in range(40):
+        node.step()
+    node.poll(0.1)
+    node.agent.close()
+    log = [json.loads(line) for line in (node.run_dir / "nodes/0/iterations.jsonl").read_text().splitlines()]
+    assert [(line["step"], list(line["ranks"])) for line in log] == [(step, ["0", "1"]) for step in range(40)]
+
+
 def test_a_new_process_in_the_same_ring_begins_anew(node: Node) -> None:
     for _ in range(6):
         node.step()
