@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 DEV    := $(VENV)/.ready-dev
-NATIVE := $(wildcard native/*.hpp native/*.cpp)
+NATIVE := $(wildcard native/*.hpp native/*.cpp native/*.map)
 
 .PHONY: help setup demo test test-fast lint types docs format check soak bench clean
 

@@ -77,6 +77,7 @@ struct Header {
   Word closed;
   Word arena_used;
   Word first_step;  // of the training, of this claim's first iteration
+  Word writers;     // how many writers the claiming process has (low byte), and which claim it is about (the rest)
 };
 static_assert(sizeof(Header) <= kHeaderBytes);
 
@@ -154,7 +155,7 @@ inline std::uint64_t header_check(std::uint64_t records, std::uint64_t total_byt
   return fnv1a(words, sizeof words);
 }
 
-enum class Kind : std::uint8_t { collective = 1, p2p = 2, phase = 3 };
+enum class Kind : std::uint8_t { collective = 1, p2p = 2, phase = 3, communicator = 4 };
 constexpr std::uint8_t kOpSend = 10;
 constexpr std::uint8_t kOpRecv = 11;
 constexpr std::uint16_t kFlagFailed = 4;
