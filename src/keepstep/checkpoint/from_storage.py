@@ -2,30 +2,43 @@
 
 Ranks of a node that bring the same step at once read what they have in common once: storages of the same checksum and
 size (what is replicated: a DDP model) are read by the first and copied by the others.
+
+An older step is not gone on from because a read failed once: what cannot be read, or is read as damaged, is read again,
+until it has been found damaged twice in the same way, or for as long as a call may take.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import threading
 import time
 from array import array
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import TypeVar
 
 from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
 from keepstep.checkpoint.header import encode_header, with_checksums
 from keepstep.checkpoint.incoming import Room
 from keepstep.checkpoint.manifest import Manifest, folder_name, key_of, key_text
-from keepstep.checkpoint.patient_storage import PatientStorage
+from keepstep.checkpoint.patient_storage import Hung, PatientStorage
 from keepstep.checkpoint.slots import Key, Record
 from keepstep.checkpoint.storage import Storage
-from keepstep.checkpoint.stored import CHUNK_BYTES, ShardReader, look, look_again
+from keepstep.checkpoint.stored import CHUNK_BYTES, ShardReader, StoredStep, Unread, look_again
 from keepstep.core.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MOST_OFFERED = 16
 _LISTED_S = 2.0  # the ranks of a node ask at the same moment
 _PATIENCE_S = 120.0  # of an NFS server that begins anew
+_LISTING_S = 30.0  # of one that fails
+_FINAL = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)  # it would fail again
+_MOST_LOOKS = 8  # at a manifest that is read differently each time
+_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0  # before what failed is read again
 
 Same = tuple[int, int]
 """Checksum and size of a storage."""
@@ -34,11 +47,12 @@ Same = tuple[int, int]
 class StorageSource:
     """A `StateSource`. Offers the newest steps that are whole and of a job of ``world_size`` ranks.
 
-    A storage that does not answer for ``patience_s`` is out of reach.
+    A storage that does not answer for ``patience_s``, or fails for so long, is out of reach.
     """
 
     def __init__(self, storage: Storage, world_size: int, *, patience_s: float = _PATIENCE_S) -> None:
         self._storage, self._world_size = PatientStorage(storage, patience_s), world_size
+        self._patience_s = patience_s
         self._guard = threading.Lock()
         self._listed_s = -_LISTED_S
         self._keys: frozenset[Key] = frozenset()
@@ -73,9 +87,9 @@ class StorageSource:
 
     def bring(self, key: Key, rank: int, room: Room) -> str:
         """See `StateSource`."""
-        manifest = self._whole(key)
+        again = _Again(self._patience_s)
         with self._together(key) as common:
-            reader = ShardReader(self._storage, manifest, rank)
+            reader = again.until(lambda: ShardReader(self._storage, self._whole(key), rank))
             header = reader.header
             text = encode_header(with_checksums(header, (0,) * len(header.storages)))
             table = array("Q", [entry.checksum for entry in header.storages]).tobytes()
@@ -89,17 +103,25 @@ class StorageSource:
                     at = begin - native.DATA_OFFSET
                     body[at : at + len(part)] = part
                 with body[: header.data_bytes] as data:
-                    common.fill(reader, data)
+                    common.fill(reader, data, again)
                 incoming.seal()
         return self.where
 
     def _list(self) -> None:
-        try:
-            keys = sorted(filter(None, map(key_of, self._storage.folders())), reverse=True)
-            whole, refused = self._look_at(keys)
-        except OSError as error:
-            self._trouble = f"{self.where}: cannot be listed: {error.strerror or str(error)[:200]}"
-            return
+        until_s, pause_s = time.monotonic() + min(self._patience_s, _LISTING_S), _PAUSE_S
+        while True:
+            try:
+                keys = sorted(filter(None, map(key_of, self._storage.folders())), reverse=True)
+                whole, refused = self._look_at(keys)
+                break
+            except OSError as error:
+                why = f"{self.where}: cannot be listed: {error.strerror or str(error)[:200]}"
+                if isinstance(error, Hung) or error.errno in _FINAL or time.monotonic() >= until_s:
+                    self._trouble = why
+                    return
+                log.warning("%s; it is tried again", why)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         self._trouble = ""
         self._keys, self._refused = frozenset(whole), tuple(refused)
         self._incarnation = max((key.incarnation for key in keys), default=-1)
@@ -109,9 +131,7 @@ class StorageSource:
         whole: list[Key] = []
         refused: list[str] = []
         for key in keys:
-            step = look_again(self._storage, key)
-            if not step.whole and not step.unfinished:
-                step = look_again(self._storage, key)  # it may have been misread
+            step = self._seen(key)
             if step.manifest is None and step.unfinished:
                 continue
             if step.manifest is None or step.problems:
@@ -124,6 +144,15 @@ class StorageSource:
                 break
         return whole, refused
 
+    def _seen(self, key: Key) -> StoredStep:
+        """What is twice the same: it may be misread. Raises OSError: that cannot be told."""
+        seen: set[tuple[str, ...]] = set()
+        while True:
+            step = look_again(self._storage, key)
+            if step.whole or step.unfinished or step.problems in seen or len(seen) == _MOST_LOOKS:
+                return step
+            seen.add(step.problems)
+
     def _resize(self, manifest: Manifest) -> str:
         return (
             f"{folder_name(manifest.key)} is of {manifest.world_size} ranks, this job has {self._world_size}: "
@@ -132,7 +161,11 @@ class StorageSource:
         )
 
     def _whole(self, key: Key) -> Manifest:
-        step = look(self._storage, key)
+        try:
+            step = look_again(self._storage, key)
+        except OSError as error:
+            why = error.strerror or str(error)[:200]
+            raise Unread(f"{folder_name(key)}: cannot be read: {why}") from None
         if step.manifest is None or step.problems:
             raise CheckpointError(step.problems[0] if step.problems else f"{key_text(key)} is not there")
         if step.manifest.world_size != self._world_size:
@@ -161,7 +194,7 @@ class _Common:
         self._guard = threading.Lock()
         self._read: dict[Same, Future[memoryview]] = {}
 
-    def fill(self, reader: ShardReader, data: memoryview) -> None:
+    def fill(self, reader: ShardReader, data: memoryview, again: _Again) -> None:
         """Bring the bytes of all storages: read, or copied from what another rank reads.
 
         Who waits has read all of its own before, so nobody waits in a circle. What is copied is verified with
@@ -182,15 +215,52 @@ class _Common:
                 else:
                     own[index] = self._read[same] = Future[memoryview]()
         try:
-            for index in reader.read({index: parts[index] for index in own}):
+            for index in again.read(reader, {index: parts[index] for index in own}):
                 own[index].set_result(parts[index])
         finally:
             for future in own.values():
                 if not future.done():
                     future.set_exception(CheckpointError("the rank that read it could not"))
         left = {index: parts[index] for index, future in others.items() if not _copied(future, parts[index])}
-        for _ in reader.read(left):
+        for _ in again.read(reader, left):
             pass
+
+
+class _Again:
+    """Reads again what could not be read or was read as damaged; see the module. One for each state that is brought."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._until_s = time.monotonic() + patience_s
+        self._pause_s = _PAUSE_S
+        self._damage: set[str] = set()
+
+    def until(self, read: Callable[[], T]) -> T:
+        """What ``read`` gives in the end. Raises CheckpointError: as it did."""
+        while True:
+            try:
+                return read()
+            except CheckpointError as error:  # noqa: PERF203
+                self._wait(error)
+
+    def read(self, reader: ShardReader, into: Mapping[int, memoryview]) -> Iterator[int]:
+        """As `ShardReader.read`; of what failed, only what is not there yet is read again."""
+        left = dict(into)
+        while left:
+            try:
+                for index in reader.read(dict(left)):
+                    del left[index]
+                    yield index
+            except CheckpointError as error:  # noqa: PERF203
+                self._wait(error)
+
+    def _wait(self, error: CheckpointError) -> None:
+        is_sure = not isinstance(error, Unread) and str(error) in self._damage
+        if is_sure or time.monotonic() >= self._until_s:
+            raise error
+        self._damage.add(str(error))
+        log.warning("%s; it is read again", error)
+        time.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
 
 def _copied(future: Future[memoryview], target: memoryview) -> bool:

@@ -97,6 +97,9 @@ class Restoring:
         self._cache.make_way(key, [offer.slot for offer in self._offers.values()])
         try:
             brought = self._service.bring(self._rank, key, self._slots)
+        except CheckpointError as error:
+            self._say(f"rank {self._rank}: step {key.step} is passed over: {error}")
+            raise
         finally:
             self._cache.reopen()  # slots may be others also when it failed
         for line in brought.passed:

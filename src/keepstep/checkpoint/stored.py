@@ -29,6 +29,10 @@ from keepstep.core.errors import CheckpointError
 CHUNK_BYTES = 8 << 20
 
 
+class Unread(CheckpointError):
+    """It could not be read; that says nothing about what is there."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredStep:
     """A step's folder: its manifest when it can be read, and a line for everything that is wrong with it.
@@ -174,7 +178,7 @@ def header_of(storage: StorageReader, manifest: Manifest, rank: int) -> tuple[Sh
     try:
         data = read_whole(storage, folder, name, stored.nbytes, 2 * MOST_HEADER_BYTES)
     except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read: {_why(error)}") from None
+        raise Unread(f"{where}: cannot be read: {_why(error)}") from None
     found = digest()
     found.update(data)
     _compare(where, stored, len(data), found.hexdigest())
@@ -230,7 +234,7 @@ class ShardReader:
     """A rank's state on storage, read by storages. ``header``: what is said of it, verified."""
 
     def __init__(self, storage: StorageReader, manifest: Manifest, rank: int) -> None:
-        """Raises CheckpointError: what is said of the state is missing or damaged; names the file."""
+        """Raises CheckpointError: what is said of the state is missing, damaged, or cannot be read; names the file."""
         self._storage, self._folder, self._name = storage, folder_name(manifest.key), data_file(rank)
         self._shard, self.header = header_of(storage, manifest, rank)
 
@@ -238,7 +242,8 @@ class ShardReader:
         """Fill the memory given for storages, by index; gives each index once its bytes are there and verified.
 
         Raises:
-            CheckpointError: the file is missing, cut short or changed; names it.
+            Unread: the file cannot be read.
+            CheckpointError: it is missing, cut short or changed; names it.
         """
         if not into:
             return
@@ -257,13 +262,15 @@ class ShardReader:
                     for begin, piece in parts[index]:
                         file.seek(begin)
                         _fill(file, target[piece.start : piece.start + piece.nbytes], lambda _: None)
-                    if native.checksum(target) != self.header.storages[index].checksum:
+                    found = native.checksum(target)
+                    if found != self.header.storages[index].checksum:
                         raise CheckpointError(
                             f"{where}: bytes of storage {index} are not those that were written"
+                            f" (checksum {found:016x})"
                         )
                     yield index
         except OSError as error:
-            raise CheckpointError(f"{where}: cannot be read: {_why(error)}") from None
+            raise Unread(f"{where}: cannot be read: {_why(error)}") from None
 
 
 def _fill(file: Readable, target: memoryview, each: Callable[[memoryview], None]) -> int:

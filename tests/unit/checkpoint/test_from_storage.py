@@ -97,6 +97,52 @@ def test_a_flipped_bit_is_found_and_nothing_is_sealed(
     assert states.held(0) == {Key(0, 7)}
 
 
+class Flaky(LocalStorage):
+    """Of three reads one fails and one gives a wrong byte, as long as there are any ``faults``."""
+
+    def __init__(self, root: Path, faults: int) -> None:
+        super().__init__(root)
+        self.faults, self.count = faults, 0
+
+    def open(self, folder: str, name: str) -> Readable:
+        file, flaky = super().open(folder, name), self
+
+        class File:
+            seek, close = file.seek, file.close
+
+            def read(self, size: int) -> bytes:
+                target = bytearray(size)
+                return bytes(target[: self.readinto(memoryview(target))])
+
+            def readinto(self, target: memoryview) -> int:
+                count = file.readinto(target)
+                flaky.count += 1
+                if flaky.count % 3 and flaky.count < flaky.faults:
+                    if flaky.count % 3 == 1:
+                        raise OSError(5, "Input/output error")
+                    target[flaky.count % max(count, 1)] ^= 1
+                return count
+
+        return File()
+
+
+def test_what_fails_for_a_while_is_read_again(served: Served, states: CachedStates, tmp_path: Path) -> None:
+    for step in (6, 7):
+        store(tmp_path, Key(0, step), [sample_state(1), sample_state(2)])
+    source = StorageSource(Flaky(tmp_path, 12), 2)
+    assert source.keys(0) == {Key(0, 6), Key(0, 7)}
+    source = StorageSource(Flaky(tmp_path, 30), 2)
+    bring(source, states, Key(0, 7), 1)
+    assert same(loaded(served, 1), sample_state(2))
+
+
+def test_what_cannot_be_read_is_given_up_in_the_end(states: CachedStates, tmp_path: Path) -> None:
+    store(tmp_path, Key(0, 7), [sample_state(1)])
+    source = StorageSource(Stale(tmp_path), 1, patience_s=0.3)
+    with pytest.raises(CheckpointError, match="cannot be read: Stale file handle"):
+        bring(source, states, Key(0, 7), 0)
+
+
 def test_what_is_not_whole_or_of_another_size_is_not_offered(tmp_path: Path) -> None:
     state = {"w": torch.ones(3)}
     store(tmp_path, Key(0, 1), [state, state])
@@ -138,7 +184,7 @@ def test_a_step_that_cannot_be_read_now_is_not_one_that_is_damaged(tmp_path: Pat
     for step in (1, 2):
         store(tmp_path, Key(0, step), [{"step": step}])
     with pytest.raises(CheckpointError, match="cannot be listed: Stale file handle"):
-        StorageSource(Stale(tmp_path), 1).keys(0)
+        StorageSource(Stale(tmp_path), 1, patience_s=0.3).keys(0)
 
 
 def test_a_name_that_no_step_can_have_is_passed_over(tmp_path: Path) -> None:
