@@ -19,6 +19,7 @@ from keepstep.control.effects import (
     Disconnect,
     Effect,
     Exit,
+    Reach,
     Send,
     StoreCouncil,
     StorePlacement,
@@ -187,6 +188,17 @@ class Controller:
                 node.launcher = None
             if node.agent is None and node.launcher is None:
                 node.lost_s = now_s
+        return self._taken()
+
+    def reached(self, peer: int) -> list[Effect]:
+        """The election port of a launcher's `Reach` answers."""
+        sender = self._peers.get(peer)
+        if (
+            sender is not None
+            and sender.launcher is not None
+            and self.rendezvous.peer(sender.launcher) == peer
+        ):
+            self.councils.reached(sender.launcher)
         return self._taken()
 
     def message(self, peer: int, message: Message, now_s: float) -> list[Effect]:
@@ -457,6 +469,9 @@ class Controller:
     def _tick_councils(self, now_s: float) -> None:
         table = self.rendezvous.placements if self.rendezvous.max_restarts and not self.over else {}
         council = self.councils.tick(table, now_s)
+        for launcher, seat in self.councils.to_reach(table):
+            if (peer := self.rendezvous.peer(launcher)) is not None:
+                self._effects.append(Reach(peer, seat))
         if not table or (self.councils.is_settled and self.councils.allows(self.rendezvous.incarnation)):
             self._withheld_since_s = None
         elif self._withheld_since_s is None:
