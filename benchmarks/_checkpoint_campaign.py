@@ -264,7 +264,7 @@ class Campaign:
         low, high = wilson(passed, len(results))
         limit = f"Wilson 95 %: {low:.2f} to {high:.2f}; {self.limit}"
         if again := sum("earlier" in result for result in results):
-            limit += f"; {again} of them ran out of time at first, or their testbed broke, and were run again"
+            limit += f"; {again} of them run again (out of time, testbed broken, a fault mended: see `earlier` there)"
         report.add(
             Line(case, f"{passed}/{len(results)}", "seeds", self.goal, passed == len(results), limit=limit)
         )

@@ -42,14 +42,13 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """One seed. ``standbys``, ``backups``, ``elect``: as the launcher's flags have it."""
+    """One seed. ``standbys``, ``backups``: as the launcher's flags have it."""
 
     events: tuple[Event, ...]
     spares: int
     per_node: int = 1
     standbys: int = 0
     backups: int = 1
-    elect: bool = False
 
     @property
     def world(self) -> int:
@@ -100,7 +99,7 @@ def _node_killed(spares: int, first: int, count: int = 1) -> Callable[[random.Ra
 
 def _controllers_node(chances: random.Random) -> Plan:
     shape = _shape(chances)
-    return Plan((_lose(chances, (0,), shape["per_node"], chances.choice(_PHASES)),), 1, **shape, elect=True)
+    return Plan((_lose(chances, (0,), shape["per_node"], chances.choice(_PHASES)),), 1, **shape)
 
 
 def _while_recovering(chances: random.Random) -> Plan:

@@ -134,12 +134,15 @@ async def beat_for(stand_ins: list[StandIn], bodies: list[bytes], seconds: float
     return sent, latest
 
 
-def start_controller(run: Path, secret: Path, nodes: int = 1) -> tuple[subprocess.Popen[str], int]:
-    """The shipped program, waiting for so many launchers; and its port."""
+def start_controller(
+    run: Path, secret: Path, nodes: int = 1, seat: int = 0
+) -> tuple[subprocess.Popen[str], int]:
+    """The shipped program, waiting for so many launchers; and its port. ``seat``: of the launcher beside it, if any."""
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "keepstep.control", "--run-dir", str(run)),
             *("--listen", "127.0.0.1:0", "--secret-file", str(secret), "--nodes", str(nodes)),
+            *(("--seat", str(seat), "--term", "1", "--council", str(run / "council-1.json")) if seat else ()),
         ],
         stdout=subprocess.PIPE,
         stderr=(run / "stderr.txt").open("w"),

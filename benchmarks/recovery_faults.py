@@ -128,7 +128,7 @@ class Trial:
         command += ["--master-port", str(_PORT), "--nproc-per-node", str(self.plan.per_node)]
         command += ["--max-restarts", "6", "--standbys", str(self.plan.standbys), "--no-validate"]
         command += ["--checkpoint-backups", str(self.plan.backups)]
-        command += ["--restart-budget", "same=0", *(["--elect"] if self.plan.elect else [])]
+        command += ["--restart-budget", "same=0"]
         command += [str(JOB), str(self.folder), str(MOST_STEPS), "0", "0", str(PAUSE_S)]
         console = self.folder / f"console-{host.name}"
         words = ["sh", "-c", 'exec "$@" >>"$0" 2>&1', str(console), *command]

@@ -4,8 +4,9 @@
 
 The controller is the shipped program over real, authenticated TCP connections on loopback. The launchers are stand-ins
 in one process, which use the other core: they join, and answer the order to end their workers at once, as if they had
-none. A recovery is timed from the moment when one of them tells of a failure until the last has its place in the next
-incarnation; what devices and workers take to end and to start is no part of it. Every stand-in checks its place.
+none; seven of them elect and keep every rank table, as by default. A recovery is timed from the moment when one of them
+tells of a failure until the last has its place in the next incarnation; what devices and workers take to end and to
+start is no part of it. Every stand-in checks its place.
 
 Stores are torch's, see ``_recovery_stores.py``.
 """
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import cast
 
 import psutil
+from msgspec import structs
 
 from benchmarks._recovery_stores import QUICK_SIZES, SIZES, stores
 from benchmarks._report import Line, Report, bench_arguments
@@ -43,8 +45,8 @@ _MOST_RESTARTS = 50
 class Launchers:
     """All stand-ins: how many have which place."""
 
-    def __init__(self, nodes: int) -> None:
-        self.nodes = nodes
+    def __init__(self, nodes: int, port: int) -> None:
+        self.nodes, self.port = nodes, port  # of all elections
         self.all: list[Launcher] = []
         self.placed: dict[int, set[int]] = {}  # node ranks by incarnation
         self.done = asyncio.Event()
@@ -79,12 +81,16 @@ class Launcher(asyncio.Protocol):
             self.transport.write(answer)
             node, nodes = f"gpu-{self._number:05d}", self._launchers.nodes
             self.send(wire.Hello("launcher", node, -1, 1000 + self._number))
-            self.send(wire.Join(node, "127.0.0.1", RANKS, 29500, self._number, nodes, nodes, _MOST_RESTARTS))
+            join = wire.Join(node, "127.0.0.1", RANKS, 29500, self._number, nodes, nodes, _MOST_RESTARTS)
+            seat = wire.Seat(self._number + 1, node, 1000 + self._number, "127.0.0.1", self._launchers.port)
+            self.send(structs.replace(join, seat=seat))
         for message in messages:
             if isinstance(message, wire.Placement):
                 self._launchers.place(message)
             elif isinstance(message, wire.Halt):
                 self.send(wire.Halted(message.incarnation, 29500 + message.incarnation + 1))
+            elif isinstance(message, wire.Council):
+                self.send(wire.Kept(message.term, message.version))
             elif isinstance(message, (wire.Stop, wire.Refused)):
                 self._launchers.wrong.append(f"{message}")
                 self._launchers.done.set()
@@ -94,12 +100,19 @@ class Launcher(asyncio.Protocol):
         self.transport.write(self.channel.send(message))
 
 
+def _elect(connection: wire.Connection, message: wire.Message) -> None:
+    if isinstance(message, wire.Where):
+        connection.send(wire.Leads(1))
+
+
 async def measure_nodes(nodes: int, repetitions: int, run: Path) -> tuple[list[float], float, float]:
     """Seconds of each recovery; CPU seconds of the controller for one; seconds until all had joined."""
     secret = wire.write_secret(run / "secret")
-    process, port = start_controller(run, run / "secret", nodes)
+    process, port = start_controller(run, run / "secret", nodes, seat=1)
     watched = psutil.Process(process.pid)
-    launchers = Launchers(nodes)
+    answers = wire.ServerCallbacks(_elect, lambda _: None, lambda _, __: None)
+    elections = await wire.serve("127.0.0.1", 0, secret, answers, roles=wire.TO_ELECTOR)
+    launchers = Launchers(nodes, elections.port)
     loop = asyncio.get_running_loop()
     try:
         began = time.monotonic()
@@ -130,6 +143,7 @@ async def measure_nodes(nodes: int, repetitions: int, run: Path) -> tuple[list[f
     finally:
         for one in launchers.all:
             one.transport.abort()
+        await elections.close()
         process.send_signal(signal.SIGTERM)
         process.wait(20)
 

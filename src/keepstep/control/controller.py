@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from keepstep.control.admission import Admission
 from keepstep.control.backups import Backups
 from keepstep.control.cases import Cases
@@ -19,6 +21,7 @@ from keepstep.control.effects import (
     Disconnect,
     Effect,
     Exit,
+    Reach,
     Send,
     StoreCouncil,
     StorePlacement,
@@ -187,6 +190,17 @@ class Controller:
                 node.launcher = None
             if node.agent is None and node.launcher is None:
                 node.lost_s = now_s
+        return self._taken()
+
+    def reached(self, peer: int) -> list[Effect]:
+        """The election port of a launcher's `Reach` answers."""
+        sender = self._peers.get(peer)
+        if (
+            sender is not None
+            and sender.launcher is not None
+            and self.rendezvous.peer(sender.launcher) == peer
+        ):
+            self.councils.reached(sender.launcher)
         return self._taken()
 
     def message(self, peer: int, message: Message, now_s: float) -> list[Effect]:
@@ -456,7 +470,11 @@ class Controller:
 
     def _tick_councils(self, now_s: float) -> None:
         table = self.rendezvous.placements if self.rendezvous.max_restarts and not self.over else {}
+        before = self.councils.newest
         council = self.councils.tick(table, now_s)
+        for launcher, seat in self.councils.to_reach(table):
+            if (peer := self.rendezvous.peer(launcher)) is not None:
+                self._effects.append(Reach(peer, seat))
         if not table or (self.councils.is_settled and self.councils.allows(self.rendezvous.incarnation)):
             self._withheld_since_s = None
         elif self._withheld_since_s is None:
@@ -469,10 +487,15 @@ class Controller:
         if council is None:
             return
         self._effects.append(StoreCouncil(council))
+        same_electors = before is not None and structs.replace(
+            council, version=0, table=()
+        ) == structs.replace(before, version=0, table=())
         for peer, sender in self._peers.items():
             if sender.launcher is not None and self.rendezvous.peer(sender.launcher) == peer:
                 told = self.councils.told(sender.launcher)
-                if told is not None:
+                if told is not None and (
+                    told.table or not same_electors
+                ):  # others have no use for each table
                     self._effects.append(Send((peer,), told))
 
     def _kept(self, launcher: Launcher, kept: Kept, now_s: float) -> None:

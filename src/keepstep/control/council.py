@@ -16,6 +16,7 @@ from keepstep.core.quorum import is_quorum
 from keepstep.wire.messages import MOST_SEATS, Council, Kept, Placement, Row, Seat
 
 _AWAY_S = 5.0  # without a connection: another may have the seat
+_MOST_REACHED = 4 * MOST_SEATS  # of thousands of launchers
 
 
 class Councils:
@@ -28,7 +29,11 @@ class Councils:
         self.term = term
         self._token = token
         self._port = port
-        self._seats: dict[Launcher, Seat] = {}  # of launchers that are here, or were a moment ago
+        self._seats: dict[
+            Launcher, Seat
+        ] = {}  # of launchers that can be reached, and are here or were a moment ago
+        self._untried: dict[Launcher, Seat] = {}  # of those of which it is not known
+        self._tried: dict[Launcher, Seat] = {}
         self._away: dict[Launcher, float] = {}
         self._table: Mapping[Launcher, Placement] = {}
         self._rows: tuple[Row, ...] = ()  # of this table
@@ -60,14 +65,38 @@ class Councils:
         self._is_settled = False
 
     def here(self, launcher: Launcher, seat: Seat | None) -> None:
-        """It has joined."""
+        """It has joined. Others than this host's own, and those that elect already, have to be reached first."""
         self._away.pop(launcher, None)
-        if seat is not None:
-            self._seats[launcher] = structs.replace(seat, node=launcher.node, pid=launcher.pid)
-            self._own = launcher if seat.token == self._token else self._own
+        self._tried.pop(launcher, None)
+        if seat is None or not self._token:
+            return
+        seat = structs.replace(seat, node=launcher.node, pid=launcher.pid)
+        self._own = launcher if seat.token == self._token else self._own
+        elects = self._newest is not None and seat in (*self._newest.seats, *self._newest.former)
+        if seat.token == self._token or elects or self._seats.get(launcher) == seat:
+            self._seats[launcher] = seat
+        else:
+            self._untried[launcher] = seat
+
+    def to_reach(self, table: Mapping[Launcher, Placement]) -> list[tuple[Launcher, Seat]]:
+        """Whose election ports are to be reached now, so that they may elect: a few of those that could."""
+        room = _MOST_REACHED - len(self._seats) - len(self._tried)
+        if room <= 0 or not self._untried or not table:
+            return []
+        could = [one for one in self._untried if one in table or len(table) == 2]
+        for launcher in could[:room]:
+            self._tried[launcher] = self._untried.pop(launcher)
+        return [(launcher, self._tried[launcher]) for launcher in could[:room]]
+
+    def reached(self, launcher: Launcher) -> None:
+        """So it may elect."""
+        if (seat := self._tried.pop(launcher, None)) is not None:
+            self._seats[launcher] = seat
 
     def gone(self, launcher: Launcher, now_s: float) -> None:
         """Its connection has gone."""
+        self._untried.pop(launcher, None)
+        self._tried.pop(launcher, None)
         if launcher in self._seats:
             self._away[launcher] = now_s
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from keepstep.core.incident import Incident
-from keepstep.wire.messages import Council, Message, Placement, Stop
+from keepstep.wire.messages import Council, Message, Placement, Seat, Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,14 @@ class StoreCouncil:
 
 
 @dataclass(frozen=True, slots=True)
+class Reach:
+    """Find out whether a launcher's election port can be reached, for as long as the peer is there."""
+
+    peer: int
+    seat: Seat
+
+
+@dataclass(frozen=True, slots=True)
 class Exit:
     """The job is over: end the controller."""
 
@@ -76,4 +84,6 @@ class Exit:
     reason: str
 
 
-Effect = Send | Disconnect | WriteIncident | Say | Tell | StorePlacement | StoreStop | StoreCouncil | Exit
+Effect = (
+    Send | Disconnect | WriteIncident | Say | Tell | StorePlacement | StoreStop | StoreCouncil | Reach | Exit
+)

@@ -283,8 +283,11 @@ class Rendezvous:
                 f"{self._agreed[0]}; give all nodes the same"
             )
         if self._agreed is not None and self._agreed[1] != (join.seat is not None):
-            this, first = ("without", "with") if self._agreed[1] else ("with", "without")
-            return f"node {join.node} was started {this} --elect, {self._agreed[2]} {first} it; give all nodes the same"
+            this, first = ("with", "without") if self._agreed[1] else ("without", "with")
+            return (
+                f"node {join.node} was started {this} --no-elect, {self._agreed[2]} {first} it; "
+                "give all nodes the same"
+            )
         if join.node_rank < 0 or self._table:
             return ""
         most = max(join.max_nodes, self._nodes)

@@ -21,6 +21,7 @@ from keepstep.control.effects import (
     Disconnect,
     Effect,
     Exit,
+    Reach,
     Say,
     Send,
     StoreCouncil,
@@ -40,6 +41,7 @@ from keepstep.report.verdict import render, render_closing
 logger = logging.getLogger("keepstep.control")
 
 _TICK_S = 0.1
+_REACH_S = 5.0  # that an election port is given before it is said that it cannot be reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,9 @@ class ControlServer:
         )
         self._server: wire.Server | None = None
         self._connections: dict[int, wire.Connection] = {}
+        self._reaching: dict[int, asyncio.Task[None]] = {}
+        self._secret = b""
+        self._tls: ssl.SSLContext | None = None  # of a client
         self._done = asyncio.Event()
         self._next_status_s = 0.0
         self._failures = 0
@@ -87,7 +92,9 @@ class ControlServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._done.set)
         tls = wire.server_context(options.tls) if options.tls is not None else None
-        self._server = await self._listen(wire.read_secret(options.secret_file), tls)
+        self._tls = wire.client_context(options.tls) if options.tls is not None else None
+        self._secret = wire.read_secret(options.secret_file)
+        self._server = await self._listen(self._secret, tls)
         if options.settings.term > 1:  # the first is where the nodes were told to meet
             self._controller.port = self._server.port
         print(msgspec.json.encode({"ready": True, "port": self._server.port}).decode(), flush=True)
@@ -149,6 +156,8 @@ class ControlServer:
 
     def _closed(self, connection: wire.Connection, reason: str) -> None:
         self._connections.pop(connection.number, None)
+        if (reaching := self._reaching.pop(connection.number, None)) is not None:
+            reaching.cancel()
         logger.info("%s at %s has gone: %s", connection.role, connection.peer, reason)
         self._guarded(lambda: self._controller.disconnected(connection.number, time.monotonic()))
 
@@ -216,6 +225,9 @@ class ControlServer:
                 self._keep(lambda stop=effect.stop: self._files.write_stop(stop))
             elif isinstance(effect, StoreCouncil):
                 self._files.write_council(effect.council)  # or nobody is told: it must not be said twice
+            elif isinstance(effect, Reach):
+                task = asyncio.get_running_loop().create_task(self._reach(effect))
+                self._reaching[effect.peer] = task
             elif isinstance(effect, Disconnect):
                 connection = self._connections.get(effect.peer)
                 if connection is not None:
@@ -223,6 +235,30 @@ class ControlServer:
             elif isinstance(effect, Exit):  # pyright: ignore[reportUnnecessaryIsInstance]
                 logger.info("the job is over (%d): %s", effect.exit_code, effect.reason)
                 self._done.set()
+
+    async def _reach(self, effect: Reach) -> None:
+        seat, answered = effect.seat, asyncio.Event()
+        client = wire.connect(
+            (seat.address, seat.port),
+            self._secret,
+            role="elector",
+            greet=lambda: (wire.Where(),),
+            message=lambda _: answered.set(),
+            tls=self._tls,
+        )
+        try:
+            try:
+                await asyncio.wait_for(answered.wait(), _REACH_S)
+            except asyncio.TimeoutError:
+                self._print(
+                    f"keepstep: {seat.node} does not answer at {seat.address}, port {seat.port}: while that is so, it "
+                    "does not elect another host for the controller"
+                )
+                await answered.wait()
+            self._guarded(lambda: self._controller.reached(effect.peer))
+        finally:
+            self._reaching.pop(effect.peer, None)
+            await client.close()
 
     def _send(self, effect: Send) -> None:
         body = wire.encode(effect.message)

@@ -177,8 +177,8 @@ def _add_own(group: Any) -> None:
     group.add_argument("--restart-budget", metavar="rank=5,node=10,hour=30,same=2", help=text)
     text = "with --nnodes MIN:MAX: seconds to wait for a node before going on with fewer (30)"
     group.add_argument("--shrink-after", dest="shrink_after_s", type=float, metavar="S", help=text)
-    text = "the controller moves to another node when its host is lost; give it to all nodes"
-    group.add_argument("--elect", action="store_true", default=None, help=text)
+    text = "with several nodes and restarts: another node hosts the controller when its own is lost (default), or not"
+    group.add_argument("--elect", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "at a restart replace only the processes that failed, where the training can go on in the others"
     group.add_argument("--in-place", action="store_true", default=None, help=text)
     text = "folder or URL where checkpoints are kept beyond the run"

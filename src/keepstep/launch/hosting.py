@@ -1,4 +1,4 @@
-"""Where the job's controller is, and its process when that is this node. It moves only with ``--elect``."""
+"""Where the job's controller is, and its process when that is this node. With ``--no-elect`` it does not move."""
 
 from __future__ import annotations
 

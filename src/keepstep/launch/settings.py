@@ -58,7 +58,7 @@ SETTINGS = (
         30.0,
         "how long a node is waited for before a job of MIN:MAX nodes goes on with fewer",
     ),
-    Setting("run", "elect", False, "another node hosts the controller when its own is lost"),
+    Setting("run", "elect", True, "another node hosts the controller when its own is lost"),
     Setting("run", "in_place", False, "at a restart a training that can goes on in its process"),
     Setting("run", "join_timeout_s", 600.0, "how long to wait for the other nodes at the start"),
     Setting("run", "leave_s", 3.0, "with in_place: how long a training may take to be left"),

@@ -27,9 +27,17 @@ def table(*nodes: int, incarnation: int = 0) -> dict[Launcher, Placement]:
 
 def councils(*nodes: int, leader: int = 0, term: int = 1) -> Councils:
     made = Councils(leader + 1, term, lambda: 29400)
+    arrive(made, *nodes)
+    return made
+
+
+def arrive(made: Councils, *nodes: int) -> None:
+    """They join, and their ports are reached."""
     for n in nodes:
         made.here(LAUNCHERS[n], seat(n))
-    return made
+    for spares_too in ((0, 1), range(12)):
+        for launcher, _ in made.to_reach(table(*spares_too)):
+            made.reached(launcher)
 
 
 def settle(made: Councils, *nodes: int) -> list[bool]:
@@ -66,7 +74,7 @@ def test_seats_change_in_two_steps() -> None:
     settle(made, 0, 1, 2)
     made.gone(LAUNCHERS[2], 1.0)
     assert made.tick(table(0, 1, 2), 2.0) is None  # it may come back
-    made.here(LAUNCHERS[3], seat(3))
+    arrive(made, 3)
     assert names(made.tick(table(0, 1, 3, incarnation=1), 7.0)) == (
         {"gpu-0", "gpu-1", "gpu-3"},
         {"gpu-0", "gpu-1", "gpu-2"},
@@ -80,8 +88,7 @@ def test_newcomers_that_die_at_once_block_nothing() -> None:
     made = councils(0, 1, 2)
     made.tick(table(0, 1, 2), 0.0)
     settle(made, 0, 1, 2)
-    for n in (3, 4, 5, 6):
-        made.here(LAUNCHERS[n], seat(n))
+    arrive(made, 3, 4, 5, 6)
     grown = table(0, 1, 2, 3, 4, 5, 6, incarnation=1)
     assert len(names(made.tick(grown, 1.0))[0]) == 7
     for n in (3, 4, 5, 6):
@@ -94,7 +101,7 @@ def test_what_another_leader_left_is_settled_first_as_it_is() -> None:
     first = councils(0, 1, 2)
     first.tick(table(0, 1, 2), 0.0)
     settle(first, 0, 1, 2)
-    first.here(LAUNCHERS[3], seat(3))
+    arrive(first, 3)
     first.gone(LAUNCHERS[2], 1.0)
     left = first.tick(table(0, 1, 3, incarnation=1), 9.0)
     assert left is not None
@@ -122,6 +129,37 @@ def test_seats_are_spread_over_the_table_and_only_electors_have_it() -> None:
     assert (len(chosen), chosen[0], chosen[-1] > 8) == (7, 0, True)
     rows = [len(told.table) for one in LAUNCHERS if (told := made.told(one)) is not None]
     assert sorted(rows) == [0] * 5 + [12] * 7
+
+
+def test_who_cannot_be_reached_has_no_seat_and_holds_up_nothing() -> None:
+    made = councils(0, 1)
+    made.here(LAUNCHERS[2], seat(2))
+    three = table(0, 1, 2)
+    assert made.to_reach(three) == [(LAUNCHERS[2], seat(2))]
+    assert made.to_reach(three) == []  # it is being tried
+    assert names(made.tick(three, 0.0)) == ({"gpu-0", "gpu-1"}, set())
+    assert settle(made, 2, 0) == [False, True]
+    made.reached(LAUNCHERS[2])
+    assert names(made.tick(three, 1.0)) == ({"gpu-0", "gpu-1", "gpu-2"}, {"gpu-0", "gpu-1"})
+    made.gone(LAUNCHERS[2], 2.0)
+    made.here(LAUNCHERS[2], seat(2))
+    assert made.to_reach(three) == []  # it elects already
+
+
+def test_of_thousands_a_few_are_reached_and_others_when_those_have_gone() -> None:
+    many = [Launcher(f"gpu-{n}", n) for n in range(1, 3000)]
+    made = councils(0)
+    for n, one in enumerate(many):
+        made.here(one, Seat(n + 2, one.node, one.pid, "10.0.0.9", 7000))
+    grown = {
+        one: Placement(n, n, 3000, 3000, "10.0.0.0", 29500, 0) for n, one in enumerate([LAUNCHERS[0], *many])
+    }
+    tried = [launcher for launcher, _ in made.to_reach(grown)]
+    assert len(tried) < 40
+    assert made.to_reach(grown) == []
+    for launcher in tried[:5]:
+        made.gone(launcher, 1.0)
+    assert len(made.to_reach(grown)) == 5
 
 
 def test_without_a_seat_beside_it_nothing_is_held_up() -> None:

@@ -338,4 +338,4 @@ def test_nodes_have_to_agree_whether_the_controller_can_move() -> None:
     seat = Seat(9, "gpu-9", 109, "10.0.0.9", 7000)
     join = Join("gpu-9", "10.0.0.9", 2, 29500, -1, 2, 2, 2, seat=seat)
     ((_, reason),) = job.rendezvous.join(job.launcher(9), join, 9, 1.0).refusals
-    assert reason == "node gpu-9 was started with --elect, gpu-0 without it; give all nodes the same"
+    assert reason == "node gpu-9 was started without --no-elect, gpu-0 with it; give all nodes the same"

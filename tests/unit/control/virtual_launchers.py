@@ -21,6 +21,7 @@ from keepstep import wire
 from keepstep.control import (
     Controller,
     Effect,
+    Reach,
     Send,
     Settings,
     StoreCouncil,
@@ -247,6 +248,8 @@ class Job:
                 for peer in effect.peers:
                     if peer in site.peers:
                         self._send(site.peers[peer], effect.message)
+            elif isinstance(effect, Reach):
+                self._reach(site, effect)
             elif isinstance(effect, StorePlacement):
                 site.stored = effect
             elif isinstance(effect, StoreStop):
@@ -257,6 +260,22 @@ class Job:
                 site.written[effect.incident.number] = effect.incident
             elif isinstance(effect, Tell):
                 self.told.append(effect.text)
+
+    def _reach(self, site: Site, effect: Reach) -> None:
+        """The controller tries it until it is reached, or has gone."""
+        controller, connection = site.controller, site.peers.get(effect.peer)
+
+        def attempt() -> None:
+            if site.controller is not controller or site.peers.get(effect.peer) is not connection:
+                return
+            cut = site.host is not connection.host and (site.host.cut or connection.host.cut)
+            if self.now_s < site.stalled_until_s or cut or not (site.host.alive and connection.host.alive):
+                self.at(1.0, attempt)
+            else:
+                self._carry_out(site, controller.reached(effect.peer))
+
+        if connection is not None:
+            self.at(self._delay_s(), attempt)
 
     def _send(self, connection: Connection, message: wire.Message) -> None:
         if connection.up and connection.there:

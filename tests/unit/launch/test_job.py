@@ -64,9 +64,10 @@ def test_as_many_standbys_as_workers_when_restarts_are_wanted() -> None:
 
 def test_the_controller_moves_only_where_that_is_wanted_and_the_job_can_go_on() -> None:
     several = ("--nnodes", "2", "--node-rank", "0", "--master-addr", "node0")
-    assert not job(*several, "--max-restarts", "2").elects
+    assert job(*several, "--max-restarts", "2").elects
     assert job(*several, "--max-restarts", "2", "--elect").elects
-    assert job(*several, "--max-restarts", "2", KEEPSTEP_ELECT="true").elects
+    assert not job(*several, "--max-restarts", "2", "--no-elect").elects
+    assert not job(*several, "--max-restarts", "2", KEEPSTEP_ELECT="false").elects
     assert not job(*several, "--elect").elects
     assert not job("--max-restarts", "2", "--elect").elects
 
