@@ -156,7 +156,7 @@ class Assembly:
     def _govern(self, one: Member, leader: Councils) -> None:
         """Its connections, the table it wishes for, and what it says."""
         for other in self.members:
-            joined = other.launcher in leader._seats and other.launcher not in leader._away
+            joined = other.launcher in _joined(leader) and other.launcher not in leader._away
             reached = other.alive and other.side == one.side
             if reached and not joined:
                 leader.here(other.launcher, other.elector.seat)
@@ -171,15 +171,21 @@ class Assembly:
         elif one.table < table or newest is None:
             one.table = table
         rows = self._rows(leader, incarnation, one.table)
+        for launcher, _ in leader.to_reach(rows):
+            after_s = self.random.choice((0.0, 0.0, 0.02, 0.3))
+            if after_s:
+                self.at(after_s, lambda launcher=launcher: leader.reached(launcher))
+            else:
+                leader.reached(launcher)
         council = leader.tick(rows, self.now_s)
         if council is not None:
             one.stored = council
         if council is not None or self.random.random() < 0.3:  # those that come back are told again
-            for other in list(leader._seats):
+            for other in _joined(leader):
                 self._tell(one, leader, other)
 
     def _rows(self, leader: Councils, incarnation: int, table: int) -> dict[Launcher, wire.Placement]:
-        players = [one.launcher for one in self.members if one.alive and one.launcher in leader._seats][:5]
+        players = [one.launcher for one in self.members if one.alive and one.launcher in _joined(leader)][:5]
         count = max(len(players), 1)
         return {
             one: wire.Placement(n, n, count, count, "10.0.0.0", table, incarnation)
@@ -248,6 +254,11 @@ _FAULTS = (
     Assembly.restart,
     Assembly.resign,
 )
+
+
+def _joined(leader: Councils) -> list[Launcher]:
+    """Those that have joined, reached or not."""
+    return list(dict.fromkeys((*leader._seats, *leader._untried, *leader._tried)))
 
 
 def _table(council: wire.Council) -> tuple[int, int]:
