@@ -11,6 +11,7 @@ import fcntl
 import os
 import struct
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 LINKS = 2048
@@ -67,9 +68,10 @@ def plugin(environ: Mapping[str, str]) -> Path | None:
 
     NCCL reads its settings from files, too, which count less than the environment: what they say is not to be undone.
     """
-    from keepstep.ring import _native  # pyright: ignore[reportMissingModuleSource]
-
-    path = Path(str(_native.__file__)).with_name("libkeepstep_nccl_profiler.so")
+    native = find_spec("keepstep.ring._native")
+    if native is None or native.origin is None:
+        return None
+    path = Path(native.origin).with_name("libkeepstep_nccl_profiler.so")
     files = [environ.get("NCCL_CONF_FILE") or "~/.nccl.conf", "/etc/nccl.conf"]
     if PLUGIN in environ or any(_sets_plugin(Path(file)) for file in files):
         return None
