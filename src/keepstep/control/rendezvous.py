@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from keepstep.wire.messages import Join, Placement
 
@@ -12,7 +11,8 @@ MOST_NODES = 65_536
 MOST_RANKS = 1 << 24
 
 
-class Launcher(NamedTuple):  # of thousands, looked up by the thousands: a dataclass's hash is a Python call
+@dataclass(frozen=True, slots=True)
+class Launcher:
     """One launcher, whatever connection it speaks through: a process on a node."""
 
     node: str
