@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from msgspec import structs
-
 from keepstep.control.admission import Admission
 from keepstep.control.backups import Backups
 from keepstep.control.cases import Cases
@@ -470,7 +468,6 @@ class Controller:
 
     def _tick_councils(self, now_s: float) -> None:
         table = self.rendezvous.placements if self.rendezvous.max_restarts and not self.over else {}
-        before = self.councils.newest
         council = self.councils.tick(table, now_s)
         for launcher, seat in self.councils.to_reach(table):
             if (peer := self.rendezvous.peer(launcher)) is not None:
@@ -487,15 +484,10 @@ class Controller:
         if council is None:
             return
         self._effects.append(StoreCouncil(council))
-        same_electors = before is not None and structs.replace(
-            council, version=0, table=()
-        ) == structs.replace(before, version=0, table=())
         for peer, sender in self._peers.items():
             if sender.launcher is not None and self.rendezvous.peer(sender.launcher) == peer:
-                told = self.councils.told(sender.launcher)
-                if told is not None and (
-                    told.table or not same_electors
-                ):  # others have no use for each table
+                told = self.councils.tells(sender.launcher)
+                if told is not None:
                     self._effects.append(Send((peer,), told))
 
     def _kept(self, launcher: Launcher, kept: Kept, now_s: float) -> None:

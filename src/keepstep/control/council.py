@@ -41,6 +41,7 @@ class Councils:
         self._newest: Council | None = None
         self._kept: set[int] = set()
         self._is_settled = True  # a quorum has the newest
+        self._is_for_all = True  # it has other electors than the one before
         self._is_ours = True  # and it was not begun by another controller
         self._inherited: Council | None = None  # not proposed yet in our own name
         self._settled_incarnation = -1
@@ -144,6 +145,11 @@ class Councils:
             return self._propose(structs.replace(newest, seats=wanted, former=newest.seats, table=rows))
         return self._propose(structs.replace(newest, table=rows)) if rows != newest.table else None
 
+    def tells(self, launcher: Launcher) -> Council | None:
+        """The newest, if it is news to this launcher: others than electors have no use for each table."""
+        told = self.told(launcher)
+        return told if told is not None and (told.table or self._is_for_all) else None
+
     def told(self, launcher: Launcher) -> Council | None:
         """The newest as this launcher is to know it: the table goes to the electors alone."""
         newest, seat = self._newest, self._seats.get(launcher)
@@ -153,8 +159,9 @@ class Councils:
         return newest if elects else structs.replace(newest, table=())
 
     def _propose(self, council: Council) -> Council:
-        version = self._newest.version + 1 if self._newest is not None else 1
-        self._newest = structs.replace(council, version=version)
+        before = self._newest
+        self._newest = structs.replace(council, version=before.version + 1 if before is not None else 1)
+        self._is_for_all = before is None or _without_table(before) != _without_table(council)
         self._kept.clear()
         self._is_settled = False
         return self._newest
@@ -185,6 +192,10 @@ class Councils:
 
 def _tokens(seats: tuple[Seat, ...]) -> list[int]:
     return [seat.token for seat in seats]
+
+
+def _without_table(council: Council) -> Council:
+    return structs.replace(council, version=0, table=())
 
 
 def _incarnation(council: Council) -> int:
