@@ -180,6 +180,7 @@ class Controller:
         node = gone.node
         if gone.launcher is not None and self.rendezvous.leave(gone.launcher, peer):
             self.reforming.gone(gone.launcher, now_s)
+        if gone.launcher is not None and self.rendezvous.peer(gone.launcher) is None:
             self.councils.gone(gone.launcher, now_s)
         if node is not None:
             if node.agent == peer:
@@ -442,7 +443,7 @@ class Controller:
         peer = self.rendezvous.peer(order.launcher)
         if peer is not None:
             self.rendezvous.leave(order.launcher, peer)
-            self.councils.gone(order.launcher, now_s)
+            self.councils.leaves(order.launcher)
             self._effects.append(Send((peer,), Stop(_EXCLUDED, order.reason[:_MOST_TEXT])))
 
     def _failed(self, sender: _Peer, failed: Failed, now_s: float) -> None:
@@ -485,7 +486,7 @@ class Controller:
             return
         self._effects.append(StoreCouncil(council))
         for peer, sender in self._peers.items():
-            if sender.launcher is not None and self.rendezvous.peer(sender.launcher) == peer:
+            if sender.launcher is not None and self.rendezvous.peer(sender.launcher) in (peer, None):
                 told = self.councils.tells(sender.launcher)
                 if told is not None:
                     self._effects.append(Send((peer,), told))
@@ -577,6 +578,8 @@ class Controller:
         if peer is not None and launcher not in self.rendezvous.placements:
             self.rendezvous.leave(launcher, peer)  # a spare that goes gets no place any more
             self.reforming.gone(launcher, now_s)
+            self.councils.leaves(launcher)
+            self._tick_councils(now_s)
 
     def _end_job(self, end: End, now_s: float) -> None:
         """All nodes end with the exit code of who failed first."""

@@ -517,6 +517,8 @@ class Launcher:
         if self._link:
             self._link.ended(outcome.code, outcome.reason)
             await self._link.drained(_DRAIN_S)
+            if self._place is None and not self._job_over.is_set():
+                await self._link.unseated(_DRAIN_S)
             await self._wait_for_others(outcome)
 
     async def _wait_for_storage(self, outcome: _Outcome) -> None:
