@@ -220,7 +220,11 @@ class Launcher:
             await self._sweep()
             self._following.stop()
             failures = self._workers.failures
-            if self._link and outcome.kind == "failed" and (root := root_cause.first(failures)) is not failures[0]:
+            if (
+                self._link
+                and outcome.kind == "failed"
+                and (root := root_cause.first(failures)) is not failures[0]
+            ):
                 # A survivor was quicker to say that it lost its peer than we were to see that peer dead.
                 self._link.found(root_cause.finding(root, self._job.node, self._incarnation))
             following = await (

@@ -62,7 +62,9 @@ class Elector:
     def has_seat(self) -> bool:
         """In the newest council that is known here, or in the one before while that may still act."""
         council = self.council
-        return council is not None and self.seat.token in {seat.token for seat in (*council.seats, *council.former)}
+        return council is not None and self.seat.token in {
+            seat.token for seat in (*council.seats, *council.former)
+        }
 
     def may_act(self, now_s: float) -> bool:
         """Whether ours is the lease now."""

@@ -195,7 +195,9 @@ class World(Job):
         host = self._one(lambda h: h.part.placement is None and h.part.is_spare and not h.ending)
         if host is not None:
             site = self.leader()  # it may have been given a place just now
-            placed = site is not None and Launcher(host.name, host.pid) in site.controller.rendezvous.placements
+            placed = (
+                site is not None and Launcher(host.name, host.pid) in site.controller.rendezvous.placements
+            )
             self.disturbances += site is None or placed or site.controller.reforming.under_way
             self._exit(host, 130)
 
