@@ -81,9 +81,8 @@ class NodeAgent:
         ]
         self._local = frozenset(rings)
         self._log = StepLog(run_dir / "nodes" / str(node_rank) / "iterations.jsonl", self._local)
-        self._ended: list[
-            tuple[IterationSummary, float]
-        ] = []  # not logged yet, with their start in Unix time
+        # Not logged yet, with their start in Unix time.
+        self._ended: list[tuple[IterationSummary, float]] = []
         self._sensors = HostSensors()
         self._sockets = SocketSensor()
         self._sequence = 0

@@ -23,7 +23,7 @@ from keepstep.checkpoint import native
 from keepstep.checkpoint.header import encode_header, with_checksums
 from keepstep.checkpoint.incoming import Room
 from keepstep.checkpoint.manifest import Manifest, folder_name, key_of, key_text
-from keepstep.checkpoint.patient_storage import Hung, PatientStorage
+from keepstep.checkpoint.patient_storage import PatientStorage
 from keepstep.checkpoint.slots import Key, Record
 from keepstep.checkpoint.storage import Storage
 from keepstep.checkpoint.stored import CHUNK_BYTES, ShardReader, StoredStep, Unread, look_again
@@ -108,23 +108,24 @@ class StorageSource:
         return self.where
 
     def _list(self) -> None:
-        until_s, pause_s = time.monotonic() + min(self._patience_s, _LISTING_S), _PAUSE_S
-        while True:
-            try:
-                keys = sorted(filter(None, map(key_of, self._storage.folders())), reverse=True)
-                whole, refused = self._look_at(keys)
-                break
-            except OSError as error:
-                why = f"{self.where}: cannot be listed: {error.strerror or str(error)[:200]}"
-                if isinstance(error, Hung) or error.errno in _FINAL or time.monotonic() >= until_s:
-                    self._trouble = why
-                    return
-                log.warning("%s; it is tried again", why)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        try:
+            keys, whole, refused = _Again(min(self._patience_s, _LISTING_S)).until(self._listed)
+        except CheckpointError as error:
+            self._trouble = str(error)
+            return
         self._trouble = ""
         self._keys, self._refused = frozenset(whole), tuple(refused)
         self._incarnation = max((key.incarnation for key in keys), default=-1)
+
+    def _listed(self) -> tuple[list[Key], list[Key], list[str]]:
+        """All steps, those that are offered, and why newer ones are not."""
+        try:
+            keys = sorted(filter(None, map(key_of, self._storage.folders())), reverse=True)
+            return keys, *self._look_at(keys)
+        except OSError as error:
+            kind = CheckpointError if error.errno in _FINAL else Unread
+            why = error.strerror or str(error)[:200]
+            raise kind(f"{self.where}: cannot be listed: {why}") from None
 
     def _look_at(self, keys: Iterable[Key]) -> tuple[list[Key], list[str]]:
         """Steps that are offered, and why newer ones are not. Raises OSError: that cannot be told."""

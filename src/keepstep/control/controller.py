@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from msgspec import structs
-
 from keepstep.control.admission import Admission
 from keepstep.control.backups import Backups
 from keepstep.control.cases import Cases
@@ -182,6 +180,7 @@ class Controller:
         node = gone.node
         if gone.launcher is not None and self.rendezvous.leave(gone.launcher, peer):
             self.reforming.gone(gone.launcher, now_s)
+        if gone.launcher is not None and self.rendezvous.peer(gone.launcher) is None:
             self.councils.gone(gone.launcher, now_s)
         if node is not None:
             if node.agent == peer:
@@ -444,7 +443,7 @@ class Controller:
         peer = self.rendezvous.peer(order.launcher)
         if peer is not None:
             self.rendezvous.leave(order.launcher, peer)
-            self.councils.gone(order.launcher, now_s)
+            self.councils.leaves(order.launcher)
             self._effects.append(Send((peer,), Stop(_EXCLUDED, order.reason[:_MOST_TEXT])))
 
     def _failed(self, sender: _Peer, failed: Failed, now_s: float) -> None:
@@ -470,7 +469,6 @@ class Controller:
 
     def _tick_councils(self, now_s: float) -> None:
         table = self.rendezvous.placements if self.rendezvous.max_restarts and not self.over else {}
-        before = self.councils.newest
         council = self.councils.tick(table, now_s)
         for launcher, seat in self.councils.to_reach(table):
             if (peer := self.rendezvous.peer(launcher)) is not None:
@@ -487,15 +485,10 @@ class Controller:
         if council is None:
             return
         self._effects.append(StoreCouncil(council))
-        same_electors = before is not None and structs.replace(
-            council, version=0, table=()
-        ) == structs.replace(before, version=0, table=())
         for peer, sender in self._peers.items():
-            if sender.launcher is not None and self.rendezvous.peer(sender.launcher) == peer:
-                told = self.councils.told(sender.launcher)
-                if told is not None and (
-                    told.table or not same_electors
-                ):  # others have no use for each table
+            if sender.launcher is not None and self.rendezvous.peer(sender.launcher) in (peer, None):
+                told = self.councils.tells(sender.launcher)
+                if told is not None:
                     self._effects.append(Send((peer,), told))
 
     def _kept(self, launcher: Launcher, kept: Kept, now_s: float) -> None:
@@ -585,6 +578,8 @@ class Controller:
         if peer is not None and launcher not in self.rendezvous.placements:
             self.rendezvous.leave(launcher, peer)  # a spare that goes gets no place any more
             self.reforming.gone(launcher, now_s)
+            self.councils.leaves(launcher)
+            self._tick_councils(now_s)
 
     def _end_job(self, end: End, now_s: float) -> None:
         """All nodes end with the exit code of who failed first."""

@@ -35,12 +35,14 @@ class Councils:
         self._untried: dict[Launcher, Seat] = {}  # of those of which it is not known
         self._tried: dict[Launcher, Seat] = {}
         self._away: dict[Launcher, float] = {}
+        self._leaving: set[Launcher] = set()
         self._table: Mapping[Launcher, Placement] = {}
         self._rows: tuple[Row, ...] = ()  # of this table
         self._own: Launcher | None = None
         self._newest: Council | None = None
         self._kept: set[int] = set()
         self._is_settled = True  # a quorum has the newest
+        self._is_for_all = True  # it has other electors than the one before
         self._is_ours = True  # and it was not begun by another controller
         self._inherited: Council | None = None  # not proposed yet in our own name
         self._settled_incarnation = -1
@@ -67,6 +69,7 @@ class Councils:
     def here(self, launcher: Launcher, seat: Seat | None) -> None:
         """It has joined. Others than this host's own, and those that elect already, have to be reached first."""
         self._away.pop(launcher, None)
+        self._leaving.discard(launcher)
         self._tried.pop(launcher, None)
         if seat is None or not self._token:
             return
@@ -93,11 +96,22 @@ class Councils:
         if (seat := self._tried.pop(launcher, None)) is not None:
             self._seats[launcher] = seat
 
+    def leaves(self, launcher: Launcher) -> None:
+        """It will go, and not come back: it votes until it is gone, and keeps no seat."""
+        self._untried.pop(launcher, None)
+        self._tried.pop(launcher, None)
+        if launcher in self._seats:
+            self._leaving.add(launcher)
+
     def gone(self, launcher: Launcher, now_s: float) -> None:
         """Its connection has gone."""
         self._untried.pop(launcher, None)
         self._tried.pop(launcher, None)
-        if launcher in self._seats:
+        if launcher in self._leaving:
+            self._leaving.discard(launcher)
+            self._away.pop(launcher, None)
+            del self._seats[launcher]
+        elif launcher in self._seats:
             self._away[launcher] = now_s
 
     def kept(self, launcher: Launcher, kept: Kept) -> bool:
@@ -144,6 +158,11 @@ class Councils:
             return self._propose(structs.replace(newest, seats=wanted, former=newest.seats, table=rows))
         return self._propose(structs.replace(newest, table=rows)) if rows != newest.table else None
 
+    def tells(self, launcher: Launcher) -> Council | None:
+        """The newest, if it is news to this launcher: others than electors have no use for each table."""
+        told = self.told(launcher)
+        return told if told is not None and (told.table or self._is_for_all) else None
+
     def told(self, launcher: Launcher) -> Council | None:
         """The newest as this launcher is to know it: the table goes to the electors alone."""
         newest, seat = self._newest, self._seats.get(launcher)
@@ -153,8 +172,9 @@ class Councils:
         return newest if elects else structs.replace(newest, table=())
 
     def _propose(self, council: Council) -> Council:
-        version = self._newest.version + 1 if self._newest is not None else 1
-        self._newest = structs.replace(council, version=version)
+        before = self._newest
+        self._newest = structs.replace(council, version=before.version + 1 if before is not None else 1)
+        self._is_for_all = before is None or _without_table(before) != _without_table(council)
         self._kept.clear()
         self._is_settled = False
         return self._newest
@@ -162,29 +182,32 @@ class Councils:
     def _wanted(self, own: Seat, table: Mapping[Launcher, Placement]) -> tuple[Seat, ...]:
         """Ours first, members that have one, then others from all over the table; a spare as the third of two nodes.
 
-        Members alone make a quorum: where they all live, nothing that becomes of spares ends the job.
+        Members alone make a quorum: where they all live, nothing that becomes of spares ends the job. Who is away keeps
+        its seat while nobody else could have it.
         """
         two = len(table) == 2
-        most = MOST_SEATS if len(table) > 2 else len(table) + two
-        chosen = [own]
-        for seat in self._newest.seats if self._newest is not None else ():
-            launcher = Launcher(seat.node, seat.pid)
-            if seat != own and self._seats.get(launcher) == seat and (two or launcher in table):
-                chosen.append(seat)
-        if len(chosen) < min(most, len(table) + two):
-            ranks = {
-                seat: table[one].node_rank if one in table else len(table)
-                for one, seat in self._seats.items()
-                if (two or one in table) and seat not in chosen
-            }
-            free = sorted(ranks, key=lambda seat: ranks[seat])
-            count = min(most - len(chosen), len(free))
-            chosen += [free[n if two else n * len(free) // count] for n in range(count)]
+        most = min(MOST_SEATS, len(table) + two)
+        could = {
+            seat: launcher
+            for launcher, seat in self._seats.items()
+            if launcher not in self._leaving and (two or launcher in table)
+        }
+        had = [seat for seat in (self._newest.seats if self._newest is not None else ()) if seat in could]
+        chosen = [own, *(seat for seat in had if seat != own and could[seat] not in self._away)]
+        free = [seat for seat, one in could.items() if seat not in chosen and one not in self._away]
+        free.sort(key=lambda seat: table[could[seat]].node_rank if could[seat] in table else len(table))
+        count = max(min(most - len(chosen), len(free)), 0)
+        chosen += [free[n if two else n * len(free) // count] for n in range(count)]
+        chosen += [seat for seat in had if could[seat] in self._away]
         return tuple(chosen[:most])
 
 
 def _tokens(seats: tuple[Seat, ...]) -> list[int]:
     return [seat.token for seat in seats]
+
+
+def _without_table(council: Council) -> Council:
+    return structs.replace(council, version=0, table=())
 
 
 def _incarnation(council: Council) -> int:

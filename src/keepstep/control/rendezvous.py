@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from keepstep.wire.messages import Join, Placement
 
@@ -11,8 +12,7 @@ MOST_NODES = 65_536
 MOST_RANKS = 1 << 24
 
 
-@dataclass(frozen=True, slots=True)
-class Launcher:
+class Launcher(NamedTuple):  # of thousands, looked up by the thousands: a dataclass's hash is a Python call
     """One launcher, whatever connection it speaks through: a process on a node."""
 
     node: str

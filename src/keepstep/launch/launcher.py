@@ -219,12 +219,19 @@ class Launcher:
                 self._warn(f"{child.name} (process {child.pid}) is stuck in the kernel, even when killed")
             await self._sweep()
             self._following.stop()
+            failures = self._workers.failures
+            if (
+                self._link
+                and outcome.kind == "failed"
+                and (root := root_cause.first(failures)) is not failures[0]
+            ):
+                # A survivor was quicker to say that it lost its peer than we were to see that peer dead.
+                self._link.found(root_cause.finding(root, self._job.node, self._incarnation))
             following = await (
                 self._begin_again_with_all(outcome) if self._together else self._begin_again(outcome, place)
             )
             if isinstance(following, _Outcome):
                 return following
-            failures = self._workers.failures
             self._watching.renew()
             if following.world_size != place.world_size:
                 await asyncio.gather(self._watching.renewed(), self._restarts.dismiss())
@@ -517,6 +524,8 @@ class Launcher:
         if self._link:
             self._link.ended(outcome.code, outcome.reason)
             await self._link.drained(_DRAIN_S)
+            if self._place is None and not self._job_over.is_set():
+                await self._link.unseated(_DRAIN_S)
             await self._wait_for_others(outcome)
 
     async def _wait_for_storage(self, outcome: _Outcome) -> None:

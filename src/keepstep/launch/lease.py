@@ -58,6 +58,14 @@ class Elector:
         """The newest in which there was a leader, as far as is known here: orders of older ones are void."""
         return max(self.leader.term, self.leads)
 
+    @property
+    def has_seat(self) -> bool:
+        """In the newest council that is known here, or in the one before while that may still act."""
+        council = self.council
+        return council is not None and self.seat.token in {
+            seat.token for seat in (*council.seats, *council.former)
+        }
+
     def may_act(self, now_s: float) -> bool:
         """Whether ours is the lease now."""
         return self.leads > 0 and self._counts(now_s)

@@ -278,6 +278,12 @@ class Link:
         if self._client and self._client.connected:
             await self._client.drained(timeout_s)
 
+    async def unseated(self, patience_s: float) -> None:
+        """Wait until the others can elect without us, not long: gone before, we would be one of those that are lost."""
+        elector, until_s = self.member.elector, _now_s() + patience_s
+        while elector is not None and elector.has_seat and self.connected.is_set() and _now_s() < until_s:
+            await self._change(_LOOK_S)
+
     async def lost(self, patience_s: float) -> None:
         """Until the controller has been away for ``patience_s`` at a stretch."""
         while True:

@@ -122,6 +122,34 @@ def test_spares_have_a_say_in_a_job_of_two_nodes_alone() -> None:
     assert names(councils(0, 1, 2, 3).tick(table(0), 0.0))[0] == {"gpu-0"}
 
 
+def test_another_spare_has_the_seat_of_one_that_is_away_at_once() -> None:
+    made = councils(0, 1, 2, 3)
+    made.tick(table(0, 1), 0.0)
+    settle(made, 0, 1)
+    made.gone(LAUNCHERS[2], 1.0)
+    assert names(made.tick(table(0, 1), 1.0))[0] == {"gpu-0", "gpu-1", "gpu-3"}
+
+
+def test_who_is_away_keeps_its_seat_for_a_while_where_nobody_else_could_have_it() -> None:
+    made = councils(0, 1, 2)
+    made.tick(table(0, 1, 2), 0.0)
+    settle(made, 0, 1)
+    made.gone(LAUNCHERS[2], 1.0)
+    assert made.tick(table(0, 1, 2), 2.0) is None
+    assert names(made.tick(table(0, 1, 2), 7.0))[0] == {"gpu-0", "gpu-1"}
+
+
+def test_who_leaves_loses_its_seat_at_once_and_votes_on_that() -> None:
+    made = councils(0, 1, 2)
+    made.tick(table(0, 1), 0.0)
+    settle(made, 0, 1, 2)
+    made.leaves(LAUNCHERS[2])
+    assert names(made.tick(table(0, 1), 1.0)) == ({"gpu-0", "gpu-1"}, {"gpu-0", "gpu-1", "gpu-2"})
+    assert settle(made, 0, 2) == [False, True]
+    made.gone(LAUNCHERS[2], 1.0)
+    assert names(made.tick(table(0, 1), 1.0)) == ({"gpu-0", "gpu-1"}, set())
+
+
 def test_seats_are_spread_over_the_table_and_only_electors_have_it() -> None:
     made = councils(*range(12))
     council = made.tick(table(*range(12)), 0.0)

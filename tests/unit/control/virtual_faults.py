@@ -9,6 +9,7 @@ from virtual_parts import DEAD_HOST_S, Host, Site
 
 from keepstep import wire
 from keepstep.control.operating import STOPPED
+from keepstep.control.rendezvous import Launcher
 from keepstep.core.finding import Finding
 
 
@@ -194,7 +195,10 @@ class World(Job):
         host = self._one(lambda h: h.part.placement is None and h.part.is_spare and not h.ending)
         if host is not None:
             site = self.leader()  # it may have been given a place just now
-            self.disturbances += site is None or site.controller.reforming.under_way
+            placed = (
+                site is not None and Launcher(host.name, host.pid) in site.controller.rendezvous.placements
+            )
+            self.disturbances += site is None or placed or site.controller.reforming.under_way
             self._exit(host, 130)
 
     def operate(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import heapq
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -73,6 +74,7 @@ class Job:
         self.disturbances = 0  # that may cost a restart
         self.codes: set[int] = set()
         self.orders = self.pauses = 0  # of operators, and the incarnations that were theirs
+        self.settled_s = math.inf  # since when a council is settled
         self.back_s = 0.0  # since when there is a controller that is awake
         self.hosts = [self._host(f"gpu-{n}", 100 + n) for n in range(self.nodes + self.spares)]
         self.head = self.hosts[0] if self.elects else self._host("head", 99)
@@ -116,10 +118,27 @@ class Job:
 
         acting = [host for host in self.hosts if host.alive and host.elector.may_act(self.now_s)]
         assert len(acting) <= 1 or not acting[1].elector.council, [host.name for host in acting]
+        self._check_seats(leader)
         for host in self.hosts:
+            if not host.alive or host.exit_code is not None:
+                host.gone_s = min(host.gone_s, self.now_s)
             if host.elector.leads:
                 other = self.leaders.setdefault(host.elector.leads, host)
                 assert other is host, f"{host.name} and {other.name} both lead term {host.elector.leads}"
+
+    def _check_seats(self, leader: Site | None) -> None:
+        """Nobody who has gone for good keeps a seat."""
+        councils = leader.controller.councils if leader is not None else None
+        newest = councils.newest if councils is not None else None
+        if leader is None or newest is None or newest.former or not councils.is_settled:  # type: ignore[union-attr]
+            self.settled_s = math.inf
+            return
+        self.settled_s = min(self.settled_s, self.now_s)
+        since_s = max(self.settled_s, self.back_s, leader.stalled_until_s)
+        ends = leader.controller.over or leader.host.exit_code is not None
+        for seat in newest.seats[1:] if not ends else ():
+            host = next(h for h in self.hosts if h.elector.seat.token == seat.token)
+            assert self.now_s - max(host.gone_s, since_s) < 20.0, f"{host.name} has gone, and has a seat"
 
     @property
     def sites(self) -> list[Site]:

@@ -70,6 +70,7 @@ class Host:
     finished: bool = False
     by_itself: bool = False  # ended its workers because it is cut off
     exit_code: int | None = None
+    gone_s: float = math.inf
     healed_s: float = -math.inf
     site: Site | None = None  # the controller beside it
 
