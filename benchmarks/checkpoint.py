@@ -49,7 +49,7 @@ def worker(mib: int, repetitions: int, peer_repetitions: int, folder: str) -> di
     import torch.distributed as dist
 
     from keepstep import checkpoint
-    from keepstep.checkpoint import _native as native
+    from keepstep.checkpoint import native
     from keepstep.checkpoint import door
 
     torch.set_num_threads(1)

@@ -126,7 +126,7 @@ def combine(first: int, second: int, nbytes: int) -> int:
 def _rows(plan: Buffer, fields: int) -> list[tuple[int, ...]]:
     numbers = array("Q")
     try:
-        numbers.frombytes(memoryview(plan))
+        numbers.frombytes(_bytes_of(plan))
     except ValueError:
         raise ValueError("a plan of broken length") from None
     if len(numbers) % fields:

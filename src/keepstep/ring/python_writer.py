@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 from keepstep.core.errors import RingError
 from keepstep.ring.python_format import (
@@ -66,6 +66,9 @@ _LIMITS = (
     (0, HALF),
 )  # of the numbers of a record
 
+_NAMES = ("kind", "op", "group", "peer", "nbytes", "flags", "site")
+_DEFAULTS = (0, 0, -1, -1, 0, 0, 0)
+
 _one_at_a_time = threading.Lock()
 os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)  # type: ignore[attr-defined]
 
@@ -110,6 +113,7 @@ class RingWriter:
         incarnation: int = 0,
         join: bool = False,
     ) -> None:
+        self._has_claimed = False
         file = RingFile(where, os.O_RDWR)
         try:
             with file.errors():
@@ -126,13 +130,14 @@ class RingWriter:
                 with _one_at_a_time:
                     if not (join and self._joined()):
                         self._claim(rank, world_size, incarnation)
+                self._has_claimed = True
         finally:
             file.close()
 
     def __del__(self) -> None:
-        words = getattr(self, "_words", None)
-        if words is None or os.getpid() != self._pid:
+        if not self._has_claimed or os.getpid() != self._pid:
             return
+        words = self._words
         words[CLOSED] = 1
         words[WRITERS] -= 1
         if words[WRITERS] & 0xFF == 0:
@@ -210,24 +215,17 @@ class RingWriter:
         """See ``_native``."""
         return self._enter(self._layout.sites, 1, SITES, _text(text), 0)
 
-    def start(
-        self,
-        kind: int = 0,
-        op: int = 0,
-        group: int = -1,
-        peer: int = -1,
-        nbytes: int = 0,
-        flags: int = 0,
-        site: int = 0,
-        **wrong: object,
-    ) -> Operation:
-        """See ``_native``."""
+    def start(self, *positional: Any, **named: Any) -> Operation:
+        """See ``_native``: kind, op, group, peer, nbytes, flags, site."""
         operation = Operation(self)
         if not self.writable:
             return operation
-        given = (kind, op, group, peer, nbytes, flags, site)
+        given = (*positional, *_DEFAULTS[len(positional) :])
+        if named:
+            known = dict(zip(_NAMES, given, strict=False)) | named
+            given = tuple(known.values()) if not named.keys() & set(_NAMES[: len(positional)]) else ()
         with _one_at_a_time:
-            if wrong or not all(
+            if len(given) != len(_LIMITS) or not all(
                 isinstance(value, int) and low <= value <= high
                 for value, (low, high) in zip(given, _LIMITS, strict=True)
             ):

@@ -22,7 +22,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     library = tmp_path / "libkeepstep_nccl_profiler.so"
     library.write_bytes(b"")
-    monkeypatch.setattr(_native, "__file__", str(tmp_path / "_native.so"))
+    monkeypatch.setattr(_native.__spec__, "origin", str(tmp_path / "_native.so"))
     monkeypatch.setenv("HOME", str(tmp_path))
     return library
 
