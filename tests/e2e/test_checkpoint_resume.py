@@ -96,7 +96,9 @@ def test_a_killed_rank_costs_no_bit(
 def test_where_the_native_part_is_missing_plain_python_loses_no_bit_either(
     tmp_path: Path, undisturbed: dict[str, dict[str, list[str]]]
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(Path(__file__).parents[1].joinpath("without_native.py").read_text())
+    (tmp_path / "sitecustomize.py").write_text(
+        Path(__file__).parents[1].joinpath("without_native.py").read_text()
+    )
     folder = tmp_path / "job"
     folder.mkdir()
     code, said = run(

@@ -1,4 +1,4 @@
-"""The native parts and what stands in for them in plain Python: the same bytes, whichever side writes and which reads."""
+"""Native parts and what stands in for them in plain Python: the same bytes, whichever side writes and which reads."""
 
 from __future__ import annotations
 
@@ -58,11 +58,15 @@ def test_rings_are_the_same(maker: str, writer: str, seed: int) -> None:
         os.close(descriptor)
 
 
-def _act(dice: random.Random, written: Any, operations: list[Any], groups: list[int], site: int, n: int) -> None:
+def _act(
+    dice: random.Random, written: Any, operations: list[Any], groups: list[int], site: int, n: int
+) -> None:
     what = dice.random()
     if what < 0.6 or not operations:
         kind, op = dice.choice((1, 2, 3)), dice.choice((1, 10, 11))
-        operations.append(written.start(kind, op, dice.choice(groups), dice.randrange(-1, 8), n * 10, 1, site))
+        operations.append(
+            written.start(kind, op, dice.choice(groups), dice.randrange(-1, 8), n * 10, 1, site)
+        )
     elif what < 0.8:
         dice.choice(operations)()
     elif what < 0.87:
@@ -87,7 +91,9 @@ def test_checksums_are_the_same(data: bytes, before: int, more: int) -> None:
     data += bytes(range(256)) * (more // 256)
     assert python_native.checksum(data, before) == checkpoint_native.checksum(data, before)
     whole = checkpoint_native.checksum(data)
-    assert python_native.combine(before, whole, len(data)) == checkpoint_native.combine(before, whole, len(data))
+    assert python_native.combine(before, whole, len(data)) == checkpoint_native.combine(
+        before, whole, len(data)
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=6), st.binary(max_size=100))

@@ -21,7 +21,7 @@ class Here:
         self._sites: dict[tuple[object, int], int] = {}
 
     def __call__(self) -> int:
-        frame: FrameType | None = sys._getframe(1).f_back
+        frame: FrameType | None = sys._getframe(1).f_back  # pyright: ignore[reportPrivateUsage]
         while frame is not None:
             code = frame.f_code
             foreign = self._foreign.get(code.co_filename)

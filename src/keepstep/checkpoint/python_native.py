@@ -14,6 +14,7 @@ import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -88,14 +89,16 @@ def _register(data: memoryview) -> int:
     lane = len(data) // (8 * _LANES) * 8
     if lane:
         done = lane * _LANES
-        crc = _of_lanes(np.frombuffer(data[:done], "<u8").reshape(_LANES, lane // 8), lane)
+        crc = _of_lanes(data[:done], lane)
     for byte in data[done:]:
         crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
     return crc
 
 
-def _of_lanes(words: Words, lane_bytes: int) -> int:
-    crc = np.zeros(len(words), np.uint64)
+def _of_lanes(data: memoryview, lane_bytes: int) -> int:
+    words: Any = np.frombuffer(data, "<u8")
+    words = words.reshape(_LANES, lane_bytes // 8)
+    crc = np.zeros(_LANES, np.uint64)
     low = np.uint64(0xFF)
     for column in np.ascontiguousarray(words.T):
         value = column ^ crc
@@ -160,7 +163,7 @@ def checksums(source: Buffer, plan: Buffer, threads: int = 1) -> list[int]:
     """See ``_native``."""
     del threads
     view = _bytes_of(source)
-    return [checksum(part) for part in [_part(view, *row) for row in _rows(plan, 2)]]
+    return [checksum(part) for part in [_part(view, begin, count) for begin, count in _rows(plan, 2)]]
 
 
 def copy_out(source: Buffer, plan: Buffer, threads: int = 1) -> list[int]:

@@ -7,7 +7,10 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from keepstep.core.errors import RingError
 from keepstep.ring.python_format import (
@@ -46,20 +49,13 @@ from keepstep.ring.python_format import (
     fnv1a,
 )
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Words = npt.NDArray[np.uint64]
+Words = npt.NDArray[np.uint64]
 
 
 class Reader:
-    """See ``_native``. Needs numpy."""
+    """See ``_native``."""
 
     def __init__(self, where: str | os.PathLike[str] | int) -> None:
-        import numpy as np
-
-        self._np = np
         file = RingFile(where, os.O_RDONLY)
         try:
             with file.errors():
@@ -70,7 +66,7 @@ class Reader:
                     memory = _whole(file)
         finally:
             file.close()
-        self._words: Words = np.frombuffer(memory, np.uint64, file.layout.total_bytes // 8)
+        self._words = _words_of(memory, file.layout.total_bytes)
         self._slots = self._words[self._layout.slots :].reshape(-1, 8)
         self._epoch = self._word(EPOCH)
         self._cursor = max(self._base(), self._oldest(self._written()))
@@ -164,7 +160,6 @@ class Reader:
 
     def _read(self, indices: Sequence[int]) -> tuple[npt.NDArray[np.void], list[int]]:
         """The records that are there, whole and undamaged, and the tickets that are not published yet."""
-        np = self._np
         from keepstep.ring.reader import RECORD
 
         index = np.fromiter(indices, np.uint64, len(indices))
@@ -215,7 +210,6 @@ class Reader:
 
     def streams(self) -> bytearray:
         """See ``_native``."""
-        np = self._np
         from keepstep.ring.reader import STREAM
 
         begin = self._layout.streams
@@ -272,7 +266,6 @@ class Reader:
 
     def content(self) -> bytearray:
         """See ``_native``."""
-        np = self._np
         words = self._words.copy()
         slots = words[self._layout.slots :].reshape(-1, 8)
         torn = (slots[:, 0] != self._slots[:, 0]) | (slots[:, 0] & np.uint64(1) != 0)
@@ -280,7 +273,11 @@ class Reader:
         return bytearray(words.tobytes())
 
 
-def _packed(rows: npt.NDArray[np.void], which: npt.NDArray[np.bool_]) -> bytes:
+def _words_of(memory: Any, nbytes: int) -> Any:
+    return np.frombuffer(memory, np.uint64, nbytes // 8)
+
+
+def _packed(rows: Any, which: Any) -> bytes:
     return rows.view(f"V{rows.itemsize}")[which].tobytes()  # numpy would leave out what lies between fields
 
 
@@ -303,8 +300,6 @@ def _checks(
     index: Words, start: Words, nbytes: Words, seq_peer: Words, thread_site: Words, meta: Words
 ) -> Words:
     """``record_check`` of many."""
-    import numpy as np
-
     k = np.uint64(GOLDEN)
     h = (index + np.uint64(1)) * k
     meta = meta & np.uint64(MASK >> 16)

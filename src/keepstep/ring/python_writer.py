@@ -77,28 +77,28 @@ os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)  # type: igno
 class Operation:
     """See ``_native``."""
 
-    __slots__ = ("_ended", "_index", "_start_ns", "_stream", "_writer", "seq")
+    __slots__ = ("_writer", "index", "is_over", "seq", "start_ns", "stream")
 
     def __init__(self, writer: RingWriter) -> None:
-        self._writer, self._index, self._stream, self._start_ns = writer, -1, -1, 0
-        self._ended = False
+        self._writer, self.index, self.stream, self.start_ns = writer, -1, -1, 0
+        self.is_over = False
         self.seq = 0
 
     @property
     def ended(self) -> bool:
         """See ``_native``."""
-        return self._ended
+        return self.is_over
 
     def __call__(self, *_: object) -> None:
-        self._writer._finish(self, 0)
+        self._writer.finish(self, 0)
 
     def fail(self, *_: object) -> None:
         """See ``_native``."""
-        self._writer._finish(self, FAILED)
+        self._writer.finish(self, FAILED)
 
     def waiting(self, *_: object) -> None:
         """See ``_native``."""
-        self._writer._waiting(self)
+        self._writer.note_waiting(self)
 
 
 class RingWriter:
@@ -246,7 +246,7 @@ class RingWriter:
         site: int,
     ) -> None:
         words, now = self._words, time.monotonic_ns()
-        operation._start_ns = now
+        operation.start_ns = now
         operation.seq = self._next_seq(operation, kind, op, group, peer, now)
         index = words[NEXT]
         words[NEXT] = index + 1
@@ -263,7 +263,7 @@ class RingWriter:
         for offset, value in enumerate((now, tag, tag, nbytes, seq_peer, thread_site, meta), 1):
             words[slot + offset] = value
         words[slot] = 2 * index + 2
-        operation._index = index
+        operation.index = index
 
     def _slot(self, index: int) -> int:
         return self._layout.slots + (index & (self._layout.records - 1)) * 8
@@ -277,7 +277,7 @@ class RingWriter:
             return self._phases[op]
         if group < 0 or kind == COMMUNICATOR:
             return 0
-        stream = operation._stream = self._find_stream(kind, op, group, peer)
+        stream = operation.stream = self._find_stream(kind, op, group, peer)
         if stream < 0:
             return 0
         self._words[stream + 1] += 1
@@ -299,34 +299,36 @@ class RingWriter:
         self._words[OVERFLOWED] += 1
         return -1
 
-    def _finish(self, operation: Operation, failed: int) -> None:
+    def finish(self, operation: Operation, failed: int) -> None:
+        """Its end; ``failed``: 0, or FAILED."""
         if not self.writable:
             return
         with _one_at_a_time:
-            if operation._ended:
+            if operation.is_over:
                 return
-            operation._ended = True
-            words, now, index = self._words, time.monotonic_ns(), operation._index
+            operation.is_over = True
+            words, now, index = self._words, time.monotonic_ns(), operation.index
             if index >= 0:
                 slot, tag = self._slot(index), self._tag(index)
                 if words[slot] == 2 * index + 2 and words[slot + 2] == tag:
-                    words[slot + 2] = tag | _after(now, operation._start_ns) | failed
+                    words[slot + 2] = tag | _after(now, operation.start_ns) | failed
                     block = self._layout.blocks + (index & (self._layout.records - 1)) // BLOCK
                     words[block] = words[block] + 1 & MASK
                 else:
                     words[LATE] += 1
-            if operation._stream >= 0:
-                words[operation._stream + 4] = now
-                words[operation._stream + 2] += 1
+            if operation.stream >= 0:
+                words[operation.stream + 4] = now
+                words[operation.stream + 2] += 1
 
-    def _waiting(self, operation: Operation) -> None:
-        index = operation._index
+    def note_waiting(self, operation: Operation) -> None:
+        """From now on somebody waits for it."""
+        index = operation.index
         if index < 0 or not self.writable:
             return
         with _one_at_a_time:
             slot, tag = self._slot(index), self._tag(index)
             if self._words[slot] == 2 * index + 2 and self._words[slot + 3] == tag:
-                self._words[slot + 3] = tag | _after(time.monotonic_ns(), operation._start_ns)
+                self._words[slot + 3] = tag | _after(time.monotonic_ns(), operation.start_ns)
 
     def _enter(self, table: int, first: int, slots: int, blob: bytes, none: int) -> int:
         if not self.writable:

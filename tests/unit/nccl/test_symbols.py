@@ -1,6 +1,6 @@
 """The shim against the real ``nccl.h``: what it hooks, what it leaves out on purpose, and the calls' binary interface.
 
-The header comes from an installed wheel (``nvidia-nccl-cu12``, ``-cu13``) or from ``KEEPSTEP_NCCL_H``.
+The headers are those of the newest wheels (``make nccl``), or the one in ``KEEPSTEP_NCCL_H``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from importlib.util import find_spec
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,20 +68,14 @@ def headers() -> list[Path]:
     told = os.environ.get("KEEPSTEP_NCCL_H")
     if told:
         return [Path(told)]
-    try:
-        found = find_spec("nvidia.nccl")
-    except ModuleNotFoundError:
-        return []
-    folders = list(found.submodule_search_locations or ()) if found else []
-    return [path for folder in folders if (path := Path(folder, "include/nccl.h")).exists()]
+    return sorted(Path(sys.prefix, "nccl").glob("*/nvidia/nccl/include/nccl.h"))
 
 
-@pytest.fixture(scope="module")
-def header() -> Path:
-    found = headers()
-    if not found:
-        pytest.skip("no nccl.h: install nvidia-nccl-cu12 or -cu13, or name it in KEEPSTEP_NCCL_H")
-    return found[0]
+@pytest.fixture(scope="module", params=headers() or [None], ids=str)
+def header(request: pytest.FixtureRequest) -> Path:
+    if request.param is None:
+        pytest.skip("no nccl.h: make nccl, or name one in KEEPSTEP_NCCL_H")
+    return request.param
 
 
 def test_the_list_is_what_the_shim_hooks(built: Built) -> None:
