@@ -68,7 +68,7 @@ def fingerprint(state: dict[str, Any]) -> int:
     """A checksum over every byte of the model and the optimizer's states."""
     import torch
 
-    from keepstep.checkpoint import _native as native
+    from keepstep.checkpoint import native
 
     found = 0
     tensors = [*state["model"].state_dict().values()]

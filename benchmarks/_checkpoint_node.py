@@ -113,6 +113,7 @@ class Node:
             self._rank,
             {first + local: path for local, path in enumerate(rings)},
             {},
+            {},
             world_size=world,
             cache=self._server.address,
         )

@@ -49,8 +49,7 @@ def worker(mib: int, repetitions: int, peer_repetitions: int, folder: str) -> di
     import torch.distributed as dist
 
     from keepstep import checkpoint
-    from keepstep.checkpoint import _native as native
-    from keepstep.checkpoint import door
+    from keepstep.checkpoint import door, native
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

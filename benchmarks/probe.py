@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks._nccl_shim import shim_lines
 from benchmarks._report import Line, Report, bench_arguments
 
 CALL_GOAL = "≤ 40 µs in Python, start and end of every operation"
@@ -463,6 +464,7 @@ def main() -> None:
         parser.error(f"--runs {runs} --pairs {pairs}: an interval needs at least 2 of each")
     report = Report("probe", quick=chosen.quick)
     call_lines(report, 12 if chosen.quick else 60)
+    shim_lines(report, 3 if chosen.quick else 11, 200_000)
     import_lines(report, 5 if chosen.quick else 15)
     # Long blocks: the steps after a switch run slower than those of a job that never switches, on and off alike.
     step_lines(report, runs, pairs, 3 if chosen.quick else 10, 8.0)

@@ -263,11 +263,13 @@ NB_MODULE(_native, m) {
   nb::class_<ring::Writer>(m, "RingWriter", nb::type_slots(writer_slots))
       .def(
           "__init__",
-          [](ring::Writer* self, nb::handle where, std::int32_t rank, std::int32_t world_size, std::uint64_t incarnation) {
+          [](ring::Writer* self, nb::handle where, std::int32_t rank, std::int32_t world_size, std::uint64_t incarnation,
+             bool join) {
             with_file(where, O_RDWR,
-                      [&](const ring::File& file) { new (self) ring::Writer(file, rank, world_size, incarnation); });
+                      [&](const ring::File& file) { new (self) ring::Writer(file, rank, world_size, incarnation, join); });
           },
-          nb::arg("where"), nb::kw_only(), nb::arg("rank"), nb::arg("world_size"), nb::arg("incarnation") = 0)
+          nb::arg("where"), nb::kw_only(), nb::arg("rank"), nb::arg("world_size"), nb::arg("incarnation") = 0,
+          nb::arg("join") = false)
       .def(
           "group",
           [](ring::Writer& self, nb::str name, const std::vector<std::int32_t>& members, nb::str backend, nb::str desc) {

@@ -1,6 +1,8 @@
 // The event ring's writer; the format is in ring_format.hpp. docs/design/ring.md has the reasoning.
 #pragma once
 
+#include <sched.h>
+
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -38,31 +40,40 @@ class Operation {
 
 class Writer {
  public:
-  // Claims the ring for this process. Error when it is no ring, too old or new, or its writer lives.
-  Writer(const File& file, std::int32_t rank, std::int32_t world_size, std::uint64_t incarnation) : layout_(read_layout(file)) {
+  // Claims the ring for this process, or joins the claim that it has already, if `join`. Error when it is no ring, too old
+  // or new, or its writer lives.
+  Writer(const File& file, std::int32_t rank, std::int32_t world_size, std::uint64_t incarnation, bool join = false)
+      : layout_(read_layout(file)), mine_(claim_of_this_process()) {
     if (!file.mappable()) throw Error("not a live ring: only one made by create() can be written (this is a plain file)");
     void* memory = mmap(nullptr, layout_.total(), PROT_READ | PROT_WRITE, MAP_SHARED, file.fd(), 0);
     if (memory == MAP_FAILED) throw Error(std::string("cannot map: ") + std::strerror(errno));
     memory_ = static_cast<char*>(memory);
     generation_ = fork_generation().load(relaxed);
     try {
-      claim(rank, world_size, incarnation);
+      if (!join || !join_claim()) claim(rank, world_size, incarnation);
     } catch (...) {
       munmap(memory_, layout_.total());
       throw;
     }
   }
 
-  // Nothing of this process can be inside start() any more, so that another may claim at once.
+  // Nothing of this process can be inside start() of this writer any more; with its last one goes its claim, so that
+  // another process may claim at once.
   ~Writer() {
     if (generation_ == fork_generation().load(relaxed)) {
       close();
-      header().claim.store(0, release);
+      if ((header().writers.fetch_sub(1, std::memory_order_acq_rel) & kWritersMask) == 1) header().claim.store(0, release);
     }
     munmap(memory_, layout_.total());
   }
   Writer(const Writer&) = delete;
   Writer& operator=(const Writer&) = delete;
+
+  // Instead of the destructor, where threads may still be inside: what they write goes nowhere from now on, and the ring's
+  // memory is free. The claim stays with this process.
+  void abandon() noexcept {
+    mmap(memory_, layout_.total(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+  }
 
   // Publishes the start of an operation. Never blocks, never fails: without a slot it counts a drop.
   void start(Operation& operation, std::uint8_t kind, std::uint8_t op, std::int16_t group, std::int32_t peer,
@@ -131,11 +142,9 @@ class Writer {
     }
   }
 
-  // No more records from here; says to readers that the end was orderly.
+  // No more records from this process; says to readers that the end was orderly.
   void close() noexcept {
-    if (!writable()) return;
-    closed_.store(true, relaxed);
-    header().closed.store(1, release);
+    if (writable()) header().closed.store(1, release);
   }
 
   // The training goes on from there: its steps are counted from it.
@@ -143,7 +152,7 @@ class Writer {
     if (writable()) header().first_step.store(step, release);
   }
 
-  bool writable() const noexcept { return generation_ == fork_generation().load(relaxed) && !closed_.load(relaxed); }
+  bool writable() const noexcept { return generation_ == fork_generation().load(relaxed) && header().closed.load(relaxed) == 0; }
   std::uint64_t dropped() const noexcept { return header().dropped.load(relaxed); }
   std::uint64_t incarnation() const noexcept { return header().incarnation.load(relaxed); }
 
@@ -158,9 +167,30 @@ class Writer {
     return reinterpret_cast<Word*>(memory_ + layout_.blocks())[(index & (layout_.records - 1)) / kRecordsPerBlock];
   }
 
+  static constexpr std::uint64_t kWritersMask = 0xff;
+  static std::uint64_t first_writer(std::uint64_t claim) { return ((claim * 0x9e3779b97f4a7c15ULL) & ~kWritersMask) | 1; }
+
+  // False: this process has not claimed the ring. Another thread may be claiming it just now.
+  bool join_claim() {
+    constexpr std::uint64_t kPatienceNs = 2'000'000'000;
+    Header& h = header();
+    const std::uint64_t until = monotonic_ns() + kPatienceNs;
+    while (h.claim.load(acquire) == mine_) {
+      std::uint64_t writers = h.writers.load(acquire);
+      const std::uint64_t count = writers & kWritersMask;
+      const bool ours = (writers & ~kWritersMask) == (first_writer(mine_) & ~kWritersMask) && count != 0;
+      if (ours && count == kWritersMask) throw Error("this process has too many writers of it");
+      if (ours && h.closed.load(relaxed) != 0) throw Error("this process has closed it");
+      if (ours && h.writers.compare_exchange_weak(writers, writers + 1, std::memory_order_acq_rel, relaxed)) return true;
+      if (monotonic_ns() > until) throw Error("this process began to claim it and does not come to an end");
+      sched_yield();
+    }
+    return false;
+  }
+
   void claim(std::int32_t rank, std::int32_t world_size, std::uint64_t incarnation) {
     Header& h = header();
-    const std::uint64_t mine = claim_of_this_process();
+    const std::uint64_t mine = mine_;
     std::uint64_t held = h.claim.load(acquire);
     if (held != 0 && claim_lives(held))
       throw Error("claimed by process " + std::to_string(static_cast<std::uint32_t>(held)) + ", which still runs");
@@ -183,6 +213,7 @@ class Writer {
     h.closed.store(0, release);
     h.first_step.store(0, release);
     h.epoch.store(epoch + 1, release);
+    h.writers.store(first_writer(mine), release);
   }
 
   // Takes a dead writer's leftovers away: half-written slots, and ids that mean nothing to the new writer.
@@ -200,7 +231,7 @@ class Writer {
   std::uint32_t next_seq(Operation& operation, std::uint8_t kind, std::uint8_t op, std::int16_t group, std::int32_t peer,
                          std::uint64_t now) noexcept {
     if (kind == static_cast<std::uint8_t>(Kind::phase)) return phases_[op].fetch_add(1, relaxed) + 1;
-    if (group < 0) return 0;
+    if (group < 0 || kind == static_cast<std::uint8_t>(Kind::communicator)) return 0;
     Stream* stream = find_stream(stream_key(kind, op, group, peer));
     operation.stream_ = stream;
     if (stream == nullptr) return 0;
@@ -248,39 +279,71 @@ class Writer {
     blob.append((4 - size % 4) % 4, '\0');
   }
 
-  // Blob in the arena: checksum, then the content; then its place (offset, length) becomes visible in the table.
+  // Blob in the arena: checksum, then the content; then its place (offset, length) becomes visible in the table. Other
+  // writers of this process enter theirs meanwhile: each takes the first free place, and learns what they entered.
   std::int32_t enter(Ids& ids, Word* table, std::size_t first, std::size_t slots, const std::string& blob, std::int32_t none) {
     if (!writable()) return none;
     const std::lock_guard<std::mutex> guard(tables_);
     const auto known = ids.find(blob);
     if (known != ids.end()) return known->second;
-    const std::size_t id = first + ids.size();
-    const std::uint64_t at = header().arena_used.load(relaxed);
     const std::size_t words = (sizeof(std::uint32_t) + blob.size() + 7) / 8;
-    if (id >= slots || at + words * 8 > kArenaBytes) {
-      header().overflowed.fetch_add(1, relaxed);
-      return none;
+    std::uint64_t place = 0;
+    for (std::size_t id = first + ids.size(); id < slots; ++id) {
+      std::uint64_t there = table[id].load(acquire);
+      if (there == 0) {
+        if (place == 0) place = put(blob, words);
+        if (place == 0) break;
+        if (table[id].compare_exchange_strong(there, place, std::memory_order_acq_rel, acquire)) {
+          ids.emplace(blob, static_cast<std::int32_t>(id));
+          return static_cast<std::int32_t>(id);
+        }
+      }
+      std::string theirs = blob_at(there);
+      const bool same = theirs == blob;
+      ids.emplace(std::move(theirs), static_cast<std::int32_t>(id));
+      if (same) return static_cast<std::int32_t>(id);
     }
+    header().overflowed.fetch_add(1, relaxed);
+    return none;
+  }
+
+  // What goes to the table for a blob that is now in the arena; 0 when there is no room.
+  std::uint64_t put(const std::string& blob, std::size_t words) {
+    std::uint64_t at = header().arena_used.load(relaxed);
+    do {
+      if (at + words * 8 > kArenaBytes) return 0;
+    } while (!header().arena_used.compare_exchange_weak(at, at + words * 8, relaxed));
     std::string content(words * 8, '\0');
     const std::uint32_t check = fnv1a(blob.data(), blob.size());
     std::memcpy(content.data(), &check, sizeof check);
     std::memcpy(content.data() + sizeof check, blob.data(), blob.size());
-    Word* arena = reinterpret_cast<Word*>(memory_ + layout_.arena() + at);
+    Word* arena = arena_at(at);
     for (std::size_t i = 0; i < words; ++i) {
       std::uint64_t word;
       std::memcpy(&word, content.data() + i * 8, 8);
       arena[i].store(word, relaxed);
     }
-    header().arena_used.store(at + words * 8, relaxed);
-    table[id].store(halves(static_cast<std::uint32_t>(blob.size()), static_cast<std::uint32_t>(at)) | 1ULL << 63, release);
-    ids.emplace(blob, static_cast<std::int32_t>(id));
-    return static_cast<std::int32_t>(id);
+    return halves(static_cast<std::uint32_t>(blob.size()), static_cast<std::uint32_t>(at)) | 1ULL << 63;
   }
 
+  // The blob that another writer of this process entered.
+  std::string blob_at(std::uint64_t place) const {
+    const std::size_t size = static_cast<std::uint32_t>(place), words = (sizeof(std::uint32_t) + size + 7) / 8;
+    std::string content(words * 8, '\0');
+    const Word* arena = arena_at(place << 1 >> 33);
+    for (std::size_t i = 0; i < words; ++i) {
+      const std::uint64_t word = arena[i].load(relaxed);
+      std::memcpy(content.data() + i * 8, &word, 8);
+    }
+    return content.substr(sizeof(std::uint32_t), size);
+  }
+
+  Word* arena_at(std::uint64_t offset) const { return reinterpret_cast<Word*>(memory_ + layout_.arena() + offset); }
+
   Layout layout_;
+  std::uint64_t mine_;
   char* memory_ = nullptr;
   std::uint32_t generation_ = 0;
-  std::atomic<bool> closed_{false};
   std::atomic<std::uint32_t> phases_[256] = {};
   std::mutex tables_;
   Ids groups_, sites_;

@@ -22,6 +22,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "clock.hpp"
+
 namespace keepstep::ring {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the ring is read on the machine type that wrote it");
@@ -77,6 +79,7 @@ struct Header {
   Word closed;
   Word arena_used;
   Word first_step;  // of the training, of this claim's first iteration
+  Word writers;     // how many writers the claiming process has (low byte), and which claim it is about (the rest)
 };
 static_assert(sizeof(Header) <= kHeaderBytes);
 
@@ -154,7 +157,7 @@ inline std::uint64_t header_check(std::uint64_t records, std::uint64_t total_byt
   return fnv1a(words, sizeof words);
 }
 
-enum class Kind : std::uint8_t { collective = 1, p2p = 2, phase = 3 };
+enum class Kind : std::uint8_t { collective = 1, p2p = 2, phase = 3, communicator = 4 };
 constexpr std::uint8_t kOpSend = 10;
 constexpr std::uint8_t kOpRecv = 11;
 constexpr std::uint16_t kFlagFailed = 4;
@@ -167,14 +170,7 @@ inline std::uint64_t stream_key(std::uint8_t kind, std::uint8_t op, std::int16_t
   return 1ULL << 63 | direction << 48 | static_cast<std::uint64_t>(static_cast<std::uint16_t>(group)) << 32 | whom;
 }
 
-// --- clock, processes, mappings -----------------------------------------------------------------------------------
-
-inline std::uint64_t clock_ns(clockid_t clock) {
-  timespec t;
-  clock_gettime(clock, &t);
-  return static_cast<std::uint64_t>(t.tv_sec) * 1000000000ULL + static_cast<std::uint64_t>(t.tv_nsec);
-}
-inline std::uint64_t monotonic_ns() { return clock_ns(CLOCK_MONOTONIC); }
+// --- processes, mappings ------------------------------------------------------------------------------------------
 
 // Grows in every forked child, so that a child knows its parent's writers as not its own, without a system call.
 inline std::atomic<std::uint32_t>& fork_generation() {

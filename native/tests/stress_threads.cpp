@@ -67,7 +67,7 @@ int main(int argc, char** argv) {
   const int fd = ring::create(records);
   const ring::File file(fd);
   {
-    ring::Writer writer(file, 3, 8, 0);
+    ring::Writer writer(file, 3, 8, 0), joined(file, 3, 8, 0, true);  // two of one process, as the probe and the shim are
     std::atomic<bool> done{false};
     std::vector<std::thread> reading, threads;
     for (std::uint64_t i = 0; i < readers; ++i)
@@ -75,11 +75,19 @@ int main(int argc, char** argv) {
         read_all(*reader, done, slow);
       });
     for (std::uint64_t i = 0; i < writers; ++i)
-      threads.emplace_back([&, i] { write_some(writer, static_cast<unsigned>(i), count); });
+      threads.emplace_back([&, i] {
+        ring::Writer& mine = i % 2 == 0 ? writer : joined;
+        write_some(mine, static_cast<unsigned>(i), count);
+        for (int name = 0; name < 100; ++name) mine.group("group " + std::to_string(name), {name}, "", "");
+      });
     for (auto& t : threads) t.join();
     done = true;  // the readers' last poll comes after this
     for (auto& t : reading) t.join();
     ring::Reader late(file);
+    const std::vector<ring::GroupState> groups = late.groups();
+    std::unordered_set<std::string> names;
+    for (const ring::GroupState& group : groups) names.insert(group.name);
+    checked::require(groups.size() == 100 && names.size() == 100, "groups that all writers enter");
     const std::vector<ring::StreamState> streams = late.streams();
     checked::require(streams.size() == 1 && streams[0].started == writers * count && streams[0].completed == writers * count,
                      "stream totals");

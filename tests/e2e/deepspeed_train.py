@@ -51,7 +51,7 @@ def die(step: int, here: str) -> None:
 
 
 def damage() -> None:
-    from keepstep.checkpoint import _native as native
+    from keepstep.checkpoint import native
     from keepstep.checkpoint.cache import ADDRESS
     from keepstep.checkpoint.rank_slots import RankSlots
 

@@ -364,3 +364,10 @@ def test_the_environment_is_torchruns(run: Run) -> None:
         set_there = {name for name in theirs if theirs[name] != os.environ.get(name)} - differs
         assert {name: ours.get(name) for name in set_there} == {name: theirs[name] for name in set_there}
         assert set(theirs) <= set(ours)
+
+
+def test_a_watched_worker_has_the_nccl_shim_preloaded_unless_told_otherwise(run: Run) -> None:
+    script = "print(os.environ.get('LD_PRELOAD'))"
+    assert run.finish(script)[1].strip().endswith("/libkeepstep_nccl.so")
+    assert run.finish(script, KEEPSTEP_NCCL_SHIM="0")[1] == "None\n"
+    assert run.finish(script, "--no-watch")[1] == "None\n"

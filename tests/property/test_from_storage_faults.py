@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.checkpoint.stored_states import sample_state, taken
 
-from keepstep.checkpoint import _native as native
+from keepstep.checkpoint import native
 from keepstep.checkpoint.cache import Board, Cache, Slot
 from keepstep.checkpoint.from_storage import StorageSource
 from keepstep.checkpoint.incoming import Incoming

@@ -21,6 +21,7 @@ class Arguments:
     node_rank: int
     rings: dict[int, str]  # path by rank
     orders: dict[int, str]  # the same of the orders pages
+    links: dict[int, str]  # and of the link tables
     tls: tuple[str, str, str] | None  # certificate, key, authority
     cache: str = ""  # address of the node's cache; "": there is none
     world_size: int = 0
@@ -44,6 +45,7 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
     parser.add_argument("--node-rank", required=True, type=int)
     parser.add_argument("--ring", required=True, action="append", metavar="RANK=PATH")
     parser.add_argument("--orders", default=[], action="append", metavar="RANK=PATH")
+    parser.add_argument("--links", default=[], action="append", metavar="RANK=PATH")
     parser.add_argument("--cache", default="", metavar="ADDRESS")
     parser.add_argument("--world-size", type=int, default=0)
     parser.add_argument("--checkpoint-dir", default="", metavar="PATH_OR_URL")
@@ -63,6 +65,7 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
         node_rank=given.node_rank,
         rings=_paths("--ring", given.ring),
         orders=_paths("--orders", given.orders),
+        links=_paths("--links", given.links),
         tls=(paths.cert, paths.key, paths.ca) if paths is not None else None,
         cache=given.cache,
         world_size=given.world_size,

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from keepstep.agent import links as link_files
 from keepstep.agent.holding import Holding
+from keepstep.agent.host_ring import HostRing, process_groups
 from keepstep.agent.processes import GONE, STOPPED, ProcessId, alive, identify, state_of
 from keepstep.agent.sensors import HostSensors
 from keepstep.agent.sockets import SocketSensor
@@ -17,7 +19,7 @@ from keepstep.agent.steplog import StepLog
 from keepstep.agent.track import RankTrack
 from keepstep.core.errors import RingError
 from keepstep.core.summary import ClockSample, GroupInfo, IterationSummary, RankState
-from keepstep.ring import RingHeader, RingReader
+from keepstep.ring import RingHeader
 from keepstep.wire.messages import (
     Found,
     Groups,
@@ -47,7 +49,7 @@ class _Ring:
     rank: int
     path: str
     track: RankTrack
-    reader: RingReader | None = None
+    reader: HostRing | None = None
     header: RingHeader | None = None
     process: ProcessId | None = None
     complaint: str = ""
@@ -70,7 +72,9 @@ class NodeAgent:
         run_dir: Path,
         send: Callable[[Message], None],
         orders: Mapping[int, str] | None = None,
+        links: Mapping[int, str] | None = None,
     ) -> None:
+        self._links = links or {}
         self._node, self._node_rank, self._run_dir, self._send = node, node_rank, run_dir, send
         self._rings = [
             _Ring(rank, path, RankTrack(rank, node, rings)) for rank, path in sorted(rings.items())
@@ -203,7 +207,7 @@ class NodeAgent:
         return self._sockets.addresses()
 
     def save_rings(self) -> int:
-        """Save every ring that can be read under ``RUN/rings``; how many were."""
+        """Save what can be read: rings under ``RUN/rings``, link tables under ``RUN/links``; how many rings were."""
         folder = self._run_dir / "rings"
         folder.mkdir(parents=True, exist_ok=True)
         saved = 0
@@ -215,6 +219,10 @@ class NodeAgent:
                 saved += 1
             except (RingError, OSError) as error:
                 logger.warning("rank %d: its ring could not be saved: %s", ring.rank, error)
+        try:
+            link_files.save(self._links, self._run_dir / "links")
+        except OSError as error:
+            logger.warning("link tables could not be saved: %s", error)
         return saved
 
     def close(self) -> None:
@@ -234,7 +242,7 @@ class NodeAgent:
         if ring.reader is None:
             if now_ns < ring.next_try_ns:
                 return False
-            ring.reader = RingReader(ring.path)
+            ring.reader = HostRing(ring.path)
         header = ring.reader.header
         if not header.pid:
             return False
@@ -273,7 +281,7 @@ class NodeAgent:
     def _attach(self, ring: _Ring, header: RingHeader) -> None:
         """A process claimed the ring: begin anew for it."""
         if ring.header is not None:
-            ring.reader = RingReader(ring.path)
+            ring.reader = HostRing(ring.path)
             self._log_steps()
             self._log.flush()
         ring.track = RankTrack(ring.rank, self._node, self._local, header.records)
@@ -301,7 +309,7 @@ class NodeAgent:
         """Groups of the rank that no rank of this node has told yet: their members are in them."""
         told = {key for other in self._rings for key in other.told}
         fresh: list[GroupInfo] = []
-        for group in ring.track.groups:
+        for group in process_groups(ring.track.groups):
             key = group.name, group.members
             if key not in told:
                 fresh.append(group)

@@ -60,6 +60,7 @@ class Program:
             arguments.run_dir,
             self._send,
             arguments.orders,
+            arguments.links,
         )
 
     async def main(self) -> None:

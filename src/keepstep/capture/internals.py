@@ -14,7 +14,7 @@ from torch.autograd import Variable
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.utils.data import dataloader
 
-from keepstep.capture._native import Hidden  # pyright: ignore[reportMissingModuleSource]
+from keepstep.capture.native import Hidden
 
 F = TypeVar("F", bound=Callable[..., Any])
 

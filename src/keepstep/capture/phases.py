@@ -17,7 +17,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from keepstep.capture._native import Buckets, Oldest  # pyright: ignore[reportMissingModuleSource]
 from keepstep.capture.evaluation import Evaluation
 from keepstep.capture.hold import COUNT, ORDER, Hold
 from keepstep.capture.internals import (
@@ -28,6 +27,7 @@ from keepstep.capture.internals import (
     compile_callbacks,
     stage_class,
 )
+from keepstep.capture.native import Buckets, Oldest
 from keepstep.capture.patches import Patches
 from keepstep.capture.recorder import NO_GROUP, PHASE, Operation, Recorder, harmless
 from keepstep.core.events import WORLD_PEER, Phase

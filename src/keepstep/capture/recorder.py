@@ -52,6 +52,7 @@ def open_ring() -> Writer:
         rank=int(os.environ.get("RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         incarnation=int(os.environ.get("KEEPSTEP_INCARNATION", "0")),
+        join=True,  # the NCCL shim may have claimed it for this process
     )
 
 

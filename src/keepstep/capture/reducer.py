@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keepstep.capture._native import Buckets  # pyright: ignore[reportMissingModuleSource]
 from keepstep.capture.internals import (
     COMPILING,
     OBSERVERS,
@@ -20,6 +19,7 @@ from keepstep.capture.internals import (
     in_backward,
     whole_allreduce,
 )
+from keepstep.capture.native import Buckets
 from keepstep.capture.recorder import Operation, Recorder
 from keepstep.capture.sites import Sites
 from keepstep.capture.works import RecordedWork

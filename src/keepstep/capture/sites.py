@@ -6,7 +6,7 @@ import os
 import sysconfig
 from types import FrameType
 
-from keepstep.capture._native import Here  # pyright: ignore[reportMissingModuleSource]
+from keepstep.capture.native import Here
 from keepstep.capture.recorder import Recorder
 
 _STDLIB = sysconfig.get_paths()["stdlib"]

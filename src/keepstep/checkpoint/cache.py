@@ -23,7 +23,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
+from keepstep.checkpoint import native
 from keepstep.checkpoint.header import MOST_BYTES
 from keepstep.checkpoint.slots import Key, Record, read_record
 from keepstep.core.errors import CheckpointError

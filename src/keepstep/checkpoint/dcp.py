@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
+from keepstep.checkpoint import native
 from keepstep.checkpoint.header import ShardEntry, StateHeader, TensorEntry, tensor_paths, with_checksums
 from keepstep.checkpoint.manifest import Count, Manifest, folder_name, key_of, key_text
 from keepstep.checkpoint.persist import Incomplete, conclude, remove, write_checked, write_shard

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
+from keepstep.checkpoint import native
 from keepstep.checkpoint.header import MOST_HEADER_BYTES
 from keepstep.checkpoint.incoming import Incoming, Room
 from keepstep.checkpoint.manifest import key_text

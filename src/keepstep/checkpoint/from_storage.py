@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
-from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
+from keepstep.checkpoint import native
 from keepstep.checkpoint.header import encode_header, with_checksums
 from keepstep.checkpoint.incoming import Room
 from keepstep.checkpoint.manifest import Manifest, folder_name, key_of, key_text

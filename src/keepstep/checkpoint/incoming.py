@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
-from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
+from keepstep.checkpoint import native
 from keepstep.checkpoint.cache import Board, Slot
 from keepstep.checkpoint.header import StateHeader
 from keepstep.checkpoint.slots import Key, Record, damaged_storages, read_header, slot_bytes, write_record

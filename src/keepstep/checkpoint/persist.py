@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 
 import msgspec
 
-from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
+from keepstep.checkpoint import native
 from keepstep.checkpoint.header import MOST_HEADER_BYTES, StateHeader, encode_header
 from keepstep.checkpoint.manifest import (
     MANIFEST,

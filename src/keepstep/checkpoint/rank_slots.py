@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
+from keepstep.checkpoint import native
 from keepstep.checkpoint.cache import Board, Open, Reserve, Slot, ask
 from keepstep.checkpoint.header import StateHeader
 from keepstep.checkpoint.slots import Key, kept_slots, next_slot, read_header

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
+from keepstep.checkpoint import native
 from keepstep.checkpoint.header import TensorEntry, join
 from keepstep.checkpoint.state import (
     DTYPES,

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
+from keepstep.checkpoint import native
 from keepstep.checkpoint.header import MOST_HEADER_BYTES, StateHeader, decode_header, with_checksums
 from keepstep.core.errors import CheckpointError
 from keepstep.core.ranges import fold_ranks

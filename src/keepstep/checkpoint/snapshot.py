@@ -21,7 +21,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
+from keepstep.checkpoint import native
 from keepstep.checkpoint.cache import gib
 from keepstep.checkpoint.cadence import Cadence, Storing
 from keepstep.checkpoint.optimizers import OptimizerWatch

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 
-from keepstep.checkpoint import _native as native  # pyright: ignore[reportMissingModuleSource]
+from keepstep.checkpoint import native
 from keepstep.checkpoint.cache import Slot
 from keepstep.checkpoint.peer_connection import HANDSHAKE_S, MOST_ENDPOINTS, PeerConnection, Rate
 from keepstep.checkpoint.slots import Key, Record, slot_bytes

@@ -109,6 +109,7 @@ def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
             node_rank,
             pages,
             pages,
+            pages,
             world_size=place.world_size,
             cache="CACHE",
         )

@@ -14,6 +14,7 @@ class Kind(IntEnum):
     COLLECTIVE = 1
     P2P = 2
     PHASE = 3
+    COMMUNICATOR = 4  # in the life of a communicator of the device's library; ``op`` is a Life
 
 
 class Op(IntEnum):
@@ -30,6 +31,26 @@ class Op(IntEnum):
     BARRIER = 9
     SEND = 10
     RECV = 11
+    PUT = 12
+    SIGNAL = 13
+    WAIT_SIGNAL = 14
+
+
+class Life(IntEnum):
+    """What is done to a communicator; the ``op`` of a COMMUNICATOR record. GROUP ends ``bytes`` grouped calls."""
+
+    INIT = 1
+    SPLIT = 2
+    SHRINK = 3
+    GROW = 4
+    REVOKE = 5
+    SUSPEND = 6
+    RESUME = 7
+    FINALIZE = 8
+    DESTROY = 9
+    ABORT = 10
+    ERROR = 11
+    GROUP = 12
 
 
 class Phase(IntEnum):
@@ -66,6 +87,10 @@ class Flag(IntFlag):
     END_BY_WAIT = 2  # the end is when the caller's wait returned, not when the transfer ended
     FAILED = 4  # the operation ended with an error
     SYNC_KNOWN = 8  # ASYNC is known to be right or wrong (torch told), not guessed
+    ENQUEUED = (
+        16  # the shim's: the end is when the library's call returned; peers are ranks of the communicator
+    )
+    GROUPED = 32  # in a group of calls: the end is the group's
 
 
 WORLD_PEER = -1  # `peer` of a record that has none

@@ -206,11 +206,12 @@ def agent_command(
     node_rank: int,
     rings: dict[int, str],
     orders: dict[int, str],
+    links: dict[int, str],
     *,
     world_size: int,
     cache: str,
 ) -> list[str]:
-    """How the agent is started; ``rings`` and ``orders`` (pages) are paths by rank. ``cache``: address, "": none."""
+    """How the agent is started; rings, orders pages and link tables are paths by rank. ``cache``: address, "": none."""
     command = [
         *(sys.executable, "-m", "keepstep.agent"),
         *("--run-dir", str(folder)),
@@ -232,6 +233,8 @@ def agent_command(
         command += ["--ring", f"{rank}={path}"]
     for rank, path in sorted(orders.items()):
         command += ["--orders", f"{rank}={path}"]
+    for rank, path in sorted(links.items()):
+        command += ["--links", f"{rank}={path}"]
     return command
 
 

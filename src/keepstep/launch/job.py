@@ -20,6 +20,7 @@ from keepstep.core.errors import UsageError
 from keepstep.launch import flags
 from keepstep.launch.devices import worker_count
 from keepstep.launch.settings import SETTINGS
+from keepstep.ring.native import MISSING
 
 Number = TypeVar("Number", int, float)
 
@@ -508,9 +509,15 @@ def _storage(where: str) -> str:
 
 
 def _warnings(given: argparse.Namespace) -> tuple[str, ...]:
+    found: list[str] = []
     if given.numa_binding:
-        return (f"--numa-binding {given.numa_binding} is not carried out: workers run unbound",)
-    return ()
+        found.append(f"--numa-binding {given.numa_binding} is not carried out: workers run unbound")
+    if MISSING:
+        found.append(
+            f"the native part cannot be loaded ({MISSING}): plain Python records and copies in its place, slower; "
+            "install keepstep anew, where there is a C++ compiler"
+        )
+    return tuple(found)
 
 
 def interpreter(environ: Mapping[str, str]) -> str:

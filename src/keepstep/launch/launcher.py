@@ -300,7 +300,7 @@ class Launcher:
     def _start_workers(self, place: Place, restarts: int) -> None:
         job, prepared = self._job, self._restarts
         assert prepared is not None
-        watching = self._watching.make_rings(place) if job.watch else {}
+        watching = self._watching.make_rings(place, self._environ) if job.watch else {}
         caching = self._caching.environment(place)
         ranks = {local_rank: place.first_rank + local_rank for local_rank in range(job.nproc)}
         error_files = {

@@ -12,6 +12,7 @@ from keepstep.launch.job import Job, interpreter
 RUN_DIR = "KEEPSTEP_RUN_DIR"
 RING = "KEEPSTEP_RING"
 ORDERS = "KEEPSTEP_ORDERS"
+LINKS = "KEEPSTEP_LINKS"
 INCARNATION = "KEEPSTEP_INCARNATION"
 CACHE = "KEEPSTEP_CACHE"
 NO_CACHE = "KEEPSTEP_NO_CACHE"
@@ -24,7 +25,9 @@ MILESTONES = "KEEPSTEP_MILESTONES"
 IMPORTS = "KEEPSTEP_IMPORTS"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 COOKIE = "KEEPSTEP_JOB"  # marks every process of a run, so that none outlives it
-OURS = frozenset({RING, ORDERS, RUN_DIR, CACHE, NO_CACHE, INCARNATION, MILESTONES, IMPORTS, STAYING, ELASTIC})
+OURS = frozenset(
+    {RING, ORDERS, LINKS, RUN_DIR, CACHE, NO_CACHE, INCARNATION, MILESTONES, IMPORTS, STAYING, ELASTIC}
+)
 """What each worker is given anew, and nobody else has."""
 GLOO_IN_BATCHES = ("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "GLOO_ENABLE_STORE_V2_API")
 """A group of Gloo's is set up from short values of its ranks, read 128 at once; see docs/design/recovery.md."""

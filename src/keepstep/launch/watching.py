@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from keepstep.core.errors import KeepstepError
@@ -12,6 +12,7 @@ from keepstep.launch.companions import Companion, agent_command
 from keepstep.launch.guard import Guard
 from keepstep.launch.job import Endpoint, Job
 from keepstep.launch.placement import Place
+from keepstep.launch.preload import preload, shim
 from keepstep.launch.processes import Processes
 from keepstep.launch.rings import Rings
 
@@ -65,14 +66,19 @@ class Watching:
         """Those of all ranks here together; 0 or less: none is known."""
         return sum(self._rings.steps(rank) for rank in self._rings.paths)
 
-    def make_rings(self, place: Place) -> dict[int, dict[str, str]]:
-        """One for each worker, and what they find it by; empty, with a word about it, when they cannot be made."""
+    def make_rings(self, place: Place, environ: Mapping[str, str]) -> dict[int, dict[str, str]]:
+        """One for each worker: what they find it by, and what they write it with besides the probe.
+
+        Empty, with a word about it, when they cannot be made. ``environ``: what the workers are started with.
+        """
         try:
             self._rings.make(place, self._job.nproc, self._job.ring_records)
         except (*FAILURES, ValueError) as error:
             self._warn(f"the workers train unwatched, no ring can be made: {error}")
             return {}
-        return self._rings.environment(place, self._folder)
+        preloaded = preload(environ, shim())
+        found_by = self._rings.environment(place, self._folder, environ)
+        return {local: {**one, **preloaded} for local, one in found_by.items()}
 
     def start(self) -> None:
         """The agent, when it is not there and something is to be read."""
@@ -131,12 +137,12 @@ class Watching:
         place, controller = self._where()
         if self._agent or not paths or place is None or controller is None:
             return
-        orders, cache = self._rings.orders, self._caching.address
+        orders, links, cache = self._rings.orders, self._rings.links, self._caching.address
         log = self._folder / "nodes" / str(place.node_rank) / "agent.log"
 
         def command() -> list[str]:
             return agent_command(
-                *(self._job, self._folder, self._secret, controller, place.node_rank, paths, orders),
+                *(self._job, self._folder, self._secret, controller, place.node_rank, paths, orders, links),
                 world_size=place.world_size,
                 cache=cache,
             )

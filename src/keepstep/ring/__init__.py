@@ -7,7 +7,7 @@ first asked for: launchers and workers only make and write rings.
 
 from typing import TYPE_CHECKING, Any
 
-from keepstep.ring._native import (  # pyright: ignore[reportMissingModuleSource]
+from keepstep.ring.native import (
     Operation,
     RingWriter,
     create,

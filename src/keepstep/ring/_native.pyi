@@ -32,7 +32,7 @@ def create(records: int = 65536) -> int:
     """
 
 class RingWriter:
-    """Writes one rank's ring. Claims it for this process: RingError when it cannot.
+    """Writes one rank's ring. Claims it for this process, or joins this process's claim: RingError when it cannot.
 
     After construction ``start`` and ``Operation`` never block and never raise; a forked child's calls do nothing.
     """
@@ -44,6 +44,7 @@ class RingWriter:
         rank: int,
         world_size: int,
         incarnation: int = 0,
+        join: bool = False,
     ) -> None: ...
     def group(self, name: str, members: Sequence[int], backend: str, desc: str) -> int:
         """Id of a process group, the same for the same properties; -1 when the table is full (counted)."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepstep.core.summary import GroupInfo
-from keepstep.ring._native import Reader  # pyright: ignore[reportMissingModuleSource]
+from keepstep.ring.native import Reader
 
 Rows = npt.NDArray[np.void]
 

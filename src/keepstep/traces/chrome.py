@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 
-from keepstep.core.events import Kind, Op, Phase
+from keepstep.core.events import Kind, Life, Op, Phase
 from keepstep.core.summary import GroupInfo
 
 _OPS = {int(op): op.name for op in Op}
+_LIVES = {int(op): op.name for op in Life}
 _PHASES = {int(phase): phase.title for phase in Phase}
 
 
@@ -64,6 +65,8 @@ def spans_of(records: Any, groups: list[GroupInfo], *, shift_ns: int, now_ns: in
         args: dict[str, Any] = {}
         if kind == Kind.PHASE:
             track, name = "phases", _PHASES.get(op, f"phase {op}")
+        elif kind == Kind.COMMUNICATOR:
+            track, name = "communicators", _LIVES.get(op, f"call {op}")
         else:
             group = int(row["group"])
             known = groups[group].name if 0 <= group < len(groups) else str(group)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.unit.checkpoint.stored_states import taken
 
-from keepstep.checkpoint import _native as native
+from keepstep.checkpoint import native
 from keepstep.checkpoint.cache import Board, Open, Reserve, Slot, ask
 from keepstep.checkpoint.header import encode_header
 from keepstep.checkpoint.incoming import Incoming

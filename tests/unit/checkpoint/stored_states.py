@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint import _native as native
+from keepstep.checkpoint import native
 from keepstep.checkpoint.header import StateHeader, with_checksums
 from keepstep.checkpoint.manifest import folder_name
 from keepstep.checkpoint.slots import Key

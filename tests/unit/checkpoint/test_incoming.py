@@ -9,7 +9,7 @@ import torch
 from tests.unit.checkpoint.conftest import Served
 from tests.unit.checkpoint.stored_states import same, sample_state
 
-from keepstep.checkpoint import _native as native
+from keepstep.checkpoint import native
 from keepstep.checkpoint.cache import Board, Open, Reserve, Slot, ask, backup_of
 from keepstep.checkpoint.incoming import Incoming
 from keepstep.checkpoint.slots import Key, Record

@@ -9,7 +9,7 @@ from array import array
 import pytest
 import torch
 
-from keepstep.checkpoint import _native as native
+from keepstep.checkpoint import native
 
 POLYNOMIAL = 0x9A6C9329AC4BC9B5
 

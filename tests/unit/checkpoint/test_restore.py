@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from keepstep.checkpoint import _native as native
+from keepstep.checkpoint import native
 from keepstep.checkpoint.restore import Filling
 from keepstep.checkpoint.slots import read_header, read_record
 from keepstep.checkpoint.snapshot import with_state_dicts

@@ -15,7 +15,7 @@ from array import array
 import pytest
 import torch
 
-from keepstep.checkpoint import _native as native
+from keepstep.checkpoint import native
 from keepstep.checkpoint.cache import Cache, Slot
 from keepstep.checkpoint.slots import (
     Key,
@@ -187,7 +187,7 @@ def test_no_cut_slot_is_taken_for_a_snapshot() -> None:
 WRITER = """
     import ctypes, mmap, os, sys
     from array import array
-    from keepstep.checkpoint import _native as native
+    from keepstep.checkpoint import native
     from keepstep.checkpoint.header import StateHeader, StorageEntry, encode_header
 
     slots = [mmap.mmap(int(fd), 0) for fd in sys.argv[2:]]

@@ -61,6 +61,39 @@ def test_a_claim_by_this_process_is_refused_too(ring_fd: int) -> None:
     assert RingWriter(ring_fd, rank=0, world_size=1).incarnation == 1
 
 
+def test_another_writer_of_the_process_joins_its_claim(ring_fd: int) -> None:
+    first = RingWriter(ring_fd, rank=0, world_size=1, incarnation=3, join=True)
+    second = RingWriter(ring_fd, rank=0, world_size=1, join=True)
+    assert second.incarnation == 3
+    assert [first.group("a", [0], "", ""), second.group("b", [0], "", "")] == [0, 1]
+    assert [first.group("b", [0], "", ""), second.group("a", [0], "", "")] == [1, 0]
+    assert [second.site("x:1"), first.site("y:1"), first.site("x:1")] == [1, 2, 1]
+    begun = [writer.start(1, 1, 0, -1, 8, 0, 1) for writer in (first, second, first)]
+    assert [one.seq for one in begun] == [1, 2, 3]
+    reader = RingReader(ring_fd)
+    assert reader.streams()[["started", "completed"]].tolist() == [(3, 0)]
+    assert [one.name for one in reader.groups()] == ["a", "b"]
+    assert reader.sites() == ["", "x:1", "y:1"]
+
+
+def test_what_one_writer_closes_is_closed_for_all_and_claimed_until_the_last_is_gone(ring_fd: int) -> None:
+    first, second = (RingWriter(ring_fd, rank=0, world_size=1, join=True) for _ in range(2))
+    first.close()
+    assert not second.writable
+    with pytest.raises(RingError, match="this process has closed it"):
+        RingWriter(ring_fd, rank=0, world_size=1, join=True)
+    del first
+    with pytest.raises(RingError, match="claimed"):
+        RingWriter(ring_fd, rank=0, world_size=1)
+    del second
+    assert RingWriter(ring_fd, rank=0, world_size=1, join=True).incarnation == 1
+
+
+def test_nobody_joins_the_claim_of_another_process(ring_fd: int, other: subprocess.Popen[str]) -> None:
+    with pytest.raises(RingError, match=f"claimed by process {other.pid}, which still runs"):
+        RingWriter(ring_fd, rank=1, world_size=2, join=True)
+
+
 def test_the_records_of_a_killed_writer_stay_readable(ring_fd: int, other: subprocess.Popen[str]) -> None:
     attached = RingReader(ring_fd)
     other.send_signal(signal.SIGKILL)

@@ -1,0 +1,106 @@
+"""What stands in for ``_native`` where that could not be built or loaded; see there. Slower, and it sees less.
+
+DDP's reducer is not waited for, so its operations end when their Works do; what a compiled module calls may be looked
+at by the compiler.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType, MethodType
+from typing import Any
+
+
+class Here:
+    """See ``_native``."""
+
+    def __init__(self, judge: Callable[[str], bool], enter: Callable[[FrameType], int]) -> None:
+        self._judge, self._enter = judge, enter
+        self._foreign: dict[str, bool] = {}
+        self._sites: dict[tuple[object, int], int] = {}
+
+    def __call__(self) -> int:
+        frame: FrameType | None = sys._getframe(1).f_back  # pyright: ignore[reportPrivateUsage]
+        while frame is not None:
+            code = frame.f_code
+            foreign = self._foreign.get(code.co_filename)
+            if foreign is None:
+                foreign = self._foreign[code.co_filename] = self._judge(code.co_filename)
+            if not foreign:
+                line = code, frame.f_lineno
+                if line not in self._sites:
+                    self._sites[line] = self._enter(frame)
+                return self._sites[line]
+            frame = frame.f_back
+        return 0
+
+
+class Buckets:
+    """See ``_native``. Every all-reduce is recorded in the general way."""
+
+    def __init__(self, *_: object) -> None:
+        self.plain = False
+
+    def begin(self) -> None:
+        """See ``_native``."""
+
+    def call(
+        self, whole: Callable[..., Any], direct: Callable[..., Any], group: int, general: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """See ``_native``."""
+        del whole, direct, group
+        return general
+
+    def add(self, work: Any, operation: Any) -> None:
+        """See ``_native``."""
+        work.get_future().add_done_callback(operation)
+
+    def computed(self) -> None:
+        """See ``_native``."""
+
+    def over(self) -> None:
+        """See ``_native``."""
+
+
+class Oldest:
+    """See ``_native``."""
+
+    def __init__(self, callback: Callable[[str, dict[str, int]], object]) -> None:
+        self._callback = callback
+
+    def __call__(self, when: str, info: dict[str, int], /) -> None:
+        if info["generation"] == 2:
+            self._callback(when, info)
+
+
+class Hidden:
+    """See ``_native``."""
+
+    def __init__(
+        self,
+        ours: Callable[..., Any],
+        compiling: Callable[[], object] | None,
+        set_compiling: Callable[[Any], object] | None,
+        original: Any = None,
+        owner: type | None = None,
+    ) -> None:
+        self._ours, self._compiling, self._set_compiling = ours, compiling, set_compiling
+        self._original, self._owner = original, owner
+        self.__name__, self.__doc__ = getattr(ours, "__name__", ""), ours.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._compiling is None or self._set_compiling is None or self._compiling() is None:
+            return self._ours(*args, **kwargs)
+        before = self._set_compiling(None)
+        try:
+            return self._ours(*args, **kwargs)
+        finally:
+            self._set_compiling(before)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return self
+        if self._owner is not None and type(instance) is not self._owner:
+            return self._original.__get__(instance, owner)
+        return MethodType(self, instance)

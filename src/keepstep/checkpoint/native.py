@@ -1,0 +1,41 @@
+"""The copy engine: the native one, or the one in plain Python where that is missing (``keepstep.ring.native``)."""
+
+try:
+    from keepstep.checkpoint._native import (  # pyright: ignore[reportMissingModuleSource]
+        DATA_OFFSET,
+        MAGIC,
+        Snapshot,
+        checksum,
+        checksums,
+        clear,
+        combine,
+        copy_out,
+        populate,
+        slot_bytes,
+    )
+except ImportError:
+    from keepstep.checkpoint.python_native import (  # type: ignore[assignment]
+        DATA_OFFSET,
+        MAGIC,
+        Snapshot,
+        checksum,
+        checksums,
+        clear,
+        combine,
+        copy_out,
+        populate,
+        slot_bytes,
+    )
+
+__all__ = [
+    "DATA_OFFSET",
+    "MAGIC",
+    "Snapshot",
+    "checksum",
+    "checksums",
+    "clear",
+    "combine",
+    "copy_out",
+    "populate",
+    "slot_bytes",
+]

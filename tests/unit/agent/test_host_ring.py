@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from keepstep.agent.host_ring import HostRing, process_groups
+from keepstep.core.events import Flag, Kind, Op
+from keepstep.ring import RingReader, RingWriter, create
+
+ENQUEUED = int(Flag.ENQUEUED)
+COLLECTIVE, LIFE, ALLREDUCE = int(Kind.COLLECTIVE), int(Kind.COMMUNICATOR), int(Op.ALLREDUCE)
+
+
+@pytest.fixture
+def ring() -> Iterator[int]:
+    descriptor = create(64)
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_the_agent_reads_what_the_probe_wrote_and_not_what_the_shim_did(ring: int) -> None:
+    probe, shim = (RingWriter(ring, rank=0, world_size=2, join=True) for _ in range(2))
+    communicator = shim.group("nccl-1", [0, 1], "nccl", "rank 0 of 2")
+    group = probe.group("0", [0, 1], "cuda:nccl", "default")
+    shim.start(LIFE, 1, communicator, 0, 2, ENQUEUED, 0)()
+    begun = probe.start(COLLECTIVE, ALLREDUCE, group, -1, 8, 0, 0)
+    shim.start(COLLECTIVE, ALLREDUCE, communicator, -1, 8, ENQUEUED, 0)
+    reader = HostRing(ring)
+    batch = reader.poll()
+    assert batch.started[["group", "bytes"]].tolist() == [(group, 8)]
+    assert len(batch.finished) == 0
+    assert reader.in_flight()["group"].tolist() == [group]
+    assert reader.streams()["group"].tolist() == [group]
+    assert [one.name for one in process_groups(reader.groups())] == ["0"]
+    begun()
+    assert reader.poll().finished["group"].tolist() == [group]
+    assert len(RingReader(ring).snapshot()) == 3
