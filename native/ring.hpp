@@ -364,7 +364,8 @@ inline void Operation::finish(bool failed) noexcept {
     // The lap tag decides; the ticket is looked at first so that a tag that came round again cannot match.
     if (slot_->ticket.load(acquire) == published(index_) &&
         slot_->end.compare_exchange_strong(expected, end, release, relaxed))
-      writer_->block_of(index_).fetch_add(1, release);
+      // Another value than any that was there: that is all a reader looks at, and cheaper than to count.
+      writer_->block_of(index_).store(now + index_ * 0x9e3779b97f4a7c15ULL, release);
     else
       writer_->header().late.fetch_add(1, relaxed);
   }

@@ -47,7 +47,7 @@ constexpr std::size_t kStreamProbes = 128;
 constexpr std::size_t kGroupSlots = 1024;
 constexpr std::size_t kSiteSlots = 4096;
 constexpr std::size_t kArenaBytes = 1U << 20;
-constexpr std::size_t kRecordsPerBlock = 64;  // ends are counted per block, so that a reader looks only where some came
+constexpr std::size_t kRecordsPerBlock = 64;  // ends change their block's word, so that a reader looks only where some came
 constexpr std::size_t kMaxText = 1024;
 
 struct Error : std::runtime_error {

@@ -291,16 +291,16 @@ class Reader {
   }
 
   // Notes the blocks in which ends were stamped since the last poll; now and then all, because a writer may have been
-  // killed between the end and the count.
+  // killed between the end and the mark.
   bool look_at_blocks() {
-    const auto* counts = reinterpret_cast<const Word*>(memory_or_copy() + layout_.blocks());
+    const auto* marks = reinterpret_cast<const Word*>(memory_or_copy() + layout_.blocks());
     const bool all = polls_++ % 16 == 0 && !pending_.empty();
     bool any = all;
     for (std::size_t b = 0; b < seen_blocks_.size(); ++b) {
-      const std::uint64_t count = counts[b].load(acquire);
-      changed_[b] = all || count != seen_blocks_[b];
+      const std::uint64_t mark = marks[b].load(acquire);
+      changed_[b] = all || mark != seen_blocks_[b];
       any |= changed_[b] != 0;
-      seen_blocks_[b] = count;
+      seen_blocks_[b] = mark;
     }
     return any;
   }
