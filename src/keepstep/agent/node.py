@@ -18,7 +18,7 @@ from keepstep.agent.states import operations_in_flight, python_stack, rank_state
 from keepstep.agent.steplog import StepLog
 from keepstep.agent.track import RankTrack
 from keepstep.core.errors import RingError
-from keepstep.core.summary import ClockSample, GroupInfo, IterationSummary, RankState
+from keepstep.core.summary import ClockSample, GroupInfo, IterationSummary, LinkState, RankState
 from keepstep.ring import RingHeader
 from keepstep.wire.messages import (
     Found,
@@ -373,10 +373,21 @@ class NodeAgent:
                 reader.sites(),
                 unread,
                 process,
+                self._standing_still(ring) if state not in (*STOPPED, *GONE) else (),
             )
         except (RingError, OSError) as error:
             self._complain(ring, str(error), now_ns)
             return None
+
+    def _standing_still(self, ring: _Ring) -> tuple[LinkState, ...]:
+        table = self._links.get(ring.rank)
+        if table is None:
+            return ()
+        try:
+            return link_files.standing_still(table, ring.rank, process_groups(ring.track.groups))
+        except RingError as error:
+            logger.debug("rank %d: its link table cannot be read: %s", ring.rank, error)
+            return ()
 
 
 def _unix_s(header: RingHeader, monotonic_s: float) -> float:

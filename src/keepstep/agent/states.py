@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from keepstep.agent.events import Rows
 from keepstep.agent.track import RankTrack
 from keepstep.core.events import Kind
-from keepstep.core.summary import GroupInfo, OpInFlight, RankState, StreamProgress
+from keepstep.core.summary import GroupInfo, LinkState, OpInFlight, RankState, StreamProgress
 
 _MOST_IN_FLIGHT = 256
 _SITE_CHARACTERS = 200
@@ -71,6 +71,7 @@ def rank_state(
     sites: Sequence[str] = (),
     unread_bytes: int = 0,
     process: int = 0,
+    links: tuple[LinkState, ...] = (),
 ) -> RankState:
     """The state of one rank.
 
@@ -93,6 +94,7 @@ def rank_state(
         microbatch=track.microbatch(),
         unread_bytes=unread_bytes,
         process=process,
+        links=links,
     )
 
 

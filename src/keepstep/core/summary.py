@@ -100,6 +100,23 @@ class StreamProgress:
     completed: int
 
 
+Standstill = Literal["network", "receiver", "sender", "gpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkState:
+    """Where what NCCL's proxy moves between a rank and one of its peers stands still (MegaTrace §III-B).
+
+    *network*: it sends, and the network completes nothing; *receiver*: its peer takes nothing; *sender*: nothing comes
+    from its peer; *gpu*: its own GPU fills, or empties, no buffer.
+    """
+
+    peer: int  # global rank
+    at: Standstill
+    in_flight: int  # steps that the network has
+    quiet_s: float  # since anything moved there
+
+
 @dataclass(frozen=True, slots=True)
 class RankState:
     """Where a rank is now: the evidence for hangs. Times on the node's clock."""
@@ -119,6 +136,7 @@ class RankState:
     microbatch: int = -1  # of the forward or backward pass it is in; -1 where that is not known
     unread_bytes: int = 0  # from other hosts over TCP, not read by the process for a second or more
     process: int = 0  # its number on its node
+    links: tuple[LinkState, ...] = ()  # where its NCCL transfers stand still, as far as that is counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from keepstep.core.events import Op, Phase
 from keepstep.core.incident import Culprit, Diagnosis, IncidentKind, Link
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.core.summary import GroupInfo, OpInFlight, PathProbe, PeerTraffic, RankState
+from keepstep.locate._flows import Flow, cut_links, still_gpus
 from keepstep.locate._paths import Pair, Paths, common_node, pairs_among
 from keepstep.locate._waiting import Pending, pending_operations
 from keepstep.locate.clocks import Clocks
@@ -350,8 +351,13 @@ def _transfer(known: _Evidence, stuck: Sequence[Pending]) -> Diagnosis:
     """All are in and nobody gets out: a path, or a member that does not move though all paths are sound."""
     pairs = list(dict.fromkeys(pair for p in stuck for pair in known.pairs(p)))[:_MOST_PATHS]
     bad = known.paths.bad(pairs)
-    if bad:
+    waiting = {rank for p in stuck for rank in p.waiting}
+    if cut := cut_links(known.states, waiting):
+        found = _cut_links(known, stuck, cut)
+    elif bad:
         found = _bad_paths(known, stuck, bad)
+    elif 0 < len(gpus := still_gpus(known.states, waiting)) <= min(_FEW, len(waiting) // 2):
+        found = _still_gpus(known, stuck, gpus)
     elif readers := _not_reading(known, stuck):
         found = _software(known, stuck, readers)
     elif pairs and all(known.paths.condition(pair) == "sound" for pair in pairs):
@@ -359,6 +365,38 @@ def _transfer(known: _Evidence, stuck: Sequence[Pending]) -> Diagnosis:
     else:
         found = _untested(known, stuck)
     return replace(found, evidence=(*found.evidence, *known.paths.lines(pairs)), paths=tuple(pairs))
+
+
+def _cut_links(known: _Evidence, stuck: Sequence[Pending], cut: Sequence[Flow]) -> Diagnosis:
+    """NCCL's proxies tell which sends the network does not complete: no probe is needed."""
+    pairs = list(dict.fromkeys((flow.rank, flow.link.peer) for flow in cut))
+    hub = common_node([_nodes_of(known, pair) for pair in pairs])
+    culprits = tuple(
+        Culprit(None, Link(pair, _nodes_of(known, pair)), hub, "transfer", 0.0, "high", "network", str(flow))
+        for pair, flow in zip(pairs[:_MOST_LINKS], cut, strict=False)
+    )
+    blamed = {rank for pair in pairs for rank in pair}
+    main = next((p for p in stuck if not blamed.isdisjoint(_members(p))), stuck[0])
+    return _diagnosis(known, culprits, blamed, main, (_entered(main),))
+
+
+def _nodes_of(known: _Evidence, ranks: tuple[int, int]) -> Pair:
+    return known.nodes.get(ranks[0], ""), known.nodes.get(ranks[1], "")
+
+
+def _still_gpus(known: _Evidence, stuck: Sequence[Pending], gpus: Sequence[int]) -> Diagnosis:
+    """The network is done with what it was given; these ranks' GPUs give it no more, and wait for nothing."""
+    main = next((p for p in stuck if not set(gpus).isdisjoint(p.waiting)), stuck[0])
+    quiet_s = max(link.quiet_s for rank in gpus for link in known.states[rank].links)
+    culprits = tuple(
+        replace(
+            _culprit(known, rank, None, "high" if len(gpus) == 1 else "medium", "its GPU stands still"),
+            stage="transfer",
+            detail=f"has moved no data of NCCL's for {quiet_s:.0f} s, and waits for nobody",
+        )
+        for rank in gpus
+    )
+    return _diagnosis(known, culprits, set(gpus), main, (_entered(main),))
 
 
 def _bad_paths(known: _Evidence, stuck: Sequence[Pending], bad: Sequence[Pair]) -> Diagnosis:

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from keepstep.agent.arguments import parse
-from keepstep.agent.links import save
+from keepstep.agent.links import save, standing_still
 from keepstep.agent.node import NodeAgent
 from keepstep.core.errors import UsageError
+from keepstep.core.summary import GroupInfo
+from keepstep.ring import links
 from keepstep.ring.link_table import COMM_WORDS, COMMS, FEWEST, HEADER_WORDS, create
 
 PID, COMM, LINK = 8 * 11, 8 * HEADER_WORDS, 8 * (HEADER_WORDS + COMMS * COMM_WORDS)
@@ -39,6 +41,17 @@ def tables() -> Iterator[dict[int, str]]:
         os.close(number)
 
 
+def name(table: str, rank: int, size: int) -> None:
+    """As NCCL tells who the process is in its communicator."""
+    with open(table, "r+b") as file:
+        file.seek(COMM)
+        words = list(struct.unpack(f"<{COMM_WORDS}Q", file.read(8 * COMM_WORDS)))
+        words[3] = rank | size << 32
+        words[links._CHECK] = links._checked(words[0] >> 2, words[links._ID : links._OPENED])
+        file.seek(COMM)
+        file.write(struct.pack(f"<{COMM_WORDS}Q", *words))
+
+
 def test_what_was_under_way_is_kept(tables: dict[int, str], tmp_path: Path) -> None:
     assert save(tables, tmp_path / "links") == 1
     assert [path.name for path in (tmp_path / "links").iterdir()] == ["rank-00000.json"]
@@ -49,6 +62,20 @@ def test_what_was_under_way_is_kept(tables: dict[int, str], tmp_path: Path) -> N
     assert (link["peer"], link["send"], link["flow"], link["in_flight"]) == (3, True, "STALLED", 4)
     assert link["throughput"] is None
     assert [c["generation"] for c in kept["communicators"]] == [1]
+
+
+def test_where_transfers_stand_still_is_told_with_the_ranks_of_the_job(tables: dict[int, str]) -> None:
+    name(tables[0], rank=1, size=4)
+    groups = [GroupInfo("world", tuple(range(8))), GroupInfo("dp", (2, 0, 4, 6))]
+    (told,) = standing_still(tables[0], 0, groups)
+    assert (told.peer, told.at, told.in_flight, told.quiet_s >= 1.0) == (6, "network", 4, True)
+    alike = [*groups, GroupInfo("dp again", (2, 0, 4, 6))]
+    assert len(standing_still(tables[0], 0, alike)) == 1
+    assert (
+        standing_still(tables[0], 0, [*groups, GroupInfo("tp", (1, 0, 2, 3))]) == ()
+    )  # which of them is not known
+    assert standing_still(tables[0], 5, groups) == ()
+    assert standing_still(tables[1], 0, groups) == ()
 
 
 def test_where_nobody_uses_nccl_nothing_is_written(tables: dict[int, str], tmp_path: Path) -> None:

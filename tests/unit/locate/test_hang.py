@@ -7,7 +7,7 @@ from synthetic_hangs import Stuck
 from synthetic_jobs import ddp, dp_pp, dp_tp, fsdp
 
 from keepstep.core.events import Op, Phase
-from keepstep.core.summary import GroupInfo, OpInFlight, RankState, StreamProgress
+from keepstep.core.summary import GroupInfo, LinkState, OpInFlight, RankState, StreamProgress
 from keepstep.locate import locate_hang
 
 JOBS = {
@@ -220,3 +220,46 @@ def test_the_pipeline_stage_and_the_micro_batch_are_told():
     ]
     (culprit,) = locate_hang(ring, {"g": GroupInfo("g", (0, 1, 2))}, dict.fromkeys(range(3), "n0")).culprits
     assert "pipeline stage" not in culprit.detail
+
+
+def in_transfer(job, links):
+    """All are in the same collective; ``links``: of each rank, where its transfers stand still."""
+    return [
+        dataclasses.replace(one, links=tuple(links.get(one.rank, ())))
+        for one in Stuck(job, broken=[("world", 3)]).states()
+    ]
+
+
+def test_the_send_that_the_network_does_not_complete_is_named_before_anything_is_probed():
+    job = ddp(8)
+    links = {rank: [LinkState((rank - 1) % 8, "sender", 2, 12.0)] for rank in range(8)}
+    links[5].append(LinkState(6, "network", 7, 12.5))
+    found = locate_hang(in_transfer(job, links), job.infos, job.nodes)
+    assert [(c.link.ranks, c.cause, c.confidence) for c in found.culprits] == [((5, 6), "network", "high")]
+    assert found.culprits[0].detail == "rank 5 to rank 6: 7 steps in flight, none completed for 12 s"
+    assert set(found.victims) == set(range(8)) - {5, 6}
+
+
+def test_a_node_that_all_cut_links_have_in_common_is_named():
+    job = ddp(8)
+    ends = {1: 2, 2: 1, 3: 4, 4: 3}
+    links = {rank: [LinkState(peer, "network", 1, 5.0)] for rank, peer in ends.items()}
+    found = locate_hang(in_transfer(job, links), job.infos, job.nodes)
+    assert {c.node for c in found.culprits} == {job.nodes[2]}
+
+
+def test_a_gpu_that_moves_nothing_and_waits_for_nobody_is_named():
+    job = ddp(8)
+    links = {
+        rank: [LinkState((rank - 1) % 8, "sender", 2, 9.0), LinkState((rank + 1) % 8, "gpu", 0, 9.0)]
+        for rank in range(8)
+    }
+    links[3] = [LinkState(4, "gpu", 0, 9.0)]
+    found = locate_hang(in_transfer(job, links), job.infos, job.nodes)
+    assert [(c.rank, c.cause, c.stage) for c in found.culprits] == [(3, "its GPU stands still", "transfer")]
+
+
+def test_links_that_moved_a_moment_ago_blame_nobody():
+    job = ddp(8)
+    found = locate_hang(in_transfer(job, {5: [LinkState(6, "network", 7, 0.1)]}), job.infos, job.nodes)
+    assert found.culprits == ()
