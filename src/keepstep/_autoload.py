@@ -4,7 +4,11 @@ Inactive (no ``KEEPSTEP_RUN_DIR``) it looks up two environment variables and ret
 said once on stderr, and the script goes on unwatched.
 """
 
+import atexit
 import os
+import time
+
+_DROPPED_WITHIN_S = 0.02
 
 
 def activate() -> None:
@@ -12,6 +16,7 @@ def activate() -> None:
     watched, awaited = "KEEPSTEP_RUN_DIR" in os.environ, "KEEPSTEP_MILESTONES" in os.environ
     if not (watched or awaited):
         return
+    atexit.register(_let_go)
     try:
         from keepstep import _rendezvous
 
@@ -29,3 +34,12 @@ def activate() -> None:
         import sys
 
         print(f"keepstep: this process trains unwatched: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _let_go() -> None:
+    """Let torch's own threads have the GIL once more before the interpreter ends.
+
+    Gloo's drop the works that they have done, and Python objects with them. One that still waits for the GIL then is
+    ended inside a destructor, and aborts the process: a job that has trained to its end fails.
+    """
+    time.sleep(_DROPPED_WITHIN_S)
