@@ -198,7 +198,7 @@ class Councils:
         free.sort(key=lambda seat: table[could[seat]].node_rank if could[seat] in table else len(table))
         count = max(min(most - len(chosen), len(free)), 0)
         chosen += [free[n if two else n * len(free) // count] for n in range(count)]
-        chosen += [seat for seat in had if could[seat] in self._away]
+        chosen += [seat for seat in had if seat != own and could[seat] in self._away]
         return tuple(chosen[:most])
 
 

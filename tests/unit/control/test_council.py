@@ -139,6 +139,17 @@ def test_who_is_away_keeps_its_seat_for_a_while_where_nobody_else_could_have_it(
     assert names(made.tick(table(0, 1, 2), 7.0))[0] == {"gpu-0", "gpu-1"}
 
 
+def test_nobody_has_two_seats_when_the_leaders_own_launcher_is_away() -> None:
+    made = councils(0, 1, 2)
+    made.tick(table(0, 1, 2), 0.0)
+    settle(made, 0, 1)
+    made.gone(LAUNCHERS[0], 1.0)
+    made.gone(LAUNCHERS[2], 1.0)
+    council = made.tick(table(0, 1, 2, incarnation=1), 2.0)
+    assert council is not None
+    assert sorted(one.token for one in council.seats) == [1, 2, 3]
+
+
 def test_who_leaves_loses_its_seat_at_once_and_votes_on_that() -> None:
     made = councils(0, 1, 2)
     made.tick(table(0, 1), 0.0)
