@@ -464,7 +464,7 @@ def main() -> None:
         parser.error(f"--runs {runs} --pairs {pairs}: an interval needs at least 2 of each")
     report = Report("probe", quick=chosen.quick)
     call_lines(report, 12 if chosen.quick else 60)
-    shim_lines(report, 3 if chosen.quick else 11, 200_000)
+    shim_lines(report, 3 if chosen.quick else 11, 200_000, 2 if chosen.quick else 20)
     import_lines(report, 5 if chosen.quick else 15)
     # Long blocks: the steps after a switch run slower than those of a job that never switches, on and off alike.
     step_lines(report, runs, pairs, 3 if chosen.quick else 10, 8.0)

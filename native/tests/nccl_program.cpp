@@ -1,5 +1,6 @@
-// A program linked to NCCL: four ranks in four threads, each call alone and in groups. Usage: nccl_program ROUNDS [bench]
+// A program linked to NCCL: four ranks in four threads, each call alone and in groups. Usage: nccl_program ROUNDS [bench|pace RATE]
 // bench: nanoseconds of the stand-in's cheapest call, the median of single calls; with and without the shim preloaded.
+// pace: so many of these calls, RATE of them a second; prints how many a second they were.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -64,12 +65,27 @@ double median_ns(int calls) {
   return found[static_cast<std::size_t>(calls / 2)];
 }
 
+double paced(int calls, double rate) {
+  using clock = std::chrono::steady_clock;
+  using seconds = std::chrono::duration<double>;
+  constexpr int kAtOnce = 32;
+  Comm comm = nullptr;
+  require(ncclCommInitAll(&comm, 1, nullptr) == kSuccess, "init");
+  float value = 0;
+  const auto from = clock::now();
+  for (int i = 0; i < calls; ++i) {
+    if (i % kAtOnce == 0) while (seconds(clock::now() - from).count() * rate < i) {}
+    ncclAllReduce(&value, &value, 1, kFloat, 0, comm, nullptr);
+  }
+  return calls / seconds(clock::now() - from).count();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 100;
   if (argc > 2) {
-    std::printf("%.1f\n", median_ns(rounds));
+    std::printf("%.1f\n", argc > 3 ? paced(rounds, std::atof(argv[3])) : median_ns(rounds));
     return 0;
   }
   Comm comms[kRanks];

@@ -10,20 +10,24 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from ctypes import c_void_p, cast
 from dataclasses import dataclass, field
+from itertools import count
+from statistics import median
 from typing import Any
 
 from keepstep.core.summary import HostCause
-from keepstep.detect.gpu import GpuSample, low_clock
+from keepstep.detect.gpu import GpuSample, low_clock, usual_clock
 
 logger = logging.getLogger("keepstep.agent")
 
-_EVERY_S = 1.0
-_WINDOW = 10  # looks
-_RECENT_S = 5.0
-_DRIVER = "/dev/nvidiactl"
+_RECENT = 10  # looks that are judged
+_HISTORY = 600  # looks that say what is usual
+_FRESH_S = 5.0  # a driver that has not answered for so long tells nothing of now
+_BUSY_PERCENT = 20  # of a second with a kernel running
+_ERRORS_EVERY = 10  # looks: two dozen questions a GPU
 _MOST_LINKS = 18
 
 
@@ -31,21 +35,22 @@ _MOST_LINKS = 18
 class _Gpu:
     handle: Any
     number: int
-    looks: deque[GpuSample] = field(default_factory=lambda: deque[GpuSample](maxlen=_WINDOW))
+    looks: deque[GpuSample] = field(default_factory=lambda: deque[GpuSample](maxlen=_HISTORY))
     processes: frozenset[int] = frozenset()
     errors: dict[str, int] = field(default_factory=dict[str, int])
 
 
 class Gpus:
-    """Looks from `start` to `close`."""
+    """Looks every ``every_s``, begun by `start` where the file ``driver`` is."""
 
-    def __init__(self) -> None:
-        self._gpus: list[_Gpu] = []
-        self._ended = threading.Event()
+    def __init__(self, driver: str = "/dev/nvidiactl", every_s: float = 1.0) -> None:
+        self._driver, self._every_s = driver, every_s
+        self._gpus: tuple[_Gpu, ...] = ()
+        self._closed = threading.Event()
 
     def start(self) -> None:
         """Begin to look, where there is a driver."""
-        if not os.path.exists(_DRIVER):
+        if not os.path.exists(self._driver):
             return
         try:
             import pynvml
@@ -55,59 +60,81 @@ class Gpus:
         threading.Thread(target=self._run, args=(pynvml,), name="keepstep-gpus", daemon=True).start()
 
     def close(self) -> None:
-        """No more looks."""
-        self._ended.set()
+        """No more looks; one that is under way may go on."""
+        self._closed.set()
 
     def causes(self, processes: Mapping[int, int]) -> tuple[HostCause, ...]:
-        """GPUs that are held down, by the ranks that compute on them. ``processes``: pid by rank."""
-        now_s = time.monotonic()
+        """GPUs whose clock is held down, by the ranks that compute on them. ``processes``: pid by rank, on this node.
+
+        A container may see no process of the driver's: then, as many ranks as GPUs, the nth rank has the nth GPU.
+        """
+        now_s, gpus = time.monotonic(), self._gpus
+        looks = {gpu.number: list(gpu.looks) for gpu in gpus}
+        known = any(gpu.processes.intersection(processes.values()) for gpu in gpus)
+        in_order = dict(zip((gpu.number for gpu in gpus), sorted(processes), strict=False))
         found: list[HostCause] = []
-        for gpu in self._gpus:
-            looks = list(gpu.looks)
-            low = low_clock(looks) if looks and now_s - looks[-1].time_s < _RECENT_S else None
-            if low is not None:
-                ranks = (rank for rank, process in sorted(processes.items()) if process in gpu.processes)
-                detail = f"GPU {gpu.number}: {low.detail}"
-                found += [HostCause(rank, low.cause, low.share, detail) for rank in ranks]
+        for gpu in gpus:
+            recent, before = looks[gpu.number][-_RECENT:], looks[gpu.number][:-_RECENT]
+            if not recent or now_s - recent[-1].time_s > _FRESH_S:
+                continue
+            others = (
+                usual_clock(those[-_RECENT:]) for number, those in looks.items() if number != gpu.number
+            )
+            low = low_clock(recent, max(usual_clock(before), median([*filter(None, others)] or [0])))
+            if low is None:
+                continue
+            ranks: Iterable[int] = ()
+            if known:
+                ranks = (rank for rank, pid in sorted(processes.items()) if pid in gpu.processes)
+            elif len(processes) == len(gpus):
+                ranks = (in_order[gpu.number],)
+            found += [
+                HostCause(rank, "GPU clock", low.share, f"GPU {gpu.number}: {low.detail}") for rank in ranks
+            ]
         return tuple(found)
 
     def _run(self, nvml: Any) -> None:
         try:
             nvml.nvmlInit()
-            count = nvml.nvmlDeviceGetCount()
-            gpus = [_Gpu(nvml.nvmlDeviceGetHandleByIndex(n), n) for n in range(count)]
-            events = _register(nvml, gpus)
+            numbers = range(nvml.nvmlDeviceGetCount())
+            self._gpus = tuple(_Gpu(nvml.nvmlDeviceGetHandleByIndex(number), number) for number in numbers)
         except nvml.NVMLError as error:
             logger.warning("the GPUs' clocks and errors are not watched: %s", error)
             return
-        self._gpus = gpus
-        while not self._ended.wait(_EVERY_S):
-            for gpu in gpus:
+        events = _register(nvml, self._gpus)
+        for turn in count():
+            for gpu in self._gpus:
                 _look(nvml, gpu)
-            _take_events(nvml, events, gpus)
+                if turn % _ERRORS_EVERY == 0:
+                    _tell_errors(nvml, gpu)
+            _tell_events(nvml, events, self._gpus)
+            if self._closed.wait(self._every_s):
+                return
 
 
 def _look(nvml: Any, gpu: _Gpu) -> None:
     """What the driver does not tell of this GPU is left out."""
+    handle = gpu.handle
     with suppress(nvml.NVMLError):
-        handle, clock = gpu.handle, nvml.NVML_CLOCK_SM
         gpu.looks.append(
             GpuSample(
                 time.monotonic(),
-                nvml.nvmlDeviceGetClockInfo(handle, clock),
-                nvml.nvmlDeviceGetMaxClockInfo(handle, clock),
+                nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
                 nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
                 nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+                nvml.nvmlDeviceGetUtilizationRates(handle).gpu >= _BUSY_PERCENT,
             )
         )
     with suppress(nvml.NVMLError):
-        running = nvml.nvmlDeviceGetComputeRunningProcesses(gpu.handle)
-        gpu.processes = frozenset(int(one.pid) for one in running)
-    for name, count in _errors(nvml, gpu.handle).items():
+        gpu.processes = frozenset(int(one.pid) for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+
+
+def _tell_errors(nvml: Any, gpu: _Gpu) -> None:
+    for name, now in _errors(nvml, gpu.handle).items():
         before = gpu.errors.get(name)
-        gpu.errors[name] = count
-        if before is not None and count > before:
-            logger.warning("GPU %d: %d more %s (%d)", gpu.number, count - before, name, count)
+        gpu.errors[name] = now
+        if before is not None and now > before:
+            logger.warning("GPU %d: %d more %s (%d)", gpu.number, now - before, name, now)
 
 
 def _errors(nvml: Any, handle: Any) -> dict[str, int]:
@@ -124,7 +151,7 @@ def _errors(nvml: Any, handle: Any) -> dict[str, int]:
     return found
 
 
-def _register(nvml: Any, gpus: list[_Gpu]) -> Any:
+def _register(nvml: Any, gpus: Iterable[_Gpu]) -> Any:
     """XIDs as they come; None where the driver tells none."""
     try:
         events = nvml.nvmlEventSetCreate()
@@ -135,17 +162,12 @@ def _register(nvml: Any, gpus: list[_Gpu]) -> Any:
     return events
 
 
-def _take_events(nvml: Any, events: Any, gpus: list[_Gpu]) -> None:
+def _tell_events(nvml: Any, events: Any, gpus: Iterable[_Gpu]) -> None:
     while events is not None:
         try:
             event = nvml.nvmlEventSetWait(events, 0)
         except nvml.NVMLError:  # there is none
             return
-        numbers = [gpu.number for gpu in gpus if _same(gpu.handle, event.device)]
-        logger.warning("GPU %s: XID %d", ", ".join(map(str, numbers)) or "?", event.eventData)
-
-
-def _same(one: Any, other: Any) -> bool:
-    from ctypes import c_void_p, cast
-
-    return cast(one, c_void_p).value == cast(other, c_void_p).value
+        device = cast(event.device, c_void_p).value
+        numbers = [str(gpu.number) for gpu in gpus if cast(gpu.handle, c_void_p).value == device]
+        logger.warning("GPU %s: XID %d", ", ".join(numbers) or "?", event.eventData)

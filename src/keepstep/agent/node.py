@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from keepstep.agent import links as link_files
+from keepstep.agent.gpus import Gpus
 from keepstep.agent.holding import Holding
 from keepstep.agent.host_ring import HostRing, process_groups
 from keepstep.agent.processes import GONE, STOPPED, ProcessId, alive, identify, state_of
@@ -18,7 +19,7 @@ from keepstep.agent.states import operations_in_flight, python_stack, rank_state
 from keepstep.agent.steplog import StepLog
 from keepstep.agent.track import RankTrack
 from keepstep.core.errors import RingError
-from keepstep.core.summary import ClockSample, GroupInfo, IterationSummary, LinkState, RankState
+from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, LinkState, RankState
 from keepstep.ring import RingHeader
 from keepstep.wire.messages import (
     Found,
@@ -73,6 +74,7 @@ class NodeAgent:
         send: Callable[[Message], None],
         orders: Mapping[int, str] | None = None,
         links: Mapping[int, str] | None = None,
+        gpus: Gpus | None = None,
     ) -> None:
         self._links = links or {}
         self._node, self._node_rank, self._run_dir, self._send = node, node_rank, run_dir, send
@@ -84,15 +86,19 @@ class NodeAgent:
         # Not logged yet, with their start in Unix time.
         self._ended: list[tuple[IterationSummary, float]] = []
         self._sensors = HostSensors()
+        self._gpus = gpus
         self._sockets = SocketSensor()
         self._sequence = 0
         self._tracks = {ring.rank: ring for ring in self._rings}
         self._holding = Holding(orders or {}, node_rank, self._steps_at_end_of)
         self._all_overdue = False
+        self.filled = (
+            0.0  # share of its ring that a rank wrote between the last two polls; more than 1: some was lost
+        )
 
     def poll(self, now_ns: int) -> bool:
         """Read every ring; True when any had something new."""
-        busy = False
+        busy, self.filled = False, 0.0
         for ring in self._rings:
             busy = self._poll_safely(ring, now_ns) or busy
         self._log_steps()
@@ -109,6 +115,10 @@ class NodeAgent:
         self.poll(time.monotonic_ns())
         for answer in self._holding.receive(message):
             self._send(answer)
+
+    def _causes(self) -> tuple[HostCause, ...]:
+        pids = {ring.rank: ring.process.pid for ring in self._rings if ring.process is not None}
+        return self._sensors.causes() + (self._gpus.causes(pids) if self._gpus is not None else ())
 
     def _look_at_sockets(self, now_ns: int) -> None:
         self._sockets.look(now_ns * 1e-9, [ring.process for ring in self._rings if ring.process is not None])
@@ -141,7 +151,7 @@ class NodeAgent:
             now_ns * 1e-9,
             beats,
             tuple(clock),
-            self._sensors.causes(),
+            self._causes(),
             dropped,
         )
 
@@ -178,7 +188,7 @@ class NodeAgent:
             self._node_rank,
             () if request.packed else tuple(found),
             () if request.packed else tuple(clock),
-            self._sensors.causes(),
+            self._causes(),
             traffic,
             tuple(blocks),
             pack(found) if request.packed else None,
@@ -251,6 +261,8 @@ class NodeAgent:
             ring.header.incarnation,
         ):
             self._attach(ring, header)
+        elif header.records:
+            self.filled = max(self.filled, (header.written - ring.header.written) / header.records)
         ring.header = header
         ring.track.begins_at(header.first_step)
         batch = ring.reader.poll()

@@ -15,6 +15,7 @@ from keepstep import wire
 from keepstep.agent.arguments import Arguments
 from keepstep.agent.backups import NodeBackups
 from keepstep.agent.checkpoints import Checkpoints, Place
+from keepstep.agent.gpus import Gpus
 from keepstep.agent.node import NodeAgent
 from keepstep.agent.paths import Echo, is_elsewhere, probe_paths
 from keepstep.agent.processes import alive, identify, kill_carriers
@@ -27,6 +28,7 @@ _POLL_S = 0.05
 _SLOWEST_POLL_S = 0.2
 _IDLE_POLL_S = 0.1
 _QUIET_POLLS = 100
+_FILLED = 0.25  # of a ring from one poll to the next: polls that find more come sooner, whatever they cost
 _CPU_SHARE = 0.018  # of one core; polls get rarer above it
 _DYING_S = 0.05
 _PR_SET_PDEATHSIG = 1
@@ -44,7 +46,7 @@ class Program:
         self._heartbeat_s = 1.0
         self._interval_s = _POLL_S
         self._quiet = 0
-        self._next_beat_s = 0.0
+        self._next_beat_s = self._polled_s = 0.0
         self._cpu_s, self._cpu_since_s = time.process_time(), time.monotonic()
         self._failure: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -53,6 +55,8 @@ class Program:
         self._probing = False
         self._checkpoints: Checkpoints | None = None
         self._backups: NodeBackups | None = None
+        self._gpus = Gpus()
+        self._gpus.start()
         self._agent = NodeAgent(
             arguments.rings,
             arguments.node,
@@ -61,6 +65,7 @@ class Program:
             self._send,
             arguments.orders,
             arguments.links,
+            self._gpus,
         )
 
     async def main(self) -> None:
@@ -218,6 +223,9 @@ class Program:
             interval_s = max(interval_s, _IDLE_POLL_S)
         elif not busy:  # such polls cost next to nothing, and a standstill may begin
             interval_s = _POLL_S
+        if self._agent.filled > _FILLED:
+            interval_s = min(interval_s, (begun_s - self._polled_s) * _FILLED / self._agent.filled)
+        self._polled_s = begun_s
         spent_s = time.monotonic() - begun_s
         asyncio.get_running_loop().call_later(max(interval_s - spent_s, 0.002), self._tick)
 
@@ -244,6 +252,7 @@ class Program:
         return os.getppid() != self._parent or self._launcher is None or not alive(self._launcher)
 
     async def _end(self) -> None:
+        self._gpus.close()
         if self._checkpoints is not None:
             await asyncio.to_thread(self._checkpoints.stop)
         if self._backups is not None:

@@ -1,9 +1,10 @@
-"""Whether a GPU is slower than it could be, and why: its clock and what its driver says of it (as NVML tells)."""
+"""Whether a GPU is slower than it was, and why: its clock and what its driver says of it (as NVML tells)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, median
 
 _REASONS = {  # NVML's bits, the graver first
     0x08: "hardware slowdown",
@@ -15,48 +16,49 @@ _REASONS = {  # NVML's bits, the graver first
     0x100: "display clock setting",
     0x02: "application clock setting",
 }
+_ANY = sum(_REASONS)
 _FEWEST = 3
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
-    """One look at a GPU. Clocks in MHz."""
+    """One look at a GPU. ``clock``: of its multiprocessors, in MHz. ``reasons``: NVML's bits. ``busy``: it computes."""
 
     time_s: float
     clock: int
-    most: int  # that it can have
-    reasons: int  # NVML's bits
+    reasons: int
     celsius: int
+    busy: bool
 
 
 @dataclass(frozen=True, slots=True)
 class LowClock:
-    """A GPU whose clock is held down. ``share``: of what it could compute in the time."""
+    """A GPU whose clock is held down. ``share``: of what it could compute in the time, lost by it."""
 
-    cause: str
     share: float
     detail: str
 
 
-def low_clock(samples: Sequence[GpuSample], *, least_share: float = 0.05) -> LowClock | None:
-    """Of the looks at which something held the clock down; None: nothing does, or less than ``least_share`` is lost.
+def usual_clock(samples: Sequence[GpuSample]) -> float:
+    """MHz while the GPU computed; 0 when it never did."""
+    return median([one.clock for one in samples if one.busy] or [0])
 
-    A GPU that is idle has a low clock too, and no reason but that.
+
+def low_clock(
+    samples: Sequence[GpuSample], usual_mhz: float, *, least_share: float = 0.05
+) -> LowClock | None:
+    """Whether the driver held the clock down in most looks; None: no, or less than ``least_share`` is lost by it.
+
+    ``usual_mhz``: what this GPU had before, or its neighbours have. Not what it could have at most: a GPU that works
+    hard is at its power cap, and no slower for it than it always was.
     """
-    known = [one for one in samples if one.most > 0]
-    held = [one for one in known if _held(one)]
-    if len(held) < _FEWEST or 2 * len(held) < len(known):
+    busy = [one for one in samples if one.busy]
+    held = [one for one in busy if one.clock < usual_mhz and one.reasons & _ANY]
+    if len(held) < _FEWEST or 2 * len(held) < len(busy):
         return None
-    share = 1 - sum(one.clock / one.most for one in held) / len(held)
+    share = 1 - fmean(one.clock for one in held) / usual_mhz
     if share < least_share:
         return None
-    bits = 0
-    for one in held:
-        bits |= one.reasons
-    why = [text for bit, text in _REASONS.items() if bits & bit]
     last = held[-1]
-    return LowClock("GPU clock", share, f"{last.clock} of {last.most} MHz: {', '.join(why)}, {last.celsius} °C")
-
-
-def _held(one: GpuSample) -> bool:
-    return one.clock < one.most and any(one.reasons & bit for bit in _REASONS)
+    why = ", ".join(text for bit, text in _REASONS.items() if any(one.reasons & bit for one in held))
+    return LowClock(share, f"{last.clock} MHz, usually {usual_mhz:.0f}: {why}, {last.celsius} °C")

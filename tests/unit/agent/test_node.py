@@ -211,6 +211,16 @@ def test_an_unclaimed_ring_is_a_rank_on_its_way(tmp_path: Path) -> None:
     os.close(descriptor)
 
 
+def test_how_much_of_a_ring_was_written_since_the_last_poll_is_known(node: Node) -> None:
+    node.poll()
+    for _ in range(64):
+        node.writers[1].start(Kind.COLLECTIVE, Op.ALLREDUCE, 0, -1, 64)()
+    node.poll()
+    assert node.agent.filled == 64 / RingReader(node.paths[1]).header.records
+    node.poll()
+    assert node.agent.filled == 0
+
+
 def test_rings_are_saved_where_reports_look_for_them(node: Node) -> None:
     node.step()
     node.poll()

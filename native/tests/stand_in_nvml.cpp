@@ -1,0 +1,107 @@
+// A stand-in for the library of NVIDIA's driver, for tests on machines without one: two GPUs that say what the test
+// writes into `cards`. Signatures as in nvml.h; functions that are not here are those that an old driver lacks.
+#include <cstddef>
+#include <cstdint>
+
+namespace {
+constexpr int kOk = 0, kNotSupported = 3, kInsufficientSize = 7, kTimeout = 10;
+constexpr unsigned kCards = 2;
+}  // namespace
+
+struct Card {
+  unsigned clock, celsius, busy_percent, pid;
+  unsigned long long reasons, memory_errors, replays, xid;  // xid: told once, then 0
+};
+
+struct Process {
+  unsigned pid;
+  unsigned long long memory;
+  unsigned gpu_instance, compute_instance;
+};
+
+struct Event {
+  Card* card;
+  unsigned long long type, data;
+  unsigned gpu_instance, compute_instance;
+};
+
+struct Utilization {
+  unsigned gpu, memory;
+};
+
+extern "C" {
+
+Card cards[kCards];
+int init_result = kOk;
+
+int nvmlInitWithFlags(unsigned) { return init_result; }
+
+const char* nvmlErrorString(int) { return "the stand-in says no"; }
+
+int nvmlDeviceGetCount_v2(unsigned* count) {
+  *count = kCards;
+  return kOk;
+}
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, Card** card) {
+  *card = &cards[index];
+  return kOk;
+}
+
+int nvmlDeviceGetClockInfo(Card* card, unsigned, unsigned* mhz) {
+  *mhz = card->clock;
+  return kOk;
+}
+
+int nvmlDeviceGetCurrentClocksThrottleReasons(Card* card, unsigned long long* reasons) {
+  *reasons = card->reasons;
+  return kOk;
+}
+
+int nvmlDeviceGetTemperature(Card* card, unsigned, unsigned* celsius) {
+  *celsius = card->celsius;
+  return kOk;
+}
+
+int nvmlDeviceGetUtilizationRates(Card* card, Utilization* found) {
+  *found = {card->busy_percent, 0};
+  return kOk;
+}
+
+int nvmlDeviceGetComputeRunningProcesses_v3(Card* card, unsigned* count, Process* found) {
+  const unsigned running = card->pid != 0 ? 1 : 0;
+  const bool fits = *count >= running;
+  *count = running;
+  if (!fits) return kInsufficientSize;
+  if (running != 0) found[0] = {card->pid, 0, 0, 0};
+  return kOk;
+}
+
+int nvmlDeviceGetTotalEccErrors(Card* card, unsigned, unsigned, unsigned long long* errors) {
+  *errors = card->memory_errors;
+  return kOk;
+}
+
+int nvmlDeviceGetNvLinkErrorCounter(Card* card, unsigned link, unsigned, unsigned long long* errors) {
+  if (link != 0) return kNotSupported;
+  *errors = card->replays;
+  return kOk;
+}
+
+int nvmlEventSetCreate(void** events) {
+  *events = cards;
+  return kOk;
+}
+
+int nvmlDeviceRegisterEvents(Card*, unsigned long long, void*) { return kOk; }
+
+int nvmlEventSetWait_v2(void*, Event* found, unsigned) {
+  for (Card& card : cards) {
+    if (card.xid == 0) continue;
+    *found = {&card, 8, card.xid, 0, 0};
+    card.xid = 0;
+    return kOk;
+  }
+  return kTimeout;
+}
+}

@@ -1,0 +1,172 @@
+"""What the agent makes of NVIDIA's driver: its own Python binding, over a stand-in for the driver's library."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep.agent.gpus import Gpus
+from keepstep.agent.node import NodeAgent
+from keepstep.ring import RingWriter, create
+
+CARDS = 2
+NATIVE = Path(__file__).parents[3] / "native" / "tests"
+
+
+class Card(ctypes.Structure):
+    _fields_ = (
+        ("clock", ctypes.c_uint),
+        ("celsius", ctypes.c_uint),
+        ("busy_percent", ctypes.c_uint),
+        ("pid", ctypes.c_uint),
+        ("reasons", ctypes.c_ulonglong),
+        ("memory_errors", ctypes.c_ulonglong),
+        ("replays", ctypes.c_ulonglong),
+        ("xid", ctypes.c_ulonglong),
+    )
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Loaded under the name by which the binding looks for the driver's."""
+    pytest.importorskip("pynvml")
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler (set CXX)")
+    if os.path.exists("/dev/nvidiactl"):
+        pytest.skip("there is a driver: its library would be found")
+    path = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
+    flags = ["-std=c++17", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", str(path)]
+    subprocess.run([compiler, str(NATIVE / "stand_in_nvml.cpp"), *flags], check=True)
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+@pytest.fixture
+def cards(library: ctypes.CDLL) -> Iterator[Any]:
+    """Two GPUs that compute at full clock; the second for this process."""
+    found = (Card * CARDS).in_dll(library, "cards")
+    for number in range(CARDS):
+        found[number] = Card(1980, 60, 99, os.getpid() if number == 1 else 0)
+    yield found
+    ctypes.memset(found, 0, ctypes.sizeof(found))
+
+
+@pytest.fixture
+def gpus(cards: Any) -> Iterator[Gpus]:
+    yield from started()
+
+
+def started() -> Iterator[Gpus]:
+    made = Gpus(driver="/", every_s=0.005)
+    made.start()
+    yield made
+    made.close()
+
+
+def until(found: Callable[[], Any]) -> Any:
+    give_up_s = time.monotonic() + 30
+    while not (result := found()):
+        assert time.monotonic() < give_up_s
+        time.sleep(0.01)
+    return result
+
+
+def test_a_gpu_that_is_held_down_is_told_by_its_rank(gpus: Gpus, cards: Any) -> None:
+    ranks = {4: 1, 5: os.getpid()}
+    assert gpus.causes(ranks) == ()
+    cards[1].clock, cards[1].celsius, cards[1].reasons = 990, 92, 0x40
+    (cause,) = until(lambda: [one for one in gpus.causes(ranks) if one.share > 0.45])
+    assert (cause.rank, cause.cause) == (5, "GPU clock")
+    assert cause.detail == "GPU 1: 990 MHz, usually 1980: hardware thermal slowdown, 92 °C"
+    cards[1].clock = 1980
+    until(lambda: not gpus.causes(ranks))
+
+
+def test_without_processes_to_be_seen_ranks_have_the_gpus_in_their_order(gpus: Gpus, cards: Any) -> None:
+    cards[1].pid = 0
+    cards[0].clock, cards[0].reasons = 990, 0x08
+    (cause,) = until(lambda: gpus.causes({6: 101, 7: 102}))
+    assert cause.rank == 6
+    assert gpus.causes({6: 101}) == ()  # which GPU it has, nobody can say
+
+
+def test_at_the_power_cap_from_the_start_is_usual(cards: Any) -> None:
+    for card in cards:
+        card.clock, card.reasons = 1500, 0x04
+    for gpus in started():
+        time.sleep(0.2)
+        assert gpus.causes({0: 1, 1: 2}) == ()
+
+
+def test_errors_and_xids_are_logged(gpus: Gpus, cards: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "keepstep.agent")
+    time.sleep(0.2)  # what was there before the job is not news
+    assert not caplog.messages
+    cards[0].memory_errors, cards[1].replays, cards[1].xid = 3, 7, 79
+    until(lambda: len(caplog.messages) >= 3)
+    assert set(caplog.messages) == {
+        "GPU 0: 3 more uncorrected memory errors (3)",
+        "GPU 1: 7 more NVLink replays (7)",
+        "GPU 1: XID 79",
+    }
+
+
+def test_a_driver_that_refuses_is_said_once(
+    library: ctypes.CDLL, cards: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "keepstep.agent")
+    result = ctypes.c_int.in_dll(library, "init_result")
+    result.value = 18  # library and driver differ
+    try:
+        made = Gpus(driver="/")
+        made.start()
+        until(lambda: caplog.messages)
+    finally:
+        result.value = 0
+    assert [text.partition(":")[0] for text in caplog.messages] == [
+        "the GPUs' clocks and errors are not watched"
+    ]
+    assert made.causes({0: 1}) == ()
+
+
+def test_without_a_driver_nothing_is_loaded() -> None:
+    code = (
+        "import sys; from keepstep.agent.gpus import Gpus; Gpus(driver='/no/driver').start(); "
+        "print(sorted(sys.modules))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "keepstep.agent.gpus" in said
+    assert "pynvml" not in said
+
+
+def test_without_the_binding_its_name_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    Gpus(driver="/").start()
+    assert caplog.messages == ["the GPUs' clocks and errors are not watched: pip install 'keepstep[gpu]'"]
+
+
+def test_the_agent_sends_it_with_its_heartbeat(gpus: Gpus, cards: Any, tmp_path: Path) -> None:
+    ring = create(64)
+    RingWriter(ring, rank=0, world_size=1).group("world", (0,), "nccl", "default")
+    agent = NodeAgent(
+        {0: f"/proc/{os.getpid()}/fd/{ring}"}, "here", 0, tmp_path, lambda message: None, gpus=gpus
+    )
+    cards[1].clock, cards[1].reasons = 990, 0x40
+    try:
+        agent.poll(time.monotonic_ns())
+        until(lambda: agent.heartbeat(time.monotonic_ns()).causes or agent.poll(time.monotonic_ns()))
+    finally:
+        agent.close()
+        os.close(ring)
