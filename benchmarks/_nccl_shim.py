@@ -87,12 +87,12 @@ def _lost_line(program: Path, folder: Path, calls: int) -> Line:
     argv = [
         sys.executable,
         "-m",
-        "keepstep",
+        "keepstep.cli",
         "run",
         "--nproc-per-node",
         "1",
         "--run-dir",
-        str(folder / "run"),
+        f"{folder}/run",
     ]
     argv += ["--no-python", str(program), str(calls), "pace", str(CALLS_A_SECOND)]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
