@@ -1,6 +1,6 @@
 // Stands in front of NCCL in a watched worker (LD_PRELOAD) and records its calls into the rank's ring. No Python, no CUDA,
 // no NCCL linked: docs/design/nccl-shim.md has the reasoning. Whatever goes wrong in here, the call itself is made.
-#include "nccl_watch.hpp"
+#include "nccl_timing.hpp"
 
 namespace keepstep::nccl {
 namespace {
@@ -12,17 +12,20 @@ constexpr int kMostDevices = 1024;           // of a process: more is a wrong ar
 
 bool is_bad(Result result) { return result != kSuccess && result != kInProgress; }
 
-// One operation: of its own, or held to the end of the group that the thread is in.
+// One operation: of its own, held to the end of the group that the thread is in, or until the GPU is done with it.
 class Recorded {
  public:
-  void start(ring::Writer* writer, const char* name, const Call& call, std::int16_t group, std::uint64_t bytes) noexcept {
+  void start(ring::Writer* writer, const char* name, const Call& call, std::int16_t group, std::uint64_t bytes,
+             Span* span = nullptr) noexcept {
     const bool in_group = t_thread.depth > 0;
-    if (in_group) try {
-        if (grouped().operations.size() < kMostMembers) here_ = &grouped().operations.emplace_back();
+    auto* held = span != nullptr ? &span->operations : in_group ? &grouped().operations : nullptr;
+    if (held != nullptr) try {
+        if (held->size() < kMostMembers) here_ = &held->emplace_back();
       } catch (...) {
       }
+    const auto flags = (in_group ? kEnqueued | kGrouped : kEnqueued) | (span != nullptr ? kTimed : 0);
     writer->start(*here_, static_cast<std::uint8_t>(call.kind), call.op, group, call.peer, bytes,
-                  in_group ? kEnqueued | kGrouped : kEnqueued, site_of(writer, name, call, in_group));
+                  static_cast<std::uint16_t>(flags), site_of(writer, name, call, in_group));
   }
   Result end(Result result) noexcept {
     if (here_ == &own_ || is_bad(result)) here_->finish(is_bad(result));
@@ -34,15 +37,31 @@ class Recorded {
   ring::Operation* here_ = &own_;
 };
 
-// CUDA events around a call would go here, before and after `make`: docs/design/nccl-shim.md.
+// The span of a stream in the thread's group of calls; null: it is not timed.
+Span* span_of(Stream stream) noexcept try {
+  for (const auto& [known, span] : grouped().spans)
+    if (known == stream) return span;
+  Span* span = timing().take(stream);
+  if (span != nullptr) grouped().spans.emplace_back(stream, span);
+  return span;
+} catch (...) {
+  return nullptr;
+}
+
 template <typename Make>
 Result data(const char* name, const Call& call, Make make) {
   ring::Writer* writer = recording();
   if (writer == nullptr) return make();
   const Inside inside;
+  const bool in_group = t_thread.depth > 0;
+  Span* span = in_group ? span_of(call.stream) : timing().take(call.stream);
   Recorded recorded;
-  recorded.start(writer, name, call, group_of(call.comm), call.count * bytes_of(call.type));
-  return recorded.end(make());
+  recorded.start(writer, name, call, group_of(call.comm), call.count * bytes_of(call.type), span);
+  if (span == nullptr || in_group) return recorded.end(make());
+  timing().begin(span, call.stream);
+  const Result result = make();
+  timing().end(span, call.stream, result);
+  return result;
 }
 
 Call life_of(Life life, Comm comm, int peer) {
@@ -235,10 +254,14 @@ Result leave(const char* name, bool for_real, Make make) {
   ring::Writer* writer = recording();
   const Inside inside;
   Recorded recorded;
-  const std::size_t members = grouped().operations.size();
+  std::size_t members = grouped().operations.size();
+  for (const auto& [stream, span] : grouped().spans) members += span->operations.size();
   if (writer != nullptr && members != 0)
     recorded.start(writer, name, life_of(Life::group, nullptr, kNobody), -1, members);
+  for (const auto& [stream, span] : grouped().spans) timing().begin(span, stream);
   const Result result = recorded.end(make());
+  for (const auto& [stream, span] : grouped().spans) timing().end(span, stream, for_real ? result : kInvalidUsage);
+  grouped().spans.clear();
   end_group(writer, !for_real || is_bad(result), result);
   return result;
 }

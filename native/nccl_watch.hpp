@@ -74,8 +74,11 @@ struct Inside {
   ~Inside() { --t_thread.inside; }
 };
 
+struct Span;  // nccl_timing.hpp
+
 struct Grouped {  // what a thread's group of calls holds until its end
   std::deque<ring::Operation> operations;
+  std::vector<std::pair<Stream, Span*>> spans;
   std::vector<Birth> births;
 };
 Grouped& grouped() {
@@ -182,6 +185,8 @@ void open_ring(const char* path) {
   g_writer.store(made, std::memory_order_release);
 }
 
+void open_orders(const char* path) noexcept;  // nccl_timing.hpp
+
 // The writer, at the birth of a communicator: opened at the first, and anew where the process plays in another incarnation
 // by now. Null when this process is not watched.
 ring::Writer* watching() noexcept {
@@ -203,6 +208,7 @@ ring::Writer* watching() noexcept {
     ring::Writer* old = g_writer.exchange(nullptr);
     if (old != nullptr) old->abandon();
     open_ring(path);
+    open_orders(std::getenv("KEEPSTEP_ORDERS"));
   } catch (const std::exception& error) {
     say(std::string("the NCCL calls of this process are not recorded: ") + error.what());
   }

@@ -22,8 +22,10 @@ class Operation {
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
-  inline void waiting() noexcept;           // the caller begins to wait for it; the first call counts
-  inline void finish(bool failed) noexcept;  // the first call counts
+  void waiting() noexcept { waiting_at(monotonic_ns()); }           // the caller begins to wait for it; the first call counts
+  void finish(bool failed) noexcept { finish_at(failed, monotonic_ns()); }  // the first call counts
+  inline void waiting_at(std::uint64_t ns) noexcept;
+  inline void finish_at(bool failed, std::uint64_t ns) noexcept;
   bool ended() const noexcept { return ended_.load(relaxed); }
   std::uint32_t seq() const noexcept { return seq_; }
 
@@ -349,15 +351,14 @@ class Writer {
   Ids groups_, sites_;
 };
 
-inline void Operation::waiting() noexcept {
+inline void Operation::waiting_at(std::uint64_t ns) noexcept {
   if (slot_ == nullptr || !writer_->writable() || slot_->ticket.load(acquire) != published(index_)) return;
   std::uint64_t expected = lap_tag(index_, writer_->layout_.records);
-  slot_->wait.compare_exchange_strong(expected, expected | offset_word(monotonic_ns(), start_ns_), release, relaxed);
+  slot_->wait.compare_exchange_strong(expected, expected | offset_word(ns, start_ns_), release, relaxed);
 }
 
-inline void Operation::finish(bool failed) noexcept {
+inline void Operation::finish_at(bool failed, std::uint64_t now) noexcept {
   if (ended_.exchange(true, relaxed) || writer_ == nullptr || !writer_->writable()) return;
-  const std::uint64_t now = monotonic_ns();
   if (slot_ != nullptr) {
     std::uint64_t expected = lap_tag(index_, writer_->layout_.records);
     const std::uint64_t end = expected | offset_word(now, start_ns_) | (failed ? kFailedBit : 0);

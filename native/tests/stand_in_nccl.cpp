@@ -1,7 +1,8 @@
 // TEST DOUBLE: a stand-in for NCCL with its binary interface, for machines without a GPU. Ranks are threads and processes
-// of one machine, buffers are host memory, streams are ignored: a call returns when the operation is done. It has what
+// of one machine, buffers are host memory, streams are ignored (but see `launch`): a call returns when the operation is done. It has what
 // NCCL 2.27 had. STAND_IN_VERSION in the environment is what ncclGetVersion says; empty: it fails. With
 // STAND_IN_NONBLOCKING a split goes on behind its call, until ncclCommGetAsyncError of the parent says otherwise.
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -77,6 +78,7 @@ struct Work {  // first all of a group is put where others find it, then all is 
   int type, whom;
   Comm comm;
   std::uint64_t round;
+  Stream stream = nullptr;
 };
 
 thread_local int depth = 0;
@@ -109,6 +111,13 @@ Result put(Work& work) {
     ++all.arrived;
   }
   return kSuccess;
+}
+
+// Of the stand-in for CUDA, where it is loaded: the all-reduce takes STAND_IN_GPU_MS on the stream.
+void launch(Stream stream) {
+  static const auto work = reinterpret_cast<void (*)(Stream, std::uint64_t)>(dlsym(RTLD_DEFAULT, "stand_in_launch"));
+  const char* ms = std::getenv("STAND_IN_GPU_MS");
+  if (work != nullptr && stream != nullptr && ms != nullptr) work(stream, static_cast<std::uint64_t>(std::atof(ms) * 1e6));
 }
 
 template <typename Number>
@@ -156,6 +165,7 @@ Result take(Work& work) {
     for (std::size_t i = 1; i < ranks; ++i) add(work.type, work.out, all.data[i] + from, work.count);
   }
   ++all.left;
+  launch(work.stream);
   return kSuccess;
 }
 
@@ -318,8 +328,8 @@ Result ncclGroupSimulateEnd(void*) {
   return kSuccess;
 }
 
-Result pncclAllReduce(const void* in, void* out, size_t count, int type, int, Comm comm, Stream) {
-  return submit({Do::allreduce, in, out, count, type, -1, comm, 0});
+Result pncclAllReduce(const void* in, void* out, size_t count, int type, int, Comm comm, Stream stream) {
+  return submit({Do::allreduce, in, out, count, type, -1, comm, 0, stream});
 }
 Result ncclAllReduce(const void* in, void* out, size_t count, int type, int op, Comm comm, Stream stream) {
   return pncclAllReduce(in, out, count, type, op, comm, stream);

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -60,6 +61,13 @@ class Holding:
             return self._page(rank).leased(now_ns)
         except (KeyError, RingError):
             return False
+
+    def take_times(self, seconds: float) -> None:
+        """Let the NCCL shims of all ranks take the GPU's times of their calls from now on."""
+        until_ns = time.monotonic_ns() + int(seconds * 1e9)
+        for rank in self._paths:
+            with suppress(RingError):
+                self._page(rank).take_times(until_ns)
 
     def poll(self) -> list[Message]:
         """What the ranks did since the last look; cheap while nothing is ordered."""

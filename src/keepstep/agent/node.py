@@ -40,6 +40,7 @@ _REOPEN_NS = 2_000_000_000
 _SILENT_NS = 1_000_000_000
 _BUSIEST = 16  # paths told with the states
 _CLOSE_LOOK_S = 0.2  # after the last look at the sockets, when states are asked for
+_TIMES_S = 30.0  # for which GPUs' times are taken once the controller has asked for a profile
 _STILL_NS = 100_000_000  # without progress: its process is looked at, and again after twice that
 
 
@@ -167,6 +168,7 @@ class NodeAgent:
 
     def profile(self, request: ProfileRequest) -> Profile:
         """The iterations asked for, oldest first, and what was sent to whom around the onset."""
+        self._holding.take_times(_TIMES_S)
         found: list[IterationSummary] = []
         clock: list[ClockSample] = []
         for ring in self._rings:

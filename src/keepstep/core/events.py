@@ -91,6 +91,7 @@ class Flag(IntFlag):
         16  # the shim's: the end is when the library's call returned; peers are ranks of the communicator
     )
     GROUPED = 32  # in a group of calls: the end is the group's
+    TIMED = 64  # with ENQUEUED: the wait ended and the operation ended when the GPU began and ended it
 
 
 WORLD_PEER = -1  # `peer` of a record that has none

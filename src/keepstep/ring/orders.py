@@ -32,6 +32,7 @@ class Word(IntEnum):
     BOUNDARY = 2  # hold after this many optimizer steps, as the ring counts them
     LEASE_NS = 3  # CLOCK_MONOTONIC up to which the hold may last
     TESTS = 4  # number of the tests that are ordered; 0: none
+    TIMES_NS = 5  # CLOCK_MONOTONIC up to which the NCCL shim takes the GPU's times of calls; 0: not
     STATE = 16  # a State of hold ACK
     ACK = 17
     STEPS = 18  # optimizer steps when the state was written
@@ -96,6 +97,10 @@ class OrdersPage:
     def release(self) -> None:
         """Agent: whoever is held goes on."""
         self.words[Word.ORDER] = 0
+
+    def take_times(self, until_ns: int) -> None:
+        """Agent: the NCCL shim takes the GPU's times of its calls up to then (CLOCK_MONOTONIC); 0: no longer."""
+        self.words[Word.TIMES_NS] = until_ns
 
     def leased(self, now_ns: int) -> bool:
         """Whether a hold is ordered and its lease has not run out; a lease beyond the longest is none."""

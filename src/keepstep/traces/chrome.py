@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from keepstep.core.events import Kind, Life, Op, Phase
+from keepstep.core.events import Flag, Kind, Life, Op, Phase
 from keepstep.core.summary import GroupInfo
 
 _OPS = {int(op): op.name for op in Op}
@@ -77,6 +77,10 @@ def spans_of(records: Any, groups: list[GroupInfo], *, shift_ns: int, now_ns: in
             if kind == Kind.P2P:
                 args["peer"] = peer
                 name = f"{name} {'to' if op == Op.SEND else 'from'} {peer}"
+        if int(row["flags"]) & Flag.TIMED:  # the GPU's work, not the call that put it onto a stream
+            track += " on the GPU"
+            args["called_us_before"] = (max(int(row["wait_ns"]), start_ns) - start_ns) / 1e3
+            start_ns = max(int(row["wait_ns"]), start_ns)
         if end_ns == 0:
             end_ns, args["in_flight"] = max(now_ns, start_ns), True
         yield Span(track, name, (start_ns + shift_ns) / 1e3, (end_ns + shift_ns) / 1e3, args)

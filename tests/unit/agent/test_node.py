@@ -18,7 +18,7 @@ from keepstep.agent.processes import ProcessId
 from keepstep.agent.sockets import SocketSensor, connections
 from keepstep.core.errors import UsageError
 from keepstep.core.events import Flag, Kind, Op, Phase
-from keepstep.ring import RingReader, RingWriter, create
+from keepstep.ring import RingReader, RingWriter, create, orders
 from keepstep.wire import Groups, Message, ProfileRequest, StateRequest
 
 
@@ -93,6 +93,24 @@ def test_steps_are_counted_logged_and_profiled(node: Node) -> None:
         [(4, 0), (4, 1), (5, 0), (5, 1), (6, 0), (6, 1)],
     )
     assert profile.iterations[0].streams[0].group == "world"
+
+
+def test_a_profile_lets_the_gpus_times_be_taken_for_a_while(node: Node) -> None:
+    descriptor = orders.create()
+    agent = NodeAgent(
+        node.paths,
+        "here",
+        0,
+        node.run_dir,
+        node.sent.append,
+        {0: f"/proc/{os.getpid()}/fd/{descriptor}", 1: "/no"},
+    )
+    agent.profile(ProfileRequest(9, 4, 6))
+    page = orders.OrdersPage(descriptor)
+    assert 0 < page.words[orders.Word.TIMES_NS] - time.monotonic_ns() <= 30e9
+    page.close()
+    agent.close()
+    os.close(descriptor)
 
 
 def test_groups_are_told_once_and_again_to_the_next_controller(node: Node) -> None:

@@ -1,5 +1,6 @@
-"""Builds the shim, the stand-in for NCCL and a library linked to it as torch is, and runs ranks that call through it.
+"""Builds the shim, stand-ins for NCCL and for CUDA's driver, and a library that is linked to NCCL as torch is.
 
+Ranks call through it.
 Whatever is called here is a test double on host memory (``native/tests/stand_in_nccl.cpp``): no GPU, no NCCL.
 """
 
@@ -105,7 +106,7 @@ class Built:
 
 
 def build(folder: Path, *flags: str) -> Built:
-    """Compile all three; ``flags`` go to each."""
+    """Compile all; ``flags`` go to each."""
     assert COMPILER is not None
     library = (COMPILER, "-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", *flags)
     runtime = () if any("sanitize" in flag for flag in flags) else ("-static-libstdc++", "-static-libgcc")
@@ -116,6 +117,14 @@ def build(folder: Path, *flags: str) -> Built:
     stand_in = folder / "libnccl.so.2"
     command(
         *library, NATIVE / "tests/stand_in_nccl.cpp", "-o", stand_in, "-Wl,-soname,libnccl.so.2", "-pthread"
+    )
+    command(
+        *library,
+        NATIVE / "tests/stand_in_cuda.cpp",
+        "-o",
+        folder / "libcuda.so.1",
+        "-Wl,-soname,libcuda.so.1",
+        "-pthread",
     )
     caller = folder / "libcaller.so"
     command(*library, NATIVE / "tests/nccl_caller.cpp", "-o", caller, stand_in, "-Wl,-rpath,$ORIGIN")
