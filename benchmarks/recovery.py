@@ -10,11 +10,15 @@ own (small DDP on Gloo, steps of 25 ms by sleeping, resumed from the state of th
 (raises an exception, is stopped by SIGSTOP, sleeps in Python) after 40 steps and, where there are to be standbys,
 once they are warm. Time is from then until all ranks have made a step together again: torchft's survivors go on by
 themselves before that. Peers are given 30 s.
+
+With ``--json FILE.json`` each result is written at once, to FILE-trials.jsonl; the same command, given again at the
+same commit, goes on where it was ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -36,7 +40,7 @@ import psutil
 
 from benchmarks._recovery_peers import free_port
 from benchmarks._recovery_victim import ballast_bytes, ranks
-from benchmarks._report import Line, Report, bench_arguments
+from benchmarks._report import Line, Report, bench_arguments, versions
 
 GOALS = {  # of each fault, in words and in seconds
     "kill": ("≤ 0.8 s", 0.8),
@@ -232,14 +236,48 @@ def main() -> int:
     given = parser.parse_args()
     os.environ |= {"RECOVERY_RANKS": str(given.ranks), "RECOVERY_BALLAST": str(given.state_mb << 20)}
     repetitions = 1 if given.quick else given.repetitions
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the job under way is cleared away
     report = Report("recovery", packages=("torch", "keepstep"), quick=given.quick)
+    trials = Trials(given.json and given.json.with_name(f"{given.json.stem}-trials.jsonl"))
     for fault in given.fault or ("kill", "exception", "stop"):
-        _measure_all(fault, repetitions, report)
+        _measure_all(fault, repetitions, report, trials)
     report.finish(given.json)
     return 0
 
 
-def _measure_all(fault: str, repetitions: int, report: Report) -> None:
+class Trials:
+    """The result of each job: kept in a file, where one is given, and not measured again."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._same = {
+            "commit": versions(())["commit"].rstrip("+"),  # what it writes itself may make the tree differ
+            "ranks": ranks(),
+            "state_mb": ballast_bytes() >> 20,
+        }
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        known: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        same = self._same.items()
+        self._known = {(one["fault"], one["way"], one["seed"]): one for one in known if same <= one.items()}
+
+    def result(self, fault: str, way: str, seed: int) -> tuple[float | None, str]:
+        """Seconds that it took, or why it did not recover."""
+        found = self._known.get((fault, way, seed))
+        if found is None:
+            found = {**self._same, "fault": fault, "way": way, "seed": seed, "took_s": None, "failed": ""}
+            try:
+                found["took_s"] = round(measure(way, fault, seed), 4)
+            except (TimeoutError, RuntimeError) as error:
+                found["failed"] = str(error)
+            print(f"{fault} {seed}: {way}: {found['took_s'] or found['failed']}", file=sys.stderr, flush=True)
+            if self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with self._path.open("a") as file:
+                    file.write(json.dumps(found) + "\n")
+        return found["took_s"], found["failed"]
+
+
+def _measure_all(fault: str, repetitions: int, report: Report, trials: Trials) -> None:
     missing = {way for way, package in PACKAGES.items() if not _is_installed(package)}
     ways = [way for way in WAYS if way not in missing]
     if fault not in ("kill", "exception"):
@@ -252,10 +290,11 @@ def _measure_all(fault: str, repetitions: int, report: Report) -> None:
     results: dict[str, tuple[list[float], list[str]]] = {way: ([], []) for way in ways}
     for seed in range(repetitions):  # in turn: what the machine does beside is everybody's
         for way, (took, failed) in results.items():
-            try:
-                took.append(measure(way, fault, seed))
-            except (TimeoutError, RuntimeError) as error:  # noqa: PERF203
-                failed.append(str(error))
+            took_s, why = trials.result(fault, way, seed)
+            if took_s is None:
+                failed.append(why)
+            else:
+                took.append(took_s)
     copy = copy_s()
     peers: dict[str, float | int | str] = dict.fromkeys(sorted(missing), "not installed")
     for way in (way for way in ways if way not in OURS):
