@@ -23,6 +23,7 @@ _FIRST_STRIDE = 16
 _LAST_STRIDE = 1 << 14
 _MOST_UNSEEN = 8192
 _PHASE, _P2P = int(Kind.PHASE), int(Kind.P2P)
+_NO_ORDER = int(Flag.FAILED | Flag.ON_DEVICE)  # its end says nothing of the others' starts
 # After any of these the end on one member comes after the start on every other (or the one other).
 _ORDERING = frozenset(
     {Op.ALLREDUCE, Op.ALLGATHER, Op.REDUCE_SCATTER, Op.ALLTOALL, Op.BARRIER, Op.SEND, Op.RECV}
@@ -30,7 +31,7 @@ _ORDERING = frozenset(
 
 
 class ClockSampler:
-    """The samples of one rank. Groups that lie within the node are of no use and left out.
+    """The samples of one rank. Groups that lie within the node are of no use and left out, as is what a device moves.
 
     ``local``: the node's ranks. Of a group's collectives only its lowest local rank gives samples.
     """
@@ -85,7 +86,7 @@ class ClockSampler:
         group = row["group"]
         count = self._counts.get(group, 0) + 1
         self._counts[group] = count
-        if count > MOST_PER_GROUP or row["op"] not in _ORDERING or row["flags"] & Flag.FAILED:
+        if count > MOST_PER_GROUP or row["op"] not in _ORDERING or row["flags"] & _NO_ORDER:
             return
         if row["kind"] == _P2P and row["peer"] in self._local:
             return

@@ -112,7 +112,7 @@ class Ending(IntEnum):
 
 
 # Flags and ending of a call; made here because an enum's "|" costs more than the record.
-_DEVICE = (int(Flag.END_BY_WAIT), Ending.RETURN)
+_DEVICE = (int(Flag.END_BY_WAIT | Flag.ON_DEVICE), Ending.RETURN)
 _P2P = (int(Flag.END_BY_WAIT), Ending.WAIT)
 _REDUCED = (REDUCED, Ending.REDUCER)
 _ASYNC = (int(Flag.ASYNC | Flag.SYNC_KNOWN | Flag.END_BY_WAIT), Ending.WAIT)

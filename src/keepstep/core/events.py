@@ -92,6 +92,7 @@ class Flag(IntFlag):
     )
     GROUPED = 32  # in a group of calls: the end is the group's
     TIMED = 64  # with ENQUEUED: the wait ended and the operation ended when the GPU began and ended it
+    ON_DEVICE = 128  # the probe's: the end is when the call returned; the device works on behind it
 
 
 WORLD_PEER = -1  # `peer` of a record that has none

@@ -64,6 +64,13 @@ def test_strides_follow_the_rate_and_nest() -> None:
     assert all(seq % 128 == 0 for seq in late)
 
 
+def test_what_a_device_moves_is_left_out() -> None:
+    one, moved = sampler(0), rows(1, range(1, 40))
+    moved["flags"] = Flag.END_BY_WAIT | Flag.ON_DEVICE
+    one.take(moved)
+    assert one.drain() == ()
+
+
 def test_failed_and_one_sided_operations_are_left_out() -> None:
     one = sampler(0)
     failed = rows(1, range(16, 17))
