@@ -35,6 +35,7 @@ def waits():
     print("waits", flush=True)
     sys.stdin.readline()
 calls_until_told()
+waits()
 """
 
 ONE = """
@@ -117,9 +118,13 @@ class Worker:
     page: OrdersPage
 
     def order(self, seconds: float = 60) -> None:
-        """Times are taken from the next calls on."""
+        """Times are taken from the next calls on, and nothing is under way; it goes on."""
         self.page.take_times(time.monotonic_ns() + int(seconds * 1e9))
         self.until(lambda rows: (rows["flags"] & Flag.TIMED).any())
+        self.go()
+        self.waits()
+        self.until(all_ended)
+        self.go()
 
     def until(self, fits: Callable[[Any], bool]) -> None:
         give_up_s = time.monotonic() + 120
@@ -179,7 +184,6 @@ def all_ended(rows: Any) -> bool:
 def test_a_call_begins_and_ends_when_the_gpu_does(start: Callable[..., Worker]) -> None:
     worker = start(ONE)
     worker.order()
-    worker.go()
     worker.waits()
     worker.until(lambda rows: all_ended(worker.calls()))
     worker.page.take_times(0)
@@ -198,7 +202,6 @@ def test_a_call_begins_and_ends_when_the_gpu_does(start: Callable[..., Worker]) 
 def test_calls_of_a_group_have_the_times_of_their_streams(start: Callable[..., Worker]) -> None:
     worker = start(GROUP)
     worker.order()
-    worker.go()
     worker.waits()
     worker.until(lambda rows: all_ended(worker.calls()))
     worker.go()
@@ -215,7 +218,6 @@ def test_calls_of_a_group_have_the_times_of_their_streams(start: Callable[..., W
 def test_a_group_that_fails_is_over_at_once(start: Callable[..., Worker]) -> None:
     worker = start(FAILING_GROUP)
     worker.order()
-    worker.go()
     assert worker.process.stdout is not None
     assert worker.process.stdout.readline() == "[1.0, 2.0, 3.0]\n"
     worker.waits()
@@ -227,7 +229,6 @@ def test_a_group_that_fails_is_over_at_once(start: Callable[..., Worker]) -> Non
 def test_nothing_is_put_into_a_graph_or_on_the_default_stream(start: Callable[..., Worker]) -> None:
     worker = start(CAPTURE)
     worker.order()
-    worker.go()
     worker.waits()
     worker.until(lambda rows: all_ended(worker.calls()))
     worker.go()
@@ -240,7 +241,6 @@ def test_nothing_is_put_into_a_graph_or_on_the_default_stream(start: Callable[..
 def test_what_the_gpu_never_ends_stays_in_flight(start: Callable[..., Worker]) -> None:
     worker = start(NEVER_ENDS)
     worker.order()
-    worker.go()
     worker.waits()
     worker.until(lambda rows: worker.calls()["end_ns"][1] > 0)
     assert worker.calls()["end_ns"][0] == 0
@@ -257,7 +257,6 @@ def test_what_the_gpu_never_ends_stays_in_flight(start: Callable[..., Worker]) -
 def test_threads_call_while_it_is_switched_on_and_off(start: Callable[..., Worker]) -> None:
     worker = start(MANY)
     worker.order()
-    worker.go()
     for turn in range(100):
         worker.page.take_times(time.monotonic_ns() + 10**10 if turn % 2 else 0)
         time.sleep(0.001)
@@ -274,6 +273,8 @@ def test_an_order_that_is_old_or_makes_no_sense_is_none(start: Callable[..., Wor
     worker.page.take_times(until)
     count = len(worker.rows())
     worker.until(lambda rows: len(rows) > count + 10 or len(rows) > 1000)
+    worker.go()
+    worker.waits()
     worker.go()
     worker.waits()
     assert set(worker.rows()["flags"].tolist()) == {int(Flag.ENQUEUED)}
