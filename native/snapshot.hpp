@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "crc64.hpp"
+#include "device_copy.hpp"
 
 namespace keepstep::snapshot {
 
@@ -49,16 +50,21 @@ struct Piece {
   uint8_t* to;  // nullptr: only sum them
   uint64_t count;
   bool urgent = false;
+  bool on_device = false;  // `from` is an address there
 };
 
 // Copies pieces with several threads and sums them on the way; the threads are detached, so whoever owns the memory must
-// `wait` before it goes. Urgent pieces are taken first.
+// `wait` before it goes. Urgent pieces are taken first. Pieces on a device come through its ring of page-locked segments:
+// one thread more orders them there, in the order in which the others take them out.
 class Work {
  public:
-  explicit Work(std::vector<Piece> pieces) : pieces_(std::move(pieces)), sums_(pieces_.size()) {
-    cut(true);
-    urgent_left_ = urgent_ = chunks_.size();
-    cut(false);
+  // `moment`: from which on the pieces on the device may be read; null where there are none.
+  explicit Work(std::vector<Piece> pieces, std::unique_ptr<device::Moment> moment = nullptr)
+      : pieces_(std::move(pieces)), sums_(pieces_.size()), moment_(std::move(moment)) {
+    for (const bool urgent : {true, false}) {
+      for (const bool on_device : {false, true}) cut(urgent, on_device);
+      if (urgent) urgent_left_ = urgent_ = chunks_.size();
+    }
     left_ = chunks_.size();
   }
   virtual ~Work() = default;
@@ -67,6 +73,13 @@ class Work {
     if (work->chunks_.empty()) {
       work->finish();
       return;
+    }
+    if (!work->segments_.empty()) {
+      try {
+        std::thread([work] { work->bring(); }).detach();
+      } catch (const std::system_error&) {
+        work->fail("no thread is to be had");
+      }
     }
     const size_t most = std::min<size_t>(threads == 0 ? 1 : threads, work->chunks_.size());
     for (size_t i = 0; i < most; ++i) {
@@ -79,9 +92,17 @@ class Work {
     }
   }
 
+  // Throws std::runtime_error when the device did not give its bytes: nothing is sealed then.
   void wait(bool urgent_only) {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return finished_ || (urgent_only && urgent_left_ == 0); });
+    if (!failure_.empty()) throw std::runtime_error(failure_);
+  }
+
+  // Nothing of this goes on after it.
+  void await_end() noexcept {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return finished_; });
   }
 
   bool finished() {
@@ -95,15 +116,41 @@ class Work {
   virtual void done() {}
 
  private:
+  static constexpr size_t kNoSegment = ~size_t{0};
+
   struct Chunk {
     size_t piece;
     uint64_t begin, count, sum;
+    size_t segment = kNoSegment;
+    uint64_t offset = 0;  // in the segment
+  };
+  struct Segment {
+    size_t first, chunks, left;  // `left`: chunks that are still to be taken out
+    uint64_t used;
   };
 
-  void cut(bool urgent) {
-    for (size_t i = 0; i < pieces_.size(); ++i)
-      for (uint64_t done = 0; pieces_[i].urgent == urgent && done < pieces_[i].count; done += kChunk)
-        chunks_.push_back({i, done, std::min<uint64_t>(kChunk, pieces_[i].count - done), 0});
+  void cut(bool urgent, bool on_device) {
+    for (size_t i = 0; i < pieces_.size(); ++i) {
+      const Piece& piece = pieces_[i];
+      if (piece.urgent != urgent || piece.on_device != on_device) continue;
+      for (uint64_t done = 0; done < piece.count; done += kChunk) {
+        chunks_.push_back({i, done, std::min<uint64_t>(kChunk, piece.count - done), 0});
+        if (on_device) place(chunks_.back());
+      }
+    }
+  }
+
+  // A segment's chunks follow each other in `chunks_`.
+  void place(Chunk& chunk) {
+    const size_t index = chunks_.size() - 1;
+    if (segments_.empty() || segments_.back().first + segments_.back().chunks != index ||
+        segments_.back().used + chunk.count > device::Ring::kSegmentBytes)
+      segments_.push_back({index, 0, 0, 0});
+    Segment& last = segments_.back();
+    chunk.segment = segments_.size() - 1;
+    chunk.offset = last.used;
+    last.used += chunk.count;
+    last.left = ++last.chunks;
   }
 
   void run() {
@@ -112,8 +159,10 @@ class Work {
       if (index >= chunks_.size()) return;
       Chunk& chunk = chunks_[index];
       const Piece& piece = pieces_[chunk.piece];
-      const uint8_t* from = piece.from + chunk.begin;
-      chunk.sum = piece.to ? crc64::copy(piece.to + chunk.begin, from, chunk.count) : crc64::extend(0, from, chunk.count);
+      const uint8_t* from = chunk.segment == kNoSegment ? piece.from + chunk.begin : arrived(chunk);
+      if (from != nullptr)
+        chunk.sum = piece.to ? crc64::copy(piece.to + chunk.begin, from, chunk.count) : crc64::extend(0, from, chunk.count);
+      if (chunk.segment != kNoSegment) taken_out(chunk.segment);
       if (index < urgent_ && urgent_left_.fetch_sub(1) == 1) {
         const std::lock_guard<std::mutex> lock(mutex_);
         changed_.notify_all();
@@ -122,11 +171,74 @@ class Work {
     }
   }
 
+  // Where the bytes of a chunk are, once they are there; null: they do not come.
+  const uint8_t* arrived(const Chunk& chunk) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return chunk.segment < arrived_ || !failure_.empty(); });
+    return failure_.empty() ? ring_->segment(chunk.segment) + chunk.offset : nullptr;
+  }
+
+  void taken_out(size_t segment) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (--segments_[segment].left == 0) changed_.notify_all();
+  }
+
+  void fail(const std::string& why) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    failure_ = why;
+    changed_.notify_all();
+  }
+
+  // Fills the segments in their order, each when the one that had its place is empty.
+  void bring() {
+    const device::Driver& driver = *device::Driver::get();
+    device::Ring& ring = device::Ring::of(moment_->context());
+    const std::lock_guard<std::mutex> others(ring.busy);
+    try {
+      driver.check(driver.set_context(ring.context), "cuCtxSetCurrent");
+      ring.prepare(driver);
+      driver.check(driver.stream_wait(ring.stream, moment_->event(), 0), "cuStreamWaitEvent");
+      ring_ = &ring;
+      size_t ordered = 0;
+      for (size_t number = 0; number < segments_.size(); ++number) {
+        for (; ordered < segments_.size() && ordered < number + device::Ring::kSegments; ++ordered) {
+          if (ordered >= device::Ring::kSegments) await_empty(ordered - device::Ring::kSegments);
+          order(driver, ring, ordered);
+        }
+        driver.check(driver.wait(ring.event(number)), "cuEventSynchronize");
+        const std::lock_guard<std::mutex> lock(mutex_);
+        arrived_ = number + 1;
+        changed_.notify_all();
+      }
+    } catch (const std::exception& error) {
+      fail(error.what());
+    }
+    await_end();
+  }
+
+  void await_empty(size_t segment) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return segments_[segment].left == 0; });
+  }
+
+  // Chunks that lie side by side on the device come as one.
+  void order(const device::Driver& driver, const device::Ring& ring, size_t number) {
+    const Segment& segment = segments_[number];
+    for (size_t i = segment.first, end = segment.first + segment.chunks; i < end;) {
+      const Chunk& first = chunks_[i];
+      uint64_t count = first.count;
+      while (++i < end && chunks_[i].piece == first.piece) count += chunks_[i].count;
+      const auto from = reinterpret_cast<uint64_t>(pieces_[first.piece].from) + first.begin;
+      driver.check(driver.to_host(ring.segment(number) + first.offset, from, count, ring.stream), "cuMemcpyDtoHAsync");
+    }
+    driver.check(driver.record(ring.event(number), ring.stream), "cuEventRecord");
+  }
+
   void finish() {
     for (const Chunk& chunk : chunks_)
       sums_[chunk.piece] =
           chunk.begin == 0 ? chunk.sum : crc64::combine(sums_[chunk.piece], chunk.sum, chunk.count);
-    done();
+    if (failure_.empty()) done();  // nobody changes it any more
     const std::lock_guard<std::mutex> lock(mutex_);
     finished_ = true;
     changed_.notify_all();
@@ -134,11 +246,15 @@ class Work {
 
   std::vector<Piece> pieces_;
   std::vector<Chunk> chunks_;
+  std::vector<Segment> segments_;
   std::vector<uint64_t> sums_;
-  size_t urgent_ = 0;
+  std::unique_ptr<device::Moment> moment_;
+  device::Ring* ring_ = nullptr;
+  size_t urgent_ = 0, arrived_ = 0;
   std::atomic<size_t> next_{0}, left_{0}, urgent_left_{0};
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::string failure_;
   bool finished_ = false;
 };
 
@@ -155,8 +271,9 @@ inline void clear(uint8_t* slot) {
 class Snapshot final : public Work {
  public:
   Snapshot(std::vector<Piece> pieces, uint8_t* slot, uint64_t data_bytes, std::string header,
-           uint64_t step, uint64_t incarnation, int lock, uint64_t* board, uint64_t board_value)
-      : Work(std::move(pieces)),
+           uint64_t step, uint64_t incarnation, int lock, uint64_t* board, uint64_t board_value,
+           std::unique_ptr<device::Moment> moment)
+      : Work(std::move(pieces), std::move(moment)),
         slot_(slot),
         data_bytes_(data_bytes),
         header_(std::move(header)),

@@ -58,6 +58,8 @@ class Plan {
   std::size_t fields_;
 };
 
+constexpr std::uint64_t kUrgent = 1, kOnDevice = 2;
+
 std::uint8_t* address(std::uint64_t number) { return reinterpret_cast<std::uint8_t*>(number); }
 
 std::vector<std::uint64_t> carry_out(std::vector<snapshot::Piece> pieces, unsigned threads) {
@@ -113,18 +115,21 @@ class Snapshot {
  public:
   Snapshot(nb::handle slot, nb::handle plan, nb::bytes header, std::uint64_t data_bytes,
            std::uint64_t step, std::uint64_t incarnation, int lock, nb::handle board,
-           std::uint64_t board_index, std::uint64_t board_value, unsigned threads)
+           std::uint64_t board_index, std::uint64_t board_value, unsigned threads, std::uint64_t stream)
       : slot_(std::make_unique<Buffer>(slot, true)), process_(getpid()) {
     const Plan rows(plan, 4);
     const std::string text(header.c_str(), header.size());
     slot_->part(snapshot::kDataOffset, data_bytes);
     slot_->part(0, snapshot::slot_bytes(data_bytes, text.size(), rows.size()));
     std::vector<snapshot::Piece> pieces;
+    std::unique_ptr<keepstep::device::Moment> moment;
     for (std::size_t i = 0; i < rows.size(); ++i) {
       const std::uint64_t offset = rows.at(i, 1), count = rows.at(i, 2);
       if (offset > data_bytes || count > data_bytes - offset) throw nb::value_error("a piece lies outside the data");
+      const bool on_device = (rows.at(i, 3) & kOnDevice) != 0;
       pieces.push_back({address(rows.at(i, 0)), slot_->data() + snapshot::kDataOffset + offset, count,
-                        rows.at(i, 3) != 0});
+                        (rows.at(i, 3) & kUrgent) != 0, on_device});
+      if (on_device && !moment) moment = std::make_unique<keepstep::device::Moment>(address(stream));
     }
     std::uint64_t* word = nullptr;
     if (!board.is_none()) {
@@ -132,7 +137,7 @@ class Snapshot {
       word = reinterpret_cast<std::uint64_t*>(board_->part(8 * board_index, 8));
     }
     work_ = std::make_shared<snapshot::Snapshot>(std::move(pieces), slot_->data(), data_bytes, text, step,
-                                                 incarnation, lock, word, board_value);
+                                                 incarnation, lock, word, board_value, std::move(moment));
     snapshot::Work::start(work_, threads);
   }
 
@@ -140,7 +145,7 @@ class Snapshot {
     if (!work_) return;
     if (process_ == getpid()) {
       const nb::gil_scoped_release others_run;
-      work_->wait(false);
+      work_->await_end();
     } else {
       slot_.release();  // a forked child has none of the threads, and must not unmap what it did not map
       board_.release();
@@ -177,15 +182,19 @@ NB_MODULE(_native, m) {
   m.def("combine", &crc64::combine, nb::arg("first"), nb::arg("second"), nb::arg("nbytes"));
   m.def("checksums", &checksums, nb::arg("source"), nb::arg("plan"), nb::arg("threads") = 1);
   m.def("copy_out", &copy_out, nb::arg("source"), nb::arg("plan"), nb::arg("threads") = 1);
+  m.def("has_cuda", [] { return keepstep::device::Driver::get() != nullptr; });
+  m.attr("URGENT") = kUrgent;
+  m.attr("ON_DEVICE") = kOnDevice;
   m.def("clear", &clear, nb::arg("slot"));
   m.def("populate", &populate, nb::arg("memory"), nb::arg("begin"), nb::arg("nbytes"));
   m.def("slot_bytes", &snapshot::slot_bytes, nb::arg("data_bytes"), nb::arg("header_bytes"), nb::arg("storages"));
   nb::class_<Snapshot>(m, "Snapshot")
       .def(nb::init<nb::handle, nb::handle, nb::bytes, std::uint64_t, std::uint64_t, std::uint64_t,
-                    int, nb::handle, std::uint64_t, std::uint64_t, unsigned>(),
+                    int, nb::handle, std::uint64_t, std::uint64_t, unsigned, std::uint64_t>(),
            nb::arg("slot"), nb::arg("plan"), nb::kw_only(), nb::arg("header"),
            nb::arg("data_bytes"), nb::arg("step"), nb::arg("incarnation"), nb::arg("lock") = -1,
-           nb::arg("board").none() = nb::none(), nb::arg("board_index") = 0, nb::arg("board_value") = 0, nb::arg("threads") = 1)
+           nb::arg("board").none() = nb::none(), nb::arg("board_index") = 0, nb::arg("board_value") = 0, nb::arg("threads") = 1,
+           nb::arg("stream") = 0)
       .def("wait", &Snapshot::wait, nb::arg("urgent") = false)
       .def("sums", &Snapshot::sums)
       .def_prop_ro("finished", &Snapshot::finished);

@@ -1,12 +1,16 @@
-// TEST DOUBLE: a stand-in for the functions of CUDA's driver that the shim calls, for machines without a GPU. A stream is
-// any pointer; its work takes the time that stand_in_launch says, an event on it comes when all work before it is over.
-// Like the real one it refuses calls without a context, and calls that a capture of a stream forbids.
+// TEST DOUBLE: a stand-in for the functions of CUDA's driver that we call, for machines without a GPU. A stream is any
+// pointer; its work takes the time that stand_in_launch says, an event on it comes when all work before it is over. The
+// device's memory is the host's; what is copied is read as late as can be, when an event behind it is waited for. Like the
+// real one it refuses calls without a context, and calls that a capture of a stream forbids.
 #include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
 #include <map>
 #include <mutex>
 
@@ -17,11 +21,21 @@ constexpr std::uint64_t kNever = ~0ULL;
 
 struct Event {
   std::uint64_t ns = kNever;
+  void* stream = nullptr;
+};
+
+struct Copy {
+  void* to;
+  std::uint64_t from;
+  std::size_t count;
+  std::uint64_t ns;  // not before
 };
 
 std::mutex lock;
 std::map<void*, std::uint64_t> busy_until;
 std::map<void*, bool> captured;
+std::map<void*, std::deque<Copy>> copies;
+std::atomic<std::int64_t> copies_left{1LL << 60};
 std::atomic<int> captures{0}, wrong{0}, broken{0};
 thread_local void* context = nullptr;
 thread_local int capture_mode = 0;  // global
@@ -55,6 +69,8 @@ void stand_in_capture(void* stream, int on) {
   captured[stream] = on != 0;
 }
 void stand_in_break() { broken = 1; }
+void stand_in_mend() { broken = 0, copies_left = 1LL << 60; }
+void stand_in_copies(std::int64_t count) { copies_left = count; }  // that it makes, before it breaks
 int stand_in_wrong() { return wrong.load(); }  // calls that the real one forbids
 
 // --- as in cuda.h ----------------------------------------------------------------------------------------------------------
@@ -89,18 +105,47 @@ int cuEventRecord(void* event, void* stream) {
   const int result = check(false);
   if (result != kOk) return result;
   if (captured[stream]) return ++wrong, kCaptured;
-  static_cast<Event*>(event)->ns = std::max(busy_until[stream], now());
+  *static_cast<Event*>(event) = {std::max(busy_until[stream], now()), stream};
   return kOk;
 }
 int cuEventQuery(void* event) {
   const int result = check(true);
   const std::lock_guard<std::mutex> guard(lock);
-  return result != kOk ? result : static_cast<Event*>(event)->ns > now() ? kNotReady : kOk;
+  const Event& one = *static_cast<Event*>(event);
+  if (result != kOk) return result;
+  if (one.ns > now()) return kNotReady;
+  for (auto& queue = copies[one.stream]; !queue.empty() && queue.front().ns <= one.ns; queue.pop_front())
+    std::memcpy(queue.front().to, reinterpret_cast<void*>(queue.front().from), queue.front().count);
+  return kOk;
 }
 int cuEventSynchronize(void* event) {
   int result;
   while ((result = cuEventQuery(event)) == kNotReady) usleep(10);
   return result;
+}
+int cuEventDestroy_v2(void* event) {
+  delete static_cast<Event*>(event);
+  return kOk;
+}
+int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+  const std::lock_guard<std::mutex> guard(lock);
+  busy_until[stream] = std::max(busy_until[stream], static_cast<Event*>(event)->ns);
+  return check(false);
+}
+int cuMemHostAlloc(void** memory, std::size_t count, unsigned) {
+  const int result = check(true);
+  *memory = result == kOk ? std::malloc(count) : nullptr;
+  return result;
+}
+int cuMemcpyDtoHAsync_v2(void* to, std::uint64_t from, std::size_t count, void* stream) {
+  const std::lock_guard<std::mutex> guard(lock);
+  if (--copies_left < 0) broken = 1;
+  copies[stream].push_back({to, from, count, std::max(busy_until[stream], now())});
+  return check(false);
+}
+int cuGetErrorName(int, const char** name) {
+  *name = "CUDA_ERROR_LAUNCH_FAILED";
+  return kOk;
 }
 int cuEventElapsedTime(float* ms, void* from, void* to) {
   const std::lock_guard<std::mutex> guard(lock);

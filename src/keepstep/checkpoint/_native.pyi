@@ -24,6 +24,13 @@ def copy_out(source: Buffer, plan: Buffer, threads: int = 1) -> list[int]:
     outside ``source``.
     """
 
+URGENT: int
+ON_DEVICE: int
+"""Bits of a piece in the plan of a `Snapshot`."""
+
+def has_cuda() -> bool:
+    """Whether pieces on a device can be copied: CUDA's driver is loaded, as it is once torch uses a GPU."""
+
 def clear(slot: Buffer) -> None:
     """Make a slot say nothing."""
 
@@ -36,10 +43,11 @@ def slot_bytes(data_bytes: int, header_bytes: int, storages: int) -> int:
 class Snapshot:
     """A slot being filled by threads of its own, and sealed by them when every byte is there.
 
-    ``plan``: address, offset in the data, nbytes, urgent (0 or 1) of each storage, in the order of ``header``; urgent
-    ones are copied first. The caller keeps that memory alive and unchanged until ``wait``. After the seal this
+    ``plan``: address, offset in the data, nbytes, bits of each storage, in the order of ``header``; URGENT ones are
+    copied first. Those ON_DEVICE have addresses of the thread's CUDA context; they are read once ``stream`` has done
+    what is on it now. The caller keeps that memory alive and unchanged until ``wait``. After the seal this
     process's lock on the file ``lock`` is given up (-1: there is none), then the word ``board_index`` of ``board``
-    (64 bits each) gets ``board_value``. ValueError: a piece does not fit into the slot.
+    (64 bits each) gets ``board_value``. ValueError: a piece does not fit into the slot. RuntimeError: no CUDA.
     """
 
     def __init__(
@@ -56,9 +64,13 @@ class Snapshot:
         board_index: int = 0,
         board_value: int = 0,
         threads: int = 1,
+        stream: int = 0,
     ) -> None: ...
     def wait(self, urgent: bool = False) -> None:
-        """Wait until all is copied and sealed, or only the ``urgent`` storages are copied."""
+        """Wait until all is copied and sealed, or only the ``urgent`` storages are copied.
+
+        RuntimeError: the device did not give its bytes, and why; then nothing is sealed.
+        """
 
     def sums(self) -> list[int]:
         """The checksums of the storages; waits for them."""

@@ -4,12 +4,15 @@ try:
     from keepstep.checkpoint._native import (  # pyright: ignore[reportMissingModuleSource]
         DATA_OFFSET,
         MAGIC,
+        ON_DEVICE,
+        URGENT,
         Snapshot,
         checksum,
         checksums,
         clear,
         combine,
         copy_out,
+        has_cuda,
         populate,
         slot_bytes,
     )
@@ -17,12 +20,15 @@ except ImportError:
     from keepstep.checkpoint.python_native import (  # type: ignore[assignment]
         DATA_OFFSET,
         MAGIC,
+        ON_DEVICE,
+        URGENT,
         Snapshot,
         checksum,
         checksums,
         clear,
         combine,
         copy_out,
+        has_cuda,
         populate,
         slot_bytes,
     )
@@ -30,12 +36,15 @@ except ImportError:
 __all__ = [
     "DATA_OFFSET",
     "MAGIC",
+    "ON_DEVICE",
+    "URGENT",
     "Snapshot",
     "checksum",
     "checksums",
     "clear",
     "combine",
     "copy_out",
+    "has_cuda",
     "populate",
     "slot_bytes",
 ]

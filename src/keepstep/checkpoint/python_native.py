@@ -22,6 +22,7 @@ from typing_extensions import Buffer
 
 MAGIC = 0x31544F4C53534B00  # "\0KSSLOT1"
 DATA_OFFSET = 4096
+URGENT, ON_DEVICE = 1, 2
 _RECORD_BYTES = 64
 _CHUNK_BYTES = 1 << 20
 _POLYNOMIAL = 0x9A6C9329AC4BC9B5  # CRC-64/NVME, reflected: bit 63 stands for x^0
@@ -175,6 +176,11 @@ def copy_out(source: Buffer, plan: Buffer, threads: int = 1) -> list[int]:
     return [_copy(_at(row[1], row[2]), part) for row, part in zip(rows, parts, strict=True)]
 
 
+def has_cuda() -> bool:
+    """See ``_native``: never."""
+    return False
+
+
 def clear(slot: Buffer) -> None:
     """See ``_native``."""
     view = _part(_bytes_of(slot), 0, DATA_OFFSET)
@@ -220,16 +226,19 @@ class Snapshot:
         board_index: int = 0,
         board_value: int = 0,
         threads: int = 1,
+        stream: int = 0,
     ) -> None:
-        del threads
+        del threads, stream
         self._process = os.getpid()
         self._slot = _bytes_of(slot)
         data = _part(self._slot, DATA_OFFSET, data_bytes)
         rows = _rows(plan, 4)
         _part(self._slot, 0, slot_bytes(data_bytes, len(header), len(rows)))
+        if any(row[3] & ON_DEVICE for row in rows):
+            raise RuntimeError("plain Python copies from no device")
         self._pieces = [
-            (_at(address, nbytes), _part(data, offset, nbytes, "data"), bool(urgent))
-            for address, offset, nbytes, urgent in rows
+            (_at(address, nbytes), _part(data, offset, nbytes, "data"), bool(bits & URGENT))
+            for address, offset, nbytes, bits in rows
         ]
         self._board = None
         if board is not None:

@@ -67,6 +67,8 @@ class _Flight:
     """A snapshot that is being copied, and all that must stay as it is meanwhile."""
 
     native: native.Snapshot
+    step: int
+    index: int  # of the slot
     spans: list[Span]
     moving: set[int]  # storages that are copied in the background
 
@@ -190,7 +192,7 @@ class Snapshots:
         flight = self._flight
         if flight is not None and self._process == os.getpid():  # a forked child has none of the threads
             begun_s = time.monotonic()
-            flight.native.wait()
+            self._await(flight)
             self._flight = None
             self._blocked_s += time.monotonic() - begun_s
 
@@ -377,15 +379,17 @@ class Snapshots:
             self._say(f"{why}: snapshots are copied at the step boundary, not during the next step")
         self._saved = True
         plan, copies, moving = array("Q"), list[torch.Tensor](), set[int]()
+        gpu = torch.cuda.current_device() if native.has_cuda() and torch.cuda.is_initialized() else -1
         for entry, span in zip(header.storages, spans, strict=True):
-            address, urgent = span.pointer, 1
-            if span.storage.device.type != "cpu":
+            address, bits, device = span.pointer, native.URGENT, span.storage.device
+            there = device.type == "cuda" and device.index == gpu
+            if device.type != "cpu" and not there:
                 copies.append(span.view().cpu())
                 address = copies[-1].data_ptr()
             elif identity(span.storage) in owned:
                 moving.add(identity(span.storage))
-                urgent = 0
-            plan.extend((address, entry.offset, entry.nbytes, urgent))
+                bits = 0
+            plan.extend((address, entry.offset, entry.nbytes, bits | (native.ON_DEVICE if there else 0)))
         started = native.Snapshot(
             self._cache.slots[index].memory,
             plan,
@@ -398,11 +402,19 @@ class Snapshots:
             board_index=self._cache.board.index(self._seat.rank, index),
             board_value=key.pack(),
             threads=self._threads,
+            stream=torch.cuda.current_stream().cuda_stream if gpu >= 0 else 0,
         )
-        self._flight = _Flight(started, spans, moving)
-        started.wait(urgent=True)
+        self._flight = _Flight(started, key.step, index, spans, moving)
+        self._await(self._flight, urgent=True)
         if not moving:
             self.wait()
+
+    def _await(self, flight: _Flight, *, urgent: bool = False) -> None:
+        try:
+            flight.native.wait(urgent)
+        except RuntimeError as error:
+            self._cache.slots[flight.index].unlock()
+            self._say(f"step {flight.step} is not kept: the device did not give its bytes: {error}")
 
     def _before_step(self, parameters: Iterator[int]) -> None:
         flight = self._flight

@@ -524,3 +524,30 @@ def test_without_a_cache_all_ranks_are_told_and_nothing_is_taken_for_a_beginning
             call()
     door.wait()
     assert len(gathered) == 2
+
+
+def test_a_device_that_does_not_give_its_bytes_is_said_and_training_goes_on(
+    served: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What native code says of a GPU that is lost; that it seals nothing then is tested there."""
+    state, step = training()
+    snapshots = Snapshots(served.address, Seat(), alone)
+
+    class Broken(module.native.Snapshot):
+        def wait(self, urgent: bool = False) -> None:
+            super().wait(urgent)
+            raise RuntimeError("cuMemcpyDtoHAsync: CUDA_ERROR_LAUNCH_FAILED")
+
+    for number in range(1, 6):
+        step()
+        with monkeypatch.context() as patches:
+            if number == 3:
+                patches.setattr(module.native, "Snapshot", Broken)
+            snapshots.save(state, number)
+            snapshots.wait()
+    said = (
+        "step 3 is not kept: the device did not give its bytes: cuMemcpyDtoHAsync: CUDA_ERROR_LAUNCH_FAILED"
+    )
+    assert capsys.readouterr().err.count(said) == 1
+    assert snapshots.load(state) == 5
+    snapshots.close()
