@@ -54,7 +54,7 @@ Result data(const char* name, const Call& call, Make make) {
   if (writer == nullptr) return make();
   const Inside inside;
   const bool in_group = t_thread.depth > 0;
-  Span* span = in_group ? span_of(call.stream) : timing().take(call.stream);
+  Span* span = ordered_until() == 0 ? nullptr : in_group ? span_of(call.stream) : timing().take(call.stream);
   Recorded recorded;
   recorded.start(writer, name, call, group_of(call.comm), call.count * bytes_of(call.type), span);
   if (span == nullptr || in_group) return recorded.end(make());

@@ -70,13 +70,22 @@ struct Span {
   std::deque<ring::Operation> operations{};
 };
 
+std::atomic<const std::atomic<std::uint64_t>*> g_orders{nullptr};  // the rank's page
+
+// The order as it stands; 0, mostly: there is none.
+std::uint64_t ordered_until() noexcept {
+  constexpr int kUntil = 5;  // ring/orders.py: Word
+  const auto* words = g_orders.load(std::memory_order_acquire);
+  return words == nullptr ? 0 : words[kUntil].load(std::memory_order_relaxed);
+}
+
 class Timing;
 Timing& timing();
 
 class Timing {
  public:
   // Opens what the agent orders by. Without it, nothing is ever ordered.
-  void open(const char* path) noexcept {
+  __attribute__((noinline)) void open(const char* path) noexcept {
     constexpr std::uint64_t kMagic = 0x4B534F5244455231;  // ring/orders.py
     if (path == nullptr || path_ == path) return;
     const int fd = ::open(path, O_RDONLY | O_CLOEXEC);
@@ -87,12 +96,12 @@ class Timing {
     const auto* words = static_cast<const std::atomic<std::uint64_t>*>(memory);
     if (words[0].load(std::memory_order_relaxed) != kMagic) return;
     path_ = path;
-    words_.store(words, std::memory_order_release);
+    g_orders.store(words, std::memory_order_release);
   }
 
   // For operations on this stream; null where they are not to be timed, or cannot be: the stream is the default one or is
   // captured into a graph (an event would go into the graph), or too much is under way.
-  Span* take(Stream stream) noexcept {
+  __attribute__((noinline)) Span* take(Stream stream) noexcept {
     if (!ordered() || stream == nullptr || !has_cuda()) return nullptr;
     Cuda::Handle handle = nullptr;
     int captured = 0;
@@ -130,10 +139,8 @@ class Timing {
   }
 
  private:
-  bool ordered() const noexcept {
-    constexpr int kUntil = 5;  // ring/orders.py: Word
-    const auto* words = words_.load(std::memory_order_acquire);
-    const std::uint64_t until = words == nullptr ? 0 : words[kUntil].load(std::memory_order_relaxed);
+  static bool ordered() noexcept {
+    const std::uint64_t until = ordered_until();
     return until != 0 && until - ring::monotonic_ns() < kMostOrderedNs;
   }
 
@@ -312,7 +319,6 @@ class Timing {
     return true;
   }
 
-  std::atomic<const std::atomic<std::uint64_t>*> words_{nullptr};
   std::string path_;
   std::atomic<int> has_cuda_{0};
   Cuda cuda_{};

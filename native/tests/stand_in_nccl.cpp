@@ -116,8 +116,8 @@ Result put(Work& work) {
 // Of the stand-in for CUDA, where it is loaded: the all-reduce takes STAND_IN_GPU_MS on the stream.
 void launch(Stream stream) {
   static const auto work = reinterpret_cast<void (*)(Stream, std::uint64_t)>(dlsym(RTLD_DEFAULT, "stand_in_launch"));
-  const char* ms = std::getenv("STAND_IN_GPU_MS");
-  if (work != nullptr && stream != nullptr && ms != nullptr) work(stream, static_cast<std::uint64_t>(std::atof(ms) * 1e6));
+  const char* ms = work == nullptr || stream == nullptr ? nullptr : std::getenv("STAND_IN_GPU_MS");
+  if (ms != nullptr) work(stream, static_cast<std::uint64_t>(std::atof(ms) * 1e6));
 }
 
 template <typename Number>
