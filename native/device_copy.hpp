@@ -18,6 +18,7 @@ using Handle = void*;
 struct Driver {  // CUDA's driver interface; 0 is success
   int (*context)(Handle*);
   int (*set_context)(Handle);
+  int (*capture_mode)(int*);
   int (*make_stream)(Handle*, unsigned);
   int (*stream_wait)(Handle, Handle, unsigned);
   int (*make_event)(Handle*, unsigned);
@@ -28,7 +29,9 @@ struct Driver {  // CUDA's driver interface; 0 is success
   int (*to_host)(void*, std::uint64_t, std::size_t, Handle);
   int (*error_name)(int, const char**);
 
-  // Null: this process has no CUDA.
+  static constexpr int kRelaxed = 2;  // capture mode: what this thread does is no part of what others capture, nor ends it
+
+  // Null: this process has no CUDA, or had none at the first call.
   static const Driver* get() {
     static const Driver found = find();
     return found.error_name == nullptr ? nullptr : &found;
@@ -50,6 +53,7 @@ struct Driver {  // CUDA's driver interface; 0 is success
       return function != nullptr;
     };
     if (!(one(all.context, "cuCtxGetCurrent") && one(all.set_context, "cuCtxSetCurrent") &&
+          one(all.capture_mode, "cuThreadExchangeStreamCaptureMode") &&
           one(all.make_stream, "cuStreamCreate") && one(all.stream_wait, "cuStreamWaitEvent") &&
           one(all.make_event, "cuEventCreate") && one(all.record, "cuEventRecord") && one(all.wait, "cuEventSynchronize") &&
           one(all.drop_event, "cuEventDestroy_v2") && one(all.lock_memory, "cuMemHostAlloc") &&

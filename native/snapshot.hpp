@@ -195,6 +195,8 @@ class Work {
     device::Ring& ring = device::Ring::of(moment_->context());
     const std::lock_guard<std::mutex> others(ring.busy);
     try {
+      int mode = device::Driver::kRelaxed;
+      driver.check(driver.capture_mode(&mode), "cuThreadExchangeStreamCaptureMode");
       driver.check(driver.set_context(ring.context), "cuCtxSetCurrent");
       ring.prepare(driver);
       driver.check(driver.stream_wait(ring.stream, moment_->event(), 0), "cuStreamWaitEvent");

@@ -379,7 +379,7 @@ class Snapshots:
             self._say(f"{why}: snapshots are copied at the step boundary, not during the next step")
         self._saved = True
         plan, copies, moving = array("Q"), list[torch.Tensor](), set[int]()
-        gpu = torch.cuda.current_device() if native.has_cuda() and torch.cuda.is_initialized() else -1
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() and native.has_cuda() else -1
         for entry, span in zip(header.storages, spans, strict=True):
             address, bits, device = span.pointer, native.URGENT, span.storage.device
             there = device.type == "cuda" and device.index == gpu

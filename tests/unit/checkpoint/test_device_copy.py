@@ -113,6 +113,19 @@ assert not taken.has(0, urgent)
     )
 
 
+def test_another_threads_capture_is_left_alone(driver: Path) -> None:
+    run(
+        driver,
+        """
+busy(0.3)
+taken = Taken((numbers(20 << 20), native.ON_DEVICE))
+cuda.stand_in_capture(ctypes.c_void_p(0x99), 1)
+taken.snapshot.wait()
+assert taken.whole() and cuda.stand_in_wrong() == 0
+""",
+    )
+
+
 @pytest.mark.parametrize("copies", [0, 1, 5])
 def test_a_device_that_breaks_leaves_nothing_sealed(driver: Path, copies: int) -> None:
     """Before its first copy, and later; what comes after it is whole again."""
