@@ -1,5 +1,5 @@
 // When the GPU began and ended what was called, for as long as the agent orders it: CUDA events around a call on its
-// stream, read by a thread of ours. CUDA is called where the process has it; we neither link nor load it.
+// stream, read by a thread of ours.
 #pragma once
 
 #include <fcntl.h>
@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda_driver.hpp"
 #include "nccl_watch.hpp"
 
 namespace keepstep::nccl {
@@ -22,43 +23,18 @@ constexpr std::uint64_t kBaseNs = 1'000'000'000;           // a base is used for
 constexpr unsigned kLookUs = 2000;
 constexpr int kSpans = 256;  // of a context, under way at once
 
-struct Cuda {  // the driver's interface; 0 is success
-  using Handle = void*;
-  int (*context)(Handle*);
-  int (*set_context)(Handle);
-  int (*capture_mode)(int*);
-  int (*is_captured)(Stream, int*);
-  int (*make_stream)(Handle*, unsigned);
-  int (*make_event)(Handle*, unsigned);
-  int (*record)(Handle, Stream);
-  int (*query)(Handle);
-  int (*wait)(Handle);
-  int (*elapsed)(float*, Handle, Handle);  // milliseconds
-
-  static constexpr int kNotReady = 600, kRelaxed = 2;
-  static constexpr unsigned kNonBlocking = 1;
-
-  bool find() {
-    const auto one = [](auto& function, const char* name) {
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(look_in("libcuda.so.1", name));
-      return function != nullptr;
-    };
-    return one(context, "cuCtxGetCurrent") && one(set_context, "cuCtxSetCurrent") &&
-           one(capture_mode, "cuThreadExchangeStreamCaptureMode") && one(is_captured, "cuStreamIsCapturing") &&
-           one(make_stream, "cuStreamCreate") && one(make_event, "cuEventCreate") && one(record, "cuEventRecord") &&
-           one(query, "cuEventQuery") && one(wait, "cuEventSynchronize") && one(elapsed, "cuEventElapsedTime");
-  }
-};
+using cuda::Driver;
+using cuda::Handle;
 
 // An event whose time is known on both clocks.
 struct Base {
-  Cuda::Handle event;
+  Handle event;
   std::uint64_t ns;
   int users;
 };
 
 struct Context {
-  Cuda::Handle handle, stream = nullptr;
+  Handle handle, stream = nullptr;
   std::deque<Base> bases{};  // the last is the newest
 };
 
@@ -66,7 +42,7 @@ struct Context {
 struct Span {
   Context* context = nullptr;
   Base* base = nullptr;
-  Cuda::Handle from = nullptr, to = nullptr;
+  Handle from = nullptr, to = nullptr;
   std::deque<ring::Operation> operations{};
 };
 
@@ -102,10 +78,11 @@ class Timing {
   // For operations on this stream; null where they are not to be timed, or cannot be: the stream is the default one or is
   // captured into a graph (an event would go into the graph), or too much is under way.
   __attribute__((noinline)) Span* take(Stream stream) noexcept {
-    if (!ordered() || stream == nullptr || !has_cuda()) return nullptr;
-    Cuda::Handle handle = nullptr;
+    const Driver* driver = ordered() && stream != nullptr ? Driver::get() : nullptr;
+    if (driver == nullptr) return nullptr;
+    Handle handle = nullptr;
     int captured = 0;
-    if (cuda_.context(&handle) != 0 || handle == nullptr || cuda_.is_captured(stream, &captured) != 0 || captured != 0)
+    if (driver->context(&handle) != 0 || handle == nullptr || driver->is_captured(stream, &captured) != 0 || captured != 0)
       return nullptr;
     const std::lock_guard<std::mutex> guard(lock_);
     if (!runs_ && !start()) return nullptr;
@@ -123,12 +100,12 @@ class Timing {
     return nullptr;
   }
 
-  void begin(Span* span, Stream stream) noexcept { began(span, cuda_.record(span->from, stream) == 0); }
+  void begin(Span* span, Stream stream) noexcept { began(span, cuda().record(span->from, stream) == 0); }
 
   // After the calls. What did not come onto the stream as it should has its end now.
   void end(Span* span, Stream stream, Result result) noexcept {
     const bool bad = result != kSuccess && result != kInProgress;
-    const bool there = result == kSuccess && span->base != nullptr && cuda_.record(span->to, stream) == 0;
+    const bool there = result == kSuccess && span->base != nullptr && cuda().record(span->to, stream) == 0;
     if (!there)
       for (ring::Operation& operation : span->operations) operation.finish(bad);
     const std::lock_guard<std::mutex> guard(lock_);
@@ -139,20 +116,11 @@ class Timing {
   }
 
  private:
+  static const Driver& cuda() noexcept { return *Driver::get(); }  // once something is to be timed
+
   static bool ordered() noexcept {
     const std::uint64_t until = ordered_until();
     return until != 0 && until - ring::monotonic_ns() < kMostOrderedNs;
-  }
-
-  bool has_cuda() noexcept {
-    int state = has_cuda_.load(std::memory_order_acquire);
-    if (state == 0) {
-      const std::lock_guard<std::mutex> guard(lock_);
-      state = has_cuda_.load(std::memory_order_relaxed);
-      if (state == 0) state = cuda_.find() ? 1 : -1;
-      has_cuda_.store(state, std::memory_order_release);
-    }
-    return state > 0;
   }
 
   void began(Span* span, bool well) noexcept {
@@ -205,8 +173,8 @@ class Timing {
   }
 
   void run() noexcept {
-    int mode = Cuda::kRelaxed;
-    cuda_.capture_mode(&mode);  // what we do is no part of a capture that another thread is at, and does not end it
+    int mode = Driver::kRelaxed;
+    cuda().capture_mode(&mode);  // what we do is no part of a capture that another thread is at, and does not end it
     pthread_setname_np(pthread_self(), "keepstep-gpu");
     while (true) {
       prepare();
@@ -237,12 +205,12 @@ class Timing {
       const std::lock_guard<std::mutex> guard(lock_);
       made.handle = std::exchange(wanted_, nullptr);
     }
-    if (made.handle == nullptr || cuda_.set_context(made.handle) != 0) return;
-    if (cuda_.make_stream(&made.stream, Cuda::kNonBlocking) != 0) made.stream = nullptr;
+    if (made.handle == nullptr || cuda().set_context(made.handle) != 0) return;
+    if (cuda().make_stream(&made.stream, Driver::kNonBlocking) != 0) made.stream = nullptr;
     std::vector<Span*> spans;
     while (made.stream != nullptr && spans.size() < kSpans) {
       auto span = std::make_unique<Span>();
-      if (cuda_.make_event(&span->from, 0) != 0 || cuda_.make_event(&span->to, 0) != 0) break;
+      if (cuda().make_event(&span->from, 0) != 0 || cuda().make_event(&span->to, 0) != 0) break;
       spans.push_back(span.release());  // kept for the process's life
     }
     const std::lock_guard<std::mutex> guard(lock_);
@@ -272,7 +240,7 @@ class Timing {
     constexpr std::uint64_t kClose = 100'000;
     for (int tries = 0; tries < 10; ++tries) {
       const std::uint64_t before = ring::monotonic_ns();
-      if (cuda_.set_context(context.handle) != 0 || cuda_.record(base.event, context.stream) != 0 || cuda_.wait(base.event) != 0)
+      if (cuda().set_context(context.handle) != 0 || cuda().record(base.event, context.stream) != 0 || cuda().wait(base.event) != 0)
         return false;
       const std::uint64_t after = ring::monotonic_ns();
       base.ns = before + (after - before) / 2;
@@ -282,27 +250,27 @@ class Timing {
   }
 
   // The event of a base that nobody uses any more, else a new one.
-  Cuda::Handle take_base(Context& context) {
+  Handle take_base(Context& context) {
     {
       const std::lock_guard<std::mutex> guard(lock_);
       if (context.bases.size() > 1 && context.bases.front().users == 0) {
-        Cuda::Handle event = context.bases.front().event;
+        Handle event = context.bases.front().event;
         context.bases.pop_front();
         return event;
       }
     }
-    Cuda::Handle event = nullptr;
-    return cuda_.set_context(context.handle) == 0 && cuda_.make_event(&event, 0) == 0 ? event : nullptr;
+    Handle event = nullptr;
+    return cuda().set_context(context.handle) == 0 && cuda().make_event(&event, 0) == 0 ? event : nullptr;
   }
 
   // Whether it is over; its operations have their times then.
   bool read(Span* span) noexcept {
-    if (cuda_.set_context(span->context->handle) != 0) return fail(span);
-    const int state = cuda_.query(span->to);
-    if (state == Cuda::kNotReady) return false;
+    if (cuda().set_context(span->context->handle) != 0) return fail(span);
+    const int state = cuda().query(span->to);
+    if (state == Driver::kNotReady) return false;
     float from = 0, to = 0;
-    if (state != 0 || cuda_.elapsed(&from, span->base->event, span->from) != 0 ||
-        cuda_.elapsed(&to, span->base->event, span->to) != 0)
+    if (state != 0 || cuda().elapsed(&from, span->base->event, span->from) != 0 ||
+        cuda().elapsed(&to, span->base->event, span->to) != 0)
       return fail(span);
     const auto at = [span](float ms) {
       return static_cast<std::uint64_t>(static_cast<std::int64_t>(span->base->ns) + static_cast<std::int64_t>(ms * 1e6));
@@ -320,12 +288,10 @@ class Timing {
   }
 
   std::string path_;
-  std::atomic<int> has_cuda_{0};
-  Cuda cuda_{};
   std::mutex lock_;  // never held in a call of CUDA's: callers take it
   bool runs_ = false;
   std::atomic<bool> stopped_{false};
-  Cuda::Handle wanted_ = nullptr;
+  Handle wanted_ = nullptr;
   std::deque<Context> contexts_;
   std::vector<Span*> free_, under_way_;
 };
