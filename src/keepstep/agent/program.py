@@ -28,7 +28,7 @@ _POLL_S = 0.05
 _SLOWEST_POLL_S = 0.2
 _IDLE_POLL_S = 0.1
 _QUIET_POLLS = 100
-_FILLED = 0.25  # of a ring from one poll to the next: polls that find more come sooner, whatever they cost
+_FILLED = 0.25  # of a ring from one poll to the next: more shall not come, whatever the polls cost
 _CPU_SHARE = 0.018  # of one core; polls get rarer above it
 _DYING_S = 0.05
 _PR_SET_PDEATHSIG = 1
@@ -223,7 +223,7 @@ class Program:
             interval_s = max(interval_s, _IDLE_POLL_S)
         elif not busy:  # such polls cost next to nothing, and a standstill may begin
             interval_s = _POLL_S
-        if self._agent.filled > _FILLED:
+        if self._agent.filled > 0:
             interval_s = min(interval_s, (begun_s - self._polled_s) * _FILLED / self._agent.filled)
         self._polled_s = begun_s
         spent_s = time.monotonic() - begun_s
