@@ -87,7 +87,7 @@ soak: $(DEV)
 	$(BIN)/python -m benchmarks.recovery_soak --json benchmarks/results/recovery-soak.json
 
 bench: $(DEV)
-	for name in probe changepoint controller locate checkpoint recovery recovery_scale; do \
+	for name in probe gpu changepoint controller locate checkpoint recovery recovery_scale; do \
 	  $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done
 
 clean:
