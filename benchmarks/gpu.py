@@ -276,9 +276,7 @@ def memory_checkpoint(bench: Bench) -> None:
     speeds = {name: round(size / seconds, 2) for name, seconds in found["seconds"].items()}
     save = speeds.pop("save")
     speeds |= {name: round(size / found[name], 2) for name in ("first", "restore")}
-    limit = (
-        f"{size:.2f} GB of fp32; storages of a GPU are brought over by `.cpu()`, not through pinned buffers"
-    )
+    limit = f"{size:.2f} GB of fp32, through a ring of page-locked memory; restored by torch's own copy"
     bench.add("memory checkpoint from the GPU", save, "GB/s", goal=CHECKPOINT_GOAL, peers=speeds, limit=limit)
     bench.add("restored bytes are those saved", "yes" if found["same"] else "no", "", met=found["same"])
 

@@ -75,10 +75,10 @@ class Timing {
     g_orders.store(words, std::memory_order_release);
   }
 
-  // For operations on this stream; null where they are not to be timed, or cannot be: the stream is the default one or is
-  // captured into a graph (an event would go into the graph), or too much is under way.
+  // For operations on this stream; null where they are not to be timed, or cannot be: the stream is captured into a graph
+  // (an event would go into the graph), or it is the default one and another's capture forbids that, or too much is under way.
   __attribute__((noinline)) Span* take(Stream stream) noexcept {
-    const Driver* driver = ordered() && stream != nullptr ? Driver::get() : nullptr;
+    const Driver* driver = ordered() ? Driver::get() : nullptr;
     if (driver == nullptr) return nullptr;
     Handle handle = nullptr;
     int captured = 0;

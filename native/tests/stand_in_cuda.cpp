@@ -16,7 +16,7 @@
 
 namespace {
 
-constexpr int kOk = 0, kNoContext = 201, kNotReady = 600, kCaptured = 900, kFailed = 719;
+constexpr int kOk = 0, kNoContext = 201, kNotReady = 600, kCaptured = 900, kImplicit = 906, kFailed = 719;
 constexpr std::uint64_t kNever = ~0ULL;
 
 struct Event {
@@ -90,7 +90,7 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 int cuStreamIsCapturing(void* stream, int* found) {
   const std::lock_guard<std::mutex> guard(lock);
   *found = captured[stream] ? 1 : 0;
-  return check(false);
+  return stream == nullptr && captures.load() != 0 ? kImplicit : check(false);
 }
 int cuStreamCreate(void** stream, unsigned) {
   *stream = new char;
