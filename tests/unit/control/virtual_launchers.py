@@ -1,8 +1,7 @@
 """A job of several nodes in virtual time: the controller's core and the launchers' memberships over a bad network.
 
 Virtual are processes, connections and time. Launchers do with their workers what ``keepstep.launch.launcher`` does.
-After every event `Job.check` holds what must hold at all times; `Job.run` what must hold at the end. What
-goes wrong is in ``virtual_faults.py``.
+What must hold is in ``virtual_checks.py``, what goes wrong in ``virtual_faults.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import control_stand_ins as stand_ins
-from virtual_parts import ATTEMPT_S, DEAD_HOST_S, Connection, Host, Site
+from virtual_checks import check, check_end, check_given, check_start, describe
+from virtual_parts import ATTEMPT_S, DEAD_HOST_S, RANKS, Connection, Host, Site
 
 from keepstep import wire
 from keepstep.control import (
@@ -34,7 +34,6 @@ from keepstep.control import (
 from keepstep.launch.lease import Elector, ToSeat
 from keepstep.launch.membership import LEASE_S, Membership
 
-RANKS = 2  # of a node
 TICK_S = 0.4
 BEAT_S = 1.4
 ELECTOR_S = 0.3
@@ -89,56 +88,13 @@ class Job:
         while self.events and self.now_s < 400.0 and not self._done():
             self.now_s, _, event = heapq.heappop(self.events)
             event()
-            self.check()
+            check(self)
         living = [host for host in self.hosts if host.alive]
-        assert all(host.exit_code is not None for host in living), f"never ended: {self.describe()}"
-        self._check_end(living)
+        assert all(host.exit_code is not None for host in living), f"never ended: {describe(self)}"
+        check_end(self, living)
 
     def _done(self) -> bool:
         return all(not host.alive or host.exit_code is not None for host in self.hosts)
-
-    def check(self) -> None:
-        """What holds at every moment."""
-        assert self.newest - self.pauses <= self.max_restarts, "more restarts than --max-restarts"
-        leader = self.leader()
-        if leader is not None and leader.controller.reforming.suspended:
-            running = [h.name for h in self.hosts if h.alive and h.running >= 0 and not h.was_cut(self.now_s)]
-            assert not running, f"suspended, but {running} run"
-        for host in self.hosts:
-            if host.running < 0 or not host.alive:
-                continue
-            # A node that is cut off ends its workers by itself, within its lease and what ending takes.
-            if host.cut and not host.elector.may_act(self.now_s):  # where it may, others are cut off, or gone
-                late_s = self.now_s - host.cut_s - LEASE_S - DEAD_HOST_S - ATTEMPT_S
-                assert late_s < 8.0, f"{host.name} is cut off and trains on"
-
-            since_s = max(self.newest_s, host.healed_s, self.back_s, leader.stalled_until_s if leader else 0)
-            late = host.running < self.newest and leader is not None and not host.cut
-            assert not late or self.now_s - since_s < 25.0, f"{host.name} goes on with {host.running}"
-
-        acting = [host for host in self.hosts if host.alive and host.elector.may_act(self.now_s)]
-        assert len(acting) <= 1 or not acting[1].elector.council, [host.name for host in acting]
-        self._check_seats(leader)
-        for host in self.hosts:
-            if not host.alive or host.exit_code is not None:
-                host.gone_s = min(host.gone_s, self.now_s)
-            if host.elector.leads:
-                other = self.leaders.setdefault(host.elector.leads, host)
-                assert other is host, f"{host.name} and {other.name} both lead term {host.elector.leads}"
-
-    def _check_seats(self, leader: Site | None) -> None:
-        """Nobody who has gone for good keeps a seat."""
-        councils = leader.controller.councils if leader is not None else None
-        newest = councils.newest if councils is not None else None
-        if leader is None or newest is None or newest.former or not councils.is_settled:  # type: ignore[union-attr]
-            self.settled_s = math.inf
-            return
-        self.settled_s = min(self.settled_s, self.now_s)
-        since_s = max(self.settled_s, self.back_s, leader.stalled_until_s)
-        ends = leader.controller.over or leader.host.exit_code is not None
-        for seat in newest.seats[1:] if not ends else ():
-            host = next(h for h in self.hosts if h.elector.seat.token == seat.token)
-            assert self.now_s - max(host.gone_s, since_s) < 20.0, f"{host.name} has gone, and has a seat"
 
     @property
     def sites(self) -> list[Site]:
@@ -151,77 +107,6 @@ class Job:
         sites = [site for site in self.sites if site.host.alive]
         site = max(sites, key=lambda site: site.term, default=None)
         return site if site is not None and site.up and not site.host.cut else None
-
-    def _check_given(self, site: Site, placement: wire.Placement) -> None:
-        count = placement.node_count
-        table = (site.term, placement.master_addr, placement.master_port)
-        other = self.given.setdefault(placement.incarnation, table)
-        assert other[1:] == table[1:], f"two tables of {placement.incarnation}: {other} and {table}"
-        size = self.sizes.setdefault(placement.incarnation, count)
-        assert size == count, f"{placement.incarnation} has {size} nodes and {count}"
-        assert self.least <= count <= self.nodes, f"{count} nodes, not {self.least} to {self.nodes}"
-        assert not self.rigid or len(set(self.sizes.values())) == 1, (
-            f"{self.sizes} nodes of what has one size"
-        )
-        told = (placement.first_rank, placement.world_size)
-        assert told == (placement.node_rank * RANKS, count * RANKS), f"{placement} of {count} nodes"
-        assert placement.node_rank < count, f"{placement} of {count} nodes"
-
-    def _check_start(self, host: Host, placement: wire.Placement) -> None:
-        place = (placement.incarnation, placement.node_rank)
-        other = self.played.setdefault(place, host)
-        assert other is host, f"{host.name} and {other.name} both play {place}"
-        if placement.incarnation > self.newest:
-            grown = placement.node_count > self.sizes.get(self.newest, placement.node_count)
-            if grown and self.dice.random() < 0.4:
-                self.at(self.dice.uniform(0.1, 1.0), self.fail)  # before it has trained with the newcomers
-            self.newest, self.newest_s = placement.incarnation, self.now_s
-            orders = self.orders + len(self.seals)
-            assert placement.pauses <= orders, f"{placement.pauses} pauses after {orders} orders"
-            self.pauses = placement.pauses
-        for one in self.hosts:
-            apart = one.was_cut(self.now_s) or host.was_cut(self.now_s)
-            if one is host or not one.alive or one.running < 0 or apart:
-                continue
-            assert one.running >= placement.incarnation, (
-                f"{host.name} starts incarnation {placement.incarnation}, {one.name} runs {one.running}"
-            )
-
-    def _check_end(self, living: list[Host]) -> None:
-        assert self.newest <= self.disturbances + len(self.seals), (
-            f"{self.newest} restarts after {self.disturbances} disturbances: {self.told}"
-        )
-        placed = {host for (incarnation, _), host in self.played.items() if incarnation == self.newest}
-        codes = {
-            h.exit_code for h in living if h in placed and h.part.placement is not None and not h.by_itself
-        }
-        well = [host for host in placed if host.finished]
-        assert len(codes) <= 1, f"ended with {codes}: {self.describe()}"
-        if 0 in codes:
-            assert len(well) == self.sizes[self.newest], (
-                f"exit code 0, but not all nodes finished: {self.describe()}"
-            )
-        elif codes:
-            assert self.disturbances, "failed without a failure"
-            assert codes <= {1, *self.codes}, f"ended with {codes}, failed with {self.codes}"
-        spares = {host.exit_code for host in living if host.part.placement is None and not host.by_itself}
-        assert spares <= {0, 130}, f"spares ended with {spares}"
-
-    def describe(self) -> str:
-        hosts = "; ".join(
-            f"{h.name} pid {h.pid} alive={h.alive} cut={h.cut} runs={h.running} connected={h.connection is not None} "
-            f"code={h.exit_code} halted={h.part._halted} halt={h.part._halt} placed={h.part.incarnation} "
-            f"stop={h.part.stop is not None} leads={h.elector.leads} knows={h.elector.leader.term}"
-            for h in self.hosts
-        )
-        sites = "; ".join(
-            f"controller {site.term} on {site.host.name} up={site.up} {site.controller.reforming._state} "
-            f"{site.controller.reforming.incarnation} "
-            f"open={[o.node for o in site.controller.reforming._open]} "
-            f"council={site.controller.councils.is_settled}"
-            for site in self.sites
-        )
-        return f"at {self.now_s:.1f} s: {hosts}; {sites} told={self.told}"
 
     def at(self, after_s: float, event: Callable[[], None]) -> None:
         self.count += 1
@@ -261,7 +146,7 @@ class Job:
         for effect in effects:
             if isinstance(effect, Send):
                 if isinstance(effect.message, wire.Placement):
-                    self._check_given(site, effect.message)
+                    check_given(self, site, effect.message)
                 if isinstance(effect.message, wire.Seal) and effect.message.alike:
                     self.seals.add((site.term, effect.message.incarnation))
                 for peer in effect.peers:
@@ -535,7 +420,7 @@ class Job:
             self._exit(host, 1)
         elif (placement := part.to_run) is not None:
             part.started()
-            self._check_start(host, placement)
+            self._begins(host, placement)
             host.running, host.healthy, host.finished, host.by_itself = (
                 placement.incarnation,
                 True,
@@ -547,6 +432,15 @@ class Job:
                 lambda: self._finish(host, placement.incarnation),
             )
             self._agent(host)
+
+    def _begins(self, host: Host, placement: wire.Placement) -> None:
+        check_start(self, host, placement)
+        if placement.incarnation > self.newest:
+            grown = placement.node_count > self.sizes.get(self.newest, placement.node_count)
+            if grown and self.dice.random() < 0.4:
+                self.at(self.dice.uniform(0.1, 1.0), self.fail)  # before it has trained with the newcomers
+            self.newest, self.newest_s = placement.incarnation, self.now_s
+            self.pauses = placement.pauses
 
     def _seal(self, host: Host, incarnation: int) -> None:
         if host.alive and host.running == incarnation and not host.ending:

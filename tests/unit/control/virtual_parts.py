@@ -13,6 +13,7 @@ from keepstep.launch.membership import Membership
 
 DEAD_HOST_S = 3.0  # until the kernel closes a connection to a host that does not answer
 ATTEMPT_S = 5.0
+RANKS = 2  # of a node
 
 
 @dataclass(eq=False)
