@@ -27,10 +27,15 @@ class Member:
     elector: Elector
     side: int = 0  # of a partition
     alive: bool = True
+    deaf: bool = False  # does not reach the leader beside it
     slept_until_s: float = 0.0
     leader: Councils | None = None
     stored: wire.Council | None = None
     table: int = -1  # that the leader wishes for
+
+    def reaches(self, other: Member) -> bool:
+        """Whether there is a way from this launcher to what runs beside the other."""
+        return not self.deaf if other is self else other.side == self.side
 
 
 class Assembly:
@@ -43,6 +48,7 @@ class Assembly:
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.count = 0
         self.names = self.tables = 0
+        self.tokens: set[int] = set()
         self.allowed: dict[int, int] = {}  # table by incarnation, once anybody might have been placed by it
         self.leaders: dict[int, Member] = {}
         self.settled = 0
@@ -59,6 +65,8 @@ class Assembly:
             self.check()
 
     def check(self) -> None:
+        acting = [one.launcher.node for one in self.members if one.alive and one.elector.may_act(self.now_s)]
+        assert len(acting) <= 1, f"{acting} have the lease"
         for one in self.members:
             elector, leader = one.elector, one.leader
             if elector.leads:
@@ -67,6 +75,10 @@ class Assembly:
             if leader is None or not one.alive or leader.newest is None:
                 continue
             council = leader.newest
+            for seats in (council.seats, council.former):
+                tokens = {seat.token for seat in seats}
+                assert len(tokens) == len(seats), f"two seats of one launcher: {seats}"
+                assert tokens <= self.tokens, f"seats of nobody: {seats}"
             incarnation, table = _table(council)
             if leader.allows(incarnation):
                 known = self.allowed.setdefault(incarnation, table)
@@ -106,6 +118,7 @@ class Assembly:
         self.names += 1
         seat = wire.Seat(self.random.randrange(1, 1 << 60), name, self.names, name, 7000)
         one = Member(Launcher(name, self.names), Elector(seat, self.random.random))
+        self.tokens.add(seat.token)
         self.at(self.random.uniform(0, TICK_S), lambda: self._tick(one))
         return one
 
@@ -119,7 +132,7 @@ class Assembly:
         self.at(TICK_S, lambda: self._tick(one))
         if self.now_s < one.slept_until_s:
             return
-        connected = self.random.random() < 0.1 or self._is_led(one)
+        connected = (self.random.random() < 0.1 and not one.deaf) or self._is_led(one)
         for to in one.elector.tick(self.now_s, connected=connected):
             other = self._find(to.seat)
             if other is not None:
@@ -137,7 +150,7 @@ class Assembly:
             self._govern(one, one.leader)
 
     def _is_led(self, one: Member) -> bool:
-        return any(m.leader and m.alive and m.side == one.side and m.elector.leads for m in self.members)
+        return any(m.leader and m.alive and one.reaches(m) and m.elector.leads for m in self.members)
 
     def _asked(self, asked: Member, by: Member, ask: wire.Ask) -> None:
         answer = asked.elector.asked(ask, self.now_s)
@@ -157,7 +170,7 @@ class Assembly:
         """Its connections, the table it wishes for, and what it says."""
         for other in self.members:
             joined = other.launcher in _joined(leader) and other.launcher not in leader._away
-            reached = other.alive and other.side == one.side
+            reached = other.alive and other.reaches(one)
             if reached and not joined:
                 leader.here(other.launcher, other.elector.seat)
             elif joined and not reached and self.random.random() < 0.3:
@@ -168,7 +181,7 @@ class Assembly:
         if again and leader.is_settled:
             self.tables += 1
             one.table, incarnation = self.tables, incarnation + 1
-        elif one.table < table or newest is None:
+        else:  # what was wished for without having been proposed is forgotten
             one.table = table
         rows = self._rows(leader, incarnation, one.table)
         for launcher, _ in leader.to_reach(rows):
@@ -195,7 +208,7 @@ class Assembly:
     def _tell(self, one: Member, leader: Councils, to: Launcher) -> None:
         other = next((m for m in self.members if m.launcher == to), None)
         council = leader.told(to)
-        if other is None or council is None:
+        if other is None or council is None or (other is one and one.deaf):
             return
 
         def arrived() -> None:
@@ -232,6 +245,15 @@ class Assembly:
         """A launcher and what is beside it stand still."""
         self.random.choice(self.members).slept_until_s = self.now_s + TTL_S * self.random.uniform(0.2, 4)
 
+    def deafen(self) -> None:
+        """A launcher does not reach the leader beside it, for a moment or for longer."""
+        one = self.random.choice([member for member in self.members if member.leader] or self.members)
+        one.deaf = True
+        self.at(self.random.choice((1.0, 6.0, 15.0, 40.0)), lambda: self._hear(one))
+
+    def _hear(self, one: Member) -> None:
+        one.deaf = False
+
     def restart(self) -> None:
         """A controller dies, and is started again."""
         one = self.random.choice(self.members)
@@ -251,6 +273,7 @@ _FAULTS = (
     Assembly.join,
     Assembly.join,
     Assembly.sleep,
+    Assembly.deafen,
     Assembly.restart,
     Assembly.resign,
 )

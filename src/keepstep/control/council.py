@@ -120,7 +120,10 @@ class Councils:
         if seat is None or newest is None or (kept.term, kept.version) != (newest.term, newest.version):
             return False
         self._kept.add(seat.token)
-        if self._is_settled or not is_quorum(_tokens(newest.seats), _tokens(newest.former), self._kept):
+        # The lease beside us counts by the council that is kept there: by an older one others would be its electors.
+        if self._is_settled or self._token not in self._kept:
+            return False
+        if not is_quorum(_tokens(newest.seats), _tokens(newest.former), self._kept):
             return False
         self._is_settled = self._is_ours = True
         self._settled_incarnation = _incarnation(newest)

@@ -17,6 +17,7 @@ from keepstep import wire
 from keepstep.core.quorum import is_quorum
 
 TTL_S = 3.0
+UNREACHED_S = 20.0  # without the controller beside us: another host may do better
 _RENEWALS = 3  # in the time of one lease
 _SPREAD_S = 1.5  # over which those that could stand begin
 
@@ -52,6 +53,7 @@ class Elector:
         self._lonely = False
         self._has_resigned = False
         self._acted_s: float | None = None  # when ours was the lease last
+        self._reached_s: float | None = None  # and when the controller beside us was reached last
 
     @property
     def term(self) -> int:
@@ -159,13 +161,18 @@ class Elector:
         if self.leads:
             if self._acted_s is None or self._counts(now_s):
                 self._acted_s = now_s
+            if connected or self._reached_s is None:
+                self._reached_s = now_s
+            if others and now_s - self._reached_s >= UNREACHED_S:
+                self.resign(now_s)
+                return []
             self._until_s = max(self._until_s, now_s + TTL_S)  # nobody else gets ours
             self._grants[self.seat.token] = now_s + TTL_S
             if now_s < self._next_s:
                 return []
             self._next_s = now_s + TTL_S / _RENEWALS
             return self._ask(others, self.leads, now_s)
-        self._acted_s = None
+        self._acted_s = self._reached_s = None
         if connected or now_s < self._until_s:
             self._lonely, self._stands = False, 0
             return []

@@ -213,3 +213,11 @@ def test_what_the_job_ends_with_is_no_matter_of_another_term(tmp_path: Path) -> 
     assert first.stop() == Stop(1, "cut off")
     assert second.stop() is None
     assert RunFiles(tmp_path).stop() is None
+
+
+def test_nothing_counts_before_the_leaders_own_launcher_has_it() -> None:
+    made = councils(0, 1, 2)
+    made.tick(table(0, 1, 2), 0.0)
+    assert settle(made, 1, 2) == [False, False]  # its lease would count by other electors than theirs
+    assert not made.allows(0)
+    assert settle(made, 0) == [True]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from virtual_parts import ATTEMPT_S, DEAD_HOST_S, RANKS, Host, Site
 
 from keepstep import wire
+from keepstep.launch.lease import UNREACHED_S
 from keepstep.launch.membership import LEASE_S
 
 if TYPE_CHECKING:
@@ -22,15 +23,16 @@ def check(job: Job) -> None:
         running = [h.name for h in job.hosts if h.alive and h.running >= 0 and not h.was_cut(job.now_s)]
         assert not running, f"suspended, but {running} run"
     for host in job.hosts:
-        if host.running < 0 or not host.alive:
+        if host.running < 0 or not host.alive or host.finished:
             continue
         # A node that is cut off ends its workers by itself, within its lease and what ending takes.
-        if host.cut and not host.elector.may_act(job.now_s):  # where it may, others are cut off, or gone
+        acts = host.elector.may_act(job.now_s)  # then others are cut off, or gone
+        if (host.cut and not acts) or (host.deaf and host.running < job.newest):
             late_s = job.now_s - host.cut_s - LEASE_S - DEAD_HOST_S - ATTEMPT_S
             assert late_s < 8.0, f"{host.name} is cut off and trains on"
 
         since_s = max(job.newest_s, host.healed_s, job.back_s, leader.stalled_until_s if leader else 0)
-        late = host.running < job.newest and leader is not None and not host.cut
+        late = host.running < job.newest and leader is not None and not host.cut and not host.deaf
         assert not late or job.now_s - since_s < 25.0, f"{host.name} goes on with {host.running}"
 
     acting = [host for host in job.hosts if host.alive and host.elector.may_act(job.now_s)]
@@ -45,14 +47,21 @@ def check(job: Job) -> None:
 
 
 def check_seats(job: Job, leader: Site | None) -> None:
-    """Nobody who has gone for good keeps a seat."""
+    """Nobody has two, all are launchers of this job, and nobody who has gone for good keeps one."""
     councils = leader.controller.councils if leader is not None else None
     newest = councils.newest if councils is not None else None
+    for seats in (newest.seats, newest.former) if newest is not None else ():
+        assert len({seat.token for seat in seats}) == len(seats), f"two seats of one launcher: {seats}"
+        known = {(h.elector.seat.token, h.name, h.pid) for h in job.hosts}
+        strange = [seat for seat in seats if (seat.token, seat.node, seat.pid) not in known]
+        assert not strange, f"seats of launchers of no node of the job: {strange}"
     if leader is None or newest is None or newest.former or not councils.is_settled:  # type: ignore[union-attr]
         job.settled_s = math.inf
         return
     job.settled_s = min(job.settled_s, job.now_s)
-    since_s = max(job.settled_s, job.back_s, leader.stalled_until_s)
+    since_s = max(job.settled_s, job.back_s, leader.stalled_until_s, leader.host.healed_s)
+    if leader.host.deaf:  # nothing is settled without its own launcher, which gives the lease up soon
+        since_s = max(since_s, leader.host.cut_s + UNREACHED_S + ATTEMPT_S - 20.0)
     ends = leader.controller.over or leader.host.exit_code is not None
     for seat in newest.seats[1:] if not ends else ():
         host = next(h for h in job.hosts if h.elector.seat.token == seat.token)
@@ -80,10 +89,11 @@ def check_start(job: Job, host: Host, placement: wire.Placement) -> None:
     other = job.played.setdefault(place, host)
     assert other is host, f"{host.name} and {other.name} both play {place}"
     orders = job.orders + len(job.seals)
-    assert placement.pauses <= orders, f"{placement.pauses} pauses after {orders} orders"
+    unplaced = sum(one not in job.given for one in range(placement.incarnation))
+    assert placement.pauses <= orders + unplaced, f"{placement.pauses} pauses after {orders} orders"
     for one in job.hosts:
         apart = one.was_cut(job.now_s) or host.was_cut(job.now_s)
-        if one is host or not one.alive or one.running < 0 or apart:
+        if one is host or not one.alive or one.running < 0 or one.finished or apart:
             continue
         assert one.running >= placement.incarnation, (
             f"{host.name} starts incarnation {placement.incarnation}, {one.name} runs {one.running}"

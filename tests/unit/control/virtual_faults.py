@@ -134,6 +134,22 @@ class World(Job):
         for one in self.hosts if host.site is not None else (host,):
             one.healed_s = self.now_s
 
+    def deafen(self) -> None:
+        """A launcher and its agent do not reach the controller beside them, for a moment or for longer."""
+        host = self._one(lambda h: h.elector.leads > 0 and not h.deaf)
+        if host is None or host.site is None:
+            return
+        self.disturbances += 1
+        host.deaf, host.cut_s = True, self.now_s
+        after_s = self.random.choice((0.0, DEAD_HOST_S))
+        for connection in (host.connection, host.agent):
+            if connection is not None and connection.site is host.site:
+                self._break(connection, host, after_s)
+        self.at(self.random.choice((1.0, 5.0, 20.0, 60.0, 200.0)), lambda: self._hear(host))
+
+    def _hear(self, host: Host) -> None:
+        host.deaf, host.healed_s = False, self.now_s
+
     def drop(self) -> None:
         """A connection breaks."""
         host = self._one(lambda h: h.connection is not None)
@@ -246,6 +262,7 @@ _FAULTS: dict[str, Callable[[World], None]] = {
     "lose_leader": World.lose_leader,
     "kill_leader": World.kill_leader,
     "cut_leader": World.cut_leader,
+    "deafen": World.deafen,
     "leave_spare": World.leave_spare,
     "come": World.come,
     "operate": World.operate,

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import control_stand_ins as stand_ins
 from virtual_checks import check, check_end, check_given, check_start, describe
-from virtual_parts import ATTEMPT_S, DEAD_HOST_S, RANKS, Connection, Host, Site
+from virtual_parts import ATTEMPT_S, RANKS, Connection, Host, Site
 
 from keepstep import wire
 from keepstep.control import (
@@ -37,6 +37,7 @@ from keepstep.launch.membership import LEASE_S, Membership
 TICK_S = 0.4
 BEAT_S = 1.4
 ELECTOR_S = 0.3
+FINISHED_S = 60.0
 
 
 class Job:
@@ -172,8 +173,8 @@ class Job:
         def attempt() -> None:
             if site.controller is not controller or site.peers.get(effect.peer) is not connection:
                 return
-            cut = site.host is not connection.host and (site.host.cut or connection.host.cut)
-            if self.now_s < site.stalled_until_s or cut or not (site.host.alive and connection.host.alive):
+            there = site.host.alive and connection.host.alive and connection.host.reaches(site)
+            if self.now_s < site.stalled_until_s or not there:
                 self.at(1.0, attempt)
             else:
                 self._carry_out(site, controller.reached(effect.peer))
@@ -312,10 +313,8 @@ class Job:
         if not host.alive or host.exit_code is not None or host.connection is not None:
             return
         site = self._target(host)
-        gone = site is None and self._is_dead(host.elector.leader.address)
-        if (host.cut or gone or (site is not None and site.host.cut)) and (
-            site is None or site.host is not host
-        ):
+        gone = site is None and (host.cut or self._is_dead(host.elector.leader.address))
+        if gone or (site is not None and not host.reaches(site)):
             host.part.trouble(OSError(errno.ETIMEDOUT, "timed out"), self.now_s)
             self.at(ATTEMPT_S, lambda: self._connect(host))
             self._consider(host)
@@ -409,7 +408,10 @@ class Job:
             self._end_workers(host, lambda: self._exit(host, part.stop.exit_code if part.placement else 0))  # type: ignore[union-attr]
         elif part.refusal:
             host.exit_code = 2
-        elif host.running >= 0 and part.is_cut_off(self.now_s):
+        elif host.finished and host.running >= 0 and part.away_s(self.now_s) > FINISHED_S:
+            host.by_itself = True
+            self._exit(host, 0)
+        elif host.running >= 0 and not host.finished and part.is_cut_off(self.now_s):
             host.by_itself = True
             self._end_workers(host, lambda: self._halted(host))
         elif part.must_halt:
@@ -466,7 +468,8 @@ class Job:
     def _exit(self, host: Host, code: int) -> None:
         if host.exit_code is None:
             host.exit_code = code
-            host.by_itself = host.by_itself or host.cut
+            replaced = 0 < host.elector.leads < max(self.leaders)  # and nobody was left to tell it so
+            host.by_itself = host.by_itself or host.cut or replaced
             self._say(host, host.part.ended(code, "ends"))
             if host.connection is not None:
                 self.at(0.5, lambda connection=host.connection: self._break(connection, host))
@@ -483,8 +486,7 @@ class Job:
         if not host.alive or host.running < 0 or host.agent is not None or host.exit_code is not None:
             return
         site = self._target(host)
-        far = site is not None and site.host is not host and (host.cut or site.host.cut)
-        if site is None or not site.up or far:
+        if site is None or not site.up or not host.reaches(site):
             self.at(1.0, lambda: self._agent(host))
             return
         placement = host.part.placement

@@ -59,6 +59,7 @@ class Host:
     alive: bool = True
     cut: bool = False
     cut_s: float = 0.0
+    deaf: bool = False  # does not reach the controller beside it
     connection: Connection | None = None
     agent: Connection | None = None
     queue: list[wire.Message] = field(default_factory=list[wire.Message])  # sent without a connection
@@ -75,6 +76,10 @@ class Host:
     healed_s: float = -math.inf
     site: Site | None = None  # the controller beside it
 
+    def reaches(self, site: Site) -> bool:
+        """Whether there is a way to this controller."""
+        return not self.deaf if site.host is self else not (self.cut or site.host.cut)
+
     def was_cut(self, now_s: float) -> bool:
         """Until a moment ago: it does not know yet that it was replaced."""
-        return self.cut or now_s - self.healed_s < ATTEMPT_S + 15.0
+        return self.cut or self.deaf or now_s - self.healed_s < ATTEMPT_S + 15.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from keepstep import wire
-from keepstep.launch.lease import TTL_S, Elector, ToSeat
+from keepstep.launch.lease import TTL_S, UNREACHED_S, Elector, ToSeat
 from keepstep.launch.membership import Membership
 
 SEATS = tuple(wire.Seat(n + 1, f"gpu-{n}", 100 + n, f"10.0.0.{n}", 7000) for n in range(3))
@@ -117,3 +117,36 @@ def test_who_hosts_the_controller_is_told_as_it_moves() -> None:
     assert told() == [False]
     elector.leads = 2
     assert told() == [True]
+
+
+def unreached(found: list[Elector], until_s: float, since_s: float = 0.0) -> None:
+    """The first renews its lease every second, and reaches the controller beside it at ``since_s`` only."""
+    for second in range(int(since_s), int(until_s) + 1):
+        deliver(found, found[0].tick(float(second), connected=second == since_s), float(second))
+
+
+def test_one_that_does_not_reach_its_controller_gives_the_lease_up() -> None:
+    found = electors()
+    unreached(found, UNREACHED_S - 1)
+    assert found[0].may_act(UNREACHED_S - 1)
+    found[0].tick(UNREACHED_S, connected=False)
+    assert (found[0].leads, found[0].may_act(UNREACHED_S)) == (0, False)
+    now_s = UNREACHED_S + TTL_S + 0.1
+    found[1].tick(now_s, connected=False)
+    deliver(found, found[1].tick(now_s + 2, connected=False), now_s + 2)
+    assert found[1].may_act(now_s + 2)
+
+
+def test_one_that_reaches_it_again_keeps_it() -> None:
+    found = electors()
+    unreached(found, UNREACHED_S - 1)
+    unreached(found, 2 * UNREACHED_S - 2, since_s=UNREACHED_S - 1)
+    assert found[0].leads == 1
+
+
+def test_nobody_gives_up_what_nobody_else_could_have() -> None:
+    alone = Elector(SEATS[0], lambda: 0.5)
+    alone.received(structs.replace(COUNCIL, seats=SEATS[:1]), 0.0)
+    for second in range(100):
+        assert alone.tick(float(second), connected=False) == []
+    assert alone.leads == 1
