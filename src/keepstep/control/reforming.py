@@ -110,6 +110,7 @@ class Reforming:
         self._hold = False  # an operator wants it suspended
         self._asked = ""  # this recovery is none: who ordered it
         self._newest = 0  # incarnation that anybody has told of
+        self._ended = 0  # and up to which somebody has none of, and will not start any
         self._away: dict[Launcher, float] = {}  # members without a connection, since when
         self._unheard: set[Launcher] = set()  # of them, those that this controller has never heard
         self._missing: set[Launcher] = set()  # members when this controller began, until they come
@@ -244,6 +245,7 @@ class Reforming:
         ``suspended``: because an operator wanted that. ``unfit``: why none should begin again on its node. ``rigid``:
         why they cannot in a job of another size.
         """
+        self._ended = max(self._ended, incarnation)
         if incarnation < self.incarnation or self._state == "over":
             return []
         orders: list[Order] = []
@@ -407,9 +409,12 @@ class Reforming:
 
     def _renew(self, lost: list[Launcher], *, shrink: bool = False) -> Placed | None:
         rendezvous = self._rendezvous
-        pauses = rendezvous.pauses + bool(self._asked)
+        # A leader before us may have ended one that it never placed: its number is spent, but it was no restart.
+        unplaced = max(0, self._ended - self.incarnation)
+        incarnation = self.incarnation + unplaced + 1
+        pauses = rendezvous.pauses + unplaced + bool(self._asked)
         grow = self._grows and not shrink
-        return rendezvous.renew(*(lost, self._halted, self.incarnation + 1, pauses), shrink=shrink, grow=grow)
+        return rendezvous.renew(*(lost, self._halted, incarnation, pauses), shrink=shrink, grow=grow)
 
     def _is_awaited(self, spares: Iterable[Launcher], now_s: float) -> bool:
         """Whether one of these has been asked to halt, and will answer."""

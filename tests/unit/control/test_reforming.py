@@ -107,6 +107,16 @@ def test_a_failure_before_all_have_read_their_places_begins_the_next() -> None:
     assert job.reforming.incarnation == 2
 
 
+def test_the_number_of_one_that_was_ended_before_it_was_placed_is_spent() -> None:
+    job = Job(2, max_restarts=1)
+    assert kinds(job.halt(0, incarnation=1)) == [
+        "HaltThese"
+    ]  # by a controller that is gone: nobody starts 1 any more
+    assert kinds(job.halt(1)) == ["Renew", "Tell"]
+    assert {(one.incarnation, one.pauses) for one in job.table().values()} == {(2, 1)}
+    assert job.reforming.restarts == 1
+
+
 def fail_same(
     job: Job, incarnation: int, unix_s: float, text: str = "rank 3: ValueError: boom"
 ) -> list[Order]:
