@@ -496,6 +496,7 @@ class Controller:
         waited = not self.councils.allows(incarnation)
         if not self.councils.kept(launcher, kept):
             return
+        self._consider_over(now_s)
         if waited and self.councils.allows(incarnation):
             for one, placement in self.rendezvous.placements.items():
                 if (peer := self.rendezvous.peer(one)) is not None:
@@ -553,7 +554,8 @@ class Controller:
         if ended.exit_code == 0:
             self.reforming.ended(sender.launcher)
         elif self._stop is None:
-            self._end_job(End(ended.exit_code, f"node {sender.launcher.node} failed: {ended.message}"), now_s)
+            reason = ended.message if ended.by_operator else f"node {sender.launcher.node} failed: {ended.message}"
+            self._end_job(End(ended.exit_code, reason, ended.by_operator), now_s)
         self._consider_over(now_s)
 
     def _bye(self, sender: _Peer, bye: Bye, now_s: float) -> None:
@@ -595,6 +597,8 @@ class Controller:
         expected = self.rendezvous.placements or self._launchers
         if self._over_s is not None or any(self._launchers.get(one) is None for one in expected):
             return
+        if self._stop is None and not self.councils.is_settled:
+            return  # another leader may know of a later incarnation
         self._over_s = now_s
         self.reforming.over()
         if self._stop is None:

@@ -44,6 +44,7 @@ CANNOT_START = 2
 _EXIT_BARRIER_S = 300.0
 _DRAIN_S = 1.0
 _FAILED_WAIT_S = 60.0
+_NEXT_LEADER_S = 60.0  # to hear from it that all nodes have finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,7 +446,7 @@ class Launcher:
         while True:
             await asyncio.sleep(1.0)
             why = cut_off.look(self._watching.steps_made, asyncio.get_running_loop().time())
-            if why and not self._outcome.done():
+            if why and not (self._outcome.done() or self._has_parted):
                 self._warn(f"{why} ({self._controller.at}): the workers of this node end")
                 kind, code = ("halted", 0) if self._together else ("alone", 1)
                 self._settle(_Outcome(kind, code, why))
@@ -557,7 +558,9 @@ class Launcher:
             return
         alone = self._place.node_count == 1
         patience_s = self._job.linger_s if alone or outcome.kind != "finished" else _EXIT_BARRIER_S
-        gone = asyncio.ensure_future(self._link.lost(_DRAIN_S if alone else self._job.linger_s))
+        moves = self._controller.seat and self._together and outcome.kind == "finished"
+        away_s = _NEXT_LEADER_S if moves else _DRAIN_S if alone else self._job.linger_s
+        gone = asyncio.ensure_future(self._link.lost(away_s))
         over = asyncio.ensure_future(self._job_over.wait())
         kill = asyncio.ensure_future(self._kill_now.wait())
         waits: list[asyncio.Future[Any]] = [gone, over, kill]

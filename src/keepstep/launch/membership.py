@@ -122,7 +122,7 @@ class Membership:
         if isinstance(message, wire.Placement):
             if message.incarnation > self.incarnation:
                 self.placement, self.is_spare, self._suspended = message, False, False
-                self._unfit = self._rigid = ""
+                self._unfit = ""
                 self.begins_fresh = False
                 self._findings, self._ended = [], None
         elif isinstance(message, wire.Halt):
@@ -148,7 +148,7 @@ class Membership:
 
     def started(self) -> None:
         """Workers of the newest placement run."""
-        self._running = self.incarnation
+        self._running, self._rigid = self.incarnation, ""
 
     def found(self, finding: Finding) -> list[wire.Message]:
         """Told at once, and again to a controller that is started anew."""
@@ -187,10 +187,11 @@ class Membership:
 
     def ended(self, exit_code: int, text: str) -> list[wire.Message]:
         """This node's workers have ended, and it begins them again only by order; a spare just goes."""
+        by_operator = self.stop is not None and self.stop.by_operator
         if self.placement is None and self.is_spare:
             return [wire.Bye(text)]
         node_rank = self.placement.node_rank if self.placement is not None else -1
-        self._ended = wire.Ended(node_rank, exit_code, text, max(self.incarnation, 0))
+        self._ended = wire.Ended(node_rank, exit_code, text, max(self.incarnation, 0), by_operator)
         return [self._ended]
 
     # The connection.

@@ -45,7 +45,7 @@ class Place:
     master_addr: str
     master_port: int
     incarnation: int = 0
-    pauses: int = 0  # incarnations that an operator ordered
+    pauses: int = 0  # incarnations that are no restarts
 
     @property
     def restarts(self) -> int:

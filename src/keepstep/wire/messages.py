@@ -298,6 +298,7 @@ class Ended(Message, frozen=True):
     exit_code: int
     message: str = ""
     incarnation: int = 0
+    by_operator: bool = False  # as the ``Stop`` was; for a new controller
 
 
 class Kept(Message, frozen=True):
@@ -343,7 +344,7 @@ class Placement(Message, frozen=True):
     master_addr: str
     master_port: int
     incarnation: int = 0
-    pauses: int = 0  # incarnations that an operator ordered: they are no restarts
+    pauses: int = 0  # incarnations that are no restarts: an operator ordered them, or they were never placed
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):

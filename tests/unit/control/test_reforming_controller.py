@@ -5,17 +5,37 @@ from __future__ import annotations
 import control_stand_ins as stand_ins
 
 from keepstep.control import Controller, Disconnect, Effect, Send, Settings
-from keepstep.wire import Bye, Ended, Failed, Halt, Halted, Hello, Join, Message, Placement, Refused, Stop
+from keepstep.core.finding import Finding
+from keepstep.wire import (
+    Bye,
+    Ended,
+    Failed,
+    Found,
+    Halt,
+    Halted,
+    Hello,
+    Join,
+    Kept,
+    Message,
+    Placement,
+    Refused,
+    Seat,
+    Stop,
+)
 
 
 class Stage:
     """Two nodes that play, ``gpu-2`` as a spare; peers are numbered as their nodes, agents from 10 on."""
 
-    def __init__(self) -> None:
-        self.controller = Controller(Settings(nodes=2), locators=stand_ins.PlainLocators())
+    def __init__(self, controller: Controller | None = None) -> None:
+        self.controller = controller or Controller(Settings(nodes=2), locators=stand_ins.PlainLocators())
+        elects = controller is not None
         for number in range(3):
             self.controller.connected(number, "launcher")
-            join = Join(f"gpu-{number}", f"10.0.0.{number}", 1, 29500, -1, 2, 2, 2)
+            seat = (
+                Seat(number + 1, f"gpu-{number}", 100 + number, f"10.0.0.{number}", 7000) if elects else None
+            )
+            join = Join(f"gpu-{number}", f"10.0.0.{number}", 1, 29500, -1, 2, 2, 2, seat=seat)
             self.say(number, Hello("launcher", f"gpu-{number}", -1, 100 + number), join)
 
     def say(self, peer: int, *messages: Message, now_s: float = 1.0) -> list[Effect]:
@@ -83,3 +103,21 @@ def test_a_node_that_returns_to_a_job_that_is_over_is_told_so() -> None:
     stage.controller.connected(7, "launcher")
     join = Join("gpu-7", "10.0.0.7", 1, 29500, -1, 2, 2, 2, 0)
     assert sent(stage.say(7, Hello("launcher", "gpu-7", -1, 107), join), Stop)
+
+
+def test_an_operators_end_stays_one_under_the_next_controller() -> None:
+    stage = Stage()
+    stage.say(0, Found(Finding("crash", 0, "gpu-0", 1.0, -1, exit_code=137)))
+    told = sent(stage.say(0, Ended(0, 79, "stopped by an operator", by_operator=True)), Stop)
+    assert told == [((0, 1, 2), Stop(79, "stopped by an operator", by_operator=True))]
+    assert stage.controller.state(1.0).value == "done"
+
+
+def test_that_all_have_finished_is_told_by_a_leader_that_has_settled_its_council() -> None:
+    stage = Stage(Controller(Settings(nodes=2, seat=1, term=1), locators=stand_ins.PlainLocators()))
+    council = stage.controller.councils.newest
+    assert council is not None
+    for number in range(2):
+        assert sent(stage.say(number, Ended(number, 0, "finished")), Stop) == []
+    told = sent(stage.say(0, Kept(1, council.version)), Stop)
+    assert told == [((0, 1, 2), Stop(0, "all nodes have finished"))]

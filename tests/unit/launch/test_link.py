@@ -45,6 +45,24 @@ def test_a_place_and_its_halt_read_together_start_nothing() -> None:
     assert made.to_run == placement(2)
 
 
+def test_what_cannot_change_its_size_cannot_before_workers_have_run_again() -> None:
+    made = running()
+    made.halted(rigid="rank 0 alone saves it")
+    made.received(placement(1))
+    assert made.received(wire.Halt(1)) == [wire.Halted(1, 4711, rigid="rank 0 alone saves it")]
+    made.received(placement(2))
+    made.started()
+    assert made.halted() == [wire.Halted(2, 4711)]
+
+
+def test_a_new_controller_hears_that_an_operator_ended_the_job() -> None:
+    made = running()
+    made.received(wire.Stop(79, "stopped by an operator", by_operator=True))
+    assert made.ended(79, "stopped") == [wire.Ended(1, 79, "stopped", by_operator=True)]
+    assert made.greet()[-1] == wire.Ended(1, 79, "stopped", by_operator=True)
+    assert running().ended(1, "rank 2 died") == [wire.Ended(1, 1, "rank 2 died")]
+
+
 def test_a_halt_and_the_next_place_read_together_end_the_workers_first() -> None:
     made = running()
     assert made.received(wire.Halt(0)) == []  # answered when they have ended
