@@ -602,6 +602,7 @@ class Controller:
         self._over_s = now_s
         self.reforming.over()
         if self._stop is None:
+            self._effects.append(StoreStop(_FINISHED))  # some may not have read it when we are started anew
             self._tell_launchers(_FINISHED)
 
     def _tell_launchers(self, stop: Stop) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import control_stand_ins as stand_ins
 
-from keepstep.control import Controller, Disconnect, Effect, Send, Settings
+from keepstep.control import Controller, Disconnect, Effect, Send, Settings, StoreStop
 from keepstep.core.finding import Finding
 from keepstep.wire import (
     Bye,
@@ -121,3 +121,15 @@ def test_that_all_have_finished_is_told_by_a_leader_that_has_settled_its_council
         assert sent(stage.say(number, Ended(number, 0, "finished")), Stop) == []
     told = sent(stage.say(0, Kept(1, council.version)), Stop)
     assert told == [((0, 1, 2), Stop(0, "all nodes have finished"))]
+
+
+def test_a_controller_that_is_started_anew_knows_that_all_have_finished() -> None:
+    stage = Stage()
+    effects = [effect for number in range(2) for effect in stage.say(number, Ended(number, 0, "finished"))]
+    (stored,) = [one.stop for one in effects if isinstance(one, StoreStop)]
+    again = Controller(Settings(nodes=2), locators=stand_ins.PlainLocators())
+    again.restore((), (("gpu-1", 101, Placement(1, 1, 2, 2, "10.0.0.0", 29500)),), stored)
+    again.connected(1, "launcher")
+    again.message(1, Hello("launcher", "gpu-1", 1, 101), 1.0)
+    join = Join("gpu-1", "10.0.0.1", 1, 29500, 1, 2, 2, 2, 0)
+    assert sent(again.message(1, join, 1.0), Stop) == [((1,), Stop(0, "all nodes have finished"))]

@@ -473,6 +473,8 @@ class Job:
             self._say(host, host.part.ended(code, "ends"))
             if host.connection is not None:
                 self.at(0.5, lambda connection=host.connection: self._break(connection, host))
+            if host.part.stop is None:  # what the end is, its controller goes on telling
+                self.at(0.5, lambda: self._end_site(host, 0.0))
 
     def _finish(self, host: Host, incarnation: int) -> None:
         if any((incarnation, node_rank) not in self.played for node_rank in range(self.sizes[incarnation])):
