@@ -19,6 +19,8 @@ from msgspec import structs
 from keepstep import wire
 from keepstep.control import council
 from keepstep.control.council import Councils
+from keepstep.control.reforming import Reforming
+from keepstep.control.rendezvous import Launcher
 from keepstep.core.quorum import is_majority
 from keepstep.launch import lease
 from keepstep.launch.lease import Elector
@@ -139,6 +141,33 @@ def grants_what_is_let(patch: Patch) -> None:
     patch(Elector, "_grant", grant)
 
 
+def counts_without_its_own(patch: Patch) -> None:
+    """A council counts that the leader's own launcher has not kept, so that its lease is that of other electors."""
+    kept = Councils.kept
+
+    def count(self: Councils, launcher: Launcher, said: wire.Kept) -> bool:
+        self._kept.add(self._token)
+        return kept(self, launcher, said)
+
+    patch(Councils, "kept", count)
+
+
+def keeps_what_it_cannot_use(patch: Patch) -> None:
+    """A launcher that does not reach its own controller renews the lease for ever."""
+    patch(lease, "UNREACHED_S", math.inf)
+
+
+def uses_a_number_again(patch: Patch) -> None:
+    """An incarnation gets the number of one that was ended before it was placed."""
+    renew = Reforming._renew
+
+    def again(self: Reforming, *lost: Any, **how: Any) -> Any:
+        self._ended = -1
+        return renew(self, *lost, **how)
+
+    patch(Reforming, "_renew", again)
+
+
 ELECTIONS = (
     votes_twice,
     grants_the_ignorant,
@@ -147,6 +176,7 @@ ELECTIONS = (
     forgets_the_former,
     does_not_wait,
     obeys_the_old,
+    counts_without_its_own,
 )
 
 
@@ -169,3 +199,11 @@ def test_no_guard_of_an_election_is_idle(
 def test_a_lease_is_let_to_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     grants_what_is_let(monkeypatch.setattr)
     assert any(fails(World(seed, FAULTS)) for seed in range(150))
+
+
+@pytest.mark.parametrize("mutation", [keeps_what_it_cannot_use, uses_a_number_again])
+def test_no_guard_against_a_leader_that_loses_its_own_launcher_is_idle(
+    mutation: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation(monkeypatch.setattr)
+    assert any(fails(World(seed, FAULTS | {"deafen"})) for seed in range(600))

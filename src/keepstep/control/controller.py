@@ -269,6 +269,8 @@ class Controller:
         """Time passes; call it about ten times a second."""
         if self._ticked_s is not None and now_s - self._ticked_s > _STALL_S:
             self._quiet_until_s = now_s + self.settings.silent_s
+            if self._withheld_since_s is not None:
+                self._withheld_since_s += now_s - self._ticked_s
         self._ticked_s = now_s
         self._answer_joins(self.rendezvous.tick(now_s))
         self._watch_nodes(now_s)

@@ -120,8 +120,10 @@ class Elector:
         if ask.to != self.seat.token:
             return None
         granted = self._grant(ask, now_s)
+        leads = wire.Leads(ask.term, ask.address, ask.port)
         if granted and ask.port and ask.term >= self.leader.term:
-            self.leader = wire.Leads(ask.term, ask.address, ask.port)
+            self.leader = leads
+        self.learned(leads)  # it was elected, if by others
         return wire.Answer(ask.number, self.seat.token, granted, self._term)
 
     def _grant(self, ask: wire.Ask, now_s: float) -> bool:
@@ -142,6 +144,8 @@ class Elector:
     def answered(self, answer: wire.Answer, now_s: float) -> None:
         """To what we asked."""
         if answer.term > max(self._term, self._stands):
+            if self.may_act(now_s):
+                return  # who granted that is one of few: most of the others would not have
             self._term, self._holder, self._stands, self.leads = answer.term, 0, 0, 0
             return
         asked_s = self._asked_s.get(answer.number)

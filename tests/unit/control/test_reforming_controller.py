@@ -123,6 +123,18 @@ def test_that_all_have_finished_is_told_by_a_leader_that_has_settled_its_council
     assert told == [((0, 1, 2), Stop(0, "all nodes have finished"))]
 
 
+def test_a_controller_that_slept_does_not_take_that_for_a_lost_quorum() -> None:
+    stage = Stage(Controller(Settings(nodes=2, seat=1, term=1), locators=stand_ins.PlainLocators()))
+    asleep_s, awake_s = 2000.0, 700.0
+    assert sent(stage.controller.tick(2.0), Stop) == []
+    effects = [*stage.controller.tick(asleep_s), *stage.controller.tick(asleep_s + 0.1)]
+    assert sent(effects, Stop) == []
+    effects = [
+        one for tenth in range(int(awake_s * 10)) for one in stage.controller.tick(asleep_s + tenth / 10)
+    ]
+    assert [message.exit_code for _, message in sent(effects, Stop) if isinstance(message, Stop)] == [1]
+
+
 def test_a_controller_that_is_started_anew_knows_that_all_have_finished() -> None:
     stage = Stage()
     effects = [effect for number in range(2) for effect in stage.say(number, Ended(number, 0, "finished"))]

@@ -150,3 +150,22 @@ def test_nobody_gives_up_what_nobody_else_could_have() -> None:
     for second in range(100):
         assert alone.tick(float(second), connected=False) == []
     assert alone.leads == 1
+
+
+def test_a_leader_that_most_still_grant_stays_whatever_term_few_others_have_come_to() -> None:
+    found = electors()
+    asks = found[0].tick(0.1, connected=True)
+    deliver(found, asks, 0.1)
+    late = wire.Answer(asks[0].ask.number, 2, False, 9)
+    found[0].answered(late, 1.0)
+    assert found[0].may_act(1.0)
+    found[0].answered(late, 0.2 + TTL_S)
+    assert found[0].leads == 0
+
+
+def test_who_refuses_one_that_was_elected_learns_where_the_controller_is() -> None:
+    one = electors()[1]
+    assert one.asked(wire.Ask(1, 2, 3, 2, 0, (1, 1)), 99.0) == wire.Answer(1, 2, True, 2)
+    elected = wire.Ask(1, 2, 1, 3, 3, (1, 1), "10.0.0.0", 4000)
+    assert one.asked(elected, 99.1) == wire.Answer(1, 2, False, 2)
+    assert one.leader == wire.Leads(3, "10.0.0.0", 4000)
