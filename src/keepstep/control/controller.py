@@ -556,8 +556,8 @@ class Controller:
         if ended.exit_code == 0:
             self.reforming.ended(sender.launcher)
         elif self._stop is None:
-            reason = ended.message if ended.by_operator else f"node {sender.launcher.node} failed: {ended.message}"
-            self._end_job(End(ended.exit_code, reason, ended.by_operator), now_s)
+            who = "" if ended.by_operator else f"node {sender.launcher.node} failed: "
+            self._end_job(End(ended.exit_code, who + ended.message, ended.by_operator), now_s)
         self._consider_over(now_s)
 
     def _bye(self, sender: _Peer, bye: Bye, now_s: float) -> None:
