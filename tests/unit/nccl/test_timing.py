@@ -40,7 +40,7 @@ waits()
 
 ONE = """
 os.environ["STAND_IN_GPU_MS"] = "20"
-until = busy(0.5)
+until = busy(3)
 all_reduce(comm, 1.0, 2.0, 3.0)
 after = time.monotonic_ns()
 waits()
