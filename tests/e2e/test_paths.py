@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +104,12 @@ def trained(folder: Path) -> bool:
 def frozen_transport(host: Host) -> Iterator[None]:
     """Gloo's thread that moves the bytes stands still, as in a deadlock of a library: no signal, no stopped process."""
     libc = ctypes.CDLL(None, use_errno=True)
-    gloo = [
-        int(task.parent.name)
-        for pid in host.processes()
-        for task in Path(f"/proc/{pid}/task").glob("*/comm")
-        if task.read_text().startswith("gloo_tcp_loop")
-    ]
+    gloo: list[int] = []
+    for pid in host.processes():
+        for task in Path(f"/proc/{pid}/task").glob("*/comm"):
+            with suppress(OSError):  # it ended since it was listed
+                if task.read_text().startswith("gloo_tcp_loop"):
+                    gloo.append(int(task.parent.name))
     assert gloo
     for thread in gloo:
         for request in (_PTRACE_SEIZE, _PTRACE_INTERRUPT):
