@@ -9,11 +9,12 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from keepstep.core.errors import RingError
 from keepstep.ring import RECORD, RingReader, RingWriter, create
+from keepstep.ring.python_format import record_check
 
 QUIET = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 CHECKED = [name for name in RECORD.names or () if name not in ("end_ns", "wait_ns", "flags")]
@@ -68,6 +69,12 @@ def use_everything(path: Path) -> np.ndarray | None:
     return np.concatenate([reader.snapshot(), *(b.started for b in batches), *(b.finished for b in batches)])
 
 
+def passes_by_chance(slot: bytes) -> bool:
+    """Whether the check of a record, of 16 bits, fits it: it does to one in 65,536 that are not what was written."""
+    ticket, start, _, _, nbytes, seq_peer, thread_site, meta = struct.unpack_from("<8Q", slot)
+    return meta >> 48 == record_check((ticket - 2) // 2, start, nbytes, seq_peer, thread_site, meta)
+
+
 @given(st.binary(max_size=20_000))
 @QUIET
 def test_random_bytes(tmp_path: Path, content: bytes) -> None:
@@ -110,6 +117,8 @@ def test_a_flipped_bit_in_a_record_costs_that_record_only(tmp_path: Path, slot: 
     rows = use_everything(path)
     assert rows is not None
     got = set(rows[CHECKED].tolist())
+    if not got <= sound_rows():
+        assume(not passes_by_chance(content[len(content) - (64 - slot) * 64 :]))
     assert got <= sound_rows()
     assert len(sound_rows() - got) <= 1
 
