@@ -12,6 +12,7 @@ from keepstep.agent import links as link_files
 from keepstep.agent.gpus import Gpus
 from keepstep.agent.holding import Holding
 from keepstep.agent.host_ring import HostRing, process_groups
+from keepstep.agent.microbatches import Microbatches
 from keepstep.agent.processes import GONE, STOPPED, ProcessId, alive, identify, state_of
 from keepstep.agent.sensors import HostSensors
 from keepstep.agent.sockets import SocketSensor
@@ -92,6 +93,7 @@ class NodeAgent:
         self._sequence = 0
         self._tracks = {ring.rank: ring for ring in self._rings}
         self._holding = Holding(orders or {}, node_rank, self._steps_at_end_of)
+        self.microbatches = Microbatches(orders or {}, node_rank)
         self._all_overdue = False
         self.filled = (
             0.0  # share of its ring that a rank wrote between the last two polls; more than 1: some was lost
@@ -144,6 +146,8 @@ class NodeAgent:
         for ring in self._rings:
             clock.extend(ring.track.clock.drain())
         self._log.sync()
+        if (splits := self.microbatches.look()) is not None:
+            self._send(splits)
         self._sequence += 1
         dropped = sum(ring.track.lost + (ring.header.dropped if ring.header else 0) for ring in self._rings)
         return Heartbeat(
@@ -159,6 +163,7 @@ class NodeAgent:
     def again(self) -> list[Message]:
         """What a new controller must hear after the greeting: groups, and findings that still hold."""
         messages: list[Message] = []
+        self.microbatches.again()
         for ring in self._rings:
             ring.told.clear()
         for ring in self._rings:
@@ -240,6 +245,7 @@ class NodeAgent:
     def close(self) -> None:
         """Write what is open, let go who is held."""
         self._holding.close()
+        self.microbatches.close()
         self._log.close()
 
     def _poll_safely(self, ring: _Ring, now_ns: int) -> bool:

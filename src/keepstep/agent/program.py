@@ -166,6 +166,8 @@ class Program:
             self._later(self._probe(message))
         elif isinstance(message, wire.Hold | wire.RunTests | wire.Release):
             self._agent.hold(message)
+        elif isinstance(message, wire.Shares):
+            self._agent.microbatches.order(message)
         elif isinstance(message, wire.BackUp | wire.Located):
             if self._backups is not None:
                 self._backups.received(message)

@@ -56,6 +56,9 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument("--restart-budget", default="", metavar="NAME=N,...", help="restarts within an hour")
     parser.add_argument("--no-validate", action="store_true", help="hold the job only when asked to")
     parser.add_argument(
+        "--mitigate", choices=("off", "advise", "auto"), default="auto", help="slowdowns that last"
+    )
+    parser.add_argument(
         "--restart-hangs", action="store_true", help="have processes ended that hang for sure"
     )
     parser.add_argument("--seat", type=int, default=0, metavar="TOKEN", help="of the launcher beside it")
@@ -83,6 +86,7 @@ def parse(argv: list[str]) -> Options:
         halt_s=arguments.halt_timeout,
         backups=max(0, arguments.backups),
         validate=not arguments.no_validate,
+        mitigate=arguments.mitigate,
         restart_hangs=arguments.restart_hangs,
         restart_budget=limits_of(arguments.restart_budget),
         seat=arguments.seat,

@@ -17,6 +17,7 @@ from keepstep.control.effects import Effect, Say, Send, WriteIncident
 from keepstep.control.hang_case import HangCase
 from keepstep.control.hang_remedy import HangRemedy
 from keepstep.control.locators import Locators
+from keepstep.control.mitigation import Mitigation
 from keepstep.control.questions import Question, Questions, probes_of
 from keepstep.control.reforming import Reforming
 from keepstep.control.rendezvous import MOST_RANKS
@@ -58,6 +59,7 @@ class Cases:
         self.validations = Validations(
             self, self._standstill, lambda peer, answer: self._send((peer,), answer)
         )
+        self.mitigation = Mitigation(self, settings.mitigate, lambda: reforming.incarnation, self._standstill)
         self._hold_number = 0
         self._changes: deque[int] = deque(maxlen=64)
         self._newest_number = 0
@@ -87,6 +89,8 @@ class Cases:
             case.tick(now_s)
         self._tick_remedy(now_s)
         self.validations.tick(peers, now_s)
+        self._sweep()
+        self.mitigation.tick(self._slow, now_s)
         self._sweep()
 
     def end(self, now_s: float) -> None:
@@ -147,7 +151,7 @@ class Cases:
         self._newest_number += 1
         return self._newest_number
 
-    def publish(self, incident: Incident, say: Literal["verdict", "sharper", "closes", ""]) -> None:
+    def publish(self, incident: Incident, say: Literal["verdict", "sharper", "acts", "closes", ""]) -> None:
         self._effect(WriteIncident(incident))
         if say:
             self._effect(Say(incident, say))
@@ -352,6 +356,8 @@ class Cases:
             elif case is not None and case.question == question.number and not case.closed:
                 case.states(question.answers, self._names(question.unanswered), now_s)
         else:
+            if self.mitigation.question == question.number:
+                self.mitigation.profiles(question.answers, now_s)
             for case in self._slow:
                 if case.question == question.number and not case.closed:
                     case.profiles(question.answers, self._names(question.unanswered), now_s)

@@ -63,6 +63,7 @@ from keepstep.wire.messages import (
     Refused,
     Sealed,
     Spare,
+    Splits,
     States,
     Stop,
     Validate,
@@ -228,6 +229,9 @@ class Controller:
         elif isinstance(message, Held | Measured):
             if sender.node is not None:
                 self.cases.validations.told(sender.node, message, now_s)
+        elif isinstance(message, Splits):
+            if sender.node is not None:
+                self.cases.mitigation.told(message, sender.node.ranks)
         elif isinstance(message, Inventory):
             if sender.node is not None and message.node_rank == sender.node.rank:
                 self.backups.heard(sender.node, message)
@@ -375,6 +379,7 @@ class Controller:
             return
         if not join.max_restarts and join.incarnation > self.reforming.incarnation:
             self.cluster.begin_again({})  # by itself, as the launcher of one node does
+            self.cases.mitigation.begin_again()
         placed = self.rendezvous.join(sender.launcher, join, peer, now_s)
         if not placed.refusals:
             self.councils.here(sender.launcher, join.seat)
@@ -430,6 +435,7 @@ class Controller:
                 if len(table) != before:
                     how += f", {len(table)} of {self.rendezvous.most} nodes"
                     self.backups = Backups(self.settings.backups, self.settings.lost_s)
+                self.cases.mitigation.begin_again()
                 self.cases.begin_again(how, now_s)
                 self._answer_joins(order.placed)
             elif isinstance(order, Tell):

@@ -57,7 +57,7 @@ class Desk(Protocol):
         """A number for a new incident, never given out before in this run."""
         ...
 
-    def publish(self, incident: Incident, say: Literal["verdict", "sharper", "closes", ""]) -> None:
+    def publish(self, incident: Incident, say: Literal["verdict", "sharper", "acts", "closes", ""]) -> None:
         """Write the incident and, if wanted, print it."""
         ...
 

@@ -34,10 +34,10 @@ class WriteIncident:
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Print: a whole ``verdict``, one that is ``sharper`` than an earlier one, or the line that ``closes`` it."""
+    """Print: a ``verdict``, one that is ``sharper`` than the last, the newest action, the line that ``closes`` it."""
 
     incident: Incident
-    what: Literal["verdict", "sharper", "closes"]
+    what: Literal["verdict", "sharper", "acts", "closes"]
 
 
 @dataclass(frozen=True, slots=True)

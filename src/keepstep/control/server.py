@@ -36,7 +36,7 @@ from keepstep.control.settings import Settings
 from keepstep.control.status import interval_s, status_of
 from keepstep.core.errors import RunError
 from keepstep.core.incident import Incident
-from keepstep.report.verdict import render, render_closing
+from keepstep.report.verdict import render, render_action, render_closing
 
 logger = logging.getLogger("keepstep.control")
 
@@ -277,6 +277,8 @@ class ControlServer:
         run = spoken(self._options.run_dir)
         if effect.what == "closes":
             text = render_closing(effect.incident, color=self._color)
+        elif effect.what == "acts":
+            text = render_action(effect.incident, color=self._color)
         else:
             text = render(effect.incident, color=self._color, run=run) + "\n"
         if effect.what == "sharper":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from keepstep.core.budgets import Limits
 
@@ -29,6 +30,7 @@ class Settings:
     grace_s: float = 1.0  # from the last launcher's end to our own
     backups: int = 0  # nodes that back up each rank's checkpoints
     validate: bool = True  # hold the job to test devices and links when profiles leave a doubt
+    mitigate: Literal["off", "advise", "auto"] = "auto"  # what is done about slowdowns that last
     restart_budget: Limits = field(default_factory=Limits)
     restart_hangs: bool = False  # have processes ended that hang for sure: the launchers begin again
     seat: int = 0  # token of the launcher beside us; 0: the controller stays where it is

@@ -12,7 +12,7 @@ from statistics import median
 from keepstep.control.desk import Desk, how_to_say, is_traffic, unlocated
 from keepstep.control.profiles import iterations_of
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Culprit, Diagnosis, Incident, Link
+from keepstep.core.incident import Action, Culprit, Diagnosis, Incident, Link
 from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import BlockSummary, IterationSummary, PathProbe, PeerTraffic
 from keepstep.core.validation import Validation
@@ -47,6 +47,9 @@ class SlowCase:
         self._desk = desk
         self.incident = incident
         self.closed = False
+        self.treated = bool(
+            incident and incident.saved_s
+        )  # a remedy is in force: the pace says nothing of the cause
         self.question: int | None = None
         self.probing: int | None = None  # the open question about paths
         self._probes: Sequence[PathProbe] = ()
@@ -113,7 +116,7 @@ class SlowCase:
 
     def relief(self, finding: Finding, now_s: float) -> None:
         """One rank is relieved. A majority of those that were slow closes the case, or the pace of all ranks does."""
-        if finding.rank in self._relieved:
+        if finding.rank in self._relieved or self.treated:
             return
         self._relieved.add(finding.rank)
         if len(self._relief_steps) < _MOST_ONSETS:
@@ -122,6 +125,23 @@ class SlowCase:
             self._close(_middle(self._relief_steps), now_s)
         elif self.question is None:
             self._ask_for_relief(now_s)
+
+    def acted(self, action: Action, instead: Action | None = None, *, say: bool) -> None:
+        """Note what was done about it, ``instead`` of what was noted before."""
+        if self.incident is not None:
+            actions = tuple(one for one in self.incident.actions if one not in (action, instead))
+            self.incident = replace(self.incident, actions=(*actions, action))
+            self._desk.publish(self.incident, "acts" if say else "")
+
+    def saved(self, seconds: float) -> None:
+        """So much training has what was done saved since it was last said."""
+        if self.incident is not None:
+            self.incident = replace(self.incident, saved_s=self.incident.saved_s + seconds)
+
+    def cured(self, step: int, now_s: float) -> None:
+        """What was done about it was taken back at this step, for its cause is gone."""
+        if not self.closed:
+            self._close(step, now_s)
 
     def profiles(self, answers: Sequence[Profile], unanswered: Sequence[str], now_s: float) -> None:
         """Decide with what the agents have sent."""
@@ -323,6 +343,8 @@ class SlowCase:
             ranks_reporting=len({row.rank for row in after}),
             world_size=desk.cluster.known_ranks,
             detected_unix_s=old.detected_unix_s if old else desk.unix_s(now_s),
+            actions=old.actions if old else (),
+            saved_s=old.saved_s if old else 0.0,
         )
         self.incident = incident
         with suppress(Exception):  # without them the verdict is as sharp as it is
@@ -367,8 +389,16 @@ class SlowCase:
                 return  # a lone rank's slowdown that went by itself
             old = self._transient(now_s)
         status = "transient" if not old.culprits and not self._looks else "relieved"
+        lost_s = None
+        if old.iteration_before_s and old.iteration_after_s and old.onset_step is not None:
+            steps = max(relief_step - old.onset_step, 0)
+            lost_s = max(steps * (old.iteration_after_s - old.iteration_before_s) - old.saved_s, 0.0)
         self.incident = replace(
-            old, relief_step=relief_step, status=status, closed_unix_s=self._desk.unix_s(now_s)
+            old,
+            relief_step=relief_step,
+            status=status,
+            closed_unix_s=self._desk.unix_s(now_s),
+            lost_s=lost_s,
         )
         self._desk.publish(self.incident, "closes")
 
@@ -396,7 +426,12 @@ class SlowCase:
     def _watch_pace(self, now_s: float) -> None:
         """Relief by heartbeats alone, for agents that began anew and do not know that it was slow."""
         incident = self.incident
-        if incident is None or not incident.iteration_before_s or not incident.iteration_after_s:
+        if (
+            self.treated
+            or incident is None
+            or not incident.iteration_before_s
+            or not incident.iteration_after_s
+        ):
             return
         times: list[float] = []
         for node in list(self._desk.cluster.nodes.values())[:_PACE_NODES]:

@@ -94,4 +94,6 @@ class Incident:
     closed_unix_s: float | None = None
     incarnation: int = 0  # of the job, in which it began
     recovery: Recovery | None = None
+    lost_s: float | None = None  # seconds of training that a slowdown that is over has cost the job
+    saved_s: float = 0.0  # and would have cost besides, without what was done
     schema: int = INCIDENT_SCHEMA

@@ -190,6 +190,7 @@ def controller_command(
         *(("--layout", job.layout) if job.layout else ()),
         *(("--restart-budget", as_text(job.restart_budget)) if job.max_restarts else ()),
         *(() if job.validate else ("--no-validate",)),
+        *(("--mitigate", job.mitigate) if job.mitigate != "auto" else ()),
         *(("--restart-hangs",) if job.restart_hangs else ()),
         *(("--backups", str(job.checkpoint_backups)) if backups else ()),
         *(("--seat", str(seat), "--term", str(term)) if seat else ()),

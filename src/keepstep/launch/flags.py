@@ -163,6 +163,8 @@ def _add_own(group: Any) -> None:
     group.add_argument("--check", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "never hold the job by itself to test devices and links"
     group.add_argument("--no-validate", dest="validate", action="store_false", default=None, help=text)
+    text = "a slowdown that lasts: do what pays (auto), only say what would (advise), or nothing (off)"
+    group.add_argument("--mitigate", metavar="auto|advise|off", help=text)
     text = "a process that hangs for sure is ended (restart, where --max-restarts allows), or only told of (report)"
     group.add_argument("--on-hang", metavar="restart|report", help=text)
     group.add_argument("--secret-file", metavar="FILE", help="secret shared by the nodes (0600)")

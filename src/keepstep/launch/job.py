@@ -31,6 +31,7 @@ _OWN_FLAGS = (
     "watch",
     "check",
     "validate",
+    "mitigate",
     "on_hang",
     "secret_file",
     "tls_cert",
@@ -140,6 +141,7 @@ class Job:
     watch: bool
     check: bool  # check nodes before the start and after failures
     validate: bool  # hold the job and test devices and links when in doubt
+    mitigate: str  # what is done about slowdowns that last: off, advise, auto
     restart_hangs: bool  # a process that hangs for sure is ended
     secret_file: Path | None
     tls: Tls | None
@@ -224,6 +226,7 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         watch=bool(value["watch"]),
         check=bool(value["check"]),
         validate=bool(value["validate"]),
+        mitigate=_mitigate(str(value["mitigate"]).strip()),
         restart_hangs=_on_hang(str(value["on_hang"]).strip()) and given.max_restarts > 0,
         secret_file=Path(str(value["secret_file"])).absolute() if value["secret_file"] else None,
         tls=_tls(value),
@@ -247,6 +250,12 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         remarks=tuple(flags.without_meaning(given)),
         warnings=_warnings(given),
     )
+
+
+def _mitigate(text: str) -> str:
+    if text not in ("off", "advise", "auto"):
+        raise UsageError(f"--mitigate {text}: say auto, advise or off")
+    return text
 
 
 def _on_hang(text: str) -> bool:

@@ -12,6 +12,7 @@ from keepstep.launch.job import Job, interpreter
 RUN_DIR = "KEEPSTEP_RUN_DIR"
 RING = "KEEPSTEP_RING"
 ORDERS = "KEEPSTEP_ORDERS"
+MICROBATCHES = "KEEPSTEP_MICROBATCHES"  # replicas' shares of them may be ordered
 LINKS = "KEEPSTEP_LINKS"
 INCARNATION = "KEEPSTEP_INCARNATION"
 CACHE = "KEEPSTEP_CACHE"
@@ -116,6 +117,8 @@ def worker_environment(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         **{name: environ.get(name, "1") for name in GLOO_IN_BATCHES},
     }
+    if job.watch and job.mitigate == "auto":
+        result[MICROBATCHES] = "1"
     if job.virtual_local_rank:
         result["LOCAL_RANK"] = "0"
         result["CUDA_VISIBLE_DEVICES"] = _own_device(local_rank, environ)

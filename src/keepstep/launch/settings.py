@@ -10,6 +10,9 @@ SETTINGS = (
     Setting("run", "check", True, "check nodes before the start and after failures (flag --no-check)"),
     Setting("run", "validate", True, "hold the job for seconds to test devices and links when in doubt"),
     Setting(
+        "run", "mitigate", "auto", "auto: do what pays about a slowdown that lasts; advise: only say it; off"
+    ),
+    Setting(
         "run",
         "on_hang",
         "restart",

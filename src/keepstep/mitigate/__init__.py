@@ -1,5 +1,7 @@
-"""Which remedy pays, and how is it to be done? Pure: numpy, no torch, no I/O, no clock."""
+"""Which remedy of a slowdown pays. Pure: measurements in, decisions out."""
 
 from keepstep.mitigate.microbatches import allocate_microbatches
+from keepstep.mitigate.planner import Planner, Remedy
+from keepstep.mitigate.replicas import Replicas, measure
 
-__all__ = ["allocate_microbatches"]
+__all__ = ["Planner", "Remedy", "Replicas", "allocate_microbatches", "measure"]

@@ -1,7 +1,7 @@
 """Remedy S2 (GREYHOUND §5.2): slow data-parallel groups get fewer micro-batches, so that all end together.
 
 The paper minimises the variance of the groups' times with a quadratic solver; what an iteration takes is their maximum,
-and that has an exact solution without one. One micro-batch more costs group *i* up to ``k * seconds[i]`` for its k-th:
+and that has an exact solution without one. With its k-th micro-batch group *i* takes ``fixed[i] + k * seconds[i]``:
 each group offers these in ascending order, and the best allocation is the cheapest offers of all.
 """
 
@@ -22,19 +22,23 @@ def allocate_microbatches(
     total: int,
     multiple_of: int = 1,
     at_most: int | Sequence[int] | None = None,
+    fixed_seconds: Sequence[float] | None = None,
 ) -> list[int]:
     """How many of ``total`` micro-batches each group takes, so that the slowest of them is done as early as possible.
 
     Every group takes at least ``multiple_of``, and a multiple of it (the stages of a pipeline, where its schedule asks
-    for that); at most ``at_most``, of all or of each. Exact; among equally good ones the time of the groups that do
-    not decide is small, too. Raises ValueError, in one line, when there is no such allocation.
+    for that); at most ``at_most``, of all or of each. ``fixed_seconds``: what a group takes besides, however few it
+    has (the filling of a pipeline, the optimizer). Exact; among equally good ones the time of the groups that do not
+    decide is small, too. Raises ValueError, in one line, when there is no such allocation.
     """
     seconds = np.asarray(seconds_per_microbatch, dtype=np.float64)
     if seconds.ndim != 1 or not len(seconds):
         raise ValueError("seconds_per_microbatch: one number for each group is needed")
-    if not (np.isfinite(seconds).all() and (seconds > 0).all()):
-        worst = int(np.flatnonzero(~(np.isfinite(seconds) & (seconds > 0)))[0])
-        raise ValueError(f"seconds_per_microbatch: {seconds[worst]} of group {worst} is not a time")
+    _check("seconds_per_microbatch", seconds, seconds > 0)
+    fixed = np.zeros_like(seconds) if fixed_seconds is None else np.asarray(fixed_seconds, dtype=np.float64)
+    if fixed.shape != seconds.shape:
+        raise ValueError(f"fixed_seconds: {fixed.size} numbers for {len(seconds)} groups")
+    _check("fixed_seconds", fixed, fixed >= 0)
     if multiple_of < 1 or total < 0 or total % multiple_of:
         raise ValueError(f"{total} micro-batches are not a multiple of {multiple_of}")
     units = total // multiple_of
@@ -47,7 +51,13 @@ def allocate_microbatches(
         raise ValueError(
             f"{total} micro-batches do not fit: the groups take {room * multiple_of} at most, by at_most"
         )
-    return (_cheapest(seconds, units, most) * multiple_of).tolist()
+    return (_cheapest(seconds * multiple_of, fixed, units, most) * multiple_of).tolist()
+
+
+def _check(name: str, times: npt.NDArray[np.float64], possible: npt.NDArray[np.bool_]) -> None:
+    wrong = np.flatnonzero(~(np.isfinite(times) & possible))
+    if len(wrong):
+        raise ValueError(f"{name}: {times[wrong[0]]} of group {wrong[0]} is not a time")
 
 
 def _at_most(
@@ -68,16 +78,19 @@ def _at_most(
 
 
 def _cheapest(
-    seconds: npt.NDArray[np.float64], units: int, most: npt.NDArray[np.int64]
+    seconds: npt.NDArray[np.float64],
+    fixed: npt.NDArray[np.float64],
+    units: int,
+    most: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int64]:
     """The ``units`` cheapest offers, one of each group among them: how many of each group."""
     taken = np.ones(len(seconds), dtype=np.int64)
-    low, high = 0.0, float((most * seconds).max())
+    low, high = 0.0, float((fixed + most * seconds).max())
     for _ in range(_HALVINGS):
         if units - int(taken.sum()) <= _FEW:
             break
         middle = (low + high) / 2
-        offered = _within(middle, seconds, most)
+        offered = _within(middle - fixed, seconds, most)
         if int(offered.sum()) <= units:
             low, taken = middle, offered
         else:
@@ -85,7 +98,7 @@ def _cheapest(
     left = units - int(taken.sum())
     if not left:
         return taken
-    following = np.where(taken < most, (taken + 1) * seconds, np.inf)
+    following = np.where(taken < most, fixed + (taken + 1) * seconds, np.inf)
     # What is left comes from the groups whose next offers are the cheapest.
     cheapest = np.argpartition(following, min(left, len(seconds)) - 1)[:left]
     offers = [(float(following[place]), int(place)) for place in cheapest]
@@ -94,16 +107,16 @@ def _cheapest(
         _, place = offers[0]
         taken[place] += 1
         if taken[place] < most[place]:
-            heapq.heapreplace(offers, (float((taken[place] + 1) * seconds[place]), place))
+            heapq.heapreplace(offers, (float(fixed[place] + (taken[place] + 1) * seconds[place]), place))
         else:
             heapq.heappop(offers)
     return taken
 
 
 def _within(
-    limit: float, seconds: npt.NDArray[np.float64], most: npt.NDArray[np.int64]
+    limit: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64], most: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """How many offers of each group cost ``limit`` at most, and at least one."""
+    """How many offers of each group cost its ``limit`` at most, and at least one."""
     count = np.minimum(np.floor(limit / seconds), most)
     count -= count * seconds > limit  # the division rounds
     return np.maximum(count, 1).astype(np.int64)

@@ -52,6 +52,14 @@ def render_closing(incident: Incident, *, color: bool = False) -> str:
     return f"\x1b[32;1m{line[:_LABEL]}\x1b[0m{line[_LABEL:]}" if color else line
 
 
+def render_action(incident: Incident, *, color: bool = False) -> str:
+    """The newest of what was done about an incident."""
+    action = incident.actions[-1]
+    text = f"{action.name}, {action.detail}" if action.detail else action.name
+    lines = _wrapped("ACTION", f"incident {incident.number:04d}  {text}")
+    return "\n".join(_colored(line) if color else line for line in lines)
+
+
 def _line(label: str, text: str) -> str:
     # A worker's error message is part of it: nothing in that may move the terminal's cursor.
     shown = "".join(char if char.isprintable() else " " for char in text)
@@ -189,12 +197,22 @@ def _closing(incident: Incident) -> str:
         return "gone before it was located"
     at = f"step {incident.relief_step}" if incident.relief_step is not None else "unknown step"
     if incident.kind == "slow" and incident.onset_step is not None and incident.relief_step is not None:
-        return f"{at}  over after {incident.relief_step - incident.onset_step} steps"
+        text = f"{at}  over after {incident.relief_step - incident.onset_step} steps"
+        if incident.lost_s is not None:
+            text += f", {_accelerator_time(incident.lost_s * incident.world_size)} lost"
+        if incident.saved_s:
+            text += f", {_accelerator_time(incident.saved_s * incident.world_size)} saved"
+        return text
     if incident.recovery is not None:
         return f"{at}  training again {_seconds(incident.recovery.seconds)} after it"
     if incident.stuck_s is not None:
         return f"{at}  over after {incident.stuck_s:.0f} s"
     return f"{at}  over"
+
+
+def _accelerator_time(seconds: float) -> str:
+    """Of all ranks together."""
+    return f"{seconds / 3600:.3g} GPU-hours" if seconds >= 360 else f"{seconds:.3g} GPU-seconds"
 
 
 def _seconds(value: float) -> str:

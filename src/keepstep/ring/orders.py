@@ -1,8 +1,8 @@
-"""The orders page of one rank: a few words in shared memory through which its agent holds the training for a while.
+"""The orders page of one rank: shared memory through which its agent orders a hold, or shares of micro-batches.
 
 Like a ring it lives in a memfd of the launcher, reached as ``/proc/PID/fd/N``. The agent writes the upper half of the
-words and the tests, the worker the lower half and its report. Each word has one writer; each body carries the number
-that it belongs to, so that one which is torn or old is refused by its reader.
+words, the tests and the shares of micro-batches; the worker the lower half, its report and its split. Each word has one
+writer; each body carries the number that it belongs to, so that one which is torn or old is refused by its reader.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, cast
 
 from keepstep.core.errors import RingError
 
-PAGE_BYTES = 65536
-MOST_BODY_BYTES = 30_000
+PAGE_BYTES = 262_144
 MOST_LEASE_S = 10.0  # no lease is longer, whatever was ordered
 
 _MAGIC = 0x4B53_4F52_4445_5231  # "KSORDER1"
-_BODIES = (4096, 36864)  # where the agent's and the worker's begin
+_TESTS, _REPORT, _SHARES, _SPLIT = range(4)
+_BODIES = (4096, 36864, 65536, 245_760, PAGE_BYTES)  # where each begins, after which bytes are the next one's
 
 
 class Word(IntEnum):
@@ -33,11 +33,13 @@ class Word(IntEnum):
     LEASE_NS = 3  # CLOCK_MONOTONIC up to which the hold may last
     TESTS = 4  # number of the tests that are ordered; 0: none
     TIMES_NS = 5  # CLOCK_MONOTONIC up to which the NCCL shim takes the GPU's times of calls; 0: not
+    SHARES = 6  # number of the shares of micro-batches that are ordered; 0: none
     STATE = 16  # a State of hold ACK
     ACK = 17
     STEPS = 18  # optimizer steps when the state was written
     REPORT = 19  # number of the tests whose report is there
     COUNT = 20  # optimizer steps so far, written at the end of each: outlives the worker
+    SPLIT = 21  # how often the worker has told how micro-batches are divided
 
 
 class State(IntEnum):
@@ -127,23 +129,46 @@ class OrdersPage:
 
     def put_tests(self, number: int, body: dict[str, Any]) -> None:
         """Agent: tests for the rank to run while it is held. Raises RingError when they are too many."""
-        self._put(0, number, body)
+        self._put(_TESTS, number, body)
         self.words[Word.TESTS] = number
 
     def tests(self) -> tuple[int, dict[str, Any]] | None:
         """Worker: the tests that are ordered, with their number."""
         number = self.words[Word.TESTS]
-        body = self._get(0, number) if number else None
+        body = self._get(_TESTS, number) if number else None
         return None if body is None else (number, body)
 
     def put_report(self, number: int, body: dict[str, Any]) -> None:
         """Worker: something for the agent (its endpoint under the hold's number, figures under the tests')."""
-        self._put(1, number, body)
+        self._put(_REPORT, number, body)
         self.words[Word.REPORT] = number
 
     def report(self, number: int) -> dict[str, Any] | None:
         """Agent: the worker's report under ``number``; None while there is none."""
-        return self._get(1, number) if self.words[Word.REPORT] == number else None
+        return self._get(_REPORT, number) if self.words[Word.REPORT] == number else None
+
+    def put_shares(self, number: int, body: dict[str, Any]) -> None:
+        """Agent: micro-batches for each replica. Raises RingError when they are too many."""
+        self._put(_SHARES, number, body)
+        self.words[Word.SHARES] = number
+
+    def shares(self) -> tuple[int, dict[str, Any]] | None:
+        """Worker: the shares that are ordered, with their number."""
+        number = self.words[Word.SHARES]
+        body = self._get(_SHARES, number) if number else None
+        return None if body is None else (number, body)
+
+    def put_split(self, body: dict[str, Any]) -> None:
+        """Worker: how it divides micro-batches from now on."""
+        number = self.words[Word.SPLIT] + 1
+        self._put(_SPLIT, number, body)
+        self.words[Word.SPLIT] = number
+
+    def split(self, told: int) -> tuple[int, dict[str, Any]] | None:
+        """Agent: what the worker has put, with its number, unless that is ``told``."""
+        number = self.words[Word.SPLIT]
+        body = self._get(_SPLIT, number) if number != told else None
+        return None if body is None else (number, body)
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -152,16 +177,16 @@ class OrdersPage:
 
     def _put(self, place: int, number: int, body: dict[str, Any]) -> None:
         text = json.dumps({"number": number, "body": body}, separators=(",", ":")).encode()
-        if len(text) > MOST_BODY_BYTES:
-            raise RingError(f"{len(text)} bytes do not fit on an orders page ({MOST_BODY_BYTES})")
-        begin = _BODIES[place]
+        begin, most = _BODIES[place], _room(place)
+        if len(text) > most:
+            raise RingError(f"{len(text)} bytes do not fit on an orders page ({most})")
         self._map[begin + 8 : begin + 8 + len(text)] = text
         self._map[begin : begin + 8] = len(text).to_bytes(8, "little")
 
     def _get(self, place: int, number: int) -> dict[str, Any] | None:
         begin = _BODIES[place]
         length = int.from_bytes(self._map[begin : begin + 8], "little")
-        if length > MOST_BODY_BYTES:
+        if length > _room(place):
             return None
         try:
             found: Any = json.loads(self._map[begin + 8 : begin + 8 + length])
@@ -174,3 +199,8 @@ class OrdersPage:
         return (
             cast("dict[str, Any]", body) if known.get("number") == number and isinstance(body, dict) else None
         )
+
+
+def _room(place: int) -> int:
+    """Bytes that a body may have."""
+    return _BODIES[place + 1] - _BODIES[place] - 8

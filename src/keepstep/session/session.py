@@ -15,7 +15,9 @@ import torch
 
 from keepstep import checkpoint
 from keepstep.core.errors import CheckpointError
+from keepstep.core.microbatches import objection, share_of
 from keepstep.session import groups
+from keepstep.session.shares import Shares
 from keepstep.session.staying import Left, Staying, staying
 
 P = ParamSpec("P")
@@ -31,8 +33,8 @@ class Session:
         incarnation: how often the job has begun again, from 0.
         state: what is saved after each step, by name: what `restore` was given, and ``random``.
         step: the one that `steps` is at; -1 before.
-        weight: of the loss of each of the step's `microbatches`: then the gradients that data-parallel ranks average
-            are those of the mean over the global batch, whatever share each rank has.
+        weight: of the loss of each of the step's `microbatches`: then the gradients that replicas average are those of
+            the mean over the global batch, whatever share each of them has.
     """
 
     def __init__(self, staying: Staying | None = None) -> None:
@@ -43,6 +45,7 @@ class Session:
         self._staying = staying
         self.step = -1
         self.weight = 1.0
+        self._shares: Shares | None = None
 
     def restore(self, **state: Any) -> int:
         """Bring back the newest step that all ranks can have, into ``state``; returns how many steps are done.
@@ -82,30 +85,65 @@ class Session:
                     raise Left
                 checkpoint.save(self.state, step + 1)
             checkpoint.wait()
+            if self._shares is not None:
+                self._shares.finish()
         finally:
             if not (self._staying and self._staying.is_over):
                 groups.until_quiet()  # groups may go next: torch joins their threads with the interpreter locked
 
-    def microbatches(self, count: int, model: Any = None, *, seed: int = 0) -> Iterator[int]:
-        """The numbers of those of the step's ``count`` micro-batches that this rank computes.
+    def share(
+        self,
+        count: int,
+        replica: int | None = None,
+        replicas: int | None = None,
+        *,
+        multiple_of: int = 1,
+        at_most: int | None = None,
+    ) -> range:
+        """The numbers of those of the step's ``count`` micro-batches that this rank's replica of the model computes.
 
-        All ranks are data-parallel. Together they compute 0 to ``count - 1``, however many they are; shares differ by
-        one at most. A `DistributedDataParallel` ``model`` averages gradients in the last backward only. Before each
-        micro-batch Python's, numpy's and torch's random numbers begin anew with ``seed``, the step and its number, so
-        that it draws the same on whatever rank, and after the last all ranks draw the same.
+        Called once a step, by all ranks alike but for ``replica``. Together the replicas compute 0 to ``count - 1``.
+        Their shares differ by ``multiple_of`` at most, unless one of them is slow and keepstep may act on that.
+
+        Args:
+            count: of all replicas together.
+            replica: that this rank is part of, from 0; without it, and ``replicas``, each rank is one.
+            replicas: how many there are: the data-parallel size.
+            multiple_of: what each share has to be a multiple of, for a pipeline whose schedule asks for that.
+            at_most: the largest share that fits into memory.
 
         Raises:
-            ValueError: there are fewer micro-batches than ranks.
+            ValueError: there are too few micro-batches for the replicas, or too many.
         """
-        if count < self.world_size:
-            raise ValueError(
-                f"{count} micro-batches for {self.world_size} ranks: each needs one; make them smaller, and more"
-            )
-        self.weight = self.world_size / count
-        first, end = (share * count // self.world_size for share in (self.rank, self.rank + 1))
-        for number in range(first, end):
+        if replica is None or replicas is None:
+            replica, replicas = self.rank, self.world_size
+        if why := objection(count, replicas, multiple_of, at_most or 0):
+            raise ValueError(why)
+        if not 0 <= replica < replicas:
+            raise ValueError(f"replica {replica} is none of 0 to {replicas - 1}")
+        if self._shares is None:
+            self._shares = Shares(self.rank, self.incarnation)
+        self.weight = replicas / count
+        shares = self._shares.of(self.step, count, replica, replicas, multiple_of, at_most or 0)
+        return share_of(replica, shares)
+
+    def microbatches(
+        self, count: int, model: Any = None, *, seed: int = 0, at_most: int | None = None
+    ) -> Iterator[int]:
+        """The numbers of those of the step's ``count`` micro-batches that this rank computes.
+
+        All ranks are data-parallel: a `share` for each. A `DistributedDataParallel` ``model`` averages gradients in
+        the last backward only. Before each micro-batch Python's, numpy's and torch's random numbers begin anew with
+        ``seed``, the step and its number, so that it draws the same on whatever rank, and after the last all ranks
+        draw the same.
+
+        Raises:
+            ValueError: there are fewer micro-batches than ranks, or more than ``at_most`` for each.
+        """
+        own = self.share(count, at_most=at_most)
+        for number in own:
             _begin_randomness(f"{seed}/{self.step}/{number}")
-            alone = number < end - 1 and hasattr(model, "no_sync")
+            alone = number < own[-1] and hasattr(model, "no_sync")
             with model.no_sync() if alone else nullcontext():
                 yield number
         _begin_randomness(f"{seed}/{self.step}")

@@ -11,6 +11,7 @@ import msgspec
 
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Recovery
+from keepstep.core.microbatches import Split
 from keepstep.core.summary import (
     BlockSummary,
     ClockSample,
@@ -33,6 +34,7 @@ LEAST_HOLD_S, MOST_HOLD_S = 5.0, 20.0  # of a validation
 MOST_LABEL = 100  # characters of a failure domain's name
 MOST_SEATS = 7  # of a council
 MOST_TABLE = 1 << 16  # rows of a rank table: nodes
+MOST_REPLICAS = 1 << 14  # of a model
 
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 _Ranks = Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
@@ -464,6 +466,22 @@ class Release(Message, frozen=True):
     number: int
 
 
+class Splits(Message, frozen=True):
+    """How ranks of a node divide micro-batches: told when it has changed."""
+
+    node_rank: int
+    ranks: Annotated[tuple[Split, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
+
+
+class Shares(Message, frozen=True):
+    """Micro-batches of each replica, for the job's first rank, which tells the others. Numbers of a run only grow."""
+
+    number: int
+    rank: _Rank
+    incarnation: int
+    shares: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MOST_REPLICAS)]
+
+
 class Pull(msgspec.Struct, frozen=True, array_like=True):
     """Ranks whose states of the target are to be brought, and where nodes that have them give them, the best first."""
 
@@ -550,6 +568,7 @@ AgentMessage = (
     | Probed
     | Held
     | Measured
+    | Splits
     | Inventory
     | Locate
     | Bye
@@ -571,6 +590,7 @@ ToNode = (
     | Hold
     | RunTests
     | Release
+    | Shares
     | BackUp
     | Located
     | Validated

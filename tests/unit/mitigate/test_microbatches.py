@@ -14,8 +14,9 @@ from keepstep.mitigate import allocate_microbatches
 seconds = st.one_of(st.floats(1e-4, 1e4), st.sampled_from([0.1, 0.2, 0.3, 1.0, 3.0]))
 
 
-def slowest(counts: list[int], times: list[float]) -> float:
-    return max(count * time for count, time in zip(counts, times, strict=True))
+def slowest(counts: list[int], times: list[float], fixed: list[float] | None = None) -> float:
+    begun = fixed or [0.0] * len(times)
+    return max(own + count * time for count, time, own in zip(counts, times, begun, strict=True))
 
 
 def every_allocation(total: int, multiple_of: int, most: list[int]) -> list[list[int]]:
@@ -34,16 +35,20 @@ def test_no_allocation_is_better(data: st.DataObject) -> None:
         | st.lists(st.integers(1, 20), min_size=len(times), max_size=len(times)),
         label="at_most",
     )
+    fixed = data.draw(
+        st.none() | st.lists(st.floats(0, 100), min_size=len(times), max_size=len(times)), label="fixed"
+    )
     most = [total] * len(times) if at_most is None else at_most
     most = [most] * len(times) if isinstance(most, int) else most
     possible = every_allocation(total, multiple_of, most)
     if not possible:
         with pytest.raises(ValueError, match=r"^[^\n]+$"):
-            allocate_microbatches(times, total, multiple_of, at_most)
+            allocate_microbatches(times, total, multiple_of, at_most, fixed)
         return
-    found = allocate_microbatches(times, total, multiple_of, at_most)
+    found = allocate_microbatches(times, total, multiple_of, at_most, fixed)
     assert found in possible
-    assert slowest(found, times) == min(slowest(one, times) for one in possible)
+    best = min(slowest(one, times, fixed) for one in possible)
+    assert slowest(found, times, fixed) == pytest.approx(best, rel=1e-12)
 
 
 @given(

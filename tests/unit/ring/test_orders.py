@@ -10,7 +10,7 @@ import pytest
 
 from keepstep.core.errors import RingError
 from keepstep.ring import orders
-from keepstep.ring.orders import MOST_BODY_BYTES, OrdersPage, State, Word
+from keepstep.ring.orders import OrdersPage, State, Word
 
 
 @pytest.fixture
@@ -79,7 +79,24 @@ def test_a_damaged_body_is_none(sides: tuple[OrdersPage, OrdersPage], damage: by
 
 def test_a_body_that_does_not_fit_is_refused(sides: tuple[OrdersPage, OrdersPage]) -> None:
     with pytest.raises(RingError, match="do not fit"):
-        sides[0].put_tests(1, {"text": "x" * MOST_BODY_BYTES})
+        sides[0].put_tests(1, {"text": "x" * 40_000})
+    sides[1].put_report(1, {"text": "x" * 28_000})
+    with pytest.raises(RingError, match="do not fit"):
+        sides[1].put_report(1, {"text": "x" * 29_000})
+
+
+def test_shares_of_the_largest_job_fit_beside_all_else(sides: tuple[OrdersPage, OrdersPage]) -> None:
+    agent, worker = sides
+    assert worker.shares() is None
+    assert agent.split(0) is None
+    worker.put_report(1, {"text": "x" * 28_000})
+    agent.put_shares(3, {"shares": [1_000_000] * 16_384})
+    worker.put_split({"count": 64})
+    worker.put_split({"count": 32})
+    assert worker.shares() == (3, {"shares": [1_000_000] * 16_384})
+    assert agent.split(0) == (2, {"count": 32})
+    assert agent.split(2) is None
+    assert agent.report(1) == {"text": "x" * 28_000}
 
 
 def test_what_is_no_page_is_refused(tmp_path: os.PathLike[str]) -> None:

@@ -55,7 +55,7 @@ def test_every_micro_batch_is_computed_once_and_shares_are_even(world_size: int,
 def test_fewer_micro_batches_than_ranks_are_refused() -> None:
     session = keepstep.Session()
     session.world_size = 4
-    with pytest.raises(ValueError, match="3 micro-batches for 4 ranks"):
+    with pytest.raises(ValueError, match="3 micro-batches for 4 replicas"):
         next(session.microbatches(3))
 
 

@@ -1,0 +1,142 @@
+"""What is done about a slowdown, and when: remedies in the order and at the losses that `ski_rental` chooses."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from keepstep.mitigate.ski_rental import RATIO, Offer, Schedule, optimum, schedule
+
+_LEAST_SAVING = 0.05  # of the iteration time: less is within its noise
+_CHANGED = 0.1  # of a rate: a schedule is made anew
+_LIVES = 256  # durations that are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What could be done: what it costs once (seconds of training), and what an iteration would take after it."""
+
+    name: str
+    cost_s: float
+    iteration_s: float
+
+
+class Planner:
+    """Of one job. Slowdowns that overlap are one: remedies act on the job as a whole.
+
+    `look` as often as there is something new; it never names what was refused, until the slowdown is over.
+    """
+
+    def __init__(self) -> None:
+        self._durations: deque[float] = deque(maxlen=_LIVES)
+        self._credit_s = 0.0
+        self._spent_s = 0.0  # on this slowdown: loss, and remedies
+        self._lost_s = 0.0
+        self._since_s: float | None = None
+        self._looked_s = 0.0
+        self._applied: list[str] = []
+        self._refused: set[str] = set()
+        self._made_for: tuple[float, tuple[tuple[str, float, float], ...]] = (0.0, ())
+        self._schedule = Schedule((), 1.0)
+        self._optimum: tuple[float, list[Offer]] = (0.0, [])
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds of training lost to this slowdown so far, remedies' costs left out."""
+        return self._lost_s
+
+    def look(
+        self, now_s: float, began_s: float, healthy_s: float, iteration_s: float, untreated_s: float,
+        remedies: Mapping[str, Remedy],
+    ) -> Remedy | None:  # fmt: skip
+        """The remedy to apply now, if any.
+
+        Args:
+            now_s: any clock that only grows.
+            began_s: when the slowdown began, on that clock.
+            healthy_s: what an iteration took before.
+            iteration_s: what it takes now.
+            untreated_s: what it would take without the remedies that are in force.
+            remedies: those that are possible, by name; in force or not.
+        """
+        if self._since_s is None:
+            self._since_s = self._looked_s = min(began_s, now_s)
+        passed_s, self._looked_s = max(now_s - self._looked_s, 0.0), max(now_s, self._looked_s)
+        self._lost_s += passed_s * _rate(healthy_s, iteration_s)
+        self._spent_s += passed_s * _rate(healthy_s, iteration_s)
+        possible = {
+            name: one
+            for name, one in remedies.items()
+            if name not in self._refused and one.iteration_s < (1 - _LEAST_SAVING) * untreated_s
+        }
+        names = sorted(possible)
+        rate = _rate(healthy_s, untreated_s)
+        offers = [
+            Offer(possible[name].cost_s, _rate(healthy_s, possible[name].iteration_s)) for name in names
+        ]
+        made_for = rate, tuple((name, one.cost_s, one.rate) for name, one in zip(names, offers, strict=True))
+        if _differs(made_for, self._made_for):
+            self._made_for = made_for
+            self._schedule = schedule(
+                rate, offers, list(self._durations), self._credit_s + _dearest_s(offers)
+            )
+            self._optimum = rate, offers
+        for threshold_s, place in self._schedule.buys:
+            if place < len(names) and names[place] not in self._applied and self._lost_s >= threshold_s:
+                remedy = possible[names[place]]
+                if remedy.iteration_s < (1 - _LEAST_SAVING) * iteration_s:
+                    return remedy
+        return None
+
+    def applied(self, name: str, cost_s: float) -> None:
+        """It is in force, and has cost so much."""
+        if name not in self._applied:
+            self._applied.append(name)
+        self._spent_s += cost_s
+
+    def refused(self, name: str) -> None:
+        """It cannot be, or has failed: it is not named again while this slowdown lasts."""
+        self._refused.add(name)
+
+    def over(self, now_s: float) -> None:
+        """No cause is left, and no remedy in force."""
+        if self._since_s is None:
+            return
+        lasted_s = max(now_s - self._since_s, 0.0)
+        rate, offers = self._optimum
+        self._durations.append(lasted_s)
+        self._credit_s += RATIO * float(optimum(rate, offers, np.array([lasted_s]))[0]) - self._spent_s
+        self._spent_s = self._lost_s = 0.0
+        self._since_s = None
+        self._applied.clear()
+        self._refused.clear()
+        self._made_for, self._schedule = (0.0, ()), Schedule((), 1.0)
+
+
+def saving_s(remedy: Remedy, iteration_s: float, seconds: float) -> float:
+    """What a remedy saves in so many seconds of an iteration time without it, its cost taken off."""
+    return seconds * (1 - remedy.iteration_s / iteration_s) - remedy.cost_s
+
+
+def _rate(healthy_s: float, iteration_s: float) -> float:
+    """Seconds lost each second."""
+    return max(1 - healthy_s / iteration_s, 0.0) if iteration_s > 0 else 0.0
+
+
+def _dearest_s(offers: list[Offer]) -> float:
+    return max((one.cost_s for one in offers), default=0.0)
+
+
+def _differs(
+    new: tuple[float, tuple[tuple[str, float, float], ...]],
+    old: tuple[float, tuple[tuple[str, float, float], ...]],
+) -> bool:
+    if [name for name, _, _ in new[1]] != [name for name, _, _ in old[1]]:
+        return True
+    pairs = [(new[0], old[0])]
+    for (_, cost, rate), (_, old_cost, old_rate) in zip(new[1], old[1], strict=True):
+        pairs += [(rate, old_rate), (cost, old_cost)]
+    return any(abs(one - other) > _CHANGED * max(abs(one), abs(other), 0.01) for one, other in pairs)

@@ -1,0 +1,94 @@
+"""How fast the replicas of a model are, from what their ranks did in some iterations, and which shares fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from keepstep.core.iteration_table import medians, table_of
+from keepstep.core.microbatches import Split
+from keepstep.core.summary import GroupInfo, IterationSummary
+from keepstep.mitigate.microbatches import allocate_microbatches
+
+_LEAST_S = 1e-7  # of a micro-batch: what was measured is never nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """All replicas, by number: their shares, seconds per micro-batch, and seconds besides.
+
+    ``shared_s``: what an iteration takes beyond the slowest of them, as the reduction of gradients.
+    """
+
+    shares: tuple[int, ...]
+    seconds: tuple[float, ...]
+    fixed_s: tuple[float, ...]
+    shared_s: float
+
+    def iteration_s(self, shares: Sequence[int]) -> float:
+        """What an iteration takes with these shares."""
+        busy = zip(shares, self.seconds, self.fixed_s, strict=True)
+        return self.shared_s + max(share * each + rest for share, each, rest in busy)
+
+    def best(self, multiple_of: int = 1, at_most: int = 0) -> list[int]:
+        """The shares with which it takes least."""
+        return allocate_microbatches(
+            *(self.seconds, sum(self.shares), multiple_of, at_most or None), fixed_seconds=self.fixed_s
+        )
+
+
+def measure(
+    rows: Sequence[IterationSummary], splits: Mapping[int, Split], groups: Mapping[str, GroupInfo]
+) -> Replicas | None:
+    """From iterations in which the shares were those of ``splits`` (by rank); None: some rank is not among them.
+
+    A rank's own time, less its optimizer step, is its micro-batches'. A replica's is that of its slowest rank (the
+    slowest stage of a pipeline); what else it takes until it waits for other replicas (a pipeline's filling, waits
+    among its stages) does not depend on its share.
+    """
+    if not len(rows):
+        return None
+    table = table_of(rows)
+    own, optimizer = medians(rows, "self_s"), medians(rows, "optimizer_s")
+    if not own.keys() >= splits.keys():
+        return None
+    replica_of = {rank: split.replica for rank, split in splits.items()}
+    across = np.array([_is_across(groups.get(name), replica_of) for name in table.names])
+    which, streams = table.flat()
+    waits = np.where(across[streams["group"]], streams["blocked_s"], 0.0)
+    durations = table.column("duration_s")
+    active = _medians(
+        table.column("rank"), durations - np.bincount(which, weights=waits, minlength=len(table))
+    )
+    count = 1 + max(replica_of.values())
+    shares, seconds, fixed = [0] * count, [0.0] * count, [0.0] * count
+    until = [0.0] * count
+    for rank, split in splits.items():
+        place = split.replica
+        shares[place] = split.share
+        seconds[place] = max(seconds[place], (own[rank] - optimizer[rank]) / split.share, _LEAST_S)
+        until[place] = max(until[place], active[rank], own[rank])
+    for place in range(count):
+        if not shares[place]:
+            return None
+        fixed[place] = max(until[place] - shares[place] * seconds[place], 0.0)
+    shared_s = max(float(np.median(durations)) - max(until), 0.0)
+    return Replicas(tuple(shares), tuple(seconds), tuple(fixed), shared_s)
+
+
+def _is_across(group: GroupInfo | None, replica_of: Mapping[int, int]) -> bool:
+    """Whether a group has ranks of several replicas."""
+    if group is None:
+        return False
+    first = replica_of.get(group.members[0]) if group.members else None
+    return any(replica_of.get(rank) != first for rank in group.members)
+
+
+def _medians(ranks: np.ndarray, values: np.ndarray) -> dict[int, float]:
+    order = np.lexsort((values, ranks))
+    known, first, counts = np.unique(ranks[order], return_index=True, return_counts=True)
+    ordered = values[order]
+    middle = (ordered[first + (counts - 1) // 2] + ordered[first + counts // 2]) / 2
+    return dict(zip(known.tolist(), middle.tolist(), strict=True))

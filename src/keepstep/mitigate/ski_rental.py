@@ -1,0 +1,223 @@
+"""When a slowdown has cost so much that a remedy pays, not knowing how long it lasts (GREYHOUND §5.1, algorithm 1).
+
+To go on slowly is to rent, a remedy is to buy. The paper buys each remedy, the cheapest first, when the loss so far
+equals its cost: one pays twice at most what who knows the end would pay. Here that holds, too, but for the sum over
+the job's life: what is left of it by earlier slowdowns that cost less may be ventured on what this job's slowdowns
+teach: they last hours in one job and seconds in another. Where remedies stand in each other's way (the second is not
+cheaper for having bought the first) twice cannot always be kept; then it is the least that can.
+
+Loss and cost are seconds of training: a slowdown from 1 s to 1.5 s an iteration loses a third of a second each second.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+RATIO = 2.0  # to the offline optimum, at worst
+FEW = 10  # slowdowns that say little about the next
+_STEPS = (0.0, 0.5, 1.0, 2.0)  # thresholds tried, in costs of the remedy
+_TOLERANCE = 1e-9
+_CLOSE = 1e-4  # to the smallest ratio
+_HOPELESS = 64.0
+_NEARLY = 0.95
+_LONGER = 4.0
+_ERRORS = 2.0  # standard errors by which a schedule must have been better to be believed
+_AT_ONCE_S, _FOREVER_S = 1e-6, 1e9
+
+_Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a remedy costs, and what the job loses a second while it is in force; rates are from 0 to 1."""
+
+    cost_s: float
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The remedies worth buying, in order: (loss so far in seconds, place among the offers).
+
+    ``ratio``: to the optimum, at worst.
+    """
+
+    buys: tuple[tuple[float, int], ...]
+    ratio: float
+
+
+def plain(rate: float, offers: Sequence[Offer]) -> Schedule:
+    """The paper's: each remedy at a loss that equals its cost, the cheapest first; those that better nothing never."""
+    buys: list[tuple[float, int]] = []
+    best = rate
+    for place in sorted(range(len(offers)), key=lambda one: (offers[one].cost_s, offers[one].rate)):
+        if offers[place].rate < best:
+            best = offers[place].rate
+            buys.append((offers[place].cost_s, place))
+    return Schedule(tuple(buys), worst_ratio(rate, offers, buys))
+
+
+def schedule(
+    rate: float, offers: Sequence[Offer], durations: Sequence[float] = (), credit_s: float = 0.0
+) -> Schedule:
+    """When to buy which remedy of a slowdown that loses ``rate`` a second.
+
+    Args:
+        rate: seconds lost a second while nothing is done.
+        offers: the remedies.
+        durations: seconds that this job's slowdowns have lasted.
+        credit_s: by which all of them together have cost less than `RATIO` times the optimum.
+    """
+    base = plain(rate, offers)
+    orders = _orders(rate, offers)
+    if base.ratio > RATIO + _TOLERANCE:
+        safest = min((_safest(rate, offers, order) for order in orders), key=lambda one: one.ratio)
+        base = safest if safest.ratio < _NEARLY * base.ratio else base
+    if len(durations) < FEW:
+        return base
+    allowed_s = max(credit_s, _excess_s(rate, offers, base.buys)) + _TOLERANCE
+    # The next is longer than all n before it once in n + 1 times; how much longer they do not say.
+    ends = np.array([*durations, _LONGER * max(durations)], dtype=np.float64)
+    usual = paid(rate, offers, base.buys, ends)
+    best, most = base, 0.0
+    for order in orders:
+        choices = [[step * offers[place].cost_s for step in _STEPS] for place in order]
+        for thresholds in itertools.product(*choices):
+            if any(later < earlier for earlier, later in itertools.pairwise(thresholds)):
+                continue
+            buys = tuple(zip(thresholds, order, strict=True))
+            saved = usual - paid(rate, offers, buys, ends)
+            surely = float(saved.mean() - _ERRORS * saved.std() / np.sqrt(len(ends)))
+            if surely > most and _excess_s(rate, offers, buys) <= allowed_s:
+                best, most = Schedule(buys, worst_ratio(rate, offers, buys)), surely
+    return best
+
+
+def paid(rate: float, offers: Sequence[Offer], buys: Sequence[tuple[float, int]], ends: _Array) -> _Array:
+    """What slowdowns that last ``ends`` seconds cost in all: loss, and the remedies bought until then."""
+    total = np.zeros_like(ends)
+    begins, before = 0.0, rate
+    lost = 0.0
+    for threshold, place in buys:
+        if (threshold - lost) > before * _FOREVER_S:
+            break
+        until = begins + ((threshold - lost) / before if threshold > lost else 0.0)
+        total += before * np.minimum(np.maximum(ends - begins, 0.0), until - begins)
+        total += np.where(ends >= until, offers[place].cost_s, 0.0)
+        lost, begins, before = max(threshold, lost), until, offers[place].rate
+    return total + before * np.maximum(ends - begins, 0.0)
+
+
+def optimum(rate: float, offers: Sequence[Offer], ends: _Array) -> _Array:
+    """What one pays who knows the end: nothing is done, or the best remedy for it at once."""
+    lines = [rate * ends, *(one.cost_s + one.rate * ends for one in offers)]
+    return np.min(np.stack(lines), axis=0)
+
+
+def worst_ratio(rate: float, offers: Sequence[Offer], buys: Sequence[tuple[float, int]]) -> float:
+    """The largest of paid over optimum, whenever the slowdown ends."""
+    ends = _moments(rate, offers, buys)
+    costs, least = paid(rate, offers, buys, ends), optimum(rate, offers, ends)
+    return float(np.max(costs / np.maximum(least, 1e-300), initial=1.0))
+
+
+def _excess_s(rate: float, offers: Sequence[Offer], buys: Sequence[tuple[float, int]]) -> float:
+    """By how much more than `RATIO` times the optimum is paid at worst."""
+    ends = _moments(rate, offers, buys)
+    return float(np.max(paid(rate, offers, buys, ends) - RATIO * optimum(rate, offers, ends), initial=0.0))
+
+
+def _moments(rate: float, offers: Sequence[Offer], buys: Sequence[tuple[float, int]]) -> _Array:
+    """Ends of a slowdown at which paid may be furthest from the optimum.
+
+    Between purchases one is linear and the other concave: it is where something is bought, where the optimum
+    changes, or at the end of all times.
+    """
+    if rate <= 0:
+        return np.zeros(0)
+    moments = [_FOREVER_S]
+    for one, other in itertools.combinations([Offer(0.0, rate), *offers], 2):
+        if one.rate != other.rate:
+            moments.append(min((other.cost_s - one.cost_s) / (one.rate - other.rate), _FOREVER_S))
+    begins, before, lost = 0.0, rate, 0.0
+    for threshold, place in buys:
+        if threshold - lost > before * _FOREVER_S:
+            break
+        begins += (threshold - lost) / before if threshold > lost else 0.0
+        lost, before = max(lost, threshold), offers[place].rate
+        moments.append(max(begins, _AT_ONCE_S))
+    return np.array([moment for moment in moments if moment > 0])
+
+
+def _orders(rate: float, offers: Sequence[Offer]) -> list[tuple[int, ...]]:
+    """Orders of purchases of which each betters something."""
+    found: list[tuple[int, ...]] = []
+    ordered = sorted(range(len(offers)), key=lambda one: -offers[one].rate)
+    for count in range(len(offers) + 1):
+        for places in itertools.combinations(ordered, count):
+            rates = [rate, *(offers[place].rate for place in places)]
+            if all(later < earlier for earlier, later in itertools.pairwise(rates)):
+                found.append(places)
+    return found
+
+
+def _safest(rate: float, offers: Sequence[Offer], order: Sequence[int]) -> Schedule:
+    """The thresholds with the smallest ratio for this order of purchases."""
+    low, high = 1.0, 2.0
+    while (found := _eager(rate, offers, order, high)) is None and high < _HOPELESS:
+        low, high = high, 2 * high
+    if found is None:
+        return Schedule((), float("inf"))
+    while high - low > _CLOSE:
+        middle = (low + high) / 2
+        if (better := _eager(rate, offers, order, middle)) is None:
+            low = middle
+        else:
+            found, high = better, middle
+    return Schedule(found, worst_ratio(rate, offers, found))
+
+
+def _eager(
+    rate: float, offers: Sequence[Offer], order: Sequence[int], ratio: float
+) -> tuple[tuple[float, int], ...] | None:
+    """Each purchase as early as this ratio to the optimum allows; None where it does not.
+
+    Earlier is better for all that follows, so no other thresholds keep to a ratio that these do not keep to.
+    """
+    lines = [Offer(0.0, rate), *offers]
+    changes = {0.0}
+    for one, other in itertools.combinations(lines, 2):
+        if one.rate != other.rate:
+            moment = (other.cost_s - one.cost_s) / (one.rate - other.rate)
+            changes.add(min(max(moment, 0.0), _FOREVER_S))
+    bends = sorted(changes)
+    flattest = min(line.rate for line in lines)
+    begins, spent, lost, slope = 0.0, 0.0, 0.0, rate
+    buys: list[tuple[float, int]] = []
+
+    def spare(moment: float, cost_s: float) -> float:
+        least = min(line.cost_s + line.rate * moment for line in lines)
+        return ratio * least - (spent + slope * (moment - begins) + cost_s)
+
+    for place in order:
+        cost_s = offers[place].cost_s
+        points = [begins, *(bend for bend in bends if bend > begins)]
+        at = next((moment for moment in points if spare(moment, cost_s) >= -_TOLERANCE), None)
+        earlier = points[-1] if at is None else max((one for one in points if one < at), default=begins)
+        if at is None:
+            if (grows := ratio * flattest - slope) <= 0:
+                return None
+            at = earlier - spare(earlier, cost_s) / grows
+        elif at > earlier:
+            first, last = spare(earlier, cost_s), spare(at, cost_s)
+            at = earlier + (at - earlier) * (-first / (last - first) if last > first else 1.0)
+        lost += slope * (at - begins)
+        spent += slope * (at - begins) + cost_s
+        begins, slope = at, offers[place].rate
+        buys.append((lost, place))
+    return tuple(buys) if ratio * flattest >= slope - _TOLERANCE else None

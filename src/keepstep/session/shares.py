@@ -1,0 +1,133 @@
+"""The shares of micro-batches that the job's replicas have: equal, or as the controller orders when one is slow.
+
+What is ordered stands on the first rank's orders page. That rank gives it to all others in a broadcast that is begun in
+one step and used in the next: so all divide a step alike, whatever happens to the order on its way, and nobody waits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from keepstep.core.errors import RingError
+from keepstep.core.microbatches import equal_shares, fits
+
+if TYPE_CHECKING:
+    from keepstep.ring.orders import OrdersPage
+
+ORDERED = "KEEPSTEP_MICROBATCHES"  # set to 1 in all workers of a job whose shares may be ordered
+
+
+class Shares:
+    """Of one incarnation of the training."""
+
+    def __init__(self, rank: int, incarnation: int) -> None:
+        self._rank, self._incarnation = rank, incarnation
+        self._page = _page()
+        self._group: Any = _cpu_group() if dist.is_initialized() and dist.get_world_size() > 1 else None
+        self._hears = self._group is not None and _agreed(os.environ.get(ORDERED) == "1", self._group)
+        self._ordered: Sequence[int] = ()
+        self._number = 0
+        self._seen = 0  # number on the page that was read last
+        self._told: dict[str, int] = {}
+        self._news: torch.Tensor | None = None  # number and shares, on their way to the next step
+        self._arrives: Any = None
+
+    def of(
+        self, step: int, count: int, replica: int, replicas: int, multiple_of: int, at_most: int
+    ) -> Sequence[int]:
+        """The shares in ``step``; called once in each, by all ranks."""
+        if self._hears:
+            self._receive()
+        bounds = count, replicas, multiple_of, at_most
+        ordered = bool(self._ordered) and fits(self._ordered, *bounds)
+        if self._hears:
+            self._send(*bounds)
+        shares = self._ordered if ordered else equal_shares(count, replicas, multiple_of)
+        self._tell(
+            step,
+            {
+                "count": count,
+                "replica": replica,
+                "replicas": replicas,
+                "multiple_of": multiple_of,
+                "at_most": at_most,
+                "number": self._number if ordered else 0,
+                "share": shares[replica],
+            },
+        )
+        return shares
+
+    def finish(self) -> None:
+        """The training is over: what is on its way arrives."""
+        if self._hears:
+            self._receive()
+
+    def _receive(self) -> None:
+        if self._arrives is None or self._news is None:
+            return
+        self._arrives.wait()
+        self._arrives = None
+        number, *shares = cast("list[int]", cast("Any", self._news).tolist())
+        if number != self._number:
+            self._number, self._ordered = number, shares
+
+    def _send(self, count: int, replicas: int, multiple_of: int, at_most: int) -> None:
+        if self._news is None or len(self._news) != replicas + 1:
+            self._news = torch.zeros(replicas + 1, dtype=torch.int64)
+        if self._rank == 0 and (found := self._read()) is not None:
+            number, shares = found
+            if fits(shares, count, replicas, multiple_of, at_most):
+                self._news.copy_(torch.tensor([number, *shares], dtype=torch.int64))
+        self._arrives = dist.broadcast(self._news, 0, group=self._group, async_op=True)
+
+    def _read(self) -> tuple[int, list[int]] | None:
+        """What was ordered since the last look."""
+        if self._page is None or (found := self._page.shares()) is None or found[0] == self._seen:
+            return None
+        self._seen, body = found
+        shares = body.get("shares")
+        if body.get("incarnation") != self._incarnation or not isinstance(shares, list):
+            return None
+        numbers = cast("list[Any]", shares)
+        if not all(type(one) is int and 0 < one < 1 << 31 for one in numbers):
+            return None
+        return self._seen, cast("list[int]", numbers)
+
+    def _tell(self, step: int, split: dict[str, int]) -> None:
+        if split != self._told and self._page is not None:
+            self._told = split
+            self._page.put_split({"incarnation": self._incarnation, "step": step, **split})
+
+
+def _page() -> OrdersPage | None:
+    where = os.environ.get("KEEPSTEP_ORDERS")
+    if not where:
+        return None
+    from keepstep.ring.orders import OrdersPage
+
+    try:
+        return OrdersPage(where)
+    except RingError:
+        return None  # the probe has said so
+
+
+def _agreed(wish: bool, group: Any) -> bool:
+    """Whether it is the wish of all ranks: nodes may have been started in different ways."""
+    least = torch.tensor([int(wish)])
+    cast("Any", dist).all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return bool(least)
+
+
+def _cpu_group() -> Any:
+    """One in which tensors in main memory are sent."""
+    world: Any = dist.group.WORLD
+    try:
+        world._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return cast("Any", dist).new_group(backend="gloo")
+    return world
