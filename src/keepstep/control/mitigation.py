@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from keepstep.control.cluster import Node
 from keepstep.control.desk import Desk
 from keepstep.control.profiles import iterations_of
+from keepstep.control.rendezvous import MOST_RANKS
 from keepstep.core.incident import Action
 from keepstep.core.microbatches import Split, equal_shares, fits, objection
 from keepstep.core.ranges import fold_ranks
@@ -45,6 +47,7 @@ class Mitigation:
         self._desk, self._mode = desk, mode
         self._incarnation, self._standstill = incarnation, standstill
         self._splits: dict[int, Split] = {}
+        self._told_of = 0  # the incarnation that they are of
         self._planner: Planner | None = None
         self._ordered: Shares | None = None  # that has not been seen in force
         self._ordered_s = self._ordered_step = 0.0
@@ -56,17 +59,24 @@ class Mitigation:
         self._even_looks = self._unfit_looks = 0
         self._cases: Sequence[SlowCase] = ()
 
-    def told(self, message: Splits, ranks: Sequence[int]) -> None:
-        """How ranks of a node divide micro-batches. ``ranks``: those that the node has."""
+    def told(self, node: Node, message: Splits) -> None:
+        """How ranks of a node divide micro-batches."""
         for split in message.ranks:
+            home = self._desk.cluster.home(split.rank)
             possible = not objection(split.count, split.replicas, split.multiple_of, split.at_most)
             sane = split.replica < split.replicas <= MOST_REPLICAS and 0 < split.share <= split.count
-            if split.rank in ranks and possible and sane and split.incarnation == self._incarnation():
+            if not (possible and sane and split.rank < MOST_RANKS and home in (None, node)):
+                continue
+            if split.incarnation > self._told_of:  # perhaps before the controller knows that it has begun
+                self._told_of = split.incarnation
+                self._splits.clear()
+            if split.incarnation == self._told_of:
                 self._splits[split.rank] = split
 
     def begin_again(self) -> None:
         """The job was formed anew: its shares are equal."""
-        self._splits.clear()
+        if self._told_of < self._incarnation():
+            self._splits.clear()
         self._ordered, self.question, self._expected, self._counted_s = None, None, None, None
         self._even_looks = self._unfit_looks = 0
 
@@ -74,7 +84,7 @@ class Mitigation:
     def in_force(self) -> bool:
         """Whether replicas have shares that were ordered, and are not equal."""
         split = next(iter(self._splits.values()), None)
-        if split is None or not split.number:
+        if split is None or not split.number or self._told_of != self._incarnation():
             return False
         return len({one.share for one in self._splits.values()}) > 1
 
@@ -261,7 +271,7 @@ class Mitigation:
         """Why shares cannot be ordered; "": they can."""
         cluster, splits = self._desk.cluster, self._splits
         absent = [rank for rank in cluster.node_of if rank not in splits]
-        if absent or not splits:
+        if absent or not splits or self._told_of != self._incarnation():
             return (
                 f"ranks {fold_ranks(absent)} do not divide micro-batches by a session"
                 if absent
