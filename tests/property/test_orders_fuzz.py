@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.agent.holding import Holding
+from keepstep.agent.microbatches import Microbatches
 from keepstep.core.validation import RankTests
 from keepstep.ring import orders
 from keepstep.ring.orders import PAGE_BYTES, OrdersPage, Word
-from keepstep.wire import Held, Hold, Measured, RunTests
+from keepstep.wire import Held, Hold, Measured, RunTests, Splits, encode
 
 WORDS = st.integers(0, (1 << 64) - 1)
+JSON = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9)
 
 
 @contextmanager
@@ -49,6 +51,39 @@ def test_an_agent_survives_any_page(writes: list[tuple[int, bytes]], state: int)
         assert isinstance(message, Held | Measured)
         if isinstance(message, Measured):
             assert message.figures.rank == 4
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(245_760, PAGE_BYTES - 64), st.binary(min_size=1, max_size=64)), max_size=6
+    ),
+    st.dictionaries(st.sampled_from(["count", "replica", "share", "incarnation", "x"]), JSON, max_size=4),
+    WORDS,
+)
+@settings(max_examples=150, deadline=None)
+def test_an_agent_tells_a_split_or_none(
+    writes: list[tuple[int, bytes]], changed: dict[str, object], number: int
+) -> None:
+    with page() as (descriptor, worker):
+        microbatches = Microbatches({4: f"/proc/{os.getpid()}/fd/{descriptor}"}, 0)
+        body: dict[str, object] = {
+            "incarnation": 0,
+            "count": 8,
+            "replica": 1,
+            "replicas": 2,
+            "share": 4,
+            "step": 3,
+        }
+        worker.put_split(body | changed)
+        for place, content in writes:
+            os.pwrite(descriptor, content, place)
+        told = [microbatches.look()]
+        worker.words[Word.SPLIT] = number
+        told.append(microbatches.look())
+        microbatches.close()
+    for message in told:
+        assert message is None or isinstance(message, Splits)
+        assert message is None or len(encode(message)) < 200
 
 
 @given(st.binary(max_size=400), WORDS, WORDS)

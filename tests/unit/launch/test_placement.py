@@ -1,5 +1,15 @@
+import pytest
+
+from keepstep.core.errors import UsageError
 from keepstep.launch.job import job_from_command_line
-from keepstep.launch.placement import GLOO_IN_BATCHES, Place, worker_command, worker_environment, worker_plans
+from keepstep.launch.placement import (
+    GLOO_IN_BATCHES,
+    MICROBATCHES,
+    Place,
+    worker_command,
+    worker_environment,
+    worker_plans,
+)
 
 PLACE = Place(node_rank=1, first_rank=2, world_size=6, node_count=3, master_addr="10.0.0.1", master_port=5000)
 
@@ -34,6 +44,14 @@ def test_threads_are_limited_only_where_nobody_else_did() -> None:
         job("--nproc-per-node", "2"), PLACE, 0, {"OMP_NUM_THREADS": "4"}
     )
     assert "OMP_NUM_THREADS" not in worker_environment(job(), PLACE, 0, {})
+
+
+def test_shares_may_be_ordered_where_slowdowns_are_acted_on() -> None:
+    assert worker_environment(job(), PLACE, 0, {})[MICROBATCHES] == "1"
+    for words in (("--mitigate", "advise"), ("--mitigate", "off"), ("--no-watch",)):
+        assert MICROBATCHES not in worker_environment(job(*words), PLACE, 0, {})
+    with pytest.raises(UsageError, match="^--mitigate often: say auto, advise or off$"):
+        job("--mitigate", "often")
 
 
 def test_gloo_reads_addresses_in_batches_unless_told_otherwise() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.core.incident import Action, Culprit, Incident, Link
-from keepstep.report.verdict import WIDTH, render, render_closing
+from keepstep.report.verdict import WIDTH, render, render_action, render_closing
 
 HANG = Incident(
     number=7,
@@ -202,3 +202,35 @@ def test_never_wider_than_a_terminal_and_never_fails(incident: Incident) -> None
     assert lines[0].split()[0] == incident.kind.upper()
     assert lines[-1] == f"next      keepstep report RUN {incident.number:04d}"
     assert len(render_closing(incident)) <= WIDTH
+
+
+def test_an_action_is_said_by_itself() -> None:
+    action = Action(
+        "S2, micro-batches", 0.0, "9 to replicas 0-1,3, 5 to replica 2; expected 0.1 s → 0.07 s " * 2
+    )
+    said = render_action(replace(SLOW, actions=(Action("none"), action))).splitlines()
+    assert said[0].startswith("ACTION    incident 0001  S2, micro-batches, 9 to replicas")
+    assert all(len(line) <= WIDTH for line in said)
+    assert "none" not in "".join(said)
+
+
+@pytest.mark.parametrize(
+    ("lost_s", "saved_s", "says"),
+    [
+        (None, 0.0, "over after 10 steps"),
+        (2.0, 0.0, "over after 10 steps, 8 GPU-seconds lost"),
+        (900.0, 1800.0, "over after 10 steps, 1 GPU-hours lost, 2 GPU-hours saved"),
+    ],
+)
+def test_what_a_slowdown_cost_is_told_in_the_end(lost_s: float | None, saved_s: float, says: str) -> None:
+    assert SLOW.onset_step is not None
+    closed = replace(
+        SLOW,
+        status="relieved",
+        relief_step=SLOW.onset_step + 10,
+        lost_s=lost_s,
+        saved_s=saved_s,
+        world_size=4,
+    )
+    line = render_closing(closed)
+    assert f"step {closed.relief_step}  {says}  incident" in line
