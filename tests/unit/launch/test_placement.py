@@ -50,7 +50,7 @@ def test_shares_may_be_ordered_where_slowdowns_are_acted_on() -> None:
     assert worker_environment(job(), PLACE, 0, {})[MICROBATCHES] == "1"
     for words in (("--mitigate", "advise"), ("--mitigate", "off"), ("--no-watch",)):
         assert MICROBATCHES not in worker_environment(job(*words), PLACE, 0, {})
-    with pytest.raises(UsageError, match="^--mitigate often: say auto, advise or off$"):
+    with pytest.raises(UsageError, match=r"^--mitigate often: say auto, advise or off$"):
         job("--mitigate", "often")
 
 
