@@ -30,6 +30,7 @@ _LEAST_STEPS = 4  # looked at
 _MOST_STEPS = 12
 _LOOK_S = 2.0  # between looks, and as many steps as are looked at
 _WATCH_S = 10.0  # the same while nothing is to be done
+_BETWEEN_S = 0.5
 _AGAIN_S = 1.0  # an order that shows no effect is given again
 _LATE_STEPS, _LATE_S = 16, 30.0  # an order without effect has failed
 _ADJUST = 0.04  # of the iteration time: other shares would be so much better
@@ -56,6 +57,7 @@ class Mitigation:
         self._counted_s: float | None = None  # up to when savings are
         self._looked_s = 0.0
         self._looked_step = -1
+        self._next_s = 0.0
         self._even_looks = self._unfit_looks = 0
         self._cases: Sequence[SlowCase] = ()
 
@@ -77,6 +79,7 @@ class Mitigation:
         """The job was formed anew: its shares are equal."""
         if self._told_of < self._incarnation():
             self._splits.clear()
+        self._looked_step = -1
         self._ordered, self.question, self._expected, self._counted_s = None, None, None, None
         self._even_looks = self._unfit_looks = 0
 
@@ -94,8 +97,14 @@ class Mitigation:
             return
         self._cases = [case for case in cases if case.incident is not None]
         self._tick_order(now_s)
-        if self.question is not None or self._ordered is not None or self._standstill():
+        if (
+            self.question is not None
+            or self._ordered is not None
+            or now_s < self._next_s
+            or self._standstill()
+        ):
             return
+        self._next_s = now_s + _BETWEEN_S  # what follows looks at every rank
         if not self._cases and not self.in_force:
             if self._planner is not None:
                 self._planner.over(now_s)
