@@ -53,6 +53,7 @@ class Assembly:
         self.leaders: dict[int, Member] = {}
         self.settled = 0
         self.members = [self._member(f"gpu-{n}") for n in range(self.random.choice((2, 3, 3, 4, 5, 8)))]
+        self.players = self.random.choice((2, 3, 5))  # the others are spares
         self._lead(self.members[0], 1)
         for _ in range(self.random.choice((4, 12, 30))):
             fault = self.random.choice(_FAULTS)
@@ -198,7 +199,8 @@ class Assembly:
                 self._tell(one, leader, other)
 
     def _rows(self, leader: Councils, incarnation: int, table: int) -> dict[Launcher, wire.Placement]:
-        players = [one.launcher for one in self.members if one.alive and one.launcher in _joined(leader)][:5]
+        joined = [one.launcher for one in self.members if one.alive and one.launcher in _joined(leader)]
+        players = joined[: self.players]
         count = max(len(players), 1)
         return {
             one: wire.Placement(n, n, count, count, "10.0.0.0", table, incarnation)

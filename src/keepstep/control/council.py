@@ -86,7 +86,7 @@ class Councils:
         room = _MOST_REACHED - len(self._seats) - len(self._tried)
         if room <= 0 or not self._untried or not table:
             return []
-        could = [one for one in self._untried if one in table or len(table) == 2]
+        could = [one for one in self._untried if one in table or 1 < len(table) < MOST_SEATS]
         for launcher in could[:room]:
             self._tried[launcher] = self._untried.pop(launcher)
         return [(launcher, self._tried[launcher]) for launcher in could[:room]]
@@ -183,26 +183,25 @@ class Councils:
         return self._newest
 
     def _wanted(self, own: Seat, table: Mapping[Launcher, Placement]) -> tuple[Seat, ...]:
-        """Ours first, members that have one, then others from all over the table; a spare as the third of two nodes.
+        """Ours first, members that have one, others from all over the table, then spares, fewer than members.
 
-        Members alone make a quorum: where they all live, nothing that becomes of spares ends the job. Who is away keeps
-        its seat while nobody else could have it.
+        So members are a majority: where they all live, nothing that becomes of spares ends the job. And where members
+        are lost at once, spares stand in for them. A member that is away keeps its seat while no other could have it.
         """
-        two = len(table) == 2
-        most = min(MOST_SEATS, len(table) + two)
-        could = {
-            seat: launcher
-            for launcher, seat in self._seats.items()
-            if launcher not in self._leaving and (two or launcher in table)
-        }
+        could = {seat: one for one, seat in self._seats.items() if one not in self._leaving}
         had = [seat for seat in (self._newest.seats if self._newest is not None else ()) if seat in could]
-        chosen = [own, *(seat for seat in had if seat != own and could[seat] not in self._away)]
-        free = [seat for seat, one in could.items() if seat not in chosen and one not in self._away]
-        free.sort(key=lambda seat: table[could[seat]].node_rank if could[seat] in table else len(table))
-        count = max(min(most - len(chosen), len(free)), 0)
-        chosen += [free[n if two else n * len(free) // count] for n in range(count)]
-        chosen += [seat for seat in had if seat != own and could[seat] in self._away]
-        return tuple(chosen[:most])
+        others = [seat for seat in dict.fromkeys((*had, *could)) if seat != own]
+        here = [seat for seat in others if could[seat] not in self._away]
+        members = [seat for seat in others if could[seat] in table]
+        most = min(len(members) + 1, MOST_SEATS)  # and spares beside them
+        spares = max(min(len(members) - (self._own not in table), MOST_SEATS - most), 0)
+        chosen = [own, *(seat for seat in members if seat in had and seat in here)][:most]
+        new = [seat for seat in members if seat not in had and seat in here]
+        new.sort(key=lambda seat: table[could[seat]].node_rank)
+        count = min(most - len(chosen), len(new))
+        chosen += [new[n * len(new) // count] for n in range(count)]
+        away = [seat for seat in members if seat in had and seat not in here][: most - len(chosen)]
+        return tuple([*chosen, *[seat for seat in here if seat not in members][:spares], *away])
 
 
 def _tokens(seats: tuple[Seat, ...]) -> list[int]:

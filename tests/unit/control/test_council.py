@@ -116,10 +116,32 @@ def test_what_another_leader_left_is_settled_first_as_it_is() -> None:
     assert not second.allows(2)
 
 
-def test_spares_have_a_say_in_a_job_of_two_nodes_alone() -> None:
-    assert names(councils(0, 1, 2, 3).tick(table(0, 1), 0.0))[0] == {"gpu-0", "gpu-1", "gpu-2"}
-    assert names(councils(0, 1, 2, 3).tick(table(0, 1, 2), 0.0))[0] == {"gpu-0", "gpu-1", "gpu-2"}
-    assert names(councils(0, 1, 2, 3).tick(table(0), 0.0))[0] == {"gpu-0"}
+def test_spares_have_a_say_in_small_jobs_but_never_half_of_it() -> None:
+    def elect(*members: int) -> set[str]:
+        return names(councils(*range(12)).tick(table(*members), 0.0))[0]
+
+    assert elect(0) == {"gpu-0"}
+    assert elect(0, 1) == {"gpu-0", "gpu-1", "gpu-2"}
+    assert elect(0, 1, 2) == {f"gpu-{n}" for n in range(5)}
+    assert elect(0, 1, 2, 3) == {f"gpu-{n}" for n in range(7)}
+    assert elect(*range(6)) == {f"gpu-{n}" for n in range(7)}
+    assert len(elect(*range(9)) - {f"gpu-{n}" for n in range(9)}) == 0
+
+
+def test_a_spare_that_hosts_the_controller_counts_as_one() -> None:
+    assert names(councils(0, 1, 2, 3, 4).tick(table(1, 2, 3), 0.0))[0] == {f"gpu-{n}" for n in range(5)}
+
+
+def test_two_of_three_members_are_lost_at_once_and_spares_stand_in_for_them() -> None:
+    made = councils(0, 1, 2, 3, 4)
+    made.tick(table(0, 1, 2), 0.0)
+    settle(made, 0, 1, 2)
+    for n in (1, 2):
+        made.gone(LAUNCHERS[n], 1.0)
+    placed = table(0, 3, 4, incarnation=1)
+    assert names(made.tick(placed, 1.0)) == ({"gpu-0", "gpu-3", "gpu-4"}, {f"gpu-{n}" for n in range(5)})
+    assert settle(made, 0, 3, 4) == [False, False, True]
+    assert made.allows(1)
 
 
 def test_another_spare_has_the_seat_of_one_that_is_away_at_once() -> None:
