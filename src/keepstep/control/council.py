@@ -201,7 +201,7 @@ class Councils:
         count = min(most - len(chosen), len(new))
         chosen += [new[n * len(new) // count] for n in range(count)]
         away = [seat for seat in members if seat in had and seat not in here][: most - len(chosen)]
-        return tuple([*chosen, *[seat for seat in here if seat not in members][:spares], *away])
+        return (*chosen, *[seat for seat in here if seat not in members][:spares], *away)
 
 
 def _tokens(seats: tuple[Seat, ...]) -> list[int]:

@@ -48,7 +48,7 @@ class CutOff:
         """Why the workers have to end; "" while they do not. ``steps``: that all ranks here have made."""
         still_s = self._standstill.look(steps, now_s)
         if self._member.is_cut_off(now_s):
-            return "no way to the controller"
+            return self._member.missing if self._member.runs else ""
         if self._member.begins_again or still_s < LONG_STILL_S or not self._member.is_alone(now_s):
             return ""
         return f"no step for {still_s:.0f} s, and nothing comes from the controller's host"

@@ -295,8 +295,10 @@ class Launcher:
             return self._explain(outcome, early.outcome) if outcome.kind == "failed" else early.outcome
         if place is not None:
             return place
-        self._warn(f"the controller at {self._controller.at} is out of reach: this node ends")
-        return self._explain(outcome) if outcome.kind == "failed" else replace(outcome, kind="failed", code=1)
+        why = f"{self._link.member.missing} ({self._controller.at})"
+        self._warn(f"{why}: this node ends")
+        ended = self._explain(outcome) if outcome.kind == "failed" else replace(outcome, kind="failed", code=1)
+        return replace(ended, reason=f"{why}; {ended.reason}")
 
     def _start_workers(self, place: Place, restarts: int) -> None:
         job, prepared = self._job, self._restarts

@@ -78,6 +78,11 @@ class Membership:
         return self.placement.incarnation if self.placement is not None else -1
 
     @property
+    def runs(self) -> bool:
+        """Whether workers run here."""
+        return self._running > self._halted
+
+    @property
     def begins_again(self) -> bool:
         """Whether all nodes begin again together after a failure."""
         return self._join.max_restarts > 0
@@ -93,7 +98,7 @@ class Membership:
     @property
     def must_halt(self) -> bool:
         """Whether workers run here that are to be ended."""
-        return self._running > self._halted and max(self._halt, self.incarnation - 1) >= self._running
+        return self.runs and max(self._halt, self.incarnation - 1) >= self._running
 
     def greet(self) -> list[wire.Message]:
         """What a controller that knows nothing has to hear, in this order."""
@@ -219,8 +224,17 @@ class Membership:
             self._alone_since_s = now_s
 
     def away_s(self, now_s: float) -> float:
-        """How long there has been no connection."""
-        return 0.0 if self._away_since_s is None else now_s - self._away_since_s
+        """How long there has been no connection, or for one beside us no lease: it can order nothing."""
+        if self._away_since_s is not None:
+            return now_s - self._away_since_s
+        return self.elector.idle_s(now_s) if self.elector is not None else 0.0
+
+    @property
+    def missing(self) -> str:
+        """What a node that is cut off lacks."""
+        if self.elector is not None and self.elector.leads:
+            return "no majority of the nodes that elect answers the controller's node"
+        return "no way to the controller"
 
     def is_cut_off(self, now_s: float) -> bool:
         """Whether we may have been replaced, so that our workers have to end.

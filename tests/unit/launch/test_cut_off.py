@@ -4,6 +4,7 @@ import pytest
 
 from keepstep import wire
 from keepstep.launch.cut_off import LONG_STILL_S, CutOff, Standstill
+from keepstep.launch.lease import Elector
 from keepstep.launch.membership import LEASE_S, Membership
 
 
@@ -39,6 +40,7 @@ def test_without_the_controllers_host_workers_end_once_they_may_be_replaced_or_s
     member.started()
     cut_off = CutOff(member)
     assert cut_off.look(5, 0.0) == ""
+    assert member.runs
     member.disconnected(0.0)
     assert cut_off.look(6, LEASE_S - 1) == ""
     assert bool(cut_off.look(7, LEASE_S + 1)) == (restarts > 0)
@@ -49,3 +51,24 @@ def test_without_the_controllers_host_workers_end_once_they_may_be_replaced_or_s
         assert cut_off.look(8, still_from + 4 * (LEASE_S - 1) + 2) == ""
         member.connected()
         assert cut_off.look(8, 9999.0) == ""
+
+
+def test_a_controllers_node_without_a_majority_ends_what_runs_and_is_away_like_the_others() -> None:
+    def seat(n: int) -> wire.Seat:
+        return wire.Seat(n, f"gpu-{n}", n, f"10.0.0.{n}", 7000)
+
+    member = Membership(wire.Join("gpu-1", "10.0.0.1", 2, 29500, -1, 3, 3, 3), 1, lambda: 4711)
+    elector = Elector(seat(1), lambda: 0.5)
+    member.vote(seat(1), elector)
+    member.received(wire.Placement(0, 0, 6, 3, "10.0.0.1", 29500, 0))
+    member.started()
+    elector.received(wire.Council(1, 1, seat(1), 29400, (seat(1), seat(2), seat(3))), 0.0)
+    cut_off = CutOff(member)
+    for second in range(40):
+        elector.tick(float(second), connected=True)
+        why = cut_off.look(5, float(second))
+        assert bool(why) == (second >= LEASE_S), second
+    assert "majority" in why
+    member.halted()
+    assert cut_off.look(5, 41.0) == ""  # nothing runs: it only waits
+    assert member.away_s(61.0) == 61.0
