@@ -297,7 +297,9 @@ class Launcher:
             return place
         why = f"{self._link.member.missing} ({self._controller.at})"
         self._warn(f"{why}: this node ends")
-        ended = self._explain(outcome) if outcome.kind == "failed" else replace(outcome, kind="failed", code=1)
+        ended = (
+            self._explain(outcome) if outcome.kind == "failed" else replace(outcome, kind="failed", code=1)
+        )
         return replace(ended, reason=f"{why}; {ended.reason}")
 
     def _start_workers(self, place: Place, restarts: int) -> None:
