@@ -85,6 +85,7 @@ soak: $(DEV)
 	$(BIN)/python -m benchmarks.checkpoint_node_faults --case all
 	$(BIN)/python -m benchmarks.recovery_faults --case all
 	$(BIN)/python -m benchmarks.recovery_soak --json benchmarks/results/recovery-soak.json
+	$(BIN)/python -m benchmarks.control_seeds --parallel $(JOBS) --json benchmarks/results/control-seeds.json
 
 bench: $(DEV)
 	for name in probe gpu changepoint controller locate checkpoint recovery recovery_scale; do \
