@@ -19,6 +19,9 @@ from keepstep.wire.violation import Violation
 
 logger = logging.getLogger("keepstep.wire")
 
+_FIRST_TRY_S = 1.5  # to connect; doubles
+_LASTING_S = 1.0  # a connection that is over sooner was as good as refused
+
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
@@ -236,10 +239,12 @@ class Client:
     async def _run(self) -> None:
         failures = 0
         while not self._closing:
-            error, was_connected = await self._one_connection()
+            began_s = asyncio.get_running_loop().time()
+            error, was_connected = await self._one_connection(failures)
             if self._closing:
                 return
-            failures = 1 if was_connected else failures + 1
+            lasted_s = asyncio.get_running_loop().time() - began_s
+            failures = 1 if was_connected and lasted_s >= _LASTING_S else failures + 1
             self._say(error)
             self._trouble(error, failures)
             wait_s = min(self.limits.longest_wait_s, self.limits.first_wait_s * 2 ** min(failures - 1, 16))
@@ -257,19 +262,19 @@ class Client:
         self._redirected.clear()
         return was_redirected
 
-    async def _one_connection(self) -> tuple[Exception, bool]:
+    async def _one_connection(self, failures: int) -> tuple[Exception, bool]:
         loop = asyncio.get_running_loop()
+        # The kernel's own tries come after 1, 3 and 7 s: a link that has just come back is found sooner by a new one.
+        patience_s = min(self.limits.handshake_s, _FIRST_TRY_S * 2 ** min(max(failures - 1, 0), 16))
         made: _Attempt | None = None
         try:
             connecting = loop.create_connection(lambda: _Attempt(self), self._host, self._port, ssl=self._tls)
-            _, made = await asyncio.wait_for(connecting, self.limits.handshake_s)
+            _, made = await asyncio.wait_for(connecting, patience_s)
             timer = loop.call_later(self.limits.handshake_s, self._give_up, made)
             error = await made.closed
             timer.cancel()
         except asyncio.TimeoutError:
-            return Violation(
-                "handshake-timeout", f"no connection within {self.limits.handshake_s:g} s"
-            ), False
+            return Violation("handshake-timeout", f"no connection within {patience_s:g} s"), False
         except OSError as failure:  # refused, unreachable, unknown host, TLS
             return failure, False
         finally:

@@ -105,6 +105,22 @@ async def test_client_comes_back_and_greets_again() -> None:
 
 
 @in_loop
+async def test_who_is_refused_at_once_each_time_comes_back_later_and_later() -> None:
+    callbacks = wire.ServerCallbacks(
+        message=lambda connection, message: connection.close("not you"),
+        opened=lambda connection: None,
+        closed=lambda connection, reason: None,
+    )
+    server = await wire.serve("127.0.0.1", 0, SECRET, callbacks)
+    trouble: list[int] = []
+    one = client(server.port, trouble=lambda error, attempt: trouble.append(attempt))
+    await until(lambda: len(trouble) >= 4)
+    assert trouble[:4] == [1, 2, 3, 4]
+    await one.close()
+    await server.close()
+
+
+@in_loop
 async def test_queue_keeps_newest_heartbeats_and_findings_up_to_a_bound() -> None:
     limits = wire.ClientLimits(heartbeats=2, messages=3, first_wait_s=0.01, longest_wait_s=0.02)
     unused = await Hub().serve()
