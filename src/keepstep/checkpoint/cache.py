@@ -212,6 +212,31 @@ class Cache:
                         slot.clear()
         board.close()
 
+    def leave(self, ranks: Iterable[int]) -> None:
+        """These ranks play elsewhere from now on: of what they have sealed here the newest are backups.
+
+        Those that are backed up, too: it is what the job goes on with when a node is lost before all have the newest.
+        """
+        board = Board(os.dup(self.board))
+        backed_up = board.kept()[0]
+        for rank in ranks:
+            held = {i: key for i in range(len(self.slots(rank))) if (key := board.at(rank, i)) is not None}
+            newest = sorted(held.values())[-SLOTS_PER_BACKUP:]
+            kept = [index for index, key in held.items() if key in newest or key == backed_up]
+            slots = self._slots.pop(rank, [])
+            self._backed.discard(rank)
+            for index, descriptor in enumerate(slots):
+                board.put(rank, index, None)
+                if index not in kept:
+                    os.close(descriptor)
+            if not kept:
+                continue  # it has not restored here yet: what there is of it stays
+            self.give_up(backup_of(rank))  # of an earlier time
+            self._slots[backup_of(rank)] = [slots[index] for index in kept]
+            for place in range(SLOTS_PER_RANK):
+                board.put(backup_of(rank), place, held[kept[place]] if place < len(kept) else None)
+        board.close()
+
     def give_up(self, rank: int) -> None:
         """Have no slots for a rank any more; what a process still maps stays until it lets go of it."""
         for descriptor in self._slots.pop(rank, []):
@@ -461,6 +486,10 @@ class Board:
         """What the rank holds now."""
         words = self._words[self.index(rank, 0) : self.index(rank, SLOTS_PER_RANK)]
         return frozenset(key for key in map(Key.unpack, words) if key is not None)
+
+    def at(self, rank: int, slot: int) -> Key | None:
+        """What a slot holds now."""
+        return Key.unpack(self._words[self.index(rank, slot)])
 
     def put(self, rank: int, slot: int, key: Key | None) -> None:
         """Say what a slot holds."""

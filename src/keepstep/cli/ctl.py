@@ -1,4 +1,4 @@
-"""``keepstep ctl RUN VERB``: stop, suspend, resume or restart a running job by hand."""
+"""``keepstep ctl RUN VERB``: stop, suspend, resume or restart a running job by hand, or exchange two of its nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from keepstep import wire
 from keepstep.cli._asking import ask
 from keepstep.cli.status import status as show_status
-from keepstep.core.errors import RunError
+from keepstep.core.errors import RunError, UsageError
 
 
 class Verb(str, Enum):
@@ -22,22 +22,35 @@ class Verb(str, Enum):
     start = "start"
     restart = "restart"
     stop = "stop"
+    exchange = "exchange"
 
 
 def ctl(
     run: Annotated[str, typer.Argument(help="The run's folder, or its name under ./runs.")],
     verb: Annotated[Verb, typer.Argument(help="What the job is to do; start is resume.")],
+    nodes: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NODE NODE]", help="Of exchange: the nodes (names or node ranks) that swap their ranks."
+        ),
+    ] = None,
     now: Annotated[
         bool, typer.Option("--now", help="End the workers at once, not when the next step is sealed.")
     ] = False,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait until it is done.")] = 300.0,
 ) -> int:
-    """Suspend a job (workers end, standbys and checkpoints stay), resume, restart or stop it; say where it stands."""
+    """Suspend a job (workers end, standbys and checkpoints stay), resume, restart or stop it; say where it stands.
+
+    Or have two of its nodes exchange their ranks, which moves traffic off a slow link.
+    """
+    if len(nodes or ()) != (2 if verb is Verb.exchange else 0):
+        wanted = "two nodes, by name or node rank" if verb is Verb.exchange else "no node"
+        raise UsageError(f"keepstep ctl {run} {verb.value}: give {wanted}")
     if verb is Verb.status:
         return show_status(run)
     answer = ask(
         run,
-        wire.Operate(verb.value, now),
+        wire.Operate(verb.value, now, tuple(nodes or ())),
         wire.Operated,
         timeout,
         only="only a running job takes orders",

@@ -136,6 +136,13 @@ class Backups:
                 said.append((peer, message))
         return said
 
+    def withheld(self) -> str:
+        """Why what a node holds cannot be had on others; "": it can."""
+        if self.copies == 0:
+            return "that takes --checkpoint-backups 1 or more"
+        silent = [rank for rank, told in sorted(self._told.items()) if not told.message.endpoints]
+        return f"node {silent[0]} gives no states on an address that others reach" if silent else ""
+
     def waits(self) -> str:
         """Why snapshots are not backed up, if they are not."""
         for rank, told in sorted(self._told.items()):

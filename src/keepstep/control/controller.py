@@ -129,6 +129,7 @@ class Controller:
             self.reforming,
             lambda peer, answer: self._effects.append(Send((peer,), answer)),
             lambda peers, message: self._effects.append(Send(peers, message)),
+            lambda: self.backups.withheld(),
         )
         self._growing = Growing(self.rendezvous, self.reforming, self._operating)
         self._launchers: dict[Launcher, Ended | Bye | None] = {}
@@ -434,6 +435,7 @@ class Controller:
                 how = f"restart {self.reforming.restarts} of {self.rendezvous.max_restarts}"
                 if len(table) != before:
                     how += f", {len(table)} of {self.rendezvous.most} nodes"
+                if len(table) != before or self.reforming.exchanged:  # nodes play other ranks
                     self.backups = Backups(self.settings.backups, self.settings.lost_s)
                 self.cases.mitigation.begin_again()
                 self.cases.begin_again(how, now_s)

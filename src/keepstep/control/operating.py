@@ -29,10 +29,14 @@ class _Wish:
     step: int = -1  # that all who answered have sealed
     ordered: bool = False
     why: str = ""  # of one that is no operator's
+    exchange: tuple[tuple[Launcher, Launcher], ...] = ()
 
 
 class Operating:
-    """See the module. ``answer``: to who asked; ``send``: to some peers."""
+    """See the module.
+
+    ``answer``: to who asked; ``send``: to some peers; ``withheld``: why nodes cannot have each other's states.
+    """
 
     def __init__(
         self,
@@ -40,9 +44,10 @@ class Operating:
         reforming: Reforming,
         answer: Callable[[int, Operated], None],
         send: Callable[[tuple[int, ...], Message], None],
+        withheld: Callable[[], str],
     ) -> None:
         self._rendezvous, self._reforming = rendezvous, reforming
-        self._answer, self._send = answer, send
+        self._answer, self._send, self._withheld = answer, send, withheld
         self._wish: _Wish | None = None
         self._declined = -1  # incarnation whose ranks seal nothing that more nodes can begin with
 
@@ -59,7 +64,15 @@ class Operating:
         if message.verb in ("start", "resume"):
             self._wish = _Wish(peer, message.verb, now_s, set(), ordered=True)
             return self._reforming.resume(now_s)
-        wish = self._wish = _Wish(peer, message.verb, now_s + _SEAL_S, set(self._rendezvous.placements))
+        pairs: tuple[tuple[Launcher, Launcher], ...] = ()
+        if message.verb == "exchange":
+            pair = self._pair(message.nodes)
+            if isinstance(pair, str):
+                self._answer(peer, Operated(refused=pair))
+                return []
+            pairs = (pair,)
+        members = set(self._rendezvous.placements)
+        wish = self._wish = _Wish(peer, message.verb, now_s + _SEAL_S, members, exchange=pairs)
         if message.now or self._reforming.under_way:
             return self._order(wish, now_s)
         self._send(self._peers(wish.unsealed), Seal(self._reforming.incarnation))
@@ -67,7 +80,7 @@ class Operating:
 
     @property
     def is_growing(self) -> bool:
-        """All ranks have been asked to seal what more nodes can begin with."""
+        """All ranks have been asked to seal what more nodes can begin with, or what others can play on from."""
         return self._wish is not None and self._wish.peer is None
 
     def grow(self, why: str, now_s: float) -> None:
@@ -78,6 +91,25 @@ class Operating:
         wish = self._wish = _Wish(None, "grow", now_s + _GROW_S, set(self._rendezvous.placements), why=why)
         self._send(self._peers(wish.unsealed), Seal(incarnation, alike=True))
 
+    def exchange(self, pairs: Collection[tuple[int, int]], why: str, now_s: float) -> str:
+        """Have nodes take each other's ranks, by node rank, when all have sealed a step; why not, or "".
+
+        Whether it was done is told by the next rank table.
+        """
+        by_rank = {one.node_rank: launcher for launcher, one in self._rendezvous.placements.items()}
+        if refused := self._objection("exchange"):
+            return refused
+        if self._reforming.under_way:
+            return "the job begins again just now"
+        swaps = tuple((by_rank[one], by_rank[other]) for one, other in pairs)
+        for one, other in swaps:
+            if refused := self._rendezvous.unequal(one, other):
+                return refused
+        members = set(self._rendezvous.placements)
+        self._wish = _Wish(None, "exchange", now_s + _SEAL_S, members, why=why, exchange=swaps)
+        self._send(self._peers(members), Seal(self._reforming.incarnation))
+        return ""
+
     def sealed(self, launcher: Launcher, incarnation: int, step: int, why: str, now_s: float) -> list[Order]:
         """All ranks of a launcher have sealed a step since they were asked; -1: they seal none, and ``why``."""
         wish = self._wish
@@ -86,7 +118,8 @@ class Operating:
         if step < 0:
             none = why or "keeps no checkpoint in memory, so no step is sealed"
             if wish.peer is None:
-                self._wish, self._declined = None, incarnation
+                self._wish = None
+                self._declined = self._declined if wish.exchange else incarnation
                 return [Tell(f"{wish.why}; the job goes on without: node {launcher.node} {none}")]
             self._refuse(
                 wish,
@@ -138,6 +171,8 @@ class Operating:
             return "no worker has been started yet"
         if suspended:
             return "it is suspended already" if verb == "suspend" else _SUSPENDED
+        if verb == "exchange" and (why := self._withheld()):
+            return f"ranks that move would find no state on their new node: {why}"
         if len(placed) > 1 and not self._rendezvous.max_restarts:
             return "its nodes cannot begin again together: that takes --max-restarts when the job is started"
         return ""
@@ -146,8 +181,12 @@ class Operating:
         wish.ordered = True
         if wish.peer is None:
             self._wish = None
-            return self._reforming.pause(now_s, hold=False, why=wish.why)
-        return self._reforming.pause(now_s, hold=wish.verb == "suspend")
+            return self._reforming.pause(now_s, hold=False, why=wish.why, exchange=wish.exchange)
+        hold = wish.verb == "suspend"
+        if wish.exchange and self._reforming.under_way:
+            self._refuse(wish, "a failure was faster; say it again once the job trains")
+            return []
+        return self._reforming.pause(now_s, hold=hold, exchange=wish.exchange)
 
     def _look(self, wish: _Wish) -> None:
         reforming = self._reforming
@@ -158,7 +197,11 @@ class Operating:
         elif reforming.suspended:  # it was so before, as a controller that began anew hears late
             self._refuse(wish, _SUSPENDED)
         elif not reforming.under_way:
-            self._done(wish, f"begins again, incarnation {reforming.incarnation}")
+            told = f"begins again, incarnation {reforming.incarnation}"
+            if wish.exchange and not reforming.exchanged:
+                self._refuse(wish, f"a node was lost meanwhile; the job {told}")
+            else:
+                self._done(wish, told)
 
     def _done(self, wish: _Wish, text: str) -> None:
         if wish.peer is not None:
@@ -169,6 +212,23 @@ class Operating:
         if wish.peer is not None:
             self._answer(wish.peer, Operated(refused=why))
         self._wish = None
+
+    def _pair(self, nodes: Collection[str]) -> tuple[Launcher, Launcher] | str:
+        """The members of these names (or node ranks) that are to exchange their ranks, or why they cannot."""
+        found: list[Launcher] = []
+        for name in nodes:
+            table = self._rendezvous.placements
+            named = [one for one, at in table.items() if name in (one.node, str(at.node_rank))]
+            if not named:
+                return (
+                    f"{name} is no node of this job; it has {fold_nodes(sorted({one.node for one in table}))}"
+                )
+            if len(named) > 1:
+                return f"{len(named)} launchers run on {name}; give their node ranks"
+            found += named
+        if len(found) != 2 or found[0] == found[1]:
+            return "give two nodes that are to exchange their ranks"
+        return self._rendezvous.unequal(found[0], found[1]) or (found[0], found[1])
 
     def _peers(self, launchers: Collection[Launcher]) -> tuple[int, ...]:
         found = (self._rendezvous.peer(launcher) for launcher in launchers)

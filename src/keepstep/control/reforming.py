@@ -109,6 +109,8 @@ class Reforming:
         self._state: Literal["running", "halting", "waiting", "suspended", "over"] = "running"
         self._hold = False  # an operator wants it suspended
         self._asked = ""  # this recovery is none: who ordered it
+        self._exchange: tuple[tuple[Launcher, Launcher], ...] = ()  # and who is to take whose place in it
+        self.exchanged = False  # the last recovery did that
         self._newest = 0  # incarnation that anybody has told of
         self._ended = 0  # and up to which somebody has none of, and will not start any
         self._away: dict[Launcher, float] = {}  # members without a connection, since when
@@ -150,10 +152,17 @@ class Reforming:
         """No worker runs, and none is started before `resume`."""
         return self._state == "suspended"
 
-    def pause(self, now_s: float, *, hold: bool, why: str = _BY_HAND) -> list[Order]:
-        """All are to begin again without a failure; ``hold``: not before `resume`."""
+    def pause(
+        self,
+        now_s: float,
+        *,
+        hold: bool,
+        why: str = _BY_HAND,
+        exchange: tuple[tuple[Launcher, Launcher], ...] = (),
+    ) -> list[Order]:
+        """All are to begin again without a failure; ``hold``: not before `resume`; ``exchange``: with these swapped."""
         if self._state == "running":
-            self._asked, self._hold = why, hold
+            self._asked, self._hold, self._exchange = why, hold, exchange
             return self._begin(now_s)
         if not hold or not self.under_way:
             return []
@@ -391,6 +400,11 @@ class Reforming:
             return self._wait(cause, vacant, now_s)
         for launcher in retreat:
             self._barred[launcher.node] = now_s + _BARRED_S
+        self.exchanged = bool(self._exchange) and all(
+            (place := rendezvous.placements.get(one)) is not None
+            and place.node_rank == before[other].node_rank
+            for one, other in self._exchange
+        )
         told = self._told(cause, [*vacant, *excluded], retreat, len(before))
         newcomers = (
             rendezvous.placements.keys() - before.keys() if len(rendezvous.placements) > len(before) else ()
@@ -398,7 +412,7 @@ class Reforming:
         self._untried = set(newcomers)
         gone = [Exclude(one, f"node {one.node} is excluded: {self._unfit[one]}") for one in excluded]
         self._unfit.clear()
-        self._state, self._cause, self._asked = "running", None, ""
+        self._state, self._cause, self._asked, self._exchange = "running", None, "", ()
         for launcher in (*vacant, *excluded):
             self._away.pop(launcher, None)
             self._unheard.discard(launcher)
@@ -414,7 +428,10 @@ class Reforming:
         incarnation = self.incarnation + unplaced + 1
         pauses = rendezvous.pauses + unplaced + bool(self._asked)
         grow = self._grows and not shrink
-        return rendezvous.renew(*(lost, self._halted, incarnation, pauses), shrink=shrink, grow=grow)
+        exchange = [pair for pair in self._exchange if not lost and set(pair) <= rendezvous.placements.keys()]
+        return rendezvous.renew(
+            *(lost, self._halted, incarnation, pauses), shrink=shrink, grow=grow, exchange=exchange
+        )
 
     def _is_awaited(self, spares: Iterable[Launcher], now_s: float) -> bool:
         """Whether one of these has been asked to halt, and will answer."""
@@ -470,6 +487,8 @@ class Reforming:
         by = f"; {_nodes(replaced)} replaced" if replaced else ""
         by += f"; the job did not begin with {_nodes(retreat)}, left out for now" if retreat else ""
         by += f"; {'fewer' if now < before else 'more'} nodes, {now} after {before}" if now != before else ""
+        for pair in self._exchange:
+            by += f"; {_nodes(pair)} {'exchanged' if self.exchanged else 'could not exchange'} their ranks"
         count = "" if self._asked else f", restart {self.restarts} of {most}"
         return f"{cause.text}{by}; all nodes begin again{count}"
 

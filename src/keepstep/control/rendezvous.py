@@ -60,6 +60,13 @@ class Rendezvous:
         self._since_s = 0.0
         self._enough_since_s: float | None = None
 
+    def unequal(self, one: Launcher, other: Launcher) -> str:
+        """Why two members cannot take each other's places; "": they can."""
+        sizes = [self._sizes[self._table[launcher].node_rank] for launcher in (one, other)]
+        if sizes[0] == sizes[1]:
+            return ""
+        return f"{one.node} runs {sizes[0]} ranks and {other.node} {sizes[1]}; only nodes with as many can be exchanged"
+
     @property
     def placements(self) -> dict[Launcher, Placement]:
         """The rank table; empty before it is made."""
@@ -190,21 +197,23 @@ class Rendezvous:
         *,
         shrink: bool = False,
         grow: bool = False,
+        exchange: Collection[tuple[Launcher, Launcher]] = (),
     ) -> Placed | None:
         """The table of ``incarnation``; None while there are not enough spares.
 
         Each lost node's ranks are taken by a spare with as many. Nodes that live keep their order, and their ranks
         unless the number of nodes changes: ``shrink`` leaves lost ones out for which there is no spare, down to
-        `least`; ``grow`` gives `newcomers` places behind the others. ``halted``: a free port of every launcher that
-        can be placed, spares among them.
+        `least`; ``grow`` gives `newcomers` places behind the others; ``exchange``: nodes, none of them lost, that take
+        each other's places. ``halted``: a free port of every launcher that can be placed, spares among them.
         """
         heirs = self._heirs(lost, halted)
         left = [launcher for launcher in lost if launcher not in heirs]
         if left and not (shrink and len(self._table) - len(left) >= self.least):
             return None
         ranked = sorted(self._table.items(), key=lambda item: item[1].node_rank)
+        swapped = {one: other for pair in exchange for one, other in (pair, pair[::-1])}
         playing = [
-            (heirs.get(launcher, launcher), self._sizes[one.node_rank])
+            (heirs.get(launcher, swapped.get(launcher, launcher)), self._sizes[one.node_rank])
             for launcher, one in ranked
             if launcher not in left
         ]

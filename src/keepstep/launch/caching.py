@@ -35,6 +35,7 @@ class Caching:
     def __init__(self, job: Job, warn: Callable[[str], None]) -> None:
         self._job, self._warn = job, warn
         self._made: tuple[Cache, CacheServer] | None = None
+        self.moved = False  # this node plays other ranks than before, whose snapshots are still elsewhere
 
     @property
     def address(self) -> str:
@@ -113,10 +114,17 @@ class Caching:
             return ""
         return f"what rank {saved[0]} saves is not known to be the same on all ranks (docs/howto/session.md)"
 
-    def renumber(self, before: Place, after: Place) -> None:
-        """The job has another size."""
-        if self._made is not None:
-            ranks = range(before.first_rank, before.first_rank + self._job.nproc)
+    def move(self, before: Place, after: Place) -> None:
+        """The job has another size, or this node plays other ranks."""
+        if self._made is None:
+            return
+        from keepstep.checkpoint.cache import backup_of
+
+        ranks = range(before.first_rank, before.first_rank + self._job.nproc)
+        if after.world_size == before.world_size:
+            self._made[0].leave(ranks)
+            self.moved = any(self._made[0].slots(backup_of(rank)) for rank in ranks)
+        else:
             self._made[0].renumber({rank: rank - before.first_rank + after.first_rank for rank in ranks})
 
     def close(self) -> None:

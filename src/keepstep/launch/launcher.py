@@ -234,9 +234,9 @@ class Launcher:
             if isinstance(following, _Outcome):
                 return following
             self._watching.renew()
-            if following.world_size != place.world_size:
+            if (following.world_size, following.first_rank) != (place.world_size, place.first_rank):
                 await asyncio.gather(self._watching.renewed(), self._restarts.dismiss())
-                self._caching.renumber(place, following)
+                self._caching.move(place, following)
             place = following
             if failures:
                 self._restarts.ended(root_cause.first(failures), self._workers.failed_s, place.incarnation)

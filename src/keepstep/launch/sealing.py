@@ -24,7 +24,7 @@ async def next_sealed(
     ranks = tuple(ranks)
     look = caching.newest_alike if alike else caching.newest
     first, seen = {rank: look(rank) for rank in ranks}, {caching.newest(ranks[0])}
-    if not all(caching.newest(rank) for rank in ranks):
+    if not caching.moved and not all(caching.newest(rank) for rank in ranks):
         return -1
     while not over():
         newest = [look(rank) for rank in ranks]

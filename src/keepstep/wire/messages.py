@@ -257,8 +257,11 @@ class Validate(Message, frozen=True):
 class Operate(Message, frozen=True):
     """An operator orders something by hand. Answered by ``Operated`` when it is done, or refused."""
 
-    verb: Literal["start", "stop", "suspend", "resume", "restart"]
+    verb: Literal["start", "stop", "suspend", "resume", "restart", "exchange"]
     now: bool = False  # do not wait until a step is sealed
+    nodes: Annotated[
+        tuple[_Line, ...], msgspec.Meta(max_length=2)
+    ] = ()  # names of those that exchange their ranks
 
 
 class Sealed(Message, frozen=True):

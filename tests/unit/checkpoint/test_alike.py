@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.checkpoint.cache import Board, Cache, Slot, backup_of
+from keepstep.checkpoint.cache import Board, Cache, Slot, backup_of, backups_on
 from keepstep.checkpoint.cached import CachedStates
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.snapshot import Seat, Snapshots
@@ -116,6 +116,29 @@ def test_backups_and_other_ranks_are_given_up_with_their_old_numbers(served: Any
     assert board.held(backup_of(7)) == board.held(0) == board.held(1) == frozenset()
     assert (board.held(5), board.kept()) == ({Key(0, 2)}, (None, None))
     assert cache.used_bytes == (used - 2 * 4096) // 2
+    board.close()
+
+
+def test_a_node_that_plays_other_ranks_keeps_the_newest_of_its_own_for_them(
+    served: Any, cache: Cache
+) -> None:
+    Ranks(served, range(2)).run(save(5))
+    board = Board(os.dup(cache.board))
+    newest = {rank: sorted(board.held(rank))[-2:] for rank in range(2)}
+    cache.leave([1])
+    assert board.held(1) == frozenset()
+    assert cache.slots(1) == []
+    assert backups_on(cache.board) == [1]
+    assert board.held(backup_of(1)) == set(newest[1])
+    assert len(cache.slots(backup_of(1))) == 2
+    assert not cache.backed(1)
+    states = CachedStates(served.address, [0])
+    with states.reading(newest[1][-1], backup_of(1)) as (_, record):
+        assert record.key == newest[1][-1]
+    states.close()
+    cache.leave([1])  # before it has restored anything here
+    assert board.held(backup_of(1)) == set(newest[1])
+    assert Ranks(served, range(1), incarnation=1).run(load) == [(4, 4.0)]
     board.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from test_reforming import Job, kinds
 
 from keepstep.control.effects import Tell
@@ -20,7 +21,7 @@ class Elastic(Job):
     """``least`` to ``nodes`` nodes of two ranks each."""
 
     def __init__(self, nodes: int = 3, *, least: int = 2, **waiting: float) -> None:
-        self.least = least
+        self.least, self.withheld = least, ""
         super().__init__(nodes)
         waits = replace(Waiting(), **waiting)  # type: ignore[arg-type]
         self.reforming = Reforming(self.rendezvous, waits, lambda rank, now_s: False, self.spending)
@@ -31,6 +32,7 @@ class Elastic(Job):
             self.reforming,
             lambda peer, answer: self.answers.append(answer),
             lambda peers, message: self.sent.append((peers, message)),
+            lambda: self.withheld,
         )
         self.growing = Growing(self.rendezvous, self.reforming, self.operating)
 
@@ -236,6 +238,71 @@ def test_an_operators_order_comes_before_newcomers() -> None:
     job.halt(7, 0, incarnation=1, now_s=27.0)
     assert kinds(job.halt(2, incarnation=1, now_s=28.0)) == ["Renew", "Tell"]
     assert len(job.places()) == 3  # and takes them in by the way
+
+
+def test_two_nodes_exchange_their_ranks_and_nobody_else_moves() -> None:
+    job = Elastic()
+    before = job.places()
+    orders = job.operating.asked(99, Operate("exchange", nodes=("gpu-0", "gpu-2")), "", 5.0)
+    assert orders == []
+    assert [type(message) for _, message in job.sent] == [Seal]
+    for number in range(3):
+        orders = job.operating.sealed(job.launcher(number), 0, 7, "", 6.0)
+    assert kinds(orders) == ["HaltThese"]
+    orders = job.halt(0, 1, 2, now_s=7.0)
+    assert told(orders) == (
+        "an operator ordered it; nodes gpu-[0,2] exchanged their ranks; all nodes begin again"
+    )
+    after = job.places()
+    assert after == {"gpu-0": before["gpu-2"], "gpu-1": before["gpu-1"], "gpu-2": before["gpu-0"]}
+    assert {one.master_addr for one in job.table().values()} == {"10.0.0.2"}
+    job.operating.tick({99}, 8.0)
+    assert [answer.done for answer in job.answers] == ["begins again, incarnation 1"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "why"),
+    [
+        (("gpu-0", "gpu-7"), "gpu-7 is no node of this job; it has gpu-[0-2]"),
+        (("gpu-0", "gpu-0"), "give two nodes that are to exchange their ranks"),
+        (("gpu-0", "0"), "give two nodes that are to exchange their ranks"),
+        ((), "give two nodes that are to exchange their ranks"),
+    ],
+)
+def test_what_cannot_be_exchanged_is_refused_in_a_line(nodes: tuple[str, ...], why: str) -> None:
+    job = Elastic()
+    assert job.operating.asked(99, Operate("exchange", nodes=nodes), "", 5.0) == []
+    assert [answer.refused for answer in job.answers] == [why]
+    assert job.sent == []
+
+
+def test_where_states_stay_on_their_nodes_none_is_exchanged() -> None:
+    job = Elastic()
+    job.withheld = "node 1 gives no states on an address that others reach"
+    job.operating.asked(99, Operate("exchange", nodes=("gpu-0", "gpu-1")), "", 5.0)
+    assert job.answers[0].refused.endswith(f"no state on their new node: {job.withheld}")
+    assert job.operating.exchange([(0, 1)], "a slow link", 6.0) == job.answers[0].refused
+
+
+def test_a_node_that_is_lost_in_an_exchange_ends_the_exchange_not_the_job() -> None:
+    job = Elastic(shrink_s=0.0)
+    job.operating.asked(99, Operate("exchange", now=True, nodes=("gpu-0", "gpu-2")), "", 5.0)
+    job.halt(0, 1, now_s=6.0)
+    orders = job.lose(2, 6.5)
+    assert "fewer nodes, 2 after 3; nodes gpu-[0,2] could not exchange their ranks" in told(orders)
+    assert job.places() == {"gpu-0": (0, 0, 4, 2), "gpu-1": (1, 2, 4, 2)}
+    job.operating.tick({99}, 11.0)
+    assert job.answers[0].refused == "a node was lost meanwhile; the job begins again, incarnation 1"
+
+
+def test_nobody_is_asked_about_an_exchange_that_the_controller_orders() -> None:
+    job = Elastic()
+    assert job.operating.exchange([(0, 1)], "the link gpu-1 to gpu-2 is slow", 5.0) == ""
+    assert job.operating.exchange([(0, 1)], "again", 5.0) == "exchange is under way already"
+    for number in range(3):
+        job.operating.sealed(job.launcher(number), 0, 7, "", 6.0)
+    orders = job.halt(0, 1, 2, now_s=7.0)
+    assert told(orders).startswith("the link gpu-1 to gpu-2 is slow; nodes gpu-[0-1] exchanged their ranks")
 
 
 def test_a_new_controller_knows_the_size_that_was_agreed_on() -> None:

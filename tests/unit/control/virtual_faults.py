@@ -218,8 +218,10 @@ class World(Job):
             self._exit(host, 130)
 
     def operate(self) -> None:
-        """An operator has the job begin again, suspends it for a while, or ends it."""
-        verb = self.random.choice(("restart", "restart", "suspend", "suspend", "suspend", "stop"))
+        """An operator has the job begin again, also with two nodes exchanged, suspends it for a while, or ends it."""
+        verb = self.random.choice(
+            ("restart", "exchange", "exchange", "suspend", "suspend", "suspend", "stop")
+        )
         self._order(verb)
         if verb == "suspend":
             self.at(self.random.choice((0.0, 1.0, 5.0, 20.0)), self._resume)
@@ -233,7 +235,9 @@ class World(Job):
         self.codes |= {STOPPED} if verb == "stop" else set()
         self.count += 1
         site.controller.connected(self.count, "client")
-        for message in (wire.Hello("client", "desk", -1, 1), wire.Operate(verb, now=True)):  # type: ignore[arg-type]
+        names = sorted(one.node for one in site.controller.rendezvous.placements)
+        nodes = tuple(self.random.sample(names, min(2, len(names)))) if verb == "exchange" else ()
+        for message in (wire.Hello("client", "desk", -1, 1), wire.Operate(verb, True, nodes)):  # type: ignore[arg-type]
             self._carry_out(site, site.controller.message(self.count, message, self.now_s))
 
     def _resume(self) -> None:
