@@ -174,14 +174,15 @@ class Controller:
         """A peer has proved that it is of ours, in this role."""
         self._peers[peer] = _Peer(role)
 
-    def disconnected(self, peer: int, now_s: float) -> list[Effect]:
-        """A connection has gone."""
+    def disconnected(self, peer: int, now_s: float, *, unanswered: bool = False) -> list[Effect]:
+        """A connection has gone. ``unanswered``: nothing came from its host any more, no last packet either."""
         gone = self._peers.pop(peer, None)
         if gone is None:
             return []
         node = gone.node
+        since_s = now_s + self.settings.link_s if unanswered else now_s  # a link may be back in a moment
         if gone.launcher is not None and self.rendezvous.leave(gone.launcher, peer):
-            self.reforming.gone(gone.launcher, now_s)
+            self.reforming.gone(gone.launcher, since_s)
         if gone.launcher is not None and self.rendezvous.peer(gone.launcher) is None:
             self.councils.gone(gone.launcher, now_s)
         if node is not None:
@@ -190,7 +191,7 @@ class Controller:
             if node.launcher == peer:
                 node.launcher = None
             if node.agent is None and node.launcher is None:
-                node.lost_s = now_s
+                node.lost_s = since_s
         return self._taken()
 
     def reached(self, peer: int) -> list[Effect]:

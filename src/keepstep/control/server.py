@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -41,6 +42,7 @@ from keepstep.report.verdict import render, render_action, render_closing
 logger = logging.getLogger("keepstep.control")
 
 _TICK_S = 0.1
+_UNANSWERED = tuple(f"[Errno {one}]" for one in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH))
 _REACH_S = 5.0  # that an election port is given before it is said that it cannot be reached
 
 
@@ -159,7 +161,10 @@ class ControlServer:
         if (reaching := self._reaching.pop(connection.number, None)) is not None:
             reaching.cancel()
         logger.info("%s at %s has gone: %s", connection.role, connection.peer, reason)
-        self._guarded(lambda: self._controller.disconnected(connection.number, time.monotonic()))
+        unanswered = reason.startswith(_UNANSWERED)
+        self._guarded(
+            lambda: self._controller.disconnected(connection.number, time.monotonic(), unanswered=unanswered)
+        )
 
     def _message(self, connection: wire.Connection, message: wire.Message) -> None:
         try:

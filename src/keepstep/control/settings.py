@@ -17,6 +17,9 @@ class Settings:
     mute_s: float = 1.3  # without a heartbeat, that comes every second: nobody waits for the agent's answers
     silent_s: float = 3.0  # without a heartbeat: the agent is silent
     lost_s: float = 3.0  # neither agent nor launcher connected: the node is lost
+    link_s: float = (
+        2.0  # the same, more: of one that sent no last packet, whose link may have been cut for 5 s
+    )
     gone_s: float = 60.0  # all others wait while a node is lost, and there are no restarts: the job ends
     answer_s: float = 1.0  # longest wait for profiles and states
     probe_s: float = 4.0  # for probes: what agents wait, and a margin

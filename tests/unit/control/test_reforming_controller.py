@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import control_stand_ins as stand_ins
+import pytest
 
 from keepstep.control import Controller, Disconnect, Effect, Send, Settings, StoreStop
 from keepstep.core.finding import Finding
@@ -94,6 +95,14 @@ def test_the_agent_of_a_launcher_that_was_replaced_is_refused() -> None:
     refused = stage.agent(1, launcher=101)
     assert sent(refused, Refused)
     assert any(isinstance(effect, Disconnect) for effect in refused)
+
+
+@pytest.mark.parametrize("unanswered", [False, True])
+def test_a_node_that_sent_no_last_packet_has_two_seconds_more(unanswered: bool) -> None:
+    stage = Stage()
+    stage.controller.disconnected(1, 2.0, unanswered=unanswered)
+    told = [bool(sent(stage.controller.tick(now_s / 10), Halt)) for now_s in range(20, 80)]
+    assert told.index(True) == (50 if unanswered else 30)
 
 
 def test_a_node_that_returns_to_a_job_that_is_over_is_told_so() -> None:
