@@ -134,6 +134,7 @@ class Controller:
         self._growing = Growing(self.rendezvous, self.reforming, self._operating)
         self._launchers: dict[Launcher, Ended | Bye | None] = {}
         self._stop: Stop | None = None
+        self._stop_is_told = False
         self._over_s: float | None = None
         self._exited = False
         self._ticked_s: float | None = None
@@ -154,11 +155,12 @@ class Controller:
 
         ``council``: that of this host's launcher; its table counts, and when it was led by another, that one is away.
         """
-        self._stop = stop
+        self._stop, self._stop_is_told = stop, stop is not None
         self.cases.restore(incidents)
         former = None
         if council is not None:
             self.councils.restore(council)
+            self._stop = self._stop or council.stop
             placements = [(row.node, row.pid, row.placement) for row in council.table]
             if council.leader.token != self.settings.seat:
                 former = Launcher(council.leader.node, council.leader.pid)
@@ -167,7 +169,8 @@ class Controller:
             self.rendezvous.restore(table)
             self.reforming.restored(former)
             self._placed(table)
-        if stop is not None:
+        if self._stop is not None:
+            self.councils.end(self._stop)
             self.reforming.over()
 
     def connected(self, peer: int, role: str) -> None:
@@ -391,7 +394,8 @@ class Controller:
         if placed.is_new:
             self._tick_councils(now_s)
         if self._stop is not None or self.over:
-            self._effects.append(Send((peer,), self._stop or _FINISHED))
+            if self._stop_is_told or self.over:
+                self._effects.append(Send((peer,), self._stop or _FINISHED))
         elif self.rendezvous.placements and not placed.refusals:
             self._reform(self.reforming.here(sender.launcher, join.incarnation, now_s), now_s)
 
@@ -493,6 +497,7 @@ class Controller:
                 "most of the nodes that have to agree on who plays which rank are lost, or cut off from here"
             )
             self._end_job(End(1, reason), now_s)
+        self._tell_stop(now_s)
         if council is None:
             return
         self._effects.append(StoreCouncil(council))
@@ -507,8 +512,9 @@ class Controller:
         waited = not self.councils.allows(incarnation)
         if not self.councils.kept(launcher, kept):
             return
+        self._tell_stop(now_s)
         self._consider_over(now_s)
-        if waited and self.councils.allows(incarnation):
+        if waited and self._stop is None and self.councils.allows(incarnation):
             for one, placement in self.rendezvous.placements.items():
                 if (peer := self.rendezvous.peer(one)) is not None:
                     self._effects.append(Send((peer,), placement))
@@ -598,10 +604,22 @@ class Controller:
         """All nodes end with the exit code of who failed first."""
         code = end.exit_code if end.by_operator else self.cases.exit_code(now_s) or end.exit_code
         self._stop = Stop(code, end.reason[:_MOST_TEXT], end.by_operator)
-        self._effects.append(StoreStop(self._stop))
         self.reforming.over()
         self._operating.end()
         self.cases.stopped(code)
+        self.councils.end(self._stop)
+        self._tell_stop(now_s)
+
+    def _tell_stop(self, now_s: float) -> None:
+        """That the job ends, once that holds under any leader, or there can be none."""
+        if self._stop is None or self._stop_is_told:
+            return
+        since_s = self._withheld_since_s
+        if self.councils.stop is None and (since_s is None or now_s - since_s < self.settings.join_s):
+            return
+        self._stop_is_told = True
+        self._stop = self.councils.stop or self._stop
+        self._effects.append(StoreStop(self._stop))
         self._tell_launchers(self._stop)
 
     def _consider_over(self, now_s: float) -> None:

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from keepstep.control.rendezvous import Launcher
 from keepstep.core.quorum import is_quorum
-from keepstep.wire.messages import MOST_SEATS, Council, Kept, Placement, Row, Seat
+from keepstep.wire.messages import MOST_SEATS, Council, Kept, Placement, Row, Seat, Stop
 
 _AWAY_S = 5.0  # without a connection: another may have the seat
 _MOST_REACHED = 4 * MOST_SEATS  # of thousands of launchers
@@ -46,6 +46,7 @@ class Councils:
         self._is_ours = True  # and it was not begun by another controller
         self._inherited: Council | None = None  # not proposed yet in our own name
         self._settled_incarnation = -1
+        self._stop: Stop | None = None
 
     @property
     def newest(self) -> Council | None:
@@ -61,9 +62,21 @@ class Councils:
         """Whether placements of this incarnation may be given out: no other leader can ever give out others."""
         return not self._token or incarnation <= self._settled_incarnation
 
+    def end(self, stop: Stop) -> None:
+        """The job is to end with this; what an earlier leader may have told somebody counts."""
+        self._stop = self._stop or stop
+
+    @property
+    def stop(self) -> Stop | None:
+        """What the job ends with, once no later leader can end it, or go on, otherwise."""
+        if self._newest is None:
+            return self._stop
+        return self._newest.stop if self._is_settled else None
+
     def restore(self, held: Council) -> None:
         """Go on with what an earlier controller began: whether it was settled is not known."""
         self._newest = self._inherited = held
+        self._stop = held.stop
         self._is_settled = False
 
     def here(self, launcher: Launcher, seat: Seat | None) -> None:
@@ -155,6 +168,8 @@ class Councils:
             if newest.former and differ and self._is_ours:
                 return self._propose(structs.replace(newest, seats=wanted, table=rows))
             return None
+        if newest.stop != self._stop:
+            return self._propose(structs.replace(newest, stop=self._stop))
         if newest.former:
             return self._propose(structs.replace(newest, former=(), table=rows))
         if differ:

@@ -125,6 +125,9 @@ class Reforming:
         self._untried: set[Launcher] = set()  # newcomers with which the job has not trained yet
         self._barred: dict[str, float] = {}  # nodes that are not taken in again, and until when
         self._rigid: dict[Launcher, str] = {}  # members that cannot go on in a job of another size, and why
+        self._was_rigid = (
+            ""  # the same of the last recovery, until the job trains: who has just come holds nothing yet
+        )
         self._cause: _Cause | None = None
         self._vacated = False  # members were lost that may be all that was waited for
         self._deadline_s = 0.0
@@ -274,12 +277,13 @@ class Reforming:
 
     @property
     def is_untried(self) -> bool:
-        """Whether the job has begun with newcomers, and it is not known yet that it trains with them."""
-        return bool(self._untried) and self._state == "running"
+        """Whether it is not known yet that the job trains: with newcomers, or again in the size that it has to have."""
+        return bool(self._untried or self._was_rigid) and self._state == "running"
 
     def trains(self) -> None:
         """All ranks have made a step."""
         self._untried.clear()
+        self._was_rigid = ""
 
     def over(self) -> None:
         """The job ends; nothing is begun any more."""
@@ -398,6 +402,7 @@ class Reforming:
                 placed = self._renew(vacant, shrink=True)
         if placed is None:
             return self._wait(cause, vacant, now_s)
+        excluded = [one for one in excluded if one not in rendezvous.placements]
         for launcher in retreat:
             self._barred[launcher.node] = now_s + _BARRED_S
         self.exchanged = bool(self._exchange) and all(
@@ -412,6 +417,7 @@ class Reforming:
         self._untried = set(newcomers)
         gone = [Exclude(one, f"node {one.node} is excluded: {self._unfit[one]}") for one in excluded]
         self._unfit.clear()
+        self._was_rigid = next(iter(self._rigid.values()), self._was_rigid)
         self._state, self._cause, self._asked, self._exchange = "running", None, "", ()
         for launcher in (*vacant, *excluded):
             self._away.pop(launcher, None)
@@ -441,7 +447,7 @@ class Reforming:
     @property
     def _stiff(self) -> str:
         """Why a job of another size cannot go on with what its ranks hold."""
-        return next((why for one, why in self._rigid.items() if one not in self._lost), "")
+        return next((why for one, why in self._rigid.items() if one not in self._lost), self._was_rigid)
 
     @property
     def _may_shrink(self) -> bool:

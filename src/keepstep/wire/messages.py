@@ -363,6 +363,14 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 _Seats = Annotated[tuple[Seat, ...], msgspec.Meta(max_length=MOST_SEATS)]
 
 
+class Stop(Message, frozen=True):
+    """To launchers: end your workers and return ``exit_code``."""
+
+    exit_code: int
+    reason: str
+    by_operator: bool = False  # nothing is wrong: what is on its way to storage may get there
+
+
 class Council(Message, frozen=True):
     """To launchers: who elects the host of the controller, and to those the rank table. Answered by `Kept`.
 
@@ -376,6 +384,7 @@ class Council(Message, frozen=True):
     seats: _Seats
     former: _Seats = ()  # that have to agree too, until it is known that they cannot act alone any more
     table: Annotated[tuple[Row, ...], msgspec.Meta(max_length=MOST_TABLE)] = ()
+    stop: Stop | None = None  # the job ends with this, under whatever leader
 
 
 class Spare(Message, frozen=True):
@@ -544,14 +553,6 @@ class SaveRings(Message, frozen=True):
     """Save the rings of your ranks under the run's folder (they are evidence)."""
 
     incident: int = 0
-
-
-class Stop(Message, frozen=True):
-    """To launchers: end your workers and return ``exit_code``."""
-
-    exit_code: int
-    reason: str
-    by_operator: bool = False  # nothing is wrong: what is on its way to storage may get there
 
 
 class Refused(Message, frozen=True):
