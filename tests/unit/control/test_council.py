@@ -243,3 +243,31 @@ def test_nothing_counts_before_the_leaders_own_launcher_has_it() -> None:
     assert settle(made, 1, 2) == [False, False]  # its lease would count by other electors than theirs
     assert not made.allows(0)
     assert settle(made, 0) == [True]
+
+
+def test_an_end_is_told_once_it_holds_under_any_leader() -> None:
+    stop = Stop(79, "stopped by an operator", by_operator=True)
+    made = councils(0, 1, 2)
+    made.tick(table(0, 1, 2), 0.0)
+    settle(made, 0, 1)
+    made.end(stop)
+    assert made.stop is None
+    ended = made.tick(table(0, 1, 2), 1.0)
+    assert ended is not None
+    assert (ended.stop, made.stop) == (stop, None)
+    assert settle(made, 0, 2) == [False, True]
+    assert made.stop == stop
+
+    second = councils(1, 2, leader=2, term=2)
+    second.restore(ended)
+    second.end(Stop(1, "node gpu-0 lost"))
+    assert second.tick(table(0, 1, 2), 5.0) is not None
+    assert second.stop is None
+    settle(second, 1, 2)
+    assert second.stop == stop
+
+
+def test_without_elections_an_end_is_told_at_once() -> None:
+    made = Councils(0, 1, lambda: 29400)
+    made.end(Stop(1, "rank 3 died"))
+    assert made.stop == Stop(1, "rank 3 died")

@@ -218,6 +218,35 @@ def test_a_job_that_does_not_begin_with_newcomers_goes_on_without_them() -> None
     assert [one.node for one in job.rendezvous.newcomers] == ["gpu-7"]
 
 
+def test_who_holds_a_place_is_not_excluded() -> None:
+    job = shrunk()
+    job.come(7, now_s=20.0)
+    job.reforming.pause(21.0, hold=False)
+    job.halt(7, 0, 2, incarnation=1, now_s=22.0)
+    job.come(8, now_s=25.0)
+    job.fail(7, incarnation=2, now_s=30.0)
+    job.halt(
+        8, 7, incarnation=2, now_s=31.0
+    )  # the spare takes the place of the newcomer, so there is none for gpu-0
+    job.reforming.halted(job.launcher(0), 2, 4000, 31.0, unfit="disk full")
+    orders = job.halt(2, incarnation=2, now_s=31.0)
+    assert kinds(orders) == ["Renew", "Tell"]
+    assert job.places().keys() == {"gpu-0", "gpu-2", "gpu-8"}
+
+
+def test_who_has_just_come_does_not_say_that_the_job_may_have_another_size() -> None:
+    job = Elastic(shrink_s=0.0)
+    job.come(7, now_s=4.0)
+    job.go(1, 5.0)
+    job.reforming.halted(job.launcher(0), 0, 4000, 9.0, rigid=RIGID)
+    job.halt(2, 7, now_s=9.0)
+    job.wait(9.0, 9.2)
+    assert "gpu-7" in job.places()
+    job.lose(0, 12.0)
+    orders = job.halt(2, 7, incarnation=1, now_s=16.0)  # neither holds anything of this incarnation
+    assert f"it does not go on with fewer nodes: {RIGID}" in told(orders)
+
+
 def test_newcomers_that_have_trained_stay() -> None:
     job = shrunk()
     job.come(7, now_s=20.0)
