@@ -3,5 +3,14 @@
 from keepstep.mitigate.microbatches import allocate_microbatches
 from keepstep.mitigate.planner import Planner, Remedy
 from keepstep.mitigate.replicas import Replicas, measure
+from keepstep.mitigate.topology import Exchange, best_exchange
 
-__all__ = ["Planner", "Remedy", "Replicas", "allocate_microbatches", "measure"]
+__all__ = [
+    "Exchange",
+    "Planner",
+    "Remedy",
+    "Replicas",
+    "allocate_microbatches",
+    "best_exchange",
+    "measure",
+]

@@ -1,0 +1,175 @@
+"""Which nodes should exchange their ranks so that slow links carry little (remedy S3; GREYHOUND §5.3, FALCON §5).
+
+What ranks send to each other is fixed by their places in the job's layout; which link carries it is decided by which
+node plays which place. So two nodes exchange all their ranks: traffic between places stays, links under it change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from keepstep.core.errors import UsageError
+
+_MOST_LOOKED_AT = 100_000  # partial assignments; a search that ends before is exact
+_MOST_PLACES = 64  # that a node may get, those with little traffic first
+_ALIKE = 1.01  # times that differ by less are the same: fewer nodes move
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Which nodes take each other's places, and what that does to the slowest link.
+
+    Attributes:
+        swaps: pairs of node ranks; no node is in two.
+        before_s: what the slowest link takes for an iteration's traffic now.
+        after_s: the same with these swaps.
+        bound_s: no disjoint swaps come more than 2 % below it.
+    """
+
+    swaps: tuple[tuple[int, int], ...]
+    before_s: float
+    after_s: float
+    bound_s: float
+
+
+def best_exchange(
+    nodes: int,
+    traffic: Mapping[tuple[int, int], float],
+    seconds_per_byte: float,
+    slow_links: Mapping[tuple[int, int], float],
+    slow_nodes: Mapping[int, float] | None = None,
+) -> Exchange | None:
+    """The fewest swaps after which the slowest link takes the least time, to within 2 %; None when none helps.
+
+    Over all sets of disjoint swaps, by branch and bound over the nodes that have slow links. Of more than 64 nodes the
+    64 places with the least traffic are looked at besides a node's own, and after 100,000 partial assignments (tens of
+    slow links) the search ends with the best that it has; then ``bound_s`` says how much better another one could be.
+
+    Args:
+        nodes: how many the job has.
+        traffic: bytes in an iteration by pair of node ranks; the two directions are summed.
+        seconds_per_byte: of a healthy link.
+        slow_links: by pair of node ranks, seconds for a byte.
+        slow_nodes: by node rank, where all links of a node are slow.
+
+    Raises:
+        UsageError: a number is negative or not finite, or a pair is none of two of the job's nodes.
+    """
+    load = _by_pair(nodes, traffic, "traffic")
+    links = _by_pair(nodes, slow_links, "slow links")
+    slow = dict(slow_nodes or {})
+    for node, cost in slow.items():
+        if not (0 <= node < nodes and 0 <= cost < math.inf):
+            raise UsageError(
+                f"slow node {node}: the job has node ranks 0 to {nodes - 1}, and times are 0 or more"
+            )
+    if not 0 <= seconds_per_byte < math.inf:
+        raise UsageError(f"seconds for a byte: {seconds_per_byte} is no time")
+    search = _Search(nodes, load, seconds_per_byte, links, slow)
+    before_s = search.best_s
+    search.assign(0, {}, search.healthy_s, [])
+    if not search.best:
+        return None
+    bound_s = search.best_s if search.is_exact else min(search.floor_s(), search.best_s)
+    return Exchange(tuple(search.best), before_s, search.best_s, bound_s)
+
+
+def _by_pair(nodes: int, given: Mapping[tuple[int, int], float], what: str) -> dict[tuple[int, int], float]:
+    found: dict[tuple[int, int], float] = {}
+    for (one, other), value in given.items():
+        if not (0 <= one < nodes and 0 <= other < nodes and one != other and 0 <= value < math.inf):
+            raise UsageError(
+                f"{what}: ({one}, {other}): {value} is no number of two of the node ranks 0 to {nodes - 1}"
+            )
+        pair = (min(one, other), max(one, other))
+        found[pair] = found.get(pair, 0.0) + value if what == "traffic" else max(found.get(pair, 0.0), value)
+    return found
+
+
+class _Search:
+    """Gives each node with slow links its own place or another's, the worst nodes first."""
+
+    def __init__(
+        self,
+        count: int,
+        load: Mapping[tuple[int, int], float],
+        healthy: float,
+        links: Mapping[tuple[int, int], float],
+        slow: Mapping[int, float],
+    ) -> None:
+        self._load, self._links, self._slow = load, links, slow
+        self.healthy_s = (
+            max(load.values(), default=0.0) * healthy
+        )  # an iteration's slowest link, if all were healthy
+        self._heaviest = dict.fromkeys(range(count), 0.0)  # of each place, what its busiest link carries
+        for pair, carried in load.items():
+            for place in pair:
+                self._heaviest[place] = max(self._heaviest[place], carried)
+        self._mine: dict[int, dict[int, float]] = {node: {} for node in slow}
+        for (one, other), seconds in links.items():
+            self._mine.setdefault(one, {})[other] = seconds
+            self._mine.setdefault(other, {})[one] = seconds
+        self._order = sorted(
+            self._mine, key=lambda node: (-slow.get(node, 0.0), -sum(self._mine[node].values()), node)
+        )
+        self._places = sorted(range(count), key=lambda place: (self._heaviest[place], place))[:_MOST_PLACES]
+        self.is_exact = count <= _MOST_PLACES
+        self.best: list[tuple[int, int]] = []
+        self.best_s = self.healthy_s
+        for node in self._order:
+            self.best_s = self._rise(node, node, {one: one for one in self._order}, self.best_s)
+        self._least_s = self.best_s
+        self._looked_at = 0
+
+    def floor_s(self) -> float:
+        """What no exchange can come below: the dearest link and node where the least is carried."""
+        count = len(self._heaviest)
+        least = min(self._load.values(), default=0.0) if 2 * len(self._load) == count * (count - 1) else 0.0
+        of_links = max(self._links.values(), default=0.0) * least
+        of_nodes = max(self._slow.values(), default=0.0) * min(self._heaviest.values(), default=0.0)
+        return max(self.healthy_s, of_links, of_nodes)
+
+    def assign(self, depth: int, at: dict[int, int], so_far_s: float, swaps: list[tuple[int, int]]) -> None:
+        """Decide the places of the rest. ``at``: places by node, of those that are decided; ``so_far_s``: of these."""
+        if depth == len(self._order):
+            if self._is_better(so_far_s, len(swaps)):
+                self.best, self.best_s = list(swaps), so_far_s
+                self._least_s = min(self._least_s, so_far_s)
+            return
+        node = self._order[depth]
+        if node in at:  # another one took its place
+            self.assign(depth + 1, at, so_far_s, swaps)
+            return
+        for cost_s, place in sorted(self._options(node, at, so_far_s)):
+            self._looked_at += 1
+            if self._looked_at > _MOST_LOOKED_AT:
+                self.is_exact = False
+                return
+            if place == node:
+                if cost_s <= self.best_s * _ALIKE:
+                    self.assign(depth + 1, {**at, node: node}, cost_s, swaps)
+                continue
+            then = {**at, node: place, place: node}
+            if place in self._mine:  # its slow links move with it
+                cost_s = self._rise(place, node, then, cost_s)
+            if self._is_better(cost_s, len(swaps) + 1):
+                self.assign(depth + 1, then, cost_s, [*swaps, (min(node, place), max(node, place))])
+
+    def _is_better(self, cost_s: float, swaps: int) -> bool:
+        fewer = swaps < len(self.best) and cost_s <= self._least_s * _ALIKE
+        return fewer or cost_s * _ALIKE < self.best_s
+
+    def _options(self, node: int, at: Mapping[int, int], so_far_s: float) -> list[tuple[float, int]]:
+        free = [place for place in {node: 0, **dict.fromkeys(self._places, 0)} if place not in at]
+        return [(self._rise(node, place, at, so_far_s), place) for place in free]
+
+    def _rise(self, node: int, place: int, at: Mapping[int, int], so_far_s: float) -> float:
+        """What the slowest link decided so far takes, with this node at that place."""
+        worst = max(so_far_s, self._heaviest[place] * self._slow.get(node, 0.0))
+        for other, seconds in self._mine[node].items():
+            if other in at and at[other] != place:
+                there = at[other]
+                worst = max(worst, self._load.get((min(place, there), max(place, there)), 0.0) * seconds)
+        return worst
