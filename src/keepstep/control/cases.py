@@ -45,8 +45,10 @@ class Cases:
         unix_s: Callable[[float], float],
         is_ending: Callable[[], bool],
         effect: Callable[[Effect], None],
+        exchange: Callable[[Sequence[tuple[int, int]], str, float], str],
     ) -> None:
-        """``is_ending``: the job has ended, or is told to; ``effect``: have it carried out."""
+        """``is_ending``: the job has ended, or is told to; ``effect``: have it carried out; ``exchange``: of nodes."""
+        self._exchange = exchange
         self.cluster, self.locators = cluster, locators
         self.ignored = 0  # findings that made no sense
         self._settings, self._reforming = settings, reforming
@@ -362,6 +364,10 @@ class Cases:
                 if case.question == question.number and not case.closed:
                     case.profiles(question.answers, self._names(question.unanswered), now_s)
         self._sweep()
+
+    def exchange(self, pairs: Sequence[tuple[int, int]], why: str, now_s: float) -> str:
+        """See `Desk`."""
+        return self._exchange(pairs, why, now_s)
 
     def _names(self, node_ranks: Iterable[int]) -> tuple[str, ...]:
         return tuple(self.cluster.nodes[rank].name for rank in node_ranks)

@@ -123,6 +123,7 @@ class Controller:
             *(settings, self.cluster, locators or LibraryLocators(), self.reforming, unix_s),
             is_ending=lambda: self._stop is not None or self.over,
             effect=lambda effect: self._effects.append(effect),
+            exchange=lambda pairs, why, now_s: self._operating.exchange(pairs, why, now_s),
         )
         self._operating = Operating(
             self.rendezvous,
@@ -384,7 +385,7 @@ class Controller:
             return
         if not join.max_restarts and join.incarnation > self.reforming.incarnation:
             self.cluster.begin_again({})  # by itself, as the launcher of one node does
-            self.cases.mitigation.begin_again()
+            self.cases.mitigation.begin_again(now_s)
         placed = self.rendezvous.join(sender.launcher, join, peer, now_s)
         if not placed.refusals:
             self.councils.here(sender.launcher, join.seat)
@@ -442,7 +443,7 @@ class Controller:
                     how += f", {len(table)} of {self.rendezvous.most} nodes"
                 if len(table) != before or self.reforming.exchanged:  # nodes play other ranks
                     self.backups = Backups(self.settings.backups, self.settings.lost_s)
-                self.cases.mitigation.begin_again()
+                self.cases.mitigation.begin_again(now_s, exchanged=self.reforming.exchanged)
                 self.cases.begin_again(how, now_s)
                 self._answer_joins(order.placed)
             elif isinstance(order, Tell):

@@ -49,6 +49,10 @@ class Desk(Protocol):
         """Send to all connected agents, or to one node's."""
         ...
 
+    def exchange(self, pairs: Sequence[tuple[int, int]], why: str, now_s: float) -> str:
+        """Have nodes (by rank) take each other's ranks at the next step that all have sealed; why not, or ""."""
+        ...
+
     def hold_number(self, now_s: float) -> int:
         """A number for a hold or its tests that no controller of this run has given out before."""
         ...

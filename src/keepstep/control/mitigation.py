@@ -1,7 +1,9 @@
-"""What is done about slowdowns while they last: the job's micro-batches go to the replicas that are fast (remedy S2).
+"""What is done about slowdowns while they last.
 
-Measures now and then how long each replica takes for a micro-batch, has the planner say what pays, orders it of the
-job's first rank, notes what it was expected to do and what it did, and takes it back when the cause is gone.
+The job's micro-batches go to the replicas that are fast (remedy S2); nodes exchange their ranks, so that a slow link
+carries little (S3, see `relocation`). Measures now and then how long each replica takes for a micro-batch, has the
+planner say what pays, orders it, notes what it was expected to do and what it did, and takes it back when the cause is
+gone.
 """
 
 from __future__ import annotations
@@ -11,17 +13,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from keepstep.control.cluster import Node
-from keepstep.control.desk import Desk
+from keepstep.control.desk import Desk, is_traffic
 from keepstep.control.profiles import iterations_of
+from keepstep.control.relocation import TOPOLOGY, Relocation
 from keepstep.control.rendezvous import MOST_RANKS
 from keepstep.core.incident import Action
 from keepstep.core.microbatches import Split, equal_shares, fits, objection
 from keepstep.core.ranges import fold_ranks
+from keepstep.core.summary import PeerTraffic
 from keepstep.wire.messages import MOST_REPLICAS, Profile, Shares, Splits
 
 if TYPE_CHECKING:
     from keepstep.control.slow_case import SlowCase
-    from keepstep.mitigate import Planner, Replicas
+    from keepstep.mitigate import Planner, Remedy, Replicas
 
 Mode = Literal["off", "advise", "auto"]
 MICROBATCHES = "S2, micro-batches"
@@ -31,6 +35,7 @@ _MOST_STEPS = 12
 _LOOK_S = 2.0  # between looks, and as many steps as are looked at
 _WATCH_S = 10.0  # the same while nothing is to be done
 _BETWEEN_S = 0.5
+_SETTLE_S = 5.0  # after the job was formed anew: agents of the incarnation before are gone
 _AGAIN_S = 1.0  # an order that shows no effect is given again
 _LATE_STEPS, _LATE_S = 16, 30.0  # an order without effect has failed
 _ADJUST = 0.04  # of the iteration time: other shares would be so much better
@@ -60,6 +65,10 @@ class Mitigation:
         self._next_s = 0.0
         self._even_looks = self._unfit_looks = 0
         self._cases: Sequence[SlowCase] = ()
+        self._relocation = Relocation(desk)
+        self._moved: tuple[SlowCase, Action, float] | None = (
+            None  # whose effect is to be measured, iteration before
+        )
 
     def told(self, node: Node, message: Splits) -> None:
         """How ranks of a node divide micro-batches."""
@@ -75,8 +84,11 @@ class Mitigation:
             if split.incarnation == self._told_of:
                 self._splits[split.rank] = split
 
-    def begin_again(self) -> None:
-        """The job was formed anew: its shares are equal."""
+    def begin_again(self, now_s: float, *, exchanged: bool = False) -> None:
+        """The job was formed anew: its shares are equal. ``exchanged``: with nodes in each other's places."""
+        if self._relocation.begun_again():
+            self._relocated("" if exchanged else "the job had to begin again as it was", now_s)
+        self._next_s = now_s + _SETTLE_S
         if self._told_of < self._incarnation():
             self._splits.clear()
         self._looked_step = -1
@@ -97,19 +109,23 @@ class Mitigation:
             return
         self._cases = [case for case in cases if case.incident is not None]
         self._tick_order(now_s)
+        if why := self._relocation.tick(now_s):
+            self._relocated(why, now_s)
         if (
             self.question is not None
             or self._ordered is not None
+            or self._relocation.is_ordered
             or now_s < self._next_s
             or self._standstill()
         ):
             return
         self._next_s = now_s + _BETWEEN_S  # what follows looks at every rank
-        if not self._cases and not self.in_force:
+        if not self._cases and not self.in_force and self._moved is None:
             if self._planner is not None:
                 self._planner.over(now_s)
             return
-        if why := self._missing_splits():
+        blames_link = any(one.link for case in self._cases if case.incident for one in case.incident.culprits)
+        if (why := self._missing_splits()) and not blames_link and self._moved is None:
             self._leave_out(why)
             return
         first = self._first_step()
@@ -120,53 +136,77 @@ class Mitigation:
         if now_s - self._looked_s < pause_s and self._looked_step >= first:
             return
         self._looked_s, self._looked_step = now_s, newest
-        self.question = self._desk.ask_profiles(max(first, newest - _MOST_STEPS + 1), newest, now_s)
+        since = max(first, newest - _MOST_STEPS + 1)
+        onset = max((one.onset_step for one in self._cases), default=since)
+        self.question = self._desk.ask_profiles(min(since, onset), newest, now_s, onset)
 
     def profiles(self, answers: Sequence[Profile], now_s: float) -> None:
         """What the agents were asked for."""
         self.question = None
         rows = iterations_of(answers)
-        if self._missing_splits() or not len(rows):
+        if not len(rows):
             return
+        traffic = [one for answer in answers for one in answer.traffic if is_traffic(one)]
+        import numpy as np
+
         from keepstep.core.iteration_table import between, column  # numpy is not in the controller's start
         from keepstep.mitigate import measure
 
-        rows = between(rows, self._first_step(), 1 << 30)
-        replicas = measure(rows, self._splits, self._desk.cluster.groups)
-        if replicas is None:
+        rows = between(rows, max(self._first_step(), self._looked_step - _MOST_STEPS + 1), 1 << 30)
+        if not len(rows):
             return
-        import numpy as np
+        iteration_s = float(np.median(column(rows, "duration_s")))
+        replicas = None if self._missing_splits() else measure(rows, self._splits, self._desk.cluster.groups)
+        if self._moved is not None:
+            (case, action, before_s), self._moved = self._moved, None
+            measured = f"{action.detail}; measured {_effect(before_s, iteration_s)}"
+            case.acted(replace(action, detail=measured), action, say=True)
+        elif replicas is not None or not self.in_force:
+            self._decide(replicas, traffic, iteration_s, now_s)
 
-        self._decide(replicas, float(np.median(column(rows, "duration_s"))), now_s)
-
-    # --- deciding -------------------------------------------------------------------------------------------------
-
-    def _decide(self, replicas: Replicas, iteration_s: float, now_s: float) -> None:
-        split = next(iter(self._splits.values()))
-        equal = equal_shares(split.count, split.replicas, split.multiple_of)
-        best = replicas.best(split.multiple_of, split.at_most)
-        if self.in_force:
-            self._watch(replicas, equal, best, iteration_s, now_s)
-        else:
-            self._consider(replicas, equal, best, iteration_s, now_s)
+    def _decide(
+        self, replicas: Replicas | None, traffic: Sequence[PeerTraffic], iteration_s: float, now_s: float
+    ) -> None:
+        equal, best = (), ()
+        if replicas is not None:
+            split = next(iter(self._splits.values()))
+            equal = equal_shares(split.count, split.replicas, split.multiple_of)
+            best = replicas.best(split.multiple_of, split.at_most)
+            if self.in_force:
+                self._watch(replicas, equal, best, iteration_s, now_s)
+                return
+        self._consider(replicas, traffic, equal, best, iteration_s, now_s)
 
     def _consider(
-        self, replicas: Replicas, equal: Sequence[int], best: Sequence[int], iteration_s: float, now_s: float
+        self,
+        replicas: Replicas | None,
+        traffic: Sequence[PeerTraffic],
+        equal: Sequence[int],
+        best: Sequence[int],
+        iteration_s: float,
+        now_s: float,
     ) -> None:
-        """Nothing is done yet: whether shares that fit the replicas' speeds pay."""
+        """Nothing is done yet: whether shares that fit the replicas' speeds pay, or other places of nodes."""
         from keepstep.mitigate import Planner, Remedy
 
         incident = next((one.incident for one in self._cases if one.incident is not None), None)
         if incident is None or not incident.iteration_before_s:
             return
         planner = self._planner = self._planner or Planner()
-        equal_s, best_s = replicas.iteration_s(equal), replicas.iteration_s(best)
+        remedies: dict[str, Remedy] = {}
+        equal_s = best_s = iteration_s
+        if replicas is not None:
+            equal_s, best_s = replicas.iteration_s(equal), replicas.iteration_s(best)
+            remedies[MICROBATCHES] = Remedy(MICROBATCHES, 0.0, best_s)
+        if remedy := self._relocation.remedy(self._cases, traffic, iteration_s):
+            remedies[TOPOLOGY] = remedy
         steps = max(self._desk.cluster.newest_step - (incident.onset_step or 0), 0)
-        chosen = planner.look(
-            *(now_s, now_s - steps * iteration_s, incident.iteration_before_s, iteration_s, equal_s),
-            {MICROBATCHES: Remedy(MICROBATCHES, 0.0, best_s)},
-        )
+        began_s = now_s - steps * iteration_s
+        chosen = planner.look(now_s, began_s, incident.iteration_before_s, iteration_s, equal_s, remedies)
         if chosen is None:
+            return
+        if chosen.name == TOPOLOGY:
+            self._relocate(chosen, iteration_s, now_s)
             return
         action = Action(MICROBATCHES, chosen.cost_s, f"{_told(best)}; expected {_effect(equal_s, best_s)}")
         if self._mode == "advise":
@@ -174,6 +214,30 @@ class Mitigation:
             self._note(replace(action, name=f"advised: {MICROBATCHES}"))
         else:
             self._treat(best, action, now_s)
+
+    def _relocate(self, remedy: Remedy, iteration_s: float, now_s: float) -> None:
+        assert self._planner is not None
+        told = f"{self._relocation.told()} take each other's ranks; expected {_effect(iteration_s, remedy.iteration_s)}"
+        action = Action(TOPOLOGY, remedy.cost_s, told)
+        if self._mode == "advise":
+            self._planner.refused(TOPOLOGY)
+            self._note(replace(action, name=f"advised: {TOPOLOGY}"))
+        elif refused := self._relocation.order(now_s):
+            self._planner.refused(TOPOLOGY)
+            self._note(Action("none", None, f"{TOPOLOGY}: {refused}"))
+        else:
+            self._moved = self._cases[0], action, iteration_s
+            self._note(action)
+
+    def _relocated(self, failed: str, now_s: float) -> None:
+        """An order to exchange nodes was carried out, or why not."""
+        assert self._planner is not None
+        if not failed:
+            self._planner.applied(TOPOLOGY, 0.0)
+            return
+        self._planner.refused(TOPOLOGY)
+        self._moved = None
+        self._note(Action("S3 has failed", None, f"the nodes keep their places: {failed}"))
 
     def _watch(
         self, replicas: Replicas, equal: Sequence[int], best: Sequence[int], iteration_s: float, now_s: float

@@ -1,0 +1,86 @@
+"""Remedy S3 on a running job: the link of a data-parallel pair turns slow, two nodes exchange their ranks."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e import testbed as beds
+from tests.e2e.test_backups import read, until
+from tests.e2e.testbed import HOURS
+
+from keepstep.faults import SlowLink
+
+pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.quiet, pytest.mark.timeout(900)]
+
+TRAIN = Path(__file__).with_name("exchange_train.py")
+STEPS = 100_000
+PATIENCE_S = 300
+
+
+def rows(folder: Path, rank: int) -> list[tuple[int, str, float]]:
+    found: list[tuple[int, str, float]] = []
+    path = folder / f"losses-{rank}"
+    for line in path.read_text().splitlines() if path.exists() else []:
+        step, loss, seconds = line.split()
+        found.append((int(step), loss, float(seconds)))
+    return found
+
+
+def actions(run: Path) -> list[dict[str, Any]]:
+    found = [json.loads(path.read_bytes()) for path in (run / "incidents").glob("[0-9]*.json")]
+    return [action for one in found for action in one["actions"]]
+
+
+def pace_s(folder: Path, steps: int = 10) -> float:
+    """Of the newest steps."""
+    found = rows(folder, 0)[-steps:]
+    return statistics.median(one[2] for one in found) if found else 1.0
+
+
+def test_a_slow_link_is_left_to_those_who_send_little(tmp_path: Path) -> None:
+    if reason := beds.missing():
+        pytest.skip(reason)
+    run = tmp_path / "run"
+    with beds.four_hosts((0, 5 * HOURS, 11 * HOURS, 30 * HOURS)) as bed:
+        hosts = list(bed.hosts.values())
+
+        def start(number: int) -> subprocess.Popen[str]:
+            command = [
+                *(sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(run)),
+                *("--nnodes", "4", "--node-rank", str(number), "--master-addr", "node-a"),
+                *("--master-port", "29555", "--nproc-per-node", "1", "--max-restarts", "1"),
+                *("--standbys", "1", "--no-validate", str(TRAIN), str(tmp_path), str(STEPS)),
+            ]
+            return hosts[number].start(command, {"OMP_NUM_THREADS": "1"})
+
+        running = {host.name: start(number) for number, host in enumerate(hosts)}
+        until(lambda: len(rows(tmp_path, 0)) > 120)
+        healthy_s = pace_s(tmp_path)
+        with bed.links.inject(SlowLink("node-a", "node-c", "20mbit")):
+            until(lambda: read(run / "status.json").get("incarnation") == 1)
+            begun = len(rows(tmp_path, 0))
+            until(lambda: len(rows(tmp_path, 0)) > begun + 60)
+            treated_s = pace_s(tmp_path)
+            moved = [node["node"] for node in read(run / "status.json")["nodes"]]
+            until(lambda: "measured" in "".join(one["detail"] for one in actions(run)))
+        (tmp_path / "enough").touch()
+        results = beds.collect(running, PATIENCE_S)
+    said = results["node-a"].stderr
+    assert [one.returncode for one in results.values()] == [0] * 4, results
+    places = {node: place for place, node in enumerate(moved)}
+    assert places["node-a"] % 2 != places["node-c"] % 2, moved
+    assert "S3, exchange of nodes" in said
+    assert "exchanged their ranks; all nodes begin again" in said
+    assert treated_s < 2 * healthy_s + 0.05, (healthy_s, treated_s)
+    for rank in range(4):  # every step gave what it gave before: no byte of a state was lost on the way
+        values: dict[int, set[str]] = {}
+        for step, loss, _ in rows(tmp_path, rank):
+            values.setdefault(step, set()).add(loss)
+        assert {len(one) for one in values.values()} == {1}
+        assert sorted(values) == list(range(len(values)))
