@@ -1,0 +1,128 @@
+"""Remedy S3 in the controller: what is read from the traffic, and when an exchange is ordered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from keepstep.control.relocation import Relocation, paths_of
+from keepstep.core.incident import Culprit, Link
+from keepstep.core.summary import PeerTraffic
+
+NAMES = ("gpu-0", "gpu-1", "gpu-2", "gpu-3")
+RANKS = {name: rank for rank, name in enumerate(NAMES)}
+
+
+def sent(
+    one: int, other: int, megabytes: float, seconds_per_byte: float, over_s: float = 10.0
+) -> PeerTraffic:
+    """In ``over_s`` since the onset; before it nothing is known."""
+    count = int(megabytes * 1e6)
+    busy_s = count * seconds_per_byte
+    return PeerTraffic(NAMES[one], f"10.0.0.{one}", f"10.0.0.{other}", 0.0, 0, 0.0, over_s, count, busy_s)
+
+
+def both(one: int, other: int, megabytes: float, seconds_per_byte: float) -> list[PeerTraffic]:
+    return [sent(one, other, megabytes, seconds_per_byte), sent(other, one, megabytes, seconds_per_byte)]
+
+
+# DP pairs (0, 2) and (1, 3) carry much, pipelines (0, 1) and (2, 3) little, in short messages.
+TRAFFIC = [*both(0, 2, 40, 2e-7), *both(1, 3, 40, 1e-9), *both(0, 1, 0.4, 2e-6), *both(2, 3, 0.4, 2e-6)]
+
+
+@dataclass
+class Office:
+    """The part of a desk that is needed here."""
+
+    refusal: str = ""
+    cluster: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            nodes={rank: SimpleNamespace(name=name) for rank, name in enumerate(NAMES)}
+        )
+    )
+    ordered: list[Any] = field(default_factory=list[Any])
+
+    def exchange(self, pairs: Any, why: str, now_s: float) -> str:
+        self.ordered.append((tuple(pairs), why))
+        return self.refusal
+
+
+def case(*culprits: Culprit) -> Any:
+    return SimpleNamespace(incident=SimpleNamespace(culprits=culprits))
+
+
+SLOW = Culprit(link=Link((0, 2), ("gpu-0", "gpu-2")))
+
+
+def relocation(refusal: str = "") -> tuple[Relocation, Office]:
+    office = Office(refusal)
+    return Relocation(office), office  # type: ignore[arg-type]
+
+
+def test_the_busier_way_of_each_pair_is_what_it_carries() -> None:
+    paths = paths_of([sent(0, 1, 10, 1e-9), sent(1, 0, 2, 5e-9), sent(0, 2, 0.001, 1e-3)], RANKS)
+    assert paths.rates[(0, 1)] == pytest.approx(1e6)
+    assert paths.costs[(0, 1)] == pytest.approx(5e-9)
+    assert (0, 2) not in paths.costs  # a kilobyte tells no speed
+
+
+def test_a_healthy_link_is_one_that_carries_about_as_much() -> None:
+    assert paths_of(TRAFFIC, RANKS).healthy((0, 2)) == pytest.approx(1e-9)
+    assert paths_of(both(0, 2, 40, 2e-7), RANKS).healthy((0, 2)) == 0.0
+
+
+def test_heavy_traffic_is_to_leave_the_slow_link() -> None:
+    made, office = relocation()
+    remedy = made.remedy([case(SLOW)], TRAFFIC, 1.0)
+    assert remedy is not None
+    assert remedy.iteration_s == pytest.approx(1.0 - 4e6 * 2e-7 + 4e4 * 2e-7, rel=0.02)
+    assert made.order(5.0) == ""
+    ((pairs, why),) = office.ordered
+    assert why == "the link gpu-0 ↔ gpu-2 is slow"
+    assert len(pairs) == 1
+    assert len({0, 2} & set(pairs[0])) == 1
+    assert "gpu-" in made.told()
+    assert made.is_ordered
+    assert made.tick(60.0) == ""
+    assert made.begun_again()
+    assert not made.is_ordered
+
+
+def test_an_order_that_comes_to_nothing_is_given_up() -> None:
+    made, _ = relocation()
+    assert made.remedy([case(SLOW)], TRAFFIC, 1.0)
+    made.order(5.0)
+    assert made.tick(184.0) == ""
+    assert made.tick(186.0) == "not all ranks sealed a step"
+    assert not made.begun_again()
+
+
+def test_what_is_refused_is_not_waited_for() -> None:
+    made, _ = relocation("it is suspended; say resume")
+    assert made.remedy([case(SLOW)], TRAFFIC, 1.0)
+    assert made.order(5.0) == "it is suspended; say resume"
+    assert not made.is_ordered
+
+
+@pytest.mark.parametrize(
+    ("culprits", "traffic"),
+    [
+        ((), TRAFFIC),
+        ((Culprit(rank=2),), TRAFFIC),
+        ((Culprit(link=Link((0, 9), ("gpu-0", "gpu-9"))),), TRAFFIC),
+        ((Culprit(link=Link((0, 1), ("gpu-0", "gpu-0"))),), TRAFFIC),
+        ((SLOW,), []),
+        ((SLOW,), [*both(0, 2, 40, 1.2e-9), *both(1, 3, 40, 1e-9)]),
+        ((SLOW,), [one for pair in ((0, 1), (0, 3), (1, 2), (1, 3), (2, 3)) for one in both(*pair, 40, 1e-9)]
+         + both(0, 2, 40, 2e-7)),
+    ],
+    ids=["nobody", "a rank", "another job's node", "inside a node", "no traffic", "not slow", "all carry as much"],
+)  # fmt: skip
+def test_where_no_exchange_helps_none_is_offered(
+    culprits: tuple[Culprit, ...], traffic: list[PeerTraffic]
+) -> None:
+    made, _ = relocation()
+    assert made.remedy([case(*culprits)], traffic, 1.0) is None
