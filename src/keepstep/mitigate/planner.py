@@ -97,6 +97,11 @@ class Planner:
             self._applied.append(name)
         self._spent_s += cost_s
 
+    def undone(self, name: str) -> None:
+        """It is in force no longer, and may be named again."""
+        if name in self._applied:
+            self._applied.remove(name)
+
     def refused(self, name: str) -> None:
         """It cannot be, or has failed: it is not named again while this slowdown lasts."""
         self._refused.add(name)
