@@ -308,6 +308,8 @@ class Mitigation:
         }
         if len(alike) > 1 or first.replicas < 2:
             return "the ranks divide micro-batches in different ways"
+        if together := [rank for rank, one in splits.items() if not one.movable]:
+            return f"ranks {fold_ranks(together)} have collective operations in each micro-batch"
         return ""
 
     def _first_step(self) -> int:
