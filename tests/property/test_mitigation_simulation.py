@@ -312,6 +312,29 @@ def test_a_later_controller_keeps_an_incident_open_while_its_remedy_is_in_force(
     assert job.incidents[incident.number].relief_step is not None
 
 
+def test_ranks_that_divide_in_different_ways_are_left_alone() -> None:
+    job = Job(4, random.Random(7), loss=0.0)
+    job.run(60)
+    job.slowness[1] = 3.0
+    job.run(100)
+    orders = len(job.changes)
+    for garbage in (
+        Split(3, 0, 64, 7, 8, number=job.number, share=5),
+        Split(3, 0, 32, 1, 4, number=job.number, share=5),
+        Split(3, 0, (1 << 62) - 1, 3, 4, number=job.number, share=1),
+        Split(3, 0, 32, 3, 4, at_most=1, number=job.number, share=8),
+        Split(3, 0, 32, 3, 4, number=job.number, share=9, movable=False),
+    ):
+        job.say(3, Splits(3, (garbage,)))
+        job.run(40)
+    assert len(job.changes) == orders
+    job.tell_splits()
+    job.slowness[1] = 1.0
+    job.run(150)
+    assert job.shares == [EACH] * 4
+    assert not job.open
+
+
 @pytest.mark.parametrize("mode", ["advise", "off"])
 def test_nothing_is_ordered_where_that_is_not_wanted(mode: str) -> None:
     job = Job(4, random.Random(3), mitigate=mode)

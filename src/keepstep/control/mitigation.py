@@ -90,8 +90,8 @@ class Mitigation:
         split = next(iter(self._splits.values()), None)
         if split is None or not split.number or self._told_of != self._incarnation():
             return False
-        equal = equal_shares(split.count, split.replicas, split.multiple_of)
-        return any(one.share != equal[one.replica] for one in self._splits.values())
+        equal = dict(enumerate(equal_shares(split.count, split.replicas, split.multiple_of)))
+        return any(one.share != equal.get(one.replica) for one in self._splits.values())
 
     def tick(self, cases: Sequence[SlowCase], now_s: float) -> None:
         """Time passes. ``cases``: the slowdowns that are open."""
