@@ -40,12 +40,18 @@ class Job:
     """``ranks`` data-parallel ranks, each on a node of its own."""
 
     def __init__(
-        self, ranks: int, random: random.Random, *, mitigate: str = "auto", loss: float = 0.2
+        self,
+        ranks: int,
+        random: random.Random,
+        *,
+        mitigate: str = "auto",
+        loss: float = 0.2,
+        count: int = 0,
     ) -> None:
         self.random, self.loss = random, loss
-        self.controller = Controller(Settings(nodes=ranks, mitigate=mitigate, validate=False))  # type: ignore[arg-type]
+        self.settings = Settings(nodes=ranks, mitigate=mitigate, validate=False)  # type: ignore[arg-type]
         self.slowness = [1.0] * ranks
-        self.count = EACH * ranks
+        self.count = count or EACH * ranks
         self.shares = equal_shares(self.count, ranks)
         self.number = self.step = 0
         self.now_s = 100.0
@@ -55,6 +61,14 @@ class Job:
         self.incidents: dict[int, Incident] = {}
         self.changes: list[tuple[int, list[int]]] = []
         self.times: list[float] = []
+        self.begin_controller()
+
+    def begin_controller(self) -> None:
+        """One that knows the incidents, as they are kept, and hears everything else from the agents."""
+        self.controller = Controller(self.settings)
+        self.controller.restore(list(self.incidents.values()))
+        self.on_the_way.clear()
+        ranks = len(self.shares)
         world = GroupInfo("world", tuple(range(ranks)))
         for rank in range(ranks):
             self.controller.connected(rank, "agent")
@@ -114,6 +128,18 @@ class Job:
                 if finding is not None:
                     self.say(rank, Found(finding))
         self.step += 1
+
+    def pause(self, seconds: int) -> None:
+        """An evaluation: no step ends."""
+        for _ in range(seconds):
+            self.now_s += 1
+            self.beat()
+            self.carry_out(self.controller.tick(self.now_s))
+
+    def divide(self, count: int) -> None:
+        """The script has another number of micro-batches from now on, which the last order does not fit."""
+        self.count, self.number, self.shares = count, 0, equal_shares(count, len(self.shares))
+        self.tell_splits()
 
     def beat(self) -> None:
         for rank, rows in enumerate(self.rows):
@@ -196,6 +222,117 @@ def test_whatever_comes_it_settles(seed: int) -> None:
     before = len(job.changes)
     job.run(200)
     assert len(job.changes) == before
+
+
+@pytest.mark.parametrize("count", [30, 33])
+def test_shares_that_are_equal_but_for_one_are_equal(count: int) -> None:
+    job = Job(4, random.Random(7), loss=0.0, count=count)
+    job.run(60)
+    job.slowness[1] = 3.0
+    job.run(120)
+    job.slowness[1] = 1.0
+    job.run(150)
+    assert job.shares == equal_shares(count, 4)
+    assert len(job.changes) == 2
+    assert not job.open
+
+
+def test_an_order_that_nobody_takes_leaves_the_slowdown_to_its_pace() -> None:
+    job = Job(4, random.Random(7), loss=1.0)
+    job.run(60)
+    job.slowness[1] = 3.0
+    job.run(100)
+    (incident,) = job.open
+    assert [action.name for action in incident.actions] == ["S2, micro-batches", "S2 has failed"]
+    job.slowness[1] = 1.0
+    job.run(60)
+    assert not job.changes
+    assert not job.open
+
+
+def test_another_number_of_micro_batches_is_divided_anew() -> None:
+    job = Job(4, random.Random(7), loss=0.0)
+    job.run(60)
+    job.slowness[1] = 3.0
+    job.run(100)
+    job.divide(64)
+    job.run(100)
+    assert job.shares[1] < 8
+    job.slowness[1] = 1.0
+    job.run(150)
+    assert job.shares == [16] * 4
+    assert not job.open
+
+
+def test_where_shares_are_coarse_equal_ones_do_not_prove_that_the_cause_is_gone() -> None:
+    job = Job(4, random.Random(7), loss=0.0, count=8)
+    job.run(60)
+    job.slowness[1] = 2.2
+    job.run(100)
+    assert job.shares[1] == 1
+    job.slowness[1] = 1.5  # 2 of its micro-batches take as long as 3 of another
+    job.run(200)
+    assert job.shares == [2] * 4
+    (incident,) = job.open
+    assert incident.actions[-1].detail == "equal shares are as good now"
+    job.slowness[1] = 1.0
+    job.run(100)
+    assert not job.open
+
+
+def test_nothing_is_saved_while_the_job_pauses() -> None:
+    job = Job(4, random.Random(7), loss=0.0)
+    job.run(60)
+    job.slowness[1] = 3.0
+    for _ in range(3):
+        job.run(30)
+        job.pause(600)
+    job.slowness[1] = 1.0
+    job.run(100)
+    (incident,) = job.incidents.values()
+    iterations = (incident.relief_step or 0) - 60
+    slower_s = 2 * EACH * MICROBATCH_S
+    assert 0.5 * iterations * slower_s < incident.saved_s < iterations * slower_s
+    assert incident.lost_s == pytest.approx(iterations * slower_s - incident.saved_s, rel=0.05)
+
+
+def test_a_later_controller_keeps_an_incident_open_while_its_remedy_is_in_force() -> None:
+    job = Job(4, random.Random(7), loss=0.0)
+    job.run(60)
+    job.slowness[1] = 3.0
+    job.run(40)
+    assert job.shares[1] < 5
+    job.begin_controller()
+    job.run(100)
+    (incident,) = job.open
+    job.slowness[1] = 1.0
+    job.run(150)
+    assert job.shares == [EACH] * 4
+    assert not job.open
+    assert job.incidents[incident.number].relief_step is not None
+
+
+def test_ranks_that_divide_in_different_ways_are_left_alone() -> None:
+    job = Job(4, random.Random(7), loss=0.0)
+    job.run(60)
+    job.slowness[1] = 3.0
+    job.run(100)
+    orders = len(job.changes)
+    for garbage in (
+        Split(3, 0, 64, 7, 8, number=job.number, share=5),
+        Split(3, 0, 32, 1, 4, number=job.number, share=5),
+        Split(3, 0, (1 << 62) - 1, 3, 4, number=job.number, share=1),
+        Split(3, 0, 32, 3, 4, at_most=1, number=job.number, share=8),
+        Split(3, 0, 32, 3, 4, number=job.number, share=9, movable=False),
+    ):
+        job.say(3, Splits(3, (garbage,)))
+        job.run(40)
+    assert len(job.changes) == orders
+    job.tell_splits()
+    job.slowness[1] = 1.0
+    job.run(150)
+    assert job.shares == [EACH] * 4
+    assert not job.open
 
 
 @pytest.mark.parametrize("mode", ["advise", "off"])

@@ -59,7 +59,8 @@ class Mitigation:
         self._ordered_s = self._ordered_step = 0.0
         self._again_s = 0.0
         self._expected: Action | None = None  # whose effect is still to be seen
-        self._counted_s: float | None = None  # up to when savings are
+        self._counted_step: int | None = None  # up to which savings are
+        self._cause_gone = False  # as far as the replicas' speeds say
         self._looked_s = 0.0
         self._looked_step = -1
         self._next_s = 0.0
@@ -92,7 +93,7 @@ class Mitigation:
         if self._told_of < self._incarnation():
             self._splits.clear()
         self._looked_step = -1
-        self._ordered, self.question, self._expected, self._counted_s = None, None, None, None
+        self._ordered, self.question, self._expected, self._counted_step = None, None, None, None
         self._even_looks = self._unfit_looks = 0
 
     @property
@@ -101,7 +102,8 @@ class Mitigation:
         split = next(iter(self._splits.values()), None)
         if split is None or not split.number or self._told_of != self._incarnation():
             return False
-        return len({one.share for one in self._splits.values()}) > 1
+        equal = dict(enumerate(equal_shares(split.count, split.replicas, split.multiple_of)))
+        return any(one.share != equal.get(one.replica) for one in self._splits.values())
 
     def tick(self, cases: Sequence[SlowCase], now_s: float) -> None:
         """Time passes. ``cases``: the slowdowns that are open."""
@@ -120,6 +122,8 @@ class Mitigation:
         ):
             return
         self._next_s = now_s + _BETWEEN_S  # what follows looks at every rank
+        if any(case.treated for case in self._cases) and not self.in_force and not self._missing_splits():
+            self._out_of_force()  # the job divides another number of micro-batches now
         if not self._cases and not self.in_force and self._moved is None:
             if self._planner is not None:
                 self._planner.over(now_s)
@@ -137,8 +141,7 @@ class Mitigation:
             return
         self._looked_s, self._looked_step = now_s, newest
         since = max(first, newest - _MOST_STEPS + 1)
-        onset = max((one.onset_step for one in self._cases), default=since)
-        self.question = self._desk.ask_profiles(min(since, onset), newest, now_s, onset)
+        self.question = self._desk.ask_profiles(since, newest, now_s, since)
 
     def profiles(self, answers: Sequence[Profile], now_s: float) -> None:
         """What the agents were asked for."""
@@ -244,11 +247,11 @@ class Mitigation:
     ) -> None:
         """Shares that were ordered are in force: whether they still fit, and what they do."""
         equal_s, best_s = replicas.iteration_s(equal), replicas.iteration_s(best)
-        if self._counted_s is not None:
-            saved_s = max(now_s - self._counted_s, 0.0) * (equal_s / iteration_s - 1)
+        newest = self._desk.cluster.newest_step
+        if self._counted_step is not None:
             for case in self._cases[:1]:
-                case.saved(saved_s)
-        self._counted_s = now_s
+                case.saved(max(newest - self._counted_step, 0) * (equal_s - iteration_s))
+        self._counted_step = newest
         if (expected := self._expected) is not None:
             self._expected = None
             measured = f"{expected.detail}; measured {_effect(equal_s, iteration_s)}"
@@ -261,7 +264,9 @@ class Mitigation:
         self._unfit_looks = self._unfit_looks + 1 if unfit and not even else 0
         if self._even_looks >= _LOOKS:
             self._order(equal, now_s)
-            self._note(Action("S2 is taken back", 0.0, "the replicas are equally fast again"))
+            self._cause_gone = replicas.alike
+            why = "the replicas are equally fast again" if replicas.alike else "equal shares are as good now"
+            self._note(Action("S2 is taken back", 0.0, why))
         elif self._unfit_looks >= _LOOKS:
             expects = _effect(replicas.iteration_s(replicas.shares), best_s)
             self._treat(best, Action(MICROBATCHES, 0.0, f"{_told(best)}; expected {expects}"), now_s)
@@ -284,7 +289,6 @@ class Mitigation:
         if not fits(shares, split.count, split.replicas, split.multiple_of, split.at_most):
             return
         self._even_looks = self._unfit_looks = 0
-        self._counted_s = None
         number = self._desk.hold_number(now_s)
         self._ordered = Shares(number, 0, self._incarnation(), tuple(shares))
         self._ordered_s = self._again_s = now_s
@@ -302,10 +306,12 @@ class Mitigation:
             now_s - self._ordered_s > _LATE_S
             and self._desk.cluster.newest_step > self._ordered_step + _LATE_STEPS
         ):
-            self._ordered = None
+            self._ordered = self._expected = None
             if self._planner is not None:
                 self._planner.refused(MICROBATCHES)
             self._note(Action("S2 has failed", None, "the ranks did not take the shares that were ordered"))
+            if not self.in_force:
+                self._out_of_force()
         elif now_s - self._again_s >= _AGAIN_S:
             self._send(now_s)
 
@@ -318,15 +324,24 @@ class Mitigation:
 
     def _settled(self, now_s: float) -> None:
         """All ranks divide their micro-batches as was ordered."""
+        step = max(split.step for split in self._splits.values())
         if self.in_force:
+            self._counted_step = step
             if self._planner is not None:
                 self._planner.applied(MICROBATCHES, 0.0)
             return
-        step = max(split.step for split in self._splits.values())
         for case in self._cases:
-            if case.treated:
-                case.treated = False
+            if case.treated and self._cause_gone:
                 case.cured(step, now_s)
+        self._out_of_force()
+
+    def _out_of_force(self) -> None:
+        """Shares are equal: what is still slow shows in the pace again, and may be treated again."""
+        self._counted_step = None
+        for case in self._cases:
+            case.treated = False
+        if self._planner is not None:
+            self._planner.undone(MICROBATCHES)
 
     def _leave_out(self, why: str) -> None:
         """Say in the incident why nothing is done, once the ranks had the time to tell."""
@@ -356,6 +371,8 @@ class Mitigation:
         }
         if len(alike) > 1 or first.replicas < 2:
             return "the ranks divide micro-batches in different ways"
+        if together := [rank for rank, one in splits.items() if not one.movable]:
+            return f"ranks {fold_ranks(together)} have collective operations in each micro-batch"
         return ""
 
     def _first_step(self) -> int:

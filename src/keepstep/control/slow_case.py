@@ -36,6 +36,8 @@ _QUIET_STEPS = 10  # steps at the old pace that prove relief when no finding say
 _PACE_NODES = 64
 _MOST_ONSETS = 4096
 _MOST_BLOCKS = 500_000
+_FIRST_ACTIONS, _LAST_ACTIONS = 4, 12  # that are kept
+_IN_FORCE = "S2,"  # when an action was begun so; the mitigation finds out whether it still is
 
 
 class SlowCase:
@@ -47,9 +49,8 @@ class SlowCase:
         self._desk = desk
         self.incident = incident
         self.closed = False
-        self.treated = bool(
-            incident and incident.saved_s
-        )  # a remedy is in force: the pace says nothing of the cause
+        # A remedy is in force: the pace says nothing of the cause.
+        self.treated = any(one.name.startswith(_IN_FORCE) for one in incident.actions) if incident else False
         self.question: int | None = None
         self.probing: int | None = None  # the open question about paths
         self._probes: Sequence[PathProbe] = ()
@@ -130,13 +131,15 @@ class SlowCase:
         """Note what was done about it, ``instead`` of what was noted before."""
         if self.incident is not None:
             actions = tuple(one for one in self.incident.actions if one not in (action, instead))
-            self.incident = replace(self.incident, actions=(*actions, action))
+            kept = (*actions[:_FIRST_ACTIONS], *actions[_FIRST_ACTIONS:][-_LAST_ACTIONS:], action)
+            self.incident = replace(self.incident, actions=kept)
             self._desk.publish(self.incident, "acts" if say else "")
 
     def saved(self, seconds: float) -> None:
         """So much training has what was done saved since it was last said."""
         if self.incident is not None:
             self.incident = replace(self.incident, saved_s=self.incident.saved_s + seconds)
+            self._desk.publish(self.incident, "")
 
     def cured(self, step: int, now_s: float) -> None:
         """What was done about it was taken back at this step, for its cause is gone."""

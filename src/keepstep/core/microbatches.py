@@ -22,6 +22,7 @@ class Split:
         number: of the shares that were ordered and are in force; 0: they are equal.
         step: the first that was divided so.
         share: of the rank's replica.
+        movable: whether another replica could have more and this one fewer: not where they meet in each micro-batch.
     """
 
     rank: int
@@ -34,11 +35,19 @@ class Split:
     number: int = 0
     step: int = 0
     share: int = 0
+    movable: bool = True
+
+
+MOST_MICROBATCHES = (1 << 31) - 1
 
 
 def objection(count: int, replicas: int, multiple_of: int, at_most: int) -> str:
     """Why this many micro-batches cannot be divided among so many replicas; "": they can."""
-    if replicas < 1 or multiple_of < 1 or count % multiple_of:
+    if not 0 < count <= MOST_MICROBATCHES or replicas < 1 or multiple_of < 1:
+        return (
+            f"{count} micro-batches for {replicas} replicas, of which each takes a multiple of {multiple_of}"
+        )
+    if count % multiple_of:
         return f"{count} micro-batches are not a multiple of {multiple_of}, which each replica's share is"
     if count < replicas * multiple_of:
         return f"{count} micro-batches for {replicas} replicas: each needs {multiple_of}; make them smaller, and more"

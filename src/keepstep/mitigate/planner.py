@@ -43,11 +43,6 @@ class Planner:
         self._schedule = Schedule((), 1.0)
         self._optimum: tuple[float, list[Offer]] = (0.0, [])
 
-    @property
-    def lost_s(self) -> float:
-        """Seconds of training lost to this slowdown so far, remedies' costs left out."""
-        return self._lost_s
-
     def look(
         self, now_s: float, began_s: float, healthy_s: float, iteration_s: float, untreated_s: float,
         remedies: Mapping[str, Remedy],
@@ -97,6 +92,11 @@ class Planner:
             self._applied.append(name)
         self._spent_s += cost_s
 
+    def undone(self, name: str) -> None:
+        """It is in force no longer, and may be named again."""
+        if name in self._applied:
+            self._applied.remove(name)
+
     def refused(self, name: str) -> None:
         """It cannot be, or has failed: it is not named again while this slowdown lasts."""
         self._refused.add(name)
@@ -114,11 +114,6 @@ class Planner:
         self._applied.clear()
         self._refused.clear()
         self._made_for, self._schedule = (0.0, ()), Schedule((), 1.0)
-
-
-def saving_s(remedy: Remedy, iteration_s: float, seconds: float) -> float:
-    """What a remedy saves in so many seconds of an iteration time without it, its cost taken off."""
-    return seconds * (1 - remedy.iteration_s / iteration_s) - remedy.cost_s
 
 
 def _rate(healthy_s: float, iteration_s: float) -> float:

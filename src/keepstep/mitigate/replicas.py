@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from keepstep.core.iteration_table import medians, table_of
-from keepstep.core.microbatches import Split
+from keepstep.core.microbatches import Split, fits
 from keepstep.core.summary import GroupInfo, IterationSummary
 from keepstep.mitigate.microbatches import allocate_microbatches
 
 _LEAST_S = 1e-7  # of a micro-batch: what was measured is never nothing
+_ALIKE = 1.1  # of the middle one's time for a micro-batch: as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,11 @@ class Replicas:
     seconds: tuple[float, ...]
     fixed_s: tuple[float, ...]
     shared_s: float
+
+    @property
+    def alike(self) -> bool:
+        """Whether none is much slower than the others."""
+        return max(self.seconds) <= _ALIKE * float(np.median(self.seconds))
 
     def iteration_s(self, shares: Sequence[int]) -> float:
         """What an iteration takes with these shares."""
@@ -42,7 +48,9 @@ class Replicas:
 def measure(
     rows: Sequence[IterationSummary], splits: Mapping[int, Split], groups: Mapping[str, GroupInfo]
 ) -> Replicas | None:
-    """From iterations in which the shares were those of ``splits`` (by rank); None: some rank is not among them.
+    """From iterations in which the shares were those of ``splits`` (by rank).
+
+    None: some rank is not among them, or they do not make up a whole.
 
     A rank's own time, less its optimizer step, is its micro-batches'. A replica's is that of its slowest rank (the
     slowest stage of a pipeline); what else it takes until it waits for other replicas (a pipeline's filling, waits
@@ -62,7 +70,8 @@ def measure(
     active = _medians(
         table.column("rank"), durations - np.bincount(which, weights=waits, minlength=len(table))
     )
-    count = 1 + max(replica_of.values())
+    first = next(iter(splits.values()))
+    count = first.replicas
     shares, seconds, fixed = [0] * count, [0.0] * count, [0.0] * count
     until = [0.0] * count
     for rank, split in splits.items():
@@ -70,9 +79,9 @@ def measure(
         shares[place] = split.share
         seconds[place] = max(seconds[place], (own[rank] - optimizer[rank]) / split.share, _LEAST_S)
         until[place] = max(until[place], active[rank], own[rank])
+    if not fits(shares, first.count, count, first.multiple_of, first.at_most):
+        return None
     for place in range(count):
-        if not shares[place]:
-            return None
         fixed[place] = max(until[place] - shares[place] * seconds[place], 0.0)
     shared_s = max(float(np.median(durations)) - max(until), 0.0)
     return Replicas(tuple(shares), tuple(seconds), tuple(fixed), shared_s)

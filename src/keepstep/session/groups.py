@@ -46,6 +46,14 @@ def made() -> list[Any]:
     return list(_world.pg_map)
 
 
+def calls() -> int | None:
+    """Collective operations that were begun so far, in all groups; None where a backend does not count them."""
+    try:
+        return sum(group._get_sequence_number_for_group() for group in made())
+    except RuntimeError:
+        return None
+
+
 def refusal() -> str:
     """Why this process's training cannot be begun again in it, by what is alive and imported; "": it can."""
     for module, words in _REFUSED.items():

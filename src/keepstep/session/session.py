@@ -8,12 +8,14 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from hashlib import blake2b
+from operator import index
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from keepstep import checkpoint
+from keepstep import capture, checkpoint
 from keepstep.core.errors import CheckpointError
 from keepstep.core.microbatches import objection, share_of
 from keepstep.session import groups
@@ -42,10 +44,13 @@ class Session:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.incarnation = int(os.environ.get("KEEPSTEP_INCARNATION", "0"))
         self.state: dict[str, Any] = {}
+        self._restored = 0
         self._staying = staying
         self.step = -1
         self.weight = 1.0
         self._shares: Shares | None = None
+        self._apart: bool | None = None  # whether micro-batches were computed without meeting other ranks
+        self._should_be: bool | None = None  # the same by the model's kind
 
     def restore(self, **state: Any) -> int:
         """Bring back the newest step that all ranks can have, into ``state``; returns how many steps are done.
@@ -62,7 +67,8 @@ class Session:
                 "this session was restored already: restore() is called once, with all of the state"
             )
         self.state = {"random": checkpoint.RandomState(), **state}
-        return checkpoint.load(self.state) or 0
+        self._restored = checkpoint.load(self.state) or 0
+        return self._restored
 
     def steps(self, start: int, total: int) -> Iterator[int]:
         """Steps ``start`` to ``total - 1``; the state is saved when the body of each is over.
@@ -77,6 +83,8 @@ class Session:
             raise CheckpointError(
                 "there is nothing to save: call session.restore(model=…, optimizer=…) before steps()"
             )
+        if start != self._restored and self.step < 0 and (probe := capture.current()):
+            probe.recorder.begins_at(start)  # brought back by the script itself, which numbers steps so
         try:
             for step in range(start, total):
                 self.step = step
@@ -102,8 +110,9 @@ class Session:
     ) -> range:
         """The numbers of those of the step's ``count`` micro-batches that this rank's replica of the model computes.
 
-        Called once a step, by all ranks alike but for ``replica``. Together the replicas compute 0 to ``count - 1``.
-        Their shares differ by ``multiple_of`` at most, unless one of them is slow and keepstep may act on that.
+        Called in the body of `steps`, by all ranks alike but for ``replica``. Together the replicas compute 0 to
+        ``count - 1``. Their shares differ by ``multiple_of`` at most, unless one of them is slow and keepstep may act
+        on that.
 
         Args:
             count: of all replicas together.
@@ -113,18 +122,31 @@ class Session:
             at_most: the largest share that fits into memory.
 
         Raises:
-            ValueError: there are too few micro-batches for the replicas, or too many.
+            ValueError: there are too few micro-batches for the replicas, or too many; or it is called elsewhere.
         """
-        if replica is None or replicas is None:
+        if replica is None and replicas is None:
             replica, replicas = self.rank, self.world_size
-        if why := objection(count, replicas, multiple_of, at_most or 0):
+        if replica is None or replicas is None:
+            raise ValueError("share() is told both replica= and replicas=, or neither")
+        return self._share(count, replica, replicas, multiple_of, at_most, movable=True)
+
+    def _share(
+        self, count: int, replica: int, replicas: int, multiple_of: int, at_most: int | None, *, movable: bool
+    ) -> range:
+        if self.step < 0:
+            raise ValueError("micro-batches are shared out in the body of: for step in session.steps(...)")
+        if at_most is not None and at_most < 1:
+            raise ValueError(f"at_most is {at_most}: each replica computes one micro-batch or more")
+        numbers = [index(one) for one in (count, replica, replicas, multiple_of, at_most or 0)]
+        count, replica, replicas, multiple_of, most = numbers
+        if why := objection(count, replicas, multiple_of, most):
             raise ValueError(why)
         if not 0 <= replica < replicas:
             raise ValueError(f"replica {replica} is none of 0 to {replicas - 1}")
         if self._shares is None:
             self._shares = Shares(self.rank, self.incarnation)
         self.weight = replicas / count
-        shares = self._shares.of(self.step, count, replica, replicas, multiple_of, at_most or 0)
+        shares = self._shares.of(self.step, count, replica, replicas, multiple_of, most, movable)
         return share_of(replica, shares)
 
     def microbatches(
@@ -132,21 +154,34 @@ class Session:
     ) -> Iterator[int]:
         """The numbers of those of the step's ``count`` micro-batches that this rank computes.
 
-        All ranks are data-parallel: a `share` for each. A `DistributedDataParallel` ``model`` averages gradients in
-        the last backward only. Before each micro-batch Python's, numpy's and torch's random numbers begin anew with
-        ``seed``, the step and its number, so that it draws the same on whatever rank, and after the last all ranks
-        draw the same.
+        All ranks are data-parallel: a `share` for each; equal ones while ranks meet in each micro-batch, as FSDP's do.
+        A `DistributedDataParallel` ``model`` averages gradients in the last backward only. Before each micro-batch
+        Python's, numpy's and torch's random numbers begin anew with ``seed``, the step and its number, so that it draws
+        the same on whatever rank, and after the last all ranks draw the same.
 
         Raises:
             ValueError: there are fewer micro-batches than ranks, or more than ``at_most`` for each.
         """
-        own = self.share(count, at_most=at_most)
+        if self._should_be is None:
+            self._should_be = _is_apart(model)
+        movable = self._should_be if self._apart is None else self._apart
+        own = self._share(count, self.rank, self.world_size, 1, at_most, movable=movable)
         for number in own:
             _begin_randomness(f"{seed}/{self.step}/{number}")
             alone = number < own[-1] and hasattr(model, "no_sync")
+            begun = groups.calls()
             with model.no_sync() if alone else nullcontext():
                 yield number
+            if own[0] < number < own[-1]:  # DDP meets in the first, for its buffers
+                self._apart = self._apart is not False and begun is not None and groups.calls() == begun
         _begin_randomness(f"{seed}/{self.step}")
+
+
+def _is_apart(model: Any) -> bool:
+    """Whether ranks meet for this model in a step's first and last micro-batch only."""
+    return isinstance(model, DistributedDataParallel) and not any(
+        isinstance(one, torch.nn.SyncBatchNorm) for one in model.modules()
+    )
 
 
 def _begin_randomness(text: str) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from keepstep.core.errors import RingError
-from keepstep.core.microbatches import equal_shares, fits
+from keepstep.core.microbatches import MOST_MICROBATCHES, equal_shares, fits
 
 if TYPE_CHECKING:
     from keepstep.ring.orders import OrdersPage
@@ -30,23 +30,32 @@ class Shares:
         self._page = _page()
         self._group: Any = _cpu_group() if dist.is_initialized() and dist.get_world_size() > 1 else None
         self._hears = self._group is not None and _agreed(os.environ.get(ORDERED) == "1", self._group)
-        self._ordered: Sequence[int] = ()
+        self._ordered: Sequence[int] = ()  # heard by all
         self._number = 0
         self._seen = 0  # number on the page that was read last
+        self._found: tuple[int, list[int]] | None = None  # on it, for this incarnation
         self._told: dict[str, int] = {}
+        self._told_step = -1
         self._news: torch.Tensor | None = None  # number and shares, on their way to the next step
         self._arrives: Any = None
 
     def of(
-        self, step: int, count: int, replica: int, replicas: int, multiple_of: int, at_most: int
+        self,
+        step: int,
+        count: int,
+        replica: int,
+        replicas: int,
+        multiple_of: int,
+        at_most: int,
+        movable: bool = True,
     ) -> Sequence[int]:
-        """The shares in ``step``; called once in each, by all ranks."""
+        """The shares in ``step``; called as often in each by all ranks. Only the first rank's ``movable`` decides."""
         if self._hears:
             self._receive()
         bounds = count, replicas, multiple_of, at_most
         ordered = bool(self._ordered) and fits(self._ordered, *bounds)
         if self._hears:
-            self._send(*bounds)
+            self._send(*bounds, movable)
         shares = self._ordered if ordered else equal_shares(count, replicas, multiple_of)
         self._tell(
             step,
@@ -58,6 +67,7 @@ class Shares:
                 "at_most": at_most,
                 "number": self._number if ordered else 0,
                 "share": shares[replica],
+                "movable": movable,
             },
         )
         return shares
@@ -76,31 +86,32 @@ class Shares:
         if number != self._number:
             self._number, self._ordered = number, shares
 
-    def _send(self, count: int, replicas: int, multiple_of: int, at_most: int) -> None:
+    def _send(self, count: int, replicas: int, multiple_of: int, at_most: int, movable: bool) -> None:
         if self._news is None or len(self._news) != replicas + 1:
-            self._news = torch.zeros(replicas + 1, dtype=torch.int64)
-        if self._rank == 0 and (found := self._read()) is not None:
-            number, shares = found
-            if fits(shares, count, replicas, multiple_of, at_most):
-                self._news.copy_(torch.tensor([number, *shares], dtype=torch.int64))
+            self._news = torch.zeros(replicas + 1, dtype=torch.int64, device="cpu")
+        if self._rank == 0:
+            self._read()
+            if movable and self._found is not None and self._found[0] != int(self._news[0]):
+                number, shares = self._found  # they may be for another count, that comes again
+                if fits(shares, count, replicas, multiple_of, at_most):
+                    self._news.copy_(torch.tensor([number, *shares], dtype=torch.int64, device="cpu"))
         self._arrives = dist.broadcast(self._news, 0, group=self._group, async_op=True)
 
-    def _read(self) -> tuple[int, list[int]] | None:
-        """What was ordered since the last look."""
-        if self._page is None or (found := self._page.shares()) is None or found[0] == self._seen:
-            return None
+    def _read(self) -> None:
+        """Note what was ordered since the last look, if it is for this incarnation and possible."""
+        if self._page is None or (found := self._page.shares(self._seen)) is None:
+            return
         self._seen, body = found
         shares = body.get("shares")
         if body.get("incarnation") != self._incarnation or not isinstance(shares, list):
-            return None
+            return
         numbers = cast("list[Any]", shares)
-        if not all(type(one) is int and 0 < one < 1 << 31 for one in numbers):
-            return None
-        return self._seen, cast("list[int]", numbers)
+        if self._seen < 1 << 62 and all(type(one) is int and 0 < one <= MOST_MICROBATCHES for one in numbers):
+            self._found = self._seen, cast("list[int]", numbers)
 
     def _tell(self, step: int, split: dict[str, int]) -> None:
-        if split != self._told and self._page is not None:
-            self._told = split
+        if split != self._told and step != self._told_step and self._page is not None:
+            self._told, self._told_step = split, step
             self._page.put_split({"incarnation": self._incarnation, "step": step, **split})
 
 
@@ -118,7 +129,7 @@ def _page() -> OrdersPage | None:
 
 def _agreed(wish: bool, group: Any) -> bool:
     """Whether it is the wish of all ranks: nodes may have been started in different ways."""
-    least = torch.tensor([int(wish)])
+    least = torch.tensor([int(wish)], device="cpu")
     cast("Any", dist).all_reduce(least, dist.ReduceOp.MIN, group=group)
     return bool(least)
 

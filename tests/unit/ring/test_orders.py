@@ -87,13 +87,14 @@ def test_a_body_that_does_not_fit_is_refused(sides: tuple[OrdersPage, OrdersPage
 
 def test_shares_of_the_largest_job_fit_beside_all_else(sides: tuple[OrdersPage, OrdersPage]) -> None:
     agent, worker = sides
-    assert worker.shares() is None
+    assert worker.shares(0) is None
     assert agent.split(0) is None
     worker.put_report(1, {"text": "x" * 28_000})
     agent.put_shares(3, {"shares": [1_000_000] * 16_384})
     worker.put_split({"count": 64})
     worker.put_split({"count": 32})
-    assert worker.shares() == (3, {"shares": [1_000_000] * 16_384})
+    assert worker.shares(3) is None
+    assert worker.shares(0) == (3, {"shares": [1_000_000] * 16_384})
     assert agent.split(0) == (2, {"count": 32})
     assert agent.split(2) is None
     assert agent.report(1) == {"text": "x" * 28_000}

@@ -39,7 +39,7 @@ def shares(world_size: int, count: int) -> list[list[int]]:
     found: list[list[int]] = []
     for rank in range(world_size):
         session = keepstep.Session()
-        session.rank, session.world_size = rank, world_size
+        session.rank, session.world_size, session.step = rank, world_size, 0
         found.append(list(session.microbatches(count)))
         assert session.weight == world_size / count
     return found
@@ -54,9 +54,38 @@ def test_every_micro_batch_is_computed_once_and_shares_are_even(world_size: int,
 
 def test_fewer_micro_batches_than_ranks_are_refused() -> None:
     session = keepstep.Session()
-    session.world_size = 4
+    session.world_size, session.step = 4, 0
     with pytest.raises(ValueError, match="3 micro-batches for 4 replicas"):
         next(session.microbatches(3))
+
+
+def test_micro_batches_are_shared_out_within_a_step() -> None:
+    with pytest.raises(ValueError, match=r"in the body of: for step in session\.steps"):
+        next(keepstep.Session().microbatches(3))
+
+
+WRONG: list[tuple[dict[str, int], str]] = [
+    ({"count": 0}, "0 micro-batches"),
+    ({"count": 1 << 31}, "2147483648 micro-batches"),
+    ({"count": 4, "replica": 1}, "both replica= and replicas="),
+    ({"count": 4, "replicas": 2}, "both replica= and replicas="),
+    ({"count": 4, "replica": 2, "replicas": 2}, "replica 2 is none of 0 to 1"),
+    ({"count": 4, "replica": 0, "replicas": 0}, "for 0 replicas"),
+    ({"count": 4, "multiple_of": 0}, "a multiple of 0"),
+    ({"count": 5, "multiple_of": 2}, "not a multiple of 2"),
+    ({"count": 4, "at_most": 0}, "at_most is 0"),
+    ({"count": 4, "at_most": 3}, "they take 3 each at most"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG)
+def test_what_cannot_be_shared_out_is_said(arguments: dict[str, int], said: str) -> None:
+    session = keepstep.Session()
+    session.step = 0
+    with pytest.raises(ValueError, match=said):
+        session.share(**arguments)
+    with pytest.raises(TypeError):
+        session.share(4.0)  # type: ignore[arg-type]
 
 
 def drawn() -> tuple[float, float, float]:
@@ -94,5 +123,6 @@ def test_gradients_are_averaged_in_the_last_backward_only() -> None:
             self.entered -= 1
 
     session, model = keepstep.Session(), Model()
+    session.step = 0
     assert [(number, model.entered) for number in session.microbatches(3, model)] == [(0, 1), (1, 1), (2, 0)]
     assert model.entered == 0

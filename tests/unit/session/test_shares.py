@@ -19,8 +19,10 @@ from keepstep.ring.orders import OrdersPage
 
 JOB = """
 import datetime, json, os, sys
+import numpy as np
 import torch, torch.distributed as dist
 import keepstep
+case = os.environ.get("CASE")
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], int(os.environ["WORLD_SIZE"])),
                         rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
 torch.manual_seed(0)
@@ -28,19 +30,28 @@ model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1, dtype=to
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 session = keepstep.Session()
 session.restore(model=model, optimizer=optimizer)
+if case == "default device":
+    torch.set_default_device("meta")
 for step in session.steps(0, 1 << 30):
     if session.rank == 0 and (order := sys.stdin.readline()) == "end\\n":
-        stop = torch.ones(1)
+        stop = torch.ones(1, device="cpu")
     else:
-        stop = torch.zeros(1)
+        stop = torch.zeros(1, device="cpu")
     dist.broadcast(stop, 0)
     if stop:
         session._shares.finish()
         break
     own = []
-    for number in session.microbatches(12, model, at_most=int(os.environ.get("MOST", 0)) or None):
+    if case == "evaluation":
+        session.share(6)
+    watched = None if case == "own loop" else model
+    for number in session.microbatches(np.int64(12), watched, at_most=int(os.environ.get("MOST", 0)) or None):
         own.append(number)
-        data = torch.arange(8, dtype=torch.float64).reshape(2, 4).sin() + number
+        if case == "own loop":
+            continue
+        if case == "meets":
+            dist.all_reduce(torch.ones(1, device="cpu"))
+        data = torch.arange(8, dtype=torch.float64, device="cpu").reshape(2, 4).sin() + number
         (model(data).square().mean() * session.weight).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -153,6 +164,7 @@ def test_all_take_what_is_ordered_and_learn_the_same(start: Callable[..., Job]) 
         "at_most": 0,
         "number": 1,
         "share": 5,
+        "movable": True,
     }
     assert seen.index([6, 5, 1]) + 1 == changed
     job.order(2, [4, 4, 4])
@@ -195,6 +207,29 @@ def test_where_nothing_may_be_ordered_shares_are_equal(start: Callable[..., Job]
     split = job.pages[0].split(0)
     assert split is not None
     assert (split[0], split[1]["number"]) == (1, 0)
+    assert job.end() == [0, 0]
+
+
+@pytest.mark.parametrize("case", ["default device", "evaluation", "own loop"])
+def test_an_order_is_obeyed(start: Callable[..., Job], case: str) -> None:
+    job = start(2, CASE=case)
+    assert [counts(job) for _ in range(2)] == [[6, 6]] * 2
+    job.order(1, [8, 4])
+    assert [counts(job) for _ in range(3)][-1] == [8, 4]
+    split = job.pages[0].split(0)
+    assert split is not None
+    assert split[1]["movable"]
+    assert job.end() == [0, 0]
+
+
+def test_ranks_that_meet_in_each_micro_batch_keep_equal_shares(start: Callable[..., Job]) -> None:
+    job = start(2, CASE="meets")
+    assert counts(job) == [6, 6]
+    job.order(1, [8, 4])
+    assert [counts(job) for _ in range(3)] == [[6, 6]] * 3
+    split = job.pages[0].split(0)
+    assert split is not None
+    assert not split[1]["movable"]
     assert job.end() == [0, 0]
 
 
