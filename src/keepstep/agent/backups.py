@@ -155,7 +155,8 @@ class NodeBackups:
         finally:
             with self._guard:
                 del self._questions[request]
-        return [one for one in holders if one.node_rank != self._node_rank]
+        # what a rank left here, and comes back to before it was anywhere else, is a backup still
+        return [one for one in holders if one.node_rank != self._node_rank or not one.own]
 
     def _ask(self, question: Locate, event: threading.Event, answers: list[Located]) -> tuple[Holder, ...]:
         """Ask again and again: a controller that has just begun hears nothing yet, or knows nothing."""

@@ -37,6 +37,7 @@ BACKING_SLOTS = (
     2  # more, of each rank, where nodes back each other up: what is backed up, and what is to be next
 )
 SLOTS_PER_BACKUP = 2  # in another node's cache; they take turns
+_MOST_LEFT = SLOTS_PER_BACKUP + 1  # of a rank that plays elsewhere: the newest, and what is backed up
 _KEEP = MOST_OWNERS * SLOTS_PER_RANK  # first of the board's last words
 _BOARD_BYTES = (_KEEP + SLOTS_PER_RANK) * 8
 _MOST_MESSAGE_BYTES = 4096
@@ -211,6 +212,15 @@ class Cache:
                     else:
                         slot.clear()
         board.close()
+
+    def lacks(self, ranks: Iterable[int]) -> int:
+        """Bytes that are missing here to keep what these ranks `leave`, and have as many other ranks in their place."""
+        left = 0
+        for rank in ranks:
+            sizes = sorted(_size(descriptor) for descriptor in self.slots(rank))
+            before = sum(_size(descriptor) for descriptor in self.slots(backup_of(rank)))
+            left += sum(sizes[-_MOST_LEFT:]) - before
+        return max(self.used_bytes + left - self.limit_bytes, left - available_bytes(), 0)
 
     def leave(self, ranks: Iterable[int]) -> None:
         """These ranks play elsewhere from now on: of what they have sealed here the newest are backups.

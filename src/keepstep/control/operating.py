@@ -75,7 +75,7 @@ class Operating:
         wish = self._wish = _Wish(peer, message.verb, now_s + _SEAL_S, members, exchange=pairs)
         if message.now or self._reforming.under_way:
             return self._order(wish, now_s)
-        self._send(self._peers(wish.unsealed), Seal(self._reforming.incarnation))
+        self._ask_to_seal(wish)
         return []
 
     @property
@@ -107,7 +107,7 @@ class Operating:
                 return refused
         members = set(self._rendezvous.placements)
         self._wish = _Wish(None, "exchange", now_s + _SEAL_S, members, why=why, exchange=swaps)
-        self._send(self._peers(members), Seal(self._reforming.incarnation))
+        self._ask_to_seal(self._wish)
         return ""
 
     def sealed(self, launcher: Launcher, incarnation: int, step: int, why: str, now_s: float) -> list[Order]:
@@ -121,11 +121,8 @@ class Operating:
                 self._wish = None
                 self._declined = self._declined if wish.exchange else incarnation
                 return [Tell(f"{wish.why}; the job goes on without: node {launcher.node} {none}")]
-            self._refuse(
-                wish,
-                f"node {launcher.node} {none}; "
-                "--now ends the workers at once, and the script begins as after any restart",
-            )
+            hint = "; --now ends the workers at once, and the script begins as after any restart"
+            self._refuse(wish, f"node {launcher.node} {none}{'' if wish.exchange else hint}")
             return []
         wish.unsealed.discard(launcher)
         wish.step = step if wish.step < 0 else min(wish.step, step)
@@ -212,6 +209,14 @@ class Operating:
         if wish.peer is not None:
             self._answer(wish.peer, Operated(refused=why))
         self._wish = None
+
+    def _ask_to_seal(self, wish: _Wish) -> None:
+        leaving = {launcher for pair in wish.exchange for launcher in pair}
+        incarnation = self._reforming.incarnation
+        if leaving:
+            self._send(self._peers(leaving), Seal(incarnation, leave=True))
+        if staying := wish.unsealed - leaving:
+            self._send(self._peers(staying), Seal(incarnation))
 
     def _pair(self, nodes: Collection[str]) -> tuple[Launcher, Launcher] | str:
         """The members of these names (or node ranks) that are to exchange their ranks, or why they cannot."""

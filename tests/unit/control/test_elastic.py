@@ -274,7 +274,7 @@ def test_two_nodes_exchange_their_ranks_and_nobody_else_moves() -> None:
     before = job.places()
     orders = job.operating.asked(99, Operate("exchange", nodes=("gpu-0", "gpu-2")), "", 5.0)
     assert orders == []
-    assert [type(message) for _, message in job.sent] == [Seal]
+    assert job.sent == [((0, 2), Seal(0, leave=True)), ((1,), Seal(0))]
     for number in range(3):
         orders = job.operating.sealed(job.launcher(number), 0, 7, "", 6.0)
     assert kinds(orders) == ["HaltThese"]
@@ -311,6 +311,16 @@ def test_where_states_stay_on_their_nodes_none_is_exchanged() -> None:
     job.operating.asked(99, Operate("exchange", nodes=("gpu-0", "gpu-1")), "", 5.0)
     assert job.answers[0].refused.endswith(f"no state on their new node: {job.withheld}")
     assert job.operating.exchange([(0, 1)], "a slow link", 6.0) == job.answers[0].refused
+
+
+def test_a_node_without_room_for_its_old_ranks_states_beside_the_new_ones_is_not_exchanged() -> None:
+    job = Elastic()
+    job.operating.asked(99, Operate("exchange", nodes=("gpu-0", "gpu-2")), "", 5.0)
+    job.operating.sealed(job.launcher(1), 0, 7, "", 6.0)
+    assert job.operating.sealed(job.launcher(2), 0, -1, "lacks 1.50 GiB", 6.0) == []
+    assert [answer.refused for answer in job.answers] == ["node gpu-2 lacks 1.50 GiB"]
+    assert job.operating.sealed(job.launcher(0), 0, 7, "", 6.0) == []
+    assert job.operating.asked(99, Operate("suspend", now=True), "", 7.0) != []
 
 
 def test_a_node_that_is_lost_in_an_exchange_ends_the_exchange_not_the_job() -> None:
