@@ -303,6 +303,8 @@ class NodeBackups:
                         raise
         if order.settled and not self._transfers:
             for rank in backed - set(order.ranks):
+                if rank in self._ranks and keep not in board.held(rank):
+                    continue  # it has come to play here, and counts as backed up here by what stood here before
                 self.states.give_up(backup_of(rank))
                 backed.discard(rank)
 
