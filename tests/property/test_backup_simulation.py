@@ -317,10 +317,13 @@ class Job:
         first, second = self.nodes[one], self.nodes[other]
         for node in (first, second):
             for rank in node.ranks:
-                held = sorted(self.board(node.own, rank))
-                left = [key for key in held if key in held[-2:] or key == node.keep]
+                own = node.own.get(rank, [])
+                newest = sorted(self.board(node.own, rank))[-2:]
+                needed = kept_slots(own, node.keep, node.first)
+                left = [key for index, key in enumerate(own) if index in needed or (key and key in newest)]
                 if left:
-                    node.backups[rank] = list(left)
+                    earlier = node.keep if node.keep in self.board(node.backups, rank) else None
+                    node.backups[rank] = left + ([earlier] if earlier and earlier not in left else [])
             node.own, node.read = {}, {}
         first.rank, first.ranks, second.rank, second.ranks = second.rank, second.ranks, first.rank, first.ranks
         self.nodes[one], self.nodes[other] = second, first
