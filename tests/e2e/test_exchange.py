@@ -29,35 +29,39 @@ def losses(folder: Path) -> dict[str, set[str]]:
     return found
 
 
+def ctl(host: beds.Host, run: Path, *words: str) -> str:
+    process = host.start([sys.executable, "-m", "keepstep.cli", "ctl", str(run), *words], {})
+    out, err = process.communicate(timeout=PATIENCE_S)
+    return f"{process.returncode} {out}{err}"
+
+
+def start(host: beds.Host, number: int, folder: Path, *flags: str) -> subprocess.Popen[str]:
+    command = [
+        *(sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(folder / "run")),
+        *("--nnodes", str(NODES), "--node-rank", str(number), "--master-addr", "node-a"),
+        *("--master-port", "29555", "--nproc-per-node", "1", "--standbys", "0", "--no-validate"),
+        *(*flags, str(TRAIN), str(folder), str(STEPS), ""),
+    ]
+    return host.start(command, {"OMP_NUM_THREADS": "1", "STEP_S": "0.1"})
+
+
 def test_two_nodes_exchange_their_ranks_and_back(tmp_path: Path) -> None:
     if reason := beds.missing():
         pytest.skip(reason)
     run = tmp_path / "run"
     with beds.four_hosts((0, 5 * HOURS, 11 * HOURS)[:NODES]) as bed:
         hosts = list(bed.hosts.values())
-
-        def ctl(*words: str) -> str:
-            command = [sys.executable, "-m", "keepstep.cli", "ctl", str(run), *words]
-            process = hosts[0].start(command, {})
-            out, err = process.communicate(timeout=PATIENCE_S)
-            return f"{process.returncode} {out}{err}"
-
-        def start(number: int) -> subprocess.Popen[str]:
-            command = [
-                *(sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(run)),
-                *("--nnodes", str(NODES), "--node-rank", str(number), "--master-addr", "node-a"),
-                *("--master-port", "29555", "--nproc-per-node", "1", "--max-restarts", "1"),
-                *("--standbys", "0", "--no-validate", str(TRAIN), str(tmp_path), str(STEPS), ""),
-            ]
-            return hosts[number].start(command, {"OMP_NUM_THREADS": "1", "STEP_S": "0.1"})
-
-        running = {host.name: start(number) for number, host in enumerate(hosts)}
+        running = {
+            host.name: start(host, number, tmp_path, "--max-restarts", "1")
+            for number, host in enumerate(hosts)
+        }
         log = tmp_path / "losses-1"
         until(lambda: log.exists() and len(log.read_text().splitlines()) > 8)
-        assert ctl("exchange", "node-a", "node-x").startswith("2 "), "it has no node-x"
+        assert ctl(hosts[0], run, "exchange", "node-a", "node-x").startswith("2 "), "it has no node-x"
+        assert ctl(hosts[0], run, "exchange", "node-a", "node-b", "--now").startswith("2 ")
         places: list[list[str]] = []
         for incarnation in (1, 2):
-            told = ctl("exchange", "node-a", "node-c")
+            told = ctl(hosts[0], run, "exchange", "node-a", "node-c")
             assert told.startswith("0 "), told
             until(lambda number=incarnation: read(run / "status.json").get("incarnation") == number)
             until(lambda: read(run / "status.json").get("state") == "running")
@@ -67,6 +71,33 @@ def test_two_nodes_exchange_their_ranks_and_back(tmp_path: Path) -> None:
     assert places == [["node-c", "node-b", "node-a"], ["node-a", "node-b", "node-c"]]
     said = results["node-a"].stderr
     assert said.count("nodes node-a,node-c exchanged their ranks; all nodes begin again\n") == 2, said
+    found = losses(tmp_path)
+    assert len(found) == NODES * STEPS
+    assert {len(one) for one in found.values()} == {1}
+
+
+def test_a_host_that_is_lost_before_its_new_ranks_have_their_states_costs_none(tmp_path: Path) -> None:
+    if reason := beds.missing():
+        pytest.skip(reason)
+    run = tmp_path / "run"
+    with beds.four_hosts((0, 5 * HOURS, 11 * HOURS, 2 * HOURS)) as bed:
+        hosts = list(bed.hosts.values())
+        running = {
+            host.name: start(host, number, tmp_path, "--max-restarts", "1")
+            for number, host in enumerate(hosts)  # the last one is a spare
+        }
+        until(lambda: (read(run / "status.json").get("backups") or {}).get("step", -1) >= 8)
+        told = ctl(hosts[0], run, "exchange", "node-b", "node-c")
+        assert told.startswith("0 "), told
+        hosts[2].shut_down()
+        del running["node-c"]
+        results = beds.collect(running, PATIENCE_S)
+        places = [node["node"] for node in read(run / "status.json")["nodes"]]
+    assert [one.returncode for one in results.values()] == [0] * NODES, results
+    assert places == ["node-a", "node-d", "node-b"]
+    said = results["node-a"].stderr
+    assert "nodes node-b,node-c exchanged their ranks; all nodes begin again\n" in said, said
+    assert "node node-c lost; node node-c replaced; all nodes begin again, restart 1 of 1\n" in said, said
     found = losses(tmp_path)
     assert len(found) == NODES * STEPS
     assert {len(one) for one in found.values()} == {1}

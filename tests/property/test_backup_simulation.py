@@ -77,7 +77,7 @@ class Job:
         self.key = Key(0, 0)
         self.told_of: dict[int, int] = {}  # life of each node as the controller heard of it
         self.promised: Key | None = None
-        self.protected = False
+        self.protected = self.halted = False
         self.completed: list[Key] = []
         for node in self.nodes:
             self.boot(node)
@@ -213,7 +213,8 @@ class Job:
                         self.bring(node, source, rank, target)
         if order.settled and not node.bringing:
             for rank in set(node.backups) - set(order.ranks):
-                del node.backups[rank]
+                if rank not in node.ranks or node.keep in self.board(node.own, rank):
+                    del node.backups[rank]
 
     def bring(self, node: Node, source: Node, rank: int, key: Key) -> None:
         """A transfer: the receiver's slot is empty meanwhile, the source's is locked."""
@@ -251,7 +252,7 @@ class Job:
     # Training.
 
     def step(self) -> None:
-        if all(node.alive for node in self.nodes):
+        if not self.halted and all(node.alive for node in self.nodes):
             self.key = Key(self.key.incarnation, self.key.step + 1)
             for node in self.nodes:
                 for rank in node.ranks:
@@ -260,7 +261,7 @@ class Job:
         self.after(self.weather.step_s, self.step)
 
     def save(self, node: Node, rank: int, key: Key) -> None:
-        if not node.alive or key.incarnation != self.key.incarnation:
+        if self.halted or not node.alive or key.incarnation != self.key.incarnation:
             return
         slots = node.own.setdefault(rank, [None] * SLOTS)
         busy = {i for i in range(SLOTS) if node.read.get((False, rank, i))}
@@ -285,6 +286,7 @@ class Job:
                 if key and key not in slots:
                     slots[slots.index(None)] = key
         self.key = Key(self.key.incarnation + 1, key.step if key else 0)
+        self.halted = False
 
     # What is lost.
 
@@ -308,6 +310,26 @@ class Job:
             if not node.alive:
                 self.boot(node)
         self.restore()
+
+    def exchange(self, one: int, other: int) -> None:
+        """Two nodes take each other's ranks: what they have of their own is left there as backups (`Cache.leave`)."""
+        self.halted, self.protected = True, False
+        first, second = self.nodes[one], self.nodes[other]
+        for node in (first, second):
+            for rank in node.ranks:
+                own = node.own.get(rank, [])
+                newest = sorted(self.board(node.own, rank))[-2:]
+                needed = kept_slots(own, node.keep, node.first)
+                left = [key for index, key in enumerate(own) if index in needed or (key and key in newest)]
+                if left:
+                    earlier = node.keep if node.keep in self.board(node.backups, rank) else None
+                    node.backups[rank] = left + ([earlier] if earlier and earlier not in left else [])
+            node.own, node.read = {}, {}
+        first.rank, first.ranks, second.rank, second.ranks = second.rank, second.ranks, first.rank, first.ranks
+        self.nodes[one], self.nodes[other] = second, first
+        self.new_controller()
+        for node in self.nodes:
+            self.start_agent(node)
 
     def kill_agent(self, node: Node) -> None:
         node.agent = 0
@@ -384,3 +406,33 @@ def test_backups_go_on_and_on(seed: int, weather: Weather) -> None:
     job.run(120)
     assert len(job.completed) >= 8
     assert job.completed == sorted(job.completed)
+
+
+@pytest.mark.parametrize("weather", [CALM, FAST, ROUGH, DEADLY], ids=["calm", "fast", "rough", "deadly"])
+@pytest.mark.parametrize("seed", range(12), ids=lambda seed: f"seed{seed}")
+def test_nothing_is_lost_when_nodes_exchange_their_ranks(seed: int, weather: Weather) -> None:
+    chosen = random.Random(seed)
+    job = Job(seed, chosen.choice([2, 3, 4, 7]), chosen.choice([1, 2]), chosen.choice([1, 1, 2]), weather)
+    for _ in range(4):
+        job.until_protected()
+        job.run(chosen.uniform(0, 8))
+        promised, newest = job.promised, job.best()
+        assert promised is not None
+        assert newest is not None
+        job.exchange(*chosen.sample(range(len(job.nodes)), 2))
+        job.run(chosen.uniform(0, 6))
+        assert job.best() == newest
+        if chosen.random() < 0.3:  # again before anything was restored: only what is backed up is sure
+            job.exchange(*chosen.sample(range(len(job.nodes)), 2))
+            job.run(chosen.uniform(0, 6))
+            again = job.best()
+            assert again is not None
+            assert again >= promised
+        if chosen.random() < 0.5:
+            job.kill(chosen.sample(range(len(job.nodes)), min(job.copies, len(job.nodes) - 1)))
+            best = job.best()
+            assert best is not None
+            assert best >= promised
+            job.run(chosen.uniform(0, 3))
+        job.come_back()
+    job.until_protected()

@@ -155,7 +155,8 @@ class NodeBackups:
         finally:
             with self._guard:
                 del self._questions[request]
-        return [one for one in holders if one.node_rank != self._node_rank]
+        # what a rank left here, and comes back to before it was anywhere else, is a backup still
+        return [one for one in holders if one.node_rank != self._node_rank or not one.own]
 
     def _ask(self, question: Locate, event: threading.Event, answers: list[Located]) -> tuple[Holder, ...]:
         """Ask again and again: a controller that has just begun hears nothing yet, or knows nothing."""
@@ -302,6 +303,8 @@ class NodeBackups:
                         raise
         if order.settled and not self._transfers:
             for rank in backed - set(order.ranks):
+                if rank in self._ranks and keep not in board.held(rank):
+                    continue  # it has come to play here, and counts as backed up here by what stood here before
                 self.states.give_up(backup_of(rank))
                 backed.discard(rank)
 

@@ -29,6 +29,14 @@ class Stock:
     first: Key | None = None
     able: bool = True  # its ranks have slots enough
 
+    def keeps(self, key: Key) -> bool:
+        """Whether no worker of it overwrites the snapshot before they hear of it: not all that stands is to stay."""
+        first = self.first
+        return key not in self.own or key in (
+            self.keep,
+            min((one for one in self.own if first and one >= first), default=None),
+        )
+
     def of(self, node: int, own: int) -> frozenset[Key]:
         """The snapshots of all ranks of ``node`` that it holds, being node ``own`` itself."""
         found = self.backups.get(node, frozenset[Key]())
@@ -130,6 +138,7 @@ class BackupPlan:
                 key
                 for key in recoverable
                 if all(set(places) <= holders[key][home] for home, places in where.items())
+                and all(stock.keeps(key) for stock in stocks.values())
             ),
             default=None,
         )

@@ -25,7 +25,7 @@ import msgspec
 
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import MOST_BYTES
-from keepstep.checkpoint.slots import Key, Record, read_record
+from keepstep.checkpoint.slots import Key, Record, kept_slots, read_record
 from keepstep.core.errors import CheckpointError
 
 ADDRESS = "KEEPSTEP_CACHE"  # environment of the workers: name of the socket
@@ -37,6 +37,7 @@ BACKING_SLOTS = (
     2  # more, of each rank, where nodes back each other up: what is backed up, and what is to be next
 )
 SLOTS_PER_BACKUP = 2  # in another node's cache; they take turns
+_MOST_LEFT = SLOTS_PER_BACKUP + BACKING_SLOTS  # of a rank that plays elsewhere: the newest, and what backups need
 _KEEP = MOST_OWNERS * SLOTS_PER_RANK  # first of the board's last words
 _BOARD_BYTES = (_KEEP + SLOTS_PER_RANK) * 8
 _MOST_MESSAGE_BYTES = 4096
@@ -212,17 +213,26 @@ class Cache:
                         slot.clear()
         board.close()
 
+    def lacks(self, ranks: Iterable[int]) -> int:
+        """Bytes that are missing here to keep what these ranks `leave`, and have as many other ranks in their place."""
+        left = 0
+        for rank in ranks:
+            sizes = sorted(_size(descriptor) for descriptor in self.slots(rank))
+            before = sum(_size(descriptor) for descriptor in self.slots(backup_of(rank)))
+            left += sum(sizes[-_MOST_LEFT:]) - before
+        return max(self.used_bytes + left - self.limit_bytes, left - available_bytes(), 0)
+
     def leave(self, ranks: Iterable[int]) -> None:
         """These ranks play elsewhere from now on: of what they have sealed here the newest are backups.
 
-        Those that are backed up, too: it is what the job goes on with when a node is lost before all have the newest.
+        What is backed up, too, or about to be: the job goes on with it when a node is lost before all have the newest.
         """
         board = Board(os.dup(self.board))
-        backed_up = board.kept()[0]
+        backed_up, first = board.kept()
         for rank in ranks:
-            held = {i: key for i in range(len(self.slots(rank))) if (key := board.at(rank, i)) is not None}
-            newest = sorted(held.values())[-SLOTS_PER_BACKUP:]
-            kept = [index for index, key in held.items() if key in newest or key == backed_up]
+            held = [board.at(rank, index) for index in range(len(self.slots(rank)))]
+            newest = sorted(key for key in held if key)[-SLOTS_PER_BACKUP:]
+            kept = kept_slots(held, backed_up, first) | {i for i, key in enumerate(held) if key in newest}
             slots = self._slots.pop(rank, [])
             self._backed.discard(rank)
             for index, descriptor in enumerate(slots):
@@ -231,10 +241,15 @@ class Cache:
                     os.close(descriptor)
             if not kept:
                 continue  # it has not restored here yet: what there is of it stays
-            self.give_up(backup_of(rank))  # of an earlier time
-            self._slots[backup_of(rank)] = [slots[index] for index in kept]
+            left = [(held[index], slots[index]) for index in sorted(kept)]
+            for index, descriptor in enumerate(self._slots.pop(backup_of(rank), [])):  # of an earlier time
+                if (key := board.at(backup_of(rank), index)) == backed_up and key and key not in held:
+                    left.append((key, descriptor))
+                else:
+                    os.close(descriptor)
+            self._slots[backup_of(rank)] = [descriptor for _, descriptor in left]
             for place in range(SLOTS_PER_RANK):
-                board.put(backup_of(rank), place, held[kept[place]] if place < len(kept) else None)
+                board.put(backup_of(rank), place, left[place][0] if place < len(left) else None)
         board.close()
 
     def give_up(self, rank: int) -> None:

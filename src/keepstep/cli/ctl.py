@@ -46,6 +46,8 @@ def ctl(
     if len(nodes or ()) != (2 if verb is Verb.exchange else 0):
         wanted = "two nodes, by name or node rank" if verb is Verb.exchange else "no node"
         raise UsageError(f"keepstep ctl {run} {verb.value}: give {wanted}")
+    if now and verb is Verb.exchange:
+        raise UsageError(f"keepstep ctl {run} exchange: no --now, nodes take over a step that is sealed")
     if verb is Verb.status:
         return show_status(run)
     answer = ask(

@@ -131,6 +131,7 @@ class Controller:
             lambda peer, answer: self._effects.append(Send((peer,), answer)),
             lambda peers, message: self._effects.append(Send(peers, message)),
             lambda: self.backups.withheld(),
+            lambda why, now_s: self.cases.mitigation.not_exchanged(why, now_s),
         )
         self._growing = Growing(self.rendezvous, self.reforming, self._operating)
         self._launchers: dict[Launcher, Ended | Bye | None] = {}

@@ -96,6 +96,11 @@ class Mitigation:
         self._ordered, self.question, self._expected, self._counted_step = None, None, None, None
         self._even_looks = self._unfit_looks = 0
 
+    def not_exchanged(self, why: str, now_s: float) -> None:
+        """The exchange that was ordered will not be."""
+        if self._relocation.begun_again():
+            self._relocated(why, now_s)
+
     @property
     def in_force(self) -> bool:
         """Whether replicas have shares that were ordered, and are not equal."""

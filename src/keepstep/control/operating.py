@@ -35,7 +35,8 @@ class _Wish:
 class Operating:
     """See the module.
 
-    ``answer``: to who asked; ``send``: to some peers; ``withheld``: why nodes cannot have each other's states.
+    ``answer``: to who asked; ``send``: to some peers; ``withheld``: why nodes cannot have each other's states; ``lapsed``:
+    why an `exchange` that nobody waits for will not be, and when.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class Operating:
         answer: Callable[[int, Operated], None],
         send: Callable[[tuple[int, ...], Message], None],
         withheld: Callable[[], str],
+        lapsed: Callable[[str, float], None] = lambda why, now_s: None,
     ) -> None:
         self._rendezvous, self._reforming = rendezvous, reforming
-        self._answer, self._send, self._withheld = answer, send, withheld
+        self._answer, self._send, self._withheld, self._lapsed = answer, send, withheld, lapsed
         self._wish: _Wish | None = None
         self._declined = -1  # incarnation whose ranks seal nothing that more nodes can begin with
 
@@ -57,7 +59,7 @@ class Operating:
             self._answer(peer, Operated("the job ends"))
             return [End(STOPPED, "stopped by an operator", by_operator=True)]
         if self.is_growing:
-            self._wish = None  # an operator's wish comes first
+            self._lapse("an operator's order came first", now_s)
         if why := standstill or self._objection(message.verb):
             self._answer(peer, Operated(refused=why))
             return []
@@ -75,7 +77,7 @@ class Operating:
         wish = self._wish = _Wish(peer, message.verb, now_s + _SEAL_S, members, exchange=pairs)
         if message.now or self._reforming.under_way:
             return self._order(wish, now_s)
-        self._send(self._peers(wish.unsealed), Seal(self._reforming.incarnation))
+        self._ask_to_seal(wish)
         return []
 
     @property
@@ -107,7 +109,7 @@ class Operating:
                 return refused
         members = set(self._rendezvous.placements)
         self._wish = _Wish(None, "exchange", now_s + _SEAL_S, members, why=why, exchange=swaps)
-        self._send(self._peers(members), Seal(self._reforming.incarnation))
+        self._ask_to_seal(self._wish)
         return ""
 
     def sealed(self, launcher: Launcher, incarnation: int, step: int, why: str, now_s: float) -> list[Order]:
@@ -118,14 +120,11 @@ class Operating:
         if step < 0:
             none = why or "keeps no checkpoint in memory, so no step is sealed"
             if wish.peer is None:
-                self._wish = None
                 self._declined = self._declined if wish.exchange else incarnation
+                self._lapse(f"node {launcher.node} {none}", now_s)
                 return [Tell(f"{wish.why}; the job goes on without: node {launcher.node} {none}")]
-            self._refuse(
-                wish,
-                f"node {launcher.node} {none}; "
-                "--now ends the workers at once, and the script begins as after any restart",
-            )
+            hint = "; --now ends the workers at once, and the script begins as after any restart"
+            self._refuse(wish, f"node {launcher.node} {none}{'' if wish.exchange else hint}")
             return []
         wish.unsealed.discard(launcher)
         wish.step = step if wish.step < 0 else min(wish.step, step)
@@ -139,10 +138,10 @@ class Operating:
         if wish.ordered:
             self._look(wish)
         elif wish.peer is None:
-            if self._reforming.under_way or now_s >= wish.until_s:
-                self._wish = (
-                    None  # a failure was faster, and takes in who has come; or somebody never heard of it
-                )
+            if self._reforming.under_way:
+                self._lapse("a failure was faster", now_s)  # and takes in who has come
+            elif now_s >= wish.until_s:
+                self._lapse("not all ranks sealed a step", now_s)  # or somebody never heard of it
         elif wish.peer not in peers:
             self._wish = None  # nobody waits for it any more
         elif self._reforming.under_way:
@@ -208,10 +207,24 @@ class Operating:
             self._answer(wish.peer, Operated(text))
         self._wish = None
 
+    def _lapse(self, why: str, now_s: float) -> None:
+        """What nobody waits for will not be."""
+        wish, self._wish = self._wish, None
+        if wish is not None and wish.exchange:
+            self._lapsed(why, now_s)
+
     def _refuse(self, wish: _Wish, why: str) -> None:
         if wish.peer is not None:
             self._answer(wish.peer, Operated(refused=why))
         self._wish = None
+
+    def _ask_to_seal(self, wish: _Wish) -> None:
+        leaving = {launcher for pair in wish.exchange for launcher in pair}
+        incarnation = self._reforming.incarnation
+        if leaving:
+            self._send(self._peers(leaving), Seal(incarnation, leave=True))
+        if staying := wish.unsealed - leaving:
+            self._send(self._peers(staying), Seal(incarnation))
 
     def _pair(self, nodes: Collection[str]) -> tuple[Launcher, Launcher] | str:
         """The members of these names (or node ranks) that are to exchange their ranks, or why they cannot."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from keepstep.core.errors import KeepstepError
@@ -96,12 +96,24 @@ class Caching:
         return max(self._made[0].alike(rank), default=None) if self._made else None
 
     async def next_sealed(
-        self, place: Place, over: Callable[[], bool], *, alike: bool
+        self, place: Place, over: Callable[[], bool], *, alike: bool, leave: bool = False
     ) -> tuple[int | None, str]:
-        """See `sealing.next_sealed`; and why there is none like that."""
+        """See `sealing.next_sealed`; and why there is none like that, or the ranks cannot ``leave`` this node."""
         ranks = range(place.first_rank, place.first_rank + self._job.nproc)
+        if leave and (why := self._cramped(ranks)):
+            return -1, why
         step = await next_sealed(self, ranks, over, alike=alike)
         return step, self.rigid(place) if step is not None and step < 0 else ""
+
+    def _cramped(self, ranks: Iterable[int]) -> str:
+        """Why this node cannot have other ranks while it keeps what these leave for who plays them then."""
+        if self._made is None:
+            return ""
+        from keepstep.checkpoint.cache import gib
+
+        lacks = self._made[0].lacks(ranks)
+        there = "lacks {} to keep what its ranks leave there until others have it; raise KEEPSTEP_CHECKPOINT_BYTES"
+        return there.format(gib(lacks)) if lacks else ""
 
     def rigid(self, place: Place | None) -> str:
         """Why this node's ranks cannot go on in a job of another size; "": nothing is in the way.

@@ -427,7 +427,7 @@ class Launcher:
         place, outcome, link = self._place, self._outcome, self._link
         if link is None or place is None or place.incarnation != seal.incarnation or outcome.done():
             return
-        step, why = await self._caching.next_sealed(place, outcome.done, alike=seal.alike)
+        step, why = await self._caching.next_sealed(place, outcome.done, alike=seal.alike, leave=seal.leave)
         if step is not None:
             link.sealed(seal.incarnation, step, why)
 

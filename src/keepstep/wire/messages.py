@@ -404,11 +404,13 @@ class Halt(Message, frozen=True):
 class Seal(Message, frozen=True):
     """To launchers: say `Sealed` as soon as each of your ranks has sealed one more snapshot.
 
-    ``alike``: one that is known to be the same on all ranks of the job.
+    ``alike``: one that is known to be the same on all ranks of the job. ``leave``: your ranks are to play
+    on another node then.
     """
 
     incarnation: int
     alike: bool = False
+    leave: bool = False
 
 
 class Kill(Message, frozen=True):

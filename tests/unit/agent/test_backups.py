@@ -244,6 +244,19 @@ def test_a_lost_node_comes_back_and_everything_is_backed_up_again(nodes: Nodes) 
         source.bring(Key(0, 9), 2, room_for_own(nodes.caches[1].address, 2, stack))
 
 
+def test_ranks_that_come_back_before_they_were_elsewhere_go_on_with_what_they_left(nodes: Nodes) -> None:
+    saved = nodes.save(1)
+    nodes.stop_agent(0)
+    nodes.caches[0].cache.leave((0, 1))
+    nodes.start_agent(0)
+    source = NeighbourSource(nodes.agents[0])
+    assert nodes.until(lambda: source.keys(0)) == {Key(0, 1)}
+    with ExitStack() as stack:
+        where = source.bring(Key(0, 1), 0, room_for_own(nodes.caches[0].address, 0, stack))
+    assert where == "the backup on node-0"
+    assert stands(nodes.caches[0].address, 0) == {Key(0, 1): saved[0]}
+
+
 def test_a_node_that_had_no_part_is_given_what_all_ranks_have_alike(nodes: Nodes) -> None:
     saved = nodes.save(1)
     nodes.until_complete(1)

@@ -56,6 +56,24 @@ def test_slots_that_are_enough_for_backups_by_chance_are_not_for_backups() -> No
         assert ask(served.address, Open(1)).backed
 
 
+@pytest.mark.parametrize(("room", "lacks"), [(9, 0), (8, 1), (6, 3)])
+def test_a_node_says_what_it_lacks_for_other_ranks_beside_what_its_own_leave(room: int, lacks: int) -> None:
+    size = 1 << 16
+    with serving(room * size, Backing(ranks=1, copies=1)) as served:
+        assert len(ask(served.address, Reserve(0, size, 2)).slots) == 4
+        ask(served.address, Reserve(backup_of(5), size, 2))
+        assert served.cache.lacks([0]) == lacks * size
+        if lacks:
+            return
+        with closing(board_of(served)) as board:
+            for index in range(4):
+                board.put(0, index, Key(0, index + 1))
+            board.keep(Key(0, 1), None)
+        served.cache.leave([0])
+        assert ask(served.address, Reserve(9, size, 2)).backed
+        assert len(served.cache.slots(9)) == 4
+
+
 def test_without_backups_nobody_gets_more() -> None:
     with serving(1 << 20, Backing(ranks=2, copies=0)) as served:
         assert len(ask(served.address, Reserve(0, 1000, 2)).slots) == 2

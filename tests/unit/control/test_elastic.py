@@ -26,6 +26,7 @@ class Elastic(Job):
         waits = replace(Waiting(), **waiting)  # type: ignore[arg-type]
         self.reforming = Reforming(self.rendezvous, waits, lambda rank, now_s: False, self.spending)
         self.sent: list[tuple[tuple[int, ...], Message]] = []
+        self.lapsed: list[str] = []
         self.answers: list[Operated] = []
         self.operating = Operating(
             self.rendezvous,
@@ -33,6 +34,7 @@ class Elastic(Job):
             lambda peer, answer: self.answers.append(answer),
             lambda peers, message: self.sent.append((peers, message)),
             lambda: self.withheld,
+            lambda why, now_s: self.lapsed.append(why),
         )
         self.growing = Growing(self.rendezvous, self.reforming, self.operating)
 
@@ -274,7 +276,7 @@ def test_two_nodes_exchange_their_ranks_and_nobody_else_moves() -> None:
     before = job.places()
     orders = job.operating.asked(99, Operate("exchange", nodes=("gpu-0", "gpu-2")), "", 5.0)
     assert orders == []
-    assert [type(message) for _, message in job.sent] == [Seal]
+    assert job.sent == [((0, 2), Seal(0, leave=True)), ((1,), Seal(0))]
     for number in range(3):
         orders = job.operating.sealed(job.launcher(number), 0, 7, "", 6.0)
     assert kinds(orders) == ["HaltThese"]
@@ -313,6 +315,16 @@ def test_where_states_stay_on_their_nodes_none_is_exchanged() -> None:
     assert job.operating.exchange([(0, 1)], "a slow link", 6.0) == job.answers[0].refused
 
 
+def test_a_node_without_room_for_its_old_ranks_states_beside_the_new_ones_is_not_exchanged() -> None:
+    job = Elastic()
+    job.operating.asked(99, Operate("exchange", nodes=("gpu-0", "gpu-2")), "", 5.0)
+    job.operating.sealed(job.launcher(1), 0, 7, "", 6.0)
+    assert job.operating.sealed(job.launcher(2), 0, -1, "lacks 1.50 GiB", 6.0) == []
+    assert [answer.refused for answer in job.answers] == ["node gpu-2 lacks 1.50 GiB"]
+    assert job.operating.sealed(job.launcher(0), 0, 7, "", 6.0) == []
+    assert job.operating.asked(99, Operate("suspend", now=True), "", 7.0) != []
+
+
 def test_a_node_that_is_lost_in_an_exchange_ends_the_exchange_not_the_job() -> None:
     job = Elastic(shrink_s=0.0)
     job.operating.asked(99, Operate("exchange", now=True, nodes=("gpu-0", "gpu-2")), "", 5.0)
@@ -332,6 +344,33 @@ def test_nobody_is_asked_about_an_exchange_that_the_controller_orders() -> None:
         job.operating.sealed(job.launcher(number), 0, 7, "", 6.0)
     orders = job.halt(0, 1, 2, now_s=7.0)
     assert told(orders).startswith("the link gpu-1 to gpu-2 is slow; nodes gpu-[0-1] exchanged their ranks")
+
+
+def test_an_exchange_that_the_controller_ordered_and_that_cannot_be_is_told_to_who_ordered_it() -> None:
+    job = Elastic()
+
+    def order(now_s: float) -> None:
+        assert job.operating.exchange([(0, 2)], "the link is slow", now_s) == ""
+
+    order(5.0)
+    (tell,) = job.operating.sealed(job.launcher(2), 0, -1, "lacks 1.50 GiB", 6.0)
+    assert isinstance(tell, Tell)
+    assert tell.text == "the link is slow; the job goes on without: node gpu-2 lacks 1.50 GiB"
+    order(7.0)
+    job.operating.tick((), 126.0)
+    job.operating.tick((), 127.0)
+    order(130.0)
+    job.operating.asked(99, Operate("restart"), "", 131.0)
+    job.operating.tick((), 132.0)  # who asked has gone
+    order(133.0)
+    job.fail(1, now_s=134.0)
+    job.operating.tick((), 134.1)
+    assert job.lapsed == [
+        "node gpu-2 lacks 1.50 GiB",
+        "not all ranks sealed a step",
+        "an operator's order came first",
+        "a failure was faster",
+    ]
 
 
 def test_a_new_controller_knows_the_size_that_was_agreed_on() -> None:
