@@ -325,7 +325,12 @@ class Job:
                     earlier = node.keep if node.keep in self.board(node.backups, rank) else None
                     node.backups[rank] = left + ([earlier] if earlier and earlier not in left else [])
             node.own, node.read = {}, {}
-        first.rank, first.ranks, second.rank, second.ranks = second.rank, second.ranks, first.rank, first.ranks
+        first.rank, first.ranks, second.rank, second.ranks = (
+            second.rank,
+            second.ranks,
+            first.rank,
+            first.ranks,
+        )
         self.nodes[one], self.nodes[other] = second, first
         self.new_controller()
         for node in self.nodes:

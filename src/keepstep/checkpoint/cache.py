@@ -37,7 +37,9 @@ BACKING_SLOTS = (
     2  # more, of each rank, where nodes back each other up: what is backed up, and what is to be next
 )
 SLOTS_PER_BACKUP = 2  # in another node's cache; they take turns
-_MOST_LEFT = SLOTS_PER_BACKUP + BACKING_SLOTS  # of a rank that plays elsewhere: the newest, and what backups need
+_MOST_LEFT = (
+    SLOTS_PER_BACKUP + BACKING_SLOTS
+)  # of a rank that plays elsewhere: the newest, and what backups need
 _KEEP = MOST_OWNERS * SLOTS_PER_RANK  # first of the board's last words
 _BOARD_BYTES = (_KEEP + SLOTS_PER_RANK) * 8
 _MOST_MESSAGE_BYTES = 4096

@@ -35,8 +35,8 @@ class _Wish:
 class Operating:
     """See the module.
 
-    ``answer``: to who asked; ``send``: to some peers; ``withheld``: why nodes cannot have each other's states; ``lapsed``:
-    why an `exchange` that nobody waits for will not be, and when.
+    ``answer``: to who asked; ``send``: to some peers; ``withheld``: why nodes cannot have each other's states;
+    ``lapsed``: why an `exchange` that nobody waits for will not be, and when.
     """
 
     def __init__(
