@@ -158,3 +158,23 @@ def test_ranks_that_restore_alike_know_it_at_once(served: Any, cache: Cache) -> 
     assert cache.alike(0) == frozenset()
     assert Ranks(served, range(2), incarnation=1).run(load) == [(1, 1.0)] * 2
     assert [cache.alike(rank) for rank in range(2)] == [{Key(0, 1)}] * 2
+
+
+def test_what_is_backed_up_of_a_rank_stays_when_it_leaves_again_before_it_saved_that_itself(
+    served: Any, cache: Cache
+) -> None:
+    Ranks(served, range(1)).run(save(2))
+    cache.leave([0])
+    Ranks(served, range(1), incarnation=1).run(lambda rank, snapshots: snapshots.save({"w": torch.ones(4)}, 9))
+    board = Board(os.dup(cache.board))
+    left, own = board.held(backup_of(0)), board.held(0)
+    old, new = max(left), max(own)
+    board.keep(old, None)
+    cache.leave([0])
+    assert board.held(backup_of(0)) == {old, new}
+    states = CachedStates(served.address, [0])
+    for key in (old, new):
+        with states.reading(key, backup_of(0)) as (_, record):
+            assert record.key == key
+    states.close()
+    board.close()

@@ -56,7 +56,7 @@ def test_slots_that_are_enough_for_backups_by_chance_are_not_for_backups() -> No
         assert ask(served.address, Open(1)).backed
 
 
-@pytest.mark.parametrize(("room", "lacks"), [(9, 0), (8, 1), (6, 3)])
+@pytest.mark.parametrize(("room", "lacks"), [(10, 0), (9, 1), (6, 4)])
 def test_a_node_says_what_it_lacks_for_other_ranks_beside_what_its_own_leave(room: int, lacks: int) -> None:
     size = 1 << 16
     with serving(room * size, Backing(ranks=1, copies=1)) as served:
