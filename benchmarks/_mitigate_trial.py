@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 JOB = Path(__file__).with_name("_mitigate_job.py")
-MICROBATCH_S = 0.02
+MICROBATCH_S = 0.04
 FORWARD = 1 / 3  # of a micro-batch
 EACH = 8  # micro-batches for each replica
 BEFORE, AFTER = 60, 40  # iterations
@@ -257,7 +257,7 @@ class Job:
                 raise RuntimeError(f"the job ended with {self._process.returncode}: {self.said()[-300:]}")
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"no step after {made} within {_PATIENCE_S:.0f} s")
-            time.sleep(0.1)
+            time.sleep(0.2)
 
     def end(self) -> None:
         (self._folder / "enough").touch()

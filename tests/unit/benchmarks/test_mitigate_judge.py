@@ -14,6 +14,7 @@ from benchmarks._mitigate_trial import Case, Row, best_possible, iteration_s, ju
 CASE = Case(4, 1, 1, 2.0)
 FIRST_SLOW, IN_FORCE = 70, 80
 LOSSES = [1.0] * 200
+UNIT = trial.MICROBATCH_S
 
 
 def allocations(groups: int, total: int) -> Iterator[tuple[int, ...]]:
@@ -60,19 +61,19 @@ def rows(after_s: float, shares: list[int], end: int = IN_FORCE + 50) -> list[Ro
     at_s = 0.0
     for step in range(end):
         slow, treated = step >= FIRST_SLOW, step >= IN_FORCE
-        at_s += after_s if treated else 0.33 if slow else 0.165
+        at_s += after_s if treated else 16.5 * UNIT if slow else 8.25 * UNIT
         factors = [1.0, 2.0 if slow else 1.0, 1.0, 1.0]
         made.append(Row(step, at_s, shares if treated else [8, 8, 8, 8], factors, 1.0))
     return made
 
 
 def test_a_trial_is_compared_with_what_is_possible() -> None:
-    found = judge(CASE, rows(0.21, [9, 5, 9, 9]), LOSSES)
+    found = judge(CASE, rows(10.5 * UNIT, [9, 5, 9, 9]), LOSSES)
     assert found["failed"] == ""
     assert (found["onset_step"], found["in_force_steps"]) == (FIRST_SLOW, IN_FORCE - FIRST_SLOW)
-    assert found["before_s"] == pytest.approx(0.165)
-    assert found["slowed_s"] == pytest.approx(0.33)
-    assert found["bound_s"] == pytest.approx(0.2)
+    assert found["before_s"] == pytest.approx(8.25 * UNIT)
+    assert found["slowed_s"] == pytest.approx(16.5 * UNIT)
+    assert found["bound_s"] == pytest.approx(10 * UNIT)
     assert found["ratio"] == pytest.approx(1.05)
     assert found["loss_error"] == 0
     assert found["shares"] == [(0, [8, 8, 8, 8]), (IN_FORCE, [9, 5, 9, 9])]
@@ -80,7 +81,8 @@ def test_a_trial_is_compared_with_what_is_possible() -> None:
 
 def test_what_is_late_in_the_mean_counts() -> None:
     worse = [
-        row._replace(at_s=row.at_s + max(row.step - IN_FORCE - 30, 0)) for row in rows(0.21, [9, 5, 9, 9])
+        row._replace(at_s=row.at_s + max(row.step - IN_FORCE - 30, 0))
+        for row in rows(10.5 * UNIT, [9, 5, 9, 9])
     ]
     assert judge(CASE, worse, LOSSES)["ratio"] > 2
 
@@ -88,14 +90,14 @@ def test_what_is_late_in_the_mean_counts() -> None:
 @pytest.mark.parametrize(
     ("made", "losses", "why"),
     [
-        (rows(0.33, [8, 8, 8, 8]), LOSSES, "shares were equal"),
-        (rows(0.21, [9, 5, 9, 9], IN_FORCE + 20), LOSSES, "only 19 iterations"),
-        (rows(0.21, [9, 5, 9, 9])[:FIRST_SLOW], LOSSES, "no rank turned slow"),
-        (rows(0.21, [9, 5, 9, 9]), LOSSES[:90], "the undisturbed run is shorter"),
+        (rows(16.5 * UNIT, [8, 8, 8, 8]), LOSSES, "shares were equal"),
+        (rows(10.5 * UNIT, [9, 5, 9, 9], IN_FORCE + 20), LOSSES, "only 19 iterations"),
+        (rows(10.5 * UNIT, [9, 5, 9, 9])[:FIRST_SLOW], LOSSES, "no rank turned slow"),
+        (rows(10.5 * UNIT, [9, 5, 9, 9]), LOSSES[:90], "the undisturbed run is shorter"),
         (
             [
                 row._replace(shares=[7, 9, 8, 8]) if row.step == 20 else row
-                for row in rows(0.21, [9, 5, 9, 9])
+                for row in rows(10.5 * UNIT, [9, 5, 9, 9])
             ],
             LOSSES,
             "shares changed at step 20",
@@ -107,7 +109,7 @@ def test_what_did_not_work_is_a_failure(made: list[Row], losses: list[float], wh
 
 
 def test_other_losses_are_seen() -> None:
-    assert judge(CASE, rows(0.21, [9, 5, 9, 9]), [*LOSSES[:100], 1.001, *LOSSES[101:]])[
+    assert judge(CASE, rows(10.5 * UNIT, [9, 5, 9, 9]), [*LOSSES[:100], 1.001, *LOSSES[101:]])[
         "loss_error"
     ] == pytest.approx(1e-3, rel=1e-2)
 
@@ -115,13 +117,13 @@ def test_other_losses_are_seen() -> None:
 def test_a_case_without_better_shares_is_to_stay_equal() -> None:
     slow = [
         row._replace(factors=[2.0] * 4 if row.step >= FIRST_SLOW else [1.0] * 4)
-        for row in rows(0.33, [8] * 4)
+        for row in rows(16.5 * UNIT, [8] * 4)
     ]
     found = judge(Case(4, 1, 4, 2.0), slow, LOSSES)
     assert not found["worth"]
     assert found["failed"] == ""
     assert found["in_force_steps"] is None
-    assert found["ratio"] == pytest.approx(0.33 / 0.32)
+    assert found["ratio"] == pytest.approx(16.5 / 16)
 
 
 def test_ranks_are_drawn_from_the_seed() -> None:
