@@ -165,7 +165,9 @@ def test_what_is_backed_up_of_a_rank_stays_when_it_leaves_again_before_it_saved_
 ) -> None:
     Ranks(served, range(1)).run(save(2))
     cache.leave([0])
-    Ranks(served, range(1), incarnation=1).run(lambda rank, snapshots: snapshots.save({"w": torch.ones(4)}, 9))
+    Ranks(served, range(1), incarnation=1).run(
+        lambda rank, snapshots: snapshots.save({"w": torch.ones(4)}, 9)
+    )
     board = Board(os.dup(cache.board))
     left, own = board.held(backup_of(0)), board.held(0)
     old, new = max(left), max(own)
