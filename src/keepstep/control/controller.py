@@ -608,7 +608,6 @@ class Controller:
         self._stop = Stop(code, end.reason[:_MOST_TEXT], end.by_operator)
         self.reforming.over()
         self._operating.end()
-        self.cases.stopped(code)
         self.councils.end(self._stop)
         self._tell_stop(now_s)
 
@@ -622,6 +621,7 @@ class Controller:
         self._stop_is_told = True
         self._stop = self.councils.stop or self._stop
         self._effects.append(StoreStop(self._stop))
+        self.cases.stopped(self._stop.exit_code)
         self._tell_launchers(self._stop)
 
     def _consider_over(self, now_s: float) -> None:
