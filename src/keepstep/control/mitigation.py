@@ -296,12 +296,10 @@ class Mitigation:
         """Why shares cannot be ordered; "": they can."""
         cluster, splits = self._desk.cluster, self._splits
         absent = [rank for rank in cluster.node_of if rank not in splits]
-        if absent or not splits or self._told_of != self._incarnation():
-            return (
-                f"ranks {fold_ranks(absent)} do not divide micro-batches by a session"
-                if absent
-                else "no rank"
-            )
+        if absent:
+            return f"ranks {fold_ranks(absent)} do not divide micro-batches by a session"
+        if not splits or self._told_of != self._incarnation():
+            return "no rank has told yet how it divides micro-batches"
         first = next(iter(splits.values()))
         alike = {
             (one.count, one.replicas, one.multiple_of, one.at_most, one.number) for one in splits.values()

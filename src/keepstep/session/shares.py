@@ -35,7 +35,7 @@ class Shares:
         self._seen = 0  # number on the page that was read last
         self._found: tuple[int, list[int]] | None = None  # on it, for this incarnation
         self._told: dict[str, int] = {}
-        self._told_step = -1
+        self._step = -1
         self._news: torch.Tensor | None = None  # number and shares, on their way to the next step
         self._arrives: Any = None
 
@@ -110,8 +110,9 @@ class Shares:
             self._found = self._seen, cast("list[int]", numbers)
 
     def _tell(self, step: int, split: dict[str, int]) -> None:
-        if split != self._told and step != self._told_step and self._page is not None:
-            self._told, self._told_step = split, step
+        first, self._step = step != self._step, step  # an evaluation in the same step is not told of
+        if first and split != self._told and self._page is not None:
+            self._told = split
             self._page.put_split({"incarnation": self._incarnation, "step": step, **split})
 
 
