@@ -335,6 +335,20 @@ def test_ranks_that_divide_in_different_ways_are_left_alone() -> None:
     assert not job.open
 
 
+def test_an_incident_does_not_grow_with_what_is_done_about_it() -> None:
+    job = Job(2, random.Random(7), loss=0.0)
+    job.run(60)
+    for time in range(24):
+        job.slowness[1] = (2.0, 5.0)[time % 2]
+        job.run(60)
+    assert len(job.changes) > 20
+    actions = job.incidents[1].actions
+    assert 10 < len(actions) <= 17
+    for action in actions[1:]:  # what was expected and what was measured begin alike
+        expected, measured = action.detail.split("; ")[1:]
+        assert float(expected.split()[1]) == pytest.approx(float(measured.split()[1]), rel=0.05)
+
+
 @pytest.mark.parametrize("mode", ["advise", "off"])
 def test_nothing_is_ordered_where_that_is_not_wanted(mode: str) -> None:
     job = Job(4, random.Random(3), mitigate=mode)

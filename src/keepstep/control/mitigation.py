@@ -18,7 +18,7 @@ from keepstep.control.profiles import iterations_of
 from keepstep.control.relocation import TOPOLOGY, Relocation
 from keepstep.control.rendezvous import MOST_RANKS
 from keepstep.core.incident import Action
-from keepstep.core.microbatches import Split, equal_shares, fits, objection
+from keepstep.core.microbatches import Split, equal_shares, objection
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import PeerTraffic
 from keepstep.wire.messages import MOST_REPLICAS, Profile, Shares, Splits
@@ -58,7 +58,9 @@ class Mitigation:
         self._ordered: Shares | None = None  # that has not been seen in force
         self._ordered_s = self._ordered_step = 0.0
         self._again_s = 0.0
-        self._expected: Action | None = None  # whose effect is still to be seen
+        self._expected: tuple[Action, Sequence[int]] | None = (
+            None  # its effect is to be seen; the shares before it
+        )
         self._counted_step: int | None = None  # up to which savings are
         self._cause_gone = False  # as far as the replicas' speeds say
         self._looked_s = 0.0
@@ -221,7 +223,7 @@ class Mitigation:
             planner.refused(MICROBATCHES)
             self._note(replace(action, name=f"advised: {MICROBATCHES}"))
         else:
-            self._treat(best, action, now_s)
+            self._treat(best, action, equal, now_s)
 
     def _relocate(self, remedy: Remedy, iteration_s: float, now_s: float) -> None:
         assert self._planner is not None
@@ -257,9 +259,9 @@ class Mitigation:
             for case in self._cases[:1]:
                 case.saved(max(newest - self._counted_step, 0) * (equal_s - iteration_s))
         self._counted_step = newest
-        if (expected := self._expected) is not None:
-            self._expected = None
-            measured = f"{expected.detail}; measured {_effect(equal_s, iteration_s)}"
+        if self._expected is not None:
+            (expected, before), self._expected = self._expected, None
+            measured = f"{expected.detail}; measured {_effect(replicas.iteration_s(before), iteration_s)}"
             self._note(replace(expected, detail=measured), expected)
         even, unfit = (
             equal_s <= (1 + _EVEN) * best_s,
@@ -274,11 +276,12 @@ class Mitigation:
             self._note(Action("S2 is taken back", 0.0, why))
         elif self._unfit_looks >= _LOOKS:
             expects = _effect(replicas.iteration_s(replicas.shares), best_s)
-            self._treat(best, Action(MICROBATCHES, 0.0, f"{_told(best)}; expected {expects}"), now_s)
+            action = Action(MICROBATCHES, 0.0, f"{_told(best)}; expected {expects}")
+            self._treat(best, action, replicas.shares, now_s)
 
-    def _treat(self, shares: Sequence[int], action: Action, now_s: float) -> None:
+    def _treat(self, shares: Sequence[int], action: Action, before: Sequence[int], now_s: float) -> None:
         self._order(shares, now_s)
-        self._expected = action
+        self._expected = action, before
         for case in self._cases:
             case.treated = True
         self._note(action)
@@ -290,9 +293,6 @@ class Mitigation:
     # --- ordering -------------------------------------------------------------------------------------------------
 
     def _order(self, shares: Sequence[int], now_s: float) -> None:
-        split = next(iter(self._splits.values()))
-        if not fits(shares, split.count, split.replicas, split.multiple_of, split.at_most):
-            return
         self._even_looks = self._unfit_looks = 0
         number = self._desk.hold_number(now_s)
         self._ordered = Shares(number, 0, self._incarnation(), tuple(shares))
@@ -364,12 +364,10 @@ class Mitigation:
         """Why shares cannot be ordered; "": they can."""
         cluster, splits = self._desk.cluster, self._splits
         absent = [rank for rank in cluster.node_of if rank not in splits]
-        if absent or not splits or self._told_of != self._incarnation():
-            return (
-                f"ranks {fold_ranks(absent)} do not divide micro-batches by a session"
-                if absent
-                else "no rank"
-            )
+        if absent:
+            return f"ranks {fold_ranks(absent)} do not divide micro-batches by a session"
+        if not splits or self._told_of != self._incarnation():
+            return "no rank has told yet how it divides micro-batches"
         first = next(iter(splits.values()))
         alike = {
             (one.count, one.replicas, one.multiple_of, one.at_most, one.number) for one in splits.values()

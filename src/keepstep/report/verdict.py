@@ -200,7 +200,7 @@ def _closing(incident: Incident) -> str:
         text = f"{at}  over after {incident.relief_step - incident.onset_step} steps"
         if incident.lost_s is not None:
             text += f", {_accelerator_time(incident.lost_s * incident.world_size)} lost"
-        if incident.saved_s:
+        if incident.saved_s > 0:
             text += f", {_accelerator_time(incident.saved_s * incident.world_size)} saved"
         return text
     if incident.recovery is not None:

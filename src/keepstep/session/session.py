@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from keepstep import capture, checkpoint
 from keepstep.core.errors import CheckpointError
-from keepstep.core.microbatches import objection, share_of
+from keepstep.core.microbatches import objection
 from keepstep.session import groups
 from keepstep.session.shares import Shares
 from keepstep.session.staying import Left, Staying, staying
@@ -146,8 +146,7 @@ class Session:
         if self._shares is None:
             self._shares = Shares(self.rank, self.incarnation)
         self.weight = replicas / count
-        shares = self._shares.of(self.step, count, replica, replicas, multiple_of, most, movable)
-        return share_of(replica, shares)
+        return self._shares.of(self.step, count, replica, replicas, multiple_of, most, movable)
 
     def microbatches(
         self, count: int, model: Any = None, *, seed: int = 0, at_most: int | None = None

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from keepstep.core.errors import RingError
-from keepstep.core.microbatches import MOST_MICROBATCHES, equal_shares, fits
+from keepstep.core.microbatches import MOST_MICROBATCHES, equal_shares, fits, share_of
 
 if TYPE_CHECKING:
     from keepstep.ring.orders import OrdersPage
@@ -34,8 +34,10 @@ class Shares:
         self._number = 0
         self._seen = 0  # number on the page that was read last
         self._found: tuple[int, list[int]] | None = None  # on it, for this incarnation
+        self._divided: tuple[int, ...] = ()  # what led to the replica's own, and whether it is as ordered
+        self._own, self._in_force = range(0), False
         self._told: dict[str, int] = {}
-        self._told_step = -1
+        self._step = -1
         self._news: torch.Tensor | None = None  # number and shares, on their way to the next step
         self._arrives: Any = None
 
@@ -48,15 +50,19 @@ class Shares:
         multiple_of: int,
         at_most: int,
         movable: bool = True,
-    ) -> Sequence[int]:
-        """The shares in ``step``; called as often in each by all ranks. Only the first rank's ``movable`` decides."""
+    ) -> range:
+        """The replica's micro-batches in ``step``; all ranks call it, as often in each.
+
+        ``movable``: whether unequal shares may be given on; the first rank's counts.
+        """
         if self._hears:
             self._receive()
-        bounds = count, replicas, multiple_of, at_most
-        ordered = bool(self._ordered) and fits(self._ordered, *bounds)
-        if self._hears:
-            self._send(*bounds, movable)
-        shares = self._ordered if ordered else equal_shares(count, replicas, multiple_of)
+            self._send(count, replicas, multiple_of, at_most, movable)
+        divided = count, replica, replicas, multiple_of, at_most, self._number
+        if divided != self._divided:  # thousands of replicas take milliseconds
+            ordered = fits(self._ordered, count, replicas, multiple_of, at_most)
+            shares = self._ordered if ordered else equal_shares(count, replicas, multiple_of)
+            self._divided, self._own, self._in_force = divided, share_of(replica, shares), ordered
         self._tell(
             step,
             {
@@ -65,12 +71,12 @@ class Shares:
                 "replicas": replicas,
                 "multiple_of": multiple_of,
                 "at_most": at_most,
-                "number": self._number if ordered else 0,
-                "share": shares[replica],
+                "number": self._number if self._in_force else 0,
+                "share": len(self._own),
                 "movable": movable,
             },
         )
-        return shares
+        return self._own
 
     def finish(self) -> None:
         """The training is over: what is on its way arrives."""
@@ -82,9 +88,8 @@ class Shares:
             return
         self._arrives.wait()
         self._arrives = None
-        number, *shares = cast("list[int]", cast("Any", self._news).tolist())
-        if number != self._number:
-            self._number, self._ordered = number, shares
+        if (number := int(self._news[0])) != self._number:
+            self._number, self._ordered = number, cast("list[int]", cast("Any", self._news[1:]).tolist())
 
     def _send(self, count: int, replicas: int, multiple_of: int, at_most: int, movable: bool) -> None:
         if self._news is None or len(self._news) != replicas + 1:
@@ -110,8 +115,9 @@ class Shares:
             self._found = self._seen, cast("list[int]", numbers)
 
     def _tell(self, step: int, split: dict[str, int]) -> None:
-        if split != self._told and step != self._told_step and self._page is not None:
-            self._told, self._told_step = split, step
+        first, self._step = step != self._step, step  # an evaluation in the same step is not told of
+        if first and split != self._told and self._page is not None:
+            self._told = split
             self._page.put_split({"incarnation": self._incarnation, "step": step, **split})
 
 

@@ -42,8 +42,6 @@ for step in session.steps(0, 1 << 30):
         session._shares.finish()
         break
     own = []
-    if case == "evaluation":
-        session.share(6)
     watched = None if case == "own loop" else model
     for number in session.microbatches(np.int64(12), watched, at_most=int(os.environ.get("MOST", 0)) or None):
         own.append(number)
@@ -53,6 +51,8 @@ for step in session.steps(0, 1 << 30):
             dist.all_reduce(torch.ones(1, device="cpu"))
         data = torch.arange(8, dtype=torch.float64, device="cpu").reshape(2, 4).sin() + number
         (model(data).square().mean() * session.weight).backward()
+    if case == "evaluation":
+        session.share(6)
     optimizer.step()
     optimizer.zero_grad()
     everybody = [None] * session.world_size
@@ -219,6 +219,8 @@ def test_an_order_is_obeyed(start: Callable[..., Job], case: str) -> None:
     split = job.pages[0].split(0)
     assert split is not None
     assert split[1]["movable"]
+    assert split[1]["count"] == 12
+    assert split[0] <= 3
     assert job.end() == [0, 0]
 
 
