@@ -108,3 +108,15 @@ def test_a_backup_never_overwrites_what_is_kept_or_on_its_way() -> None:
     assert free_slots([Key(0, 2), Key(0, 5)], (Key(0, 2), Key(0, 5))) == []
     assert free_slots([Key(0, 4), Key(0, 1), None], (None, Key(0, 5))) == [2, 1, 0]
     assert free_slots([Key(0, 4), None, Key(0, 1), None]) == [1, 3]
+
+
+def test_what_stands_everywhere_by_chance_is_backed_up_once_no_worker_overwrites_it() -> None:
+    plan = BackupPlan(1)
+    plan.keep = Key(0, 2)
+    backups = {0: {1: keys(7)}, 1: {0: keys(7)}}  # two nodes have exchanged their ranks, and restored step 7
+    stocks = {node: Stock(keys(7, 8), backups[node], keep=Key(0, 2)) for node in (0, 1)}
+    plan.orders(stocks, stocks)
+    assert plan.complete is None
+    stocks = {node: Stock(keys(7, 8), backups[node], Key(0, 2), Key(0, 7)) for node in (0, 1)}
+    plan.orders(stocks, stocks)
+    assert plan.complete == Key(0, 7)
