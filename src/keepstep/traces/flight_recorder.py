@@ -102,7 +102,7 @@ def read_dumps(paths: Iterable[Path], least_ranks: int = 0) -> Dumps:
         try:
             dumps[rank] = _parse(_load(path), rank)
         except TraceError as error:
-            missing.append(f"rank {rank}: {error}")
+            missing.append(f"rank {rank}: {' '.join(str(error).split())}")  # damaged bytes may be in it
     if not dumps:
         raise TraceError(
             "no flight-recorder dump could be read: " + ("; ".join(missing) or "there are no files")
