@@ -198,7 +198,7 @@ class Mitigation:
         if self._even_looks >= _LOOKS:
             self._order(equal, now_s)
             self._note(Action("S2 is taken back", 0.0, "the replicas are equally fast again"))
-        elif self._unfit_looks >= _LOOKS:
+        elif self._unfit_looks >= (_LOOKS if all(case.treated for case in self._cases) else 1):
             expects = _effect(replicas.iteration_s(replicas.shares), best_s)
             self._treat(best, Action(MICROBATCHES, 0.0, f"{_told(best)}; expected {expects}"), now_s)
 
