@@ -203,6 +203,17 @@ def test_a_slow_replica_costs_little_more_than_its_part(slow: float) -> None:
     assert abs(incident.relief_step - 180) < 60
 
 
+def test_another_that_turns_slow_waits_no_longer_than_the_first() -> None:
+    job = Job(4, random.Random(7), loss=0.0)
+    job.run(60)
+    job.slowness[1] = 2.0
+    job.run(80)
+    job.slowness[2] = 2.0
+    job.run(80)
+    taken = [next(step - onset for step, _ in job.changes if step >= onset) for onset in (60, 140)]
+    assert max(taken) <= 10, job.changes
+
+
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_whatever_comes_it_settles(seed: int) -> None:
     random_ = random.Random(seed)

@@ -274,7 +274,7 @@ class Mitigation:
             self._cause_gone = replicas.alike
             why = "the replicas are equally fast again" if replicas.alike else "equal shares are as good now"
             self._note(Action("S2 is taken back", 0.0, why))
-        elif self._unfit_looks >= _LOOKS:
+        elif self._unfit_looks >= (_LOOKS if all(case.treated for case in self._cases) else 1):
             expects = _effect(replicas.iteration_s(replicas.shares), best_s)
             action = Action(MICROBATCHES, 0.0, f"{_told(best)}; expected {expects}")
             self._treat(best, action, replicas.shares, now_s)
