@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from keepstep.control.cluster import Cluster
@@ -37,8 +37,11 @@ class Desk(Protocol):
         """Ask all agents where their ranks are; the number the answers will come under."""
         ...
 
-    def ask_probes(self, pairs: Sequence[tuple[str, str]], now_s: float) -> int | None:
-        """Have the agents of these pairs of nodes probe each other; the number of the answers, None if none can."""
+    def ask_probes(self, pairs: Sequence[tuple[str, str]], now_s: float, load_bytes: int = 0) -> int | None:
+        """Have the agents of these pairs of nodes probe each other; the number of the answers, None if none can.
+
+        ``load_bytes`` go along, which shows how fast the path is.
+        """
         ...
 
     def validate(self, case: SlowCase, groups: Sequence[Sequence[int]], now_s: float) -> bool:
@@ -51,6 +54,14 @@ class Desk(Protocol):
 
     def exchange(self, pairs: Sequence[tuple[int, int]], why: str, now_s: float) -> str:
         """Have nodes (by rank) take each other's ranks at the next step that all have sealed; why not, or ""."""
+        ...
+
+    def irreplaceable(self, nodes: Collection[int]) -> str:
+        """Why spares cannot take these nodes' ranks (by rank); "": they can."""
+        ...
+
+    def replace(self, nodes: Mapping[int, str], why: str, now_s: float) -> str:
+        """Have spares take these nodes' ranks (by rank, and why each) once all have sealed a step; why not, or ""."""
         ...
 
     def hold_number(self, now_s: float) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from keepstep.control.moves import Look
 from keepstep.control.relocation import Relocation, paths_of
 from keepstep.core.incident import Culprit, Link
-from keepstep.core.summary import PeerTraffic
+from keepstep.core.summary import PathProbe, PeerTraffic
 
 NAMES = ("gpu-0", "gpu-1", "gpu-2", "gpu-3")
 RANKS = {name: rank for rank, name in enumerate(NAMES)}
@@ -44,6 +46,11 @@ class Office:
         )
     )
     ordered: list[Any] = field(default_factory=list[Any])
+    asked: list[Any] = field(default_factory=list[Any])
+
+    def ask_probes(self, pairs: Any, now_s: float, load_bytes: int = 0) -> int:
+        self.asked.append((list(pairs), load_bytes))
+        return len(self.asked)
 
     def exchange(self, pairs: Any, why: str, now_s: float) -> str:
         self.ordered.append((tuple(pairs), why))
@@ -55,6 +62,10 @@ def case(*culprits: Culprit) -> Any:
 
 
 SLOW = Culprit(link=Link((0, 2), ("gpu-0", "gpu-2")))
+
+
+def look(*cases: Any, traffic: list[PeerTraffic] = TRAFFIC) -> Look:
+    return Look(cases, traffic, None, 0.2, 1.0)
 
 
 def relocation(refusal: str = "") -> tuple[Relocation, Office]:
@@ -76,7 +87,7 @@ def test_a_healthy_link_is_one_that_carries_about_as_much() -> None:
 
 def test_heavy_traffic_is_to_leave_the_slow_link() -> None:
     made, office = relocation()
-    remedy = made.remedy([case(SLOW)], TRAFFIC, 1.0)
+    remedy = made.remedy(look(case(SLOW)))
     assert remedy is not None
     assert remedy.iteration_s == pytest.approx(1.0 - 4e6 * 2e-7 + 4e4 * 2e-7, rel=0.02)
     assert made.order(5.0) == ""
@@ -93,7 +104,7 @@ def test_heavy_traffic_is_to_leave_the_slow_link() -> None:
 
 def test_an_order_that_comes_to_nothing_is_given_up() -> None:
     made, _ = relocation()
-    assert made.remedy([case(SLOW)], TRAFFIC, 1.0)
+    assert made.remedy(look(case(SLOW)))
     made.order(5.0)
     assert made.tick(184.0) == ""
     assert made.tick(186.0) == "not all ranks sealed a step"
@@ -102,7 +113,7 @@ def test_an_order_that_comes_to_nothing_is_given_up() -> None:
 
 def test_what_is_refused_is_not_waited_for() -> None:
     made, _ = relocation("it is suspended; say resume")
-    assert made.remedy([case(SLOW)], TRAFFIC, 1.0)
+    assert made.remedy(look(case(SLOW)))
     assert made.order(5.0) == "it is suspended; say resume"
     assert not made.is_ordered
 
@@ -125,4 +136,92 @@ def test_where_no_exchange_helps_none_is_offered(
     culprits: tuple[Culprit, ...], traffic: list[PeerTraffic]
 ) -> None:
     made, _ = relocation()
-    assert made.remedy([case(*culprits)], traffic, 1.0) is None
+    assert made.remedy(look(case(*culprits), traffic=traffic)) is None
+
+
+def exchanged() -> tuple[Relocation, Office]:
+    """The exchange was done at 10 s."""
+    made, office = relocation()
+    assert made.remedy(look(case(SLOW)))
+    made.order(5.0)
+    assert made.begun_again()
+    made.settled(10.0)
+    return made, office
+
+
+def loads(made: Relocation, office: Office, now_s: float, others_s: float, link_s: float) -> Any:
+    """One round of them, and what is done then."""
+    assert made.take_back(now_s) is None
+    number = len(office.asked)
+    (pairs, _) = office.asked[-1]
+    made.probed(number, [PathProbe(*pair, "echo", 1e-4, others_s) for pair in pairs], now_s)
+    if len(office.asked) > number:
+        assert office.asked[-1][0] == [("gpu-0", "gpu-2")]
+        made.probed(number + 1, [PathProbe("gpu-0", "gpu-2", "echo", 1e-4, link_s)], now_s)
+    return made.take_back(now_s)
+
+
+def test_nodes_go_back_when_the_link_is_fast_again() -> None:
+    made, office = exchanged()
+    ((pairs, _),) = office.ordered
+    assert loads(made, office, 11.0, 0.001, 0.1) is None
+    assert office.asked[0] == ([("gpu-1", "gpu-3")], round(0.1 / 2e-7))
+    assert loads(made, office, 21.5, 0.001, 0.0012) is None
+    told, refused = loads(made, office, 37.0, 0.001, 0.0012)
+    assert "take their ranks back: the link gpu-0 ↔ gpu-2 is fast again" in told
+    assert refused == ""
+    assert office.ordered[1] == (pairs, "the link gpu-0 ↔ gpu-2 is fast again")
+    assert made.is_back
+    assert made.begun_again()
+    made.settled(40.0)
+    assert made.take_back(1000.0) is None
+    assert len(office.asked) == 6
+
+
+def test_one_fast_load_is_not_enough() -> None:
+    made, office = exchanged()
+    now_s = 11.0
+    for link_s in (0.001, 0.1, 0.001, 0.1, 0.001, 0.1):
+        assert loads(made, office, now_s, 0.001, link_s) is None
+        now_s += 61.0
+    assert len(office.ordered) == 1
+
+
+@pytest.mark.parametrize(("others_s", "outcome"), [(0.0, "echo"), (0.001, "timeout"), (0.001, "silent")])
+def test_what_loads_do_not_tell_is_not_believed(others_s: float, outcome: str) -> None:
+    made, office = exchanged()
+    for now_s in range(11, 1000, 70):
+        assert made.take_back(now_s) is None
+        made.probed(len(office.asked), [PathProbe("gpu-1", "gpu-3", outcome, 0.0, others_s)], now_s)
+    assert len(office.ordered) == 1
+    assert all(pairs == [("gpu-1", "gpu-3")] for pairs, _ in office.asked)
+
+
+def test_a_link_that_turns_slow_again_and_again_is_left_for_longer_and_longer() -> None:
+    made, office = relocation()
+    now_s, waited_s = 10.0, list[float]()
+    for _ in range(10):
+        assert made.remedy(look(case(SLOW)))
+        made.order(now_s)
+        made.begun_again()
+        made.settled(now_s)
+        since_s = now_s
+        while not made.is_back:
+            now_s += 1.0
+            if made.take_back(now_s) is None and made.is_asking:
+                for _ in range(2):
+                    pair = office.asked[-1][0][0]
+                    made.probed(len(office.asked), [PathProbe(*pair, "echo", 1e-4, 0.001)], now_s)
+        waited_s.append(now_s - since_s)
+        made.begun_again()
+        made.settled(now_s)
+    assert waited_s[-1] >= 1280.0
+    assert all(one <= other for one, other in pairwise(waited_s))
+
+
+def test_when_an_end_of_the_link_is_gone_nobody_goes_back() -> None:
+    made, office = exchanged()
+    office.cluster.nodes[2].name = "gpu-9"
+    assert made.take_back(11.0) is None
+    assert made.take_back(100.0) is None
+    assert not office.asked
