@@ -218,7 +218,7 @@ class World(Job):
             self._exit(host, 130)
 
     def operate(self) -> None:
-        """An operator has the job begin again, also with nodes exchanged or replaced, suspends it for a while, ends it."""
+        """An operator has the job begin again, also with nodes exchanged or replaced, suspends or ends it."""
         verb = self.random.choice(("restart", *["exchange"] * 2, *["replace"] * 2, *["suspend"] * 3, "stop"))
         self._order(verb)
         if verb == "suspend":
