@@ -1,12 +1,14 @@
 """Two pipelines of two stages, in data parallel: DP pairs (0, 2) and (1, 3) exchange much, pipelines little.
 
-``exchange_train.py FOLDER STEPS``. Computing is emulated by 30 ms of sleep a step. Each rank writes
+``exchange_train.py FOLDER STEPS``. Computing is emulated by 30 ms of sleep a step, and by 120 ms on hosts of which
+FOLDER/slow-HOST is there. Each rank writes
 FOLDER/losses-RANK (a line per step: its number, a value that depends on all weights as hex, its seconds), and all end
 earlier when FOLDER/enough is there.
 """
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from pathlib import Path
@@ -29,6 +31,7 @@ data = torch.Generator().manual_seed(replica)
 state = {"weights": weights, "data": data.get_state()}
 start = keepstep.checkpoint.load(state) or 0
 data.set_state(state["data"])
+slow = folder / f"slow-{socket.gethostname()}"
 began_s = time.perf_counter()
 with (folder / f"losses-{rank}").open("a") as log:
     for step in range(start, steps):
@@ -39,7 +42,7 @@ with (folder / f"losses-{rank}").open("a") as log:
         else:
             dist.recv(activation, rank - 1, group=pipeline)
             dist.send(activation * weights[:2048].cos(), rank - 1, group=pipeline)
-        time.sleep(0.03)
+        time.sleep(0.12 if slow.exists() else 0.03)
         gradient = torch.sin(weights + activation[0])
         dist.all_reduce(gradient, group=replicas)
         weights.sub_(gradient, alpha=0.01)

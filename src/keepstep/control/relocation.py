@@ -30,7 +30,8 @@ _LOAD_S = 0.1  # that a load takes on the slow link
 _LEAST_LOAD_BYTES = 65536
 _LOAD_EVERY_S, _SELDOM_S = 10.0, 60.0  # between loads: first, and in the end
 _OTHERS = 3  # pairs of nodes that the link is compared with
-_FAST = 2.0  # times as long as the middle one of them takes, at most: fast again
+_FAST = 2.0  # times as long as the fastest of them takes, at most: fast again
+_TRIES = 3  # a busy host may be slow with a load, a slow link is not fast with it by chance
 _LOOKS = 2  # one after the other that say so
 _HOLD_S, _MOST_HOLD_S = (
     10.0,
@@ -106,6 +107,7 @@ class Relocation(Move):
         self._holds: dict[tuple[str, str], float] = {}
         self._question: int | None = None
         self._others_s: float | None = None  # what a load took elsewhere, while the link is asked for
+        self._tries = 0
 
     @property
     def is_asking(self) -> bool:
@@ -179,7 +181,7 @@ class Relocation(Move):
         if now_s >= last.next_s:
             last.next_s = now_s + last.every_s
             last.every_s = min(1.5 * last.every_s, _SELDOM_S)
-            self._others_s = None
+            self._others_s, self._tries = None, 0
             self._question = self._desk.ask_probes(self._others(last.link), now_s, last.load_bytes)
         return None
 
@@ -190,11 +192,16 @@ class Relocation(Move):
         self._question = None
         last, took_s = self._done[-1], _load_s(probes)
         if self._others_s is None:
+            if not 0 < took_s < math.inf:
+                return
             self._others_s = took_s
-            if 0 < took_s < math.inf:
-                self._question = self._desk.ask_probes([last.link], now_s, last.load_bytes)
-            return
-        last.fast = last.fast + 1 if 0 < took_s <= _FAST * self._others_s else 0
+        else:
+            self._tries += 1
+            is_fast = 0 < took_s <= _FAST * self._others_s
+            if is_fast or self._tries == _TRIES or took_s > _LOAD_S / 2:
+                last.fast = last.fast + 1 if is_fast else 0
+                return
+        self._question = self._desk.ask_probes([last.link], now_s, last.load_bytes)
 
     def begun_again(self) -> bool:
         """See `Move`."""
@@ -230,9 +237,9 @@ class Relocation(Move):
 
 
 def _load_s(probes: Sequence[PathProbe]) -> float:
-    """What a load takes on the middle pair, the slower way of each; 0: nothing is known, infinite: it never came."""
+    """What a load takes on the fastest pair, the slower way of each; 0: nothing is known, infinite: it never came."""
     pairs: dict[tuple[str, str], float] = {}
     for one in probes:
         pair = min(one.source, one.target), max(one.source, one.target)
         pairs[pair] = max(pairs.get(pair, 0.0), one.load_s if one.outcome == "echo" else math.inf)
-    return median(pairs.values()) if pairs else 0.0
+    return min(pairs.values(), default=0.0)
