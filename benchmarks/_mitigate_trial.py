@@ -301,6 +301,22 @@ def run(case: Case, seed: int) -> dict[str, Any]:
     return found if not found["failed"] else {**found, "said": said[-2000:]}
 
 
+def alone(case: Case) -> dict[str, Any]:
+    """Seconds an iteration of the undisturbed job under torchrun, without keepstep, and what its computing takes."""
+    with tempfile.TemporaryDirectory(prefix="keepstep-mitigate-") as name:
+        folder = Path(name)
+        ranks = str(case.replicas * case.stages)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        job = [str(JOB), str(folder), str(_MOST_STEPS), str(case.count), str(case.stages), str(MICROBATCH_S)]
+        with Job([*torchrun, *job], folder) as running:
+            running.until(BEFORE + AFTER)
+            running.end()
+        rows = read(folder)
+    taken = [later.at_s - row.at_s for row, later in pairwise(rows)][BEFORE // 2 :]
+    bound_s = iteration_s(times(case, {}), [EACH] * case.replicas)
+    return {"alone_s": statistics.mean(taken), "bound_s": bound_s}
+
+
 _undisturbed: dict[tuple[int, int], list[float]] = {}
 
 

@@ -27,7 +27,7 @@ def rows(folder: Path, rank: int) -> list[tuple[int, str, float]]:
     found: list[tuple[int, str, float]] = []
     path = folder / f"losses-{rank}"
     for line in path.read_text().splitlines() if path.exists() else []:
-        step, loss, seconds = line.split()
+        step, loss, seconds, _ = line.split()
         found.append((int(step), loss, float(seconds)))
     return found
 
