@@ -53,13 +53,16 @@ class Job:
 
     def __init__(self, bed: Any, folder: Path, nodes: int, ranks: int, spares: int) -> None:
         self.folder, self.run = folder, folder / "run"
-        hosts = list(bed.hosts.values())[: nodes + spares]
-        self.running = {host.name: host.start(self._command(number, nodes, ranks), {"OMP_NUM_THREADS": "1"})
-                        for number, host in enumerate(hosts)}  # fmt: skip
+        self._members = nodes
+        self.running: dict[str, Any] = {}
+        for number, host in enumerate(list(bed.hosts.values())[: nodes + spares]):
+            said = ["sh", "-c", 'exec "$@" 2>"$0"', str(folder / f"said-{number}")]
+            command = [*said, *self._command(number, nodes, ranks)]
+            self.running[host.name] = host.start(command, {"OMP_NUM_THREADS": "1"})
 
     def _command(self, number: int, nodes: int, ranks: int) -> list[str]:
         return [
-            *(sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(self.run)),
+            *(sys.executable, "-m", "keepstep.cli", "run", "-v", "--run-dir", str(self.run)),
             *("--nnodes", str(nodes), "--node-rank", str(number), "--master-addr", "node-a"),
             *("--master-port", "29555", "--nproc-per-node", str(ranks), "--max-restarts", "1"),
             *("--standbys", str(ranks), "--no-validate", str(JOB), str(self.folder), str(_MOST_STEPS)),
@@ -73,19 +76,25 @@ class Job:
         """Steps that rank 0 has written, those that were made again among them."""
         return len(self.rows())
 
-    def until(self, what: str, condition: Callable[[], Any]) -> None:
+    def warm(self, times: int = 1) -> bool:
+        """Whether all members have said so often that their standbys are warm."""
+        said = [self.folder / f"said-{number}" for number in range(self._members)]
+        texts = [path.read_text(errors="replace") if path.exists() else "" for path in said]
+        return all(text.count("standbys are warm") >= times for text in texts)
+
+    def until(self, what: str, condition: Callable[[], Any], may_end: str = "") -> None:
         deadline_s = time.monotonic() + _PATIENCE_S
         while not condition():
-            if ended := [name for name, one in self.running.items() if one.poll()]:
+            if ended := [name for name, one in self.running.items() if one.poll() and name != may_end]:
                 raise RuntimeError(f"while waiting for {what}: {', '.join(ended)} ended")
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"waited {_PATIENCE_S:.0f} s for {what}")
             time.sleep(0.1)
 
-    def more(self, steps: int) -> None:
+    def more(self, steps: int, may_end: str = "") -> None:
         """So many further steps."""
         wanted = self.made() + steps
-        self.until(f"{steps} steps", lambda: self.made() >= wanted)
+        self.until(f"{steps} steps", lambda: self.made() >= wanted, may_end)
 
     @property
     def incarnation(self) -> int:
@@ -127,11 +136,13 @@ def exchange(seed: int) -> dict[str, Any]:
     drawn = random.Random(f"link {seed}")
     link, rate = drawn.choice((("node-a", "node-c"), ("node-b", "node-d"))), drawn.choice((10, 20, 40))
     with _job(4, 1) as (bed, job):
-        job.until("the first steps", lambda: job.made() >= BEFORE + drawn.randrange(40))
+        job.until("warm standbys", job.warm)
+        job.more(BEFORE + drawn.randrange(40))
         with bed.links.inject(SlowLink(*link, f"{rate}mbit")):
             slow_s = time.time()
             job.until("the exchange", lambda: job.incarnation == 1)
             job.more(AFTER)
+            job.until("warm standbys", lambda: job.warm(2))
             fast_s = time.time()
         job.until("the exchange back", lambda: job.incarnation == 2)
         job.more(AFTER)
@@ -151,11 +162,12 @@ def replacement(seed: int) -> dict[str, Any]:
     """S4: a host turns slow for good, a spare waits."""
     drawn = random.Random(f"node {seed}")
     with _job(2, 2, spares=1) as (_, job):
-        job.until("the first steps", lambda: job.made() >= BEFORE + drawn.randrange(40))
+        job.until("warm standbys", job.warm)
+        job.more(BEFORE + drawn.randrange(40))
         (job.folder / "slow-node-b").touch()
         slow_s = time.time()
-        job.until("the replacement", lambda: job.incarnation == 1)
-        job.more(AFTER)
+        job.until("the replacement", lambda: job.incarnation == 1, "node-b")
+        job.more(AFTER, "node-b")
         codes = job.end()
         found = _judged(job, slow_s)
         found.pop("begun")

@@ -48,14 +48,14 @@ _HELPED = 0.05  # of the iteration time, at least: else it did not
 
 @dataclass(slots=True)
 class _Moved:
-    """A move that was ordered for a slowdown, when, at which step, and what an iteration took then."""
+    """A move that was ordered for a slowdown, when, and what an iteration took then. ``step``: the last one before it."""
 
     move: Move
     case: SlowCase
     action: Action
     before_s: float
     ordered_s: float
-    step: int
+    step: int = -1
     done: bool = False
     pause_s: float | None = None
 
@@ -264,9 +264,8 @@ class Mitigation:
             self._planner.refused(move.name)
             self._note(Action("none", None, f"{move.name}: {refused}"))
         else:
-            newest = self._desk.cluster.newest_step
             case = next((one for one in self._cases if move.may_help([one])), self._cases[0])
-            self._moved = _Moved(move, case, action, iteration_s, now_s, newest)
+            self._moved = _Moved(move, case, action, iteration_s, now_s)
             self._note(action)
 
     def _take_back(self, now_s: float) -> None:
@@ -288,7 +287,7 @@ class Mitigation:
             if self._planner is not None and not failed:
                 self._planner.undone(TOPOLOGY)
         elif not failed and moved is not None:
-            moved.done = True
+            moved.done, moved.step = True, self._desk.cluster.newest_step
             if move is self._relocation:
                 self._exchanged_for = moved.case
         elif failed:
