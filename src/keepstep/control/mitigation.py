@@ -48,7 +48,7 @@ _HELPED = 0.05  # of the iteration time, at least: else it did not
 
 @dataclass(slots=True)
 class _Moved:
-    """A move that was ordered for a slowdown, when, and what an iteration took then. ``step``: the last one before it."""
+    """A move that was ordered for a slowdown, when, and what an iteration took then. ``step``: the last before it."""
 
     move: Move
     case: SlowCase
