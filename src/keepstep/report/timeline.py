@@ -35,12 +35,8 @@ def rows(incident: Incident) -> list[Row]:
     if not incident.events and incident.detected_unix_s:
         found.append(Row(incident.detected_unix_s, incident.detected_step, "verdict"))
     for event in incident.events:
-        text = (
-            event.detail
-            if event.what == "validation"
-            else ": ".join(filter(None, (event.what, event.detail)))
-        )
-        found.append(Row(event.unix_s, event.step, text))
+        what = {"sharper": "sharper verdict", "validation": ""}.get(event.what, event.what)
+        found.append(Row(event.unix_s, event.step, ": ".join(filter(None, (what, event.detail)))))
     found += [
         Row(one.begun_unix_s, one.step, done(one) + _cost(one))
         for one in incident.actions

@@ -203,7 +203,7 @@ def _timeline(moments: Sequence[tuple[str, str]]) -> list[str]:
 
 def _closing(incident: Incident) -> str:
     if incident.status == "open":
-        return f"open  {_cost(incident).removeprefix(', ')} so far"
+        return f"open{_cost(incident)} so far"
     if incident.status == "ended":
         return "over with the job, or by what came after it" + _cost(incident)
     if incident.status == "transient":

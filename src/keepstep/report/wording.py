@@ -26,7 +26,7 @@ def named(incident: Incident) -> str:
 
 def done(action: Action) -> str:
     """What was done, what was expected of it, and what it did."""
-    text = f"{action.name}, {action.detail}" if action.detail else action.name
+    text = f"{action.name}: {action.detail}" if action.detail else action.name
     return f"{text}; {effect}" if (effect := _effect(action)) else text
 
 
