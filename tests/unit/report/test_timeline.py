@@ -91,7 +91,8 @@ def test_the_report_of_one_incident() -> None:
         "               +1.9 s  step 1217  verdict: rank 3 gpu-1, compute, confidence medium",
         "               +7.6 s  step 1228  validation (ranks 0-3 held 3.1 s): rank 3 fp32 1 TFLOP/s against 2",
         "               +7.6 s  step 1228  sharper verdict: rank 3 gpu-1, compute, confidence high",
-        "              +12.4 s  step 1240  S2, micro-batches: 13 to replicas 0-2, 7 to replica 3; expected 490 ms → 310 ms an",
+        "              +12.4 s  step 1240  S2, micro-batches: 13 to replicas 0-2, 7 to replica 3; "
+        "expected 490 ms → 310 ms an",
         "                                  iteration, measured 330 ms",
         "          +2 min 10 s  step 1300  S3, exchange of nodes: a and b take each other's ranks; expected cost 9 s",
         "          +1 h 06 min  step 1980  over",
