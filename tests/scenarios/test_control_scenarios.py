@@ -370,7 +370,7 @@ def test_scenario(path: Path) -> None:
         ),
         ("slow", ["slow from here on", "noticed", "verdict", "over"]),
         ("hang", ["last progress", "noticed", "verdict", "over"]),
-        ("crash", ["first death", "verdict", "over with the job, or by what came after it"]),
+        ("crash", ["first death", "verdict", "stop the job", "over with the job, or by what came after it"]),
     ],
 )
 def test_timeline(name: str, timeline: list[str]) -> None:
