@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 from keepstep.control.cluster import Cluster, Node
@@ -67,6 +67,7 @@ class Cases:
         self._changes: deque[int] = deque(maxlen=64)
         self._newest_number = 0
         self._waiting_again_s = 0.0
+        self._now_s = 0.0  # of the last tick
 
     def restore(self, incidents: Iterable[Incident]) -> None:
         """Go on where an earlier controller was."""
@@ -85,6 +86,7 @@ class Cases:
 
     def tick(self, peers: Collection[int], now_s: float) -> None:
         """Time passes. ``peers``: those that are connected."""
+        self._now_s = now_s
         self.watch_waiting(now_s)
         for question in self._questions.due(now_s):
             self._decide(question, now_s)
@@ -161,12 +163,16 @@ class Cases:
         if say == "verdict":
             self._save_rings(incident)
         if incident.onset_step is not None and incident.kind == "slow":
-            self._changes.append(
-                incident.onset_step if incident.relief_step is None else incident.relief_step
-            )
+            change = incident.onset_step if incident.relief_step is None else incident.relief_step
+            if change not in self._changes:
+                self._changes.append(change)
 
     def unix_s(self, now_s: float) -> float:
         return self._unix_s(now_s)
+
+    def stamped(self, action: Action) -> Action:
+        step = self.cluster.newest_step
+        return replace(action, step=step if step >= 0 else None, begun_unix_s=self._unix_s(self._now_s))
 
     def clocks(self) -> Any:
         try:
