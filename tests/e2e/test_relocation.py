@@ -78,7 +78,7 @@ def test_a_slow_link_is_left_to_those_who_send_little_for_as_long_as_it_is_slow(
             until(lambda: len(rows(tmp_path, 0)) > begun + 60)
             treated_s = pace_s(tmp_path)
             moved = [node["node"] for node in read(run / "status.json")["nodes"]]
-            until(lambda: "measured" in "".join(one["detail"] for one in actions(run)))
+            until(lambda: any(one["measured_iteration_s"] for one in actions(run)))
         until(lambda: read(run / "status.json").get("incarnation") == 2)
         begun = len(rows(tmp_path, 0))
         until(lambda: len(rows(tmp_path, 0)) > begun + 60)
@@ -123,7 +123,7 @@ def test_a_spare_takes_the_ranks_of_a_node_that_turned_slow(tmp_path: Path) -> N
         begun = len(rows(tmp_path, 0))
         until(lambda: len(rows(tmp_path, 0)) > begun + 60)
         treated_s = pace_s(tmp_path)
-        until(lambda: "measured" in "".join(one["detail"] for one in actions(run)))
+        until(lambda: any(one["measured_iteration_s"] for one in actions(run)))
         (tmp_path / "enough").touch()
         results = beds.collect(running, PATIENCE_S)
     said = results["node-a"].stderr

@@ -48,12 +48,11 @@ _HELPED = 0.05  # of the iteration time, at least: else it did not
 
 @dataclass(slots=True)
 class _Moved:
-    """A move that was ordered for a slowdown, when, and what an iteration took then. ``step``: the last before it."""
+    """A move that was ordered for a slowdown, and when. ``step``: the last before it."""
 
     move: Move
     case: SlowCase
     action: Action
-    before_s: float
     ordered_s: float
     step: int = -1
     done: bool = False
@@ -75,10 +74,11 @@ class Mitigation:
         self._ordered: Shares | None = None  # that has not been seen in force
         self._ordered_s = self._ordered_step = 0.0
         self._again_s = 0.0
-        self._expected: tuple[Action, Sequence[int]] | None = (
-            None  # its effect is to be seen; the shares before it
-        )
+        self._expected: Action | None = None  # its effect is to be seen
         self._counted_step: int | None = None  # up to which savings are
+        self._paces: tuple[float, float] | None = (
+            None  # of an iteration: with shares in force, and with equal ones
+        )
         self._cause_gone = False  # as far as the replicas' speeds say
         self._looked_s = 0.0
         self._looked_step = self._formed_step = -1
@@ -246,17 +246,16 @@ class Mitigation:
         if move := self._moves.get(chosen.name):
             self._move(move, chosen, iteration_s, now_s)
             return
-        action = Action(MICROBATCHES, chosen.cost_s, f"{_told(best)}; expected {_effect(equal_s, best_s)}")
+        action = Action(MICROBATCHES, chosen.cost_s, _told(best), iteration_s, best_s)
         if self._mode == "advise":
             planner.refused(MICROBATCHES)
             self._note(replace(action, name=f"advised: {MICROBATCHES}"))
         else:
-            self._treat(best, action, equal, now_s)
+            self._treat(best, action, now_s)
 
     def _move(self, move: Move, remedy: Remedy, iteration_s: float, now_s: float) -> None:
         assert self._planner is not None
-        told = f"{move.told()}; expected {_effect(iteration_s, remedy.iteration_s)}"
-        action = Action(move.name, remedy.cost_s, told)
+        action = Action(move.name, remedy.cost_s, move.told(), iteration_s, remedy.iteration_s)
         if self._mode == "advise":
             self._planner.refused(move.name)
             self._note(replace(action, name=f"advised: {move.name}"))
@@ -265,7 +264,7 @@ class Mitigation:
             self._note(Action("none", None, f"{move.name}: {refused}"))
         else:
             case = next((one for one in self._cases if move.may_help([one])), self._cases[0])
-            self._moved = _Moved(move, case, action, iteration_s, now_s)
+            self._moved = _Moved(move, case, action, now_s)
             self._note(action)
 
     def _take_back(self, now_s: float) -> None:
@@ -300,13 +299,13 @@ class Mitigation:
     def _saw(self, moved: _Moved, iteration_s: float) -> None:
         """The effect of a move."""
         self._moved = None
-        measured = f"{moved.action.detail}; measured {_effect(moved.before_s, iteration_s)}"
+        action = replace(moved.action, measured_iteration_s=iteration_s)
         if moved.pause_s is not None:
-            measured += f", a new step after {moved.pause_s:.2g} s"
-        moved.case.acted(replace(moved.action, detail=measured), moved.action, say=True)
+            action = replace(action, detail=f"{action.detail}; a new step after {moved.pause_s:.2g} s")
+        moved.case.acted(action, moved.action, say=True)
         if self._planner is None or moved.move is self._relocation:
             return
-        if iteration_s < (1 - _HELPED) * moved.before_s:
+        if iteration_s < (1 - _HELPED) * (moved.action.before_iteration_s or 0.0):
             self._planner.undone(moved.move.name)  # it is no state: another node may be replaced, too
         else:
             self._planner.refused(moved.move.name)
@@ -327,14 +326,11 @@ class Mitigation:
         """Shares that were ordered are in force: whether they still fit, and what they do."""
         equal_s, best_s = replicas.iteration_s(equal), replicas.iteration_s(best)
         newest = self._desk.cluster.newest_step
-        if self._counted_step is not None:
-            for case in self._cases[:1]:
-                case.saved(max(newest - self._counted_step, 0) * (equal_s - iteration_s))
-        self._counted_step = newest
+        self._paces = iteration_s, equal_s
+        self._count(newest)
         if self._expected is not None:
-            (expected, before), self._expected = self._expected, None
-            measured = f"{expected.detail}; measured {_effect(replicas.iteration_s(before), iteration_s)}"
-            self._note(replace(expected, detail=measured), expected)
+            expected, self._expected = self._expected, None
+            self._note(replace(expected, measured_iteration_s=iteration_s), expected)
         even, unfit = (
             equal_s <= (1 + _EVEN) * best_s,
             best_s < (1 - _ADJUST) * replicas.iteration_s(replicas.shares),
@@ -347,13 +343,19 @@ class Mitigation:
             why = "the replicas are equally fast again" if replicas.alike else "equal shares are as good now"
             self._note(Action("S2 is taken back", 0.0, why))
         elif self._unfit_looks >= (_LOOKS if all(case.treated for case in self._cases) else 1):
-            expects = _effect(replicas.iteration_s(replicas.shares), best_s)
-            action = Action(MICROBATCHES, 0.0, f"{_told(best)}; expected {expects}")
-            self._treat(best, action, replicas.shares, now_s)
+            before_s = replicas.iteration_s(replicas.shares)
+            self._treat(best, Action(MICROBATCHES, 0.0, _told(best), before_s, best_s), now_s)
 
-    def _treat(self, shares: Sequence[int], action: Action, before: Sequence[int], now_s: float) -> None:
+    def _count(self, step: int) -> None:
+        """What shares that are in force have cost and saved up to this step."""
+        if self._counted_step is not None and self._paces is not None:
+            for case in self._cases[:1]:
+                case.treated_for(max(step - self._counted_step, 0), *self._paces)
+        self._counted_step = step
+
+    def _treat(self, shares: Sequence[int], action: Action, now_s: float) -> None:
         self._order(shares, now_s)
-        self._expected = action, before
+        self._expected = action
         for case in self._cases:
             case.treated = True
         self._note(action)
@@ -407,6 +409,7 @@ class Mitigation:
             if self._planner is not None:
                 self._planner.applied(MICROBATCHES, 0.0)
             return
+        self._count(step)
         for case in self._cases:
             if case.treated and self._cause_gone:
                 case.cured(step, now_s)
@@ -457,10 +460,6 @@ class Mitigation:
         first = max((split.step for split in self._splits.values()), default=0) + 1
         onsets = [case.incident.onset_step or 0 for case in self._cases if case.incident is not None]
         return max([first, self._formed_step + 1, *(onset + 1 for onset in onsets)])
-
-
-def _effect(before_s: float, after_s: float) -> str:
-    return f"{before_s:.3g} s → {after_s:.3g} s an iteration (×{before_s / after_s:.2f} as fast)"
 
 
 def _told(shares: Sequence[int]) -> str:

@@ -52,6 +52,7 @@ class SlowCase:
         self.closed = False
         # A remedy is in force: the pace says nothing of the cause.
         self.treated = any(one.name.startswith(_IN_FORCE) for one in incident.actions) if incident else False
+        self._treated_steps, self._treated_lost_s = 0, 0.0  # while a remedy was in force
         self.question: int | None = None
         self.probing: int | None = None  # the open question about paths
         self._probes: Sequence[PathProbe] = ()
@@ -145,10 +146,13 @@ class SlowCase:
             self.incident = replace(self.incident, actions=kept)
             self._desk.publish(self.incident, "acts" if say else "")
 
-    def saved(self, seconds: float) -> None:
-        """So much training has what was done saved since it was last said."""
-        if self.incident is not None:
-            self.incident = replace(self.incident, saved_s=self.incident.saved_s + seconds)
+    def treated_for(self, steps: int, iteration_s: float, untreated_s: float) -> None:
+        """So many steps more have taken ``iteration_s`` each, and would have taken ``untreated_s``."""
+        old = self.incident
+        if old is not None:
+            self._treated_steps += steps
+            self._treated_lost_s += steps * (iteration_s - (old.iteration_before_s or iteration_s))
+            self.incident = replace(old, saved_s=old.saved_s + steps * (untreated_s - iteration_s))
             self._tell_cost()
 
     def cured(self, step: int, now_s: float) -> None:
@@ -249,7 +253,7 @@ class SlowCase:
                 self.incident,
                 status="ended",
                 closed_unix_s=self._desk.unix_s(now_s),
-                lost_s=_lost_s(self.incident, max(self._desk.cluster.newest_step, self._detected_step)),
+                lost_s=self._lost_s(self.incident, max(self._desk.cluster.newest_step, self._detected_step)),
             )
             self._desk.publish(self.incident, "")
 
@@ -426,7 +430,7 @@ class SlowCase:
             relief_step=relief_step,
             status=status,
             closed_unix_s=self._desk.unix_s(now_s),
-            lost_s=_lost_s(old, relief_step),
+            lost_s=self._lost_s(old, relief_step),
         )
         self._desk.publish(self.incident, "closes")
 
@@ -463,10 +467,18 @@ class SlowCase:
         steps = max((self._noticed.step or 0) - self.onset_step + 1, 0)
         return self._noticed.unix_s - steps * after_s
 
+    def _lost_s(self, incident: Incident, until_step: int) -> float | None:
+        """Seconds of training that it has cost until this step; None: its pace is not known."""
+        before_s, after_s = incident.iteration_before_s, incident.iteration_after_s
+        if not before_s or not after_s or incident.onset_step is None:
+            return None
+        untreated = max(until_step - incident.onset_step - self._treated_steps, 0)
+        return max(untreated * (after_s - before_s) + self._treated_lost_s, 0.0)
+
     def _tell_cost(self) -> None:
         """What it has cost so far, once a step after its detection is known."""
         if self.incident is not None and self._desk.cluster.newest_step > (self.incident.detected_step or 0):
-            lost_s = _lost_s(self.incident, self._desk.cluster.newest_step)
+            lost_s = self._lost_s(self.incident, self._desk.cluster.newest_step)
             self.incident = replace(self.incident, lost_s=lost_s)
             self._desk.publish(self.incident, "")
 
@@ -492,15 +504,6 @@ class SlowCase:
             self._pace_since = (step, now_s)
         elif step - self._pace_since[0] >= _QUIET_STEPS and now_s - self._pace_since[1] >= _QUIET_STEPS:
             self._close(self._pace_since[0], now_s)
-
-
-def _lost_s(incident: Incident, until_step: int) -> float | None:
-    """Seconds of training that a slowdown has cost until this step; None: its pace is not known."""
-    before_s, after_s = incident.iteration_before_s, incident.iteration_after_s
-    if not before_s or not after_s or incident.onset_step is None:
-        return None
-    steps = max(until_step - incident.onset_step, 0)
-    return max(steps * (after_s - before_s) - incident.saved_s, 0.0)
 
 
 def _firmness(culprits: Sequence[Culprit]) -> int:
