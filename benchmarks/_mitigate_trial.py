@@ -153,7 +153,7 @@ def judge(case: Case, rows: Sequence[Row], undisturbed: Sequence[float]) -> dict
         "worth": worth,
         "loss_error": max(errors),
         "losses": min(len(rows), len(undisturbed)),
-        "shares": _runs(rows),
+        "shares": runs(rows),
         "failed": "",
     }
     if early:
@@ -180,7 +180,7 @@ def _mean(took: dict[int, float], steps: range) -> float:
     return statistics.mean(took[step] for step in steps if step in took)
 
 
-def _runs(rows: Sequence[Row]) -> list[tuple[int, list[int]]]:
+def runs(rows: Sequence[Row]) -> list[tuple[int, list[int]]]:
     """The shares, and from which step on."""
     runs: list[tuple[int, list[int]]] = []
     for row in rows:
