@@ -1,7 +1,8 @@
 """Longest paths through the steps of a pipeline: all steps, replicas and tensor-parallel ranks of a stage at once.
 
 Times are arrays of shape (steps, dp, tp), seconds from the moment the step's predecessor was through its last
-collective. What never ends has the end ``inf``; what is never reached has the start ``inf``.
+collective. What never ends has the end ``inf``; what is never reached has the start ``inf``, as has what a replica
+with fewer micro-batches than others leaves out.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class Replay:
         nodes: NDArray[np.int64],  # of every rank
         recorded: BlockTimes | None,
         sinks: Sequence[Sink],
+        shares: Sequence[int] | None = None,  # micro-batches of each replica, at most ``micro_batches``
     ) -> None:
+        self._shares = None if shares is None else np.reshape(np.array(shares), (1, -1, 1))
         self._pp, self._dp, self._tp = layout.pp, layout.dp, layout.tp
         self._schedule: Schedule = schedule
         self._batches, self._layers, self._usual = micro_batches, layers, durations
@@ -95,7 +98,8 @@ class Replay:
         self._stretch = [self._stretches(stage) for stage in range(self._pp)]
         self._tickets = [0] * self._pp
         self._mail: dict[tuple[str, int, int], Floats] = {}
-        self._sent: dict[tuple[int, int], tuple[int, Floats, Floats]] = {}
+        self._sent: dict[tuple[int, int], tuple[int, Floats, Floats, NDArray[np.bool_] | None]] = {}
+        self._has: NDArray[np.bool_] | None = None  # replicas that have the micro-batch under way; None: all
         self.leads = [self._optimizer(stage, before=True) for stage in range(self._pp)]
         self.tails = [self._optimizer(stage, before=False) for stage in range(self._pp)]
         for lead, tail in zip(self.leads, self.tails, strict=True):
@@ -119,6 +123,7 @@ class Replay:
                     order.popleft()
                     moved = True
             assert moved, "the schedule waits for itself"
+        self._has = None
         for stage, peer in list(self._sent):
             self._sent_by_now(stage, peer)
         for stage in range(self._pp):
@@ -143,6 +148,7 @@ class Replay:
         """Run a block; False while its input is not known."""
         forward = block.part == "forward"
         virtual = block.chunk * self._pp + stage
+        self._has = None if self._shares is None else block.micro_batch < self._shares
         last = self._pp * (CHUNKS if self._schedule == "interleaved" else 1) - 1
         source, target = (virtual - 1, virtual + 1) if forward else (virtual + 1, virtual - 1)
         if block.part != "weights" and 0 <= source <= last:
@@ -164,7 +170,7 @@ class Replay:
         pieces = self._layers if self._tp > 1 and block.part != "weights" else 1
         own = np.zeros(self._shape)
         for piece in range(pieces):
-            spent = self._block_time(stage, block, pieces, piece == 0)
+            spent = self._part(self._block_time(stage, block, pieces, piece == 0))
             self._now[stage] = self._now[stage] + spent
             own += spent
             if self._tp > 1 and block.part != "weights":
@@ -174,8 +180,9 @@ class Replay:
                 delay = self._tp_delay(stage, block, piece)
                 self._collective(stage, "tp", self._usual.tp_s, delay, axis=2, skippable=last)
         phase = Phase.MODEL if forward else Phase.BACKWARD
+        began, ended = self._seen(began), self._seen(self._now[stage])
         for sink in self._sinks:
-            sink.phase(stage, ticket, phase, began, self._now[stage], own)
+            sink.phase(stage, ticket, phase, began, ended, own)
 
     def _block_time(self, stage: int, block: Block, pieces: int, first: bool) -> Floats:
         usual = self._usual.forward_s if block.part == "forward" else self._usual.backward_s
@@ -235,8 +242,8 @@ class Replay:
                 if crossing.any():
                     hit = self._when(fault)[:, None, None] & crossing
                     takes[hit] = takes[hit] * fault.factor + fault.delay_s
-        arrival = start + takes
-        self._sent[stage, peer] = ticket, start, arrival
+        arrival = start + takes if self._has is None else np.where(self._has, start + takes, -np.inf)
+        self._sent[stage, peer] = ticket, start, arrival, self._has
         self._mail[block.part, target, block.micro_batch] = arrival
 
     def _sent_by_now(self, stage: int, peer: int) -> None:
@@ -244,10 +251,12 @@ class Replay:
         sent = self._sent.pop((stage, peer), None)
         if sent is None:
             return
-        ticket, start, arrival = sent
+        ticket, start, arrival, has = sent
         wait = self._now[stage]
         self._now[stage] = end = np.maximum(wait, arrival)
+        self._has, now = has, self._has
         self._operation(stage, ticket, "pp", Op.SEND, peer, _BY_WAIT, start, wait, end)
+        self._has = now
 
     def _collective(
         self,
@@ -271,6 +280,7 @@ class Replay:
         takes = usual_s * self._jitter.blocks(tuple(shape))
         if delay is not None:
             takes = takes + delay
+        takes = self._part(takes)
         end = np.broadcast_to(came.max(axis=axis, keepdims=True) + takes, self._shape)
         ticket, begun = self._ticket(stage), start
         if skips:
@@ -342,6 +352,14 @@ class Replay:
     def _stage_of(self, rank: int) -> int:
         return rank // (self._dp * self._tp)
 
+    def _part(self, takes: Floats) -> Floats:
+        """Nothing, where a replica has no such micro-batch."""
+        return takes if self._has is None else takes * self._has
+
+    def _seen(self, times: Floats) -> Floats:
+        """Never, where a replica has no such micro-batch."""
+        return times if self._has is None else np.where(self._has, times, np.inf)
+
     def _ticket(self, stage: int) -> int:
         self._tickets[stage] += 1
         return self._tickets[stage] - 1
@@ -354,5 +372,6 @@ class Replay:
         self, stage: int, ticket: int, role: Role, op: Op, peer: int, flags: int,
         start: Floats, wait: Floats | None, end: Floats,
     ) -> None:  # fmt: skip
+        start, end = self._seen(start), self._seen(end)
         for sink in self._sinks:
             sink.operation(stage, ticket, role, op, peer, flags, start, wait, end)

@@ -18,9 +18,9 @@ Stream = tuple[Role, Op, int]  # role, operation, peer's stage (-1 for collectiv
 
 @dataclass(slots=True)
 class StreamSums:
-    """Of one stream of a stage; arrays of shape (steps, dp, tp), seconds."""
+    """Of one stream of a stage; arrays of shape (steps, dp, tp), seconds. ``count``: the same, or one for all."""
 
-    count: int
+    count: int | NDArray[np.int64]
     start: Floats
     end: Floats
     busy: Floats
@@ -48,21 +48,28 @@ class Sums:
         start: Floats, wait: Floats | None, end: Floats,
     ) -> None:  # fmt: skip
         sums = self.stages[stage]
+        ran = np.isfinite(start)
+        all_ran = bool(ran.all())
+        if not all_ran:  # some replicas have fewer micro-batches
+            wait = np.where(ran, start if wait is None else wait, 0.0)
+            start, end = np.where(ran, start, 0.0), np.where(ran, end, 0.0)
         busy = end - start
         blocked = busy if wait is None or wait is start else end - wait
         sums.blocked = sums.blocked + blocked
         known = sums.streams.get((role, op, peer))
         if known is None:
             sums.streams[role, op, peer] = StreamSums(
-                1, np.array(start), np.array(end), np.array(busy), np.array(blocked), np.array(busy)
-            )
+                1 if all_ran else ran.astype(np.int64),
+                np.array(start), np.array(end), np.array(busy), np.array(blocked),
+                np.where(ran, busy, np.inf),
+            )  # fmt: skip
             return
-        known.count += 1
+        known.count = known.count + (1 if all_ran else ran)
         known.start += start
         known.end += end
         known.busy += busy
         known.blocked += blocked
-        np.minimum(known.fastest, busy, out=known.fastest)
+        np.minimum(known.fastest, busy if all_ran else np.where(ran, busy, np.inf), out=known.fastest)
 
     def phase(self, stage: int, ticket: int, phase: Phase, start: Floats, end: Floats, own: Floats) -> None:
         if phase is not Phase.MODEL:

@@ -144,9 +144,13 @@ class Workload:
         log: bool = False,
         stuck: bool = False,
         blocks_of: Sequence[int] = (),
+        first_step: int = 0,
+        begin_s: float = _BEGIN_S,
+        shares: Sequence[int] | None = None,
     ) -> Run:
-        """Steps 0 to ``steps`` - 1.
+        """``steps`` steps from ``first_step`` on, which begins at ``begin_s``.
 
+        ``shares``: micro-batches of each replica in place of ``micro_batches`` of each, in a 1F1B schedule.
         ``log`` keeps the records (at most 1,024 ranks); ``stuck`` keeps where everybody is when a fault never ends,
         else every step must end; ``blocks_of`` keeps the blocks of these ranks.
         """
@@ -154,19 +158,29 @@ class Workload:
             raise UsageError(
                 f"records of {self.layout.world_size} ranks are too many; {_MOST_LOGGED} at most"
             )
+        if shares is not None and (self.schedule != "1f1b" or len(shares) != self.layout.dp or min(shares) < 1):
+            raise UsageError("shares are one or more micro-batches for each replica, in a 1F1B schedule")
         if not stuck and any(math.isinf(fault.delay_s) or fault.skips for fault in faults):
             raise UsageError("a fault that never ends: ask for stuck=True, there are no summaries of it")
-        return Run(self, steps, tuple(faults), log=log, stuck=stuck, blocks_of=blocks_of)
+        return Run(
+            self, range(first_step, first_step + steps), tuple(faults), log=log, stuck=stuck, blocks_of=blocks_of,
+            begin_s=begin_s, shares=shares,
+        )  # fmt: skip
 
-    def iteration_s(self, steps: int, faults: Sequence[Fault] = ()) -> Floats:
+    def iteration_s(
+        self, steps: int, faults: Sequence[Fault] = (), first_step: int = 0, shares: Sequence[int] | None = None
+    ) -> Floats:
         """Seconds of each step, and nothing else of it: the same as of `run`, sooner."""
-        return self.replay(steps, faults, []).ends
+        return self.replay(range(first_step, first_step + steps), faults, [], shares).ends
 
-    def replay(self, steps: int, faults: Sequence[Fault], sinks: Sequence[Sink]) -> Replay:
+    def replay(
+        self, steps: range, faults: Sequence[Fault], sinks: Sequence[Sink], shares: Sequence[int] | None = None
+    ) -> Replay:
         """The steps, told to ``sinks``."""
+        batches = self.micro_batches if shares is None else max(shares)
         return Replay(
-            self.layout, self.schedule, self.micro_batches, self.layers, self.durations, Jitter(self.seed, self.jitter),
-            range(steps), faults, np.arange(self.layout.world_size) // self.ranks_per_node, self.recorded, sinks,
+            self.layout, self.schedule, batches, self.layers, self.durations, Jitter(self.seed, self.jitter),
+            steps, faults, np.arange(self.layout.world_size) // self.ranks_per_node, self.recorded, sinks, shares,
         )  # fmt: skip
 
     def clock(self, node: int) -> tuple[float, float]:
@@ -190,28 +204,31 @@ class Run:
     def __init__(
         self,
         workload: Workload,
-        steps: int,
+        steps: range,
         faults: tuple[Fault, ...],
         *,
         log: bool,
         stuck: bool,
         blocks_of: Sequence[int],
+        begin_s: float,
+        shares: Sequence[int] | None,
     ) -> None:
         layout = workload.layout
-        self.workload, self.steps, self.faults = workload, steps, faults
+        self.workload, self.steps, self.faults, self.shares = workload, len(steps), faults, shares
+        self._first = steps.start
         self._log = Log(layout.pp) if log else None
         self._sums = None if stuck else Sums(layout.pp)
-        self._progress = Progress(layout.pp, (steps, layout.dp, layout.tp)) if stuck else None
+        self._progress = Progress(layout.pp, (len(steps), layout.dp, layout.tp)) if stuck else None
         self._chosen: dict[int, list[int]] = {}
         for rank in sorted(blocks_of):
             self._chosen.setdefault(self._place(rank)[0], []).append(rank)
         places = {stage: [self._place(rank)[1:] for rank in ranks] for stage, ranks in self._chosen.items()}
         self._blocks = Blocks(places) if places else None
         sinks = [sink for sink in (self._log, self._sums, self._progress, self._blocks) if sink is not None]
-        self._replay = workload.replay(steps, faults, sinks)
+        self._replay = workload.replay(steps, faults, sinks, shares)
         self.iteration_s = self._replay.ends
         # when each step's predecessor was through its last collective; inf where a step is never reached
-        self._origins = _BEGIN_S + np.concatenate(([0.0], np.cumsum(self._replay.ends)))
+        self._origins = begin_s + np.concatenate(([0.0], np.cumsum(self._replay.ends)))
 
     def records(self, rank: int) -> NDArray[np.void]:
         """The rank's ring records, in ticket order, times in ns on its node's clock. Only with ``log``."""
@@ -262,7 +279,8 @@ class Run:
             records = self._blocks.of_stage(stage)
             for place, rank in enumerate(ranks):
                 for step in range(self.steps):
-                    yield from self._blocks_of(rank, step, [record.at(step, place) for record in records])
+                    found = [record.at(step, place) for record in records]
+                    yield from self._blocks_of(rank, step, [one for one in found if math.isfinite(one.start)])
 
     def _blocks_of(self, rank: int, step: int, records: Sequence[RecordAt]) -> Iterator[BlockSummary]:
         _, d, t = self._place(rank)
@@ -279,7 +297,7 @@ class Run:
             lasts = one.end - one.start
             own = lasts - sum(max(min(one.end, end) - max(one.start, start), 0.0) for start, end in waits)
             yield BlockSummary(
-                rank, step, kind, peer, number, origin + rate * one.start, rate * lasts, rate * max(own, 0.0)
+                rank, self._first + step, kind, peer, number, origin + rate * one.start, rate * lasts, rate * max(own, 0.0)
             )
 
     def states(self) -> Iterator[RankState]:
@@ -368,6 +386,7 @@ class Run:
         for stream in streams:
             one = sums.streams[stream]
             arrays += [
+                np.broadcast_to(one.count, duration.shape),
                 one.start / one.count - lead,
                 one.end / one.count - lead,
                 one.busy,
@@ -382,15 +401,12 @@ class Run:
             offset, drift = workload.clock(rank // workload.ranks_per_node)
             rate = 1 + drift
             heads = [
-                (
-                    names[role], int(op), -1 if peer < 0 else peer * stride + place,
-                    sums.streams[role, op, peer].count, sums.streams[role, op, peer].count * BYTES[role],
-                )
+                (names[role], int(op), -1 if peer < 0 else peer * stride + place, BYTES[role])
                 for role, op, peer in streams
-            ]  # fmt: skip
+            ]
             yield [
                 _summary(
-                    rank, first + step, [offset + rate * row[0], *(rate * value for value in row[1:])], heads
+                    rank, self._first + first + step, [offset + rate * row[0], *(rate * value for value in row[1:])], heads
                 )
                 for step, row in enumerate(rows)
             ]
@@ -486,14 +502,15 @@ class Run:
 
 
 def _summary(
-    rank: int, step: int, row: Sequence[float], heads: Sequence[tuple[str, int, int, int, int]]
+    rank: int, step: int, row: Sequence[float], heads: Sequence[tuple[str, int, int, int]]
 ) -> IterationSummary:
     start, duration, own, blocked, data, backward, optimizer = row[:7]
     return IterationSummary(
         rank, step, start, duration, own, blocked, data, backward, optimizer,
         streams=tuple(
-            StreamSummary(group, op, peer, count, nbytes, step * count + 1, *row[place : place + 5])
-            for (group, op, peer, count, nbytes), place in zip(heads, range(7, len(row), 5), strict=True)
+            StreamSummary(group, op, peer, count, count * nbytes, step * count + 1, *row[place + 1 : place + 6])
+            for (group, op, peer, nbytes), place in zip(heads, range(7, len(row), 6), strict=True)
+            for count in (round(row[place]),)
         ),
     )  # fmt: skip
 
