@@ -1,5 +1,6 @@
 """Which remedy of a slowdown pays. Pure: measurements in, decisions out."""
 
+from keepstep.mitigate.consolidation import best_consolidation, stage_seconds
 from keepstep.mitigate.microbatches import allocate_microbatches
 from keepstep.mitigate.planner import Planner, Remedy
 from keepstep.mitigate.replicas import Replicas, measure
@@ -11,6 +12,8 @@ __all__ = [
     "Remedy",
     "Replicas",
     "allocate_microbatches",
+    "best_consolidation",
     "best_exchange",
     "measure",
+    "stage_seconds",
 ]
