@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
+import numpy.typing as npt
 
 from keepstep.core.errors import UsageError
 from keepstep.core.microbatches import Split, objection
 from keepstep.mitigate.microbatches import allocate_microbatches
 from keepstep.mitigate.topology import Exchange
 
-_MOST_LOOKED_AT = 6_000  # partial assignments in each of two searches; one that ends before is exact
+_MOST_LOOKED_AT = 20_000  # partial assignments in each of two searches; one that ends before is exact
 _ALIKE = 1.01  # times that differ by less are the same: fewer nodes move
 
 _Part = tuple[int, int]  # replica, stage
@@ -31,29 +32,36 @@ _Mark = tuple[float, int]  # factor of the slow node at a place, whether this is
 _State = tuple[tuple[int, _Mark], ...]  # of a block: kinds of its places that are not free, and what is there
 
 
-def stage_seconds(
-    seconds: Mapping[int, float], stage_of: Mapping[int, int], node_of: Mapping[int, int],
-    slow: Mapping[int, float],
-) -> list[float]:  # fmt: skip
-    """What each stage takes for a micro-batch on a healthy node: the middle one of its ranks, less their nodes' slowness.
+def consolidation_of(
+    seconds: Mapping[int, float], splits: Mapping[int, Split], stage_of: Mapping[int, int],
+    ranks_of: Mapping[int, Sequence[int]], slow: Mapping[int, float],
+) -> Exchange | None:  # fmt: skip
+    """`best_consolidation` of a job as it was measured. None, too, where not all of it is known.
+
+    A stage takes on a healthy node what the middle one of its ranks takes, less their nodes' slowness.
 
     Args:
-        seconds: for a micro-batch, by rank, as measured.
-        stage_of: by rank; stages are 0, 1, …
-        node_of: node ranks by rank.
+        seconds: for a micro-batch, by rank, as measured (`rank_seconds`).
+        splits: by rank.
+        stage_of: by rank; stages are 0, 1, …; empty where there is no pipeline.
+        ranks_of: by node rank.
         slow: how many times as long a node takes, by node rank.
-
-    Raises:
-        UsageError: nothing was measured of a stage.
     """
-    found: dict[int, list[float]] = {stage: [] for stage in range(1 + max(stage_of.values(), default=0))}
-    for rank, stage in stage_of.items():
-        if rank in seconds and rank in node_of:
-            found[stage].append(seconds[rank] / slow.get(node_of[rank], 1.0))
-    for stage, times in found.items():
-        if not times:
-            raise UsageError(f"stage {stage}: none of its ranks has told what a micro-batch takes")
-    return [median(times) for _, times in sorted(found.items())]
+    stage_of = stage_of or dict.fromkeys(splits, 0)
+    node_of = {rank: node for node, ranks in ranks_of.items() for rank in ranks}
+    known = splits.keys() & stage_of.keys() & seconds.keys()
+    if not node_of or node_of.keys() - known or sorted(ranks_of) != list(range(len(ranks_of))):
+        return None
+    times: dict[int, list[float]] = {}
+    for rank, node in node_of.items():
+        times.setdefault(stage_of[rank], []).append(seconds[rank] / slow.get(node, 1.0))
+    if sorted(times) != list(range(len(times))):
+        return None
+    places = [
+        [(splits[rank].replica, stage_of[rank]) for rank in ranks_of[node]] for node in sorted(ranks_of)
+    ]
+    stages = [median(times[stage]) for stage in sorted(times)]
+    return best_consolidation(places, stages, slow, splits[next(iter(node_of))])
 
 
 def best_consolidation(
@@ -62,9 +70,9 @@ def best_consolidation(
     """The fewest swaps after which an iteration takes the least time, to within 1 %; None when less is saved.
 
     Over all sets of disjoint swaps of which each has a slow node, by branch and bound; situations that differ only in
-    which of several like replicas, places or nodes they are about are looked at once. After 6,000 partial assignments
-    (about ten slow nodes of different slowness) the search ends with the best that it has; then ``bound_s`` is a time
-    that no exchange comes below.
+    which of several like replicas, places or nodes they are about are looked at once. After 20,000 partial assignments
+    (from about six slow nodes on) the search ends with the best that it has; then ``bound_s`` is a time that no exchange
+    comes below.
 
     Args:
         places: by node rank, replica and stage of each of the node's ranks (those of one tensor group once or often).
@@ -107,7 +115,9 @@ def _check(
         told.update(parts)
     for replica, stage in told:
         if not (0 <= replica < split.replicas and 0 <= stage < len(stages)):
-            raise UsageError(f"replica {replica}, stage {stage}: there are {split.replicas} and {len(stages)}")
+            raise UsageError(
+                f"replica {replica}, stage {stage}: there are {split.replicas} and {len(stages)}"
+            )
     if len(told) < split.replicas * len(stages):
         raise UsageError(f"{split.replicas} replicas of {len(stages)} stages: no node has some of these")
 
@@ -190,6 +200,16 @@ class _Iteration:
             for place, times in enumerate(self._of_block(self._blocks.shapes[shape], state)):
                 slowest[self._first[block] + place] = max(times)
                 rest[self._first[block] + place] = sum(times) - max(times)
+        self._known[at] = self._dealt(slowest, rest)
+        return self._known[at]
+
+    def floor_s(self, factors: Sequence[float]) -> float:
+        """What it takes at least, with these factors each in another block."""
+        slowest = self._slowest.copy()
+        slowest[: len(factors)] = np.maximum(slowest[: len(factors)], np.array(factors) * min(self._stages))
+        return self._dealt(slowest, self._rest)
+
+    def _dealt(self, slowest: npt.NDArray[np.float64], rest: npt.NDArray[np.float64]) -> float:
         split = self._split
         if split.movable:
             bounds = split.count, split.multiple_of, split.at_most or None
@@ -197,8 +217,7 @@ class _Iteration:
         else:
             units = -(-split.count // (split.multiple_of * split.replicas))  # the largest of equal shares
             shares = np.array([units * split.multiple_of])
-        self._known[at] = float((rest + shares * slowest).max())
-        return self._known[at]
+        return float((rest + shares * slowest).max())
 
     def _of_block(self, shape: _Shape, state: _State) -> list[list[float]]:
         """Seconds of the stages of each of its replicas."""
@@ -225,8 +244,9 @@ class _Search:
         self._outer = [any(stage in ends for _, stage in parts) for parts in places]
         self.swaps: tuple[tuple[int, int], ...] = ()
         self.least_s = self.after_s = self._cost_s(dict(self._slow))
-        single = [self._floor_of(node) for node in self._order]
-        self.floor_s = max([self._cost_s({}), *single])
+        most = max(sum(shape.many) for shape in self._blocks.shapes)
+        crowded = [self._slow[node] for node in self._order[::most]]  # a block has at most so many of them
+        self.floor_s = max([self._iteration.floor_s(crowded), *map(self._floor_of, self._order)])
 
     def find_least(self) -> None:
         """The least time: ``least_s``."""
@@ -263,6 +283,7 @@ class _Search:
             then = {**slow_at, place: self._slow[node]}
             if place in self._slow and place != node:
                 then[node] = self._slow[place]
+            self._looked_at += 1
             options.append((self._cost_s(then), place != node, self._outer[place], place))
         for cost_s, _, _, place in sorted(options):
             then_swaps, then_outer = swaps, outer + self._outer[place]
@@ -277,7 +298,6 @@ class _Search:
             if self._seen.get(key, math.inf) <= len(then_swaps):
                 continue
             self._seen[key] = len(then_swaps)
-            self._looked_at += 1
             if self._looked_at > _MOST_LOOKED_AT:
                 self.is_exact = False
                 return
@@ -285,7 +305,7 @@ class _Search:
 
     def _may_be_best(self, cost_s: float, swaps: int, outer: int) -> bool:
         if self._best is None:
-            return cost_s < self.least_s * (1 - 1e-9)
+            return max(cost_s, self.floor_s) < self.least_s * (1 - 1e-9)
         return cost_s <= self._limit_s and (swaps, outer, cost_s) < self._best
 
     def _arrived(self, cost_s: float, swaps: list[tuple[int, int]], outer: int) -> None:
@@ -299,9 +319,7 @@ class _Search:
 
     def _options(self, node: int, at: Mapping[int, float], depth: int) -> list[int]:
         """Its own place, those of slow nodes that are undecided, and one of each sort of like others."""
-        others = [
-            one for one in self._order[depth:] if one not in at and self._slow[one] < self._slow[node]
-        ]
+        others = [one for one in self._order[depth:] if one not in at and self._slow[one] < self._slow[node]]
         taken = {**{one: (self._slow[one], 0) for one in self._order[depth:]}, **self._decided(at)}
         touched = {self._blocks.home[place][0] for place in taken}
         found: dict[object, int] = {}
