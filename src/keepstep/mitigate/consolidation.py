@@ -24,7 +24,7 @@ from keepstep.core.microbatches import Split, objection
 from keepstep.mitigate.microbatches import allocate_microbatches
 from keepstep.mitigate.topology import Exchange
 
-_MOST_LOOKED_AT = 20_000  # partial assignments in each of two searches; one that ends before is exact
+_MOST_LOOKED_AT = 120_000  # places of slow nodes, in each of two searches; one that ends before is exact
 _ALIKE = 1.01  # times that differ by less are the same: fewer nodes move
 
 _Part = tuple[int, int]  # replica, stage
@@ -70,9 +70,9 @@ def best_consolidation(
     """The fewest swaps after which an iteration takes the least time, to within 1 %; None when less is saved.
 
     Over all sets of disjoint swaps of which each has a slow node, by branch and bound; situations that differ only in
-    which of several like replicas, places or nodes they are about are looked at once. After 20,000 partial assignments
-    (from about six slow nodes on) the search ends with the best that it has; then ``bound_s`` is a time that no exchange
-    comes below.
+    which of several like replicas, places or nodes they are about are looked at once. After 120,000 places of slow
+    nodes (with six of them 20,000 partial assignments) the search ends with the best that it has; then ``bound_s`` is a
+    time that no exchange comes below.
 
     Args:
         places: by node rank, replica and stage of each of the node's ranks (those of one tensor group once or often).
@@ -106,7 +106,8 @@ def _check(
     for node, factor in slow.items():
         if not (0 <= node < len(places) and 1 <= factor < math.inf):
             raise UsageError(
-                f"slow node {node}, {factor} times: the job has node ranks 0 to {len(places) - 1}, factors are 1 or more"
+                f"slow node {node}, {factor} times: the job has node ranks 0 to {len(places) - 1}, "
+                "factors are 1 or more"
             )
     told: set[_Part] = set()
     for node, parts in enumerate(places):
@@ -283,7 +284,7 @@ class _Search:
             then = {**slow_at, place: self._slow[node]}
             if place in self._slow and place != node:
                 then[node] = self._slow[place]
-            self._looked_at += 1
+            self._looked_at += len(self._order)
             options.append((self._cost_s(then), place != node, self._outer[place], place))
         for cost_s, _, _, place in sorted(options):
             then_swaps, then_outer = swaps, outer + self._outer[place]

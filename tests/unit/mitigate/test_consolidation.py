@@ -202,12 +202,11 @@ def test_a_job_as_it_was_measured() -> None:
     assert consolidation_of(seconds, splits, stage_of, ranks_of, slow) is None
 
 
-def test_as_many_nodes_as_are_looked_at_to_the_end_are_not_all_there_are() -> None:
-    # 32 of 64 are slow: what was found is no proof, but how far another one could be below it is.
+def test_of_many_slow_nodes_the_best_that_was_found_is_told_with_a_bound() -> None:
     slow = {node: 1.2 + node % 7 / 5 for node in range(0, 64, 2)}
     found = best_consolidation(grid(8, 8), [1.0] * 8, slow, of(128, 8))
     assert found is not None
-    assert found.bound_s < found.after_s < 0.8 * found.before_s
+    assert 0.9 * found.after_s < found.bound_s < found.after_s < found.before_s
 
 
 @pytest.mark.parametrize(
