@@ -27,6 +27,7 @@ from keepstep.mitigate.topology import Exchange
 _MOST_LOOKED_AT = 120_000  # places of slow nodes, in each of two searches; one that ends before is exact
 _ALIKE = 1.01  # times that differ by less are the same: fewer nodes move
 
+_Seconds = npt.NDArray[np.float64]
 _Part = tuple[int, int]  # replica, stage
 _Mark = tuple[float, int]  # factor of the slow node at a place, whether this is decided (1, 0: not)
 _State = tuple[tuple[int, _Mark], ...]  # of a block: kinds of its places that are not free, and what is there
@@ -185,8 +186,8 @@ class _Iteration:
         for shape in blocks.shape_of:
             self._first.append(first)
             first += blocks.shapes[shape].replicas
-        self._slowest = np.full(first, max(stages))
-        self._rest = np.full(first, sum(stages) - max(stages))
+        self._slowest: _Seconds = np.full(first, max(stages), np.float64)
+        self._rest: _Seconds = np.full(first, sum(stages) - max(stages), np.float64)
         self._known: dict[tuple[tuple[int, _State], ...], float] = {}
 
     def seconds(self, at: tuple[tuple[int, _State], ...]) -> float:
@@ -210,7 +211,7 @@ class _Iteration:
         slowest[: len(factors)] = np.maximum(slowest[: len(factors)], np.array(factors) * min(self._stages))
         return self._dealt(slowest, self._rest)
 
-    def _dealt(self, slowest: npt.NDArray[np.float64], rest: npt.NDArray[np.float64]) -> float:
+    def _dealt(self, slowest: _Seconds, rest: _Seconds) -> float:
         split = self._split
         if split.movable:
             bounds = split.count, split.multiple_of, split.at_most or None
