@@ -194,7 +194,7 @@ class _Iteration:
         """``at``: shapes and states of the blocks in which there are any."""
         if at in self._known:
             return self._known[at]
-        slowest, rest = self._slowest.copy(), self._rest.copy()
+        slowest, rest = np.array(self._slowest, np.float64), np.array(self._rest, np.float64)
         used: dict[int, int] = {}
         for shape, state in at:
             block = self._blocks.of_shape[shape][used.get(shape, 0)]
@@ -207,7 +207,7 @@ class _Iteration:
 
     def floor_s(self, factors: Sequence[float]) -> float:
         """What it takes at least, with these factors each in another block."""
-        slowest = self._slowest.copy()
+        slowest = np.array(self._slowest, np.float64)
         slowest[: len(factors)] = np.maximum(slowest[: len(factors)], np.array(factors) * min(self._stages))
         return self._dealt(slowest, self._rest)
 
