@@ -22,7 +22,7 @@ from keepstep.control.replacement import RESTART, Replacement
 from keepstep.core.incident import Action
 from keepstep.core.microbatches import Split, equal_shares, objection
 from keepstep.core.ranges import fold_ranks
-from keepstep.core.summary import PathProbe, PeerTraffic
+from keepstep.core.summary import PathProbe
 from keepstep.wire.messages import MOST_REPLICAS, Profile, Shares, Splits
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ _LATE_STEPS, _LATE_S = 16, 30.0  # an order without effect has failed
 _ADJUST = 0.04  # of the iteration time: other shares would be so much better
 _EVEN = 0.025  # the same of equal shares, at most: the cause is gone
 _LOOKS = 2  # one after the other that say so
+_SHARES_STEPS = 64  # after a move, in which shares that fit are waited for
 _HELPED = 0.05  # of the iteration time, at least: else it did not
 
 
@@ -187,41 +188,43 @@ class Mitigation:
         import numpy as np
 
         from keepstep.core.iteration_table import between, column  # numpy is not in the controller's start
-        from keepstep.mitigate import measure
+        from keepstep.mitigate import measure, rank_seconds
 
         rows = between(rows, max(self._first_step(), self._looked_step - _MOST_STEPS + 1), 1 << 30)
         if not len(rows):
             return
         iteration_s = float(np.median(column(rows, "duration_s")))
         replicas = None if self._missing_splits() else measure(rows, self._splits, self._desk.cluster.groups)
-        if self._moved is not None:
+        if self._moved is not None and not self._awaits_shares(self._moved, replicas):
             self._saw(self._moved, iteration_s)
         elif replicas is not None or not self.in_force:
-            self._decide(replicas, traffic, iteration_s, now_s)
+            look = Look(self._cases, traffic, replicas, 0.0, iteration_s, self._splits)
+            if replicas is not None:
+                stages = self._desk.locators.stages(rows, self._desk.cluster.groups)
+                look = replace(look, seconds=rank_seconds(rows, self._splits), stages=stages)
+            self._decide(look, now_s)
 
-    def _decide(
-        self, replicas: Replicas | None, traffic: Sequence[PeerTraffic], iteration_s: float, now_s: float
-    ) -> None:
-        equal, best = (), ()
-        if replicas is not None:
-            split = next(iter(self._splits.values()))
-            equal = equal_shares(split.count, split.replicas, split.multiple_of)
-            best = replicas.best(split.multiple_of, split.at_most)
-            if self.in_force:
-                self._watch(replicas, equal, best, iteration_s, now_s)
-                if self._ordered is not None:
-                    return
-        self._consider(replicas, traffic, equal, best, iteration_s, now_s)
+    def _awaits_shares(self, moved: _Moved, replicas: Replicas | None) -> bool:
+        """Whether the effect of a move shows only once shares fit again: it made them equal."""
+        if replicas is None or self.in_force or self._desk.cluster.newest_step > moved.step + _SHARES_STEPS:
+            return False
+        equal, best = self._shares(replicas)
+        return replicas.iteration_s(best) < (1 - _HELPED) * replicas.iteration_s(equal)
 
-    def _consider(
-        self,
-        replicas: Replicas | None,
-        traffic: Sequence[PeerTraffic],
-        equal: Sequence[int],
-        best: Sequence[int],
-        iteration_s: float,
-        now_s: float,
-    ) -> None:
+    def _shares(self, replicas: Replicas) -> tuple[list[int], list[int]]:
+        """Equal ones, and those that fit the replicas."""
+        split = next(iter(self._splits.values()))
+        equal = equal_shares(split.count, split.replicas, split.multiple_of)
+        return equal, replicas.best(split.multiple_of, split.at_most)
+
+    def _decide(self, look: Look, now_s: float) -> None:
+        if look.replicas is not None and self.in_force:
+            self._watch(look.replicas, look.iteration_s, now_s)
+            if self._ordered is not None:
+                return
+        self._consider(look, now_s)
+
+    def _consider(self, look: Look, now_s: float) -> None:
         """Whether what is not done yet pays: shares that fit the replicas' speeds, or a move."""
         from keepstep.mitigate import Planner, Remedy
 
@@ -230,17 +233,18 @@ class Mitigation:
             return
         planner = self._planner = self._planner or Planner()
         remedies: dict[str, Remedy] = {}
-        equal_s = best_s = iteration_s
-        if replicas is not None:
-            equal_s, best_s = replicas.iteration_s(equal), replicas.iteration_s(best)
+        healthy_s, iteration_s = incident.iteration_before_s, look.iteration_s
+        equal_s, best_s, best = iteration_s, iteration_s, list[int]()
+        if look.replicas is not None:
+            equal, best = self._shares(look.replicas)
+            equal_s, best_s = look.replicas.iteration_s(equal), look.replicas.iteration_s(best)
             remedies[MICROBATCHES] = Remedy(MICROBATCHES, 0.0, best_s)
-        look = Look(self._cases, traffic, replicas, incident.iteration_before_s, iteration_s)
-        for move in self._moves.values():
-            if remedy := move.remedy(look):
+        for move in self._moves.values() if self._moved is None else ():
+            if remedy := move.remedy(replace(look, healthy_s=healthy_s)):
                 remedies[move.name] = remedy
         steps = max(self._desk.cluster.newest_step - (incident.onset_step or 0), 0)
         began_s = now_s - steps * iteration_s
-        chosen = planner.look(now_s, began_s, incident.iteration_before_s, iteration_s, equal_s, remedies)
+        chosen = planner.look(now_s, began_s, healthy_s, iteration_s, equal_s, remedies)
         if chosen is None:
             return
         if move := self._moves.get(chosen.name):
@@ -320,10 +324,9 @@ class Mitigation:
             if self._planner is not None:
                 self._planner.applied(moved.move.name, moved.pause_s)
 
-    def _watch(
-        self, replicas: Replicas, equal: Sequence[int], best: Sequence[int], iteration_s: float, now_s: float
-    ) -> None:
+    def _watch(self, replicas: Replicas, iteration_s: float, now_s: float) -> None:
         """Shares that were ordered are in force: whether they still fit, and what they do."""
+        equal, best = self._shares(replicas)
         equal_s, best_s = replicas.iteration_s(equal), replicas.iteration_s(best)
         newest = self._desk.cluster.newest_step
         self._paces = iteration_s, equal_s

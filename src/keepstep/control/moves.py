@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from keepstep.control.desk import Desk
@@ -12,6 +12,7 @@ from keepstep.core.summary import PeerTraffic
 
 if TYPE_CHECKING:
     from keepstep.control.slow_case import SlowCase
+    from keepstep.core.microbatches import Split
     from keepstep.mitigate import Remedy, Replicas
 
 _PAUSE_S = 5.0  # what it costs, before one was measured
@@ -20,13 +21,20 @@ _ORDERED_S = 180.0  # an order that has had no effect for so long has none
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What is known of a job that is slow. Seconds of an iteration: before, and now."""
+    """What is known of a job that is slow. Seconds of an iteration: before, and now.
+
+    ``seconds``: for a micro-batch, by rank; empty where ranks do not say how they divide these. ``stages``: of the
+    pipeline, by rank; None: not known.
+    """
 
     cases: Sequence[SlowCase]
     traffic: Sequence[PeerTraffic]
     replicas: Replicas | None
     healthy_s: float
     iteration_s: float
+    splits: Mapping[int, Split] = field(default_factory=dict[int, "Split"])
+    seconds: Mapping[int, float] = field(default_factory=dict[int, float])
+    stages: Mapping[int, int] | None = None
 
 
 class Move(ABC):

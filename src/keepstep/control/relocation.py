@@ -1,7 +1,8 @@
-"""Remedy S3: nodes exchange their ranks, so that a slow link carries little, and take them back when it is fast again.
+"""Remedy S3: nodes exchange their ranks, and take them back when the cause is gone.
 
-What goes over which link, and how fast, is what agents read from the kernel's TCP counters. Where little goes they show
-no speed: then agents send each other a load now and then, as large as the slow link would take a tenth of a second for.
+So that a slow link carries little: what goes over which link, and how fast, is what agents read from the kernel's TCP
+counters. Where little goes they show no speed: then agents send each other a load now and then, as large as the slow
+link would take a tenth of a second for. Or so that slow nodes are in few replicas and stages.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.control.desk import Desk
 from keepstep.control.moves import Look, Move
+from keepstep.core.errors import UsageError
 from keepstep.core.summary import PathProbe, PeerTraffic
 from keepstep.wire.messages import MOST_LOAD_BYTES
 
@@ -39,6 +41,7 @@ _HOLD_S, _MOST_HOLD_S = (
 )  # the nodes stay where they are, twice as long each time that the link turns slow
 
 _Pair = tuple[int, int]
+_Link = tuple[str, str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +86,10 @@ def paths_of(traffic: Sequence[PeerTraffic], rank_of: Mapping[str, int]) -> Path
 
 @dataclass(slots=True)
 class _Done:
-    """An exchange that holds. ``swaps``: of places."""
+    """An exchange that holds. ``swaps``: of places; ``link``: that was slow, if it was for one."""
 
     swaps: tuple[tuple[int, int], ...]
-    link: tuple[str, str]
+    link: tuple[str, str] | None
     load_bytes: int
     hold_until_s: float
     every_s: float = _LOAD_EVERY_S
@@ -102,9 +105,9 @@ class Relocation(Move):
     def __init__(self, desk: Desk) -> None:
         super().__init__(desk)
         self.is_back = False  # what is ordered takes an exchange back
-        self._found: tuple[Exchange, tuple[str, str], int] | None = None
+        self._found: tuple[Exchange, _Link, int] | None = None
         self._done: list[_Done] = []
-        self._holds: dict[tuple[str, str], float] = {}
+        self._holds: dict[_Link, float] = {}
         self._question: int | None = None
         self._others_s: float | None = None  # what a load took elsewhere, while the link is asked for
         self._tries = 0
@@ -116,16 +119,37 @@ class Relocation(Move):
 
     def may_help(self, cases: Sequence[SlowCase]) -> bool:
         """See `Move`."""
-        return self._blamed(cases) is not None
+        return self._blamed(cases) is not None or len(self._slow_nodes(cases)) > 1
 
     def remedy(self, look: Look) -> Remedy | None:
         """See `Move`."""
-        from keepstep.mitigate import Remedy, best_exchange
-
         self._found = None
         link = self._blamed(look.cases)
-        if link is None:
+        return self._consolidation(look) if link is None else self._relief(link, look)
+
+    def _consolidation(self, look: Look) -> Remedy | None:
+        """Slow nodes in few replicas, and there in few stages."""
+        from keepstep.mitigate import Remedy, consolidation_of
+
+        slow = self._slow_nodes(look.cases)
+        if look.replicas is None or look.stages is None or len(slow) < 2:
             return None
+        ranks = {rank: node.ranks for rank, node in self._desk.cluster.nodes.items()}
+        try:
+            exchange = consolidation_of(look.seconds, look.splits, look.stages, ranks, slow)
+        except UsageError:  # a stage of a replica without a place, or the like: what was told makes up no job
+            return None
+        if exchange is None:
+            return None
+        self._found = exchange, None, 0
+        split = next(iter(look.splits.values()))
+        best_s = look.replicas.iteration_s(look.replicas.best(split.multiple_of, split.at_most))
+        return Remedy(TOPOLOGY, self.pause_s, best_s * exchange.after_s / exchange.before_s)
+
+    def _relief(self, link: tuple[str, str], look: Look) -> Remedy | None:
+        """Little traffic on a slow link."""
+        from keepstep.mitigate import Remedy, best_exchange
+
         ranks = self._ranks()
         paths = paths_of(look.traffic, ranks)
         one, other = sorted(ranks[name] for name in link)
@@ -169,16 +193,18 @@ class Relocation(Move):
         if not self._done or self._question is not None or self.is_ordered:
             return None
         last = self._done[-1]
-        if not set(last.link) <= self._ranks().keys():
+        if last.link is not None and not set(last.link) <= self._ranks().keys():
             self._done.pop()  # an end of it is no part of the job any more
             return None
-        if last.fast >= _LOOKS and now_s >= last.hold_until_s:
-            why = f"the link {last.link[0]} ↔ {last.link[1]} is fast again"
+        if (last.link is None or last.fast >= _LOOKS) and now_s >= last.hold_until_s:
+            why = (
+                f"the link {' ↔ '.join(last.link)} is fast again" if last.link else "no node is slow any more"
+            )
             refused = self._desk.exchange(last.swaps, why, now_s)
             self.is_back, self._ordered_s = not refused, None if refused else now_s
             last.fast = 0
             return f"{self._names(last.swaps)} take their ranks back: {why}", refused
-        if now_s >= last.next_s:
+        if last.link is not None and now_s >= last.next_s:
             last.next_s = now_s + last.every_s
             last.every_s = min(1.5 * last.every_s, _SELDOM_S)
             self._others_s, self._tries = None, 0
@@ -191,6 +217,8 @@ class Relocation(Move):
             return
         self._question = None
         last, took_s = self._done[-1], _load_s(probes)
+        if last.link is None:
+            return
         if self._others_s is None:
             if not 0 < took_s < math.inf:
                 return
@@ -211,7 +239,10 @@ class Relocation(Move):
     def _have_done(self, now_s: float) -> str:
         assert self._found is not None
         exchange, link, _ = self._found
-        return self._desk.exchange(exchange.swaps, f"the link {link[0]} ↔ {link[1]} is slow", now_s)
+        why = (
+            f"the link {' ↔ '.join(link)} is slow" if link else "slow nodes are in several replicas or stages"
+        )
+        return self._desk.exchange(exchange.swaps, why, now_s)
 
     def _blamed(self, cases: Sequence[SlowCase]) -> tuple[str, str] | None:
         """The first link between nodes of the job that is blamed."""
@@ -219,6 +250,16 @@ class Relocation(Move):
         blamed = (one for case in cases if case.incident for one in case.incident.culprits)
         links = (one.link.nodes for one in blamed if one.link is not None)
         return next((one for one in links if set(one) <= ranks.keys() and one[0] != one[1]), None)
+
+    def _slow_nodes(self, cases: Sequence[SlowCase]) -> dict[int, float]:
+        """How many times as long nodes take that are blamed, by rank."""
+        ranks = self._ranks()
+        found: dict[int, float] = {}
+        for one in (one for case in cases if case.incident for one in case.incident.culprits):
+            if one.rank is not None and one.confidence != "low" and one.slowdown > 1 and one.node in ranks:
+                node = ranks[one.node]
+                found[node] = max(found.get(node, 1.0), one.slowdown)
+        return found
 
     def _others(self, link: tuple[str, str]) -> list[tuple[str, str]]:
         """Pairs of nodes that the link is compared with: none in two of them, and none at the link if that may be."""

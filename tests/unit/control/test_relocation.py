@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,9 @@ import pytest
 from keepstep.control.moves import Look
 from keepstep.control.relocation import Relocation, paths_of
 from keepstep.core.incident import Culprit, Link
+from keepstep.core.microbatches import Split
 from keepstep.core.summary import PathProbe, PeerTraffic
+from keepstep.mitigate import Replicas
 
 NAMES = ("gpu-0", "gpu-1", "gpu-2", "gpu-3")
 RANKS = {name: rank for rank, name in enumerate(NAMES)}
@@ -42,7 +44,10 @@ class Office:
     refusal: str = ""
     cluster: Any = field(
         default_factory=lambda: SimpleNamespace(
-            nodes={rank: SimpleNamespace(name=name) for rank, name in enumerate(NAMES)}
+            nodes={
+                rank: SimpleNamespace(name=name, ranks=(2 * rank, 2 * rank + 1))
+                for rank, name in enumerate(NAMES)
+            }
         )
     )
     ordered: list[Any] = field(default_factory=list[Any])
@@ -234,3 +239,47 @@ def test_when_an_end_of_the_link_is_gone_nobody_goes_back() -> None:
     assert made.take_back(11.0) is None
     assert made.take_back(100.0) is None
     assert not office.asked
+
+
+def pipelines(*slow: int) -> Look:
+    """Four replicas of two stages, the first on gpu-0 and gpu-1; these nodes take twice as long."""
+    splits = {rank: Split(rank, 0, 32, rank % 4, 4, share=8) for rank in range(8)}
+    seconds = {rank: 0.02 if rank // 2 in slow else 0.01 for rank in range(8)}
+    culprits = [Culprit(rank=2 * node, node=NAMES[node], slowdown=2.0, confidence="high") for node in slow]
+    replicas = Replicas(
+        (8,) * 4, tuple(max(seconds[one], seconds[one + 4]) for one in range(4)), (0.0,) * 4, 0.0
+    )
+    stages = {rank: rank // 4 for rank in range(8)}
+    return Look([case(*culprits)], (), replicas, 0.1, 0.2, splits, seconds, stages)
+
+
+def test_slow_nodes_come_into_few_replicas() -> None:
+    made, office = relocation()
+    slow = pipelines(0, 3)  # a half of each replica
+    remedy = made.remedy(slow)
+    assert remedy is not None
+    assert made.may_help(slow.cases)
+    assert made.order(5.0) == ""
+    ((pairs, why),) = office.ordered
+    assert why == "slow nodes are in several replicas or stages"
+    ((one, other),) = pairs
+    assert {one, other} in ({0, 1}, {2, 3})  # then both are halves of the same replicas
+    assert remedy.iteration_s < 0.9 * 0.2
+    made.begun_again()
+    made.settled(10.0)
+    assert made.take_back(15.0) is None
+    told, refused = made.take_back(21.0) or ("", "nothing")
+    assert (told.endswith("take their ranks back: no node is slow any more"), refused) == (True, "")
+
+
+@pytest.mark.parametrize("slow", [(), (0,), (0, 2), (0, 1, 2, 3)])
+def test_where_slow_nodes_are_in_few_replicas_already_nobody_moves(slow: tuple[int, ...]) -> None:
+    assert relocation()[0].remedy(pipelines(*slow)) is None
+
+
+def test_without_shares_or_stages_slow_nodes_stay() -> None:
+    look = pipelines(0, 3)
+    assert relocation()[0].remedy(replace(look, stages=None)) is None
+    assert relocation()[0].remedy(replace(look, replicas=None)) is None
+    assert relocation()[0].remedy(replace(look, seconds={})) is None
+    assert relocation()[0].remedy(replace(look, stages={rank: rank % 3 for rank in range(8)})) is None
