@@ -66,12 +66,12 @@ dist.destroy_process_group()
 class Job:
     """Ranks that train on micro-batches; the test is the launcher and the agent of all of them."""
 
-    def __init__(self, folder: str, ranks: int, **environment: str) -> None:
+    def __init__(self, folder: str, ranks: int, program: str = JOB, **environment: str) -> None:
         self._descriptors = [orders.create() for _ in range(ranks)]
         self.pages = [OrdersPage(one) for one in self._descriptors]
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-c", JOB, f"{folder}/store"],
+                [sys.executable, "-c", program, f"{folder}/store"],
                 env=os.environ
                 | {
                     "RANK": str(rank),

@@ -1,0 +1,76 @@
+"""Shares of micro-batches for torch.distributed.pipelining: a slow replica's pipeline gets fewer. Needs torch.
+
+A schedule of torch runs the number of micro-batches that it was made for, and its stages keep buffers for as many. So
+another one is made, for the same stages, when the share has another length; its first step agrees anew on what the
+stages send each other, as the first one's did. All stages of a pipeline learn of a new share in the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from keepstep.session import Session
+
+
+class _Schedule(Protocol):
+    scale_grads: bool
+
+
+_Made = TypeVar("_Made", bound=_Schedule)
+
+
+class Pipeline(Generic[_Made]):
+    """One replica's pipeline, as one of its ranks sees it.
+
+    Args:
+        session: the training's.
+        make: a schedule for so many micro-batches, with ``scale_grads=False`` and a loss that is multiplied by
+            ``session.weight``; called again for the same stages when the share has another length.
+        count: of micro-batches in a step, of all replicas together.
+        replica: that this rank is part of, from 0.
+        replicas: how many there are: the data-parallel size.
+        multiple_of: what each share has to be a multiple of. `Schedule1F1B` runs no fewer micro-batches than it has
+            stages, interleaved schedules ask for whole rounds: give the number of stages there.
+        at_most: the largest share that fits into memory.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        make: Callable[[int], _Made],
+        count: int,
+        replica: int,
+        replicas: int,
+        *,
+        multiple_of: int = 1,
+        at_most: int | None = None,
+    ) -> None:
+        self._session, self._make = session, make
+        self._count, self._replica, self._replicas = count, replica, replicas
+        self._multiple_of, self._at_most = multiple_of, at_most
+        self._made: tuple[int, _Made] | None = None
+
+    def share(self) -> tuple[range, _Made]:
+        """The numbers of the step's micro-batches that this replica computes, and a schedule for as many.
+
+        Called once in the body of ``session.steps``.
+
+        Raises:
+            ValueError: the schedule scales gradients itself, or see `keepstep.Session.share`.
+        """
+        own = self._session.share(
+            *(self._count, self._replica, self._replicas),
+            multiple_of=self._multiple_of,
+            at_most=self._at_most,
+        )
+        if self._made is None or self._made[0] != len(own):
+            made = self._make(len(own))
+            if made.scale_grads:
+                raise ValueError(
+                    "the schedule has scale_grads=True: it would average over its replica's own micro-batches, however "
+                    "many; give it scale_grads=False, and multiply the loss by session.weight"
+                )
+            self._made = len(own), made
+        return own, self._made[1]
