@@ -188,7 +188,7 @@ class Mitigation:
         import numpy as np
 
         from keepstep.core.iteration_table import between, column  # numpy is not in the controller's start
-        from keepstep.mitigate import measure, rank_seconds
+        from keepstep.mitigate import measure, rank_seconds, volumes
 
         rows = between(rows, max(self._first_step(), self._looked_step - _MOST_STEPS + 1), 1 << 30)
         if not len(rows):
@@ -199,6 +199,10 @@ class Mitigation:
             self._saw(self._moved, iteration_s)
         elif replicas is not None or not self.in_force:
             look = Look(self._cases, traffic, replicas, 0.0, iteration_s, self._splits)
+            if self._relocation.blames_link(self._cases):
+                nodes = self._desk.cluster.nodes.items()
+                node_of = {rank: number for number, node in nodes for rank in node.ranks}
+                look = replace(look, volumes=volumes(rows, self._desk.cluster.groups, node_of))
             if replicas is not None:
                 stages = self._desk.locators.stages(rows, self._desk.cluster.groups)
                 look = replace(look, seconds=rank_seconds(rows, self._splits), stages=stages)

@@ -24,7 +24,7 @@ class Look:
     """What is known of a job that is slow. Seconds of an iteration: before, and now.
 
     ``seconds``: for a micro-batch, by rank; empty where ranks do not say how they divide these. ``stages``: of the
-    pipeline, by rank; None: not known.
+    pipeline, by rank; None: not known. ``volumes``: bytes an iteration by pair of nodes, as ranks have called for.
     """
 
     cases: Sequence[SlowCase]
@@ -35,6 +35,7 @@ class Look:
     splits: Mapping[int, Split] = field(default_factory=dict[int, "Split"])
     seconds: Mapping[int, float] = field(default_factory=dict[int, float])
     stages: Mapping[int, int] | None = None
+    volumes: Mapping[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
 
 
 class Move(ABC):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from keepstep.control.desk import Desk
 from keepstep.control.moves import Look, Move
 from keepstep.core.errors import UsageError
+from keepstep.core.incident import Culprit
 from keepstep.core.summary import PathProbe, PeerTraffic
 from keepstep.wire.messages import MOST_LOAD_BYTES
 
@@ -90,7 +91,7 @@ class _Done:
 
     swaps: tuple[tuple[int, int], ...]
     link: tuple[str, str] | None
-    load_bytes: int
+    load_bytes: int  # 0: what goes over the link cannot be tried
     hold_until_s: float
     every_s: float = _LOAD_EVERY_S
     next_s: float = 0.0
@@ -116,6 +117,10 @@ class Relocation(Move):
     def is_asking(self) -> bool:
         """Loads are under way."""
         return self._question is not None
+
+    def blames_link(self, cases: Sequence[SlowCase]) -> bool:
+        """Whether a link is blamed between nodes of the job."""
+        return self._blamed(cases) is not None
 
     def may_help(self, cases: Sequence[SlowCase]) -> bool:
         """See `Move`."""
@@ -154,13 +159,24 @@ class Relocation(Move):
         paths = paths_of(look.traffic, ranks)
         one, other = sorted(ranks[name] for name in link)
         cost, healthy = paths.costs.get((one, other), 0.0), paths.healthy((one, other))
+        carried = {pair: rate * look.iteration_s for pair, rate in paths.rates.items()}
+        volume, load_bytes = look.volumes.get((one, other), 0.0), 0
+        if (
+            carried.get((one, other), 0.0) < _ABOUT * volume
+        ):  # it goes over RDMA, say: no counter shows how fast
+            times = max(found.slowdown for found in self._culprits(look.cases) if found.link is not None)
+            if times < _SLOW:
+                return None
+            carried = look.volumes
+            healthy = max(look.iteration_s - look.healthy_s, 0.0) / (volume * (times - 1))
+            cost = healthy * times
+        elif cost > 0:
+            load_bytes = min(max(round(_LOAD_S / cost), _LEAST_LOAD_BYTES), MOST_LOAD_BYTES)
         if healthy <= 0 or cost < _SLOW * healthy:
             return None
-        carried = {pair: rate * look.iteration_s for pair, rate in paths.rates.items()}
         exchange = best_exchange(len(ranks), carried, healthy, {(one, other): cost})
         if exchange is None:
             return None
-        load_bytes = min(max(round(_LOAD_S / cost), _LEAST_LOAD_BYTES), MOST_LOAD_BYTES)
         self._found = exchange, link, load_bytes
         after_s = max(look.iteration_s - exchange.before_s + exchange.after_s, 0.0)
         return Remedy(TOPOLOGY, self.pause_s, after_s)
@@ -204,7 +220,7 @@ class Relocation(Move):
             self.is_back, self._ordered_s = not refused, None if refused else now_s
             last.fast = 0
             return f"{self._names(last.swaps)} take their ranks back: {why}", refused
-        if last.link is not None and now_s >= last.next_s:
+        if last.link is not None and last.load_bytes and now_s >= last.next_s:
             last.next_s = now_s + last.every_s
             last.every_s = min(1.5 * last.every_s, _SELDOM_S)
             self._others_s, self._tries = None, 0
@@ -247,15 +263,18 @@ class Relocation(Move):
     def _blamed(self, cases: Sequence[SlowCase]) -> tuple[str, str] | None:
         """The first link between nodes of the job that is blamed."""
         ranks = self._ranks()
-        blamed = (one for case in cases if case.incident for one in case.incident.culprits)
-        links = (one.link.nodes for one in blamed if one.link is not None)
+        links = (one.link.nodes for one in self._culprits(cases) if one.link is not None)
         return next((one for one in links if set(one) <= ranks.keys() and one[0] != one[1]), None)
+
+    @staticmethod
+    def _culprits(cases: Sequence[SlowCase]) -> list[Culprit]:
+        return [one for case in cases if case.incident is not None for one in case.incident.culprits]
 
     def _slow_nodes(self, cases: Sequence[SlowCase]) -> dict[int, float]:
         """How many times as long nodes take that are blamed, by rank."""
         ranks = self._ranks()
         found: dict[int, float] = {}
-        for one in (one for case in cases if case.incident for one in case.incident.culprits):
+        for one in self._culprits(cases):
             if one.rank is not None and one.confidence != "low" and one.slowdown > 1 and one.node in ranks:
                 node = ranks[one.node]
                 found[node] = max(found.get(node, 1.0), one.slowdown)

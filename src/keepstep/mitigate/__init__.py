@@ -5,6 +5,7 @@ from keepstep.mitigate.microbatches import allocate_microbatches
 from keepstep.mitigate.planner import Planner, Remedy
 from keepstep.mitigate.replicas import Replicas, measure, rank_seconds
 from keepstep.mitigate.topology import Exchange, best_exchange
+from keepstep.mitigate.volumes import volumes
 
 __all__ = [
     "Exchange",
@@ -17,4 +18,5 @@ __all__ = [
     "consolidation_of",
     "measure",
     "rank_seconds",
+    "volumes",
 ]

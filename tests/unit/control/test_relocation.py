@@ -283,3 +283,19 @@ def test_without_shares_or_stages_slow_nodes_stay() -> None:
     assert relocation()[0].remedy(replace(look, replicas=None)) is None
     assert relocation()[0].remedy(replace(look, seconds={})) is None
     assert relocation()[0].remedy(replace(look, stages={rank: rank % 3 for rank in range(8)})) is None
+
+
+def test_without_counters_it_goes_by_what_ranks_have_called_for() -> None:
+    made, office = relocation()
+    link = Culprit(link=Link((0, 2), ("gpu-0", "gpu-2")), slowdown=5.0)
+    carried = {(0, 2): 40e6, (1, 3): 40e6, (0, 1): 1e5, (2, 3): 1e5}
+    remedy = made.remedy(replace(look(case(link), traffic=[]), volumes=carried))
+    assert remedy is not None
+    assert remedy.iteration_s == pytest.approx(0.2, rel=0.1)  # of 1 s: it is the link that costs the rest
+    assert made.order(5.0) == ""
+    made.begun_again()
+    made.settled(10.0)
+    assert made.take_back(1e6) is None  # no load that we can send goes that way
+    assert not office.asked
+    weak = replace(link, slowdown=1.2)
+    assert made.remedy(replace(look(case(weak), traffic=[]), volumes=carried)) is None
