@@ -1,0 +1,204 @@
+"""Remedies that move ranks, as the mitigation sees them: ordered, done or come to nothing, and said in the incident."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_relocation import NAMES, SLOW, TRAFFIC, Office
+
+from keepstep.control.cluster import Cluster
+from keepstep.control.mitigation import Mitigation
+from keepstep.core.incident import Action, Culprit
+from keepstep.core.summary import IterationSummary
+from keepstep.wire.messages import Profile
+
+HEALTHY_S, SLOW_S = 0.2, 1.0
+
+
+class Case:
+    """A slowdown from step 50 on, and what was noted in it."""
+
+    treated = False
+
+    def __init__(self, culprit: Culprit) -> None:
+        self.incident: Any = SimpleNamespace(
+            culprits=(culprit,), iteration_before_s=HEALTHY_S, onset_step=50, detected_step=52, actions=()
+        )
+        self.actions: list[Action] = []
+
+    def acted(self, action: Action, instead: Action | None = None, *, say: bool) -> None:
+        self.actions = [one for one in self.actions if one != instead] + [action]
+        self.incident.actions = tuple(self.actions)
+
+
+class Desk(Office):
+    """Nodes of one rank each, which do what is ordered only when the test says so."""
+
+    def __init__(self, spares: int = 0) -> None:
+        super().__init__()
+        self.cluster = Cluster(4)
+        self.cluster.world_size = 4
+        for rank, name in enumerate(NAMES):
+            self.cluster.plays(self.cluster.node(rank, name), (rank,))
+        self.locators = SimpleNamespace(stages=lambda *_: None)
+        self.spares, self.looks = spares, 0
+
+    def ask_profiles(self, *_: Any) -> int:
+        self.looks += 1
+        return self.looks
+
+    def irreplaceable(self, nodes: Any) -> str:
+        return "" if len(nodes) <= self.spares else "no spare waits"
+
+    def replace(self, nodes: Any, why: str, now_s: float) -> str:
+        self.ordered.append((dict(nodes), why))
+        return self.refusal
+
+
+class Job:
+    """A mitigation that is told of a slowdown, and of iterations of a length that the test sets."""
+
+    def __init__(self, culprit: Culprit, *, spares: int = 0, mode: Any = "auto") -> None:
+        self.desk, self.case = Desk(spares), Case(culprit)
+        self.now_s, self.step, self.iteration_s = 100.0, 60, SLOW_S
+        self.incarnation, self.closed = 0, False
+        self.mitigation = Mitigation(self.desk, mode, lambda: self.incarnation, lambda: "")  # type: ignore[arg-type]
+
+    def run(self, steps: int, until: Callable[[], bool] = lambda: False) -> None:
+        for _ in range(steps):
+            if until():
+                return
+            self.step, self.now_s = self.step + 1, self.now_s + self.iteration_s
+            self.desk.cluster.newest_step = self.step
+            self.mitigation.tick([] if self.closed else [self.case], self.now_s)  # type: ignore[list-item]
+            if self.mitigation.question is not None:
+                rows = tuple(
+                    IterationSummary(rank, step, self.now_s, self.iteration_s, 0.1, 0.1)
+                    for rank in range(4)
+                    for step in range(self.step - 12, self.step + 1)
+                )
+                self.mitigation.profiles([Profile(1, 0, rows, (), traffic=tuple(TRAFFIC))], self.now_s)
+
+    def begin_again(self, *, exchanged: bool = False) -> None:
+        self.incarnation += 1
+        self.now_s += 1.0
+        self.mitigation.begin_again(self.now_s, exchanged=exchanged)
+
+    @property
+    def ordered(self) -> bool:
+        return bool(self.desk.ordered)
+
+    @property
+    def said(self) -> list[str]:
+        return [one.name for one in self.case.actions]
+
+
+RANK = Culprit(rank=2, node="gpu-2", slowdown=5.0, confidence="high", cause="compute")
+
+
+def moved(culprit: Culprit, **how: Any) -> Job:
+    """A job that has been told to move."""
+    job = Job(culprit, **how)
+    job.run(60, lambda: job.ordered)
+    assert job.ordered
+    return job
+
+
+@pytest.mark.parametrize(
+    ("culprit", "name"), [(SLOW, "S3, exchange of nodes"), (RANK, "S4, replacement of nodes")]
+)
+def test_what_it_was_to_do_and_did_is_noted(culprit: Culprit, name: str) -> None:
+    job = moved(culprit, spares=1)
+    assert job.said == [name]
+    (expected,) = job.case.actions
+    assert expected.before_iteration_s == pytest.approx(SLOW_S)
+    job.desk.cluster.nodes[2].name = "gpu-7" if culprit is RANK else "gpu-2"
+    job.begin_again(exchanged=culprit is SLOW)
+    job.iteration_s = 0.25
+    job.run(60)
+    assert job.said == [name]
+    (noted,) = job.case.actions
+    assert noted.measured_iteration_s == pytest.approx(0.25)
+    assert "; a new step after 1." in noted.detail
+    assert len(job.desk.ordered) == 1
+
+
+def test_a_rank_that_recovers_while_the_job_pauses_costs_one_pause_and_no_more() -> None:
+    job = moved(RANK, spares=2)
+    job.desk.cluster.nodes[2].name = "gpu-7"
+    job.begin_again()
+    job.iteration_s, job.closed = HEALTHY_S, True
+    job.run(200)
+    assert len(job.desk.ordered) == 1
+    assert job.case.actions[0].measured_iteration_s == pytest.approx(HEALTHY_S)
+
+
+@pytest.mark.parametrize("culprit", [SLOW, RANK])
+def test_a_failure_meanwhile_leaves_the_places_as_they_were_and_it_is_said(culprit: Culprit) -> None:
+    job = moved(culprit, spares=1)
+    job.begin_again()  # with the spare lost, or a node: not as it was ordered
+    job.run(60)
+    short = "S3" if culprit is SLOW else "S4"
+    assert job.said[1] == f"{short} has failed"
+    assert job.case.actions[1].detail.endswith("the job had to begin again as it was")
+    assert len(job.desk.ordered) == 1
+
+
+@pytest.mark.parametrize("how", ["lapsed", "nothing happens"])
+def test_an_order_that_comes_to_nothing_is_said_and_not_repeated(how: str) -> None:
+    job = moved(SLOW)
+    if how == "lapsed":
+        job.mitigation.not_moved("a failure was faster", job.now_s)
+    job.run(400)
+    assert job.said[1] == "S3 has failed"
+    why = "a failure was faster" if how == "lapsed" else "not all ranks sealed a step"
+    assert job.case.actions[1].detail == f"the nodes keep their places: {why}"
+    assert len(job.desk.ordered) == 1
+
+
+def test_what_is_refused_is_said_once() -> None:
+    job = Job(SLOW)
+    job.desk.refusal = "it is suspended; say resume"
+    job.run(100)
+    assert [one.detail for one in job.case.actions] == ["S3, exchange of nodes: it is suspended; say resume"]
+    assert len(job.desk.ordered) == 1
+
+
+def test_a_replacement_that_did_not_help_is_not_tried_with_the_next_spare() -> None:
+    job = moved(RANK, spares=3)
+    job.desk.cluster.nodes[2].name = "gpu-7"
+    job.begin_again()
+    job.case.incident.culprits = (replace(RANK, rank=3, node="gpu-3"),)
+    job.run(200)
+    assert len(job.desk.ordered) == 1
+
+
+def test_another_node_that_turns_slow_is_replaced_too() -> None:
+    job = moved(RANK, spares=3)
+    job.desk.cluster.nodes[2].name = "gpu-7"
+    job.begin_again()
+    job.iteration_s = HEALTHY_S
+    job.run(60)
+    job.iteration_s = SLOW_S
+    job.case.incident.culprits = (replace(RANK, rank=3, node="gpu-3"),)
+    job.run(100)
+    assert [list(nodes) for nodes, _ in job.desk.ordered] == [[2], [3]]
+
+
+@pytest.mark.parametrize("mode", ["advise", "off"])
+def test_nothing_is_ordered_where_that_is_not_wanted(mode: str) -> None:
+    job = Job(RANK, spares=1, mode=mode)
+    job.run(100)
+    assert not job.ordered
+    assert job.said == (["advised: S4, replacement of nodes"] if mode == "advise" else [])
+
+
+def test_without_a_spare_it_is_said_that_there_is_none() -> None:
+    job = Job(RANK)
+    job.run(100)
+    (action,) = job.case.actions
+    assert action.detail.endswith("S4, replacement of nodes: no spare waits")
