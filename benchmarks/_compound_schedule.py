@@ -21,7 +21,13 @@ TP, DP, PP = 8, 16, 2
 MICRO_BATCHES = 16  # of each replica, when shares are equal; the paper does not say
 # 37.4 iterations a minute with the jitter of `simulate`; a tenth of an iteration reduces gradients.
 DURATIONS = Durations(
-    forward_s=0.0257, backward_s=0.0514, data_s=0.002, optimizer_s=0.03, message_s=0.002, tp_s=0.0003, dp_s=0.16
+    forward_s=0.0257,
+    backward_s=0.0514,
+    data_s=0.002,
+    optimizer_s=0.03,
+    message_s=0.002,
+    tp_s=0.0003,
+    dp_s=0.16,
 )
 
 

@@ -1,17 +1,21 @@
 """What the mitigation bench trains: real DDP, or a pipeline of two stages (1F1B), whose compute is emulated.
 
-    _mitigate_job.py FOLDER STEPS MICROBATCHES STAGES SECONDS
+    _mitigate_job.py FOLDER STEPS MICROBATCHES STAGES SECONDS [BALLAST]
 
 Each rank has an emulated device that takes SECONDS for a micro-batch (a third forward) times what FOLDER/slow says of
 the rank, and begins it when the one before is done and its input is there, as a device that the host runs ahead of.
-The rank sleeps until it is done; real work is small and within that time. Rank 0 writes FOLDER/steps: for each step
-its number, when it ended (CLOCK_MONOTONIC), the shares of the replicas, how slow each rank was, and the loss. It ends
-before that many steps when FOLDER/enough is there.
+The rank sleeps until it is done; real work is small and within that time. With BALLAST the stages are numbered before
+the replicas, so that replicas of a stage are neighbours, and reduce so many bytes of gradients more; who is slow goes
+by HOST/LOCAL_RANK, as devices stay where they are. Rank 0 writes FOLDER/steps: for each step its number, when it ended
+(Unix time), the shares of the replicas, how slow each rank was, and the loss. It ends before that many steps when
+FOLDER/enough is there.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -23,6 +27,7 @@ import keepstep
 
 folder, total, count, stages = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 MICROBATCH_S = float(sys.argv[5])
+BALLAST = int(sys.argv[6]) if len(sys.argv) > 6 else 0
 FORWARD = 1 / 3
 WIDTH = 8
 
@@ -32,17 +37,18 @@ class Device:
 
     def __init__(self, slow: float) -> None:
         self._slow = slow
-        self.free_s = time.monotonic()
+        self.free_s = time.time()
 
     def compute(self, share: float, ready_s: float = 0.0) -> None:
         """A part of a micro-batch whose input is there at ``ready_s``."""
         self.free_s = max(self.free_s, ready_s) + share * MICROBATCH_S * self._slow
-        time.sleep(max(self.free_s - time.monotonic(), 0.0))
+        time.sleep(max(self.free_s - time.time(), 0.0))
 
 
 def slowness(rank: int) -> float:
+    device = f"{socket.gethostname()}/{os.environ['LOCAL_RANK']}" if BALLAST else str(rank)
     try:
-        return float(json.loads((folder / "slow").read_text())[str(rank)])
+        return float(json.loads((folder / "slow").read_text())[device])
     except (OSError, KeyError):
         return 1.0
 
@@ -131,40 +137,44 @@ def replicated(
 @keepstep.resilient
 def train(session: keepstep.Session) -> None:
     dist.init_process_group("gloo")
-    torch.manual_seed(session.rank % stages)
-    replicas, stage = session.world_size // stages, session.rank % stages
-    groups = [
-        dist.new_group([replica * stages + one for replica in range(replicas)]) for one in range(stages)
-    ]
+    replicas = session.world_size // stages
+    layout = torch.arange(session.world_size)  # [replica, stage]: rank
+    layout = layout.reshape(stages, replicas).T if BALLAST else layout.reshape(replicas, stages)
+    replica, stage = (int(place) for place in (layout == session.rank).nonzero()[0])
+    torch.manual_seed(stage)
+    groups = [dist.new_group(layout[:, one].tolist()) for one in range(stages)]
+    ballast = torch.zeros(BALLAST // 4)
     width = 1 if stage == stages - 1 else WIDTH
     plain = torch.nn.Linear(WIDTH, width, dtype=torch.float64)
     model = torch.nn.parallel.DistributedDataParallel(plain) if stages == 1 else plain
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    pipe = Pipe(session.rank + 1 if stage == 0 else session.rank - 1)
+    pipe = Pipe(int(layout[replica, 1 - stage])) if stages > 1 else None
     start = session.restore(model=model, optimizer=optimizer)
     for step in session.steps(start, total):
         slow = slowness(session.rank)
         told = torch.zeros(2 + replicas + session.world_size, dtype=torch.float64)
         device = Device(slow)
-        if stages == 1:
+        if pipe is None:
             loss, done = replicated(model, session, step, device)
         else:
-            own = session.share(count, replica=session.rank // stages, replicas=replicas)
+            own = session.share(count, replica=replica, replicas=replicas)
             run = last_stage if stage else first_stage
             loss, done = run(plain, own, step, device, pipe, session.weight), len(own)
             for parameter in plain.parameters():
                 assert parameter.grad is not None
                 dist.all_reduce(parameter.grad, group=groups[stage])
                 parameter.grad /= replicas
+            if BALLAST:
+                dist.all_reduce(ballast, group=groups[stage])
         optimizer.step()
         optimizer.zero_grad()
         told[0], told[1] = loss / replicas, float(session.rank == 0 and (folder / "enough").exists())
-        told[2 + session.rank // stages] = done / stages
+        told[2 + replica] = done / stages
         told[2 + replicas + session.rank] = slow
         dist.all_reduce(told)
         if session.rank == 0:
             shares = [round(one) for one in told[2 : 2 + replicas].tolist()]
-            row = [step, time.monotonic(), shares, told[2 + replicas :].tolist(), float(told[0])]
+            row = [step, time.time(), shares, told[2 + replicas :].tolist(), float(told[0])]
             with open(folder / "steps", "a") as file:
                 file.write(json.dumps(row) + "\n")
         if told[1]:

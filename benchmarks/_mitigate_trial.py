@@ -153,7 +153,7 @@ def judge(case: Case, rows: Sequence[Row], undisturbed: Sequence[float]) -> dict
         "worth": worth,
         "loss_error": max(errors),
         "losses": min(len(rows), len(undisturbed)),
-        "shares": _runs(rows),
+        "shares": runs(rows),
         "failed": "",
     }
     if early:
@@ -180,7 +180,7 @@ def _mean(took: dict[int, float], steps: range) -> float:
     return statistics.mean(took[step] for step in steps if step in took)
 
 
-def _runs(rows: Sequence[Row]) -> list[tuple[int, list[int]]]:
+def runs(rows: Sequence[Row]) -> list[tuple[int, list[int]]]:
     """The shares, and from which step on."""
     runs: list[tuple[int, list[int]]] = []
     for row in rows:
@@ -299,6 +299,22 @@ def run(case: Case, seed: int) -> dict[str, Any]:
         for one in incidents
     ]
     return found if not found["failed"] else {**found, "said": said[-2000:]}
+
+
+def alone(case: Case) -> dict[str, Any]:
+    """Seconds an iteration of the undisturbed job under torchrun, without keepstep, and what its computing takes."""
+    with tempfile.TemporaryDirectory(prefix="keepstep-mitigate-") as name:
+        folder = Path(name)
+        ranks = str(case.replicas * case.stages)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        job = [str(JOB), str(folder), str(_MOST_STEPS), str(case.count), str(case.stages), str(MICROBATCH_S)]
+        with Job([*torchrun, *job], folder) as running:
+            running.until(BEFORE + AFTER)
+            running.end()
+        rows = read(folder)
+    taken = [later.at_s - row.at_s for row, later in pairwise(rows)][BEFORE // 2 :]
+    bound_s = iteration_s(times(case, {}), [EACH] * case.replicas)
+    return {"alone_s": statistics.mean(taken), "bound_s": bound_s}
 
 
 _undisturbed: dict[tuple[int, int], list[float]] = {}

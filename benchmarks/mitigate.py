@@ -1,6 +1,6 @@
-"""Remedy S2, fewer micro-batches for who is slow: its solver beside MIP solvers, and what it does for real jobs.
+"""Remedies for slow jobs: S2 (fewer micro-batches for who is slow), its solver beside MIP solvers; S3 and S4 (moves).
 
-    python -m benchmarks.mitigate [--quick] [--part solver|job] [--seeds N] [--json FILE]
+    python -m benchmarks.mitigate [--quick] [--part solver|job|moves] [--seeds N] [--json FILE]
 
 The solver: 16 to 16,384 groups, a tenth of them slow; every answer is proved optimal by counting. Beside it cvxpy with
 HiGHS, GLPK_MI and SCIP, those that are installed (pip install cvxpy highspy cvxopt pyscipopt), and the objective of
@@ -12,6 +12,9 @@ after the new shares came into force are compared with the best that any shares 
 times alone, so that all that the machine and keepstep take counts against us. The layouts are DP4 and DP2×PP2, and
 those of GREYHOUND's figures 14 (2, 4 and 8 replicas, weak to severe) and 15 (1 to 4 slow ones of 4). Losses are
 compared with those of the same training undisturbed.
+
+The moves, S3 and S4 (as root): see `_mitigate_moves`. Iterations before, during and after, and for S3 after it was
+taken back; the pause is from the last step before the job is formed anew until the first that is new.
 
 With ``--json FILE.json`` each result is written at once, to FILE-trials.jsonl; the same command, given again at the
 same commit, goes on where it was ended.
@@ -28,6 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import _mitigate_moves as moves
 from benchmarks import _mitigate_solver as solver
 from benchmarks import _mitigate_trial as trial
 from benchmarks._report import Line, Report, bench_arguments, versions
@@ -37,6 +41,7 @@ OPTIMAL_GOAL = "always optimal"
 RATIO_GOAL, RATIO = "within 5 % of the best possible", 1.05
 LOSS_GOAL = "equal to the undisturbed run's to rounding"
 SEEDS = 3
+PAUSE_GOAL = "pause ≤ 5 s"
 PAPER_S = {16: 0.01, 64: 0.01, 512: 35.93}  # table 5
 PAPER_SPEEDUP = {trial.Case(4, 1, 1, trial.MEDIUM): 1.59}  # figure 15, left: the best of theirs
 EMULATED = "compute emulated by sleeping, Gloo on one machine"
@@ -159,6 +164,45 @@ def drive(report: Report, trials: Trials, quick: bool, seeds: int) -> None:
         )
 
 
+def move(report: Report, trials: Trials, seeds: int) -> None:
+    """The moves."""
+    if why := moves.missing():
+        report.leave_out("moves", why)
+        return
+    cases = {
+        "S3, a slow link of a data-parallel pair": moves.exchange,
+        "S4, a slow node, with a spare": moves.replacement,
+    }
+    for name, run in cases.items():
+        found = [trials.result(name, seed, lambda run=run, seed=seed: run(seed)) for seed in range(seeds)]
+        good = [one for one in found if not one["failed"]]
+        failed = [f"seed {one['seed']}: {one['failed']}" for one in found if one["failed"]]
+        paces = [
+            f"{key.removesuffix('_s').replace('_', ' ')} {_ms(statistics.median(one[key] for one in good))}"
+            for key in ("before_s", "during_s", "after_s", "after_revert_s")
+            if good and key in good[0]
+        ]
+        pauses = sorted(pause for one in good for pause in one["pauses_s"])
+        told = [f"ms an iteration: {', '.join(paces)}", moves.EMULATED, *failed]
+        if good:
+            again = [count for one in good for count in one["made_again"]]
+            told.insert(
+                1, f"{pauses[0]:.2f} to {pauses[-1]:.2f} s; {min(again)} to {max(again)} steps made again"
+            )
+            moved = [one["slow_until_moved_s"] for one in good]
+            told.insert(2, f"slow for {min(moved):.1f} to {max(moved):.1f} s until then")
+            compared = sum(one["compared"] for one in good)
+            told.insert(3, f"{compared} values bit-equal to an undisturbed run's")
+        report.add(
+            Line(
+                f"{name}: pause, median of {len(pauses)}, {len(good)} of {len(found)} jobs went well",
+                *(statistics.median(pauses) if pauses else None, "s", PAUSE_GOAL),
+                met=not failed and pauses[-1] <= moves.PAUSE_GOAL_S,
+                limit="; ".join(told),
+            )
+        )
+
+
 def _line(case: trial.Case, found: list[dict[str, Any]]) -> Line:
     good = [one for one in found if not one["failed"]]
     failed = [f"seed {one['seed']}: {one['failed']}" for one in found if one["failed"]]
@@ -202,17 +246,20 @@ def _ms(seconds: float | None) -> str:
 def main() -> int:
     """Run the bench."""
     parser = bench_arguments("mitigate", __doc__ or "")
-    parser.add_argument("--part", choices=("solver", "job"), help="default: both")
+    parser.add_argument("--part", choices=("solver", "job", "moves"), help="default: all")
     parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help=f"jobs for each case ({SEEDS})")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the job under way is cleared away
     packages = ("keepstep", "torch", "numpy", "cvxpy", "highspy", "cvxopt", "pyscipopt")
     report = Report("mitigate", quick=given.quick, packages=packages)
     trials = Trials(given.json and given.json.with_name(f"{given.json.stem}-trials.jsonl"))
-    if given.part != "job":
+    seeds = 1 if given.quick else given.seeds
+    if given.part in (None, "solver"):
         solve(report, trials, given.quick)
-    if given.part != "solver":
-        drive(report, trials, given.quick, 1 if given.quick else given.seeds)
+    if given.part in (None, "job"):
+        drive(report, trials, given.quick, seeds)
+    if given.part == "moves" or (given.part is None and not given.quick):
+        move(report, trials, seeds)
     report.finish(given.json)
     return 0
 

@@ -41,6 +41,7 @@ from keepstep.core.incident import Incident
 from keepstep.core.ranges import expand_ranks
 from keepstep.core.summary import Endpoint, PathProbe
 from keepstep.core.validation import TransferEndpoint
+from keepstep.report.timeline import rows
 from keepstep.wire.messages import (
     Ended,
     Found,
@@ -352,3 +353,30 @@ def test_scenario(path: Path) -> None:
     if os.environ.get("KEEPSTEP_REWRITE"):
         path.write_text(told)
     assert told == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "timeline"),
+    [
+        (
+            "validation",
+            [
+                "slow from here on",
+                "noticed",
+                "verdict",
+                "validation (ranks 0-3 held 0.6 s)",
+                "sharper verdict",
+            ],
+        ),
+        ("slow", ["slow from here on", "noticed", "verdict", "over"]),
+        ("hang", ["last progress", "noticed", "verdict", "over"]),
+        ("crash", ["first death", "verdict", "stop the job", "over with the job, or by what came after it"]),
+    ],
+)
+def test_timeline(name: str, timeline: list[str]) -> None:
+    stage = Stage()
+    for head, _ in blocks((Path(__file__).parent / f"control_{name}.txt").read_text()):
+        for line in head:
+            if line and not line.startswith("#"):
+                stage.run(line)
+    assert [row.text.split(":")[0] for row in rows(stage.written[1])] == timeline

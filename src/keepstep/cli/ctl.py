@@ -1,4 +1,4 @@
-"""``keepstep ctl RUN VERB``: stop, suspend, resume or restart a running job by hand, or exchange two of its nodes."""
+"""``keepstep ctl RUN VERB``: stop, suspend, resume or restart a running job by hand, move its nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keepstep.cli.status import status as show_status
 from keepstep.core.errors import RunError, UsageError
 
 
-class Verb(str, Enum):
+class Verb(Enum):
     """What may be ordered."""
 
     status = "status"
@@ -23,6 +23,13 @@ class Verb(str, Enum):
     restart = "restart"
     stop = "stop"
     exchange = "exchange"
+    replace = "replace"
+
+
+_WANTED = {
+    Verb.exchange: (2, "two nodes, by name or node rank"),
+    Verb.replace: (1, "one node, by name or node rank"),
+}
 
 
 def ctl(
@@ -31,7 +38,8 @@ def ctl(
     nodes: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NODE NODE]", help="Of exchange: the nodes (names or node ranks) that swap their ranks."
+            metavar="[NODE NODE]",
+            help="Names or node ranks. Of exchange: the two that swap their ranks. Of replace: the one that leaves.",
         ),
     ] = None,
     now: Annotated[
@@ -41,13 +49,14 @@ def ctl(
 ) -> int:
     """Suspend a job (workers end, standbys and checkpoints stay), resume, restart or stop it; say where it stands.
 
-    Or have two of its nodes exchange their ranks, which moves traffic off a slow link.
+    Or have two of its nodes exchange their ranks, which moves traffic off a slow link, or a spare take a node's ranks;
+    that node leaves the job, for repair.
     """
-    if len(nodes or ()) != (2 if verb is Verb.exchange else 0):
-        wanted = "two nodes, by name or node rank" if verb is Verb.exchange else "no node"
+    count, wanted = _WANTED.get(verb, (0, "no node"))
+    if len(nodes or ()) != count:
         raise UsageError(f"keepstep ctl {run} {verb.value}: give {wanted}")
-    if now and verb is Verb.exchange:
-        raise UsageError(f"keepstep ctl {run} exchange: no --now, nodes take over a step that is sealed")
+    if now and count:
+        raise UsageError(f"keepstep ctl {run} {verb.value}: no --now, nodes take over a step that is sealed")
     if verb is Verb.status:
         return show_status(run)
     answer = ask(

@@ -35,7 +35,7 @@ def report(
         for one in chosen:
             sys.stdout.write(incident_to_json(one, indent=0).decode() + "\n")
     else:
-        _print_text(opened, chosen, run)
+        _print_text(opened, chosen, run, timeline=incident is not None)
     if plot is not None:
         _draw(opened, chosen, plot)
     if chosen or (incident is None and _failure(opened)):
@@ -43,10 +43,10 @@ def report(
     return 0 if _watched(opened) else 2
 
 
-def _print_text(run: Run, incidents: list[Incident], name: str) -> None:
+def _print_text(run: Run, incidents: list[Incident], name: str, *, timeline: bool) -> None:
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for one in incidents:
-        print(render(one, color=color, run=name))
+        print(render(one, color=color, run=name, timeline=timeline))
         print()
     if not incidents:
         steps = {row.step for row in run.iterations()}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 from keepstep.control.cluster import Cluster, Node
@@ -18,6 +18,7 @@ from keepstep.control.hang_case import HangCase
 from keepstep.control.hang_remedy import HangRemedy
 from keepstep.control.locators import Locators
 from keepstep.control.mitigation import Mitigation
+from keepstep.control.operating import Operating
 from keepstep.control.questions import Question, Questions, probes_of
 from keepstep.control.reforming import Reforming
 from keepstep.control.rendezvous import MOST_RANKS
@@ -45,10 +46,10 @@ class Cases:
         unix_s: Callable[[float], float],
         is_ending: Callable[[], bool],
         effect: Callable[[Effect], None],
-        exchange: Callable[[Sequence[tuple[int, int]], str, float], str],
+        operating: Operating,
     ) -> None:
-        """``is_ending``: the job has ended, or is told to; ``effect``: have it carried out; ``exchange``: of nodes."""
-        self._exchange = exchange
+        """``is_ending``: the job has ended, or is told to; ``effect``: have it carried out."""
+        self._operating = operating
         self.cluster, self.locators = cluster, locators
         self.ignored = 0  # findings that made no sense
         self._settings, self._reforming = settings, reforming
@@ -66,6 +67,7 @@ class Cases:
         self._changes: deque[int] = deque(maxlen=64)
         self._newest_number = 0
         self._waiting_again_s = 0.0
+        self._now_s = 0.0  # of the last tick
 
     def restore(self, incidents: Iterable[Incident]) -> None:
         """Go on where an earlier controller was."""
@@ -84,6 +86,7 @@ class Cases:
 
     def tick(self, peers: Collection[int], now_s: float) -> None:
         """Time passes. ``peers``: those that are connected."""
+        self._now_s = now_s
         self.watch_waiting(now_s)
         for question in self._questions.due(now_s):
             self._decide(question, now_s)
@@ -133,8 +136,8 @@ class Cases:
     def ask_states(self, stacks: bool, now_s: float, nodes: Collection[int] | None = None) -> int:
         return self._questions.ask_states(stacks, now_s, nodes)
 
-    def ask_probes(self, pairs: Sequence[tuple[str, str]], now_s: float) -> int | None:
-        return self._questions.ask_probes(pairs, now_s)
+    def ask_probes(self, pairs: Sequence[tuple[str, str]], now_s: float, load_bytes: int = 0) -> int | None:
+        return self._questions.ask_probes(pairs, now_s, load_bytes)
 
     def validate(self, case: SlowCase, groups: Sequence[Sequence[int]], now_s: float) -> bool:
         return self._settings.validate and self.validations.begin(case, groups, now_s)
@@ -160,12 +163,16 @@ class Cases:
         if say == "verdict":
             self._save_rings(incident)
         if incident.onset_step is not None and incident.kind == "slow":
-            self._changes.append(
-                incident.onset_step if incident.relief_step is None else incident.relief_step
-            )
+            change = incident.onset_step if incident.relief_step is None else incident.relief_step
+            if change not in self._changes:
+                self._changes.append(change)
 
     def unix_s(self, now_s: float) -> float:
         return self._unix_s(now_s)
+
+    def stamped(self, action: Action) -> Action:
+        step = self.cluster.newest_step
+        return replace(action, step=step if step >= 0 else None, begun_unix_s=self._unix_s(self._now_s))
 
     def clocks(self) -> Any:
         try:
@@ -348,6 +355,7 @@ class Cases:
         self._questions.close(question)
         if question.kind is Probed:
             probes = probes_of(question)
+            self.mitigation.probed(question.number, probes, now_s)
             for case in (*self._slow, self._hang):
                 if case is not None and case.probing == question.number and not case.closed:
                     case.probed(probes, now_s)
@@ -367,7 +375,15 @@ class Cases:
 
     def exchange(self, pairs: Sequence[tuple[int, int]], why: str, now_s: float) -> str:
         """See `Desk`."""
-        return self._exchange(pairs, why, now_s)
+        return self._operating.exchange(pairs, why, now_s)
+
+    def irreplaceable(self, nodes: Collection[int]) -> str:
+        """See `Desk`."""
+        return self._operating.irreplaceable(nodes)
+
+    def replace(self, nodes: Mapping[int, str], why: str, now_s: float) -> str:
+        """See `Desk`."""
+        return self._operating.replace(nodes, why, now_s)
 
     def _names(self, node_ranks: Iterable[int]) -> tuple[str, ...]:
         return tuple(self.cluster.nodes[rank].name for rank in node_ranks)

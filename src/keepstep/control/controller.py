@@ -119,19 +119,19 @@ class Controller:
         self._unix_s, self._pid = unix_s, pid
         self._peers: dict[int, _Peer] = {}
         self._effects: list[Effect] = []
-        self.cases = Cases(
-            *(settings, self.cluster, locators or LibraryLocators(), self.reforming, unix_s),
-            is_ending=lambda: self._stop is not None or self.over,
-            effect=lambda effect: self._effects.append(effect),
-            exchange=lambda pairs, why, now_s: self._operating.exchange(pairs, why, now_s),
-        )
         self._operating = Operating(
             self.rendezvous,
             self.reforming,
             lambda peer, answer: self._effects.append(Send((peer,), answer)),
             lambda peers, message: self._effects.append(Send(peers, message)),
             lambda: self.backups.withheld(),
-            lambda why, now_s: self.cases.mitigation.not_exchanged(why, now_s),
+            lambda why, now_s: self.cases.mitigation.not_moved(why, now_s),
+        )
+        self.cases = Cases(
+            *(settings, self.cluster, locators or LibraryLocators(), self.reforming, unix_s),
+            is_ending=lambda: self._stop is not None or self.over,
+            effect=lambda effect: self._effects.append(effect),
+            operating=self._operating,
         )
         self._growing = Growing(self.rendezvous, self.reforming, self._operating)
         self._launchers: dict[Launcher, Ended | Bye | None] = {}

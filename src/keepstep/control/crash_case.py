@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep.control.desk import Desk, how_to_say, same_culprits, unlocated
+from keepstep.control.desk import Desk, how_to_say, noted, same_culprits, unlocated
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Diagnosis, Incident, Recovery
 from keepstep.core.ranges import fold_nodes, fold_ranks
@@ -85,7 +85,8 @@ class CrashCase:
             desk.publish(self.incident, "")
             return
         step = self._step if self._step >= 0 else desk.cluster.newest_step
-        self.incident = Incident(
+        first_unix_s = desk.unix_s(now_s if self._first_s is None else self._first_s)
+        incident = Incident(
             number=old.number if old else desk.next_number(),
             kind="crash",
             onset_step=step,
@@ -102,13 +103,18 @@ class CrashCase:
             world_size=desk.cluster.known_ranks,
             detected_unix_s=old.detected_unix_s if old else desk.unix_s(now_s),
             incarnation=max(self.incarnation, 0),
+            onset_unix_s=old.onset_unix_s if old else first_unix_s,
+            events=old.events if old else (),
         )
-        desk.publish(self.incident, how_to_say(old, diagnosis))
+        say = how_to_say(old, diagnosis)
+        self.incident = noted(desk, incident, say, now_s)
+        desk.publish(self.incident, say)
 
     def acted(self, action: Action) -> None:
         """Note what was done about it."""
         if self.incident is not None and action not in self.incident.actions:
-            self.incident = replace(self.incident, actions=(*self.incident.actions, action))
+            actions = (*self.incident.actions, self._desk.stamped(action))
+            self.incident = replace(self.incident, actions=actions)
             self._desk.publish(self.incident, "")
 
     def end(self, now_s: float) -> None:

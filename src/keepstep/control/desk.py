@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from keepstep.control.cluster import Cluster
 from keepstep.control.locators import Locators
-from keepstep.core.incident import Diagnosis, Incident, IncidentKind
+from keepstep.core.incident import Action, Diagnosis, Event, Incident, IncidentKind
 from keepstep.core.summary import PeerTraffic
+from keepstep.report.wording import named
 from keepstep.wire.messages import Message
 
 if TYPE_CHECKING:
     from keepstep.control.slow_case import SlowCase
+
+_MOST_EVENTS = 32
 
 
 class Desk(Protocol):
@@ -37,8 +41,11 @@ class Desk(Protocol):
         """Ask all agents where their ranks are; the number the answers will come under."""
         ...
 
-    def ask_probes(self, pairs: Sequence[tuple[str, str]], now_s: float) -> int | None:
-        """Have the agents of these pairs of nodes probe each other; the number of the answers, None if none can."""
+    def ask_probes(self, pairs: Sequence[tuple[str, str]], now_s: float, load_bytes: int = 0) -> int | None:
+        """Have the agents of these pairs of nodes probe each other; the number of the answers, None if none can.
+
+        ``load_bytes`` go along, which shows how fast the path is.
+        """
         ...
 
     def validate(self, case: SlowCase, groups: Sequence[Sequence[int]], now_s: float) -> bool:
@@ -51,6 +58,14 @@ class Desk(Protocol):
 
     def exchange(self, pairs: Sequence[tuple[int, int]], why: str, now_s: float) -> str:
         """Have nodes (by rank) take each other's ranks at the next step that all have sealed; why not, or ""."""
+        ...
+
+    def irreplaceable(self, nodes: Collection[int]) -> str:
+        """Why spares cannot take these nodes' ranks (by rank); "": they can."""
+        ...
+
+    def replace(self, nodes: Mapping[int, str], why: str, now_s: float) -> str:
+        """Have spares take these nodes' ranks (by rank, and why each) once all have sealed a step; why not, or ""."""
         ...
 
     def hold_number(self, now_s: float) -> int:
@@ -69,6 +84,10 @@ class Desk(Protocol):
         """Unix time of a moment on the controller's clock."""
         ...
 
+    def stamped(self, action: Action) -> Action:
+        """It was begun now."""
+        ...
+
     def clocks(self) -> Any:
         """Clock offsets as the locators understand them; None when they cannot be told."""
         ...
@@ -80,6 +99,21 @@ class Desk(Protocol):
     def next_change(self, step: int) -> int:
         """The first step after ``step`` at which another incident began or ended; beyond all steps if there is none."""
         ...
+
+
+def noted(
+    desk: Desk,
+    incident: Incident,
+    what: Literal["verdict", "sharper", "validation", ""],
+    now_s: float,
+    detail: str = "",
+) -> Incident:
+    """With this on its timeline, if it is anything."""
+    if not what or len(incident.events) >= _MOST_EVENTS:
+        return incident
+    step = max(desk.cluster.newest_step, incident.detected_step or 0)
+    event = Event(what, desk.unix_s(now_s), step, detail or named(incident))
+    return replace(incident, events=(*incident.events, event))
 
 
 def unlocated(kind: IncidentKind, error: Exception) -> Diagnosis:

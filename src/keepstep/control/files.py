@@ -80,9 +80,8 @@ class RunFiles:
         """``incidents/NNNN.json`` and ``NNNN.txt``."""
         self._incidents.mkdir(parents=True, exist_ok=True)
         name = f"{incident.number:04d}"
-        self._write(
-            self._incidents / f"{name}.txt", (render(incident, run=spoken(self.folder)) + "\n").encode()
-        )
+        text = render(incident, run=spoken(self.folder), timeline=True) + "\n"
+        self._write(self._incidents / f"{name}.txt", text.encode())
         self._write(self._incidents / f"{name}.json", incident_to_json(incident))
 
     def write_placements(self, placements: Placements) -> None:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from keepstep.control.desk import Desk, how_to_say, is_traffic, unlocated
+from keepstep.control.desk import Desk, how_to_say, is_traffic, noted, unlocated
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Action, Culprit, Diagnosis, Incident
+from keepstep.core.incident import Action, Culprit, Diagnosis, Event, Incident
 from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import PathProbe, PeerTraffic, RankState
 from keepstep.wire.messages import States
@@ -119,7 +119,8 @@ class HangCase:
     def acted(self, action: Action) -> None:
         """Note what was done about it."""
         if self.incident is not None and action not in self.incident.actions:
-            self.incident = replace(self.incident, actions=(*self.incident.actions, action))
+            actions = (*self.incident.actions, self._desk.stamped(action))
+            self.incident = replace(self.incident, actions=actions)
             self._desk.publish(self.incident, "")
 
     def is_reached(self, node: str) -> bool:
@@ -236,12 +237,20 @@ class HangCase:
             world_size=desk.cluster.known_ranks,
             detected_unix_s=old.detected_unix_s if old else desk.unix_s(now_s),
             actions=old.actions if old else (),
+            onset_unix_s=old.onset_unix_s if old else desk.unix_s(now_s - self._stuck_for(now_s)),
+            events=old.events if old else self._first_events(),
         )
         if old is None:
             self._verdict_s = now_s
-        self.incident = incident
-        desk.publish(incident, how_to_say(old, diagnosis))
+        say = how_to_say(old, diagnosis)
+        self.incident = noted(desk, incident, say, now_s)
+        desk.publish(self.incident, say)
         return diagnosis
+
+    def _first_events(self) -> tuple[Event, ...]:
+        if self._first_s is None:
+            return ()
+        return (Event("noticed", self._desk.unix_s(self._first_s), self._step + 1),)
 
     def _looked_at_silence(self) -> bool:
         """An agent that died is back within a few seconds; until then its ranks are not blamed for its silence."""

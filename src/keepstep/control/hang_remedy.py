@@ -16,6 +16,7 @@ from keepstep.wire.messages import Kill, States
 _LOOKS_S = (0.5, 0.5, 1.0, 5.0)  # between looks; then as the last
 _MOST = 4  # blamed at once: of more it is not sure who holds up whom
 _APART_S = 0.4  # two looks at a process that sleeps
+_AFTER_S = 0.05  # that a look comes after the moment from which on there may be evidence
 _PAUSE_S = 30.0  # that anybody may take: a slow disk, a compilation
 _LONG = 10.0  # times the longest pause of one that computes
 
@@ -42,6 +43,12 @@ def evidence(first: RankState, last: RankState, limit_s: float) -> str:
     return f"no progress for {stuck_s:.0f} s" if computes and stuck_s >= _LONG * patience_s else ""
 
 
+def patience_left_s(state: RankState, limit_s: float) -> float:
+    """How long it will take until there may be evidence, as long as nothing moves."""
+    patience_s = max(limit_s, _PAUSE_S) * (_LONG if state.process_state == "R" else 1.0)
+    return patience_s - (state.now_s - state.last_progress_s)
+
+
 class HangRemedy:
     """Of one hang. ``send``: an order to the launcher of its rank; False: it is not there now."""
 
@@ -53,10 +60,13 @@ class HangRemedy:
         self._looks: dict[int, RankState] = {}  # the last ones, by rank
         self._looked = 0
         self._looked_s = 0.0
+        self._left_s = 0.0  # from the last look on, until there may be evidence against all
 
     def tick(self, now_s: float) -> None:
         """Look again when it is time; at the nodes of those that are blamed only."""
         pause_s = _LOOKS_S[min(self._looked, len(_LOOKS_S) - 1)]
+        if self._left_s > 0:
+            pause_s = min(pause_s, max(self._left_s + _AFTER_S, _APART_S))
         if self.question is not None or now_s - self._looked_s < pause_s:
             return
         homes = {home.rank for rank in self._blamed() if (home := self._desk.cluster.home(rank)) is not None}
@@ -69,6 +79,8 @@ class HangRemedy:
         self.question = None
         before, blamed = self._looks, self._blamed()
         self._looks = {one.rank: one for answer in answers for one in answer.states if one.rank in blamed}
+        left = [patience_left_s(one, blamed[one.rank]) for one in self._looks.values()]
+        self._left_s = max(left, default=0.0)
         kills: list[Kill] = []
         for rank, limit_s in blamed.items():
             last = self._looks.get(rank)

@@ -50,6 +50,12 @@ class Locators(Protocol):
         """Ranks whose blocks would tell more of these culprits."""
         ...
 
+    def stages(
+        self, rows: Sequence[IterationSummary], groups: Mapping[str, GroupInfo]
+    ) -> Mapping[int, int] | None:
+        """Pipeline stages by rank; empty where there is no pipeline, None where that cannot be told."""
+        ...
+
     def sharpen(
         self,
         diagnosis: Diagnosis,
@@ -151,6 +157,15 @@ class LibraryLocators:
 
         layout = self._layout_of(groups, newest_steps(after))
         return sharpen(diagnosis, blocks, onset_step, before, after, groups, layout, nodes, clocks)
+
+    def stages(
+        self, rows: Sequence[IterationSummary], groups: Mapping[str, GroupInfo]
+    ) -> Mapping[int, int] | None:
+        from keepstep.core.iteration_table import newest_steps
+
+        found = self._layout_of(groups, newest_steps(rows))
+        pipelined = any("pp" in one.roles for one in found.roles.values())
+        return found.stages if found.stage_count else None if pipelined else {}
 
     def _layout_of(self, groups: Mapping[str, GroupInfo], few: Sequence[IterationSummary]) -> Any:
         from keepstep.locate import infer_layout

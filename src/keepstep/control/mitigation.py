@@ -1,26 +1,28 @@
 """What is done about slowdowns while they last.
 
 The job's micro-batches go to the replicas that are fast (remedy S2); nodes exchange their ranks, so that a slow link
-carries little (S3, see `relocation`). Measures now and then how long each replica takes for a micro-batch, has the
-planner say what pays, orders it, notes what it was expected to do and what it did, and takes it back when the cause is
-gone.
+carries little (S3, see `relocation`); spares take the place of slow nodes (S4, see `replacement`). Measures now and
+then how long each replica takes for a micro-batch, has the planner say what pays, orders it, notes what it was expected
+to do and what it did, and takes it back when the cause is gone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from keepstep.control.cluster import Node
 from keepstep.control.desk import Desk, is_traffic
+from keepstep.control.moves import Look, Move
 from keepstep.control.profiles import iterations_of
 from keepstep.control.relocation import TOPOLOGY, Relocation
 from keepstep.control.rendezvous import MOST_RANKS
+from keepstep.control.replacement import RESTART, Replacement
 from keepstep.core.incident import Action
 from keepstep.core.microbatches import Split, equal_shares, objection
 from keepstep.core.ranges import fold_ranks
-from keepstep.core.summary import PeerTraffic
+from keepstep.core.summary import PathProbe
 from keepstep.wire.messages import MOST_REPLICAS, Profile, Shares, Splits
 
 if TYPE_CHECKING:
@@ -41,6 +43,21 @@ _LATE_STEPS, _LATE_S = 16, 30.0  # an order without effect has failed
 _ADJUST = 0.04  # of the iteration time: other shares would be so much better
 _EVEN = 0.025  # the same of equal shares, at most: the cause is gone
 _LOOKS = 2  # one after the other that say so
+_SHARES_STEPS = 64  # after a move, in which shares that fit are waited for
+_HELPED = 0.05  # of the iteration time, at least: else it did not
+
+
+@dataclass(slots=True)
+class _Moved:
+    """A move that was ordered for a slowdown, and when. ``step``: the last before it."""
+
+    move: Move
+    case: SlowCase
+    action: Action
+    ordered_s: float
+    step: int = -1
+    done: bool = False
+    pause_s: float | None = None
 
 
 class Mitigation:
@@ -58,20 +75,21 @@ class Mitigation:
         self._ordered: Shares | None = None  # that has not been seen in force
         self._ordered_s = self._ordered_step = 0.0
         self._again_s = 0.0
-        self._expected: tuple[Action, Sequence[int]] | None = (
-            None  # its effect is to be seen; the shares before it
-        )
+        self._expected: Action | None = None  # its effect is to be seen
         self._counted_step: int | None = None  # up to which savings are
+        self._paces: tuple[float, float] | None = (
+            None  # of an iteration: with shares in force, and with equal ones
+        )
         self._cause_gone = False  # as far as the replicas' speeds say
         self._looked_s = 0.0
-        self._looked_step = -1
+        self._looked_step = self._formed_step = -1
         self._next_s = 0.0
         self._even_looks = self._unfit_looks = 0
         self._cases: Sequence[SlowCase] = ()
-        self._relocation = Relocation(desk)
-        self._moved: tuple[SlowCase, Action, float] | None = (
-            None  # whose effect is to be measured, iteration before
-        )
+        self._relocation, self._replacement = Relocation(desk), Replacement(desk)
+        self._moves: dict[str, Move] = {one.name: one for one in (self._relocation, self._replacement)}
+        self._moved: _Moved | None = None  # whose effect is to be seen
+        self._exchanged_for: SlowCase | None = None  # the last time
 
     def told(self, node: Node, message: Splits) -> None:
         """How ranks of a node divide micro-batches."""
@@ -89,19 +107,26 @@ class Mitigation:
 
     def begin_again(self, now_s: float, *, exchanged: bool = False) -> None:
         """The job was formed anew: its shares are equal. ``exchanged``: with nodes in each other's places."""
-        if self._relocation.begun_again():
-            self._relocated("" if exchanged else "the job had to begin again as it was", now_s)
+        for move in self._moves.values():
+            if move.begun_again():
+                done = move.is_done(exchanged)
+                self._settle(move, "" if done else "the job had to begin again as it was", now_s)
         self._next_s = now_s + _SETTLE_S
         if self._told_of < self._incarnation():
             self._splits.clear()
-        self._looked_step = -1
+        self._looked_step, self._formed_step = -1, self._desk.cluster.newest_step
         self._ordered, self.question, self._expected, self._counted_step = None, None, None, None
         self._even_looks = self._unfit_looks = 0
 
-    def not_exchanged(self, why: str, now_s: float) -> None:
-        """The exchange that was ordered will not be."""
-        if self._relocation.begun_again():
-            self._relocated(why, now_s)
+    def not_moved(self, why: str, now_s: float) -> None:
+        """The exchange or replacement that was ordered will not be."""
+        for move in self._moves.values():
+            if move.begun_again():
+                self._settle(move, why, now_s)
+
+    def probed(self, question: int, probes: Sequence[PathProbe], now_s: float) -> None:
+        """What agents have learned of paths."""
+        self._relocation.probed(question, probes, now_s)
 
     @property
     def in_force(self) -> bool:
@@ -118,12 +143,14 @@ class Mitigation:
             return
         self._cases = [case for case in cases if case.incident is not None]
         self._tick_order(now_s)
-        if why := self._relocation.tick(now_s):
-            self._relocated(why, now_s)
+        self._time_move(now_s)
+        for move in self._moves.values():
+            if why := move.tick(now_s):
+                self._settle(move, why, now_s)
         if (
             self.question is not None
             or self._ordered is not None
-            or self._relocation.is_ordered
+            or any(move.is_ordered for move in self._moves.values())
             or now_s < self._next_s
             or self._standstill()
         ):
@@ -134,9 +161,10 @@ class Mitigation:
         if not self._cases and not self.in_force and self._moved is None:
             if self._planner is not None:
                 self._planner.over(now_s)
+            self._take_back(now_s)
             return
-        blames_link = any(one.link for case in self._cases if case.incident for one in case.incident.culprits)
-        if (why := self._missing_splits()) and not blames_link and self._moved is None:
+        may_move = any(move.may_help(self._cases) for move in self._moves.values())
+        if (why := self._missing_splits()) and not may_move and self._moved is None:
             self._leave_out(why)
             return
         first = self._first_step()
@@ -160,43 +188,44 @@ class Mitigation:
         import numpy as np
 
         from keepstep.core.iteration_table import between, column  # numpy is not in the controller's start
-        from keepstep.mitigate import measure
+        from keepstep.mitigate import measure, rank_seconds
 
         rows = between(rows, max(self._first_step(), self._looked_step - _MOST_STEPS + 1), 1 << 30)
         if not len(rows):
             return
         iteration_s = float(np.median(column(rows, "duration_s")))
         replicas = None if self._missing_splits() else measure(rows, self._splits, self._desk.cluster.groups)
-        if self._moved is not None:
-            (case, action, before_s), self._moved = self._moved, None
-            measured = f"{action.detail}; measured {_effect(before_s, iteration_s)}"
-            case.acted(replace(action, detail=measured), action, say=True)
+        if self._moved is not None and not self._awaits_shares(self._moved, replicas):
+            self._saw(self._moved, iteration_s)
         elif replicas is not None or not self.in_force:
-            self._decide(replicas, traffic, iteration_s, now_s)
+            look = Look(self._cases, traffic, replicas, 0.0, iteration_s, self._splits)
+            if replicas is not None:
+                stages = self._desk.locators.stages(rows, self._desk.cluster.groups)
+                look = replace(look, seconds=rank_seconds(rows, self._splits), stages=stages)
+            self._decide(look, now_s)
 
-    def _decide(
-        self, replicas: Replicas | None, traffic: Sequence[PeerTraffic], iteration_s: float, now_s: float
-    ) -> None:
-        equal, best = (), ()
-        if replicas is not None:
-            split = next(iter(self._splits.values()))
-            equal = equal_shares(split.count, split.replicas, split.multiple_of)
-            best = replicas.best(split.multiple_of, split.at_most)
-            if self.in_force:
-                self._watch(replicas, equal, best, iteration_s, now_s)
+    def _awaits_shares(self, moved: _Moved, replicas: Replicas | None) -> bool:
+        """Whether the effect of a move shows only once shares fit again: it made them equal."""
+        if replicas is None or self.in_force or self._desk.cluster.newest_step > moved.step + _SHARES_STEPS:
+            return False
+        equal, best = self._shares(replicas)
+        return replicas.iteration_s(best) < (1 - _HELPED) * replicas.iteration_s(equal)
+
+    def _shares(self, replicas: Replicas) -> tuple[list[int], list[int]]:
+        """Equal ones, and those that fit the replicas."""
+        split = next(iter(self._splits.values()))
+        equal = equal_shares(split.count, split.replicas, split.multiple_of)
+        return equal, replicas.best(split.multiple_of, split.at_most)
+
+    def _decide(self, look: Look, now_s: float) -> None:
+        if look.replicas is not None and self.in_force:
+            self._watch(look.replicas, look.iteration_s, now_s)
+            if self._ordered is not None:
                 return
-        self._consider(replicas, traffic, equal, best, iteration_s, now_s)
+        self._consider(look, now_s)
 
-    def _consider(
-        self,
-        replicas: Replicas | None,
-        traffic: Sequence[PeerTraffic],
-        equal: Sequence[int],
-        best: Sequence[int],
-        iteration_s: float,
-        now_s: float,
-    ) -> None:
-        """Nothing is done yet: whether shares that fit the replicas' speeds pay, or other places of nodes."""
+    def _consider(self, look: Look, now_s: float) -> None:
+        """Whether what is not done yet pays: shares that fit the replicas' speeds, or a move."""
         from keepstep.mitigate import Planner, Remedy
 
         incident = next((one.incident for one in self._cases if one.incident is not None), None)
@@ -204,65 +233,107 @@ class Mitigation:
             return
         planner = self._planner = self._planner or Planner()
         remedies: dict[str, Remedy] = {}
-        equal_s = best_s = iteration_s
-        if replicas is not None:
-            equal_s, best_s = replicas.iteration_s(equal), replicas.iteration_s(best)
+        healthy_s, iteration_s = incident.iteration_before_s, look.iteration_s
+        equal_s, best_s, best = iteration_s, iteration_s, list[int]()
+        if look.replicas is not None:
+            equal, best = self._shares(look.replicas)
+            equal_s, best_s = look.replicas.iteration_s(equal), look.replicas.iteration_s(best)
             remedies[MICROBATCHES] = Remedy(MICROBATCHES, 0.0, best_s)
-        if remedy := self._relocation.remedy(self._cases, traffic, iteration_s):
-            remedies[TOPOLOGY] = remedy
+        for move in self._moves.values() if self._moved is None else ():
+            if remedy := move.remedy(replace(look, healthy_s=healthy_s)):
+                remedies[move.name] = remedy
         steps = max(self._desk.cluster.newest_step - (incident.onset_step or 0), 0)
         began_s = now_s - steps * iteration_s
-        chosen = planner.look(now_s, began_s, incident.iteration_before_s, iteration_s, equal_s, remedies)
+        chosen = planner.look(now_s, began_s, healthy_s, iteration_s, equal_s, remedies)
         if chosen is None:
             return
-        if chosen.name == TOPOLOGY:
-            self._relocate(chosen, iteration_s, now_s)
+        if move := self._moves.get(chosen.name):
+            self._move(move, chosen, iteration_s, now_s)
             return
-        action = Action(MICROBATCHES, chosen.cost_s, f"{_told(best)}; expected {_effect(equal_s, best_s)}")
+        action = Action(MICROBATCHES, chosen.cost_s, _told(best), iteration_s, best_s)
         if self._mode == "advise":
             planner.refused(MICROBATCHES)
             self._note(replace(action, name=f"advised: {MICROBATCHES}"))
         else:
-            self._treat(best, action, equal, now_s)
+            self._treat(best, action, now_s)
 
-    def _relocate(self, remedy: Remedy, iteration_s: float, now_s: float) -> None:
+    def _move(self, move: Move, remedy: Remedy, iteration_s: float, now_s: float) -> None:
         assert self._planner is not None
-        told = f"{self._relocation.told()} take each other's ranks; expected {_effect(iteration_s, remedy.iteration_s)}"
-        action = Action(TOPOLOGY, remedy.cost_s, told)
+        action = Action(move.name, remedy.cost_s, move.told(), iteration_s, remedy.iteration_s)
         if self._mode == "advise":
-            self._planner.refused(TOPOLOGY)
-            self._note(replace(action, name=f"advised: {TOPOLOGY}"))
-        elif refused := self._relocation.order(now_s):
-            self._planner.refused(TOPOLOGY)
-            self._note(Action("none", None, f"{TOPOLOGY}: {refused}"))
+            self._planner.refused(move.name)
+            self._note(replace(action, name=f"advised: {move.name}"))
+        elif refused := move.order(now_s):
+            self._planner.refused(move.name)
+            self._note(Action("none", None, f"{move.name}: {refused}"))
         else:
-            self._moved = self._cases[0], action, iteration_s
+            case = next((one for one in self._cases if move.may_help([one])), self._cases[0])
+            self._moved = _Moved(move, case, action, now_s)
             self._note(action)
 
-    def _relocated(self, failed: str, now_s: float) -> None:
-        """An order to exchange nodes was carried out, or why not."""
-        assert self._planner is not None
-        if not failed:
-            self._planner.applied(TOPOLOGY, 0.0)
+    def _take_back(self, now_s: float) -> None:
+        """Nothing is wrong: nodes go back to places that they left for a cause that is gone."""
+        back = self._relocation.take_back(now_s)
+        if back is None or self._exchanged_for is None:
             return
-        self._planner.refused(TOPOLOGY)
-        self._moved = None
-        self._note(Action("S3 has failed", None, f"the nodes keep their places: {failed}"))
+        told, refused = back
+        if not refused:
+            self._exchanged_for.acted(Action("S3 is taken back", None, told), say=True)
 
-    def _watch(
-        self, replicas: Replicas, equal: Sequence[int], best: Sequence[int], iteration_s: float, now_s: float
-    ) -> None:
+    def _settle(self, move: Move, failed: str, now_s: float) -> None:
+        """A move that was ordered was carried out, or why not."""
+        moved, back = self._moved, move is self._relocation and self._relocation.is_back
+        if not failed and move is self._relocation:
+            self._relocation.settled(now_s)
+        if back:
+            self._relocation.is_back = False
+            if self._planner is not None and not failed:
+                self._planner.undone(TOPOLOGY)
+        elif not failed and moved is not None:
+            moved.done, moved.step = True, self._desk.cluster.newest_step
+            if move is self._relocation:
+                self._exchanged_for = moved.case
+        elif failed:
+            self._moved = None
+            if self._planner is not None:
+                self._planner.refused(move.name)
+            stays = f"the nodes keep their places: {failed}"
+            self._note(Action(f"{move.name.split(',')[0]} has failed", None, stays))
+
+    def _saw(self, moved: _Moved, iteration_s: float) -> None:
+        """The effect of a move."""
+        self._moved = None
+        action = replace(moved.action, measured_iteration_s=iteration_s)
+        if moved.pause_s is not None:
+            action = replace(action, detail=f"{action.detail}; a new step after {moved.pause_s:.2g} s")
+        moved.case.acted(action, moved.action, say=True)
+        if self._planner is None or moved.move is self._relocation:
+            return
+        if iteration_s < (1 - _HELPED) * (moved.action.before_iteration_s or 0.0):
+            self._planner.undone(moved.move.name)  # it is no state: another node may be replaced, too
+        else:
+            self._planner.refused(moved.move.name)
+
+    def _time_move(self, now_s: float) -> None:
+        """What a move costs is told by the first step that is new after it."""
+        moved = self._moved
+        if moved is None or not moved.done or moved.pause_s is not None:
+            return
+        if self._desk.cluster.newest_step > moved.step:
+            moved.pause_s = moved.move.pause_s = now_s - moved.ordered_s
+            if self._planner is not None:
+                self._planner.applied(moved.move.name, moved.pause_s)
+
+    def _watch(self, replicas: Replicas, iteration_s: float, now_s: float) -> None:
         """Shares that were ordered are in force: whether they still fit, and what they do."""
+        equal, best = self._shares(replicas)
         equal_s, best_s = replicas.iteration_s(equal), replicas.iteration_s(best)
         newest = self._desk.cluster.newest_step
-        if self._counted_step is not None:
-            for case in self._cases[:1]:
-                case.saved(max(newest - self._counted_step, 0) * (equal_s - iteration_s))
-        self._counted_step = newest
+        self._paces = iteration_s, equal_s
+        self._count(newest)
         if self._expected is not None:
-            (expected, before), self._expected = self._expected, None
-            measured = f"{expected.detail}; measured {_effect(replicas.iteration_s(before), iteration_s)}"
-            self._note(replace(expected, detail=measured), expected)
+            expected, self._expected = self._expected, None
+            self._note(replace(expected, measured_iteration_s=iteration_s), expected)
         even, unfit = (
             equal_s <= (1 + _EVEN) * best_s,
             best_s < (1 - _ADJUST) * replicas.iteration_s(replicas.shares),
@@ -275,13 +346,19 @@ class Mitigation:
             why = "the replicas are equally fast again" if replicas.alike else "equal shares are as good now"
             self._note(Action("S2 is taken back", 0.0, why))
         elif self._unfit_looks >= (_LOOKS if all(case.treated for case in self._cases) else 1):
-            expects = _effect(replicas.iteration_s(replicas.shares), best_s)
-            action = Action(MICROBATCHES, 0.0, f"{_told(best)}; expected {expects}")
-            self._treat(best, action, replicas.shares, now_s)
+            before_s = replicas.iteration_s(replicas.shares)
+            self._treat(best, Action(MICROBATCHES, 0.0, _told(best), before_s, best_s), now_s)
 
-    def _treat(self, shares: Sequence[int], action: Action, before: Sequence[int], now_s: float) -> None:
+    def _count(self, step: int) -> None:
+        """What shares that are in force have cost and saved up to this step."""
+        if self._counted_step is not None and self._paces is not None:
+            for case in self._cases[:1]:
+                case.treated_for(max(step - self._counted_step, 0), *self._paces)
+        self._counted_step = step
+
+    def _treat(self, shares: Sequence[int], action: Action, now_s: float) -> None:
         self._order(shares, now_s)
-        self._expected = action, before
+        self._expected = action
         for case in self._cases:
             case.treated = True
         self._note(action)
@@ -335,6 +412,7 @@ class Mitigation:
             if self._planner is not None:
                 self._planner.applied(MICROBATCHES, 0.0)
             return
+        self._count(step)
         for case in self._cases:
             if case.treated and self._cause_gone:
                 case.cured(step, now_s)
@@ -350,7 +428,9 @@ class Mitigation:
 
     def _leave_out(self, why: str) -> None:
         """Say in the incident why nothing is done, once the ranks had the time to tell."""
-        left_out = Action("none", None, f"{MICROBATCHES}: {why}")
+        cannot = self._replacement.refused(self._cases)
+        why = f"{MICROBATCHES}: {why}" + (f"; {RESTART}: {cannot}" if cannot else "")
+        left_out = Action("none", None, why)
         for case in self._cases:
             incident = case.incident
             if incident is None or incident.actions:
@@ -382,11 +462,7 @@ class Mitigation:
         """The first step that says how fast replicas are now: with these shares, and in this slowdown."""
         first = max((split.step for split in self._splits.values()), default=0) + 1
         onsets = [case.incident.onset_step or 0 for case in self._cases if case.incident is not None]
-        return max([first, *(onset + 1 for onset in onsets)])
-
-
-def _effect(before_s: float, after_s: float) -> str:
-    return f"{before_s:.3g} s → {after_s:.3g} s an iteration (×{before_s / after_s:.2f} as fast)"
+        return max([first, self._formed_step + 1, *(onset + 1 for onset in onsets)])
 
 
 def _told(shares: Sequence[int]) -> str:

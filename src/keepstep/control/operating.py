@@ -5,8 +5,8 @@ Pure: orders for the recovery's core come out, which ends and begins workers as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
 from keepstep.control.effects import Tell
 from keepstep.control.reforming import End, Order, Reforming
@@ -30,13 +30,19 @@ class _Wish:
     ordered: bool = False
     why: str = ""  # of one that is no operator's
     exchange: tuple[tuple[Launcher, Launcher], ...] = ()
+    unfit: dict[Launcher, str] = field(default_factory=dict[Launcher, str])  # who is to be replaced, and why
+
+    @property
+    def moves(self) -> bool:
+        """Ranks are to play on other nodes."""
+        return bool(self.exchange or self.unfit)
 
 
 class Operating:
     """See the module.
 
     ``answer``: to who asked; ``send``: to some peers; ``withheld``: why nodes cannot have each other's states;
-    ``lapsed``: why an `exchange` that nobody waits for will not be, and when.
+    ``lapsed``: why an `exchange` or `replace` that nobody waits for will not be, and when.
     """
 
     def __init__(
@@ -66,15 +72,14 @@ class Operating:
         if message.verb in ("start", "resume"):
             self._wish = _Wish(peer, message.verb, now_s, set(), ordered=True)
             return self._reforming.resume(now_s)
-        pairs: tuple[tuple[Launcher, Launcher], ...] = ()
-        if message.verb == "exchange":
-            pair = self._pair(message.nodes)
-            if isinstance(pair, str):
-                self._answer(peer, Operated(refused=pair))
-                return []
-            pairs = (pair,)
         members = set(self._rendezvous.placements)
-        wish = self._wish = _Wish(peer, message.verb, now_s + _SEAL_S, members, exchange=pairs)
+        wish = _Wish(peer, message.verb, now_s + _SEAL_S, members)
+        if message.verb in ("exchange", "replace"):
+            named = self._named(message.nodes)
+            if why := named if isinstance(named, str) else self._take(wish, named):
+                self._answer(peer, Operated(refused=why))
+                return []
+        self._wish = wish
         if message.now or self._reforming.under_way:
             return self._order(wish, now_s)
         self._ask_to_seal(wish)
@@ -107,10 +112,30 @@ class Operating:
         for one, other in swaps:
             if refused := self._rendezvous.unequal(one, other):
                 return refused
-        members = set(self._rendezvous.placements)
-        self._wish = _Wish(None, "exchange", now_s + _SEAL_S, members, why=why, exchange=swaps)
-        self._ask_to_seal(self._wish)
-        return ""
+        wish = _Wish(
+            None, "exchange", now_s + _SEAL_S, set(self._rendezvous.placements), why=why, exchange=swaps
+        )
+        return self._have_done(wish)
+
+    def replace(self, unfit: Mapping[int, str], why: str, now_s: float) -> str:
+        """Have spares take the ranks of these nodes (by rank, and why each) when all have sealed a step.
+
+        Why not, or "". Whether it was done is told by the next rank table.
+        """
+        if refused := self._objection("replace") or self.irreplaceable(unfit):
+            return refused
+        table = self._rendezvous.placements.items()
+        named = {launcher: unfit[one.node_rank] for launcher, one in table if one.node_rank in unfit}
+        if self._reforming.under_way:
+            return "the job begins again just now"
+        wish = _Wish(None, "replace", now_s + _SEAL_S, set(self._rendezvous.placements), why=why, unfit=named)
+        return self._have_done(wish)
+
+    def irreplaceable(self, nodes: Collection[int]) -> str:
+        """Why spares cannot take these nodes' ranks (by rank); "": they can."""
+        table = self._rendezvous.placements.items()
+        members = [one for one, at in table if at.node_rank in nodes]
+        return self._rendezvous.irreplaceable(members) if len(members) == len(nodes) else "it was not placed"
 
     def sealed(self, launcher: Launcher, incarnation: int, step: int, why: str, now_s: float) -> list[Order]:
         """All ranks of a launcher have sealed a step since they were asked; -1: they seal none, and ``why``."""
@@ -120,11 +145,11 @@ class Operating:
         if step < 0:
             none = why or "keeps no checkpoint in memory, so no step is sealed"
             if wish.peer is None:
-                self._declined = self._declined if wish.exchange else incarnation
+                self._declined = self._declined if wish.moves else incarnation
                 self._lapse(f"node {launcher.node} {none}", now_s)
                 return [Tell(f"{wish.why}; the job goes on without: node {launcher.node} {none}")]
             hint = "; --now ends the workers at once, and the script begins as after any restart"
-            self._refuse(wish, f"node {launcher.node} {none}{'' if wish.exchange else hint}")
+            self._refuse(wish, f"node {launcher.node} {none}{'' if wish.moves else hint}")
             return []
         wish.unsealed.discard(launcher)
         wish.step = step if wish.step < 0 else min(wish.step, step)
@@ -170,7 +195,7 @@ class Operating:
             return "no worker has been started yet"
         if suspended:
             return "it is suspended already" if verb == "suspend" else _SUSPENDED
-        if verb == "exchange" and (why := self._withheld()):
+        if verb in ("exchange", "replace") and (why := self._withheld()):
             return f"ranks that move would find no state on their new node: {why}"
         if len(placed) > 1 and not self._rendezvous.max_restarts:
             return "its nodes cannot begin again together: that takes --max-restarts when the job is started"
@@ -180,12 +205,14 @@ class Operating:
         wish.ordered = True
         if wish.peer is None:
             self._wish = None
-            return self._reforming.pause(now_s, hold=False, why=wish.why, exchange=wish.exchange)
+            return self._reforming.pause(
+                now_s, hold=False, why=wish.why, exchange=wish.exchange, unfit=wish.unfit
+            )
         hold = wish.verb == "suspend"
-        if wish.exchange and self._reforming.under_way:
+        if wish.moves and self._reforming.under_way:
             self._refuse(wish, "a failure was faster; say it again once the job trains")
             return []
-        return self._reforming.pause(now_s, hold=hold, exchange=wish.exchange)
+        return self._reforming.pause(now_s, hold=hold, exchange=wish.exchange, unfit=wish.unfit)
 
     def _look(self, wish: _Wish) -> None:
         reforming = self._reforming
@@ -199,6 +226,9 @@ class Operating:
             told = f"begins again, incarnation {reforming.incarnation}"
             if wish.exchange and not reforming.exchanged:
                 self._refuse(wish, f"a node was lost meanwhile; the job {told}")
+            elif left := wish.unfit.keys() & self._rendezvous.placements.keys():
+                there = fold_nodes(sorted(one.node for one in left))
+                self._refuse(wish, f"{there} stays, no spare was left for it; the job {told}")
             else:
                 self._done(wish, told)
 
@@ -210,7 +240,7 @@ class Operating:
     def _lapse(self, why: str, now_s: float) -> None:
         """What nobody waits for will not be."""
         wish, self._wish = self._wish, None
-        if wish is not None and wish.exchange:
+        if wish is not None and wish.moves:
             self._lapsed(why, now_s)
 
     def _refuse(self, wish: _Wish, why: str) -> None:
@@ -226,8 +256,23 @@ class Operating:
         if staying := wish.unsealed - leaving:
             self._send(self._peers(staying), Seal(incarnation))
 
-    def _pair(self, nodes: Collection[str]) -> tuple[Launcher, Launcher] | str:
-        """The members of these names (or node ranks) that are to exchange their ranks, or why they cannot."""
+    def _have_done(self, wish: _Wish) -> str:
+        self._wish = wish
+        self._ask_to_seal(wish)
+        return ""
+
+    def _take(self, wish: _Wish, named: list[Launcher]) -> str:
+        """What an operator wants done with these members; why it cannot be, or ""."""
+        if wish.verb == "replace":
+            wish.unfit = dict.fromkeys(named, "an operator replaces it")
+            return self._rendezvous.irreplaceable(named) if named else "give the node that is to be replaced"
+        if len(named) != 2 or named[0] == named[1]:
+            return "give two nodes that are to exchange their ranks"
+        wish.exchange = ((named[0], named[1]),)
+        return self._rendezvous.unequal(named[0], named[1])
+
+    def _named(self, nodes: Collection[str]) -> list[Launcher] | str:
+        """The members of these names (or node ranks), or why there is no such one."""
         found: list[Launcher] = []
         for name in nodes:
             table = self._rendezvous.placements
@@ -239,9 +284,7 @@ class Operating:
             if len(named) > 1:
                 return f"{len(named)} launchers run on {name}; give their node ranks"
             found += named
-        if len(found) != 2 or found[0] == found[1]:
-            return "give two nodes that are to exchange their ranks"
-        return self._rendezvous.unequal(found[0], found[1]) or (found[0], found[1])
+        return found
 
     def _peers(self, launchers: Collection[Launcher]) -> tuple[int, ...]:
         found = (self._rendezvous.peer(launcher) for launcher in launchers)

@@ -92,7 +92,7 @@ class Questions:
         self._send(tuple(agents.values()), StateRequest(number, stacks))
         return number
 
-    def ask_probes(self, pairs: Sequence[tuple[str, str]], now_s: float) -> int | None:
+    def ask_probes(self, pairs: Sequence[tuple[str, str]], now_s: float, load_bytes: int = 0) -> int | None:
         """See `keepstep.control.desk.Desk`."""
         by_name = {node.name: node for node in self._cluster.nodes.values()}
         wanted: dict[int, list[ProbeTarget]] = {}
@@ -110,7 +110,7 @@ class Questions:
         agents = self._cluster.agents()
         number = self._new(Probed, wanted, now_s + self._probe_s)
         for rank, targets in wanted.items():
-            self._send((agents[rank],), ProbeRequest(number, tuple(targets)))
+            self._send((agents[rank],), ProbeRequest(number, tuple(targets), load_bytes))
         return number
 
     def answered(self, node: Node, answer: Profile | States | Probed, now_s: float) -> Question | None:
@@ -146,7 +146,7 @@ class Questions:
 def probes_of(question: Question) -> list[PathProbe]:
     """All probes that came, as far as they are possible."""
     probes = [probe for answer in question.answers for probe in answer.probes[:_MOST_TARGETS]]
-    return [one for one in probes if 0 <= one.round_trip_s < math.inf]
+    return [one for one in probes if 0 <= one.round_trip_s < math.inf and 0 <= one.load_s < math.inf]
 
 
 def _rows(profile: Profile) -> int:

@@ -8,7 +8,7 @@ part of it, one of the next incarnation begins another.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -162,10 +162,15 @@ class Reforming:
         hold: bool,
         why: str = _BY_HAND,
         exchange: tuple[tuple[Launcher, Launcher], ...] = (),
+        unfit: Mapping[Launcher, str] | None = None,
     ) -> list[Order]:
-        """All are to begin again without a failure; ``hold``: not before `resume`; ``exchange``: with these swapped."""
+        """All are to begin again without a failure.
+
+        ``hold``: not before `resume`; ``exchange``: with these swapped; ``unfit``: spares in their places, and why.
+        """
         if self._state == "running":
             self._asked, self._hold, self._exchange = why, hold, exchange
+            self._unfit.update(unfit or {})
             return self._begin(now_s)
         if not hold or not self.under_way:
             return []
@@ -378,7 +383,10 @@ class Reforming:
                 return self._end(cause.exit_code, refused.reason)
             self._unfit.update(dict.fromkeys(blamed, refused.reason))
         excluded = [one for one in self._unfit if one in rendezvous.placements and one not in self._lost]
-        excluded = excluded if self._replaceable(excluded) else []
+        if excluded and not self._replaceable(excluded):
+            if self._is_awaited(rendezvous.spares, now_s):
+                return []
+            excluded = []
         vacant = sorted(self._lost, key=lambda launcher: rendezvous.placements[launcher].node_rank)
         if len(vacant) == len(rendezvous.placements):
             return self._end(cause.exit_code, f"{cause.text}; all nodes are lost")

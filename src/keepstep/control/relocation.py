@@ -1,17 +1,23 @@
-"""Remedy S3: nodes exchange their ranks, so that a slow link carries little.
+"""Remedy S3: nodes exchange their ranks, and take them back when the cause is gone.
 
-What goes over which link, and how fast, is what agents read from the kernel's TCP counters.
+So that a slow link carries little: what goes over which link, and how fast, is what agents read from the kernel's TCP
+counters. Where little goes they show no speed: then agents send each other a load now and then, as large as the slow
+link would take a tenth of a second for. Or so that slow nodes are in few replicas and stages.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
 from keepstep.control.desk import Desk
-from keepstep.core.summary import PeerTraffic
+from keepstep.control.moves import Look, Move
+from keepstep.core.errors import UsageError
+from keepstep.core.summary import PathProbe, PeerTraffic
+from keepstep.wire.messages import MOST_LOAD_BYTES
 
 if TYPE_CHECKING:
     from keepstep.control.slow_case import SlowCase
@@ -19,13 +25,23 @@ if TYPE_CHECKING:
 
 TOPOLOGY = "S3, exchange of nodes"
 
-_PAUSE_S = 5.0  # what it costs, before one was measured
 _LEAST_BYTES = 65536  # less tells no speed
 _ABOUT = 0.25  # of the bytes: as much as another pair sends, about
 _SLOW = 1.5  # times as long for a byte as on a healthy link
-_ORDERED_S = 180.0  # an order that has had no effect for so long has none
+_LOAD_S = 0.1  # that a load takes on the slow link
+_LEAST_LOAD_BYTES = 65536
+_LOAD_EVERY_S, _SELDOM_S = 10.0, 60.0  # between loads: first, and in the end
+_OTHERS = 3  # pairs of nodes that the link is compared with
+_FAST = 2.0  # times as long as the fastest of them takes, at most: fast again
+_TRIES = 3  # a busy host may be slow with a load, a slow link is not fast with it by chance
+_LOOKS = 2  # one after the other that say so
+_HOLD_S, _MOST_HOLD_S = (
+    10.0,
+    1280.0,
+)  # the nodes stay where they are, twice as long each time that the link turns slow
 
 _Pair = tuple[int, int]
+_Link = tuple[str, str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,67 +84,203 @@ def paths_of(traffic: Sequence[PeerTraffic], rank_of: Mapping[str, int]) -> Path
     return Paths(rates, costs)
 
 
-class Relocation:
+@dataclass(slots=True)
+class _Done:
+    """An exchange that holds. ``swaps``: of places; ``link``: that was slow, if it was for one."""
+
+    swaps: tuple[tuple[int, int], ...]
+    link: tuple[str, str] | None
+    load_bytes: int
+    hold_until_s: float
+    every_s: float = _LOAD_EVERY_S
+    next_s: float = 0.0
+    fast: int = 0  # looks in a row
+
+
+class Relocation(Move):
     """Of one job."""
 
+    name = TOPOLOGY
+
     def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self._pause_s = _PAUSE_S
-        self._found: tuple[Exchange, tuple[str, str]] | None = None
-        self._ordered_s: float | None = None
+        super().__init__(desk)
+        self.is_back = False  # what is ordered takes an exchange back
+        self._found: tuple[Exchange, _Link, int] | None = None
+        self._done: list[_Done] = []
+        self._holds: dict[_Link, float] = {}
+        self._question: int | None = None
+        self._others_s: float | None = None  # what a load took elsewhere, while the link is asked for
+        self._tries = 0
 
     @property
-    def is_ordered(self) -> bool:
-        """The job is about to begin again with other places."""
-        return self._ordered_s is not None
+    def is_asking(self) -> bool:
+        """Loads are under way."""
+        return self._question is not None
 
-    def remedy(
-        self, cases: Sequence[SlowCase], traffic: Sequence[PeerTraffic], iteration_s: float
-    ) -> Remedy | None:
-        """What an exchange would do about the slow link that is blamed; None: there is none, or none helps."""
+    def may_help(self, cases: Sequence[SlowCase]) -> bool:
+        """See `Move`."""
+        return self._blamed(cases) is not None or len(self._slow_nodes(cases)) > 1
+
+    def remedy(self, look: Look) -> Remedy | None:
+        """See `Move`."""
+        self._found = None
+        link = self._blamed(look.cases)
+        return self._consolidation(look) if link is None else self._relief(link, look)
+
+    def _consolidation(self, look: Look) -> Remedy | None:
+        """Slow nodes in few replicas, and there in few stages."""
+        from keepstep.mitigate import Remedy, consolidation_of
+
+        slow = self._slow_nodes(look.cases)
+        if look.replicas is None or look.stages is None or len(slow) < 2:
+            return None
+        ranks = {rank: node.ranks for rank, node in self._desk.cluster.nodes.items()}
+        try:
+            exchange = consolidation_of(look.seconds, look.splits, look.stages, ranks, slow)
+        except UsageError:  # a stage of a replica without a place, or the like: what was told makes up no job
+            return None
+        if exchange is None:
+            return None
+        self._found = exchange, None, 0
+        split = next(iter(look.splits.values()))
+        best_s = look.replicas.iteration_s(look.replicas.best(split.multiple_of, split.at_most))
+        return Remedy(TOPOLOGY, self.pause_s, best_s * exchange.after_s / exchange.before_s)
+
+    def _relief(self, link: tuple[str, str], look: Look) -> Remedy | None:
+        """Little traffic on a slow link."""
         from keepstep.mitigate import Remedy, best_exchange
 
-        self._found = None
-        ranks = {node.name: rank for rank, node in self._desk.cluster.nodes.items()}
-        blamed = (one for case in cases if case.incident for one in case.incident.culprits)
-        links = (one.link.nodes for one in blamed if one.link is not None)
-        link = next((one for one in links if set(one) <= ranks.keys() and one[0] != one[1]), None)
-        if link is None:
-            return None
-        paths = paths_of(traffic, ranks)
+        ranks = self._ranks()
+        paths = paths_of(look.traffic, ranks)
         one, other = sorted(ranks[name] for name in link)
         cost, healthy = paths.costs.get((one, other), 0.0), paths.healthy((one, other))
         if healthy <= 0 or cost < _SLOW * healthy:
             return None
-        carried = {pair: rate * iteration_s for pair, rate in paths.rates.items()}
+        carried = {pair: rate * look.iteration_s for pair, rate in paths.rates.items()}
         exchange = best_exchange(len(ranks), carried, healthy, {(one, other): cost})
         if exchange is None:
             return None
-        self._found = exchange, link
-        return Remedy(TOPOLOGY, self._pause_s, max(iteration_s - exchange.before_s + exchange.after_s, 0.0))
+        load_bytes = min(max(round(_LOAD_S / cost), _LEAST_LOAD_BYTES), MOST_LOAD_BYTES)
+        self._found = exchange, link, load_bytes
+        after_s = max(look.iteration_s - exchange.before_s + exchange.after_s, 0.0)
+        return Remedy(TOPOLOGY, self.pause_s, after_s)
 
     def told(self) -> str:
-        """The exchange that `remedy` spoke of, in words."""
+        """See `Move`."""
         assert self._found is not None
-        names = {rank: node.name for rank, node in self._desk.cluster.nodes.items()}
-        return ", ".join(f"{names[one]} and {names[other]}" for one, other in self._found[0].swaps)
+        return f"{self._names(self._found[0].swaps)} take each other's ranks"
 
-    def order(self, now_s: float) -> str:
-        """Have it done; why not, or ""."""
-        assert self._found is not None
-        exchange, link = self._found
-        refused = self._desk.exchange(exchange.swaps, f"the link {link[0]} ↔ {link[1]} is slow", now_s)
-        self._ordered_s = None if refused else now_s
-        return refused
+    def is_done(self, exchanged: bool) -> bool:
+        """See `Move`."""
+        return exchanged
 
-    def tick(self, now_s: float) -> str:
-        """Why an order has come to nothing, or ""."""
-        if self._ordered_s is None or now_s - self._ordered_s < _ORDERED_S:
-            return ""
-        self._ordered_s = None
-        return "not all ranks sealed a step"
+    def settled(self, now_s: float) -> None:
+        """What was ordered has been done."""
+        if self.is_back:
+            self._done.pop()
+        elif self._found is not None:
+            exchange, link, load_bytes = self._found
+            hold_s = self._holds.get(link, _HOLD_S)
+            self._holds[link] = min(2 * hold_s, _MOST_HOLD_S)
+            self._done.append(_Done(exchange.swaps, link, load_bytes, now_s + hold_s))
+        self.is_back, self._found, self._question = False, None, None
+
+    def take_back(self, now_s: float) -> tuple[str, str] | None:
+        """While nothing is wrong with the job: have nodes go back that left a link which is fast again.
+
+        What is done then, and why it cannot be, or "".
+        """
+        if not self._done or self._question is not None or self.is_ordered:
+            return None
+        last = self._done[-1]
+        if last.link is not None and not set(last.link) <= self._ranks().keys():
+            self._done.pop()  # an end of it is no part of the job any more
+            return None
+        if (last.link is None or last.fast >= _LOOKS) and now_s >= last.hold_until_s:
+            why = (
+                f"the link {' ↔ '.join(last.link)} is fast again" if last.link else "no node is slow any more"
+            )
+            refused = self._desk.exchange(last.swaps, why, now_s)
+            self.is_back, self._ordered_s = not refused, None if refused else now_s
+            last.fast = 0
+            return f"{self._names(last.swaps)} take their ranks back: {why}", refused
+        if last.link is not None and now_s >= last.next_s:
+            last.next_s = now_s + last.every_s
+            last.every_s = min(1.5 * last.every_s, _SELDOM_S)
+            self._others_s, self._tries = None, 0
+            self._question = self._desk.ask_probes(self._others(last.link), now_s, last.load_bytes)
+        return None
+
+    def probed(self, question: int, probes: Sequence[PathProbe], now_s: float) -> None:
+        """How fast loads went: first between other nodes, then over the link."""
+        if question != self._question or not self._done:
+            return
+        self._question = None
+        last, took_s = self._done[-1], _load_s(probes)
+        if last.link is None:
+            return
+        if self._others_s is None:
+            if not 0 < took_s < math.inf:
+                return
+            self._others_s = took_s
+        else:
+            self._tries += 1
+            is_fast = 0 < took_s <= _FAST * self._others_s
+            if is_fast or self._tries == _TRIES or took_s > _LOAD_S / 2:
+                last.fast = last.fast + 1 if is_fast else 0
+                return
+        self._question = self._desk.ask_probes([last.link], now_s, last.load_bytes)
 
     def begun_again(self) -> bool:
-        """The job was formed anew; whether an exchange was to be expected."""
-        was_ordered, self._ordered_s = self._ordered_s is not None, None
-        return was_ordered
+        """See `Move`."""
+        self._question = None  # its agents are gone
+        return super().begun_again()
+
+    def _have_done(self, now_s: float) -> str:
+        assert self._found is not None
+        exchange, link, _ = self._found
+        why = (
+            f"the link {' ↔ '.join(link)} is slow" if link else "slow nodes are in several replicas or stages"
+        )
+        return self._desk.exchange(exchange.swaps, why, now_s)
+
+    def _blamed(self, cases: Sequence[SlowCase]) -> tuple[str, str] | None:
+        """The first link between nodes of the job that is blamed."""
+        ranks = self._ranks()
+        blamed = (one for case in cases if case.incident for one in case.incident.culprits)
+        links = (one.link.nodes for one in blamed if one.link is not None)
+        return next((one for one in links if set(one) <= ranks.keys() and one[0] != one[1]), None)
+
+    def _slow_nodes(self, cases: Sequence[SlowCase]) -> dict[int, float]:
+        """How many times as long nodes take that are blamed, by rank."""
+        ranks = self._ranks()
+        found: dict[int, float] = {}
+        for one in (one for case in cases if case.incident for one in case.incident.culprits):
+            if one.rank is not None and one.confidence != "low" and one.slowdown > 1 and one.node in ranks:
+                node = ranks[one.node]
+                found[node] = max(found.get(node, 1.0), one.slowdown)
+        return found
+
+    def _others(self, link: tuple[str, str]) -> list[tuple[str, str]]:
+        """Pairs of nodes that the link is compared with: none in two of them, and none at the link if that may be."""
+        names = sorted(self._ranks(), key=lambda name: (name in link, name))
+        apart = [name for name in names if name not in link]
+        pairs = list(zip(apart[::2], apart[1::2], strict=False))[:_OTHERS]
+        return pairs or [(names[0], names[-1])]
+
+    def _ranks(self) -> dict[str, int]:
+        """Node ranks by name."""
+        return {node.name: rank for rank, node in self._desk.cluster.nodes.items()}
+
+    def _names(self, swaps: Sequence[tuple[int, int]]) -> str:
+        names = {rank: node.name for rank, node in self._desk.cluster.nodes.items()}
+        return ", ".join(f"{names[one]} and {names[other]}" for one, other in swaps)
+
+
+def _load_s(probes: Sequence[PathProbe]) -> float:
+    """What a load takes on the fastest pair, the slower way of each; 0: nothing is known, infinite: it never came."""
+    pairs: dict[tuple[str, str], float] = {}
+    for one in probes:
+        pair = min(one.source, one.target), max(one.source, one.target)
+        pairs[pair] = max(pairs.get(pair, 0.0), one.load_s if one.outcome == "echo" else math.inf)
+    return min(pairs.values(), default=0.0)

@@ -67,6 +67,19 @@ class Rendezvous:
             return ""
         return f"{one.node} runs {sizes[0]} ranks and {other.node} {sizes[1]}; only nodes with as many can be exchanged"
 
+    def irreplaceable(self, members: Collection[Launcher]) -> str:
+        """Why spares cannot take these members' places; "": they can."""
+        if host := next((one for one in members if self.hosts_controller(one)), None):
+            return f"{host.node} hosts the controller, so it stays"
+        free = [self._joined[spare].join.nproc for spare in self.spares]
+        for member in members:
+            size = self._sizes[self._table[member].node_rank]
+            if size not in free:
+                which = f"of {size} ranks " if free else ""
+                return f"no spare {which}waits to take the place of {member.node}; start one with the same command"
+            free.remove(size)
+        return ""
+
     @property
     def placements(self) -> dict[Launcher, Placement]:
         """The rank table; empty before it is made."""

@@ -9,10 +9,10 @@ from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 
-from keepstep.control.desk import Desk, how_to_say, is_traffic, unlocated
+from keepstep.control.desk import Desk, how_to_say, is_traffic, noted, unlocated
 from keepstep.control.profiles import iterations_of
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Action, Culprit, Diagnosis, Incident, Link
+from keepstep.core.incident import Action, Culprit, Diagnosis, Event, Incident, Link
 from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import BlockSummary, IterationSummary, PathProbe, PeerTraffic
 from keepstep.core.validation import Validation
@@ -36,6 +36,7 @@ _QUIET_STEPS = 10  # steps at the old pace that prove relief when no finding say
 _PACE_NODES = 64
 _MOST_ONSETS = 4096
 _MOST_BLOCKS = 500_000
+_TELL_COST_S = 60.0  # what it has cost so far is told so often
 _FIRST_ACTIONS, _LAST_ACTIONS = 4, 12  # that are kept
 _IN_FORCE = "S2,"  # when an action was begun so; the mitigation finds out whether it still is
 
@@ -51,6 +52,7 @@ class SlowCase:
         self.closed = False
         # A remedy is in force: the pace says nothing of the cause.
         self.treated = any(one.name.startswith(_IN_FORCE) for one in incident.actions) if incident else False
+        self._treated_steps, self._treated_lost_s = 0, 0.0  # while a remedy was in force
         self.question: int | None = None
         self.probing: int | None = None  # the open question about paths
         self._probes: Sequence[PathProbe] = ()
@@ -70,6 +72,8 @@ class SlowCase:
         self._checks_relief = False  # the question that is open asks whether the old pace is back
         self._checked_step = -1
         self._detected_step = -1
+        self._noticed: Event | None = incident.events[0] if incident and incident.events else None
+        self._told_cost_s = 0.0
         self._pace_since: tuple[int, float] | None = None
         self._suspects: tuple[tuple[int, ...], ...] = ()  # groups that a validation would test
         self._validated = incident is not None  # once per incident, and not again by a later controller
@@ -107,6 +111,7 @@ class SlowCase:
             self._after.append(finding.after_s)
         if self.incident is None and first:
             self._detected_step = finding.step
+            self._noticed = Event("noticed", self._desk.unix_s(now_s), finding.step)
             self._ask(now_s)
 
     def relieved_by(self, finding: Finding) -> bool:
@@ -128,18 +133,27 @@ class SlowCase:
             self._ask_for_relief(now_s)
 
     def acted(self, action: Action, instead: Action | None = None, *, say: bool) -> None:
-        """Note what was done about it, ``instead`` of what was noted before."""
+        """Note what was done about it, ``instead`` of what was noted before, which began when that did."""
         if self.incident is not None:
+            old = next((one for one in self.incident.actions if one == instead), None)
+            action = (
+                replace(action, step=old.step, begun_unix_s=old.begun_unix_s)
+                if old is not None
+                else self._desk.stamped(action)
+            )
             actions = tuple(one for one in self.incident.actions if one not in (action, instead))
             kept = (*actions[:_FIRST_ACTIONS], *actions[_FIRST_ACTIONS:][-_LAST_ACTIONS:], action)
             self.incident = replace(self.incident, actions=kept)
             self._desk.publish(self.incident, "acts" if say else "")
 
-    def saved(self, seconds: float) -> None:
-        """So much training has what was done saved since it was last said."""
-        if self.incident is not None:
-            self.incident = replace(self.incident, saved_s=self.incident.saved_s + seconds)
-            self._desk.publish(self.incident, "")
+    def treated_for(self, steps: int, iteration_s: float, untreated_s: float) -> None:
+        """So many steps more have taken ``iteration_s`` each, and would have taken ``untreated_s``."""
+        old = self.incident
+        if old is not None:
+            self._treated_steps += steps
+            self._treated_lost_s += steps * (iteration_s - (old.iteration_before_s or iteration_s))
+            self.incident = replace(old, saved_s=old.saved_s + steps * (untreated_s - iteration_s))
+            self._tell_cost()
 
     def cured(self, step: int, now_s: float) -> None:
         """What was done about it was taken back at this step, for its cause is gone."""
@@ -179,11 +193,16 @@ class SlowCase:
             return
         said = Diagnosis("slow", old.culprits, old.victims, old.evidence, old.missing, old.summary)
         diagnosis = self._desk.locators.probed(said, probes)
-        self.incident = replace(old, culprits=diagnosis.culprits, evidence=diagnosis.evidence)
-        self._desk.publish(self.incident, how_to_say(old, diagnosis))
+        say = how_to_say(old, diagnosis)
+        sharper = replace(old, culprits=diagnosis.culprits, evidence=diagnosis.evidence)
+        self.incident = noted(self._desk, sharper, say, now_s)
+        self._desk.publish(self.incident, say)
 
     def tick(self, now_s: float) -> None:
         """Ask again when it is time; notice relief that no finding told of."""
+        if not self.closed and now_s - self._told_cost_s >= _TELL_COST_S:
+            self._told_cost_s = now_s
+            self._tell_cost()
         if self.closed or self.question is not None:
             return
         newest = self._desk.cluster.newest_step
@@ -205,7 +224,8 @@ class SlowCase:
         if old is None or self.closed:
             return
         if outcome is None:
-            self.incident = replace(old, missing=(*old.missing, f"a validation: {refused}"))
+            without = replace(old, missing=(*old.missing, f"a validation: {refused}"))
+            self.incident = noted(self._desk, without, "validation", now_s, f"validation not done: {refused}")
             self._desk.publish(self.incident, "")
             return
         self._proof = (in_a_line(outcome),)
@@ -213,13 +233,15 @@ class SlowCase:
         blamed = {one.rank for one in culprits} | {
             rank for one in culprits if one.link for rank in one.link.ranks
         }
-        self.incident = replace(
-            old,
+        tested = noted(self._desk, old, "validation", now_s, self._proof[0])
+        sharper = replace(
+            tested,
             culprits=culprits or old.culprits,
             victims=tuple(rank for rank in old.victims if rank not in blamed),
             evidence=(*self._proof, *old.evidence),
             missing=(*(() if culprits else old.missing), *outcome.missing[:4]),
         )
+        self.incident = noted(self._desk, sharper, "sharper", now_s) if culprits else sharper
         self._settled = self._settled or bool(culprits)
         self._desk.publish(self.incident, "sharper" if culprits else "")
 
@@ -227,7 +249,12 @@ class SlowCase:
         """The job ended, or a crash came after it."""
         self.closed = True
         if self.incident is not None:
-            self.incident = replace(self.incident, status="ended", closed_unix_s=self._desk.unix_s(now_s))
+            self.incident = replace(
+                self.incident,
+                status="ended",
+                closed_unix_s=self._desk.unix_s(now_s),
+                lost_s=self._lost_s(self.incident, max(self._desk.cluster.newest_step, self._detected_step)),
+            )
             self._desk.publish(self.incident, "")
 
     def _suspicious(
@@ -317,6 +344,8 @@ class SlowCase:
         now_s: float,
     ) -> None:
         desk = self._desk
+        if self.incident is None:
+            self._told_cost_s = now_s
         diagnosis = self._locate(before, after, traffic, blocks, now_s)
         before_s, after_s = _pace(before) or _middle_s(self._before), _pace(after) or _middle_s(self._after)
         if not self._validated and _firmness(diagnosis.culprits) <= 1:
@@ -347,13 +376,17 @@ class SlowCase:
             world_size=desk.cluster.known_ranks,
             detected_unix_s=old.detected_unix_s if old else desk.unix_s(now_s),
             actions=old.actions if old else (),
+            lost_s=old.lost_s if old else None,
             saved_s=old.saved_s if old else 0.0,
+            onset_unix_s=self._onset_unix_s(after_s),
+            events=old.events if old else self._first_events(),
         )
-        self.incident = incident
+        say = how_to_say(old, diagnosis)
+        self.incident = incident = noted(desk, incident, say, now_s)
         with suppress(Exception):  # without them the verdict is as sharp as it is
             wanted = desk.locators.blocks_wanted(incident.culprits, after, desk.cluster.groups)
             self._blocks_of = wanted or self._blocks_of
-        desk.publish(incident, how_to_say(old, diagnosis))
+        desk.publish(incident, say)
         links = [culprit.link.nodes for culprit in diagnosis.culprits if culprit.link is not None]
         if links and not self._probes and self.probing is None:
             self.probing = desk.ask_probes(links, now_s)
@@ -392,16 +425,12 @@ class SlowCase:
                 return  # a lone rank's slowdown that went by itself
             old = self._transient(now_s)
         status = "transient" if not old.culprits and not self._looks else "relieved"
-        lost_s = None
-        if old.iteration_before_s and old.iteration_after_s and old.onset_step is not None:
-            steps = max(relief_step - old.onset_step, 0)
-            lost_s = max(steps * (old.iteration_after_s - old.iteration_before_s) - old.saved_s, 0.0)
         self.incident = replace(
             old,
             relief_step=relief_step,
             status=status,
             closed_unix_s=self._desk.unix_s(now_s),
-            lost_s=lost_s,
+            lost_s=self._lost_s(old, relief_step),
         )
         self._desk.publish(self.incident, "closes")
 
@@ -424,7 +453,34 @@ class SlowCase:
             ranks_reporting=len(self._slow),
             world_size=desk.cluster.known_ranks,
             detected_unix_s=desk.unix_s(now_s),
+            onset_unix_s=self._onset_unix_s(after_s),
+            events=self._first_events(),
         )
+
+    def _first_events(self) -> tuple[Event, ...]:
+        return () if self._noticed is None else (self._noticed,)
+
+    def _onset_unix_s(self, after_s: float | None) -> float | None:
+        """From when it was noticed, and the slow steps until then."""
+        if self._noticed is None or not after_s:
+            return None
+        steps = max((self._noticed.step or 0) - self.onset_step + 1, 0)
+        return self._noticed.unix_s - steps * after_s
+
+    def _lost_s(self, incident: Incident, until_step: int) -> float | None:
+        """Seconds of training that it has cost until this step; None: its pace is not known."""
+        before_s, after_s = incident.iteration_before_s, incident.iteration_after_s
+        if not before_s or not after_s or incident.onset_step is None:
+            return None
+        untreated = max(until_step - incident.onset_step - self._treated_steps, 0)
+        return max(untreated * (after_s - before_s) + self._treated_lost_s, 0.0)
+
+    def _tell_cost(self) -> None:
+        """What it has cost so far, once a step after its detection is known."""
+        if self.incident is not None and self._desk.cluster.newest_step > (self.incident.detected_step or 0):
+            lost_s = self._lost_s(self.incident, self._desk.cluster.newest_step)
+            self.incident = replace(self.incident, lost_s=lost_s)
+            self._desk.publish(self.incident, "")
 
     def _watch_pace(self, now_s: float) -> None:
         """Relief by heartbeats alone, for agents that began anew and do not know that it was slow."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 INCIDENT_SCHEMA = 1
@@ -52,6 +52,21 @@ class Action:
     name: str
     expected_cost_s: float | None = None
     detail: str = ""
+    before_iteration_s: float | None = None  # when it was begun
+    expected_iteration_s: float | None = None  # once it is done
+    measured_iteration_s: float | None = None
+    step: int | None = field(default=None, compare=False)  # the newest when it was begun, and when that was
+    begun_unix_s: float | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What became known of an incident, and when."""
+
+    what: Literal["noticed", "verdict", "sharper", "validation"]
+    unix_s: float
+    step: int | None = None
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +109,10 @@ class Incident:
     closed_unix_s: float | None = None
     incarnation: int = 0  # of the job, in which it began
     recovery: Recovery | None = None
-    lost_s: float | None = None  # seconds of training that a slowdown that is over has cost the job
+    lost_s: float | None = (
+        None  # seconds of training that a slowdown has cost the job, until now if it is open
+    )
     saved_s: float = 0.0  # and would have cost besides, without what was done
+    onset_unix_s: float | None = None  # estimated
+    events: tuple[Event, ...] = ()
     schema: int = INCIDENT_SCHEMA

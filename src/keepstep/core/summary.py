@@ -181,7 +181,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class PathProbe:
-    """An empty message from one node's agent to another's, and what came of it.
+    """A message from one node's agent to another's, empty or with a load, and what came of it.
 
     ``outcome``: ``echo`` (it came back), ``silent`` (the host took the connection, its agent did not answer),
     ``refused`` (the host is there, its agent is not), ``timeout`` (nothing came back), ``unreachable`` (no route).
@@ -191,6 +191,7 @@ class PathProbe:
     target: str
     outcome: str
     round_trip_s: float = 0.0  # to connect or to echo, whichever was faster
+    load_s: float = 0.0  # until a load was there, or that it was tried for at least
 
     @property
     def arrived(self) -> bool:

@@ -1,8 +1,9 @@
 """Which remedy of a slowdown pays. Pure: measurements in, decisions out."""
 
+from keepstep.mitigate.consolidation import best_consolidation, consolidation_of
 from keepstep.mitigate.microbatches import allocate_microbatches
 from keepstep.mitigate.planner import Planner, Remedy
-from keepstep.mitigate.replicas import Replicas, measure
+from keepstep.mitigate.replicas import Replicas, measure, rank_seconds
 from keepstep.mitigate.topology import Exchange, best_exchange
 
 __all__ = [
@@ -11,6 +12,9 @@ __all__ = [
     "Remedy",
     "Replicas",
     "allocate_microbatches",
+    "best_consolidation",
     "best_exchange",
+    "consolidation_of",
     "measure",
+    "rank_seconds",
 ]

@@ -59,8 +59,8 @@ def measure(
     if not len(rows):
         return None
     table = table_of(rows)
-    own, optimizer = medians(rows, "self_s"), medians(rows, "optimizer_s")
-    if not own.keys() >= splits.keys():
+    own, each = medians(rows, "self_s"), rank_seconds(rows, splits)
+    if not each.keys() >= splits.keys():
         return None
     replica_of = {rank: split.replica for rank, split in splits.items()}
     across = np.array([_is_across(groups.get(name), replica_of) for name in table.names])
@@ -77,7 +77,7 @@ def measure(
     for rank, split in splits.items():
         place = split.replica
         shares[place] = split.share
-        seconds[place] = max(seconds[place], (own[rank] - optimizer[rank]) / split.share, _LEAST_S)
+        seconds[place] = max(seconds[place], each[rank])
         until[place] = max(until[place], active[rank], own[rank])
     if not fits(shares, first.count, count, first.multiple_of, first.at_most):
         return None
@@ -85,6 +85,16 @@ def measure(
         fixed[place] = max(until[place] - shares[place] * seconds[place], 0.0)
     shared_s = max(float(np.median(durations)) - max(until), 0.0)
     return Replicas(tuple(shares), tuple(seconds), tuple(fixed), shared_s)
+
+
+def rank_seconds(rows: Sequence[IterationSummary], splits: Mapping[int, Split]) -> dict[int, float]:
+    """What a micro-batch takes, by rank: its own time, less its optimizer step, over its share."""
+    own, optimizer = medians(rows, "self_s"), medians(rows, "optimizer_s")
+    return {
+        rank: max((own[rank] - optimizer[rank]) / split.share, _LEAST_S)
+        for rank, split in splits.items()
+        if rank in own
+    }
 
 
 def _is_across(group: GroupInfo | None, replica_of: Mapping[int, int]) -> bool:

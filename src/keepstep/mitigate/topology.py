@@ -19,11 +19,11 @@ _ALIKE = 1.01  # times that differ by less are the same: fewer nodes move
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Which nodes take each other's places, and what that does to the slowest link.
+    """Which nodes take each other's places, and what that does to the slowest link, or to the iteration.
 
     Attributes:
         swaps: pairs of node ranks; no node is in two.
-        before_s: what the slowest link takes for an iteration's traffic now.
+        before_s: what the slowest link takes for an iteration's traffic now; or the iteration, where nodes are slow.
         after_s: the same with these swaps.
         bound_s: no disjoint swaps come more than 2 % below it.
     """

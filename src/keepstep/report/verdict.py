@@ -6,8 +6,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import Literal
 
-from keepstep.core.incident import Culprit, Incident
+from keepstep.core.incident import Action, Culprit, Incident
 from keepstep.core.ranges import fold_ranks
+from keepstep.report.timeline import lines as lines_of_time
+from keepstep.report.wording import accelerator_time, done, seconds, who
 
 WIDTH = 120
 _LABEL = 10
@@ -19,7 +21,14 @@ _ORDER = {"high": 0, "medium": 1, "low": 2}
 _STYLES = {"slow": "33;1", "hang": "31;1", "crash": "31;1", "desync": "31;1", "culprit": "1", "dim": "2"}
 
 
-def render(incident: Incident, *, color: bool = False, world: int | None = None, run: str = "RUN") -> str:
+def render(
+    incident: Incident,
+    *,
+    color: bool = False,
+    world: int | None = None,
+    run: str = "RUN",
+    timeline: bool = False,
+) -> str:
     """The verdict as text of at most 120 columns, without a newline at its end.
 
     Args:
@@ -27,6 +36,7 @@ def render(incident: Incident, *, color: bool = False, world: int | None = None,
         color: with ANSI colours; the caller heeds ``NO_COLOR`` and whether it is a terminal.
         world: number of ranks of the job, where the incident does not say.
         run: the run's name, for the command in the last line.
+        timeline: with what happened when; actions are said there.
     """
     size = world or incident.world_size
     lines = [_line(incident.kind.upper(), _headline(incident))]
@@ -35,8 +45,10 @@ def render(incident: Incident, *, color: bool = False, world: int | None = None,
     lines += _evidence(incident, size)
     if incident.missing and incident.culprits:
         lines += _wrapped("missing", "; ".join(incident.missing))
-    lines += _actions(incident)
-    if incident.status != "open":
+    moments = lines_of_time(incident) if timeline else []
+    lines += _actions(incident, [one for one in incident.actions if not moments or one.begun_unix_s is None])
+    lines += _timeline(moments)
+    if incident.status != "open" or incident.lost_s is not None:
         lines.append(_line("status", _closing(incident)))
     lines.append(_line("next", f"keepstep report {run} {incident.number:04d}"))
     return "\n".join(_colored(line) if color else line for line in lines)
@@ -55,8 +67,7 @@ def render_closing(incident: Incident, *, color: bool = False) -> str:
 def render_action(incident: Incident, *, color: bool = False) -> str:
     """The newest of what was done about an incident."""
     action = incident.actions[-1]
-    text = f"{action.name}, {action.detail}" if action.detail else action.name
-    lines = _wrapped("ACTION", f"incident {incident.number:04d}  {text}")
+    lines = _wrapped("ACTION", f"incident {incident.number:04d}  {done(action)}")
     return "\n".join(_colored(line) if color else line for line in lines)
 
 
@@ -89,7 +100,7 @@ def _headline(incident: Incident) -> str:
         before, after = incident.iteration_before_s, incident.iteration_after_s
         if before and after:
             factor = incident.job_slowdown or after / before
-            parts.append(f"iteration {_seconds(before)} → {_seconds(after)} (×{factor:.2f})")
+            parts.append(f"iteration {seconds(before)} → {seconds(after)} (×{factor:.2f})")
         elif incident.job_slowdown:
             parts.append(f"iteration ×{incident.job_slowdown:.2f}")
         if incident.detected_step is not None and incident.onset_step is not None:
@@ -118,7 +129,7 @@ def _culprits(incident: Incident) -> list[str]:
 
 
 def _culprit(culprit: Culprit) -> str:
-    parts = [_who(culprit)]
+    parts = [who(culprit)]
     what = culprit.cause or "cause unknown"
     if culprit.slowdown > 0:
         what += f" ×{culprit.slowdown:.1f}"
@@ -129,17 +140,8 @@ def _culprit(culprit: Culprit) -> str:
     return "  ".join(parts)
 
 
-def _who(culprit: Culprit) -> str:
-    if culprit.link is not None:
-        (first, second), (here, there) = culprit.link.ranks, culprit.link.nodes
-        return f"link {here} ↔ {there}  (rank {first} ↔ {second})"
-    if culprit.rank is not None:
-        return f"rank {culprit.rank}  {culprit.node}".rstrip()
-    return f"node {culprit.node}" if culprit.node else "somebody"
-
-
 def _short(incident: Incident) -> str:
-    return ", ".join(_who(one).replace("  ", " ") for one in incident.culprits[:2]) or "cause unknown"
+    return ", ".join(who(one).replace("  ", " ") for one in incident.culprits[:2]) or "cause unknown"
 
 
 def _victims(incident: Incident, world: int) -> list[str]:
@@ -177,48 +179,53 @@ def _confidence(culprits: Sequence[Culprit]) -> Literal["high", "medium", "low",
     return min((one.confidence for one in culprits), key=lambda word: _ORDER[word])
 
 
-def _actions(incident: Incident) -> list[str]:
+def _actions(incident: Incident, actions: Sequence[Action]) -> list[str]:
     if not incident.actions and incident.kind == "crash":
         return [_line("action", "the launchers end the job, or start it again where --max-restarts allows")]
     if not incident.actions:
         return [_line("action", "none (watching only)")]
     lines: list[str] = []
-    for index, action in enumerate(incident.actions):
-        left = f"{action.name}, {action.detail}" if action.detail else action.name
+    for index, action in enumerate(actions):
         cost = "" if action.expected_cost_s is None else f"expected cost {action.expected_cost_s:.0f} s"
-        lines += _beside("action" if index == 0 else "", left, cost)
+        lines += _beside("action" if index == 0 else "", done(action), cost)
+    return lines
+
+
+def _timeline(moments: Sequence[tuple[str, str]]) -> list[str]:
+    lines: list[str] = []
+    for place, (column, text) in enumerate(moments):
+        pieces = textwrap.wrap(text, WIDTH - _LABEL - len(column), break_on_hyphens=False) or [""]
+        for index, piece in enumerate(pieces):
+            before = column if index == 0 else " " * len(column)
+            lines.append(_line("timeline" if place == index == 0 else "", before + piece))
     return lines
 
 
 def _closing(incident: Incident) -> str:
+    if incident.status == "open":
+        return f"open{_cost(incident)} so far"
     if incident.status == "ended":
-        return "over with the job, or by what came after it"
+        return "over with the job, or by what came after it" + _cost(incident)
     if incident.status == "transient":
         return "gone before it was located"
     at = f"step {incident.relief_step}" if incident.relief_step is not None else "unknown step"
     if incident.kind == "slow" and incident.onset_step is not None and incident.relief_step is not None:
-        text = f"{at}  over after {incident.relief_step - incident.onset_step} steps"
-        if incident.lost_s is not None:
-            text += f", {_accelerator_time(incident.lost_s * incident.world_size)} lost"
-        if incident.saved_s > 0:
-            text += f", {_accelerator_time(incident.saved_s * incident.world_size)} saved"
-        return text
+        return f"{at}  over after {incident.relief_step - incident.onset_step} steps{_cost(incident)}"
     if incident.recovery is not None:
-        return f"{at}  training again {_seconds(incident.recovery.seconds)} after it"
+        return f"{at}  training again {seconds(incident.recovery.seconds)} after it"
     if incident.stuck_s is not None:
         return f"{at}  over after {incident.stuck_s:.0f} s"
     return f"{at}  over"
 
 
-def _accelerator_time(seconds: float) -> str:
-    """Of all ranks together."""
-    return f"{seconds / 3600:.3g} GPU-hours" if seconds >= 360 else f"{seconds:.3g} GPU-seconds"
-
-
-def _seconds(value: float) -> str:
-    if value >= 100:
-        return f"{value:.0f} s"
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+def _cost(incident: Incident) -> str:
+    """Of a slowdown, for all ranks together: ``, 7.2 GPU-seconds lost, 3 GPU-seconds saved``."""
+    text = ""
+    if incident.lost_s is not None:
+        text += f", {accelerator_time(incident.lost_s * incident.world_size)} lost"
+    if incident.saved_s > 0:
+        text += f", {accelerator_time(incident.saved_s * incident.world_size)} saved"
+    return text
 
 
 def _cut(text: str, width: int) -> str:

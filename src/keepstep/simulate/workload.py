@@ -158,7 +158,9 @@ class Workload:
             raise UsageError(
                 f"records of {self.layout.world_size} ranks are too many; {_MOST_LOGGED} at most"
             )
-        if shares is not None and (self.schedule != "1f1b" or len(shares) != self.layout.dp or min(shares) < 1):
+        if shares is not None and (
+            self.schedule != "1f1b" or len(shares) != self.layout.dp or min(shares) < 1
+        ):
             raise UsageError("shares are one or more micro-batches for each replica, in a 1F1B schedule")
         if not stuck and any(math.isinf(fault.delay_s) or fault.skips for fault in faults):
             raise UsageError("a fault that never ends: ask for stuck=True, there are no summaries of it")
@@ -168,13 +170,21 @@ class Workload:
         )  # fmt: skip
 
     def iteration_s(
-        self, steps: int, faults: Sequence[Fault] = (), first_step: int = 0, shares: Sequence[int] | None = None
+        self,
+        steps: int,
+        faults: Sequence[Fault] = (),
+        first_step: int = 0,
+        shares: Sequence[int] | None = None,
     ) -> Floats:
         """Seconds of each step, and nothing else of it: the same as of `run`, sooner."""
         return self.replay(range(first_step, first_step + steps), faults, [], shares).ends
 
     def replay(
-        self, steps: range, faults: Sequence[Fault], sinks: Sequence[Sink], shares: Sequence[int] | None = None
+        self,
+        steps: range,
+        faults: Sequence[Fault],
+        sinks: Sequence[Sink],
+        shares: Sequence[int] | None = None,
     ) -> Replay:
         """The steps, told to ``sinks``."""
         batches = self.micro_batches if shares is None else max(shares)
@@ -297,7 +307,14 @@ class Run:
             lasts = one.end - one.start
             own = lasts - sum(max(min(one.end, end) - max(one.start, start), 0.0) for start, end in waits)
             yield BlockSummary(
-                rank, self._first + step, kind, peer, number, origin + rate * one.start, rate * lasts, rate * max(own, 0.0)
+                rank,
+                self._first + step,
+                kind,
+                peer,
+                number,
+                origin + rate * one.start,
+                rate * lasts,
+                rate * max(own, 0.0),
             )
 
     def states(self) -> Iterator[RankState]:
@@ -406,7 +423,10 @@ class Run:
             ]
             yield [
                 _summary(
-                    rank, self._first + first + step, [offset + rate * row[0], *(rate * value for value in row[1:])], heads
+                    rank,
+                    self._first + first + step,
+                    [offset + rate * row[0], *(rate * value for value in row[1:])],
+                    heads,
                 )
                 for step, row in enumerate(rows)
             ]

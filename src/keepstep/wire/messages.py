@@ -35,6 +35,7 @@ MOST_LABEL = 100  # characters of a failure domain's name
 MOST_SEATS = 7  # of a council
 MOST_TABLE = 1 << 16  # rows of a rank table: nodes
 MOST_REPLICAS = 1 << 14  # of a model
+MOST_LOAD_BYTES = 64 << 20  # of a probe
 
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 _Ranks = Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
@@ -257,11 +258,11 @@ class Validate(Message, frozen=True):
 class Operate(Message, frozen=True):
     """An operator orders something by hand. Answered by ``Operated`` when it is done, or refused."""
 
-    verb: Literal["start", "stop", "suspend", "resume", "restart", "exchange"]
+    verb: Literal["start", "stop", "suspend", "resume", "restart", "exchange", "replace"]
     now: bool = False  # do not wait until a step is sealed
     nodes: Annotated[
         tuple[_Line, ...], msgspec.Meta(max_length=2)
-    ] = ()  # names of those that exchange their ranks
+    ] = ()  # names of those that exchange their ranks, or is replaced
 
 
 class Sealed(Message, frozen=True):
@@ -452,10 +453,14 @@ class ProbeTarget(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProbeRequest(Message, frozen=True):
-    """Send an empty message to each of these nodes' agents and tell what came of it; beyond 16 they are left out."""
+    """Send a message to each of these nodes' agents and tell what came of it; beyond 16 they are left out.
+
+    ``load_bytes``: of the message, beside its head; at most `MOST_LOAD_BYTES`.
+    """
 
     request: int
     targets: tuple[ProbeTarget, ...]
+    load_bytes: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOAD_BYTES)] = 0
 
 
 class Hold(Message, frozen=True):

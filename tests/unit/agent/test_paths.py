@@ -14,7 +14,7 @@ from keepstep import wire
 from keepstep.agent import paths
 from keepstep.agent.paths import Echo, is_elsewhere, probe_paths
 from keepstep.core.summary import Endpoint
-from keepstep.wire.messages import ProbeRequest, ProbeTarget
+from keepstep.wire.messages import MOST_LOAD_BYTES, ProbeRequest, ProbeTarget
 
 SECRET = b"s" * 32
 
@@ -42,8 +42,8 @@ def with_echo(test: Callable[[Echo], Coroutine[Any, Any, None]], run: Callable[.
     run(main())
 
 
-def request(*endpoints: Endpoint) -> ProbeRequest:
-    return ProbeRequest(1, (ProbeTarget("there", endpoints),))
+def request(*endpoints: Endpoint, load_bytes: int = 0) -> ProbeRequest:
+    return ProbeRequest(1, (ProbeTarget("there", endpoints),), load_bytes)
 
 
 async def outcome(*endpoints: Endpoint, secret: bytes = SECRET, timeout_s: float = 5.0) -> str:
@@ -81,6 +81,45 @@ def test_without_the_secret_there_is_no_answer() -> None:
                 assert await reader.read(100) == b""
             writer.close()
         assert await outcome(endpoint) == "echo"
+
+    with_echo(test)
+
+
+def test_a_load_takes_its_time() -> None:
+    async def test(echo: Echo) -> None:
+        took_s: list[float] = []
+        for load_bytes in (0, 1, 1 << 16, MOST_LOAD_BYTES):
+            asked = request(*echo.endpoints, load_bytes=load_bytes)
+            (probe,) = await probe_paths(asked, "here", SECRET, ())
+            assert probe.outcome == "echo"
+            took_s.append(probe.load_s)
+        assert took_s[0] == 0.0
+        assert 0 < took_s[1] < took_s[-1]
+
+    with_echo(test)
+
+
+def test_a_load_that_does_not_come_in_time_took_at_least_so_long() -> None:
+    async def test(echo: Echo) -> None:
+        with socket.create_server(("127.0.0.4", 0)) as server:  # that reads nothing
+            asked = request(Endpoint("127.0.0.4", server.getsockname()[1]), load_bytes=MOST_LOAD_BYTES)
+            (probe,) = await probe_paths(asked, "here", SECRET, (), timeout_s=0.3)
+            assert (probe.outcome, probe.load_s >= 0.2) == ("silent", True)
+
+    with_echo(test)
+
+
+def test_more_than_was_said_is_no_load() -> None:
+    async def test(echo: Echo) -> None:
+        (endpoint,) = echo.endpoints
+        question = bytes(16) + (10).to_bytes(4, "big")
+        ping = question + paths.code(SECRET, b"keepstep ping", question)
+        for sent, answered in ((ping + bytes(10), 16), (ping + bytes(11), 0)):
+            reader, writer = await asyncio.open_connection(endpoint.address, endpoint.port)
+            writer.write(sent)
+            with contextlib.suppress(ConnectionError):
+                assert len(await reader.read(100)) == answered
+            writer.close()
 
     with_echo(test)
 

@@ -72,6 +72,9 @@ class PlainLocators:
     def blocks_wanted(self, culprits: Sequence[Culprit], *_: Any) -> tuple[int, ...]:
         return ()
 
+    def stages(self, *_: Any) -> dict[int, int]:
+        return {}
+
     def sharpen(self, diagnosis: Diagnosis, *_: Any) -> Diagnosis:
         return diagnosis
 

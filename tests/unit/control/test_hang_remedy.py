@@ -152,3 +152,13 @@ def test_of_two_both_or_none() -> None:
     assert not stand.sent
     stand.look(20.0, STOPPED, replace(STOPPED, rank=3, process=78))
     assert [kill.process for kill in stand.sent] == [77, 78]
+
+
+def test_a_look_comes_when_the_patience_ends() -> None:
+    stand = Stand()
+    asked: list[int] = []
+    for at_s in (10.0, 10.6, 11.7, 12.0, 12.15):  # without progress since -18.0
+        stand.look(at_s, replace(ASLEEP, last_progress_s=72.0, now_s=90.0 + at_s))
+        asked.append(len(stand.asked))
+    assert asked == [1, 2, 3, 3, 4]  # not 5 s after the one before
+    assert len(stand.sent) == 1

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from keepstep.control.moves import Look
 from keepstep.control.relocation import Relocation, paths_of
 from keepstep.core.incident import Culprit, Link
-from keepstep.core.summary import PeerTraffic
+from keepstep.core.microbatches import Split
+from keepstep.core.summary import PathProbe, PeerTraffic
+from keepstep.mitigate import Replicas
 
 NAMES = ("gpu-0", "gpu-1", "gpu-2", "gpu-3")
 RANKS = {name: rank for rank, name in enumerate(NAMES)}
@@ -40,10 +44,18 @@ class Office:
     refusal: str = ""
     cluster: Any = field(
         default_factory=lambda: SimpleNamespace(
-            nodes={rank: SimpleNamespace(name=name) for rank, name in enumerate(NAMES)}
+            nodes={
+                rank: SimpleNamespace(name=name, ranks=(2 * rank, 2 * rank + 1))
+                for rank, name in enumerate(NAMES)
+            }
         )
     )
     ordered: list[Any] = field(default_factory=list[Any])
+    asked: list[Any] = field(default_factory=list[Any])
+
+    def ask_probes(self, pairs: Any, now_s: float, load_bytes: int = 0) -> int:
+        self.asked.append((list(pairs), load_bytes))
+        return len(self.asked)
 
     def exchange(self, pairs: Any, why: str, now_s: float) -> str:
         self.ordered.append((tuple(pairs), why))
@@ -55,6 +67,10 @@ def case(*culprits: Culprit) -> Any:
 
 
 SLOW = Culprit(link=Link((0, 2), ("gpu-0", "gpu-2")))
+
+
+def look(*cases: Any, traffic: list[PeerTraffic] = TRAFFIC) -> Look:
+    return Look(cases, traffic, None, 0.2, 1.0)
 
 
 def relocation(refusal: str = "") -> tuple[Relocation, Office]:
@@ -76,7 +92,7 @@ def test_a_healthy_link_is_one_that_carries_about_as_much() -> None:
 
 def test_heavy_traffic_is_to_leave_the_slow_link() -> None:
     made, office = relocation()
-    remedy = made.remedy([case(SLOW)], TRAFFIC, 1.0)
+    remedy = made.remedy(look(case(SLOW)))
     assert remedy is not None
     assert remedy.iteration_s == pytest.approx(1.0 - 4e6 * 2e-7 + 4e4 * 2e-7, rel=0.02)
     assert made.order(5.0) == ""
@@ -93,7 +109,7 @@ def test_heavy_traffic_is_to_leave_the_slow_link() -> None:
 
 def test_an_order_that_comes_to_nothing_is_given_up() -> None:
     made, _ = relocation()
-    assert made.remedy([case(SLOW)], TRAFFIC, 1.0)
+    assert made.remedy(look(case(SLOW)))
     made.order(5.0)
     assert made.tick(184.0) == ""
     assert made.tick(186.0) == "not all ranks sealed a step"
@@ -102,7 +118,7 @@ def test_an_order_that_comes_to_nothing_is_given_up() -> None:
 
 def test_what_is_refused_is_not_waited_for() -> None:
     made, _ = relocation("it is suspended; say resume")
-    assert made.remedy([case(SLOW)], TRAFFIC, 1.0)
+    assert made.remedy(look(case(SLOW)))
     assert made.order(5.0) == "it is suspended; say resume"
     assert not made.is_ordered
 
@@ -125,4 +141,145 @@ def test_where_no_exchange_helps_none_is_offered(
     culprits: tuple[Culprit, ...], traffic: list[PeerTraffic]
 ) -> None:
     made, _ = relocation()
-    assert made.remedy([case(*culprits)], traffic, 1.0) is None
+    assert made.remedy(look(case(*culprits), traffic=traffic)) is None
+
+
+def exchanged() -> tuple[Relocation, Office]:
+    """The exchange was done at 10 s."""
+    made, office = relocation()
+    assert made.remedy(look(case(SLOW)))
+    made.order(5.0)
+    assert made.begun_again()
+    made.settled(10.0)
+    return made, office
+
+
+def loads(made: Relocation, office: Office, now_s: float, others_s: float, link_s: float) -> Any:
+    """One round of them, and what is done then. ``link_s``: of all tries."""
+    assert made.take_back(now_s) is None
+    while made.is_asking:
+        (pairs, _) = office.asked[-1]
+        took_s = link_s if pairs == [("gpu-0", "gpu-2")] else others_s
+        made.probed(len(office.asked), [PathProbe(*pair, "echo", 1e-4, took_s) for pair in pairs], now_s)
+    return made.take_back(now_s)
+
+
+def test_nodes_go_back_when_the_link_is_fast_again() -> None:
+    made, office = exchanged()
+    ((pairs, _),) = office.ordered
+    assert loads(made, office, 11.0, 0.001, 0.1) is None
+    assert office.asked[0] == ([("gpu-1", "gpu-3")], round(0.1 / 2e-7))
+    assert loads(made, office, 21.5, 0.001, 0.0012) is None
+    told, refused = loads(made, office, 37.0, 0.001, 0.0012)
+    assert "take their ranks back: the link gpu-0 ↔ gpu-2 is fast again" in told
+    assert refused == ""
+    assert office.ordered[1] == (pairs, "the link gpu-0 ↔ gpu-2 is fast again")
+    assert made.is_back
+    assert made.begun_again()
+    made.settled(40.0)
+    assert made.take_back(1000.0) is None
+    assert len(office.asked) == 6
+
+
+def test_a_load_that_a_busy_host_was_slow_with_is_tried_again() -> None:
+    made, office = exchanged()
+    for now_s in (11.0, 37.0):
+        assert made.take_back(now_s) is None
+        for took_s in (0.001, 0.02, 0.015, 0.0012):
+            pair = office.asked[-1][0][0]
+            made.probed(len(office.asked), [PathProbe(*pair, "echo", 1e-4, took_s)], now_s)
+        assert not made.is_asking
+    assert made.take_back(37.0) is not None
+
+
+def test_one_fast_load_is_not_enough() -> None:
+    made, office = exchanged()
+    now_s = 11.0
+    for link_s in (0.001, 0.1, 0.001, 0.1, 0.001, 0.1):
+        assert loads(made, office, now_s, 0.001, link_s) is None
+        now_s += 61.0
+    assert len(office.ordered) == 1
+
+
+@pytest.mark.parametrize(("others_s", "outcome"), [(0.0, "echo"), (0.001, "timeout"), (0.001, "silent")])
+def test_what_loads_do_not_tell_is_not_believed(others_s: float, outcome: str) -> None:
+    made, office = exchanged()
+    for now_s in range(11, 1000, 70):
+        assert made.take_back(now_s) is None
+        made.probed(len(office.asked), [PathProbe("gpu-1", "gpu-3", outcome, 0.0, others_s)], now_s)
+    assert len(office.ordered) == 1
+    assert all(pairs == [("gpu-1", "gpu-3")] for pairs, _ in office.asked)
+
+
+def test_a_link_that_turns_slow_again_and_again_is_left_for_longer_and_longer() -> None:
+    made, office = relocation()
+    now_s, waited_s = 10.0, list[float]()
+    for _ in range(10):
+        assert made.remedy(look(case(SLOW)))
+        made.order(now_s)
+        made.begun_again()
+        made.settled(now_s)
+        since_s = now_s
+        while not made.is_back:
+            now_s += 1.0
+            if made.take_back(now_s) is None and made.is_asking:
+                for _ in range(2):
+                    pair = office.asked[-1][0][0]
+                    made.probed(len(office.asked), [PathProbe(*pair, "echo", 1e-4, 0.001)], now_s)
+        waited_s.append(now_s - since_s)
+        made.begun_again()
+        made.settled(now_s)
+    assert waited_s[-1] >= 1280.0
+    assert all(one <= other for one, other in pairwise(waited_s))
+
+
+def test_when_an_end_of_the_link_is_gone_nobody_goes_back() -> None:
+    made, office = exchanged()
+    office.cluster.nodes[2].name = "gpu-9"
+    assert made.take_back(11.0) is None
+    assert made.take_back(100.0) is None
+    assert not office.asked
+
+
+def pipelines(*slow: int) -> Look:
+    """Four replicas of two stages, the first on gpu-0 and gpu-1; these nodes take twice as long."""
+    splits = {rank: Split(rank, 0, 32, rank % 4, 4, share=8) for rank in range(8)}
+    seconds = {rank: 0.02 if rank // 2 in slow else 0.01 for rank in range(8)}
+    culprits = [Culprit(rank=2 * node, node=NAMES[node], slowdown=2.0, confidence="high") for node in slow]
+    replicas = Replicas(
+        (8,) * 4, tuple(max(seconds[one], seconds[one + 4]) for one in range(4)), (0.0,) * 4, 0.0
+    )
+    stages = {rank: rank // 4 for rank in range(8)}
+    return Look([case(*culprits)], (), replicas, 0.1, 0.2, splits, seconds, stages)
+
+
+def test_slow_nodes_come_into_few_replicas() -> None:
+    made, office = relocation()
+    slow = pipelines(0, 3)  # a half of each replica
+    remedy = made.remedy(slow)
+    assert remedy is not None
+    assert made.may_help(slow.cases)
+    assert made.order(5.0) == ""
+    ((pairs, why),) = office.ordered
+    assert why == "slow nodes are in several replicas or stages"
+    ((one, other),) = pairs
+    assert {one, other} in ({0, 1}, {2, 3})  # then both are halves of the same replicas
+    assert remedy.iteration_s < 0.9 * 0.2
+    made.begun_again()
+    made.settled(10.0)
+    assert made.take_back(15.0) is None
+    told, refused = made.take_back(21.0) or ("", "nothing")
+    assert (told.endswith("take their ranks back: no node is slow any more"), refused) == (True, "")
+
+
+@pytest.mark.parametrize("slow", [(), (0,), (0, 2), (0, 1, 2, 3)])
+def test_where_slow_nodes_are_in_few_replicas_already_nobody_moves(slow: tuple[int, ...]) -> None:
+    assert relocation()[0].remedy(pipelines(*slow)) is None
+
+
+def test_without_shares_or_stages_slow_nodes_stay() -> None:
+    look = pipelines(0, 3)
+    assert relocation()[0].remedy(replace(look, stages=None)) is None
+    assert relocation()[0].remedy(replace(look, replicas=None)) is None
+    assert relocation()[0].remedy(replace(look, seconds={})) is None
+    assert relocation()[0].remedy(replace(look, stages={rank: rank % 3 for rank in range(8)})) is None

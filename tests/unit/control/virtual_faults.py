@@ -218,10 +218,8 @@ class World(Job):
             self._exit(host, 130)
 
     def operate(self) -> None:
-        """An operator has the job begin again, also with two nodes exchanged, suspends it for a while, or ends it."""
-        verb = self.random.choice(
-            ("restart", "exchange", "exchange", "suspend", "suspend", "suspend", "stop")
-        )
+        """An operator has the job begin again, also with nodes exchanged or replaced, suspends or ends it."""
+        verb = self.random.choice(("restart", *["exchange"] * 2, *["replace"] * 2, *["suspend"] * 3, "stop"))
         self._order(verb)
         if verb == "suspend":
             self.at(self.random.choice((0.0, 1.0, 5.0, 20.0)), self._resume)
@@ -236,7 +234,8 @@ class World(Job):
         self.count += 1
         site.controller.connected(self.count, "client")
         names = sorted(one.node for one in site.controller.rendezvous.placements)
-        nodes = tuple(self.random.sample(names, min(2, len(names)))) if verb == "exchange" else ()
+        count = min({"exchange": 2, "replace": 1}.get(verb, 0), len(names))
+        nodes = tuple(self.random.sample(names, count))
         for message in (wire.Hello("client", "desk", -1, 1), wire.Operate(verb, True, nodes)):  # type: ignore[arg-type]
             self._carry_out(site, site.controller.message(self.count, message, self.now_s))
 

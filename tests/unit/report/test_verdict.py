@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.core.incident import Action, Culprit, Incident, Link
+from keepstep.core.incident import Action, Culprit, Event, Incident, Link
 from keepstep.report.verdict import WIDTH, render, render_action, render_closing
 
 HANG = Incident(
@@ -170,6 +170,7 @@ culprits = st.builds(
     cause=words,
     detail=words,
 )
+moments = st.one_of(st.none(), st.floats(0, 4e9))
 incidents = st.builds(
     Incident,
     number=st.integers(1, 99999),
@@ -182,7 +183,15 @@ incidents = st.builds(
     victims=st.lists(st.integers(0, 131_071), max_size=50, unique=True).map(tuple),
     evidence=st.lists(words, max_size=8).map(tuple),
     missing=st.lists(words, max_size=4).map(tuple),
-    actions=st.lists(st.builds(Action, words, seconds, words), max_size=3).map(tuple),
+    actions=st.lists(
+        st.builds(
+            *(Action, words, seconds, words),
+            expected_iteration_s=seconds,
+            step=st.none() | st.integers(0, 10**9),
+            begun_unix_s=moments,
+        ),
+        max_size=3,
+    ).map(tuple),
     status=st.sampled_from(["open", "relieved", "transient", "ended"]),
     summary=words,
     iteration_before_s=seconds,
@@ -190,13 +199,26 @@ incidents = st.builds(
     stuck_s=seconds,
     ranks_reporting=st.integers(0, 10**6),
     world_size=st.integers(0, 10**6),
+    closed_unix_s=moments,
+    lost_s=seconds,
+    onset_unix_s=moments,
+    events=st.lists(
+        st.builds(
+            Event,
+            st.sampled_from(["noticed", "verdict", "sharper", "validation"]),
+            st.floats(0, 4e9),
+            st.none() | st.integers(0, 10**9),
+            words,
+        ),
+        max_size=4,
+    ).map(tuple),
 )
 
 
-@given(incidents)
+@given(incidents, st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_never_wider_than_a_terminal_and_never_fails(incident: Incident) -> None:
-    lines = render(incident).split("\n")
+def test_never_wider_than_a_terminal_and_never_fails(incident: Incident, timeline: bool) -> None:
+    lines = render(incident, timeline=timeline).split("\n")
     assert all(len(line) <= WIDTH for line in lines)
     assert all(line.isprintable() for line in lines)
     assert lines[0].split()[0] == incident.kind.upper()
@@ -209,7 +231,7 @@ def test_an_action_is_said_by_itself() -> None:
         "S2, micro-batches", 0.0, "9 to replicas 0-1,3, 5 to replica 2; expected 0.1 s → 0.07 s " * 2
     )
     said = render_action(replace(SLOW, actions=(Action("none"), action))).splitlines()
-    assert said[0].startswith("ACTION    incident 0001  S2, micro-batches, 9 to replicas")
+    assert said[0].startswith("ACTION    incident 0001  S2, micro-batches: 9 to replicas")
     assert all(len(line) <= WIDTH for line in said)
     assert "none" not in "".join(said)
 
@@ -219,7 +241,7 @@ def test_an_action_is_said_by_itself() -> None:
     [
         (None, 0.0, "over after 10 steps"),
         (2.0, 0.0, "over after 10 steps, 8 GPU-seconds lost"),
-        (900.0, 1800.0, "over after 10 steps, 1 GPU-hours lost, 2 GPU-hours saved"),
+        (900.0, 1800.0, "over after 10 steps, 1 GPU-hour lost, 2 GPU-hours saved"),
     ],
 )
 def test_what_a_slowdown_cost_is_told_in_the_end(lost_s: float | None, saved_s: float, says: str) -> None:
