@@ -36,11 +36,13 @@ _AGENTS = 1000  # peer numbers of agents begin here
 # What an exchange of nodes takes, from what was measured of keepstep (benchmarks/results) and the paper's model:
 # a rank's share of 40 billion parameters as bfloat16 with float32 master weights and two moments, not sharded.
 STATE_BYTES = 40e9 / (given.TP * given.PP) * (2 + 3 * 4)
-FETCH_BYTES_PER_S = 1.78e9 / 1.44  # checkpoint.json, "fetch from another node": raw TCP ÷ its ratio; each rank its own
+FETCH_BYTES_PER_S = (
+    1.78e9 / 1.44
+)  # checkpoint.json, "fetch from another node": raw TCP ÷ its ratio; each rank its own
 RESTORE_BYTES_PER_S = 1.07e9 / (0.144 * 1.024)  # checkpoint.json, "restore from own cache", two at once
 REFORM_S = 0.283  # recovery.json, kill to the next step of all, warm standbys
 EXCHANGE_S = STATE_BYTES / FETCH_BYTES_PER_S + STATE_BYTES / RESTORE_BYTES_PER_S + REFORM_S
-PAPER_EXCHANGE_S = 60.0  # GREYHOUND §7.5: "under one minute"
+BEGIN_S = 1000.0  # virtual time of the first iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,11 @@ class _Sent:
     step: int
     seconds: float
     paths: dict[tuple[int, int], tuple[float, float]]
+
+
+def name_of(node: int) -> str:
+    """A node's host name, whatever it plays."""
+    return f"gpu-{node:05d}"
 
 
 class Cluster:
@@ -114,7 +121,10 @@ class Cluster:
                 paths[here, there] = given.TP * 2.0 * (1 << 28), given.TP * usual.dp_s
                 for other in (here - given.DP, here + given.DP):
                     if 0 <= other < NODES:
-                        paths[here, other] = given.TP * share * float(1 << 24), given.TP * share * usual.message_s
+                        paths[here, other] = (
+                            given.TP * share * float(1 << 24),
+                            given.TP * share * usual.message_s,
+                        )
         for event in self.schedule.at(step):
             if event.kind == "link":
                 one = self.place_of[event.stage * given.DP + event.replica]
@@ -132,7 +142,7 @@ class Treated:
         self.log = Log()
         self._cluster, self._exchange_s = Cluster(schedule, seed), exchange_s
         self._iterations = schedule.iterations
-        self._now_s, self._ticks, self._beats = 1000.0, 10_000, 1000
+        self._now_s, self._ticks, self._beats = BEGIN_S, round(BEGIN_S / _TICK_S), round(BEGIN_S)
         self._step = self._first = 0  # the next one; the incarnation's first
         self._number, self._in_force_from = 0, 0
         self._ordered: wire.Shares | None = None
@@ -142,7 +152,7 @@ class Treated:
         self._seal_at: int | None = None
         self._halted_s: float | None = None
         self._began_s = self._now_s  # the iteration that is under way, pauses before it included
-        self._names = [f"gpu-{node:05d}" for node in range(NODES)]
+        self._names = [name_of(node) for node in range(NODES)]
         self._tracks: list[deque[IterationSummary]] = []
         self._watches: list[RankWatch] = []
         self._sent: deque[_Sent] = deque()
@@ -304,7 +314,9 @@ class Treated:
             self.controller.connected(peer, "agent")
             self._say(peer, wire.Hello("agent", name, place, peer, launcher=100 + node))
             own = set(range(place * given.TP, (place + 1) * given.TP))
-            self._say(peer, wire.Groups(place * given.TP, tuple(one for one in groups if own & set(one.members))))
+            self._say(
+                peer, wire.Groups(place * given.TP, tuple(one for one in groups if own & set(one.members)))
+            )
         self._tell_splits()
 
     # --- agents ---------------------------------------------------------------------------------------------------
@@ -324,7 +336,11 @@ class Treated:
         beats: list[wire.RankBeat] = []
         for rank in range(place * given.TP, (place + 1) * given.TP):
             row = self._tracks[rank][-1] if self._tracks[rank] else None
-            figures = (row.step, int(Phase.FORWARD), row.step + 1, row.duration_s, row.self_s) if row else (-1, 0, 1, 0.0, 0.0)
+            figures = (
+                (row.step, int(Phase.FORWARD), row.step + 1, row.duration_s, row.self_s)
+                if row
+                else (-1, 0, 1, 0.0, 0.0)
+            )
             beats.append(wire.RankBeat(rank, *figures))
         samples, self._clock[place] = tuple(self._clock[place]), []
         beat = wire.Heartbeat(place, self._beats, self._now_s, tuple(beats), samples)
@@ -354,7 +370,9 @@ class Treated:
             if request.first_step <= row.step <= request.last_step
         ]
         rows.sort(key=lambda row: (row.step, row.rank))
-        return wire.Profile(request.request, place, tuple(rows), traffic=self._traffic(place, request.onset_step))
+        return wire.Profile(
+            request.request, place, tuple(rows), traffic=self._traffic(place, request.onset_step)
+        )
 
     def _traffic(self, place: int, onset_step: int) -> tuple[PeerTraffic, ...]:
         if onset_step < 0:
@@ -402,7 +420,9 @@ class Treated:
         if isinstance(message, wire.ProfileRequest):
             self._mail.append((peer, self._profile(node, message)))
         elif isinstance(message, wire.Shares):
-            if self._ordered is None or self._ordered.number != message.number:  # it is said until it is obeyed
+            if (
+                self._ordered is None or self._ordered.number != message.number
+            ):  # it is said until it is obeyed
                 self._ordered, self._ordered_from = message, self._step + _DELAY_STEPS
 
     def _to_launcher(self, node: int, message: wire.Message) -> None:
