@@ -80,7 +80,7 @@ def name_of(node: int) -> str:
 
 
 class Cluster:
-    """The machines and what runs on them: which node plays which place, which shares are in force, how long that takes."""
+    """The machines and what runs on them: which node plays which place, the shares in force, how long it takes."""
 
     def __init__(self, schedule: given.Schedule, seed: int, jitter: float = 1.0) -> None:
         self.schedule, self._seed, self._jitter = schedule, seed, jitter
@@ -184,6 +184,7 @@ class Treated:
         """All iterations."""
         while self._step < self._iterations:
             self._iterate()
+        assert abs(sum(self.log.seconds) - (self._now_s - BEGIN_S)) < 1e-6, "time was lost count of"
         return self.log
 
     # --- training -------------------------------------------------------------------------------------------------
@@ -216,10 +217,13 @@ class Treated:
             self._tracks[row.rank].append(row)
             if row.rank % given.TP == 0:
                 self._clock[row.rank // given.TP] += [
-                    ClockSample(one.group, one.op, -1, one.first_seq, row.rank, row.start_s + one.start_s, row.start_s + one.end_s)
+                    ClockSample(
+                        *(one.group, one.op, -1, one.first_seq, row.rank),
+                        *(row.start_s + one.start_s, row.start_s + one.end_s),
+                    )
                     for one in row.streams
                     if one.peer < 0 and one.count == 1
-                ]  # fmt: skip
+                ]
         self._sent.append(self._cluster.sent(step, seconds))
         while sum(one.seconds for one in self._sent) > _LOOKS_S:
             self._sent.popleft()
@@ -389,9 +393,13 @@ class Treated:
                     row[2 * after + 1] += busy_s
         name, address = self._names[self._node_at(place)], self._address(place)
         return tuple(
-            PeerTraffic(name, address, self._address(target), spans[0], int(row[0]), row[1], spans[1], int(row[2]), row[3])
+            PeerTraffic(
+                *(name, address, self._address(target)),
+                *(spans[0], int(row[0]), row[1]),
+                *(spans[1], int(row[2]), row[3]),
+            )
             for target, row in sums.items()
-        )  # fmt: skip
+        )
 
     def _address(self, place: int) -> str:
         return f"10.0.0.{self._node_at(place)}"
@@ -419,11 +427,8 @@ class Treated:
         node = self._agent_of.index(peer)
         if isinstance(message, wire.ProfileRequest):
             self._mail.append((peer, self._profile(node, message)))
-        elif isinstance(message, wire.Shares):
-            if (
-                self._ordered is None or self._ordered.number != message.number
-            ):  # it is said until it is obeyed
-                self._ordered, self._ordered_from = message, self._step + _DELAY_STEPS
+        elif isinstance(message, wire.Shares) and message != self._ordered:  # it is said until it is obeyed
+            self._ordered, self._ordered_from = message, self._step + _DELAY_STEPS
 
     def _to_launcher(self, node: int, message: wire.Message) -> None:
         member = self._members[node]

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from benchmarks import _compound_schedule as given
 from benchmarks._compound_job import COUNT, NODES, Cluster
-from keepstep.core.microbatches import equal_shares
 
 _MOST_SHARE = 2 * given.MICRO_BATCHES
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``shares`` from each edge of the schedule on; ``pause_at``: the edge before which nodes move, None: they never do."""
+    """``shares`` from each edge of the schedule on; ``pause_at``: the edge at which nodes move, None: they never do."""
 
     edges: tuple[int, ...]
     shares: tuple[tuple[int, ...], ...]
@@ -37,7 +37,7 @@ def best(schedule: given.Schedule, exchange_s: float) -> Plan:
     links carry nothing wherever that helps: one pause then is enough, at the edge where it pays most.
     """
     edges = schedule.edges
-    spans = [(first, last) for first, last in zip(edges, edges[1:], strict=False)]
+    spans = list(pairwise(edges))
     start, ideal = tuple(range(NODES)), _ideal(schedule)
     here = [_fit(schedule.at(first), start) for first, _ in spans]
     there = [_fit(schedule.at(first), ideal) for first, _ in spans]
@@ -128,7 +128,7 @@ def _seen(
 
 @lru_cache(maxsize=256)
 def _replica_s(seen: tuple[tuple[float, ...], tuple[float, ...]]) -> tuple[float, ...]:
-    """What an iteration takes if only this replica is as slow, by its share from 1 on; the others have almost nothing."""
+    """What an iteration takes if only this replica is as slow, by its share from 1 on; others have almost nothing."""
     slow, rings = seen
     events = [
         given.Event(0, "compute", "weak", times, 0, 0, 0, stage, None)
@@ -136,8 +136,10 @@ def _replica_s(seen: tuple[tuple[float, ...], tuple[float, ...]]) -> tuple[float
         if times > 1
     ]
     events += [
-        given.Event(0, "link", "weak", times, 0, 0, 1, stage, None, 2, stage) for stage, times in enumerate(rings) if times > 1
-    ]  # fmt: skip
+        given.Event(0, "link", "weak", times, 0, 0, 1, stage, None, 2, stage)
+        for stage, times in enumerate(rings)
+        if times > 1
+    ]
     faults = given.faults(events, range(NODES))
     found: list[float] = []
     for share in range(1, _MOST_SHARE + 1):
@@ -184,7 +186,7 @@ def _ideal(schedule: given.Schedule) -> tuple[int, ...]:
         swap(node(other), (given.PP - 1 - stage) * given.DP + column)
     for link in (one for one in schedule.events if one.kind == "link"):
         here, there = node(link), link.to_stage * given.DP + link.to_replica
-        if any(max(ring) > 1 for ring in (_seen([link], place_of, 0)[1],)):
+        if max(_seen([link], place_of, 0)[1]) > 1:
             free = [place for place in range(NODES) if place_of.index(place) not in settled | {here, there}]
             mover = here if here not in settled else there
             settled |= {here, there}
@@ -192,8 +194,3 @@ def _ideal(schedule: given.Schedule) -> tuple[int, ...]:
             far = [p for p in free if p // given.DP != stays // given.DP and p % given.DP != stays % given.DP]
             swap(mover, far[0])
     return tuple(place_of)
-
-
-def equal() -> tuple[int, ...]:
-    """What all begin with."""
-    return tuple(equal_shares(COUNT, given.DP))

@@ -45,7 +45,7 @@ def test_no_other_shares_are_better_than_the_optimums() -> None:
     for less in range(3, given.MICRO_BATCHES):
         rest, more = divmod(job.COUNT - less, given.DP - 1)
         others = [rest + 1] * more + [rest] * (given.DP - 1 - more)
-        cluster.shares = others[:slow] + [less] + others[slow:]
+        cluster.shares = [*others[:slow], less, *others[slow:]]
         assert cluster.iterations_s(0, 1)[0] >= best_s * (1 - 1e-9)
 
 
