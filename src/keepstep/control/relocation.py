@@ -178,7 +178,8 @@ class Relocation(Move):
         if exchange is None:
             return None
         self._found = exchange, link, load_bytes
-        after_s = max(look.iteration_s - exchange.before_s + exchange.after_s, 0.0)
+        # Time with data under way is the sum over a node's connections; those of its ranks send at once.
+        after_s = max(look.iteration_s - exchange.before_s + exchange.after_s, look.healthy_s)
         return Remedy(TOPOLOGY, self.pause_s, after_s)
 
     def told(self) -> str:

@@ -85,6 +85,14 @@ def test_the_busier_way_of_each_pair_is_what_it_carries() -> None:
     assert (0, 2) not in paths.costs  # a kilobyte tells no speed
 
 
+def test_no_exchange_makes_the_job_faster_than_it_was() -> None:
+    made, _ = relocation()
+    eight_at_once = [*both(0, 2, 320, 2e-7), *both(1, 3, 320, 1e-9)]  # a node's ranks send together
+    remedy = made.remedy(look(case(SLOW), traffic=eight_at_once))
+    assert remedy is not None
+    assert remedy.iteration_s == 0.2
+
+
 def test_a_healthy_link_is_one_that_carries_about_as_much() -> None:
     assert paths_of(TRAFFIC, RANKS).healthy((0, 2)) == pytest.approx(1e-9)
     assert paths_of(both(0, 2, 40, 2e-7), RANKS).healthy((0, 2)) == 0.0

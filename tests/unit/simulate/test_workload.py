@@ -71,6 +71,25 @@ def test_a_slow_message_a_slow_group_and_a_slow_link_take_their_time():
     assert workload.run(1, [link]).iteration_s == pytest.approx(healthy + 0.5)
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_replica_with_fewer_micro_batches_does_what_it_would_with_so_many(stages):
+    shares = [9, 5, 10]
+    run = exact(stages, dp=3, tp=2).run(2, shares=shares, first_step=7)
+    rows = [rank[1] for rank in run.summaries()]
+    for replica, share in enumerate(shares):
+        alone = [rank[1] for rank in exact(stages, dp=3, tp=2, micro_batches=share).run(2).summaries()]
+        for rank in range(replica * 2, len(rows), 6):
+            assert rows[rank].step == 8
+            assert rows[rank].self_s == pytest.approx(alone[rank].self_s)
+            for one, other in zip(rows[rank].streams, alone[rank].streams, strict=True):
+                assert (one.count, one.bytes) == (other.count, other.bytes)
+                if not one.group.startswith(("dp", "world")):
+                    assert one.fastest_s == pytest.approx(other.fastest_s)
+                    assert one.blocked_s == pytest.approx(other.blocked_s)
+    longest = exact(stages, dp=3, tp=2, micro_batches=10).run(2)
+    assert run.iteration_s == pytest.approx(longest.iteration_s)
+
+
 def test_recorded_blocks_are_used_as_they_are():
     steps = np.full((3, 2, 2, 4), 0.04)
     steps[1] *= 2
@@ -98,6 +117,8 @@ def test_what_cannot_be_simulated_is_refused():
         exact(4, micro_batches=6, schedule="interleaved").run(1)
     with pytest.raises(UsageError, match="stuck=True"):
         exact(2).run(1, [Fault("forward", 0, delay_s=math.inf)])
+    with pytest.raises(UsageError, match="1F1B"):
+        exact(2, dp=2).run(1, shares=[4])
     with pytest.raises(UsageError, match="too many"):
         exact(2, dp=1024).run(1, log=True)
 
