@@ -31,6 +31,7 @@ RATE_MBIT = 400  # of a healthy host
 HOSTS = ("node-a", "node-b", "node-c", "node-d")
 _LATE = 30  # iterations after the end of a slowdown, in which it may still be told
 _HOUR_S = 3600
+EMULATED = "computing emulated by sleeping, hosts are network namespaces of one machine, iterations of 0.2 s"
 _PATIENCE_S = 120.0
 _PAUSE_S = 1.0  # of an exchange, for the optimum
 
@@ -149,6 +150,7 @@ def judge(
         "actions": [f"{one['name']}: {one['detail']}" for each in incidents for one in each["actions"]],
     }
     if schedule is not None:
+        found["link_s"] = _link_s(schedule, rows)
         found["reactions"] = {one.number: _reaction(one, incidents) for one in schedule.events}
     return found
 
@@ -169,12 +171,32 @@ def _reaction(event: Event, incidents: list[dict[str, Any]]) -> int | None:
     return min(named, default=None)
 
 
-def optimum_s(schedule: Schedule, iterations: int, healthy_s: float, link_s: float) -> float:
+def missing() -> str:
+    """Why there can be no hosts here; "": there can."""
+    from tests.e2e import testbed
+
+    return testbed.missing()
+
+
+def _link_s(schedule: Schedule, rows: list[Row]) -> float:
+    """What a slow link adds to an iteration without remedies: where it is the only one that is slow, else at least."""
+    took = {later.step: later.at_s - row.at_s for row, later in pairwise(rows)}
+    added: list[float] = []
+    for one in schedule.events:
+        if one.kind == "link":
+            slowed = [took[step] for step in range(one.first + 2, one.last) if step in took]
+            before = [took[step] for step in range(one.first - 12, one.first - 2) if step in took]
+            if slowed and before:
+                added.append(max(statistics.median(slowed) - statistics.median(before), 0.0))
+    return min(added, default=0.0)
+
+
+def optimum_s(schedule: Schedule, healthy_s: float, link_s: float) -> float:
     """What the run takes at least for who knows the schedule: shares that fit each stretch, exchanges where they pay.
 
     ``healthy_s``: an undisturbed iteration; ``link_s``: what a slow link adds to one.
     """
-    total_s = 0.0
+    total_s, iterations = 0.0, schedule.iterations
     even_s = trial.iteration_s([[MICROBATCH_S] * STAGES] * REPLICAS, [EACH] * REPLICAS)
     for first, after in pairwise(sorted({*schedule.edges, iterations})):
         now = schedule.at(first)

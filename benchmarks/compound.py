@@ -1,11 +1,14 @@
 """Slow computation and communication, some at once: the compound run of GREYHOUND §7.5, with and without keepstep.
 
-    python -m benchmarks.compound [--quick] [--part simulated] [--seeds N] [--exchange-s S] [--json FILE]
+    python -m benchmarks.compound [--quick] [--part simulated|real] [--seeds N] [--exchange-s S] [--json FILE]
 
 **A simulation**: 256 simulated ranks (8 TP, 16 DP, 2 PP) train 1,500 iterations in virtual time. The schedule is
 `compound_schedule.json`, written before keepstep was run on it; nothing of keepstep sees it. Real are the controller,
 the launchers' core, and the detectors of all ranks; what agents measure is computed. Beside it stands the offline
 optimum: it knows the schedule, changes shares at once for nothing, and may move all nodes for one pause.
+
+**Real** (as root): 8 ranks on four hosts, see `_compound_real`: the same schedule, iterations of 0.2 s. Each seed is
+three jobs: undisturbed, slowed without keepstep's remedies, slowed with them.
 
 With ``--json FILE.json`` each seed's result is written at once, to FILE-trials.jsonl; the same command, given again at
 the same commit, goes on where it was ended.
@@ -21,6 +24,7 @@ from typing import Any
 
 from benchmarks import _compound_job as job
 from benchmarks import _compound_optimum as optimum
+from benchmarks import _compound_real as real
 from benchmarks import _compound_schedule as given
 from benchmarks._report import Line, Report, bench_arguments
 from benchmarks.mitigate import Trials
@@ -218,6 +222,67 @@ def simulate(report: Report, trials: Trials, quick: bool, seeds: int, exchange_s
         )
 
 
+def train(report: Report, trials: Trials, seeds: int) -> None:
+    """The real part."""
+    if why := real.missing():
+        report.leave_out("real", why)
+        return
+    schedule = given.load()
+    ways = {"healthy": (None, "auto"), "without": (schedule, "off"), "with": (schedule, "auto")}
+    rounds: list[dict[str, dict[str, Any]]] = []
+    failed: list[str] = []
+    for seed in range(seeds):
+        found = {
+            way: trials.result(
+                f"real/{way}", seed, lambda how=how: real.run(how[0], schedule.iterations, how[1])
+            )
+            for way, how in ways.items()
+        }
+        wrong = [f"seed {seed}, {way}: {one['failed']}" for way, one in found.items() if one["failed"]]
+        failed += wrong
+        if not wrong:
+            rounds.append(found)
+    if not rounds:
+        report.leave_out("real", "; ".join(failed))
+        return
+    seconds = [{way: one["seconds"] for way, one in found.items()} for found in rounds]
+    best_s = [
+        real.optimum_s(schedule, each["healthy"] / schedule.iterations, found["without"]["link_s"])
+        for each, found in zip(seconds, rounds, strict=True)
+    ]
+    ideal = [each["without"] / one_s for each, one_s in zip(seconds, best_s, strict=True)]
+    told = f"seconds: {seconds}; offline optimum {[round(one) for one in best_s]}; {real.EMULATED}"
+    values = [each["without"] / each["with"] for each in seconds]
+    report.add(
+        Line(
+            *("real, with ÷ without keepstep", statistics.mean(values), "×"),
+            peers={"GREYHOUND (256 GPUs)": 1.58, "offline optimum": statistics.mean(ideal)},
+            limit="; ".join([_of(values), told, *failed]),
+        )
+    )
+    values = [
+        100 * (each["without"] - each["with"]) / (each["without"] - each["healthy"]) for each in seconds
+    ]
+    report.add(
+        Line(
+            *("real, slowdown reduction: of the time lost", statistics.mean(values), "%", REDUCTION_GOAL),
+            met=not failed and min(values) >= 100 * REDUCTION,
+            limit="; ".join([_of(values), *failed]),
+        )
+    )
+    reactions = [step for found in rounds for step in found["with"]["reactions"].values()]
+    known = [step for step in reactions if step is not None]
+    report.add(
+        Line(
+            "real, slowdowns whose device or link a verdict named",
+            *(100 * len(known) / len(reactions), "%", DETECTED_GOAL),
+            met=len(known) == len(reactions),
+            limit=f"{len(reactions)} in {len(rounds)} seeds; after {min(known, default='-')} to "
+            f"{max(known, default='-')} iterations, mean {statistics.mean(known) if known else '-'}",
+        )
+    )
+
+
 def _of(values: Sequence[float]) -> str:
     return f"{min(values):.3f} to {max(values):.3f} in {len(values)} seeds"
 
@@ -225,7 +290,7 @@ def _of(values: Sequence[float]) -> str:
 def main() -> int:
     """Run the bench."""
     parser = bench_arguments("compound", __doc__ or "")
-    parser.add_argument("--part", choices=("simulated",), help="default: all")
+    parser.add_argument("--part", choices=("simulated", "real"), help="default: all")
     parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help=f"of the jitter ({SEEDS})")
     parser.add_argument(
         "--exchange-s", type=float, default=job.EXCHANGE_S, help="pause of an exchange of nodes"
@@ -233,7 +298,11 @@ def main() -> int:
     given_ = parser.parse_args()
     report = Report("compound", quick=given_.quick, packages=("keepstep", "numpy"))
     trials = Trials(given_.json and given_.json.with_name(f"{given_.json.stem}-trials.jsonl"))
-    simulate(report, trials, given_.quick, 1 if given_.quick else given_.seeds, given_.exchange_s)
+    seeds = 1 if given_.quick else given_.seeds
+    if given_.part != "real":
+        simulate(report, trials, given_.quick, seeds, given_.exchange_s)
+    if given_.part == "real" or (given_.part is None and not given_.quick):
+        train(report, trials, seeds)
     report.finish(given_.json)
     return 0
 
