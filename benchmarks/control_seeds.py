@@ -5,12 +5,13 @@
 Two simulations, the same as in the tests (which play 2,000 seeds of each): nodes that begin again together
 (``reforming``: real controller, launchers' parts and rank tables; the network, the nodes and the time are virtual) and
 the election of the controller's host (``election``). Each block of 1,000 seeds is written at once to
-FILE-blocks.jsonl, with the seeds that violated an invariant and what they said; the same command, given again at the
-same commit, goes on where it was ended.
+FILE-blocks.jsonl, with the seeds that violated an invariant and what they said; the same command, given again while
+the simulated code is the same (``code``: a digest of its files), goes on where it was ended.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Callable
@@ -65,6 +66,17 @@ def _simulations() -> dict[str, Callable[[int], int]]:
     return {"reforming": reforming, "election": election}
 
 
+def code() -> str:
+    """A digest of all files of keepstep and of the simulations that a seed runs."""
+    _simulations()
+    ours = {name: module for name, module in sys.modules.items() if name.startswith(("keepstep", "virtual_"))}
+    digest = hashlib.sha256()
+    for _, module in sorted(ours.items()):
+        if file := getattr(module, "__file__", None):
+            digest.update(Path(file).read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def main() -> int:
     parser = bench_arguments("control_seeds", "Seeds of the control plane under simulation.")
     parser.add_argument("--seeds", type=int, default=100_000, help="of each simulation (100,000)")
@@ -72,11 +84,11 @@ def main() -> int:
     arguments = parser.parse_args()
     seeds = 2 * _BLOCK if arguments.quick else arguments.seeds
     report = Report("control_seeds", quick=arguments.quick, packages=("keepstep",))
-    commit = versions(())["commit"]
+    of = {"commit": versions(())["commit"], "code": code()}
     blocks = list[dict[str, Any]]()
     log = arguments.json.with_name(arguments.json.stem + "-blocks.jsonl") if arguments.json else None
     if log is not None and log.exists():
-        blocks = [row for row in map(json.loads, log.read_text().splitlines()) if row["commit"] == commit]
+        blocks = [row for row in map(json.loads, log.read_text().splitlines()) if row.get("code") == of["code"]]
     done = {(row["simulation"], row["first"]) for row in blocks}
     tasks = [
         (name, first, min(_BLOCK, seeds - first))
@@ -86,7 +98,7 @@ def main() -> int:
     ]
     with Pool(arguments.parallel) as pool:
         for row in pool.imap_unordered(play, tasks):
-            blocks.append({**row, "commit": commit})
+            blocks.append({**row, **of})
             if log is not None:
                 with log.open("a") as file:
                     file.write(json.dumps(blocks[-1]) + "\n")

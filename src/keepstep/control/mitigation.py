@@ -49,13 +49,17 @@ _HELPED = 0.05  # of the iteration time, at least: else it did not
 
 @dataclass(slots=True)
 class _Moved:
-    """A move that was ordered for a slowdown, and when. ``step``: the last before it."""
+    """A move that was ordered for a slowdown, and when.
+
+    ``step``: the last before it. ``agent``: that watched rank 0 until then.
+    """
 
     move: Move
     case: SlowCase
     action: Action
     ordered_s: float
     step: int = -1
+    agent: int | None = None
     done: bool = False
     pause_s: float | None = None
 
@@ -295,6 +299,8 @@ class Mitigation:
                 self._planner.undone(TOPOLOGY)
         elif not failed and moved is not None:
             moved.done, moved.step = True, self._desk.cluster.newest_step
+            home = self._desk.cluster.home(0)
+            moved.agent = home.agent if home is not None else None
             if move is self._relocation:
                 self._exchanged_for = moved.case
         elif failed:
@@ -319,11 +325,16 @@ class Mitigation:
             self._planner.refused(moved.move.name)
 
     def _time_move(self, now_s: float) -> None:
-        """What a move costs is told by the first step that is new after it."""
-        moved = self._moved
-        if moved is None or not moved.done or moved.pause_s is not None:
+        """What a move costs is told by the first step after it: one that a new agent speaks of.
+
+        A last heartbeat of the old agents, of steps before the pause, may come when the move is done.
+        """
+        moved, home = self._moved, self._desk.cluster.home(0)
+        if moved is None or home is None or not moved.done or moved.pause_s is not None:
             return
-        if self._desk.cluster.newest_step > moved.step:
+        if home.agent in (None, moved.agent) or home.beat is None:
+            return
+        if any(one.rank == 0 and one.step >= 0 for one in home.beat.ranks):
             moved.pause_s = moved.move.pause_s = now_s - moved.ordered_s
             if self._planner is not None:
                 self._planner.applied(moved.move.name, moved.pause_s)

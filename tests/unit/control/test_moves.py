@@ -14,7 +14,7 @@ from keepstep.control.cluster import Cluster
 from keepstep.control.mitigation import Mitigation
 from keepstep.core.incident import Action, Culprit
 from keepstep.core.summary import IterationSummary
-from keepstep.wire.messages import Profile
+from keepstep.wire.messages import Heartbeat, Profile, RankBeat
 
 HEALTHY_S, SLOW_S = 0.2, 1.0
 
@@ -65,7 +65,7 @@ class Job:
     def __init__(self, culprit: Culprit, *, spares: int = 0, mode: Any = "auto") -> None:
         self.desk, self.case = Desk(spares), Case(culprit)
         self.now_s, self.step, self.iteration_s = 100.0, 60, SLOW_S
-        self.incarnation, self.closed = 0, False
+        self.incarnation, self.closed, self.renewed_s = 0, False, 0.0
         self.mitigation = Mitigation(self.desk, mode, lambda: self.incarnation, lambda: "")  # type: ignore[arg-type]
 
     def run(self, steps: int, until: Callable[[], bool] = lambda: False) -> None:
@@ -73,7 +73,7 @@ class Job:
             if until():
                 return
             self.step, self.now_s = self.step + 1, self.now_s + self.iteration_s
-            self.desk.cluster.newest_step = self.step
+            self._beat()
             self.mitigation.tick([] if self.closed else [self.case], self.now_s)  # type: ignore[list-item]
             if self.mitigation.question is not None:
                 rows = tuple(
@@ -83,9 +83,18 @@ class Job:
                 )
                 self.mitigation.profiles([Profile(1, 0, rows, (), traffic=tuple(TRAFFIC))], self.now_s)
 
-    def begin_again(self, *, exchanged: bool = False) -> None:
+    def _beat(self) -> None:
+        node = self.desk.cluster.nodes[0]
+        if self.now_s >= self.renewed_s:
+            node.agent = 1 + self.incarnation
+        beat = Heartbeat(0, self.step, self.now_s, (RankBeat(0, self.step, 0, 0),))
+        self.desk.cluster.heard(node, beat, self.now_s)
+
+    def begin_again(self, *, exchanged: bool = False, renewed_in_s: float = 0.0) -> None:
+        """``renewed_in_s``: until then the agents of before tell of one more step."""
         self.incarnation += 1
         self.now_s += 1.0
+        self.renewed_s = self.now_s + renewed_in_s
         self.mitigation.begin_again(self.now_s, exchanged=exchanged)
 
     @property
@@ -117,13 +126,13 @@ def test_what_it_was_to_do_and_did_is_noted(culprit: Culprit, name: str) -> None
     (expected,) = job.case.actions
     assert expected.before_iteration_s == pytest.approx(SLOW_S)
     job.desk.cluster.nodes[2].name = "gpu-7" if culprit is RANK else "gpu-2"
-    job.begin_again(exchanged=culprit is SLOW)
+    job.begin_again(exchanged=culprit is SLOW, renewed_in_s=0.6)
     job.iteration_s = 0.25
     job.run(60)
     assert job.said == [name]
     (noted,) = job.case.actions
     assert noted.measured_iteration_s == pytest.approx(0.25)
-    assert "; a new step after 1." in noted.detail
+    assert "; a new step after 1.8 s" in noted.detail  # not 1.2 s: those were last words of the old agents
     assert len(job.desk.ordered) == 1
 
 
