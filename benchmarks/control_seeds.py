@@ -72,7 +72,7 @@ def code() -> str:
     ours = {name: module for name, module in sys.modules.items() if name.startswith(("keepstep", "virtual_"))}
     digest = hashlib.sha256()
     for _, module in sorted(ours.items()):
-        if file := getattr(module, "__file__", None):
+        if (file := getattr(module, "__file__", None) or "").endswith(".py"):
             digest.update(Path(file).read_bytes())
     return digest.hexdigest()[:12]
 
@@ -88,7 +88,9 @@ def main() -> int:
     blocks = list[dict[str, Any]]()
     log = arguments.json.with_name(arguments.json.stem + "-blocks.jsonl") if arguments.json else None
     if log is not None and log.exists():
-        blocks = [row for row in map(json.loads, log.read_text().splitlines()) if row.get("code") == of["code"]]
+        blocks = [
+            row for row in map(json.loads, log.read_text().splitlines()) if row.get("code") == of["code"]
+        ]
     done = {(row["simulation"], row["first"]) for row in blocks}
     tasks = [
         (name, first, min(_BLOCK, seeds - first))
