@@ -1,14 +1,18 @@
 """Shares of micro-batches for torch.distributed.pipelining: a slow replica's pipeline gets fewer. Needs torch.
 
 A schedule of torch runs the number of micro-batches that it was made for, and its stages keep buffers for as many. So
-another one is made, for the same stages, when the share has another length; its first step agrees anew on what the
-stages send each other, as the first one's did. All stages of a pipeline learn of a new share in the same step.
+another one is made, for the same stages, when shares change; its first step agrees anew on what the stages send each
+other, as the first one's did. That runs the stages' forward, in which DDP may meet the other replicas: so all of them
+make another schedule in the same step, also those whose share stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 if TYPE_CHECKING:
     from keepstep.session import Session
@@ -19,15 +23,18 @@ class _Schedule(Protocol):
 
 
 _Made = TypeVar("_Made", bound=_Schedule)
+_MEETING = FSDPModule, FullyShardedDataParallel, torch.nn.SyncBatchNorm
 
 
 class Pipeline(Generic[_Made]):
     """One replica's pipeline, as one of its ranks sees it.
 
+    Stages may be plain modules or in DDP. With FSDP in them their ranks meet in each micro-batch: shares stay equal.
+
     Args:
         session: the training's.
         make: a schedule for so many micro-batches, with ``scale_grads=False`` and a loss that is multiplied by
-            ``session.weight``; called again for the same stages when the share has another length.
+            ``session.weight``; called again for the same stages when shares change.
         count: of micro-batches in a step, of all replicas together.
         replica: that this rank is part of, from 0.
         replicas: how many there are: the data-parallel size.
@@ -50,7 +57,8 @@ class Pipeline(Generic[_Made]):
         self._session, self._make = session, make
         self._count, self._replica, self._replicas = count, replica, replicas
         self._multiple_of, self._at_most = multiple_of, at_most
-        self._made: tuple[int, _Made] | None = None
+        self._made: tuple[tuple[int, int], _Made] | None = None
+        self._apart = False  # until it is known
 
     def share(self) -> tuple[range, _Made]:
         """The numbers of the step's micro-batches that this replica computes, and a schedule for as many.
@@ -64,13 +72,22 @@ class Pipeline(Generic[_Made]):
             *(self._count, self._replica, self._replicas),
             multiple_of=self._multiple_of,
             at_most=self._at_most,
+            movable=self._apart,
         )
-        if self._made is None or self._made[0] != len(own):
+        now = self._session.division, len(own)
+        if self._made is None or self._made[0] != now:
             made = self._make(len(own))
             if made.scale_grads:
                 raise ValueError(
                     "the schedule has scale_grads=True: it would average over its replica's own micro-batches, however "
                     "many; give it scale_grads=False, and multiply the loss by session.weight"
                 )
-            self._made = len(own), made
+            self._made = now, made
+            self._apart = not any(isinstance(one, _MEETING) for one in _modules(made))
         return own, self._made[1]
+
+
+def _modules(schedule: Any) -> Iterator[torch.nn.Module]:
+    """All modules of a schedule's stages on this rank."""
+    for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+        yield from stage.submod.modules()

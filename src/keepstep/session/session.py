@@ -107,6 +107,7 @@ class Session:
         *,
         multiple_of: int = 1,
         at_most: int | None = None,
+        movable: bool = True,
     ) -> range:
         """The numbers of those of the step's ``count`` micro-batches that this rank's replica of the model computes.
 
@@ -120,6 +121,8 @@ class Session:
             replicas: how many there are: the data-parallel size.
             multiple_of: what each share has to be a multiple of, for a pipeline whose schedule asks for that.
             at_most: the largest share that fits into memory.
+            movable: whether shares may become unequal; not where ranks of several replicas meet in each micro-batch,
+                as those of an FSDP that shards over replicas do. The first rank's counts.
 
         Raises:
             ValueError: there are too few micro-batches for the replicas, or too many; or it is called elsewhere.
@@ -128,7 +131,15 @@ class Session:
             replica, replicas = self.rank, self.world_size
         if replica is None or replicas is None:
             raise ValueError("share() is told both replica= and replicas=, or neither")
-        return self._share(count, replica, replicas, multiple_of, at_most, movable=True)
+        return self._share(count, replica, replicas, multiple_of, at_most, movable=movable)
+
+    @property
+    def division(self) -> int:
+        """Changes for all ranks in the same step, when the share of any replica may have changed.
+
+        What all replicas have to make anew together is made anew then.
+        """
+        return self._shares.number if self._shares is not None else 0
 
     def _share(
         self, count: int, replica: int, replicas: int, multiple_of: int, at_most: int | None, *, movable: bool

@@ -31,7 +31,7 @@ class Shares:
         self._group: Any = _cpu_group() if dist.is_initialized() and dist.get_world_size() > 1 else None
         self._hears = self._group is not None and _agreed(os.environ.get(ORDERED) == "1", self._group)
         self._ordered: Sequence[int] = ()  # heard by all
-        self._number = 0
+        self.number = 0  # of the order that all heard last; 0: none
         self._seen = 0  # number on the page that was read last
         self._found: tuple[int, list[int]] | None = None  # on it, for this incarnation
         self._divided: tuple[int, ...] = ()  # what led to the replica's own, and whether it is as ordered
@@ -58,7 +58,7 @@ class Shares:
         if self._hears:
             self._receive()
             self._send(count, replicas, multiple_of, at_most, movable)
-        divided = count, replica, replicas, multiple_of, at_most, self._number
+        divided = count, replica, replicas, multiple_of, at_most, self.number
         if divided != self._divided:  # thousands of replicas take milliseconds
             ordered = fits(self._ordered, count, replicas, multiple_of, at_most)
             shares = self._ordered if ordered else equal_shares(count, replicas, multiple_of)
@@ -71,7 +71,7 @@ class Shares:
                 "replicas": replicas,
                 "multiple_of": multiple_of,
                 "at_most": at_most,
-                "number": self._number if self._in_force else 0,
+                "number": self.number if self._in_force else 0,
                 "share": len(self._own),
                 "movable": movable,
             },
@@ -88,8 +88,8 @@ class Shares:
             return
         self._arrives.wait()
         self._arrives = None
-        if (number := int(self._news[0])) != self._number:
-            self._number, self._ordered = number, cast("list[int]", cast("Any", self._news[1:]).tolist())
+        if (number := int(self._news[0])) != self.number:
+            self.number, self._ordered = number, cast("list[int]", cast("Any", self._news[1:]).tolist())
 
     def _send(self, count: int, replicas: int, multiple_of: int, at_most: int, movable: bool) -> None:
         if self._news is None or len(self._news) != replicas + 1:

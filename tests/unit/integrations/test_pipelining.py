@@ -29,14 +29,25 @@ replicas = session.world_size // STAGES
 down = [dist.new_group(range(one * STAGES, (one + 1) * STAGES)) for one in range(replicas)][replica]
 across = [dist.new_group(range(one, session.world_size, STAGES)) for one in range(STAGES)][place]
 each = 2 if kind == "interleaved" else 1
+
+class Part(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8, dtype=torch.float64)
+        self.register_buffer("seen", torch.zeros(1))
+
 parts = []
 for number in range(STAGES * each):
     torch.manual_seed(number)
-    parts.append(torch.nn.Linear(8, 8, dtype=torch.float64))
+    parts.append(Part())
 own_parts = {place + STAGES * one: parts[place + STAGES * one] for one in range(each)}
 if kind == "ddp":
     own_parts = {one: torch.nn.parallel.DistributedDataParallel(part, process_group=across)
                  for one, part in own_parts.items()}
+if kind == "fsdp":
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    mesh = init_device_mesh("cpu", (replicas, STAGES), mesh_dim_names=("dp", "pp"))["dp"]
+    own_parts = {one: fully_shard(part, mesh=mesh) for one, part in own_parts.items()}
 stages = [PipelineStage(part, one, len(parts), torch.device("cpu"), group=down) for one, part in own_parts.items()]
 model = torch.nn.ModuleList(own_parts.values())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -63,13 +74,14 @@ for step in session.steps(0, 1 << 30):
     losses = []
     inputs = () if place else (data,)
     schedule.step(*inputs, **({} if place < STAGES - 1 else {"target": data.cos(), "losses": losses}))
-    for parameter in model.parameters() if kind != "ddp" else ():
+    for parameter in model.parameters() if kind not in ("ddp", "fsdp") else ():
         dist.all_reduce(parameter.grad, group=across)
         parameter.grad /= replicas
     optimizer.step()
     optimizer.zero_grad()
     everybody = [None] * session.world_size
-    dist.all_gather_object(everybody, (list(numbers), float(sum(losses)), [one.tolist() for one in model.parameters()]))
+    values = [getattr(one, "full_tensor", lambda: one)().tolist() for one in model.parameters()]
+    dist.all_gather_object(everybody, (list(numbers), float(sum(losses)), values))
     if session.rank == 0:
         total = sum(one[1] for one in everybody) / replicas
         print(json.dumps([[one[0] for one in everybody], [total, [one[2] for one in everybody]]]), flush=True)
@@ -81,8 +93,8 @@ dist.destroy_process_group()
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     with ExitStack() as stack:
 
-        def begin(kind: str) -> Job:
-            job = Job(str(tmp_path), 4, TRAIN, KIND=kind)
+        def begin(kind: str, replicas: int = 2) -> Job:
+            job = Job(str(tmp_path), 2 * replicas, TRAIN, KIND=kind)
             stack.callback(job.close)
             return job
 
@@ -136,6 +148,32 @@ def test_unequal_shares_give_the_same_model(start: Callable[..., Job], kind: str
     assert job.end() == [0] * 4
 
 
+def test_shares_that_change_in_some_replicas_only(start: Callable[..., Job]) -> None:
+    job = start("ddp", 3)
+    orders = {1: [4, 6, 2], 4: [6, 4, 2], 7: [4, 4, 4]}
+    seen: list[list[int]] = []
+    for step in range(10):
+        if step in orders:
+            job.order(step, orders[step])
+        shares, _ = job.step()
+        seen.append([len(one) for one in shares[::2]])
+    assert [one for one, before in zip(seen[1:], seen, strict=False) if one != before] == [*orders.values()]
+    assert job.end() == [0] * 6
+
+
+def test_shares_stay_equal_where_stages_meet_in_each_micro_batch(start: Callable[..., Job]) -> None:
+    job = start("fsdp")
+    for step in range(5):
+        if step == 1:
+            job.order(1, [8, 4])
+        shares, _ = job.step()
+        assert [len(one) for one in shares] == [6] * 4
+    split = job.pages[0].split(0)
+    assert split is not None
+    assert split[1]["movable"] is False
+    assert job.end() == [0] * 4
+
+
 def test_a_schedule_that_scales_gradients_itself_is_refused() -> None:
     from keepstep.integrations.pipelining import Pipeline
 
@@ -143,6 +181,8 @@ def test_a_schedule_that_scales_gradients_itself_is_refused() -> None:
         scale_grads = True
 
     class Session:
+        division = 0
+
         def share(self, *_: Any, **__: Any) -> range:
             return range(3)
 
