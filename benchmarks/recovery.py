@@ -1,6 +1,6 @@
 """From the failure of one of four ranks (or more) until all have made a step again.
 
-    python -m benchmarks.recovery [--quick] [--repetitions N] [--fault kill|exception|stop|sleep]
+    python -m benchmarks.recovery [--quick] [--repetitions N] [--others N] [--fault kill|exception|stop|sleep]
         [--ranks 4] [--state-mb 0] [--json FILE]
 
 keepstep with warm standbys for all ranks, keepstep in place (a session: only the rank that failed is replaced, by its
@@ -228,6 +228,9 @@ def main() -> int:
     """Run the bench."""
     parser: argparse.ArgumentParser = bench_arguments("recovery", __doc__ or "")
     parser.add_argument("--repetitions", type=int, default=5, metavar="N", help="jobs for each way (5)")
+    parser.add_argument(
+        "--others", type=int, metavar="N", help="jobs for each way but keepstep's (as many as --repetitions)"
+    )
     parser.add_argument("--fault", action="append", choices=GOALS, help="default: kill, exception and stop")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="of the job (4)")
     parser.add_argument(
@@ -236,11 +239,12 @@ def main() -> int:
     given = parser.parse_args()
     os.environ |= {"RECOVERY_RANKS": str(given.ranks), "RECOVERY_BALLAST": str(given.state_mb << 20)}
     repetitions = 1 if given.quick else given.repetitions
+    others = repetitions if given.others is None else min(given.others, repetitions)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the job under way is cleared away
     report = Report("recovery", packages=("torch", "keepstep"), quick=given.quick)
     trials = Trials(given.json and given.json.with_name(f"{given.json.stem}-trials.jsonl"))
     for fault in given.fault or ("kill", "exception", "stop"):
-        _measure_all(fault, repetitions, report, trials)
+        _measure_all(fault, repetitions, others, report, trials)
     report.finish(given.json)
     return 0
 
@@ -277,7 +281,7 @@ class Trials:
         return found["took_s"], found["failed"]
 
 
-def _measure_all(fault: str, repetitions: int, report: Report, trials: Trials) -> None:
+def _measure_all(fault: str, repetitions: int, others: int, report: Report, trials: Trials) -> None:
     missing = {way for way, package in PACKAGES.items() if not _is_installed(package)}
     ways = [way for way in WAYS if way not in missing]
     if fault not in ("kill", "exception"):
@@ -290,6 +294,8 @@ def _measure_all(fault: str, repetitions: int, report: Report, trials: Trials) -
     results: dict[str, tuple[list[float], list[str]]] = {way: ([], []) for way in ways}
     for seed in range(repetitions):  # in turn: what the machine does beside is everybody's
         for way, (took, failed) in results.items():
+            if way not in OURS and seed >= others:
+                continue
             took_s, why = trials.result(fault, way, seed)
             if took_s is None:
                 failed.append(why)
@@ -299,17 +305,21 @@ def _measure_all(fault: str, repetitions: int, report: Report, trials: Trials) -
     peers: dict[str, float | int | str] = dict.fromkeys(sorted(missing), "not installed")
     for way in (way for way in ways if way not in OURS):
         took = results[way][0]
-        peers[way] = round(statistics.median(took), 2) if took else "did not recover"
+        peers[way] = (
+            round(statistics.median(took), 2) if took else "did not recover" if others else "not measured"
+        )
     goal, goal_s = GOALS[fault]
     limit = f"{ranks()} ranks, Gloo on one machine, a small model; steps emulated by sleeping"
     if copy:
         limit += f"; {ballast_bytes() >> 20} MB of state a rank, all of which are copied in {copy:.2f} s"
         goal += " (plus bytes ÷ measured bandwidth)"
     for way, (took, failed) in results.items():
+        if not took and not failed:
+            continue
         ours = way in OURS
         median_s = round(statistics.median(took), 3) if took else None
         spread = f"{min(took):.2f} to {max(took):.2f} s" if took else "-"
-        lost = f"; {len(failed)} of {repetitions} did not recover: {failed[0]}" if failed else ""
+        lost = f"; {len(failed)} of {len(took) + len(failed)} did not recover: {failed[0]}" if failed else ""
         report.add(
             Line(
                 f"{fault} to the next step of all, {way}, median of {len(took)} ({spread})",
