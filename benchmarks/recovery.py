@@ -6,10 +6,10 @@
 keepstep with warm standbys for all ranks, keepstep in place (a session: only the rank that failed is replaced, by its
 standby), keepstep without standbys, torchrun (with a store for each incarnation, and with its default settings) and,
 where installed, nvidia-resiliency-ext (in-process, one rank in reserve) and torchft; each repetition is a job of its
-own (small DDP on Gloo, steps of 25 ms by sleeping, resumed from the state of the last step). The rank is killed
-(raises an exception, is stopped by SIGSTOP, sleeps in Python) after 40 steps and, where there are to be standbys,
-once they are warm. Time is from then until all ranks have made a step together again: torchft's survivors go on by
-themselves before that. Peers are given 30 s.
+own (small DDP on Gloo, steps of 25 ms, or of 100 ms for more than 8 ranks, by sleeping, resumed from the state of the
+last step). The rank is killed (raises an exception, is stopped by SIGSTOP, sleeps in Python) after 40 steps and, where
+there are to be standbys, once they are warm. Time is from then until all ranks have made a step together again:
+torchft's survivors go on by themselves before that. Peers are given 30 s.
 
 With ``--json FILE.json`` each result is written at once, to FILE-trials.jsonl; the same command, given again at the
 same commit, goes on where it was ended.
@@ -62,23 +62,28 @@ PACKAGES = {
 }  # of ways that need one
 
 
+def step_s() -> float:
+    """What a step sleeps for: with many ranks longer, or they leave no CPU time for standbys to be made in."""
+    return STEP_S if ranks() <= 8 else 4 * STEP_S
+
+
 def keepstep(folder: Path, *flags: str, job: Path = JOB) -> list[str]:
     """The command of a run with restarts."""
     command = [sys.executable, "-m", "keepstep.cli", "run", "-v", "--run-dir", str(folder / "run")]
     command += ["--max-restarts", "3", "--nproc-per-node", str(ranks()), *flags]
-    return [*command, str(job), str(folder), str(STEP_S)]
+    return [*command, str(job), str(folder), str(step_s())]
 
 
 def torchrun(folder: Path) -> list[str]:
     """The same with torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3"]
     command += ["--master-port", str(free_port()), "--nproc-per-node", str(ranks())]
-    return [*command, str(JOB), str(folder), str(STEP_S)]
+    return [*command, str(JOB), str(folder), str(step_s())]
 
 
 def peer(name: str, folder: Path) -> list[str]:
     """Another product's."""
-    return [sys.executable, "-m", "benchmarks._recovery_peers", name, str(folder), str(STEP_S)]
+    return [sys.executable, "-m", "benchmarks._recovery_peers", name, str(folder), str(step_s())]
 
 
 WAYS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
@@ -124,9 +129,10 @@ def wait(
     process: subprocess.Popen[bytes],
     condition: Callable[[], Any],
     what: str,
-    patience_s: float = PATIENCE_S,
+    patience_s: float | None = None,
 ) -> Any:
     """What ``condition`` gives, once it is true. Raises TimeoutError or RuntimeError."""
+    patience_s = patience_s or PATIENCE_S * max(1, ranks() // 4)
     deadline_s = time.monotonic() + patience_s
     while not (found := condition()):
         if process.poll() is not None:
@@ -309,7 +315,7 @@ def _measure_all(fault: str, repetitions: int, others: int, report: Report, tria
             round(statistics.median(took), 2) if took else "did not recover" if others else "not measured"
         )
     goal, goal_s = GOALS[fault]
-    limit = f"{ranks()} ranks, Gloo on one machine, a small model; steps emulated by sleeping"
+    limit = f"{ranks()} ranks, Gloo on one machine, a small model; steps of {1000 * step_s():.0f} ms by sleeping"
     if copy:
         limit += f"; {ballast_bytes() >> 20} MB of state a rank, all of which are copied in {copy:.2f} s"
         goal += " (plus bytes ÷ measured bandwidth)"
