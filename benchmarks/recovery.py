@@ -315,7 +315,9 @@ def _measure_all(fault: str, repetitions: int, others: int, report: Report, tria
             round(statistics.median(took), 2) if took else "did not recover" if others else "not measured"
         )
     goal, goal_s = GOALS[fault]
-    limit = f"{ranks()} ranks, Gloo on one machine, a small model; steps of {1000 * step_s():.0f} ms by sleeping"
+    limit = (
+        f"{ranks()} ranks, Gloo on one machine, a small model; steps of {1000 * step_s():.0f} ms by sleeping"
+    )
     if copy:
         limit += f"; {ballast_bytes() >> 20} MB of state a rank, all of which are copied in {copy:.2f} s"
         goal += " (plus bytes ÷ measured bandwidth)"
