@@ -23,6 +23,7 @@ from keepstep.launch.placement import ERROR_FILE, IMPORTS, OURS, WorkerPlan
 from keepstep.launch.processes import Child, Processes, signal_group
 
 TRIES = 3
+IDLE_S = 20.0  # in which one warms on what the training leaves of the CPUs; then it takes its part
 _MOST_WORDS = 4096
 PROGRAM = str(Path(__file__).with_name("standby.py"))
 # What belongs to one incarnation, or would have a standby do what only a worker does.
@@ -47,6 +48,15 @@ class _Seat:
     standby: _Standby | None = None
     deaths: int = 0
     trouble: str = ""
+
+
+def usual_priority(pid: int) -> None:
+    """Give a process that warms at a low priority the one that others have. Without effect where that may not be."""
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+    with suppress(OSError), open(f"/proc/{pid}/autogroup", "w") as file:
+        file.write("0")
 
 
 class Standbys:
@@ -168,6 +178,12 @@ class Standbys:
         self._guard.add(child.pid, at_once=True)
         seat.standby = _Standby(child, ours)
         asyncio.get_running_loop().add_reader(ours, self._heard, seat, seat.standby)
+        asyncio.get_running_loop().call_later(IDLE_S, self._hurry, seat, seat.standby)
+
+    def _hurry(self, seat: _Seat, which: _Standby) -> None:
+        """Where no CPU is ever idle it would never be warm, and a restart a cold one."""
+        if seat.standby is which and not which.warm:
+            usual_priority(which.child.pid)
 
     def _heard(self, seat: _Seat, which: _Standby) -> None:
         try:

@@ -113,6 +113,26 @@ def test_those_that_are_there_stay_and_those_given_away_are_replaced(tmp_path: P
     alone(main)
 
 
+def test_one_that_gets_no_cpu_time_is_given_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepstep.launch.standbys.IDLE_S", 0.5)
+    (tmp_path / "waits.py").write_text(
+        "import os, pathlib, time\n"
+        "group = pathlib.Path('/proc/self/autogroup')\n"
+        "while os.sched_getscheduler(0) == os.SCHED_IDLE or group.exists() and '19' in group.read_text().split():\n"
+        "    time.sleep(0.01)\n"
+        f"pathlib.Path({str(tmp_path / 'went on')!r}).touch()\n"
+    )
+
+    async def main() -> None:
+        node = Node(tmp_path, 1, 1, {"modules": ["waits"], "environment": {}})
+        node.standbys.warm(node.plans)
+        await node.until(lambda: "standbys are warm for ranks 4" in node.said)
+        assert (tmp_path / "went on").exists()
+        await node.end()
+
+    alone(main)
+
+
 def test_what_no_worker_has_told_is_not_warmed(tmp_path: Path) -> None:
     async def main() -> None:
         node = Node(tmp_path, count=2, nproc=2)
