@@ -23,7 +23,7 @@ from keepstep.launch.placement import ERROR_FILE, IMPORTS, OURS, WorkerPlan
 from keepstep.launch.processes import Child, Processes, signal_group
 
 TRIES = 3
-IDLE_S = 20.0  # in which one warms on what the training leaves of the CPUs; then it takes its part
+IDLE_S = 20.0  # in which one warms on what the training leaves of the CPUs; then it takes its part, the next sooner
 _MOST_WORDS = 4096
 PROGRAM = str(Path(__file__).with_name("standby.py"))
 # What belongs to one incarnation, or would have a standby do what only a worker does.
@@ -37,6 +37,7 @@ class _Standby:
     child: Child
     socket: socket.socket
     warm: bool = False
+    hurried: bool = False
 
 
 @dataclass(slots=True)
@@ -82,6 +83,7 @@ class Standbys:
         self._warn, self._note = warn, note
         self._seats: dict[int, _Seat] = {}
         self._ended = False
+        self._busy = False  # no CPU was idle for the last one
 
     @property
     def pids(self) -> frozenset[int]:
@@ -178,11 +180,13 @@ class Standbys:
         self._guard.add(child.pid, at_once=True)
         seat.standby = _Standby(child, ours)
         asyncio.get_running_loop().add_reader(ours, self._heard, seat, seat.standby)
-        asyncio.get_running_loop().call_later(IDLE_S, self._hurry, seat, seat.standby)
+        idle_s = 0.1 * IDLE_S if self._busy else IDLE_S
+        asyncio.get_running_loop().call_later(idle_s, self._hurry, seat, seat.standby)
 
     def _hurry(self, seat: _Seat, which: _Standby) -> None:
         """Where no CPU is ever idle it would never be warm, and a restart a cold one."""
         if seat.standby is which and not which.warm:
+            self._busy = which.hurried = True
             usual_priority(which.child.pid)
 
     def _heard(self, seat: _Seat, which: _Standby) -> None:
@@ -192,6 +196,7 @@ class Standbys:
             said = ""
         if said == "warm":
             which.warm = True
+            self._busy = which.hurried
             if all(one.standby and one.standby.warm for one in self._seats.values()):
                 ranks = fold_ranks(one.plan.rank for one in self._seats.values())
                 self._note(f"standbys are warm for ranks {ranks}")
