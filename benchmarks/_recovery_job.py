@@ -24,7 +24,7 @@ model = torch.nn.parallel.DistributedDataParallel(
     torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-state = {"model": model, "optimizer": optimizer, "ballast": Ballast()}
+state = {"model": model, "optimizer": optimizer, "ballast": (ballast := Ballast())}
 in_memory = "KEEPSTEP_CACHE" in os.environ
 file = Path("/dev/shm") / f"{folder.name}-{rank}.pt"
 
@@ -57,7 +57,8 @@ def save(step: int) -> None:
 
 
 epoch = int(os.environ.get("KEEPSTEP_INCARNATION") or os.environ["TORCHELASTIC_RESTART_COUNT"])
-step = load()
+if not (step := load()):
+    ballast.initialise()
 with (folder / f"steps-{rank}").open("a") as log:
     while True:
         misbehave(folder, rank)

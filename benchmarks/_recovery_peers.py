@@ -106,6 +106,8 @@ def nvrx_rank(folder: Path, step_s: float) -> None:
             model.load_state_dict(found["model"])
             optimizer.load_state_dict(found["optimizer"])
             ballast.load_state_dict(found["ballast"])
+        else:
+            ballast.initialise()
         step = int(steps)
         with (folder / f"steps-{rank}").open("a") as log:
             while True:
@@ -139,6 +141,7 @@ def torchft_rank(folder: Path, step_s: float) -> None:
     module = _module()
     inner = torch.optim.AdamW(module.parameters(), lr=1e-3)
     ballast = Ballast()
+    ballast.initialise()  # before it is known whether there is another to learn from
 
     def load(state: dict[str, object]) -> None:
         module.load_state_dict(state["model"])

@@ -27,7 +27,9 @@ def train(session: keepstep.Session) -> None:
         torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    start = session.restore(model=model, optimizer=optimizer, ballast=Ballast())
+    ballast = Ballast()
+    if not (start := session.restore(model=model, optimizer=optimizer, ballast=ballast)):
+        ballast.initialise()
     with (folder / f"steps-{session.rank}").open("a") as log:
         for step in session.steps(start, 1 << 40):
             misbehave(folder, session.rank)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
+
+import torch
 
 
 def ranks() -> int:
@@ -21,19 +22,20 @@ def ballast_bytes() -> int:
     return int(os.environ.get("RECOVERY_BALLAST", "0"))
 
 
-class Ballast:
-    """A state of so many bytes that no step uses; a rank that comes back has to have it again all the same."""
+class Ballast(torch.nn.Module):
+    """A state of so many bytes that no step uses; a rank that comes back has to have it again all the same.
+
+    As large models do it: memory without values first, which are restored, or made by `initialise` in a new training.
+    """
 
     def __init__(self) -> None:
-        import torch
+        super().__init__()
+        self.register_buffer("numbers", torch.empty(max(1, ballast_bytes() // 4)))
 
-        self._numbers = torch.zeros(max(1, ballast_bytes() // 4))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"numbers": self._numbers}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._numbers.copy_(state["numbers"])
+    def initialise(self) -> None:
+        """Give it values, not all the same."""
+        self.numbers[: len(self.numbers) // 2] = 1
+        self.numbers[len(self.numbers) // 2 :] = 2
 
 
 def misbehave(folder: Path, rank: int) -> None:
