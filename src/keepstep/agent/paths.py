@@ -17,8 +17,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Collection, Sequence
-from typing import cast
+from collections.abc import Collection, Coroutine, Sequence
+from typing import Any, TypeVar, cast
 
 from keepstep.core.summary import Endpoint, PathProbe
 from keepstep.wire.messages import MOST_LOAD_BYTES, ProbeRequest
@@ -35,6 +35,9 @@ _NONCE_BYTES = _CODE_BYTES = 16
 _SIZE_BYTES = 4
 _PING_BYTES = _NONCE_BYTES + _SIZE_BYTES + _CODE_BYTES
 _CHUNK_BYTES = 1 << 20
+_SLICE_S = 0.1  # of a wait: one that lasted longer was our own standstill
+
+_T = TypeVar("_T")
 
 
 def code(secret: bytes, what: bytes, data: bytes) -> bytes:
@@ -169,31 +172,51 @@ def _endpoint(endpoints: Sequence[Endpoint], used: Collection[str]) -> Endpoint 
 async def _probe(endpoint: Endpoint, secret: bytes, timeout_s: float, size: int) -> tuple[str, float, float]:
     """(outcome, seconds, seconds of the load) of one ping."""
     loop = asyncio.get_running_loop()
-    begun_s = time.monotonic()
     question = os.urandom(_NONCE_BYTES) + size.to_bytes(_SIZE_BYTES, "big")
     question += code(secret, b"keepstep ping", question)
     family = socket.AF_INET6 if ":" in endpoint.address else socket.AF_INET
+    connecting = _Patience(timeout_s)
     with socket.socket(family, socket.SOCK_STREAM) as ping:
         ping.setblocking(False)
         try:
-            where = (endpoint.address, endpoint.port)
-            await asyncio.wait_for(loop.sock_connect(ping, where), timeout_s)
+            await connecting.wait_for(loop.sock_connect(ping, (endpoint.address, endpoint.port)))
         except (asyncio.TimeoutError, TimeoutError):
-            return "timeout", time.monotonic() - begun_s, 0.0
+            return "timeout", connecting.waited_s, 0.0
         except ConnectionRefusedError:
-            return "refused", time.monotonic() - begun_s, 0.0
+            return "refused", connecting.waited_s, 0.0
         except OSError:
-            return "unreachable", time.monotonic() - begun_s, 0.0
-        connected_s = time.monotonic() - begun_s
+            return "unreachable", connecting.waited_s, 0.0
+        echoing = _Patience(max(connecting.left_s, 0.1))
         with contextlib.suppress(OSError, asyncio.TimeoutError, TimeoutError):
-            left_s = max(timeout_s - connected_s, 0.1)
-            await asyncio.wait_for(_say(ping, question, size), left_s)
-            left_s = max(timeout_s - (time.monotonic() - begun_s), 0.1)
-            echo = await asyncio.wait_for(loop.sock_recv(ping, _CODE_BYTES), left_s)
+            await echoing.wait_for(_say(ping, question, size))
+            echo = await echoing.wait_for(loop.sock_recv(ping, _CODE_BYTES))
             if hmac.compare_digest(echo, code(secret, b"keepstep echo", question)):
-                took_s = time.monotonic() - begun_s - connected_s
-                return "echo", min(connected_s, took_s), took_s if size else 0.0
-        return "silent", connected_s, time.monotonic() - begun_s - connected_s if size else 0.0
+                round_trip_s = min(connecting.waited_s, echoing.waited_s)
+                return "echo", round_trip_s, echoing.waited_s if size else 0.0
+        return "silent", connecting.waited_s, echoing.waited_s if size else 0.0
+
+
+class _Patience:
+    """A time limit for several waits. Time in which this process stood still does not count: it blames no path."""
+
+    def __init__(self, left_s: float) -> None:
+        self.left_s, self.waited_s = left_s, 0.0
+
+    async def wait_for(self, awaited: Coroutine[Any, Any, _T]) -> _T:
+        """Raises asyncio.TimeoutError when nothing of the limit is left."""
+        task = asyncio.ensure_future(awaited)
+        try:
+            while self.left_s > 0:
+                begun_s, slice_s = time.monotonic(), min(_SLICE_S, self.left_s)
+                done, _ = await asyncio.wait({task}, timeout=slice_s)
+                passed_s = min(time.monotonic() - begun_s, slice_s)
+                self.waited_s += passed_s
+                self.left_s -= passed_s
+                if done:
+                    return task.result()
+            raise asyncio.TimeoutError
+        finally:
+            task.cancel()
 
 
 async def _say(ping: socket.socket, question: bytes, size: int) -> None:

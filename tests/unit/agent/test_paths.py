@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -160,6 +161,23 @@ def test_guests_are_few_and_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None
             return True
 
     with_echo(test)
+
+
+def test_a_prober_that_stood_still_blames_no_path(run: Callable[..., Any]) -> None:
+    """As on a machine that stopped for a moment: the answer was there when its time had run out."""
+
+    async def stand_still() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+            time.sleep(0.5)
+
+    async def test(echo: Echo) -> None:
+        asked = probe_paths(request(*echo.endpoints), "here", SECRET, (), timeout_s=0.4)
+        (probe,), _ = await asyncio.gather(asked, stand_still())
+        assert probe.outcome == "echo"
+        assert probe.round_trip_s < 0.4
+
+    with_echo(test, run)
 
 
 def test_a_host_that_takes_connections_and_says_nothing_is_silent() -> None:
