@@ -36,6 +36,11 @@ while True:
     optimizer.step()
     time.sleep(0.05)
 """
+SMALL = (
+    JOB.replace("1000", "3")
+    .replace("dist.all", "for _ in range(20): dist.all")
+    .replace("time.sleep(0.05)", "")
+)
 STEPS = 30
 PATIENCE_S = 240
 _PTRACE_SEIZE, _PTRACE_INTERRUPT = 0x4206, 0x4207
@@ -50,9 +55,9 @@ def bed() -> Iterator[Testbed]:
         yield made
 
 
-def start(bed: Testbed, folder: Path) -> None:
+def start(bed: Testbed, folder: Path, job: str = JOB) -> None:
     script = folder / "job.py"
-    script.write_text(JOB)
+    script.write_text(job)
     for number, host in enumerate(bed.hosts.values()):
         where = [
             "--nnodes",
@@ -118,8 +123,10 @@ def frozen_transport(host: Host) -> Iterator[None]:
     yield  # they go on when this process ends, or end with their own
 
 
-def test_a_cut_path_is_named(bed: Testbed, tmp_path: Path) -> None:
-    start(bed, tmp_path)
+@pytest.mark.parametrize("job", [JOB, SMALL], ids=["large", "small"])
+def test_a_cut_path_is_named(bed: Testbed, tmp_path: Path, job: str) -> None:
+    """In small operations back to back some ranks are often through that in which the last ones wait."""
+    start(bed, tmp_path, job)
     until(lambda: trained(tmp_path))
     with bed.cut("node-b", "node-c"):
         incident = until(lambda: sure(tmp_path))
@@ -136,6 +143,7 @@ def test_a_hang_in_software_behind_a_sound_path_is_named(bed: Testbed, tmp_path:
     until(lambda: trained(tmp_path))
     with frozen_transport(bed.hosts["node-c"]):
         incident = until(lambda: sure(tmp_path))
-        (culprit,) = incident["culprits"]
+        culprit, *others = incident["culprits"]
+        assert not others, incident
         assert (culprit["rank"], culprit["node"], culprit["cause"]) == (2, "node-c", "does not read")
         assert any("paths are sound" in line for line in incident["evidence"])

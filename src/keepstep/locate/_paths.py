@@ -7,7 +7,7 @@ has lost 20 % of its throughput.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -135,12 +135,19 @@ def with_probes(diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:
     return replace(diagnosis, culprits=culprits, evidence=(*diagnosis.evidence, *lines))
 
 
-def pairs_among(nodes: Sequence[str]) -> list[Pair]:
-    """The pairs of nodes to look at: all of a few, of many those that are neighbours in the given order."""
+def pairs_among(nodes: Sequence[str], around: Collection[str] = ()) -> list[Pair]:
+    """The pairs of nodes to look at: all of a few, of many those that are neighbours in the given order.
+
+    ``around``: only pairs with one of these, when there are any.
+    """
     distinct = list(dict.fromkeys(nodes))
     if len(distinct) <= _ALL_PAIRS_NODES:
-        return list(itertools.combinations(distinct, 2))
-    return list(zip(distinct, [*distinct[1:], distinct[0]], strict=True))[:_MOST_PAIRS]
+        pairs = list(itertools.combinations(distinct, 2))
+    else:
+        pairs = list(zip(distinct, [*distinct[1:], distinct[0]], strict=True))
+    if around:
+        pairs = [pair for pair in pairs if pair[0] in around or pair[1] in around]
+    return pairs[:_MOST_PAIRS]
 
 
 def common_node(pairs: Sequence[Pair]) -> str:

@@ -31,6 +31,7 @@ class Pending:
     through: int  # members that completed it
     stuck_s: float
     waits: bool = False  # somebody was seen to begin to wait for it
+    members: tuple[int, ...] = ()  # of a collective, in the group's order
 
     @property
     def collective(self) -> bool:
@@ -114,7 +115,7 @@ def _collective(
     ops |= {progress[m].op for m in members if m not in here and started.get(m, 0) == seq}
     return Pending(
         group, tuple(sorted(ops)), seq, -1, -1, tuple(sorted(here)), _firm(here, by_rank), absent, unknown, through,
-        _stuck_s(here, by_rank),
+        _stuck_s(here, by_rank), members=members,
     )  # fmt: skip
 
 

@@ -51,7 +51,9 @@ class _Evidence:
 
     def pairs(self, operation: Pending) -> list[Pair]:
         """The pairs of nodes between which the operation's data goes, as far as that can be told."""
-        return pairs_among([self.nodes[rank] for rank in sorted(_members(operation)) if self.nodes.get(rank)])
+        nodes = [self.nodes[rank] for rank in sorted(_members(operation)) if self.nodes.get(rank)]
+        around = {self.nodes.get(rank, "") for rank in operation.waiting} if operation.through else ()
+        return pairs_among(nodes, around)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ def locate_hang(
     if mixed is not None:
         return _desync(known, mixed)
     roots = _roots(known)
+    if left := _left_in(known, roots.ranks):
+        return _left_behind(known, roots, left)
     if roots.ranks:
         return _never_entered(known, roots)
     return _no_root(known, roots)
@@ -105,13 +109,13 @@ def _with_dead(pending: Sequence[Pending], by_rank: Mapping[int, RankState]) -> 
     if not dead:
         return list(pending)
     return [
-        Pending(
-            p.group, p.ops, p.seq, p.source, p.target, p.waiting, p.firm,
-            (*p.absent, *(r for r in p.unknown if r in dead)), tuple(r for r in p.unknown if r not in dead),
-            p.through, p.stuck_s, p.waits,
+        replace(
+            p,
+            absent=(*p.absent, *(r for r in p.unknown if r in dead)),
+            unknown=tuple(r for r in p.unknown if r not in dead),
         )
         for p in pending
-    ]  # fmt: skip
+    ]
 
 
 def _roots(known: _Evidence) -> _Roots:
@@ -165,6 +169,35 @@ def _never_entered(known: _Evidence, roots: _Roots) -> Diagnosis:
     culprits = tuple(_culprit(known, rank, first, confidence) for rank in order[:_MAX_CULPRITS])
     graph = f"wait-for graph has {_roots_text(order)}"
     return _diagnosis(known, culprits, set(order), first, (graph, *_progress_lines(known, order)))
+
+
+def _left_in(known: _Evidence, ranks: Sequence[int]) -> list[Pending]:
+    """The operations that others are through and these ranks are not, when each of them waits in one."""
+    found = [
+        p
+        for p in known.pending
+        if p.collective and p.entered_by_all and p.through and not set(ranks).isdisjoint(p.waiting)
+    ]
+    flows = bool(found) and bool(cut_links(known.states, set(ranks)))
+    waiting = {rank for p in found for rank in p.waiting if flows or _waits_in(known, rank, p)}
+    return found if waiting.issuperset(ranks) else []
+
+
+def _waits_in(known: _Evidence, rank: int, p: Pending) -> bool:
+    return any(flight.waits and _is_of(flight, p) for flight in known.states[rank].in_flight)
+
+
+def _left_behind(known: _Evidence, roots: _Roots, left: Sequence[Pending]) -> Diagnosis:
+    """Others got what they needed and went on: a path to the last ones is bad, or these do not move themselves."""
+    network = _transfer(known, left)
+    if network.culprits:
+        return network
+    blamed = _never_entered(known, roots)
+    culprits = blamed.culprits
+    if not network.paths or any(known.paths.condition(pair) != "sound" for pair in network.paths):
+        culprits = tuple(replace(one, confidence="medium") for one in culprits)
+    evidence = (*blamed.evidence, *(line for line in network.evidence if line not in blamed.evidence))
+    return replace(blamed, culprits=culprits, evidence=evidence, paths=network.paths)
 
 
 def _hardly_any_entered(known: _Evidence, order: Sequence[int], first: Pending) -> Diagnosis:
@@ -426,7 +459,7 @@ def _bad_paths(known: _Evidence, stuck: Sequence[Pending], bad: Sequence[Pair]) 
 
 
 def _members(p: Pending) -> tuple[int, ...]:
-    return (*p.waiting, *p.unknown) if p.collective else (p.source, p.target)
+    return p.members if p.collective else (p.source, p.target)
 
 
 def _goes_over(known: _Evidence, p: Pending, pair: Pair) -> bool:
@@ -440,9 +473,10 @@ def _end_at(known: _Evidence, p: Pending, node: str) -> int:
 
 
 def _not_reading(known: _Evidence, stuck: Sequence[Pending]) -> list[int]:
-    """The few members for which data came that they do not read."""
-    members = {rank for p in stuck for rank in p.waiting}
-    found = sorted(rank for rank in members if known.states[rank].unread_bytes > 0)
+    """The few members for which data came that they do not read; those that are through have read theirs."""
+    inside = {rank for p in stuck for rank in p.waiting}
+    members = {rank for p in stuck for rank in _members(p)}
+    found = sorted(rank for rank in inside if known.states[rank].unread_bytes > 0)
     return found if 2 * len(found) < len(members) else []
 
 
@@ -527,7 +561,9 @@ def _culprit(
     detail: list[str] = []
     overtaken = next((o for o in known.pending if rank in o.waiting and o.collective and o.through > 0), None)
     # of a live process more is known, and the end of an asynchronous operation only when it waits for it
-    if overtaken is not None and state.process_state == UNKNOWN_PROCESS:
+    if overtaken is not None and (
+        state.process_state == UNKNOWN_PROCESS or _waits_in(known, rank, overtaken)
+    ):
         cause = cause or "did not finish"
         detail.append(f"has not finished {overtaken}, which {overtaken.through} members are through")
     named = cause or _cause(state, phase)

@@ -9,6 +9,7 @@ from synthetic_jobs import ddp, dp_pp
 from keepstep.core.incident import Culprit, Diagnosis, Link
 from keepstep.core.summary import PathProbe, PeerTraffic
 from keepstep.locate import locate_hang, with_probes
+from keepstep.locate._paths import pairs_among
 
 NODES = ("n0", "n1", "n2", "n3")
 
@@ -36,9 +37,9 @@ def traffic(source, target, *, busy_s, nbytes, before=(4.0, 40_000_000)):
     ]  # fmt: skip
 
 
-def stuck_ring():
+def stuck_ring(seq=2):
     job = ddp(8)
-    return job, Stuck(job, broken=[("world", 2)]).states()
+    return job, Stuck(job, broken=[("world", seq)]).states()
 
 
 def test_a_probe_that_does_not_come_back_breaks_the_path():
@@ -53,6 +54,59 @@ def test_a_probe_that_does_not_come_back_breaks_the_path():
     assert "probe n1 to n2: no answer in 2.5 s; back: no answer in 2.5 s" in found.evidence
     assert "probes of the other paths looked at (5) came back within 0.4 ms" in found.evidence
     assert not set(culprit.link.ranks) & set(found.victims)
+
+
+def some_are_through(states, ranks):
+    """All wait in an operation of the world; these got what they needed of it and wait in the next one."""
+    found = []
+    for state in states:
+        (flight,) = state.in_flight
+        (stream,) = (one for one in state.streams if one.group == flight.group and one.started == flight.seq)
+        if state.rank in ranks:
+            after = dataclasses.replace(stream, started=stream.started + 1, completed=stream.completed + 1)
+            streams = tuple(after if one is stream else one for one in state.streams)
+            state = dataclasses.replace(state, streams=streams)
+            flight = dataclasses.replace(flight, seq=flight.seq + 1)
+        found.append(dataclasses.replace(state, in_flight=(dataclasses.replace(flight, waits=True),)))
+    return found
+
+
+@pytest.mark.parametrize("last", [(5,), (4, 5), (2, 4)])
+def test_a_cut_path_is_named_though_others_are_through(last):
+    """Those that needed nothing more from over there go on to the next operation, and wait there for the last ones."""
+    job, states = stuck_ring(4)
+    states = some_are_through(states, set(range(8)) - set(last))
+    before = locate_hang(states, job.infos, job.nodes)
+    assert ("n1", "n2") in before.paths
+    assert all(culprit.confidence == "medium" for culprit in before.culprits)
+    found = locate_hang(states, job.infos, job.nodes, probes=probes([("n1", "n2")]))
+    (culprit,) = found.culprits
+    assert (culprit.link.nodes, culprit.cause, culprit.confidence) == (("n1", "n2"), "path broken", "high")
+    assert f"{8 - len(last)} are through" in " ".join(found.evidence)
+    sound = locate_hang(states, job.infos, job.nodes, probes=probes())
+    assert [one.rank for one in sound.culprits] == list(last)
+    assert {(one.cause, one.confidence) for one in sound.culprits} == {("did not finish", "high")}
+    assert not set(last) & set(sound.victims)
+    states = [dataclasses.replace(s, unread_bytes=80_000 if s.rank == last[-1] else 0) for s in states]
+    (culprit,) = locate_hang(states, job.infos, job.nodes, probes=probes()).culprits
+    assert (culprit.rank, culprit.cause, culprit.confidence) == (last[-1], "does not read", "high")
+
+
+def test_who_launched_what_others_are_through_and_fell_asleep_needs_no_probe():
+    """The end of an asynchronous operation is seen only by who waits for it."""
+    job, states = stuck_ring(4)
+    states = some_are_through(states, set(range(8)) - {5})
+    (flight,) = states[5].in_flight
+    states[5] = dataclasses.replace(states[5], in_flight=(dataclasses.replace(flight, waits=False),))
+    found = locate_hang(states, job.infos, job.nodes)
+    assert [(one.rank, one.confidence) for one in found.culprits] == [(5, "high")]
+    assert found.paths == ()
+
+
+def test_of_many_nodes_the_paths_of_those_left_behind_are_probed():
+    names = [f"n{n}" for n in range(100)]
+    assert pairs_among(names, {"n80"}) == [("n79", "n80"), ("n80", "n81")]
+    assert pairs_among(names[:4], {"n1"}) == [("n0", "n1"), ("n1", "n2"), ("n1", "n3")]
 
 
 def test_one_direction_is_enough():
