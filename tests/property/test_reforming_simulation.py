@@ -42,6 +42,12 @@ def test_silence_of_the_healthy_costs_nobody_its_place() -> None:
         assert world.newest <= len(world.seals) + world.disturbances
 
 
+@pytest.mark.parametrize("seed", [38184, 62807, 69893, 71260])
+def test_seeds_that_once_failed(seed: int) -> None:
+    """Of 100,000 (benchmarks/control_seeds.py)."""
+    play(seed)
+
+
 def test_one_seed() -> None:
     seed = int(os.environ.get("KEEPSTEP_REFORMING_SEED", "0"))
     play(seed)

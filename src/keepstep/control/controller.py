@@ -623,13 +623,14 @@ class Controller:
         self._effects.append(StoreStop(self._stop))
         self.cases.stopped(self._stop.exit_code)
         self._tell_launchers(self._stop)
+        self._consider_over(now_s)
 
     def _consider_over(self, now_s: float) -> None:
         expected = self.rendezvous.placements or self._launchers
         if self._over_s is not None or any(self._launchers.get(one) is None for one in expected):
             return
-        if self._stop is None and not self.councils.is_settled:
-            return  # another leader may know of a later incarnation
+        if not self._stop_is_told and (self._stop is not None or not self.councils.is_settled):
+            return  # another leader may know of a later incarnation, or end it otherwise
         self._over_s = now_s
         self.reforming.over()
         if self._stop is None:

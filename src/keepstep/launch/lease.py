@@ -61,6 +61,14 @@ class Elector:
         return max(self.leader.term, self.leads)
 
     @property
+    def inheritance(self) -> wire.Council | None:
+        """The council for our controller to go on with: led by another only when that one has not let us lead."""
+        council = self.council
+        if council is not None and council.leader.token in self._grants:
+            return structs.replace(council, leader=self.seat)
+        return council
+
+    @property
     def has_seat(self) -> bool:
         """In the newest council that is known here, or in the one before while that may still act."""
         council = self.council

@@ -109,7 +109,7 @@ class Link:
     @property
     def council(self) -> wire.Council | None:
         """What the controller that runs beside us has to know."""
-        return self.member.elector.council if self.member.elector is not None else None
+        return self.member.elector.inheritance if self.member.elector is not None else None
 
     def keep_council(self, path: Path) -> None:
         """Write it down for the controller, which none of this term has come before. Raises OSError."""

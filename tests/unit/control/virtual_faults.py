@@ -132,7 +132,7 @@ class World(Job):
         """All others were as cut off from a leader as it was from them."""
         host.cut = False
         for one in self.hosts if host.site is not None else (host,):
-            one.healed_s = self.now_s
+            one.healed_s, one.unled = self.now_s, self.leader() is None
 
     def deafen(self) -> None:
         """A launcher and its agent do not reach the controller beside them, for a moment or for longer."""
@@ -148,7 +148,7 @@ class World(Job):
         self.at(self.random.choice((1.0, 5.0, 20.0, 60.0, 200.0)), lambda: self._hear(host))
 
     def _hear(self, host: Host) -> None:
-        host.deaf, host.healed_s = False, self.now_s
+        host.deaf, host.healed_s, host.unled = False, self.now_s, self.leader() is None
 
     def drop(self) -> None:
         """A connection breaks."""
@@ -177,7 +177,8 @@ class World(Job):
         def back() -> None:
             if site.over or not site.host.alive:
                 return
-            site.up, self.back_s = True, self.now_s
+            site.up = True
+            self._is_back()
             site.controller = self._fresh(site)
 
         self.at(self.random.choice((0.3, 1.0, 4.0, 40.0)), back)

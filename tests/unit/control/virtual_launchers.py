@@ -116,11 +116,22 @@ class Job:
     # --- the controller --------------------------------------------------------------------------------------------
 
     def _start_site(self, host: Host, term: int) -> None:
-        site = Site(host, term, Controller(Settings()), council=host.elector.council if term > 1 else None)
+        site = Site(
+            host, term, Controller(Settings()), council=host.elector.inheritance if term > 1 else None
+        )
         site.controller = self._fresh(site)
-        host.site, self.back_s = site, self.now_s
+        host.site = site
+        self.disturbances += host.deaf  # it cannot reach this one, either
+        self._is_back()
         host.elector.serves(term)
         self._tick(site)
+
+    def _is_back(self) -> None:
+        """A controller: to it come whom there was none to come to when they were no longer cut off."""
+        self.back_s = self.now_s
+        for host in self.hosts:
+            if host.unled:
+                host.healed_s, host.unled = self.now_s, False
 
     def _fresh(self, site: Site) -> Controller:
         settings = replace(SETTINGS_OF[self.nodes], shrink_s=self.shrink_s)

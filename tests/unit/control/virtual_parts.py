@@ -74,6 +74,7 @@ class Host:
     exit_code: int | None = None
     gone_s: float = math.inf
     healed_s: float = -math.inf
+    unled: bool = False  # no controller was there then
     site: Site | None = None  # the controller beside it
 
     def reaches(self, site: Site) -> bool:
