@@ -132,6 +132,22 @@ def test_that_all_have_finished_is_told_by_a_leader_that_has_settled_its_council
     assert told == [((0, 1, 2), Stop(0, "all nodes have finished"))]
 
 
+def test_an_end_that_is_not_agreed_on_yet_is_told_though_all_have_ended() -> None:
+    """They may have begun again since, or wait for a place: whoever is here ends with what the job ends with."""
+    stage = Stage(Controller(Settings(nodes=2, seat=1, term=1), locators=stand_ins.PlainLocators()))
+    told = sent(stage.say(1, Ended(1, 79, "stopped by an operator", by_operator=True)), Stop)
+    told += sent(stage.say(0, Ended(0, 0, "finished")), Stop)
+    assert told == []
+    for _ in range(4):  # what was proposed first, then the end
+        council = stage.controller.councils.newest
+        assert council is not None
+        for number in range(2):
+            told += sent(stage.say(number, Kept(1, council.version)), Stop)
+        told += sent(stage.controller.tick(2.0), Stop)
+    assert told == [((0, 1, 2), Stop(79, "stopped by an operator", by_operator=True))]
+    assert stage.controller.over
+
+
 def test_a_controller_that_slept_does_not_take_that_for_a_lost_quorum() -> None:
     stage = Stage(Controller(Settings(nodes=2, seat=1, term=1), locators=stand_ins.PlainLocators()))
     asleep_s, awake_s = 2000.0, 700.0

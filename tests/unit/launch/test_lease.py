@@ -58,6 +58,18 @@ def test_one_is_elected_when_the_leader_is_gone_and_the_other_learns_it() -> Non
     assert found[2].leader == wire.Leads(2, "10.0.0.1", 4000)
 
 
+def test_a_former_leader_that_lets_another_lead_is_not_away() -> None:
+    """Its controller could not be kept running there; its workers train on."""
+    found = electors()
+    found[0].resign(0.5)
+    found[1].tick(TTL_S + 0.1, connected=False)
+    asks = found[1].tick(TTL_S + 1.1, connected=False)
+    deliver(found, asks[1:], TTL_S + 1.1)
+    assert (found[1].leads, found[1].inheritance) == (2, COUNCIL)
+    deliver(found, asks[:1], TTL_S + 1.1)
+    assert found[1].inheritance == structs.replace(COUNCIL, leader=SEATS[1])
+
+
 def test_a_lease_that_runs_is_granted_to_nobody_else() -> None:
     one = electors()[1]
     ask = wire.Ask(1, 2, 3, 2, 0, (1, 1))
