@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,4 +74,8 @@ def main(verb: str, where: str, reference: str, meet: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    try:
+        code = main(*sys.argv[1:])
+    finally:
+        time.sleep(0.2)  # what Gloo's threads still hold of Python's aborts torch 2.13 at the interpreter's end
+    sys.exit(code)

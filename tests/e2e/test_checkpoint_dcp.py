@@ -58,7 +58,7 @@ def test_saved_by_two_ranks_loaded_by_one_and_four(
         content[at] ^= 1
     damaged.write_bytes(content)
     codes, said = run("load", 1, tmp_path)
-    assert codes == [1]
+    assert codes == [1], said
     assert "rank-00001.safetensors: bytes of storage" in said
     assert main(["checkpoint", "verify", where]) == 1
     assert "rank-00001.safetensors: its bytes are not those that were written" in capsys.readouterr().out
