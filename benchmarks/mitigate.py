@@ -6,12 +6,12 @@ The solver: 16 to 16,384 groups, a tenth of them slow; every answer is proved op
 HiGHS, GLPK_MI and SCIP, those that are installed (pip install cvxpy highspy cvxopt pyscipopt), and the objective of
 GREYHOUND's equation 1; each is given 30 s, and no larger case once it needed more.
 
-The jobs: `keepstep run` with a Session on Gloo, compute emulated by sleeping (micro-batches of 40 ms, real work within
-them). After 60 iterations one rank of a replica, or of several, turns slow; nothing is told to keepstep. Iterations
-after the new shares came into force are compared with the best that any shares can do, computed from the emulated
-times alone, so that all that the machine and keepstep take counts against us. The layouts are DP4 and DP2×PP2, and
-those of GREYHOUND's figures 14 (2, 4 and 8 replicas, weak to severe) and 15 (1 to 4 slow ones of 4). Losses are
-compared with those of the same training undisturbed.
+The jobs: `keepstep run` with a Session on Gloo, compute emulated by sleeping (micro-batches of 40 ms, of 120 ms for 8
+ranks, real work within them). After 60 iterations one rank of a replica, or of several, turns slow; nothing is told
+to keepstep. Iterations after the new shares came into force are compared with the best that any shares can do,
+computed from the emulated times alone, so that all that the machine and keepstep take counts against us. The layouts
+are DP4 and DP2×PP2, and those of GREYHOUND's figures 14 (2, 4 and 8 replicas, weak to severe) and 15 (1 to 4 slow
+ones of 4). Losses are compared with those of the same training undisturbed.
 
 The moves, S3 and S4 (as root): see `_mitigate_moves`. Iterations before, during and after, and for S3 after it was
 taken back; the pause is from the last step before the job is formed anew until the first that is new.

@@ -214,6 +214,26 @@ def test_another_that_turns_slow_waits_no_longer_than_the_first() -> None:
     assert max(taken) <= 10, job.changes
 
 
+def test_a_rank_that_turns_slow_behind_a_slower_one_is_named() -> None:
+    job = Job(4, random.Random(7), loss=0.0)
+    job.run(60)
+    job.slowness[1] = 4.0
+    job.run(8)
+    job.slowness = [
+        1.0,
+        1.0,
+        1.3,
+        1.0,
+    ]  # at once: replica 2 takes as long as replica 1 did with its small share
+    job.run(60)
+    named = {culprit.rank for one in job.incidents.values() for culprit in one.culprits}
+    assert named == {1, 2}, job.incidents
+    job.slowness = [1.0] * 4
+    job.run(200)
+    assert not job.open
+    assert job.shares == [EACH] * 4
+
+
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_whatever_comes_it_settles(seed: int) -> None:
     random_ = random.Random(seed)
@@ -392,7 +412,7 @@ def test_the_timeline_and_the_cost_of_a_slowdown_that_lasts_until_the_job_ends()
     job.run(60)
     began_s = job.now_s
     job.slowness[1] = 2.0
-    job.run(12)
+    job.run(6)
     (incident,) = job.open
     (ordered,) = incident.actions
     job.run(100)

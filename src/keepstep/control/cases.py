@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from keepstep.control.cluster import Cluster, Node
 from keepstep.control.crash_case import CrashCase
+from keepstep.control.desk import noted
 from keepstep.control.effects import Effect, Say, Send, WriteIncident
 from keepstep.control.hang_case import HangCase
 from keepstep.control.hang_remedy import HangRemedy
@@ -166,6 +167,13 @@ class Cases:
             change = incident.onset_step if incident.relief_step is None else incident.relief_step
             if change not in self._changes:
                 self._changes.append(change)
+
+    def open_slow(self, incident: Incident, now_s: float) -> SlowCase:
+        incident = noted(self, incident, "verdict", now_s)
+        case = SlowCase(self, incident)
+        self._slow.append(case)
+        self.publish(incident, "verdict")
+        return case
 
     def unix_s(self, now_s: float) -> float:
         return self._unix_s(now_s)

@@ -80,6 +80,10 @@ class Desk(Protocol):
         """Write the incident and, if wanted, print it."""
         ...
 
+    def open_slow(self, incident: Incident, now_s: float) -> SlowCase:
+        """A slowdown that the mitigation has found out of itself: say it, and follow it."""
+        ...
+
     def unix_s(self, now_s: float) -> float:
         """Unix time of a moment on the controller's clock."""
         ...

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Literal
 
 from keepstep.control.cluster import Node
 from keepstep.control.desk import Desk, is_traffic
+from keepstep.control.devices import Devices
 from keepstep.control.moves import Look, Move
 from keepstep.control.profiles import iterations_of
 from keepstep.control.relocation import TOPOLOGY, Relocation
 from keepstep.control.rendezvous import MOST_RANKS
 from keepstep.control.replacement import RESTART, Replacement
-from keepstep.core.incident import Action
+from keepstep.control.slow_ranks import SlowRanks
+from keepstep.core.incident import Action, Culprit, Incident
 from keepstep.core.microbatches import Split, equal_shares, objection
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import PathProbe
@@ -32,10 +34,11 @@ if TYPE_CHECKING:
 Mode = Literal["off", "advise", "auto"]
 MICROBATCHES = "S2, micro-batches"
 
-_LEAST_STEPS = 4  # looked at
-_MOST_STEPS = 12
-_LOOK_S = 2.0  # between looks, and as many steps as are looked at
-_WATCH_S = 10.0  # the same while nothing is to be done
+_LEAST_STEPS, _MOST_STEPS = 2, 8  # looked at
+_NEW_STEPS = 4  # since the look before
+_LOOK_RANK_S = 0.001  # between looks, for each rank that is looked at; at most:
+_LOOK_S = 2.0  # while something may have to be done
+_WATCH_S = 10.0  # while shares that were ordered are in force
 _BETWEEN_S = 0.5
 _SETTLE_S = 5.0  # after the job was formed anew: agents of the incarnation before are gone
 _AGAIN_S = 1.0  # an order that shows no effect is given again
@@ -45,19 +48,22 @@ _EVEN = 0.025  # the same of equal shares, at most: the cause is gone
 _LOOKS = 2  # one after the other that say so
 _SHARES_STEPS = 64  # after a move, in which shares that fit are waited for
 _HELPED = 0.05  # of the iteration time, at least: else it did not
+_MOST_CASES = 16  # that are open, where the pace does not show them
 
 
 @dataclass(slots=True)
 class _Moved:
     """A move that was ordered for a slowdown, and when.
 
-    ``step``: the last before it. ``agent``: that watched rank 0 until then.
+    ``step``: the last before it. ``agent``: that watched rank 0 until then. ``devices``: until the shares that follow
+    from them were ordered.
     """
 
     move: Move
     case: SlowCase
     action: Action
     ordered_s: float
+    devices: Devices | None = None
     step: int = -1
     agent: int | None = None
     done: bool = False
@@ -90,6 +96,8 @@ class Mitigation:
         self._next_s = 0.0
         self._even_looks = self._unfit_looks = 0
         self._cases: Sequence[SlowCase] = ()
+        self._undecided = False  # a slowdown has no verdict yet
+        self._slow_ranks = SlowRanks()
         self._relocation, self._replacement = Relocation(desk), Replacement(desk)
         self._moves: dict[str, Move] = {one.name: one for one in (self._relocation, self._replacement)}
         self._moved: _Moved | None = None  # whose effect is to be seen
@@ -146,8 +154,10 @@ class Mitigation:
         if self._mode == "off":
             return
         self._cases = [case for case in cases if case.incident is not None]
+        self._undecided = len(self._cases) < len(cases)
         self._tick_order(now_s)
         self._time_move(now_s)
+        self._deal_after_move(now_s)
         for move in self._moves.values():
             if why := move.tick(now_s):
                 self._settle(move, why, now_s)
@@ -173,8 +183,8 @@ class Mitigation:
             return
         first = self._first_step()
         newest = self._desk.cluster.newest_step
-        pause_s = _WATCH_S if self.in_force else _LOOK_S
-        if newest - first + 1 < _LEAST_STEPS or newest < self._looked_step + _LEAST_STEPS:
+        pause_s = min(_LOOK_RANK_S * self._desk.cluster.known_ranks, _WATCH_S if self.in_force else _LOOK_S)
+        if newest - first + 1 < _LEAST_STEPS or first <= self._looked_step > newest - _NEW_STEPS:
             return
         if now_s - self._looked_s < pause_s and self._looked_step >= first:
             return
@@ -227,6 +237,7 @@ class Mitigation:
 
     def _decide(self, look: Look, now_s: float) -> None:
         if look.replicas is not None and self.in_force:
+            self._name_slow_ranks(look, look.replicas, now_s)
             self._watch(look.replicas, look.iteration_s, now_s)
             if self._ordered is not None:
                 return
@@ -256,7 +267,7 @@ class Mitigation:
         if chosen is None:
             return
         if move := self._moves.get(chosen.name):
-            self._move(move, chosen, iteration_s, now_s)
+            self._move(move, chosen, look, now_s)
             return
         action = Action(MICROBATCHES, chosen.cost_s, _told(best), iteration_s, best_s)
         if self._mode == "advise":
@@ -265,9 +276,9 @@ class Mitigation:
         else:
             self._treat(best, action, now_s)
 
-    def _move(self, move: Move, remedy: Remedy, iteration_s: float, now_s: float) -> None:
+    def _move(self, move: Move, remedy: Remedy, look: Look, now_s: float) -> None:
         assert self._planner is not None
-        action = Action(move.name, remedy.cost_s, move.told(), iteration_s, remedy.iteration_s)
+        action = Action(move.name, remedy.cost_s, move.told(), look.iteration_s, remedy.iteration_s)
         if self._mode == "advise":
             self._planner.refused(move.name)
             self._note(replace(action, name=f"advised: {move.name}"))
@@ -276,8 +287,23 @@ class Mitigation:
             self._note(Action("none", None, f"{move.name}: {refused}"))
         else:
             case = next((one for one in self._cases if move.may_help([one])), self._cases[0])
-            self._moved = _Moved(move, case, action, now_s)
-            self._note(action)
+            devices = Devices.of(look, self._desk.cluster.nodes.values())
+            self._moved = _Moved(move, case, action, now_s, devices)
+            case.acted(action, say=True)
+
+    def _deal_after_move(self, now_s: float) -> None:
+        """A move has made shares equal: order those that fit the devices as they were, before these are measured."""
+        moved = self._moved
+        if moved is None or not moved.done or moved.devices is None:
+            return
+        if self._missing_splits() or self._standstill():
+            return
+        expected = moved.devices.replicas(self._desk.cluster.nodes.values(), self._splits)
+        moved.devices = None
+        equal, best = self._shares(expected)
+        equal_s, best_s = expected.iteration_s(equal), expected.iteration_s(best)
+        if best_s < (1 - _HELPED) * equal_s:
+            self._treat(best, Action(MICROBATCHES, 0.0, _told(best), equal_s, best_s), now_s)
 
     def _take_back(self, now_s: float) -> None:
         """Nothing is wrong: nodes go back to places that they left for a cause that is gone."""
@@ -364,11 +390,48 @@ class Mitigation:
             before_s = replicas.iteration_s(replicas.shares)
             self._treat(best, Action(MICROBATCHES, 0.0, _told(best), before_s, best_s), now_s)
 
+    def _name_slow_ranks(self, look: Look, replicas: Replicas, now_s: float) -> None:
+        """An incident for ranks that turned slow while shares were unequal, where the pace has not shown it."""
+        cluster = self._desk.cluster
+        open_ones = [case.incident for case in self._cases if case.incident is not None]
+        blamed = {
+            name
+            for one in open_ones
+            for culprit in one.culprits
+            for name in (culprit.link.nodes if culprit.link else (culprit.node,))
+        }
+        culprits = self._slow_ranks.found(look, cluster.newest_step, cluster.node_of, blamed)
+        if not culprits or self._undecided or not 0 < len(open_ones) < _MOST_CASES:
+            return
+        equal, _ = self._shares(replicas)
+        healthy_s, equal_s = open_ones[0].iteration_before_s, replicas.iteration_s(equal)
+        incident = Incident(
+            number=self._desk.next_number(),
+            kind="slow",
+            onset_step=min(self._slow_ranks.since[one.rank] for one in culprits if one.rank is not None),
+            detected_step=cluster.newest_step,
+            relief_step=None,
+            job_slowdown=equal_s / healthy_s if healthy_s else None,
+            culprits=culprits,
+            victims=(),
+            evidence=(_evidence(culprits, look),),
+            missing=(),
+            summary="replicas have unequal shares of micro-batches: the pace does not show it",
+            iteration_before_s=healthy_s,
+            iteration_after_s=equal_s,
+            ranks_reporting=len(look.seconds),
+            world_size=cluster.known_ranks,
+            detected_unix_s=self._desk.unix_s(now_s),
+            actions=(Action(MICROBATCHES, 0.0, _told(replicas.shares), None, None, look.iteration_s),),
+        )
+        self._cases = [*self._cases, self._desk.open_slow(incident, now_s)]
+
     def _count(self, step: int) -> None:
-        """What shares that are in force have cost and saved up to this step."""
+        """What shares that are in force have cost and saved up to this step: it is on the first slowdown's account."""
         if self._counted_step is not None and self._paces is not None:
-            for case in self._cases[:1]:
-                case.treated_for(max(step - self._counted_step, 0), *self._paces)
+            for place, case in enumerate(self._cases):
+                if case.treated:
+                    case.treated_for(max(step - self._counted_step, 0), None if place else self._paces)
         self._counted_step = step
 
     def _treat(self, shares: Sequence[int], action: Action, now_s: float) -> None:
@@ -478,6 +541,13 @@ class Mitigation:
         first = max((split.step for split in self._splits.values()), default=0) + 1
         onsets = [case.incident.onset_step or 0 for case in self._cases if case.incident is not None]
         return max([first, self._formed_step + 1, *(onset + 1 for onset in onsets)])
+
+
+def _evidence(culprits: Sequence[Culprit], look: Look) -> str:
+    told = [
+        f"rank {one.rank} {1000 * look.seconds[one.rank]:.3g} ms" for one in culprits if one.rank is not None
+    ]
+    return f"a micro-batch takes {', '.join(told)}; {culprits[0].slowdown:.2g} × the middle rank of its stage"
 
 
 def _told(shares: Sequence[int]) -> str:

@@ -146,13 +146,17 @@ class SlowCase:
             self.incident = replace(self.incident, actions=kept)
             self._desk.publish(self.incident, "acts" if say else "")
 
-    def treated_for(self, steps: int, iteration_s: float, untreated_s: float) -> None:
-        """So many steps more have taken ``iteration_s`` each, and would have taken ``untreated_s``."""
+    def treated_for(self, steps: int, paces: tuple[float, float] | None) -> None:
+        """So many steps more were made with a remedy in force.
+
+        ``paces``: what each has taken, and would have taken without it; None: another slowdown accounts for them.
+        """
         old = self.incident
         if old is not None:
             self._treated_steps += steps
-            self._treated_lost_s += steps * (iteration_s - (old.iteration_before_s or iteration_s))
-            self.incident = replace(old, saved_s=old.saved_s + steps * (untreated_s - iteration_s))
+            if paces is not None:
+                self._treated_lost_s += steps * (paces[0] - (old.iteration_before_s or paces[0]))
+                self.incident = replace(old, saved_s=old.saved_s + steps * (paces[1] - paces[0]))
             self._tell_cost()
 
     def cured(self, step: int, now_s: float) -> None:

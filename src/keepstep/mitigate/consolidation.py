@@ -62,7 +62,48 @@ def consolidation_of(
         [(splits[rank].replica, stage_of[rank]) for rank in ranks_of[node]] for node in sorted(ranks_of)
     ]
     stages = [median(times[stage]) for stage in sorted(times)]
-    return best_consolidation(places, stages, slow, splits[next(iter(node_of))])
+    exchange = best_consolidation(places, stages, slow, splits[next(iter(node_of))])
+    if exchange is None:
+        return None
+    # A node that is blamed for one of its devices has others that are fast, and who was slow may be fast again.
+    devices = [
+        [seconds[rank] / stages[stage_of[rank]] for rank in ranks_of[node]] for node in sorted(ranks_of)
+    ]
+    before_s = _measured_s(places, stages, devices, splits)
+    for one, other in exchange.swaps:
+        devices[one], devices[other] = devices[other], devices[one]
+    if any(len(there) != len(parts) for there, parts in zip(devices, places, strict=True)):
+        return None
+    after_s = _measured_s(places, stages, devices, splits)
+    if after_s * _ALIKE >= before_s:
+        return None
+    return Exchange(exchange.swaps, before_s, after_s, min(exchange.bound_s, after_s))
+
+
+def _measured_s(
+    places: Sequence[Sequence[_Part]], stages: Sequence[float], devices: Sequence[Sequence[float]],
+    splits: Mapping[int, Split],
+) -> float:  # fmt: skip
+    """What an iteration takes, by how many times as long each device takes, by node and its place there."""
+    split = next(iter(splits.values()))
+    times = np.zeros((split.replicas if split.movable else 1, len(stages)), np.float64)
+    for parts, factors in zip(places, devices, strict=True):
+        for (replica, stage), factor in zip(parts, factors, strict=True):
+            row = replica if split.movable else 0
+            times[row, stage] = max(times[row, stage], stages[stage] * factor)
+    slowest: _Seconds = times.max(axis=1)
+    return _dealt(slowest, times.sum(axis=1) - slowest, split)
+
+
+def _dealt(slowest: _Seconds, rest: _Seconds, split: Split) -> float:
+    """What an iteration takes with the shares that fit. Seconds of replicas: for a micro-batch, and besides."""
+    if split.movable:
+        bounds = split.count, split.multiple_of, split.at_most or None
+        shares = np.array(allocate_microbatches(slowest.tolist(), *bounds, fixed_seconds=rest.tolist()))
+    else:
+        units = -(-split.count // (split.multiple_of * split.replicas))  # the largest of equal shares
+        shares = np.array([units * split.multiple_of])
+    return float((rest + shares * slowest).max())
 
 
 def best_consolidation(
@@ -202,24 +243,14 @@ class _Iteration:
             for place, times in enumerate(self._of_block(self._blocks.shapes[shape], state)):
                 slowest[self._first[block] + place] = max(times)
                 rest[self._first[block] + place] = sum(times) - max(times)
-        self._known[at] = self._dealt(slowest, rest)
+        self._known[at] = _dealt(slowest, rest, self._split)
         return self._known[at]
 
     def floor_s(self, factors: Sequence[float]) -> float:
         """What it takes at least, with these factors each in another block."""
         slowest = np.array(self._slowest, np.float64)
         slowest[: len(factors)] = np.maximum(slowest[: len(factors)], np.array(factors) * min(self._stages))
-        return self._dealt(slowest, self._rest)
-
-    def _dealt(self, slowest: _Seconds, rest: _Seconds) -> float:
-        split = self._split
-        if split.movable:
-            bounds = split.count, split.multiple_of, split.at_most or None
-            shares = np.array(allocate_microbatches(slowest.tolist(), *bounds, fixed_seconds=rest.tolist()))
-        else:
-            units = -(-split.count // (split.multiple_of * split.replicas))  # the largest of equal shares
-            shares = np.array([units * split.multiple_of])
-        return float((rest + shares * slowest).max())
+        return _dealt(slowest, self._rest, self._split)
 
     def _of_block(self, shape: _Shape, state: _State) -> list[list[float]]:
         """Seconds of the stages of each of its replicas."""

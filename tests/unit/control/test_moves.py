@@ -13,8 +13,9 @@ from test_relocation import NAMES, SLOW, TRAFFIC, Office
 from keepstep.control.cluster import Cluster
 from keepstep.control.mitigation import Mitigation
 from keepstep.core.incident import Action, Culprit
+from keepstep.core.microbatches import Split
 from keepstep.core.summary import IterationSummary
-from keepstep.wire.messages import Heartbeat, Profile, RankBeat
+from keepstep.wire.messages import Heartbeat, Profile, RankBeat, Shares, Splits
 
 HEALTHY_S, SLOW_S = 0.2, 1.0
 
@@ -33,6 +34,9 @@ class Case:
     def acted(self, action: Action, instead: Action | None = None, *, say: bool) -> None:
         self.actions = [one for one in self.actions if one != instead] + [action]
         self.incident.actions = tuple(self.actions)
+
+    def treated_for(self, *_: Any) -> None:
+        pass
 
 
 class Desk(Office):
@@ -77,11 +81,15 @@ class Job:
             self.mitigation.tick([] if self.closed else [self.case], self.now_s)  # type: ignore[list-item]
             if self.mitigation.question is not None:
                 rows = tuple(
-                    IterationSummary(rank, step, self.now_s, self.iteration_s, 0.1, 0.1)
+                    IterationSummary(rank, step, self.now_s, self.iteration_s, self.own_s(rank), 0.1)
                     for rank in range(4)
                     for step in range(self.step - 12, self.step + 1)
                 )
                 self.mitigation.profiles([Profile(1, 0, rows, (), traffic=tuple(TRAFFIC))], self.now_s)
+
+    def own_s(self, rank: int) -> float:
+        """Of an iteration, by which a rank delays others."""
+        return 0.1
 
     def _beat(self) -> None:
         node = self.desk.cluster.nodes[0]
@@ -104,6 +112,35 @@ class Job:
     @property
     def said(self) -> list[str]:
         return [one.name for one in self.case.actions]
+
+
+class Divided(Job):
+    """Four replicas share 32 micro-batches. ``seconds``: what one takes, by node; else 0.02."""
+
+    def __init__(self, culprit: Culprit, seconds: dict[str, float], *, spares: int) -> None:
+        super().__init__(culprit, spares=spares)
+        self.seconds = seconds
+        self.orders: list[Shares] = []
+        self.desk.order = self._take  # type: ignore[attr-defined]
+        self.desk.hold_number = lambda _: len(self.orders) + 1  # type: ignore[attr-defined]
+        self.begin_equal()
+
+    def begin_equal(self) -> None:
+        self._tell(0, (8, 8, 8, 8))
+
+    def own_s(self, rank: int) -> float:
+        return self.shares[rank] * self.seconds.get(self.desk.cluster.nodes[rank].name, 0.02)
+
+    def _take(self, order: Shares, _: int) -> None:
+        self.orders.append(order)
+        self._tell(order.number, order.shares)
+
+    def _tell(self, number: int, shares: tuple[int, ...]) -> None:
+        self.shares = shares
+        self.iteration_s = max(self.own_s(rank) for rank in range(4))
+        for rank, share in enumerate(shares):
+            split = Split(*(rank, self.incarnation, 32, rank, 4), number=number, step=self.step, share=share)
+            self.mitigation.told(self.desk.cluster.nodes[rank], Splits(rank, (split,)))
 
 
 RANK = Culprit(rank=2, node="gpu-2", slowdown=5.0, confidence="high", cause="compute")
@@ -196,6 +233,32 @@ def test_another_node_that_turns_slow_is_replaced_too() -> None:
     job.case.incident.culprits = (replace(RANK, rank=3, node="gpu-3"),)
     job.run(100)
     assert [list(nodes) for nodes, _ in job.desk.ordered] == [[2], [3]]
+
+
+def test_shares_that_fit_who_is_still_slow_are_ordered_right_after_a_move() -> None:
+    job = Divided(RANK, {"gpu-2": 0.1, "gpu-3": 0.04}, spares=1)
+    job.case.incident.culprits = (RANK, replace(RANK, rank=3, node="gpu-3", slowdown=2.0))
+    job.run(300, lambda: job.ordered)
+    assert [list(nodes) for nodes, _ in job.desk.ordered] == [[2]]
+    before = len(job.orders)
+    job.desk.cluster.nodes[2].name = "gpu-7"
+    job.begin_again()
+    job.begin_equal()
+    job.run(1)  # nothing was measured since
+    assert [one.shares for one in job.orders[before:]] == [(10, 9, 9, 4)]
+    job.run(40)
+    assert len(job.orders) == before + 1
+
+
+def test_shares_stay_equal_after_a_move_that_leaves_nobody_slow() -> None:
+    job = Divided(RANK, {"gpu-2": 0.1}, spares=1)
+    job.run(300, lambda: job.ordered)
+    before = len(job.orders)
+    job.desk.cluster.nodes[2].name = "gpu-7"
+    job.begin_again()
+    job.begin_equal()
+    job.run(40)
+    assert len(job.orders) == before
 
 
 @pytest.mark.parametrize("mode", ["advise", "off"])

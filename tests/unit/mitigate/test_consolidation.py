@@ -202,6 +202,29 @@ def test_a_job_as_it_was_measured() -> None:
     assert consolidation_of(seconds, splits, stage_of, ranks_of, slow) is None
 
 
+def test_a_node_that_is_fast_again_does_not_move_for_what_it_was() -> None:
+    ranks_of = {node: (node,) for node in range(6)}
+    splits = {node: Split(node, 0, 30, node % 2, 2) for node in range(6)}
+    stage_of = {node: node // 2 for node in range(6)}
+    blamed = {2: 2.0, 5: 2.0}
+    assert (
+        consolidation_of(dict.fromkeys(range(6), 1.0) | blamed, splits, stage_of, ranks_of, blamed)
+        is not None
+    )
+    assert (
+        consolidation_of(dict.fromkeys(range(6), 1.0) | {2: 2.0}, splits, stage_of, ranks_of, blamed) is None
+    )
+
+
+def test_nodes_of_which_one_device_is_slow_do_not_move_where_these_are_in_one_replica() -> None:
+    # Two ranks a node, each of a replica of its own. The nodes are blamed in both; the slow devices are in replica 0.
+    ranks_of = {node: (2 * node, 2 * node + 1) for node in range(3)}
+    splits = {rank: Split(rank, 0, 30, rank % 2, 2) for rank in range(6)}
+    stage_of = {rank: rank // 2 for rank in range(6)}
+    seconds = dict.fromkeys(range(6), 1.0) | {0: 2.0, 4: 2.0}
+    assert consolidation_of(seconds, splits, stage_of, ranks_of, {0: 2.0, 2: 2.0}) is None
+
+
 def test_of_many_slow_nodes_the_best_that_was_found_is_told_with_a_bound() -> None:
     slow = {node: 1.2 + node % 7 / 5 for node in range(0, 64, 2)}
     found = best_consolidation(grid(8, 8), [1.0] * 8, slow, of(128, 8))
