@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <sys/mman.h>
 #include <thread>
 #include <unistd.h>
 #include <vector>
@@ -51,7 +52,21 @@ struct Piece {
   uint64_t count;
   bool urgent = false;
   bool on_device = false;  // `from` is an address there
+  // Pages that have not been mapped yet, many at once, take half the time:
+  bool map_from = false, map_to = false;
 };
+
+// Has the kernel map whole pages of [begin, begin + count), for writing or for reading; where it cannot, nothing happens.
+inline void map_pages(const uint8_t* begin, uint64_t count, bool writing) {
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
+#endif
+  constexpr uintptr_t kPage = 4096;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(begin) + count) / kPage * kPage;
+  if (end > first) madvise(reinterpret_cast<void*>(first), end - first, writing ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
+}
 
 // Copies pieces with several threads and sums them on the way; the threads are detached, so whoever owns the memory must
 // `wait` before it goes. Urgent pieces are taken first. Pieces on a device come through its ring of page-locked segments:
@@ -160,6 +175,8 @@ class Work {
       Chunk& chunk = chunks_[index];
       const Piece& piece = pieces_[chunk.piece];
       const uint8_t* from = chunk.segment == kNoSegment ? piece.from + chunk.begin : arrived(chunk);
+      if (piece.map_from) map_pages(from, chunk.count, false);
+      if (piece.map_to) map_pages(piece.to + chunk.begin, chunk.count, true);
       if (from != nullptr)
         chunk.sum = piece.to ? crc64::copy(piece.to + chunk.begin, from, chunk.count) : crc64::extend(0, from, chunk.count);
       if (chunk.segment != kNoSegment) taken_out(chunk.segment);

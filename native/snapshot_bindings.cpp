@@ -79,12 +79,13 @@ std::vector<std::uint64_t> checksums(nb::handle source, nb::handle plan, unsigne
   return carry_out(std::move(pieces), threads);
 }
 
-std::vector<std::uint64_t> copy_out(nb::handle source, nb::handle plan, unsigned threads) {
+std::vector<std::uint64_t> copy_out(nb::handle source, nb::handle plan, unsigned threads, bool fresh) {
   const Buffer buffer(source, false);
   const Plan rows(plan, 3);
   std::vector<snapshot::Piece> pieces;
   for (std::size_t i = 0; i < rows.size(); ++i)
-    pieces.push_back({buffer.part(rows.at(i, 0), rows.at(i, 2)), address(rows.at(i, 1)), rows.at(i, 2)});
+    pieces.push_back({buffer.part(rows.at(i, 0), rows.at(i, 2)), address(rows.at(i, 1)), rows.at(i, 2), false, false,
+                      true, fresh});
   return carry_out(std::move(pieces), threads);
 }
 
@@ -181,7 +182,7 @@ NB_MODULE(_native, m) {
   m.def("checksum", &checksum, nb::arg("data"), nb::arg("before") = 0);
   m.def("combine", &crc64::combine, nb::arg("first"), nb::arg("second"), nb::arg("nbytes"));
   m.def("checksums", &checksums, nb::arg("source"), nb::arg("plan"), nb::arg("threads") = 1);
-  m.def("copy_out", &copy_out, nb::arg("source"), nb::arg("plan"), nb::arg("threads") = 1);
+  m.def("copy_out", &copy_out, nb::arg("source"), nb::arg("plan"), nb::arg("threads") = 1, nb::arg("fresh") = false);
   m.def("has_cuda", [] { return keepstep::device::Driver::get() != nullptr; });
   m.attr("URGENT") = kUrgent;
   m.attr("ON_DEVICE") = kOnDevice;

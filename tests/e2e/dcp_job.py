@@ -77,5 +77,6 @@ if __name__ == "__main__":
     try:
         code = main(*sys.argv[1:])
     finally:
-        time.sleep(0.2)  # what Gloo's threads still hold of Python's aborts torch 2.13 at the interpreter's end
+        # What Gloo's threads still hold of Python's aborts torch 2.13 at the interpreter's end.
+        time.sleep(0.2)
     sys.exit(code)

@@ -17,11 +17,12 @@ def combine(first: int, second: int, nbytes: int) -> int:
 def checksums(source: Buffer, plan: Buffer, threads: int = 1) -> list[int]:
     """The checksum of each piece of ``source``; ``plan``: offset, nbytes of each. ValueError: one lies outside."""
 
-def copy_out(source: Buffer, plan: Buffer, threads: int = 1) -> list[int]:
+def copy_out(source: Buffer, plan: Buffer, threads: int = 1, fresh: bool = False) -> list[int]:
     """Copy pieces of ``source`` to memory; ``plan``: offset, address, nbytes of each.
 
-    Gives the checksums of the bytes that were copied. The caller answers for the addresses. ValueError: a piece lies
-    outside ``source``.
+    ``fresh``: that memory was not touched yet: the kernel gives its pages many at once, in less time. Gives the
+    checksums of the bytes that were copied. The caller answers for the addresses. ValueError: a piece lies outside
+    ``source``.
     """
 
 URGENT: int

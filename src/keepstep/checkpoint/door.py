@@ -19,6 +19,7 @@ from keepstep.core.errors import CheckpointError
 
 _open: list[Snapshots | NoSnapshots] = []
 _told: list[bool] = []
+_left: list[torch.UntypedStorage] = []  # by the incarnation before, for what the next one restores
 
 
 def save(state: dict[Any, Any], step: int, *, overlap: bool = True, persist: bool | None = None) -> None:
@@ -75,6 +76,11 @@ def wait() -> None:
         snapshots.wait()
 
 
+def keep_memory() -> None:
+    """Keep the memory of what was saved last, without its owners, for the next `load`."""
+    _left[:] = [storage for snapshots in _open for storage in snapshots.memory()]
+
+
 def forget() -> None:
     """Let go of the snapshots of an incarnation that is over; the next one's are opened anew. The cache keeps them."""
     while _open:
@@ -122,7 +128,7 @@ def _snapshots() -> Snapshots | NoSnapshots | None:
     try:
         if not address:
             raise CheckpointError(why or "")
-        _open.append(Snapshots(address, seat, _gather, storing=_storing(), elsewhere=elsewhere))
+        _open.append(Snapshots(address, seat, _gather, storing=_storing(), elsewhere=elsewhere, left=_left))
     except CheckpointError as error:
         _open.append(NoSnapshots(str(error), _gather))
     atexit.register(_open[0].end)

@@ -167,9 +167,9 @@ def checksums(source: Buffer, plan: Buffer, threads: int = 1) -> list[int]:
     return [checksum(part) for part in [_part(view, begin, count) for begin, count in _rows(plan, 2)]]
 
 
-def copy_out(source: Buffer, plan: Buffer, threads: int = 1) -> list[int]:
+def copy_out(source: Buffer, plan: Buffer, threads: int = 1, fresh: bool = False) -> list[int]:
     """See ``_native``."""
-    del threads
+    del threads, fresh
     view = _bytes_of(source)
     rows = _rows(plan, 3)
     parts = [_part(view, begin, nbytes) for begin, _, nbytes in rows]

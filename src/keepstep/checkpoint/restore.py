@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import TensorEntry, join
+from keepstep.checkpoint.pages import Pages
 from keepstep.checkpoint.state import (
     DTYPES,
     ITEM_BYTES,
@@ -36,9 +37,15 @@ class Filling:
     beyond that is added.
     """
 
-    def __init__(self, state: Any, header: StateHeader, slot: mmap, threads: int) -> None:
-        """Changes nothing yet. Raises `CheckpointError` when the state has not the structure of the snapshot."""
-        self._header, self._slot, self._threads = header, slot, threads
+    def __init__(
+        self, state: Any, header: StateHeader, slot: mmap, threads: int, left: list[torch.UntypedStorage]
+    ) -> None:
+        """Changes nothing yet. ``left``: memory that nobody uses, which is given pages from.
+
+        Raises:
+            CheckpointError: the state has not the structure of the snapshot.
+        """
+        self._header, self._slot, self._threads, self._left = header, slot, threads, left
         self._plan = array("Q")  # offset in the slot, address, nbytes
         self._whole: list[int] = []  # the storage that each row of the plan copies, -1: a part of one
         self._parts: set[int] = set()  # storages of which only parts are copied, or elsewhere
@@ -63,9 +70,16 @@ class Filling:
             plan.extend((native.DATA_OFFSET + entries[index].offset, entries[index].nbytes))
         summed = [*zip(rows, native.checksums(self._slot, plan, self._threads), strict=True)]
         if not any(found != entries[index].checksum for index, found in summed):
-            copied = native.copy_out(self._slot, self._plan, self._threads)
+            fresh = not self._put_pages_under()
+            copied = native.copy_out(self._slot, self._plan, self._threads, fresh)
             summed += [(index, found) for index, found in zip(self._whole, copied, strict=True) if index >= 0]
         self.damaged = sorted({index for index, found in summed if found != entries[index].checksum})
+
+    def _put_pages_under(self) -> bool:
+        """Whether large storages have pages that were left."""
+        pages = Pages(self._left)
+        given = [pages.put_under(*self._plan[row + 1 : row + 3]) for row in range(0, len(self._plan), 3)]
+        return any(given)
 
     def finish(self) -> None:
         """Put everything else in its place, now that the bytes hold."""

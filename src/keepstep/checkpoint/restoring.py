@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from keepstep.checkpoint.rank_slots import Offer, RankSlots
 from keepstep.checkpoint.restore import Filling
 from keepstep.checkpoint.restore_service import RestoreClient
@@ -27,6 +29,7 @@ class Restoring:
         elastic: it has to be known whether all ranks have the very same.
         required: other sources must be heard: without them it cannot be told that there is no state.
         threads: that copy.
+        left: memory that nobody uses any more, for what is brought back.
         say: a line for the operator.
     """
 
@@ -41,11 +44,12 @@ class Restoring:
         required: bool,
         elastic: bool,
         threads: int,
+        left: list[torch.UntypedStorage],
         say: Callable[[str], None],
     ) -> None:
         self._cache, self._rank, self._world_size, self._slots = cache, rank, world_size, slots
         self._service, self._required, self._threads, self._say = service, required, threads, say
-        self._elastic = elastic
+        self._elastic, self._left = elastic, left
         self._state: Any = None
         self._offers: dict[Key, Offer] = {}
         self._brought: dict[Key, str] = {}
@@ -118,7 +122,7 @@ class Restoring:
             )
             return Copied.IMPOSSIBLE
         try:
-            self._filling = Filling(self._state, offer.header, slot.memory, self._threads)
+            self._filling = Filling(self._state, offer.header, slot.memory, self._threads, self._left)
             self._filling.copy()
         except CheckpointError as error:
             self.error = error

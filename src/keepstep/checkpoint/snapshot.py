@@ -25,6 +25,7 @@ from keepstep.checkpoint import native
 from keepstep.checkpoint.cache import gib
 from keepstep.checkpoint.cadence import Cadence, Storing
 from keepstep.checkpoint.optimizers import OptimizerWatch
+from keepstep.checkpoint.pages import Trace
 from keepstep.checkpoint.rank_slots import RankSlots
 from keepstep.checkpoint.restore_service import RestoreClient, restore_address
 from keepstep.checkpoint.restoring import Restoring
@@ -39,6 +40,7 @@ Gather = Callable[[Row], Rows]
 
 PATIENCE_S = 30.0
 _TURNS = 2
+_MOST_THREADS = 4  # that copy
 _ALONE_S = 120.0
 _MOST_TOLD = 256  # lines that are not said again
 _POLL_S = 0.001
@@ -86,6 +88,7 @@ class Snapshots:
         threads: int = 0,
         storing: Storing | None = None,
         elsewhere: bool = False,
+        left: list[torch.UntypedStorage] | None = None,
     ) -> None:
         """Opens the cache.
 
@@ -97,6 +100,7 @@ class Snapshots:
             threads: that copy; 0: by the CPUs there are.
             storing: what becomes of steps beyond the cache; None: nothing.
             elsewhere: whether the node's agent is asked for states that the cache lacks.
+            left: memory that nobody uses any more, for what `load` brings back; emptied by then.
 
         Raises:
             CheckpointError: there is no cache at ``address``.
@@ -104,7 +108,9 @@ class Snapshots:
         self._seat, self._gather, self._process = seat, gather, os.getpid()
         self._slots = slots or (_TURNS if storing is None else _TURNS + 1)
         self._cache = RankSlots(address, seat.rank, count=self._slots)
-        self._threads = threads or max(1, min(4, len(os.sched_getaffinity(0)) // seat.local_world_size))
+        self._threads = threads or max(
+            1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // seat.local_world_size)
+        )
         self._incarnation = seat.incarnation
         self._storing = storing
         self._cadence = Cadence(storing) if storing else None
@@ -115,6 +121,7 @@ class Snapshots:
         self._begun = self._saved = False
         self._last: Key | None = None
         self._flight: _Flight | None = None
+        self._left, self._trace = [] if left is None else left, Trace(())
         self._told: deque[str] = deque(maxlen=_MOST_TOLD)
         self._watch = OptimizerWatch(self._before_step)
 
@@ -150,6 +157,7 @@ class Snapshots:
         if self._process != os.getpid():
             raise CheckpointError("a forked process cannot save: only the one that began to save can")
         self.wait()
+        self._left.clear()
         begun_s = time.monotonic()
         blocked_s, self._blocked_s = self._blocked_s, 0.0
         header, spans, text = self._flatten(state, step)
@@ -213,6 +221,7 @@ class Snapshots:
             raise rank.error or error from None
         if agreed.key is not None:
             rank.finish()
+        self._left.clear()
         self._settle(agreed)
         if agreed.key is None:
             if agreed.given_up:
@@ -225,6 +234,10 @@ class Snapshots:
             who = f"rank {own} " if own else ""
             self._say(f"{who}resumed after step {agreed.key.step} from {rank.source(agreed.key)}{besides}")
         return agreed.key.step
+
+    def memory(self) -> list[torch.UntypedStorage]:
+        """What was saved last is in, as far as it is large and still there. Not to be changed before `wait`."""
+        return self._trace.take()
 
     def end(self) -> None:
         """Wait, and stop all threads: one that is in native code while the interpreter ends brings the process down."""
@@ -247,7 +260,8 @@ class Snapshots:
             service=self._service,
             required=self._storing is not None,
             elastic=self._seat.elastic,
-            threads=self._threads,
+            threads=max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)))),  # nobody trains meanwhile
+            left=self._left,
             say=self._say,
         )
 
@@ -405,6 +419,7 @@ class Snapshots:
             stream=torch.cuda.current_stream().cuda_stream if gpu >= 0 else 0,
         )
         self._flight = _Flight(started, key.step, index, spans, moving)
+        self._trace = Trace(spans)
         self._await(self._flight, urgent=True)
         if not moving:
             self.wait()
@@ -446,6 +461,10 @@ class NoSnapshots:
 
     def wait(self) -> None:
         """There is nothing to wait for."""
+
+    def memory(self) -> list[torch.UntypedStorage]:
+        """Nothing was saved."""
+        return []
 
     def end(self) -> None:
         """There is nothing to end."""

@@ -1,6 +1,6 @@
 """The life of one run on one node, from the first process to the exit code. Start reading at ``Launcher.run``.
 
-One thread, one event loop, no polling while nothing is teed. Watching is optional at every point: whatever of it
+One thread, one event loop; polled are workers, for a slow death, and teed output. Watching is optional: whatever of it
 fails is said once, and the job runs on.
 """
 
@@ -337,6 +337,8 @@ class Launcher:
         )
         self._following.start(streams, ranks, restarts)
         self._workers.start({k: v for k, v in self._environ.items() if k not in OURS})
+        if place.restarts < job.max_restarts:
+            self._workers.look()
         self._checks.began()
         prepared.started(plans, place, self._workers.from_standbys, self._workers.survived)
         self._describe()

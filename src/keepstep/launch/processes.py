@@ -7,11 +7,13 @@ adopts orphans of its children (``PR_SET_CHILD_SUBREAPER``), so that it can end 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -19,6 +21,7 @@ from keepstep.core.errors import RunError
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PF_EXITING = 0x4  # of a thread that the kernel takes apart (linux/sched.h)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -127,6 +130,49 @@ class Processes:
             if child._popen is not None:  # pyright: ignore[reportPrivateUsage]
                 child._popen.returncode = child.status  # pyright: ignore[reportPrivateUsage]
             self._on_exit.pop(pid)(child)
+
+
+def failing_status(pid: int) -> int | None:
+    """How a process has failed of which the kernel still frees the memory, as `Child.status`; None: that is not so.
+
+    Nobody is told of a death before its memory is free: a quarter of a second for each GB, or more.
+    """
+    try:
+        status = _exiting(f"/proc/{pid}/task/{pid}/stat")
+        if not status or not all(
+            _exiting(f"/proc/{pid}/task/{thread}/stat") is not None
+            for thread in os.listdir(f"/proc/{pid}/task")
+        ):
+            return None
+    except (OSError, ValueError, IndexError):  # it was reaped meanwhile
+        return None
+    return os.waitstatus_to_exitcode(status)
+
+
+def _exiting(stat: str) -> int | None:
+    """The raw exit status of a thread on its way out; None: it is not."""
+    with open(stat, "rb") as file:
+        words = file.read().rpartition(b")")[2].split()
+    return int(words[49]) if int(words[6]) & _PF_EXITING else None
+
+
+def low_priority(pid: int) -> None:
+    """Have a process that leads a session get what others leave of the CPUs, as far as that can be taken back."""
+    with suppress(OSError), open(f"/proc/{pid}/autogroup", "w") as file:
+        file.write("19")
+
+
+def usual_priority(pid: int) -> bool:
+    """Give a process that has a low priority the one that others have; False: not now, try again in 0.1 s."""
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+    try:
+        with open(f"/proc/{pid}/autogroup", "w") as file:
+            file.write("0")
+    except OSError as error:
+        return error.errno != errno.EAGAIN
+    return True
 
 
 def signal_group(leader: int, number: int) -> bool:

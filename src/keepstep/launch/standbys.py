@@ -20,7 +20,7 @@ from keepstep.core.errors import RunError
 from keepstep.core.ranges import fold_ranks
 from keepstep.launch.guard import Guard
 from keepstep.launch.placement import ERROR_FILE, IMPORTS, OURS, WorkerPlan
-from keepstep.launch.processes import Child, Processes, signal_group
+from keepstep.launch.processes import Child, Processes, signal_group, usual_priority
 
 TRIES = 3
 IDLE_S = 20.0  # in which one warms on what the training leaves of the CPUs; then it takes its part, the next sooner
@@ -49,15 +49,6 @@ class _Seat:
     standby: _Standby | None = None
     deaths: int = 0
     trouble: str = ""
-
-
-def usual_priority(pid: int) -> None:
-    """Give a process that warms at a low priority the one that others have. Without effect where that may not be."""
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
-    with suppress(OSError), open(f"/proc/{pid}/autogroup", "w") as file:
-        file.write("0")
 
 
 class Standbys:

@@ -12,7 +12,14 @@ from pathlib import Path
 
 from keepstep.launch.guard import Guard
 from keepstep.launch.placement import ERROR_FILE, WorkerPlan
-from keepstep.launch.processes import Child, Processes, descendants, end_group, signal_group
+from keepstep.launch.processes import (
+    Child,
+    Processes,
+    descendants,
+    end_group,
+    failing_status,
+    signal_group,
+)
 from keepstep.launch.root_cause import Failure, examine, first
 from keepstep.launch.standbys import Standbys
 from keepstep.launch.streams import WorkerStreams, open_for_worker
@@ -20,6 +27,7 @@ from keepstep.launch.survivors import Survivors
 
 _SWEEP_PATIENCE_S = 5.0
 _UNKILLABLE_S = 10.0
+_LOOK_S = 0.05
 
 
 class Workers:
@@ -49,7 +57,7 @@ class Workers:
         self._asked: set[int] = set()  # signals that we sent to end them
         self._all_ended = asyncio.Event()
         self._interrupted: set[int] = set()  # ranks that failed, but whose status is that of our signal
-        self._raised: set[int] = set()  # local ranks that go down with an error
+        self._falling: set[int] = set()  # local ranks that have failed and are not gone yet
         self._reasons: dict[int, str] = {}  # by rank, of those that were ended for one
         self.failures: list[Failure] = []
         self.failed_s = 0.0  # CLOCK_MONOTONIC of the first failure
@@ -125,17 +133,29 @@ class Workers:
     def raised(self, rank: int) -> None:
         """A worker says that it goes down with an error, which is in its error file: it has failed."""
         for plan in self._plans:
-            child = self._children.get(plan.local_rank)
-            if plan.rank != rank or child is None or not child.alive or self._asked:
-                continue
-            if plan.local_rank not in self._raised:
-                self._raised.add(plan.local_rank)
-                self._fail(self._examine(plan, child.pid, 1, time.monotonic()), time.monotonic())
+            if plan.rank == rank:
+                self._falls(plan, lambda _: 1)
+
+    def look(self) -> None:
+        """See now, and many times a second, who has failed and is not gone yet: it may have much memory to free."""
+        for plan in self._plans:
+            self._falls(plan, failing_status)
+        if self.alive and not self._asked:
+            asyncio.get_running_loop().call_later(_LOOK_S, self.look)
+
+    def _falls(self, plan: WorkerPlan, status_of: Callable[[int], int | None]) -> None:
+        child = self._children.get(plan.local_rank)
+        if child is None or not child.alive or self._asked or plan.local_rank in self._falling:
+            return
+        status, now_s = status_of(child.pid), time.monotonic()
+        if status:
+            self._falling.add(plan.local_rank)
+            self._fail(self._examine(plan, child.pid, status, now_s), now_s)
 
     def call_survivors(self) -> None:
         """Have those leave that can outlive this incarnation: they are none of these workers any more."""
         if self._survivors:
-            well = {local: child for local, child in self._children.items() if local not in self._raised}
+            well = {local: child for local, child in self._children.items() if local not in self._falling}
             for local_rank in self._survivors.call(well):
                 del self._children[local_rank]
 
@@ -167,7 +187,7 @@ class Workers:
 
     def _exited(self, plan: WorkerPlan, child: Child) -> None:
         assert child.status is not None
-        if child.status != 0 and plan.local_rank not in self._raised:
+        if child.status != 0 and plan.local_rank not in self._falling:
             failure = self._examine(plan, child.pid, child.status, child.ended_s)
             by_us = self._ended_by_us(child)
             # One that we ended while it was going down with an error of its own has failed all the same.

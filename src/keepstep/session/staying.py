@@ -99,6 +99,7 @@ class Staying:
         refusal = groups.refusal()  # while the frames still hold what they were training with
         if refusal:
             self._refuse(refusal)
+        door.keep_memory()
         for one in _chain(error):  # frames of the training hold its model, and are held by its errors
             traceback.clear_frames(one.__traceback__)
             one.__traceback__ = None

@@ -36,7 +36,7 @@ def sealed(state: Any) -> tuple[StateHeader, mmap.mmap]:
 
 
 def restore(saved: Any, state: Any) -> None:
-    filling = Filling(state, *sealed(saved), threads=2)
+    filling = Filling(state, *sealed(saved), threads=2, left=[])
     filling.copy()
     assert filling.damaged == []
     filling.finish()
@@ -63,7 +63,7 @@ def test_what_the_state_has_no_tensor_for_comes_in_memory_of_its_own_and_shares_
     base = torch.arange(10.0)
     header, slot = sealed({"a": base[2:], "b": base[:5], "n": np.arange(3), "s": {1, 2}})
     state: dict[str, Any] = {}
-    filling = Filling(state, header, slot, 1)
+    filling = Filling(state, header, slot, 1, [])
     filling.copy()
     assert state == {}
     filling.finish()
@@ -148,7 +148,7 @@ def test_modules_with_more_than_tensors_load_it_themselves() -> None:
 def test_a_state_of_another_structure_is_refused_before_anything_changes(state: Any, said: str) -> None:
     header, slot = sealed({"w": torch.ones(2)})
     with pytest.raises(CheckpointError, match=said):
-        Filling(state, header, slot, 1)
+        Filling(state, header, slot, 1, [])
 
 
 @pytest.mark.parametrize("view", [slice(None), slice(2, 900), slice(0, 900, 3)])
@@ -158,7 +158,7 @@ def test_every_byte_is_checked_also_of_parts(view: slice) -> None:
     for place in (native.DATA_OFFSET, native.DATA_OFFSET + 1999, native.DATA_OFFSET + 3999):
         slot[place] ^= 4
         for state in ({}, {"part": torch.zeros(base[view].shape)}, {"all": torch.zeros(1000)}):
-            filling = Filling(state, header, slot, 2)
+            filling = Filling(state, header, slot, 2, [])
             filling.copy()
             assert filling.damaged == [0]
         slot[place] ^= 4
@@ -184,10 +184,10 @@ def test_dtensors_are_filled_locally_and_only_when_placed_alike() -> None:
         assert (average.device_mesh, average.placements, average.shape) == (mesh, (Shard(0),), (4, 3))
         assert torch.equal(average.to_local(), torch.ones(2, 3))
         with pytest.raises(CheckpointError, match="put the model into the state, too"):
-            Filling({}, header, slot, 1)
+            Filling({}, header, slot, 1, [])
         with pytest.raises(CheckpointError, match="it must be resharded"):
-            Filling({"w": DTensor.from_local(torch.zeros(2, 3), mesh, [Replicate()])}, header, slot, 1)
+            Filling({"w": DTensor.from_local(torch.zeros(2, 3), mesh, [Replicate()])}, header, slot, 1, [])
         with pytest.raises(CheckpointError, match="is to become a whole tensor"):
-            Filling({"w": torch.zeros(2, 3)}, header, slot, 1)
+            Filling({"w": torch.zeros(2, 3)}, header, slot, 1, [])
     finally:
         dist.destroy_process_group()

@@ -3,11 +3,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
+
+import pytest
 
 from keepstep.launch import addresses
 from keepstep.launch.job import Endpoint
-from keepstep.launch.processes import exit_code
+from keepstep.launch.processes import exit_code, failing_status, low_priority, usual_priority
 
 
 def alone(code: str, **environ: str) -> str:
@@ -41,6 +44,43 @@ def test_every_end_is_told_once_with_its_status() -> None:
         """
     )
     assert told == "[-9, 0, 4] True"
+
+
+@pytest.mark.parametrize(("command", "status"), [("exit 4", 4), ("kill -9 $$", -9), ("exit 0", None)])
+def test_a_failure_is_seen_before_anybody_is_told(command: str, status: int | None) -> None:
+    with subprocess.Popen(["sh", "-c", command]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert failing_status(process.pid) == status
+    assert failing_status(process.pid) is None
+
+
+def test_who_has_a_thread_that_runs_has_not_failed() -> None:
+    code = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(600,)).start(); print(flush=True)"
+    code += "; ctypes.CDLL(None).syscall(60, 3)"  # _exit of the main thread alone
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        stat = Path(f"/proc/{process.pid}/task/{process.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            pass
+        assert failing_status(process.pid) is None
+        process.kill()
+
+
+def test_a_low_priority_is_taken_back() -> None:
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
+        autogroup = Path(f"/proc/{process.pid}/autogroup")
+        if not autogroup.exists() or not autogroup.read_text():
+            process.kill()
+            pytest.skip("this kernel has no autogroups")
+        low_priority(process.pid)
+        assert autogroup.read_text().endswith("nice 19\n")
+        while not usual_priority(process.pid):
+            time.sleep(0.1)  # without privileges one change in a tenth of a second is allowed
+        assert autogroup.read_text().endswith("nice 0\n")
+        process.kill()
+    low_priority(process.pid)
+    assert usual_priority(process.pid)  # it is gone: there is nothing to be tried again
 
 
 def test_orphans_are_adopted_and_found() -> None:
