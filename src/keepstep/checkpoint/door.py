@@ -35,6 +35,7 @@ def save(state: dict[Any, Any], step: int, *, overlap: bool = True, persist: boo
         CheckpointError: the state cannot be saved or does not fit into the node's memory; ``persist`` without storage.
     """
     snapshots = _snapshots()
+    _left.clear()
     if snapshots:
         snapshots.save(state, step, overlap=overlap, persist=persist)
 
@@ -52,7 +53,10 @@ def load(state: dict[Any, Any]) -> int | None:
             any; or the state has another structure.
     """
     snapshots = _snapshots()
-    step = snapshots.load(state) if snapshots else None
+    try:
+        step = snapshots.load(state) if snapshots else None
+    finally:
+        _left.clear()
     _milestones.reached("state", step or 0)
     if step and (probe := capture.current()):
         probe.recorder.begins_at(step)
@@ -78,7 +82,7 @@ def wait() -> None:
 
 def keep_memory() -> None:
     """Keep the memory of what was saved last, without its owners, for the next `load`."""
-    _left[:] = [storage for snapshots in _open for storage in snapshots.memory()]
+    _left[:] = [one for snapshots in _open for one in snapshots.memory()]
 
 
 def forget() -> None:

@@ -9,7 +9,10 @@ millisecond. What is in the pages does not count: a restore fills them.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
+import os
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any, cast
@@ -38,7 +41,10 @@ class Trace:
         self._storages: list[Any] = [
             StorageWeakRef(one)
             for one in storages.values()
-            if one.device.type == "cpu" and one.nbytes() >= LEAST_BYTES and not one.is_shared()
+            if one.device.type == "cpu"
+            and one.nbytes() >= LEAST_BYTES
+            and one.resizable()  # else the memory is numpy's, or somebody's who only lent it
+            and not one.is_shared()
         ]
 
     def take(self) -> list[torch.UntypedStorage]:
@@ -48,15 +54,15 @@ class Trace:
 
 
 class Pages:
-    """Of those storages that nobody else holds any more. Each gives its pages once, to a range of its size.
+    """Of what a `Trace` has taken and nobody else holds any more. Each gives its pages once, to a range of its size.
 
     Made when the ranges that are to get them are there.
     """
 
-    def __init__(self, storages: Iterable[torch.UntypedStorage]) -> None:
+    def __init__(self, left: list[torch.UntypedStorage]) -> None:
         self._left: dict[int, list[torch.UntypedStorage]] = {}
         if not torch.cuda.is_initialized():  # a device may know pages by where they are
-            for one in filter(_is_ours_alone, storages):
+            for one in _ours_alone(left):
                 self._left.setdefault(one.nbytes(), []).append(one)
         self._plain = _plain_ranges() if self._left else []
 
@@ -73,8 +79,11 @@ class Pages:
         # The old range stays mapped, without pages: whoever allocated it still frees it.
         if _libc.mremap(there.start, size, size, _MAYMOVE | _FIXED | _DONTUNMAP, here.start) == here.start:
             return True
-        self._left.clear()  # too old a kernel, or too many ranges; should the range be gone by now, it is made again
-        _libc.mmap(here.start, size, mmap.PROT_READ | mmap.PROT_WRITE, _MADE_AGAIN, -1, 0)
+        unsupported = ctypes.get_errno() == errno.EINVAL  # nothing was done
+        self._left.clear()
+        again = _libc.mmap(here.start, size, mmap.PROT_READ | mmap.PROT_WRITE, _MADE_AGAIN, -1, 0)
+        if not unsupported and again != here.start:
+            os.abort()  # the range is gone, and may be another's: better one rank that begins anew
         return False
 
     def _is_plain(self, pages: range) -> bool:
@@ -82,9 +91,18 @@ class Pages:
         return len(pages) > 0 and at >= 0 and self._plain[at][1] >= pages.stop
 
 
-def _is_ours_alone(storage: torch.UntypedStorage) -> bool:
+def _ours_alone(left: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+    """What no tensor has, and no variable but this list."""
     holders: Any = getattr(torch._C, "_storage_Use_Count", None)
-    return holders is not None and holders(storage._cdata) == 1
+    held = [holders is not None and holders(one._cdata) == 1 for one in left]
+    (alone,) = _references([object()])
+    return [
+        one for one, ours, count in zip(left, held, _references(left), strict=True) if ours and count <= alone
+    ]
+
+
+def _references(objects: list[Any]) -> list[int]:
+    return [sys.getrefcount(one) for one in objects]
 
 
 def _whole_pages(address: int, nbytes: int) -> range:

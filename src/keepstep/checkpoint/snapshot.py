@@ -100,7 +100,7 @@ class Snapshots:
             threads: that copy; 0: by the CPUs there are.
             storing: what becomes of steps beyond the cache; None: nothing.
             elsewhere: whether the node's agent is asked for states that the cache lacks.
-            left: memory that nobody uses any more, for what `load` brings back; emptied by then.
+            left: memory that nobody uses any more, for what `load` brings back.
 
         Raises:
             CheckpointError: there is no cache at ``address``.
@@ -157,7 +157,6 @@ class Snapshots:
         if self._process != os.getpid():
             raise CheckpointError("a forked process cannot save: only the one that began to save can")
         self.wait()
-        self._left.clear()
         begun_s = time.monotonic()
         blocked_s, self._blocked_s = self._blocked_s, 0.0
         header, spans, text = self._flatten(state, step)
@@ -221,7 +220,6 @@ class Snapshots:
             raise rank.error or error from None
         if agreed.key is not None:
             rank.finish()
-        self._left.clear()
         self._settle(agreed)
         if agreed.key is None:
             if agreed.given_up:

@@ -337,10 +337,10 @@ class Launcher:
         )
         self._following.start(streams, ranks, restarts)
         self._workers.start({k: v for k, v in self._environ.items() if k not in OURS})
-        if place.restarts < job.max_restarts:
-            self._workers.look()
         self._checks.began()
         prepared.started(plans, place, self._workers.from_standbys, self._workers.survived)
+        if place.restarts < job.max_restarts:
+            self._workers.watch()
         self._describe()
         if job.watch and job.rendezvous.endpoint is None and not self._controller.is_started:
             self._try_watching(self._controller.start)

@@ -138,21 +138,23 @@ def failing_status(pid: int) -> int | None:
     Nobody is told of a death before its memory is free: a quarter of a second for each GB, or more.
     """
     try:
-        status = _exiting(f"/proc/{pid}/task/{pid}/stat")
-        if not status or not all(
-            _exiting(f"/proc/{pid}/task/{thread}/stat") is not None
-            for thread in os.listdir(f"/proc/{pid}/task")
+        status = _exiting(pid, pid)
+        if not status or any(
+            _exiting(pid, int(thread)) is None for thread in os.listdir(f"/proc/{pid}/task")
         ):
             return None
+        return os.waitstatus_to_exitcode(status)
     except (OSError, ValueError, IndexError):  # it was reaped meanwhile
         return None
-    return os.waitstatus_to_exitcode(status)
 
 
-def _exiting(stat: str) -> int | None:
-    """The raw exit status of a thread on its way out; None: it is not."""
-    with open(stat, "rb") as file:
-        words = file.read().rpartition(b")")[2].split()
+def _exiting(pid: int, thread: int) -> int | None:
+    """The raw exit status of a thread on its way out, or gone; None: it lives."""
+    try:
+        with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+            words = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0
     return int(words[49]) if int(words[6]) & _PF_EXITING else None
 
 
@@ -166,7 +168,8 @@ def usual_priority(pid: int) -> bool:
     """Give a process that has a low priority the one that others have; False: not now, try again in 0.1 s."""
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+            if os.sched_getscheduler(int(thread)) == os.SCHED_IDLE:
+                os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
     try:
         with open(f"/proc/{pid}/autogroup", "w") as file:
             file.write("0")

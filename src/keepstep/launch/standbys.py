@@ -24,6 +24,7 @@ from keepstep.launch.processes import Child, Processes, signal_group, usual_prio
 
 TRIES = 3
 IDLE_S = 20.0  # in which one warms on what the training leaves of the CPUs; then it takes its part, the next sooner
+_AGAIN_S = 0.2
 _MOST_WORDS = 4096
 PROGRAM = str(Path(__file__).with_name("standby.py"))
 # What belongs to one incarnation, or would have a standby do what only a worker does.
@@ -178,7 +179,8 @@ class Standbys:
         """Where no CPU is ever idle it would never be warm, and a restart a cold one."""
         if seat.standby is which and not which.warm:
             self._busy = which.hurried = True
-            usual_priority(which.child.pid)
+            if not usual_priority(which.child.pid):
+                asyncio.get_running_loop().call_later(_AGAIN_S, self._hurry, seat, which)
 
     def _heard(self, seat: _Seat, which: _Standby) -> None:
         try:

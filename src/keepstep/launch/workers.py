@@ -27,6 +27,7 @@ from keepstep.launch.survivors import Survivors
 
 _SWEEP_PATIENCE_S = 5.0
 _UNKILLABLE_S = 10.0
+_FREEING_S = 300.0  # for the kernel to free the memory of those that are as good as dead
 _LOOK_S = 0.05
 
 
@@ -136,12 +137,15 @@ class Workers:
             if plan.rank == rank:
                 self._falls(plan, lambda _: 1)
 
-    def look(self) -> None:
-        """See now, and many times a second, who has failed and is not gone yet: it may have much memory to free."""
+    def watch(self) -> None:
+        """See, many times a second, who has failed and is not gone yet: it may have much memory to free."""
+        if self.alive and not self._asked:
+            asyncio.get_running_loop().call_later(_LOOK_S, self.watch)
+        self._look()
+
+    def _look(self) -> None:
         for plan in self._plans:
             self._falls(plan, failing_status)
-        if self.alive and not self._asked:
-            asyncio.get_running_loop().call_later(_LOOK_S, self.look)
 
     def _falls(self, plan: WorkerPlan, status_of: Callable[[int], int | None]) -> None:
         child = self._children.get(plan.local_rank)
@@ -154,6 +158,7 @@ class Workers:
 
     def call_survivors(self) -> None:
         """Have those leave that can outlive this incarnation: they are none of these workers any more."""
+        self._look()  # who fails with the first one is no survivor
         if self._survivors:
             well = {local: child for local, child in self._children.items() if local not in self._falling}
             for local_rank in self._survivors.call(well):
@@ -161,6 +166,7 @@ class Workers:
 
     def ask(self, number: int) -> None:
         """Send a signal to every worker that lives, with its whole process group."""
+        self._look()  # who fails by itself is not to be taken for one that we end
         self._asked.add(number)
         for child in self.alive:
             end_group(child.pid, number)
@@ -177,6 +183,11 @@ class Workers:
         if self.alive:
             self.ask(signal.SIGKILL)
             await _either(self._all_ended, None, _UNKILLABLE_S)
+        deadline_s = time.monotonic() + _FREEING_S
+        while self.alive and all(failing_status(child.pid) for child in self.alive):
+            if time.monotonic() > deadline_s:
+                break
+            await _either(self._all_ended, None, 1.0)
         for child in self._children.values():
             if not child.alive:
                 signal_group(child.pid, signal.SIGKILL)

@@ -15,7 +15,8 @@ from keepstep.checkpoint.state import Span
 COUNT = LEAST_BYTES // 4
 
 
-def storage(value: float, count: int = COUNT) -> torch.UntypedStorage:
+def left(value: float, count: int = COUNT) -> torch.UntypedStorage:
+    """That of a tensor that is gone."""
     return torch.full((count,), value).untyped_storage()
 
 
@@ -28,17 +29,17 @@ def resident(tensor: torch.Tensor) -> int:
     return int((entries < 0).sum())  # bit 63
 
 
-def span(of: torch.UntypedStorage) -> Span:
-    return Span(of, 0, of.nbytes())
+def taken(*of: torch.Tensor) -> list[torch.UntypedStorage]:
+    return Trace([Span(one.untyped_storage(), 0, one.nbytes) for one in of]).take()
 
 
 def test_pages_move_to_where_there_are_none() -> None:
-    left, target = [storage(7.0)], torch.empty(COUNT)
+    old, target = [left(7.0)], torch.empty(COUNT)
     assert resident(target) < 10
-    assert Pages(left).put_under(target.data_ptr(), target.nbytes)
+    assert Pages(old).put_under(target.data_ptr(), target.nbytes)
     assert resident(target) > target.nbytes // mmap.PAGESIZE - 10
     assert target[COUNT // 2] == 7  # anything may be there
-    left.clear()  # the old memory is freed by whoever has made it
+    old.clear()  # the old memory is freed by whoever has made it
     target.fill_(1)
     assert torch.equal(target, torch.ones(COUNT))
 
@@ -46,10 +47,10 @@ def test_pages_move_to_where_there_are_none() -> None:
 def test_again_and_again_the_same_pages() -> None:
     one = torch.full((COUNT,), 1.0)
     for value in range(20):
-        left = [one.untyped_storage()]
+        old = taken(one)
         one = torch.empty(COUNT)
-        assert Pages(left).put_under(one.data_ptr(), one.nbytes)
-        left.clear()
+        assert Pages(old).put_under(one.data_ptr(), one.nbytes)
+        old.clear()
         assert resident(one) > one.nbytes // mmap.PAGESIZE - 10
         one.fill_(value)
         assert int(one.sum()) == value * COUNT
@@ -57,17 +58,24 @@ def test_again_and_again_the_same_pages() -> None:
 
 def test_memory_that_somebody_holds_is_left_alone() -> None:
     held, target = torch.full((COUNT,), 3.0), torch.empty(COUNT)
-    assert not Pages([held.untyped_storage()]).put_under(target.data_ptr(), target.nbytes)
+    old = taken(held)
+    assert not Pages(old).put_under(target.data_ptr(), target.nbytes)
     array = held.numpy()
-    left = [held.untyped_storage()]
     del held
-    assert not Pages(left).put_under(target.data_ptr(), target.nbytes)
+    assert not Pages(old).put_under(target.data_ptr(), target.nbytes)
     assert (array == 3).all()
+    assert taken(torch.from_numpy(array)) == []  # numpy's, by now
+    storage = old[0]
+    del array
+    assert not Pages(old).put_under(target.data_ptr(), target.nbytes)
+    assert set(storage[:8]) == set(torch.full((2,), 3.0).untyped_storage())
+    del storage
+    assert Pages(old).put_under(target.data_ptr(), target.nbytes)
 
 
 def test_only_one_of_the_same_size_once() -> None:
     targets = [torch.empty(COUNT + 1), *(torch.empty(COUNT) for _ in range(2))]
-    pages = Pages([storage(1.0)])
+    pages = Pages([left(1.0)])
     assert [pages.put_under(one.data_ptr(), one.nbytes) for one in targets] == [False, True, False]
 
 
@@ -77,18 +85,18 @@ def test_memory_that_is_more_than_memory_is_neither_taken_nor_given(tmp_path: Pa
     mapped = torch.from_file(str(file), shared=False, size=COUNT)
     shared = torch.empty(COUNT).share_memory_()
     for target in (mapped, shared):
-        assert not Pages([storage(1.0)]).put_under(target.data_ptr(), target.nbytes)
+        assert not Pages([left(1.0)]).put_under(target.data_ptr(), target.nbytes)
         assert target.count_nonzero() == 0
-    left = [mapped.untyped_storage()]
+    old = [mapped.untyped_storage()]
     del mapped
     target = torch.zeros(COUNT)
-    assert not Pages(left).put_under(target.data_ptr(), target.nbytes)
+    assert not Pages(old).put_under(target.data_ptr(), target.nbytes)
     assert target.count_nonzero() == 0
 
 
 def test_a_trace_keeps_nothing_alive_until_it_is_taken() -> None:
-    large, small, gone = storage(1.0), storage(1.0, 10), storage(1.0)
-    trace = Trace([span(one) for one in (large, large, small, gone)])
+    large, small, gone = left(1.0), left(1.0, 10), left(1.0)
+    trace = Trace([Span(one, 0, one.nbytes()) for one in (large, large, small, gone)])
     del gone
     assert [one.data_ptr() for one in trace.take()] == [large.data_ptr()]
 
@@ -98,7 +106,7 @@ def test_a_restore_is_the_same_with_them() -> None:
     saved = {"kept": torch.randn(COUNT), "fresh": torch.randn(COUNT), "small": torch.randn(9), "twice": None}
     saved["twice"] = saved["fresh"][5:]
     state = {"kept": torch.zeros(COUNT), "small": torch.zeros(9)}
-    filling = Filling(state, *sealed(saved), 2, [storage(8.0), storage(9.0)])
+    filling = Filling(state, *sealed(saved), 2, [left(8.0), left(9.0)])
     filling.copy()
     assert filling.damaged == []
     filling.finish()
