@@ -18,6 +18,11 @@
 #include <unistd.h>
 #include <vector>
 
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
+#endif
+
 #include "crc64.hpp"
 #include "device_copy.hpp"
 
@@ -58,10 +63,6 @@ struct Piece {
 
 // Has the kernel map whole pages of [begin, begin + count), for writing or for reading; where it cannot, nothing happens.
 inline void map_pages(const uint8_t* begin, uint64_t count, bool writing) {
-#ifndef MADV_POPULATE_READ
-#define MADV_POPULATE_READ 22
-#define MADV_POPULATE_WRITE 23
-#endif
   constexpr uintptr_t kPage = 4096;
   const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kPage - 1) / kPage * kPage;
   const uintptr_t end = (reinterpret_cast<uintptr_t>(begin) + count) / kPage * kPage;

@@ -104,9 +104,6 @@ void populate(nb::handle memory, std::uint64_t begin, std::uint64_t count) {
   const Buffer buffer(memory, true);
   std::uint8_t* data = buffer.part(begin, count);
   const nb::gil_scoped_release others_run;
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
   if (madvise(data, count, MADV_POPULATE_WRITE) == 0) return;
   // A kernel without it. Adding nothing touches a page for writing and changes no byte, whoever writes there meanwhile.
   for (std::uint64_t i = 0; i < count; i += 4096) __atomic_fetch_add(data + i, 0, __ATOMIC_RELAXED);
