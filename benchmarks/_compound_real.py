@@ -126,7 +126,8 @@ def _command(folder: Path, number: int, iterations: int, mitigate: str) -> list[
         *(sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(folder / "run"), "--no-validate"),
         *("--nnodes", "4", "--node-rank", str(number), "--master-addr", HOSTS[0], "--master-port", "29555"),
         *("--nproc-per-node", str(RANKS_PER_HOST), "--max-restarts", "1"),
-        *("--standbys", str(RANKS_PER_HOST), "--mitigate", mitigate, str(trial.JOB), str(folder)),
+        *("--in-place", "--standbys", str(RANKS_PER_HOST), "--mitigate", mitigate),
+        *(str(trial.JOB), str(folder)),
         *(str(iterations), str(EACH * REPLICAS), str(STAGES), str(MICROBATCH_S), str(BALLAST)),
     ]
 

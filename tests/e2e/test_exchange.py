@@ -14,6 +14,7 @@ from tests.e2e.testbed import HOURS
 pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(900)]
 
 TRAIN = Path(__file__).with_name("standby_train.py")
+IN_PLACE = str(Path(__file__).with_name("in_place_train.py"))
 STEPS = 100
 PATIENCE_S = 300
 NODES = 3
@@ -24,7 +25,7 @@ def losses(folder: Path) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for rank in range(NODES):
         for line in (folder / f"losses-{rank}").read_text().splitlines():
-            step, loss = line.split()
+            step, loss, *_ = line.split()
             found.setdefault(f"{rank}/{step}", set()).add(loss)
     return found
 
@@ -35,12 +36,15 @@ def ctl(host: beds.Host, run: Path, *words: str) -> str:
     return f"{process.returncode} {out}{err}"
 
 
-def start(host: beds.Host, number: int, folder: Path, *flags: str) -> subprocess.Popen[str]:
+def start(
+    host: beds.Host, number: int, folder: Path, *flags: str, train: tuple[str, ...] = (str(TRAIN),)
+) -> subprocess.Popen[str]:
+    script, *kind = train
     command = [
         *(sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(folder / "run")),
         *("--nnodes", str(NODES), "--node-rank", str(number), "--master-addr", "node-a"),
         *("--master-port", "29555", "--nproc-per-node", "1", "--standbys", "0", "--no-validate"),
-        *(*flags, str(TRAIN), str(folder), str(STEPS), ""),
+        *(*flags, script, str(folder), *kind, str(STEPS), ""),
     ]
     return host.start(command, {"OMP_NUM_THREADS": "1", "STEP_S": "0.1"})
 
@@ -71,6 +75,38 @@ def test_two_nodes_exchange_their_ranks_and_back(tmp_path: Path) -> None:
     assert places == [["node-c", "node-b", "node-a"], ["node-a", "node-b", "node-c"]]
     said = results["node-a"].stderr
     assert said.count("nodes node-a,node-c exchanged their ranks; all nodes begin again\n") == 2, said
+    found = losses(tmp_path)
+    assert len(found) == NODES * STEPS
+    assert {len(one) for one in found.values()} == {1}
+
+
+def test_the_processes_stay_where_they_are_and_play_each_others_ranks(tmp_path: Path) -> None:
+    if reason := beds.missing():
+        pytest.skip(reason)
+    run = tmp_path / "run"
+
+    def trainers(host: beds.Host) -> set[int]:
+        return {pid for pid, line in host.processes().items() if f" -u {IN_PLACE} " in line}
+
+    with beds.four_hosts((0, 5 * HOURS, 11 * HOURS)[:NODES]) as bed:
+        hosts = list(bed.hosts.values())
+        flags, train = ("--max-restarts", "1", "--in-place"), (IN_PLACE, "ddp")
+        running = {
+            host.name: start(host, number, tmp_path, *flags, train=train) for number, host in enumerate(hosts)
+        }
+        log = tmp_path / "losses-1"
+        until(lambda: log.exists() and len(log.read_text().splitlines()) > 8)
+        before = [trainers(host) for host in hosts]
+        assert ctl(hosts[0], run, "exchange", "node-a", "node-c").startswith("0 ")
+        until(lambda: read(run / "status.json").get("incarnation") == 1)
+        until(lambda: read(run / "status.json").get("state") == "running")
+        after = [trainers(host) for host in hosts]
+        places = [node["node"] for node in read(run / "status.json")["nodes"]]
+        results = beds.collect(running, PATIENCE_S)
+    assert [one.returncode for one in results.values()] == [0] * NODES, results
+    assert places == ["node-c", "node-b", "node-a"]
+    assert before == after, "nobody is replaced"
+    assert all(len(pids) == 1 for pids in before)
     found = losses(tmp_path)
     assert len(found) == NODES * STEPS
     assert {len(one) for one in found.values()} == {1}

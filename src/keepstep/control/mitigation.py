@@ -55,15 +55,16 @@ _MOST_CASES = 16  # that are open, where the pace does not show them
 class _Moved:
     """A move that was ordered for a slowdown, and when.
 
-    ``step``: the last before it. ``agent``: that watched rank 0 until then. ``devices``: until the shares that follow
-    from them were ordered.
+    ``since_s``: of the order, and from when the job was halted for it. ``step``: the last before it. ``agent``: that
+    watched rank 0 until then. ``devices``: until the shares that follow from them were ordered.
     """
 
     move: Move
     case: SlowCase
     action: Action
-    ordered_s: float
+    since_s: float
     devices: Devices | None = None
+    halted: bool = False
     step: int = -1
     agent: int | None = None
     done: bool = False
@@ -156,6 +157,8 @@ class Mitigation:
         self._cases = [case for case in cases if case.incident is not None]
         self._undecided = len(self._cases) < len(cases)
         self._tick_order(now_s)
+        if self._moved is not None and not self._moved.halted and self._standstill():
+            self._moved.since_s, self._moved.halted = now_s, True  # until now all have trained
         self._time_move(now_s)
         self._deal_after_move(now_s)
         for move in self._moves.values():
@@ -361,7 +364,7 @@ class Mitigation:
         if home.agent in (None, moved.agent) or home.beat is None:
             return
         if any(one.rank == 0 and one.step >= 0 for one in home.beat.ranks):
-            moved.pause_s = moved.move.pause_s = now_s - moved.ordered_s
+            moved.pause_s = moved.move.pause_s = now_s - moved.since_s
             if self._planner is not None:
                 self._planner.applied(moved.move.name, moved.pause_s)
 

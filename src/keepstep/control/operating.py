@@ -96,7 +96,7 @@ class Operating:
         if self._objection("restart") or incarnation == self._declined:
             return
         wish = self._wish = _Wish(None, "grow", now_s + _GROW_S, set(self._rendezvous.placements), why=why)
-        self._send(self._peers(wish.unsealed), Seal(incarnation, alike=True))
+        self._send(self._peers(wish.unsealed), Seal(incarnation, alike=True, warm=True))
 
     def exchange(self, pairs: Collection[tuple[int, int]], why: str, now_s: float) -> str:
         """Have nodes take each other's ranks, by node rank, when all have sealed a step; why not, or "".
@@ -250,11 +250,11 @@ class Operating:
 
     def _ask_to_seal(self, wish: _Wish) -> None:
         leaving = {launcher for pair in wish.exchange for launcher in pair}
-        incarnation = self._reforming.incarnation
+        incarnation, warm = self._reforming.incarnation, wish.peer is None  # an operator waits for an answer
         if leaving:
-            self._send(self._peers(leaving), Seal(incarnation, leave=True))
+            self._send(self._peers(leaving), Seal(incarnation, leave=True, warm=warm))
         if staying := wish.unsealed - leaving:
-            self._send(self._peers(staying), Seal(incarnation))
+            self._send(self._peers(staying), Seal(incarnation, warm=warm))
 
     def _have_done(self, wish: _Wish) -> str:
         self._wish = wish

@@ -327,7 +327,10 @@ class Reforming:
         return [self._halt((*self._rendezvous.placements, *self._rendezvous.spares))]
 
     def _halt(self, launchers: tuple[Launcher, ...]) -> HaltThese:
-        return HaltThese(launchers, self.incarnation, self._hold, bool(self._asked) and not self._hold)
+        moves = bool(self._exchange or self._unfit)  # it is the places that are to be others, not the processes
+        return HaltThese(
+            launchers, self.incarnation, self._hold, bool(self._asked) and not self._hold and not moves
+        )
 
     def _newly_lost(self, now_s: float) -> list[Launcher]:
         lost: list[Launcher] = []

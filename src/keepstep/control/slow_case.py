@@ -24,6 +24,8 @@ from keepstep.wire.messages import Profile
 NEAR_STEPS = 3  # findings with onsets this close are about one cause
 SHARPEN_STEPS = 3
 BEFORE_STEPS = 16
+_EDGE_STEPS = 2  # before the onset, which ranks tell to within these: one of them may be slow already,
+_LEAST_BEFORE = 8  # and would count for how much healthy ones differ; left out where so many are left
 _LARGE_WORLD = 4096
 _BEFORE_STEPS_LARGE = 4
 _ENOUGH_RANKS = 256
@@ -173,9 +175,12 @@ class SlowCase:
             self._checks_relief = False
             self._check_relief(rows, now_s)
             return
-        from keepstep.core.iteration_table import between  # numpy is not in the controller's start
+        from keepstep.core.iteration_table import between, column, distinct  # numpy is not in the controller's start
 
         before = between(rows, 0, onset)
+        surely = between(before, 0, onset - _EDGE_STEPS)
+        if len(distinct(column(surely, "step"))) >= _LEAST_BEFORE:
+            before = surely
         until = self._desk.next_change(onset + NEAR_STEPS)  # later ones are slow for another cause, too
         after = between(rows, onset, until)
         if self.incident is None and not self._confirmed(before, after):

@@ -235,7 +235,8 @@ class Launcher:
                 return following
             self._watching.renew()
             if (following.world_size, following.first_rank) != (place.world_size, place.first_rank):
-                await asyncio.gather(self._watching.renewed(), self._restarts.dismiss())
+                resized = following.world_size != place.world_size
+                await asyncio.gather(self._watching.renewed(), *([self._restarts.dismiss()] if resized else []))
                 self._caching.move(place, following)
             place = following
             if failures:
@@ -429,6 +430,9 @@ class Launcher:
         place, outcome, link = self._place, self._outcome, self._link
         if link is None or place is None or place.incarnation != seal.incarnation or outcome.done():
             return
+        if seal.warm and self._restarts and self._workers:
+            pids = [child.pid for child in self._workers.alive]
+            await self._restarts.warmed(pids, outcome.done)
         step, why = await self._caching.next_sealed(place, outcome.done, alike=seal.alike, leave=seal.leave)
         if step is not None:
             link.sealed(seal.incarnation, step, why)

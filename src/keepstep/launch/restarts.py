@@ -19,6 +19,7 @@ from keepstep.launch.standbys import Standbys
 from keepstep.launch.survivors import Survivors
 
 _WARM_AFTER_S = 60.0  # of training that makes no optimizer step that we would see
+_WARMED_S, _LOOK_S = 60.0, 0.1  # that a restart which can wait waits for standbys
 
 
 class Restarts:
@@ -113,6 +114,19 @@ class Restarts:
         """Why there is no restart for this cause; None: there is, and it is counted."""
         self._causes.append(cause)
         return refusal(self._limits, self._causes)
+
+    async def warmed(self, workers: Sequence[int], over: Callable[[], bool]) -> None:
+        """Wait until a restart needs no fresh process, for a minute at most, or until ``over``.
+
+        ``workers``: their processes. Where all of them can go on no standby is needed.
+        """
+        deadline_s = time.monotonic() + _WARMED_S
+        while time.monotonic() < deadline_s and not (over() or self._is_last):
+            if self.survivors and self.survivors.can_stay(workers):
+                return
+            if self._due and self.standbys.are_warm:
+                return
+            await asyncio.sleep(_LOOK_S)
 
     def end(self) -> None:
         """There are no more restarts."""

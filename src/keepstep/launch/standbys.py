@@ -82,6 +82,12 @@ class Standbys:
         """Those that wait or are being warmed."""
         return frozenset(seat.standby.child.pid for seat in self._seats.values() if seat.standby)
 
+    @property
+    def are_warm(self) -> bool:
+        """All wait that there are to be; one that died too often is none of them."""
+        seats = self._seats.values()
+        return all(seat.deaths >= TRIES or (seat.standby is not None and seat.standby.warm) for seat in seats)
+
     def environment(self, local_rank: int) -> dict[str, str]:
         """Where the worker is to say what it imports; nothing when that is known, or not needed."""
         path = self._path(local_rank)

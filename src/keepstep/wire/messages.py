@@ -406,12 +406,13 @@ class Seal(Message, frozen=True):
     """To launchers: say `Sealed` as soon as each of your ranks has sealed one more snapshot.
 
     ``alike``: one that is known to be the same on all ranks of the job. ``leave``: your ranks are to play
-    on another node then.
+    on another node then. ``warm``: there is time to have warm standbys before.
     """
 
     incarnation: int
     alike: bool = False
     leave: bool = False
+    warm: bool = False
 
 
 class Kill(Message, frozen=True):

@@ -146,7 +146,7 @@ def test_who_comes_is_taken_in_at_a_step_that_all_have_sealed_and_it_is_no_resta
         assert job.sent == []
     job.growing.tick(25.0)
     job.growing.tick(60.0)
-    assert job.sent == [((0, 2), Seal(1, alike=True))]
+    assert job.sent == [((0, 2), Seal(1, alike=True, warm=True))]
     assert job.operating.sealed(job.launcher(0), 1, 41, "", 61.0) == []
     assert kinds(job.operating.sealed(job.launcher(2), 1, 42, "", 62.0)) == ["HaltThese"]
     assert job.halt(0, 2, incarnation=1, now_s=63.0) == []  # the newcomer says first which port is free
@@ -280,6 +280,7 @@ def test_two_nodes_exchange_their_ranks_and_nobody_else_moves() -> None:
     for number in range(3):
         orders = job.operating.sealed(job.launcher(number), 0, 7, "", 6.0)
     assert kinds(orders) == ["HaltThese"]
+    assert not orders[0].fresh, "the places change, processes may go on"  # type: ignore[union-attr]
     orders = job.halt(0, 1, 2, now_s=7.0)
     assert told(orders) == (
         "an operator ordered it; nodes gpu-[0,2] exchanged their ranks; all nodes begin again"

@@ -109,7 +109,7 @@ def test_a_spare_takes_the_ranks_of_a_slow_node_when_all_have_sealed() -> None:
     job = with_spare()
     before = job.places()
     assert job.operating.replace({1: "rank 2 is slow"}, "gpu-1 is slow", 5.0) == ""
-    assert job.sent == [((0, 1, 2), Seal(0))]
+    assert job.sent == [((0, 1, 2), Seal(0, warm=True))]  # nobody waits: let standbys be warm
     for number in range(3):
         orders = job.operating.sealed(job.launcher(number), 0, 7, "", 6.0)
     assert kinds(orders) == ["HaltThese"]

@@ -43,6 +43,40 @@ def test_new_standbys_are_warmed_only_while_a_restart_is_left(
     alone(main)
 
 
+def test_a_restart_that_can_wait_waits_for_warm_standbys_or_processes_that_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        restarts = module.Restarts(
+            *(job("--in-place", "--max-restarts", "1", "train.py"), os.environ, tmp_path, Processes()),
+            *(Guard("NO=such"),),
+            warn=lambda _: None,
+            note=lambda _: None,
+            recovered=lambda _: None,
+            raised=lambda _: None,
+        )
+        assert restarts.survivors is not None
+        restarts.started((), Place(0, 0, 1, 1, "127.0.0.1", 4711, 0), 0, 0)
+
+        async def is_over(*, over: bool = False) -> bool:
+            try:
+                await asyncio.wait_for(restarts.warmed([71, 72], lambda: over), 0.3)
+            except asyncio.TimeoutError:
+                return False
+            return True
+
+        assert not await is_over(), "nothing is warm, nobody can stay"
+        assert await is_over(over=True)
+        monkeypatch.setattr(restarts.survivors, "can_stay", lambda pids: pids == [71, 72])
+        assert await is_over()
+        monkeypatch.setattr(restarts.survivors, "can_stay", lambda _: False)
+        restarts._warm()  # there is no seat: all that there are to be are warm
+        assert await is_over()
+        restarts.end()
+
+    alone(main)
+
+
 def test_with_one_port_for_all_incarnations_no_process_is_kept(tmp_path: Path) -> None:
     async def main() -> None:
         said: list[str] = []

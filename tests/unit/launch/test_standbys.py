@@ -78,8 +78,10 @@ def test_a_warm_one_becomes_the_worker_and_none_is_given_twice(tmp_path: Path) -
         node = Node(tmp_path, count=2, nproc=3)
         assert node.take(0) is None
         node.standbys.warm(node.plans)
+        assert not node.standbys.are_warm
         await node.until(lambda: node.said)
         assert node.said == ["standbys are warm for ranks 4-5"]
+        assert node.standbys.are_warm
         assert len(node.standbys.pids) == 2
         assert node.take(2) is None
         child = node.take(1, NEW="yes")

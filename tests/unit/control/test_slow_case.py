@@ -1,0 +1,45 @@
+"""What a slowdown is judged by: which iterations count as healthy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import control_stand_ins as stand_ins
+import pytest
+from tests.scenarios.test_control_scenarios import Stage
+
+from keepstep.control import Controller, Settings
+from keepstep.core.incident import Diagnosis
+from keepstep.core.summary import IterationSummary
+
+
+class Steps(stand_ins.PlainLocators):
+    """Remembers which steps were given to it as healthy ones."""
+
+    def __init__(self) -> None:
+        self.healthy: list[set[int]] = []
+
+    def slow(self, before: Sequence[IterationSummary], *rest: Any) -> Diagnosis:
+        self.healthy.append({row.step for row in before})
+        return super().slow(before, *rest)
+
+
+@pytest.mark.parametrize(("onset", "healthy"), [(31, range(15, 29)), (9, range(9))], ids=["many", "few"])
+def test_the_steps_right_before_an_onset_count_as_healthy_only_where_there_are_few(
+    onset: int, healthy: range
+) -> None:
+    """Ranks tell the onset to within a step or two; a slow step among the healthy ones would be their noise."""
+    locators = Steps()
+    stage = Stage()
+    stage.fresh = lambda: Controller(Settings(nodes=3), locators=locators)  # type: ignore[method-assign]
+    for line in (
+        "cluster nodes=3 ranks=1",
+        f"beat step={onset + 8}",
+        f"found kind=slow rank=0-2 step={onset + 2} onset={onset} before=0.5 after=1.0",
+        f"profiles rank=0 onset={onset - 1}",
+    ):
+        stage.run(line)
+    assert locators.healthy[0] == set(healthy)
+    (incident,) = stage.controller.cases.incidents
+    assert [one.rank for one in incident.culprits] == [0]
