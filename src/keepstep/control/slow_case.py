@@ -175,7 +175,8 @@ class SlowCase:
             self._checks_relief = False
             self._check_relief(rows, now_s)
             return
-        from keepstep.core.iteration_table import between, column, distinct  # numpy is not in the controller's start
+        # numpy is not in the controller's start
+        from keepstep.core.iteration_table import between, column, distinct
 
         before = between(rows, 0, onset)
         surely = between(before, 0, onset - _EDGE_STEPS)

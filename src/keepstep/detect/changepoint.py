@@ -237,8 +237,10 @@ class ChangePointDetector:
             if len(taken) >= _SETTLE:
                 self._begin(taken, 1.0)
             return None
+        scale = ratio if self._min_change > 0 else 1.0
         if len(self._level) < _YOUNG and self._still_left(after, level):
-            self._begin(taken, 1.0)
+            self._calm_error *= scale
+            self._begin(taken, scale)
             self._anchor, self._anchor_count = after, len(taken)
             return None
         self._left = level
@@ -251,9 +253,8 @@ class ChangePointDetector:
             _posterior(chance),
             "onset" if sign > 0 else "relief",
         )
-        if self._min_change > 0:
-            self._calm_error *= ratio
-        self._begin(taken, ratio if self._min_change > 0 else 1.0)
+        self._calm_error *= scale
+        self._begin(taken, scale)
         self._healthy = level if sign > 0 and self._min_change > 0 else math.inf
         self._anchor, self._anchor_count = after, len(taken)
         return change

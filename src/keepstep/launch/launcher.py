@@ -236,7 +236,9 @@ class Launcher:
             self._watching.renew()
             if (following.world_size, following.first_rank) != (place.world_size, place.first_rank):
                 resized = following.world_size != place.world_size
-                await asyncio.gather(self._watching.renewed(), *([self._restarts.dismiss()] if resized else []))
+                await asyncio.gather(
+                    self._watching.renewed(), *([self._restarts.dismiss()] if resized else [])
+                )
                 self._caching.move(place, following)
             place = following
             if failures:

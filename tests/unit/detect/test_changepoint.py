@@ -37,6 +37,15 @@ def test_a_short_episode_early_in_the_job_is_found() -> None:
     assert (onset.index, relief.index) == (30, 45)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_what_follows_a_slowdown_that_was_soon_treated_is_found_as_early(seed: int) -> None:
+    """After a few slow iterations the level is taken for a wrong one and put right: so is the noise around it."""
+    found = found_in(noisy([(0.32, 60), (0.91, 5), (0.37, 35), (0.51, 40)], cov=0.05, seed=seed))
+    (onset,) = [one for one in found if one.index > 90]
+    assert (onset.kind, onset.index) == ("onset", 100)
+    assert onset.detected_at <= 103
+
+
 def test_nothing_is_said_about_a_healthy_job() -> None:
     for seed in range(20):
         assert found_in(noisy([(1.0, 300)], cov=0.04, seed=seed)) == []
