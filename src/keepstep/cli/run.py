@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from keepstep.core.errors import UsageError
 from keepstep.launch import addresses, run_folder
 from keepstep.launch.guard import Guard
 from keepstep.launch.job import Endpoint, Job, job_from_command_line
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the job; returns its exit code.
 
     Raises:
-        UsageError: the command line or a setting cannot be used.
+        UsageError: the command line or a setting cannot be used, or the script is not there.
         RunError: the run folder cannot be used.
     """
     environ = dict(os.environ)
@@ -31,6 +32,8 @@ def main(argv: Sequence[str]) -> int:
     if job.dry_run:
         print(json.dumps(plan(job, folder, environ), indent=2))
         return 0
+    if job.entry == "script" and job.script != "-" and not Path(job.script).exists():
+        raise UsageError(f"{job.script}: there is no such script, seen from {Path.cwd()}")
     for text in job.warnings if not job.verbose else (*job.warnings, *job.remarks):
         print(f"keepstep: {text}", file=sys.stderr)
     hosts_controller = _hosts_controller(job)

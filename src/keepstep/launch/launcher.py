@@ -432,9 +432,8 @@ class Launcher:
         place, outcome, link = self._place, self._outcome, self._link
         if link is None or place is None or place.incarnation != seal.incarnation or outcome.done():
             return
-        if seal.warm and self._restarts and self._workers:
-            pids = [child.pid for child in self._workers.alive]
-            await self._restarts.warmed(pids, outcome.done)
+        if seal.warm and self._restarts:
+            await self._restarts.warmed(outcome.done)
         step, why = await self._caching.next_sealed(place, outcome.done, alike=seal.alike, leave=seal.leave)
         if step is not None:
             link.sealed(seal.incarnation, step, why)

@@ -115,15 +115,13 @@ class Restarts:
         self._causes.append(cause)
         return refusal(self._limits, self._causes)
 
-    async def warmed(self, workers: Sequence[int], over: Callable[[], bool]) -> None:
-        """Wait until a restart needs no fresh process, for a minute at most, or until ``over``.
+    async def warmed(self, over: Callable[[], bool]) -> None:
+        """Wait until standbys are warm, so that a restart needs no fresh process: a minute at most, or until ``over``.
 
-        ``workers``: their processes. Where all of them can go on no standby is needed.
+        Processes that can go on do not change that: whether they will is known only when they are called.
         """
         deadline_s = time.monotonic() + _WARMED_S
         while time.monotonic() < deadline_s and not (over() or self._is_last):
-            if self.survivors and self.survivors.can_stay(workers):
-                return
             if self._due and self.standbys.are_warm:
                 return
             await asyncio.sleep(_LOOK_S)

@@ -13,7 +13,7 @@ import secrets
 import signal
 import socket
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -70,10 +70,6 @@ class Survivors:
     def pids(self) -> frozenset[int]:
         """Processes that wait for their next part, or are on the way there."""
         return frozenset(one.child.pid for one in self._survivors.values())
-
-    def can_stay(self, workers: Iterable[int]) -> bool:
-        """Whether all of these processes have said that they can."""
-        return self._connections.keys() >= set(workers)
 
     def call(self, workers: Mapping[int, Child]) -> frozenset[int]:
         """Tell those of the workers (by local rank) that can stay to leave; their local ranks."""

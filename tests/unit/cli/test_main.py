@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,16 @@ def test_usage_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]
     assert told.out == ""
     assert told.err.startswith("keepstep: --nnodes x")
     assert told.err.count("\n") == 1
+
+
+def test_a_missing_script_is_named_before_anything_is_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--max-restarts", "3", "absent.py"]) == 2
+    told = capsys.readouterr().err
+    assert told == f"keepstep: absent.py: there is no such script, seen from {tmp_path}\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:

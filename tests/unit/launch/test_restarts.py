@@ -43,35 +43,33 @@ def test_new_standbys_are_warmed_only_while_a_restart_is_left(
     alone(main)
 
 
-def test_a_restart_that_can_wait_waits_for_warm_standbys_or_processes_that_stay(
+def test_a_restart_that_can_wait_waits_for_warm_standbys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         restarts = module.Restarts(
-            *(job("--in-place", "--max-restarts", "1", "train.py"), os.environ, tmp_path, Processes()),
-            *(Guard("NO=such"),),
+            *(job("--max-restarts", "1", "train.py"), os.environ, tmp_path, Processes(), Guard("NO=such")),
             warn=lambda _: None,
             note=lambda _: None,
             recovered=lambda _: None,
             raised=lambda _: None,
         )
-        assert restarts.survivors is not None
         restarts.started((), Place(0, 0, 1, 1, "127.0.0.1", 4711, 0), 0, 0)
 
-        async def is_over(*, over: bool = False) -> bool:
+        async def waits(*, over: bool = False) -> bool:
             try:
-                await asyncio.wait_for(restarts.warmed([71, 72], lambda: over), 0.3)
+                await asyncio.wait_for(restarts.warmed(lambda: over), 0.3)
             except asyncio.TimeoutError:
-                return False
-            return True
+                return True
+            return False
 
-        assert not await is_over(), "nothing is warm, nobody can stay"
-        assert await is_over(over=True)
-        monkeypatch.setattr(restarts.survivors, "can_stay", lambda pids: pids == [71, 72])
-        assert await is_over()
-        monkeypatch.setattr(restarts.survivors, "can_stay", lambda _: False)
-        restarts._warm()  # there is no seat: all that there are to be are warm
-        assert await is_over()
+        assert await waits(), "not all have made a step: nothing is warmed yet"
+        assert not await waits(over=True)
+        restarts._warm()
+        assert not await waits(), "there is nothing to be warmed"
+        monkeypatch.setattr(module, "_WARMED_S", 0.1)
+        restarts.started((), Place(0, 0, 1, 1, "127.0.0.1", 4711, 0), 0, 0)
+        assert not await waits(), "not for ever"
         restarts.end()
 
     alone(main)
