@@ -1,5 +1,10 @@
-"""``python -m keepstep.agent``."""
+"""``python -m keepstep.agent``, with its arguments or with ``--wait``: imported, and told what to do when it is time.
 
+It says so by a line on stdout. What tells it is a line on stdin, the arguments and the file for what it says:
+``{"words": […], "log": PATH}``.
+"""
+
+import json
 import logging
 import os
 import sys
@@ -9,16 +14,32 @@ def main() -> int:
     # Before numpy is imported: the agent needs none of the threads that its linear algebra would start.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from keepstep.agent.arguments import parse
+    from keepstep.agent.program import serve
     from keepstep.core.errors import KeepstepError
 
+    words = sys.argv[1:]
+    if words == ["--wait"]:
+        print("waits", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return 0  # it is not needed
+        words = _told(line)
     try:
-        arguments = parse()
+        arguments = parse(words)
     except KeepstepError as error:
         print(f"keepstep.agent: {error}", file=sys.stderr)
         return 2
-    from keepstep.agent.program import serve
-
     return serve(arguments)
+
+
+def _told(line: str) -> list[str]:
+    """The arguments; what is said from here on goes to the log."""
+    told = json.loads(line)
+    log = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    return told["words"]
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from keepstep.launch.guard import Guard
 from keepstep.launch.job import Endpoint, Job
 from keepstep.launch.placement import COOKIE, OURS
 from keepstep.launch.processes import Child, Processes, end_group, signal_group
+from keepstep.launch.waiting import Waiting
 
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 10.0
 TRIES = 8
 CANNOT_START = 2  # exit code of one that will not do better when tried again
 HALT_MARGIN_S = 30.0  # beyond --shutdown-timeout: to kill, and to end what workers leave behind
+_PROGRAM_WORDS = 3  # of a command: Python, -m, the module
 STEADY_S = 60.0  # one that lived this long is given all its tries again
 
 
@@ -45,8 +48,12 @@ class Companion:
         gave_up: Callable[[str], None],
         log: Path | None = None,
         ready: Callable[[dict[str, Any]], None] | None = None,
+        waiting: Waiting | None = None,
     ) -> None:
-        """``log``: file for its stdout and stderr. ``ready``: is told the first line of its stdout, a JSON object."""
+        """``log``: file for its stdout and stderr. ``ready``: is told the first line of its stdout, a JSON object.
+
+        ``waiting``: has perhaps imported already; it needs a ``log``.
+        """
         self._name = name
         self._command = command
         self._processes = processes
@@ -54,6 +61,8 @@ class Companion:
         self._gave_up = gave_up
         self._log = log
         self._ready = ready
+        self._waiting = waiting
+        self.was_waiting = False  # the one that runs had imported before it was started
         self._child: Child | None = None
         self._failures = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -75,6 +84,8 @@ class Companion:
         try:
             if self._log:
                 self._log.parent.mkdir(parents=True, exist_ok=True)
+                if self._take():
+                    return
                 output = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             self._child = self._processes.start(
                 self._name,
@@ -98,6 +109,21 @@ class Companion:
             self._line = b""
             os.set_blocking(self._child.stdout.fileno(), False)
             asyncio.get_running_loop().add_reader(self._child.stdout.fileno(), self._read, self._child)
+
+    def _take(self) -> bool:
+        """Whether one that waited runs."""
+        self.was_waiting = False
+        if self._waiting is None or self._log is None:
+            return False
+        words = self._command()[_PROGRAM_WORDS:]
+        child = self._waiting.take(words, self._log)
+        if child is None:
+            return False
+        self._processes.become(child, self._name, self._exited)
+        child.started_s = time.monotonic()
+        self._child, self.was_waiting = child, True
+        self._ended.clear()
+        return True
 
     def may_end(self) -> None:
         """Its work is done: when it ends now, it is not started again."""

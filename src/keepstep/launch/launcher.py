@@ -432,8 +432,9 @@ class Launcher:
         place, outcome, link = self._place, self._outcome, self._link
         if link is None or place is None or place.incarnation != seal.incarnation or outcome.done():
             return
+        self._watching.expect()
         if seal.warm and self._restarts:
-            await self._restarts.warmed(outcome.done)
+            await self._restarts.warmed(lambda: self._watching.is_ready, outcome.done)
         step, why = await self._caching.next_sealed(place, outcome.done, alike=seal.alike, leave=seal.leave)
         if step is not None:
             link.sealed(seal.incarnation, step, why)
@@ -500,8 +501,8 @@ class Launcher:
         return replace(outcome, code=self._workers.exit_code, reason=f"rank {root.rank}: {root.text}")
 
     async def _sweep(self) -> None:
-        ours = {self._guard.pid}
-        ours |= {pid for pid in (self._controller.pid, self._watching.agent) if pid}
+        ours = {self._guard.pid, *self._watching.pids}
+        ours |= {self._controller.pid} if self._controller.pid else set()
         ours |= self._restarts.pids if self._restarts else set()
         await sweep(frozenset(ours), self._kill_now)
 

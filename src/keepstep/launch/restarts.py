@@ -115,14 +115,15 @@ class Restarts:
         self._causes.append(cause)
         return refusal(self._limits, self._causes)
 
-    async def warmed(self, over: Callable[[], bool]) -> None:
-        """Wait until standbys are warm, so that a restart needs no fresh process: a minute at most, or until ``over``.
+    async def warmed(self, ready: Callable[[], bool], over: Callable[[], bool]) -> None:
+        """Wait until standbys are warm, so that a restart needs no fresh process, and all else is ``ready``.
 
-        Processes that can go on do not change that: whether they will is known only when they are called.
+        A minute at most, or until it is ``over``. Processes that can go on do not change that: whether they will is known
+        only when they are called.
         """
         deadline_s = time.monotonic() + _WARMED_S
         while time.monotonic() < deadline_s and not (over() or self._is_last):
-            if self._due and self.standbys.are_warm:
+            if self._due and self.standbys.are_warm and ready():
                 return
             await asyncio.sleep(_LOOK_S)
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from keepstep.core.errors import KeepstepError
 from keepstep.launch.caching import Caching
-from keepstep.launch.companions import Companion, agent_command
+from keepstep.launch.companions import Companion, agent_command, environment
 from keepstep.launch.guard import Guard
 from keepstep.launch.job import Endpoint, Job
 from keepstep.launch.placement import Place
 from keepstep.launch.preload import preload, shim
 from keepstep.launch.processes import Processes, low_priority, usual_priority
 from keepstep.launch.rings import Rings
+from keepstep.launch.waiting import Waiting
 
 _GIVES_WAY_S, _AGAIN_S = 1.5, 0.2
 FAILURES = (KeepstepError, OSError, ImportError)  # of watching, that do not end the job
@@ -40,6 +42,7 @@ class Watching:
         self._where, self._warn = where, warn
         self._rings = Rings()
         self._agent: Companion | None = None
+        self._waiting = Waiting([sys.executable, "-m", "keepstep.agent"], environment(), processes, guard)
         self._renewal: asyncio.Task[None] | None = None  # of the agent
         self._gave_up = False  # the agent died too often
 
@@ -52,6 +55,11 @@ class Watching:
     def agent(self) -> int | None:
         """The process."""
         return self._agent.pid if self._agent else None
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """The agent's process, and that of the next one."""
+        return frozenset(pid for pid in (self.agent, self._waiting.pid) if pid)
 
     @property
     def is_steady(self) -> bool:
@@ -96,11 +104,25 @@ class Watching:
             await self._stop()
             old.close()
             self.start()
-            if pid := self.agent:  # where CPUs are few, workers that begin again have them first
+            agent = self._agent
+            if (
+                agent and agent.pid and not agent.was_waiting
+            ):  # where CPUs are few, workers that begin have them first
+                pid = agent.pid
                 low_priority(pid)
                 asyncio.get_running_loop().call_later(_GIVES_WAY_S, self._come_back, pid)
 
         self._then(renew)
+
+    def expect(self) -> None:
+        """The incarnation will soon be over: the agent of the next one may import what it needs."""
+        if self._agent and not self._gave_up:
+            self._waiting.start()
+
+    @property
+    def is_ready(self) -> bool:
+        """The agent that was expected has imported what it needs, or there is none."""
+        return self._waiting.is_ready
 
     def restart(self) -> None:
         """It looks for the controller where that was when it began."""
@@ -121,6 +143,7 @@ class Watching:
         """For good; the rings stay until ``close``."""
         await self.renewed()
         await self._stop()
+        self._waiting.end()
 
     def close(self) -> None:
         """Let go of the rings."""
@@ -159,7 +182,9 @@ class Watching:
             self._gave_up = True
             self._warn(f"the agent {reason} (see {log}): this node trains on unwatched")
 
-        self._agent = Companion("agent", command, self._processes, self._guard, gave_up=gave_up, log=log)
+        self._agent = Companion(
+            *("agent", command, self._processes, self._guard), gave_up=gave_up, log=log, waiting=self._waiting
+        )
         self._agent.start()
 
     async def _stop(self) -> None:

@@ -56,9 +56,9 @@ def test_a_restart_that_can_wait_waits_for_warm_standbys(
         )
         restarts.started((), Place(0, 0, 1, 1, "127.0.0.1", 4711, 0), 0, 0)
 
-        async def waits(*, over: bool = False) -> bool:
+        async def waits(*, over: bool = False, ready: bool = True) -> bool:
             try:
-                await asyncio.wait_for(restarts.warmed(lambda: over), 0.3)
+                await asyncio.wait_for(restarts.warmed(lambda: ready, lambda: over), 0.3)
             except asyncio.TimeoutError:
                 return True
             return False
@@ -67,6 +67,7 @@ def test_a_restart_that_can_wait_waits_for_warm_standbys(
         assert not await waits(over=True)
         restarts._warm()
         assert not await waits(), "there is nothing to be warmed"
+        assert await waits(ready=False)
         monkeypatch.setattr(module, "_WARMED_S", 0.1)
         restarts.started((), Place(0, 0, 1, 1, "127.0.0.1", 4711, 0), 0, 0)
         assert not await waits(), "not for ever"
