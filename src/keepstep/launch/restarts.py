@@ -118,8 +118,8 @@ class Restarts:
     async def warmed(self, ready: Callable[[], bool], over: Callable[[], bool]) -> None:
         """Wait until standbys are warm, so that a restart needs no fresh process, and all else is ``ready``.
 
-        A minute at most, or until it is ``over``. Processes that can go on do not change that: whether they will is known
-        only when they are called.
+        A minute at most, or until it is ``over``. Processes that can go on do not change that: whether they will is
+        known only when they are called.
         """
         deadline_s = time.monotonic() + _WARMED_S
         while time.monotonic() < deadline_s and not (over() or self._is_last):
