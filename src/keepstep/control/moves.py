@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from keepstep.mitigate import Remedy, Replicas
 
 _PAUSE_S = 5.0  # what it costs, before one was measured
-_ORDERED_S = 180.0  # an order that has had no effect for so long has none
+_ORDERED_S = 240.0  # an order that has had no effect for so long has none
 
 
 @dataclass(frozen=True, slots=True)

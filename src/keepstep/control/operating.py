@@ -17,6 +17,7 @@ from keepstep.wire.messages import Message, Operate, Operated, Seal
 STOPPED = 79  # exit code of a job that an operator stopped
 _SUSPENDED = "it is suspended; say resume"
 _SEAL_S = 120.0  # for every rank to seal a step
+_WARM_S = 60.0  # for standbys to be warm before, where nobody waits for an answer (`launch.restarts`)
 _GROW_S = 1800.0  # the same when nobody waits for an answer
 
 
@@ -112,10 +113,7 @@ class Operating:
         for one, other in swaps:
             if refused := self._rendezvous.unequal(one, other):
                 return refused
-        wish = _Wish(
-            None, "exchange", now_s + _SEAL_S, set(self._rendezvous.placements), why=why, exchange=swaps
-        )
-        return self._have_done(wish)
+        return self._have_done("exchange", why, now_s, exchange=swaps)
 
     def replace(self, unfit: Mapping[int, str], why: str, now_s: float) -> str:
         """Have spares take the ranks of these nodes (by rank, and why each) when all have sealed a step.
@@ -128,8 +126,7 @@ class Operating:
         named = {launcher: unfit[one.node_rank] for launcher, one in table if one.node_rank in unfit}
         if self._reforming.under_way:
             return "the job begins again just now"
-        wish = _Wish(None, "replace", now_s + _SEAL_S, set(self._rendezvous.placements), why=why, unfit=named)
-        return self._have_done(wish)
+        return self._have_done("replace", why, now_s, unfit=named)
 
     def irreplaceable(self, nodes: Collection[int]) -> str:
         """Why spares cannot take these nodes' ranks (by rank); "": they can."""
@@ -256,9 +253,18 @@ class Operating:
         if staying := wish.unsealed - leaving:
             self._send(self._peers(staying), Seal(incarnation, warm=warm))
 
-    def _have_done(self, wish: _Wish) -> str:
-        self._wish = wish
-        self._ask_to_seal(wish)
+    def _have_done(
+        self,
+        verb: str,
+        why: str,
+        now_s: float,
+        *,
+        exchange: tuple[tuple[Launcher, Launcher], ...] = (),
+        unfit: dict[Launcher, str] | None = None,
+    ) -> str:
+        until_s, members = now_s + _WARM_S + _SEAL_S, set(self._rendezvous.placements)
+        self._wish = _Wish(None, verb, until_s, members, why=why, exchange=exchange, unfit=unfit or {})
+        self._ask_to_seal(self._wish)
         return ""
 
     def _take(self, wish: _Wish, named: list[Launcher]) -> str:

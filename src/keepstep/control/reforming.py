@@ -327,12 +327,9 @@ class Reforming:
         return [self._halt((*self._rendezvous.placements, *self._rendezvous.spares))]
 
     def _halt(self, launchers: tuple[Launcher, ...]) -> HaltThese:
-        moves = bool(
-            self._exchange or self._unfit
-        )  # it is the places that are to be others, not the processes
-        return HaltThese(
-            launchers, self.incarnation, self._hold, bool(self._asked) and not self._hold and not moves
-        )
+        # where nodes change places these are to be others, not the processes
+        fresh = bool(self._asked) and not (self._hold or self._exchange or self._unfit)
+        return HaltThese(launchers, self.incarnation, self._hold, fresh)
 
     def _newly_lost(self, now_s: float) -> list[Launcher]:
         lost: list[Launcher] = []

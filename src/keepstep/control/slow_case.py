@@ -24,8 +24,8 @@ from keepstep.wire.messages import Profile
 NEAR_STEPS = 3  # findings with onsets this close are about one cause
 SHARPEN_STEPS = 3
 BEFORE_STEPS = 16
-_EDGE_STEPS = 2  # before the onset, which ranks tell to within these: one of them may be slow already,
-_LEAST_BEFORE = 8  # and would count for how much healthy ones differ; left out where so many are left
+_EDGE_STEPS = 2  # right before the onset, which ranks tell to within these: they may be slow already,
+_LEAST_BEFORE = 8  # and do not count as healthy where so many others are there
 _LARGE_WORLD = 4096
 _BEFORE_STEPS_LARGE = 4
 _ENOUGH_RANKS = 256

@@ -18,7 +18,14 @@ from keepstep.core.errors import RunError
 from keepstep.launch.guard import Guard
 from keepstep.launch.job import Endpoint, Job
 from keepstep.launch.placement import COOKIE, OURS
-from keepstep.launch.processes import Child, Processes, end_group, signal_group
+from keepstep.launch.processes import (
+    Child,
+    Processes,
+    end_group,
+    low_priority,
+    restore_priority,
+    signal_group,
+)
 from keepstep.launch.waiting import Waiting
 
 FIRST_WAIT_S = 0.1
@@ -62,7 +69,7 @@ class Companion:
         self._log = log
         self._ready = ready
         self._waiting = waiting
-        self.was_waiting = False  # the one that runs had imported before it was started
+        self.was_waiting = False  # the one that runs had imported before it was needed
         self._child: Child | None = None
         self._failures = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -124,6 +131,12 @@ class Companion:
         self._child, self.was_waiting = child, True
         self._ended.clear()
         return True
+
+    def give_way(self, seconds: float) -> None:
+        """Let it have what others leave of the CPUs, for so long; one that had imported has no need of many."""
+        if self._child and not self.was_waiting:
+            low_priority(self._child.pid)
+            asyncio.get_running_loop().call_later(seconds, restore_priority, self._child)
 
     def may_end(self) -> None:
         """Its work is done: when it ends now, it is not started again."""

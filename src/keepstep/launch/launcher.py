@@ -235,10 +235,9 @@ class Launcher:
                 return following
             self._watching.renew()
             if (following.world_size, following.first_rank) != (place.world_size, place.first_rank):
-                resized = following.world_size != place.world_size
-                await asyncio.gather(
-                    self._watching.renewed(), *([self._restarts.dismiss()] if resized else [])
-                )
+                await self._watching.renewed()
+                if following.world_size != place.world_size:
+                    await self._restarts.dismiss()
                 self._caching.move(place, following)
             place = following
             if failures:

@@ -6,6 +6,7 @@ adopts orphans of its children (``PR_SET_CHILD_SUBREAPER``), so that it can end 
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import os
@@ -22,6 +23,7 @@ from keepstep.core.errors import RunError
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PF_EXITING = 0x4  # of a thread that the kernel takes apart (linux/sched.h)
+_AGAIN_S = 0.2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -176,6 +178,12 @@ def usual_priority(pid: int) -> bool:
     except OSError as error:
         return error.errno != errno.EAGAIN
     return True
+
+
+def restore_priority(child: Child) -> None:
+    """Give a child the usual priority, again and again where the kernel says not now; needs a running event loop."""
+    if child.alive and not usual_priority(child.pid):
+        asyncio.get_running_loop().call_later(_AGAIN_S, restore_priority, child)
 
 
 def signal_group(leader: int, number: int) -> bool:

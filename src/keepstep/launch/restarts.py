@@ -19,7 +19,8 @@ from keepstep.launch.standbys import Standbys
 from keepstep.launch.survivors import Survivors
 
 _WARM_AFTER_S = 60.0  # of training that makes no optimizer step that we would see
-_WARMED_S, _LOOK_S = 60.0, 0.1  # that a restart which can wait waits for standbys
+_WARMED_S = 60.0  # that a restart which can wait waits for standbys (`control.operating`)
+_LOOK_S = 0.1
 
 
 class Restarts:

@@ -20,11 +20,10 @@ from keepstep.core.errors import RunError
 from keepstep.core.ranges import fold_ranks
 from keepstep.launch.guard import Guard
 from keepstep.launch.placement import ERROR_FILE, IMPORTS, OURS, WorkerPlan
-from keepstep.launch.processes import Child, Processes, signal_group, usual_priority
+from keepstep.launch.processes import Child, Processes, restore_priority, signal_group
 
 TRIES = 3
 IDLE_S = 20.0  # in which one warms on what the training leaves of the CPUs; then it takes its part, the next sooner
-_AGAIN_S = 0.2
 _MOST_WORDS = 4096
 PROGRAM = str(Path(__file__).with_name("standby.py"))
 # What belongs to one incarnation, or would have a standby do what only a worker does.
@@ -185,8 +184,7 @@ class Standbys:
         """Where no CPU is ever idle it would never be warm, and a restart a cold one."""
         if seat.standby is which and not which.warm:
             self._busy = which.hurried = True
-            if not usual_priority(which.child.pid):
-                asyncio.get_running_loop().call_later(_AGAIN_S, self._hurry, seat, which)
+            restore_priority(which.child)
 
     def _heard(self, seat: _Seat, which: _Standby) -> None:
         try:

@@ -6,7 +6,6 @@ states. Where it is known that they will, the next one is started behind the tra
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import select
@@ -17,9 +16,7 @@ from pathlib import Path
 
 from keepstep.core.errors import RunError
 from keepstep.launch.guard import Guard
-from keepstep.launch.processes import Child, Processes, low_priority, signal_group, usual_priority
-
-_AGAIN_S = 0.2
+from keepstep.launch.processes import Child, Processes, low_priority, restore_priority, signal_group
 
 
 class Waiting:
@@ -43,7 +40,9 @@ class Waiting:
         """One has imported all; or there is none."""
         if self._child is None or self._child.stdout is None:
             return True
-        return bool(select.select([self._child.stdout], [], [], 0)[0])
+        poll = select.poll()  # unlike select.select for descriptors of any number
+        poll.register(self._child.stdout, select.POLLIN)
+        return bool(poll.poll(0))
 
     def start(self) -> None:
         """Have one, at the lowest priority, when there is none."""
@@ -92,7 +91,7 @@ class Waiting:
         if not whole:
             signal_group(child.pid, signal.SIGKILL)
             return None
-        self._usual_priority(child)
+        restore_priority(child)
         return child
 
     def end(self) -> None:
@@ -108,7 +107,3 @@ class Waiting:
             if child.stdout:
                 child.stdout.close()
             self._child, self._pipe = None, -1
-
-    def _usual_priority(self, child: Child) -> None:
-        if child.alive and not usual_priority(child.pid):
-            asyncio.get_running_loop().call_later(_AGAIN_S, self._usual_priority, child)

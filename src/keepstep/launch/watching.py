@@ -14,11 +14,11 @@ from keepstep.launch.guard import Guard
 from keepstep.launch.job import Endpoint, Job
 from keepstep.launch.placement import Place
 from keepstep.launch.preload import preload, shim
-from keepstep.launch.processes import Processes, low_priority, usual_priority
+from keepstep.launch.processes import Processes
 from keepstep.launch.rings import Rings
 from keepstep.launch.waiting import Waiting
 
-_GIVES_WAY_S, _AGAIN_S = 1.5, 0.2
+_GIVES_WAY_S = 1.5
 FAILURES = (KeepstepError, OSError, ImportError)  # of watching, that do not end the job
 
 
@@ -104,13 +104,8 @@ class Watching:
             await self._stop()
             old.close()
             self.start()
-            agent = self._agent
-            if (
-                agent and agent.pid and not agent.was_waiting
-            ):  # where CPUs are few, workers that begin have them first
-                pid = agent.pid
-                low_priority(pid)
-                asyncio.get_running_loop().call_later(_GIVES_WAY_S, self._come_back, pid)
+            if self._agent:  # where CPUs are few, workers that begin again have them first
+                self._agent.give_way(_GIVES_WAY_S)
 
         self._then(renew)
 
@@ -148,10 +143,6 @@ class Watching:
     def close(self) -> None:
         """Let go of the rings."""
         self._rings.close()
-
-    def _come_back(self, pid: int) -> None:
-        if self.agent == pid and not usual_priority(pid):
-            asyncio.get_running_loop().call_later(_AGAIN_S, self._come_back, pid)
 
     def _then(self, work: Callable[[], Awaitable[None]]) -> None:
         before = self._renewal

@@ -358,14 +358,14 @@ def test_an_exchange_that_the_controller_ordered_and_that_cannot_be_is_told_to_w
     assert isinstance(tell, Tell)
     assert tell.text == "the link is slow; the job goes on without: node gpu-2 lacks 1.50 GiB"
     order(7.0)
-    job.operating.tick((), 126.0)
-    job.operating.tick((), 127.0)
-    order(130.0)
-    job.operating.asked(99, Operate("restart"), "", 131.0)
-    job.operating.tick((), 132.0)  # who asked has gone
-    order(133.0)
-    job.fail(1, now_s=134.0)
-    job.operating.tick((), 134.1)
+    job.operating.tick((), 186.0)
+    job.operating.tick((), 187.0)
+    order(190.0)
+    job.operating.asked(99, Operate("restart"), "", 191.0)
+    job.operating.tick((), 192.0)  # who asked has gone
+    order(193.0)
+    job.fail(1, now_s=194.0)
+    job.operating.tick((), 194.1)
     assert job.lapsed == [
         "node gpu-2 lacks 1.50 GiB",
         "not all ranks sealed a step",

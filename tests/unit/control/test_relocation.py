@@ -119,8 +119,8 @@ def test_an_order_that_comes_to_nothing_is_given_up() -> None:
     made, _ = relocation()
     assert made.remedy(look(case(SLOW)))
     made.order(5.0)
-    assert made.tick(184.0) == ""
-    assert made.tick(186.0) == "not all ranks sealed a step"
+    assert made.tick(244.0) == ""
+    assert made.tick(246.0) == "not all ranks sealed a step"
     assert not made.begun_again()
 
 
