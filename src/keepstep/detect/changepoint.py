@@ -42,6 +42,8 @@ _RELIEF_Z = 3.7
 _STALL = 5
 # Proof needed beyond what a healthy level may wander, so that a small shift plus noise is no change.
 _WANDER_Z = 3.5
+# Noise scales below the level of a slow regime from which on iterations may be the first of a relief.
+_DOUBT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,10 @@ class ChangePointDetector:
     def _absorb(self) -> None:
         """Let iterations old enough not to belong to an undetected change into level and residuals."""
         lag = min(_REACH, max(3, len(self._level) // 3))
+        if self._healthy < math.inf and len(self._waiting) > 3:
+            latest = median(value for _, value in islice(reversed(self._waiting), 3))
+            if self._level.median() - latest > _DOUBT * self._scale:
+                lag = _REACH  # a slowdown that was treated soon: its level and noise would be those of two regimes
         while len(self._waiting) > lag or (self._waiting and len(self._level) < 3):
             index, seconds = self._waiting.popleft()
             self._level.push(seconds, index)
@@ -220,7 +226,7 @@ class ChangePointDetector:
             if _clipped_mean(run, hits, needed, 6 * self._scale, level) > needed:
                 z = sum(run) / length / max(needed, 1e-300) * self._z
                 found = self._verify(level, sign, _NORMAL.cdf(-min(z, 37.0)))
-                if found is not None:
+                if found is not None or not self._waiting:  # a new regime has begun
                     return found
         return None
 
@@ -273,6 +279,7 @@ class ChangePointDetector:
         if ratio != 1.0:
             self._residuals.scale(ratio)
             self._scale *= ratio
+        self._inflation[0] = self._correlation.inflation(len(self._level))
         self._recent.clear()
         self._recent.extend(taken)
         self._last_residuals = (0.0, 0.0)
