@@ -136,6 +136,15 @@ class Job:
             self.beat()
             self.carry_out(self.controller.tick(self.now_s))
 
+    def begin_again(self, slowness: list[float]) -> None:
+        """Other processes go on, watched by other agents; meanwhile these ranks have become so slow."""
+        self.slowness, self.shares = slowness, equal_shares(self.count, len(slowness))
+        self.watches = [RankWatch(rank, f"n{rank}") for rank in range(len(slowness))]
+        for rows in self.rows:
+            rows.clear()
+        self.controller.cases.mitigation.begin_again(self.now_s)
+        self.tell_splits()
+
     def divide(self, count: int) -> None:
         """The script has another number of micro-batches from now on, which the last order does not fit."""
         self.count, self.number, self.shares = count, 0, equal_shares(count, len(self.shares))
@@ -232,6 +241,34 @@ def test_a_rank_that_turns_slow_behind_a_slower_one_is_named() -> None:
     job.run(200)
     assert not job.open
     assert job.shares == [EACH] * 4
+
+
+@pytest.mark.parametrize("slowness", [[1.0, 2.0, 1.0, 1.0], [2.0, 2.0, 1.0, 1.0]])
+def test_who_turns_slow_while_the_job_begins_again_is_named(slowness: list[float]) -> None:
+    job = Job(4, random.Random(7), loss=0.0)
+    job.run(60)
+    job.begin_again(slowness)
+    job.run(40)
+    (incident,) = job.open
+    slow = {rank for rank, times in enumerate(slowness) if times > 1}
+    assert {culprit.rank for culprit in incident.culprits} == slow, incident
+    assert incident.iteration_before_s == pytest.approx(job.times[50], rel=0.03)
+    assert incident.onset_step is not None
+    assert 60 <= incident.onset_step <= 75
+    assert all((job.shares[rank] < EACH) == (rank in slow) for rank in range(4))
+    job.slowness = [1.0] * 4
+    job.run(200)
+    assert not job.open
+    assert job.shares == [EACH] * 4
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_job_that_begins_again_as_it_was_is_left_alone(seed: int) -> None:
+    job = Job(4, random.Random(seed), loss=0.0)
+    job.run(60)
+    job.begin_again([1.0, 1.05, 1.0, 1.0])
+    job.run(60)
+    assert not job.incidents
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

@@ -48,6 +48,8 @@ _EVEN = 0.025  # the same of equal shares, at most: the cause is gone
 _LOOKS = 2  # one after the other that say so
 _SHARES_STEPS = 64  # after a move, in which shares that fit are waited for
 _HELPED = 0.05  # of the iteration time, at least: else it did not
+_SLOWER = 1.1  # times the iteration time, at least, where no rank has turned slow in one's sight
+_CHECK_UPS = 3  # looks at whether the job began again with slow ranks
 _MOST_CASES = 16  # that are open, where the pace does not show them
 
 
@@ -98,7 +100,7 @@ class Mitigation:
         self._even_looks = self._unfit_looks = 0
         self._cases: Sequence[SlowCase] = ()
         self._undecided = False  # a slowdown has no verdict yet
-        self._slow_ranks = SlowRanks()
+        self._slow_ranks, self._check_ups = SlowRanks(), 0
         self._relocation, self._replacement = Relocation(desk), Replacement(desk)
         self._moves: dict[str, Move] = {one.name: one for one in (self._relocation, self._replacement)}
         self._moved: _Moved | None = None  # whose effect is to be seen
@@ -128,6 +130,7 @@ class Mitigation:
         if self._told_of < self._incarnation():
             self._splits.clear()
         self._looked_step, self._formed_step = -1, self._desk.cluster.newest_step
+        self._slow_ranks, self._check_ups = SlowRanks(), _CHECK_UPS if self._formed_step >= 0 else 0
         self._ordered, self.question, self._expected, self._counted_step = None, None, None, None
         self._even_looks = self._unfit_looks = 0
 
@@ -175,7 +178,8 @@ class Mitigation:
         self._next_s = now_s + _BETWEEN_S  # what follows looks at every rank
         if any(case.treated for case in self._cases) and not self.in_force and not self._missing_splits():
             self._out_of_force()  # the job divides another number of micro-batches now
-        if not self._cases and not self.in_force and self._moved is None:
+        may_check = self._check_ups and not self._missing_splits()
+        if not self._cases and not self.in_force and self._moved is None and not may_check:
             if self._planner is not None:
                 self._planner.over(now_s)
             self._take_back(now_s)
@@ -239,8 +243,10 @@ class Mitigation:
         return equal, replicas.best(split.multiple_of, split.at_most)
 
     def _decide(self, look: Look, now_s: float) -> None:
-        if look.replicas is not None and self.in_force:
+        if look.replicas is not None and (self.in_force or self._check_ups):
             self._name_slow_ranks(look, look.replicas, now_s)
+        self._check_ups = max(self._check_ups - 1, 0)
+        if look.replicas is not None and self.in_force:
             self._watch(look.replicas, look.iteration_s, now_s)
             if self._ordered is not None:
                 return
@@ -394,7 +400,11 @@ class Mitigation:
             self._treat(best, Action(MICROBATCHES, 0.0, _told(best), before_s, best_s), now_s)
 
     def _name_slow_ranks(self, look: Look, replicas: Replicas, now_s: float) -> None:
-        """An incident for ranks that turned slow while shares were unequal, where the pace has not shown it."""
+        """An incident for slow ranks of which the pace says nothing.
+
+        They turned slow while shares were unequal, or before the job began again: those that watch it now have seen no
+        faster iterations.
+        """
         cluster = self._desk.cluster
         open_ones = [case.incident for case in self._cases if case.incident is not None]
         blamed = {
@@ -404,10 +414,16 @@ class Mitigation:
             for name in (culprit.link.nodes if culprit.link else (culprit.node,))
         }
         culprits = self._slow_ranks.found(look, cluster.newest_step, cluster.node_of, blamed)
-        if not culprits or self._undecided or not 0 < len(open_ones) < _MOST_CASES:
+        if not culprits or self._undecided or len(open_ones) >= _MOST_CASES:
+            return
+        if self.in_force != bool(open_ones):  # with equal shares the pace shows what is slow besides
             return
         equal, _ = self._shares(replicas)
-        healthy_s, equal_s = open_ones[0].iteration_before_s, replicas.iteration_s(equal)
+        equal_s = replicas.iteration_s(equal)
+        healthy_s = open_ones[0].iteration_before_s if open_ones else replicas.alike_s(equal)
+        if not open_ones and equal_s < _SLOWER * (healthy_s or 0.0):
+            return
+        in_force = Action(MICROBATCHES, 0.0, _told(replicas.shares), None, None, look.iteration_s)
         incident = Incident(
             number=self._desk.next_number(),
             kind="slow",
@@ -419,13 +435,15 @@ class Mitigation:
             victims=(),
             evidence=(_evidence(culprits, look),),
             missing=(),
-            summary="replicas have unequal shares of micro-batches: the pace does not show it",
+            summary="replicas have unequal shares of micro-batches: the pace does not show it"
+            if self.in_force
+            else "since the job began again: its pace before is that of other processes",
             iteration_before_s=healthy_s,
             iteration_after_s=equal_s,
             ranks_reporting=len(look.seconds),
             world_size=cluster.known_ranks,
             detected_unix_s=self._desk.unix_s(now_s),
-            actions=(Action(MICROBATCHES, 0.0, _told(replicas.shares), None, None, look.iteration_s),),
+            actions=(in_force,) if self.in_force else (),
         )
         self._cases = [*self._cases, self._desk.open_slow(incident, now_s)]
 

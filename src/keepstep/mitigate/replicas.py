@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median_low
 
 import numpy as np
 
@@ -37,6 +38,10 @@ class Replicas:
         """What an iteration takes with these shares."""
         busy = zip(shares, self.seconds, self.fixed_s, strict=True)
         return self.shared_s + max(share * each + rest for share, each, rest in busy)
+
+    def alike_s(self, shares: Sequence[int]) -> float:
+        """What it would take if all were as fast as the middle one (of an even number, the faster one of two)."""
+        return replace(self, seconds=(median_low(self.seconds),) * len(self.seconds)).iteration_s(shares)
 
     def best(self, multiple_of: int = 1, at_most: int = 0) -> list[int]:
         """The shares with which it takes least."""
