@@ -1,8 +1,8 @@
 """Ranks that turn slow where the pace does not show it: while shares are unequal, or while the job begins again.
 
 One that turns slow behind a slower stage costs nothing until that is fast again; then the shares that fit only change.
-Those that watch a job that has begun again have seen no faster iterations. What a micro-batch takes each rank of a stage
-tells who it is.
+Those that watch a job that has begun again have seen no faster iterations. What a micro-batch takes each rank of a
+stage tells who it is.
 """
 
 from __future__ import annotations
