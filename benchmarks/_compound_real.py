@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -33,6 +34,7 @@ _LATE = 30  # iterations after the end of a slowdown, in which it may still be t
 _HOUR_S = 3600
 EMULATED = "computing emulated by sleeping, hosts are network namespaces of one machine, iterations of 0.2 s"
 _PATIENCE_S = 120.0
+_KEPT = ("steps", "said-*", "run/incidents/*", "run/nodes/*/iterations.jsonl")
 _PAUSE_S = 1.0  # of an exchange, for the optimum
 
 
@@ -86,8 +88,13 @@ class Injector:
         self._links.enter_context(self._bed.links.inject(SlowLink(*link(event), rate)))
 
 
-def run(schedule: Schedule | None, iterations: int, mitigate: str) -> dict[str, Any]:
-    """One job over so many iterations, with the slowdowns of ``schedule`` or none."""
+def run(
+    schedule: Schedule | None, iterations: int, mitigate: str, keep: Path | None = None
+) -> dict[str, Any]:
+    """One job over so many iterations, with the slowdowns of ``schedule`` or none.
+
+    ``keep``: a folder for what tells why it went as it did: steps, iterations of all ranks, incidents, what was said.
+    """
     from tests.e2e import testbed
 
     with ExitStack() as stack:
@@ -115,6 +122,11 @@ def run(schedule: Schedule | None, iterations: int, mitigate: str) -> dict[str, 
         incidents = [
             json.loads(path.read_bytes()) for path in sorted((folder / "run/incidents").glob("[0-9]*.json"))
         ]
+        for pattern in _KEPT if keep else ():
+            for path in folder.glob(pattern):
+                kept = keep / path.relative_to(folder)
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, kept)
     found = judge(schedule, iterations, rows, incidents)
     if set(codes.values()) != {0}:
         found["failed"] = f"exit codes {codes}; {said[-300:]}"

@@ -94,19 +94,24 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+def code_commit() -> str:
+    """The last commit that changed what is measured, or how: trials of it stay good when results are committed."""
+    return _git("log", "-1", "--format=%h", "--", "src", "native", "benchmarks", ":!benchmarks/results")
+
+
 def _commit() -> str:
+    return _git("describe", "--always", "--dirty=+")
+
+
+def _git(*arguments: str) -> str:
     root = Path(__file__).resolve().parent.parent
     try:
-        head = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty=+"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
+        said = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=10
         )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return head.stdout.strip()
+    return said.stdout.strip()
 
 
 class Report:

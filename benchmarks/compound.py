@@ -1,6 +1,7 @@
 """Slow computation and communication, some at once: the compound run of GREYHOUND §7.5, with and without keepstep.
 
-    python -m benchmarks.compound [--quick] [--part simulated|real] [--seeds N] [--exchange-s S] [--json FILE]
+    python -m benchmarks.compound [--quick] [--part simulated|real] [--seeds N] [--exchange-s S] [--keep DIR]
+        [--json FILE]
 
 **A simulation**: 256 simulated ranks (8 TP, 16 DP, 2 PP) train 1,500 iterations in virtual time. The schedule is
 `compound_schedule.json`, written before keepstep was run on it; nothing of keepstep sees it. Real are the controller,
@@ -8,10 +9,11 @@ the launchers' core, and the detectors of all ranks; what agents measure is comp
 optimum: it knows the schedule, changes shares at once for nothing, and may move all nodes for one pause.
 
 **Real** (as root): 8 ranks on four hosts, see `_compound_real`: the same schedule, iterations of 0.2 s. Each seed is
-three jobs: undisturbed, slowed without keepstep's remedies, slowed with them.
+three jobs: undisturbed, slowed without keepstep's remedies, slowed with them. ``--keep DIR`` keeps what each of them
+has told and taken.
 
 With ``--json FILE.json`` each seed's result is written at once, to FILE-trials.jsonl; the same command, given again at
-the same commit, goes on where it was ended.
+the same commit of the code, goes on where it was ended.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks import _compound_job as job
@@ -222,7 +226,7 @@ def simulate(report: Report, trials: Trials, quick: bool, seeds: int, exchange_s
         )
 
 
-def train(report: Report, trials: Trials, seeds: int) -> None:
+def train(report: Report, trials: Trials, seeds: int, keep: Path | None) -> None:
     """The real part."""
     if why := real.missing():
         report.leave_out("real", why)
@@ -232,12 +236,11 @@ def train(report: Report, trials: Trials, seeds: int) -> None:
     rounds: list[dict[str, dict[str, Any]]] = []
     failed: list[str] = []
     for seed in range(seeds):
-        found = {
-            way: trials.result(
-                f"real/{way}", seed, lambda how=how: real.run(how[0], schedule.iterations, how[1])
-            )
-            for way, how in ways.items()
-        }
+        found: dict[str, dict[str, Any]] = {}
+        for way, (slowed, mitigate) in ways.items():
+            folder = keep and keep / f"{way}-{seed}"
+            job_of = partial(real.run, slowed, schedule.iterations, mitigate, folder)
+            found[way] = trials.result(f"real/{way}", seed, job_of)
         wrong = [f"seed {seed}, {way}: {one['failed']}" for way, one in found.items() if one["failed"]]
         failed += wrong
         if not wrong:
@@ -295,6 +298,7 @@ def main() -> int:
     parser.add_argument(
         "--exchange-s", type=float, default=job.EXCHANGE_S, help="pause of an exchange of nodes"
     )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="what the real jobs have told and taken")
     given_ = parser.parse_args()
     report = Report("compound", quick=given_.quick, packages=("keepstep", "numpy"))
     trials = Trials(given_.json and given_.json.with_name(f"{given_.json.stem}-trials.jsonl"))
@@ -302,7 +306,7 @@ def main() -> int:
     if given_.part != "real":
         simulate(report, trials, given_.quick, seeds, given_.exchange_s)
     if given_.part == "real" or (given_.part is None and not given_.quick):
-        train(report, trials, seeds)
+        train(report, trials, seeds, given_.keep)
     report.finish(given_.json)
     return 0
 

@@ -17,7 +17,7 @@ The moves, S3 and S4 (as root): see `_mitigate_moves`. Iterations before, during
 taken back; the pause is from the last step before the job is formed anew until the first that is new.
 
 With ``--json FILE.json`` each result is written at once, to FILE-trials.jsonl; the same command, given again at the
-same commit, goes on where it was ended.
+same commit of the code, goes on where it was ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks import _mitigate_moves as moves
 from benchmarks import _mitigate_solver as solver
 from benchmarks import _mitigate_trial as trial
-from benchmarks._report import Line, Report, bench_arguments, versions
+from benchmarks._report import Line, Report, bench_arguments, code_commit
 
 GOALS_S = {512: ("≤ 2 ms", 0.002), 16384: ("≤ 20 ms", 0.020)}
 OPTIMAL_GOAL = "always optimal"
@@ -52,7 +52,7 @@ class Trials:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._commit = versions(())["commit"].rstrip("+")  # what it writes itself may make the tree differ
+        self._commit = code_commit()
         lines = path.read_text().splitlines() if path is not None and path.exists() else []
         known: list[dict[str, Any]] = [json.loads(line) for line in lines]
         self._known = {(one["name"], one["seed"]): one for one in known if one["commit"] == self._commit}

@@ -12,7 +12,7 @@ there are to be standbys, once they are warm. Time is from then until all ranks 
 torchft's survivors go on by themselves before that. Peers are given 30 s.
 
 With ``--json FILE.json`` each result is written at once, to FILE-trials.jsonl; the same command, given again at the
-same commit, goes on where it was ended.
+same commit of the code, goes on where it was ended.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import torch
 
 from benchmarks._recovery_peers import free_port
 from benchmarks._recovery_victim import ballast_bytes, ranks
-from benchmarks._report import Line, Report, bench_arguments, versions
+from benchmarks._report import Line, Report, bench_arguments, code_commit
 
 GOALS = {  # of each fault, in words and in seconds
     "kill": ("≤ 0.8 s", 0.8),
@@ -265,7 +265,7 @@ class Trials:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._same = {
-            "commit": versions(())["commit"].rstrip("+"),  # what it writes itself may make the tree differ
+            "commit": code_commit(),
             "ranks": ranks(),
             "state_mb": ballast_bytes() >> 20,
         }
