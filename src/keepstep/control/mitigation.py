@@ -184,6 +184,8 @@ class Mitigation:
                 self._planner.over(now_s)
             self._take_back(now_s)
             return
+        if self.in_force and self._moved is None:
+            self._relocation.probe(now_s)
         may_move = any(move.may_help(self._cases) for move in self._moves.values())
         if (why := self._missing_splits()) and not may_move and self._moved is None:
             self._leave_out(why)

@@ -221,21 +221,32 @@ class Relocation(Move):
             self.is_back, self._ordered_s = not refused, None if refused else now_s
             last.fast = 0
             return f"{self._names(last.swaps)} take their ranks back: {why}", refused
-        if last.link is not None and last.load_bytes and now_s >= last.next_s:
-            last.next_s = now_s + last.every_s
-            last.every_s = min(1.5 * last.every_s, _SELDOM_S)
-            self._others_s, self._tries = None, 0
-            self._question = self._desk.ask_probes(self._others(last.link), now_s, last.load_bytes)
+        self.probe(now_s)
         return None
+
+    def probe(self, now_s: float) -> None:
+        """Ask, where it is time to, how fast the link is now that nodes have left: also while something else is slow.
+
+        Then they can go back in the first moment in which nothing is.
+        """
+        left = self._left()
+        if left is None or self._question is not None or self.is_ordered or now_s < left.next_s:
+            return
+        assert left.link is not None
+        if not left.load_bytes or not set(left.link) <= self._ranks().keys():
+            return
+        left.next_s = now_s + left.every_s
+        left.every_s = min(1.5 * left.every_s, _SELDOM_S)
+        self._others_s, self._tries = None, 0
+        self._question = self._desk.ask_probes(self._others(left.link), now_s, left.load_bytes)
 
     def probed(self, question: int, probes: Sequence[PathProbe], now_s: float) -> None:
         """How fast loads went: first between other nodes, then over the link."""
-        if question != self._question or not self._done:
+        last = self._left()
+        if question != self._question or last is None:
             return
         self._question = None
-        last, took_s = self._done[-1], _load_s(probes)
-        if last.link is None:
-            return
+        took_s = _load_s(probes)
         if self._others_s is None:
             if not 0 < took_s < math.inf:
                 return
@@ -246,7 +257,12 @@ class Relocation(Move):
             if is_fast or self._tries == _TRIES or took_s > _LOAD_S / 2:
                 last.fast = last.fast + 1 if is_fast else 0
                 return
+        assert last.link is not None
         self._question = self._desk.ask_probes([last.link], now_s, last.load_bytes)
+
+    def _left(self) -> _Done | None:
+        """The last exchange that was for a link."""
+        return next((one for one in reversed(self._done) if one.link), None)
 
     def begun_again(self) -> bool:
         """See `Move`."""

@@ -189,6 +189,20 @@ def test_nodes_go_back_when_the_link_is_fast_again() -> None:
     assert len(office.asked) == 6
 
 
+def test_whether_the_link_is_fast_is_known_by_the_time_nothing_is_slow() -> None:
+    made, office = exchanged()
+    for now_s in (11.0, 21.5):  # a slow node is treated meanwhile
+        made.probe(now_s)
+        made.probe(now_s)
+        assert len(office.ordered) == 1
+        for took_s in (0.001, 0.0012):
+            pair = office.asked[-1][0][0]
+            made.probed(len(office.asked), [PathProbe(*pair, "echo", 1e-4, took_s)], now_s)
+    assert len(office.asked) == 4
+    told, _ = made.take_back(37.0) or ("", "")
+    assert "the link gpu-0 ↔ gpu-2 is fast again" in told
+
+
 def test_a_load_that_a_busy_host_was_slow_with_is_tried_again() -> None:
     made, office = exchanged()
     for now_s in (11.0, 37.0):
