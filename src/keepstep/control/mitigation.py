@@ -49,7 +49,7 @@ _LOOKS = 2  # one after the other that say so
 _SHARES_STEPS = 64  # after a move, in which shares that fit are waited for
 _HELPED = 0.05  # of the iteration time, at least: else it did not
 _SLOWER = 1.1  # times the iteration time, at least, where no rank has turned slow in one's sight
-_CHECK_UPS = 3  # looks at whether the job began again with slow ranks
+_CHECK_UPS = 6  # looks at whether the job began again with slow ranks: until agents know how fast it is
 _MOST_CASES = 16  # that are open, where the pace does not show them
 
 
