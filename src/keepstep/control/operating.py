@@ -17,8 +17,8 @@ from keepstep.wire.messages import Message, Operate, Operated, Seal
 STOPPED = 79  # exit code of a job that an operator stopped
 _SUSPENDED = "it is suspended; say resume"
 _SEAL_S = 120.0  # for every rank to seal a step
-_WARM_S = 60.0  # for standbys to be warm before, where nobody waits for an answer (`launch.restarts`)
 _GROW_S = 1800.0  # the same when nobody waits for an answer
+_WARM_S = 60.0  # more for a move that nobody waits for: standbys are to be warm before (`launch.restarts`)
 
 
 @dataclass(slots=True)
