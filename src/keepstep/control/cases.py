@@ -381,9 +381,9 @@ class Cases:
                     case.profiles(question.answers, self._names(question.unanswered), now_s)
         self._sweep()
 
-    def exchange(self, pairs: Sequence[tuple[int, int]], why: str, now_s: float) -> str:
+    def exchange(self, takers: Mapping[int, int], why: str, now_s: float) -> str:
         """See `Desk`."""
-        return self._operating.exchange(pairs, why, now_s)
+        return self._operating.exchange(takers, why, now_s)
 
     def irreplaceable(self, nodes: Collection[int]) -> str:
         """See `Desk`."""

@@ -56,8 +56,11 @@ class Desk(Protocol):
         """Send to all connected agents, or to one node's."""
         ...
 
-    def exchange(self, pairs: Sequence[tuple[int, int]], why: str, now_s: float) -> str:
-        """Have nodes (by rank) take each other's ranks at the next step that all have sealed; why not, or ""."""
+    def exchange(self, takers: Mapping[int, int], why: str, now_s: float) -> str:
+        """Have nodes take others' ranks at the next step that all have sealed; why not, or "".
+
+        ``takers``: who takes a node's ranks, by that node; each once (node ranks).
+        """
         ...
 
     def irreplaceable(self, nodes: Collection[int]) -> str:

@@ -327,11 +327,11 @@ class Mitigation:
 
     def _settle(self, move: Move, failed: str, now_s: float) -> None:
         """A move that was ordered was carried out, or why not."""
-        moved, back = self._moved, move is self._relocation and self._relocation.is_back
+        moved, back = self._moved, move is self._relocation and self._relocation.back > 0
         if not failed and move is self._relocation:
             self._relocation.settled(now_s)
         if back:
-            self._relocation.is_back = False
+            self._relocation.back = 0
             if self._planner is not None and not failed:
                 self._planner.undone(TOPOLOGY)
         elif not failed and moved is not None:

@@ -30,7 +30,9 @@ class _Wish:
     step: int = -1  # that all who answered have sealed
     ordered: bool = False
     why: str = ""  # of one that is no operator's
-    exchange: tuple[tuple[Launcher, Launcher], ...] = ()
+    exchange: Mapping[Launcher, Launcher] = field(
+        default_factory=dict[Launcher, Launcher]
+    )  # who takes whose place
     unfit: dict[Launcher, str] = field(default_factory=dict[Launcher, str])  # who is to be replaced, and why
 
     @property
@@ -99,21 +101,24 @@ class Operating:
         wish = self._wish = _Wish(None, "grow", now_s + _GROW_S, set(self._rendezvous.placements), why=why)
         self._send(self._peers(wish.unsealed), Seal(incarnation, alike=True, warm=True))
 
-    def exchange(self, pairs: Collection[tuple[int, int]], why: str, now_s: float) -> str:
-        """Have nodes take each other's ranks, by node rank, when all have sealed a step; why not, or "".
+    def exchange(self, takers: Mapping[int, int], why: str, now_s: float) -> str:
+        """Have nodes take others' ranks when all have sealed a step; why not, or "".
 
-        Whether it was done is told by the next rank table.
+        ``takers``: who takes a node's ranks, by that node; each once (node ranks). Whether it was done is told by the
+        next rank table.
         """
         by_rank = {one.node_rank: launcher for launcher, one in self._rendezvous.placements.items()}
         if refused := self._objection("exchange"):
             return refused
         if self._reforming.under_way:
             return "the job begins again just now"
-        swaps = tuple((by_rank[one], by_rank[other]) for one, other in pairs)
-        for one, other in swaps:
-            if refused := self._rendezvous.unequal(one, other):
+        if not takers.keys() <= by_rank.keys():
+            return f"the job has {len(by_rank)} nodes now"
+        exchange = {by_rank[one]: by_rank[taker] for one, taker in takers.items()}
+        for one, taker in exchange.items():
+            if refused := self._rendezvous.unequal(one, taker):
                 return refused
-        return self._have_done("exchange", why, now_s, exchange=swaps)
+        return self._have_done("exchange", why, now_s, exchange=exchange)
 
     def replace(self, unfit: Mapping[int, str], why: str, now_s: float) -> str:
         """Have spares take the ranks of these nodes (by rank, and why each) when all have sealed a step.
@@ -246,7 +251,7 @@ class Operating:
         self._wish = None
 
     def _ask_to_seal(self, wish: _Wish) -> None:
-        leaving = {launcher for pair in wish.exchange for launcher in pair}
+        leaving = set(wish.exchange)
         incarnation, warm = self._reforming.incarnation, wish.peer is None  # an operator waits for an answer
         if leaving:
             self._send(self._peers(leaving), Seal(incarnation, leave=True, warm=warm))
@@ -259,11 +264,11 @@ class Operating:
         why: str,
         now_s: float,
         *,
-        exchange: tuple[tuple[Launcher, Launcher], ...] = (),
+        exchange: Mapping[Launcher, Launcher] | None = None,
         unfit: dict[Launcher, str] | None = None,
     ) -> str:
         until_s, members = now_s + _WARM_S + _SEAL_S, set(self._rendezvous.placements)
-        self._wish = _Wish(None, verb, until_s, members, why=why, exchange=exchange, unfit=unfit or {})
+        self._wish = _Wish(None, verb, until_s, members, why=why, exchange=exchange or {}, unfit=unfit or {})
         self._ask_to_seal(self._wish)
         return ""
 
@@ -274,7 +279,7 @@ class Operating:
             return self._rendezvous.irreplaceable(named) if named else "give the node that is to be replaced"
         if len(named) != 2 or named[0] == named[1]:
             return "give two nodes that are to exchange their ranks"
-        wish.exchange = ((named[0], named[1]),)
+        wish.exchange = {named[0]: named[1], named[1]: named[0]}
         return self._rendezvous.unequal(named[0], named[1])
 
     def _named(self, nodes: Collection[str]) -> list[Launcher] | str:

@@ -109,7 +109,9 @@ class Reforming:
         self._state: Literal["running", "halting", "waiting", "suspended", "over"] = "running"
         self._hold = False  # an operator wants it suspended
         self._asked = ""  # this recovery is none: who ordered it
-        self._exchange: tuple[tuple[Launcher, Launcher], ...] = ()  # and who is to take whose place in it
+        self._exchange: Mapping[
+            Launcher, Launcher
+        ] = {}  # and who is to take whose place in it, by who has it
         self.exchanged = False  # the last recovery did that
         self._newest = 0  # incarnation that anybody has told of
         self._ended = 0  # and up to which somebody has none of, and will not start any
@@ -161,15 +163,16 @@ class Reforming:
         *,
         hold: bool,
         why: str = _BY_HAND,
-        exchange: tuple[tuple[Launcher, Launcher], ...] = (),
+        exchange: Mapping[Launcher, Launcher] | None = None,
         unfit: Mapping[Launcher, str] | None = None,
     ) -> list[Order]:
         """All are to begin again without a failure.
 
-        ``hold``: not before `resume`; ``exchange``: with these swapped; ``unfit``: spares in their places, and why.
+        ``hold``: not before `resume`; ``exchange``: who takes whose place, by who has it; ``unfit``: spares in their
+        places, and why.
         """
         if self._state == "running":
-            self._asked, self._hold, self._exchange = why, hold, exchange
+            self._asked, self._hold, self._exchange = why, hold, exchange or {}
             self._unfit.update(unfit or {})
             return self._begin(now_s)
         if not hold or not self.under_way:
@@ -416,9 +419,9 @@ class Reforming:
         for launcher in retreat:
             self._barred[launcher.node] = now_s + _BARRED_S
         self.exchanged = bool(self._exchange) and all(
-            (place := rendezvous.placements.get(one)) is not None
-            and place.node_rank == before[other].node_rank
-            for one, other in self._exchange
+            (place := rendezvous.placements.get(taker)) is not None
+            and place.node_rank == before[holder].node_rank
+            for holder, taker in self._exchange.items()
         )
         told = self._told(cause, [*vacant, *excluded], retreat, len(before))
         newcomers = (
@@ -428,7 +431,7 @@ class Reforming:
         gone = [Exclude(one, f"node {one.node} is excluded: {self._unfit[one]}") for one in excluded]
         self._unfit.clear()
         self._was_rigid = next(iter(self._rigid.values()), self._was_rigid)
-        self._state, self._cause, self._asked, self._exchange = "running", None, "", ()
+        self._state, self._cause, self._asked, self._exchange = "running", None, "", {}
         for launcher in (*vacant, *excluded):
             self._away.pop(launcher, None)
             self._unheard.discard(launcher)
@@ -444,7 +447,9 @@ class Reforming:
         incarnation = self.incarnation + unplaced + 1
         pauses = rendezvous.pauses + unplaced + bool(self._asked)
         grow = self._grows and not shrink
-        exchange = [pair for pair in self._exchange if not lost and set(pair) <= rendezvous.placements.keys()]
+        exchange = (
+            self._exchange if not lost and self._exchange.keys() <= rendezvous.placements.keys() else None
+        )
         return rendezvous.renew(
             *(lost, self._halted, incarnation, pauses), shrink=shrink, grow=grow, exchange=exchange
         )
@@ -503,8 +508,9 @@ class Reforming:
         by = f"; {_nodes(replaced)} replaced" if replaced else ""
         by += f"; the job did not begin with {_nodes(retreat)}, left out for now" if retreat else ""
         by += f"; {'fewer' if now < before else 'more'} nodes, {now} after {before}" if now != before else ""
-        for pair in self._exchange:
-            by += f"; {_nodes(pair)} {'exchanged' if self.exchanged else 'could not exchange'} their ranks"
+        if self._exchange:
+            moved = sorted(self._exchange)
+            by += f"; {_nodes(moved)} {'exchanged' if self.exchanged else 'could not exchange'} their ranks"
         count = "" if self._asked else f", restart {self.restarts} of {most}"
         return f"{cause.text}{by}; all nodes begin again{count}"
 

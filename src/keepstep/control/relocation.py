@@ -8,8 +8,9 @@ link would take a tenth of a second for. Or so that slow nodes are in few replic
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -97,6 +98,15 @@ class _Done:
     next_s: float = 0.0
     fast: int = 0  # looks in a row
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether nodes may go back, where nothing is slow."""
+        return (self.link is None or self.fast >= _LOOKS) and now_s >= self.hold_until_s
+
+    @property
+    def gone(self) -> str:
+        """The cause that is gone."""
+        return f"the link {' ↔ '.join(self.link)} is fast again" if self.link else "no node is slow any more"
+
 
 class Relocation(Move):
     """Of one job."""
@@ -105,7 +115,7 @@ class Relocation(Move):
 
     def __init__(self, desk: Desk) -> None:
         super().__init__(desk)
-        self.is_back = False  # what is ordered takes an exchange back
+        self.back = 0  # exchanges that what is ordered takes back
         self._found: tuple[Exchange, _Link, int] | None = None
         self._done: list[_Done] = []
         self._holds: dict[_Link, float] = {}
@@ -193,19 +203,20 @@ class Relocation(Move):
 
     def settled(self, now_s: float) -> None:
         """What was ordered has been done."""
-        if self.is_back:
-            self._done.pop()
+        if self.back:
+            del self._done[-self.back :]
         elif self._found is not None:
             exchange, link, load_bytes = self._found
             hold_s = self._holds.get(link, _HOLD_S)
             self._holds[link] = min(2 * hold_s, _MOST_HOLD_S)
             self._done.append(_Done(exchange.swaps, link, load_bytes, now_s + hold_s))
-        self.is_back, self._found, self._question = False, None, None
+        self.back, self._found, self._question = 0, None, None
 
     def take_back(self, now_s: float) -> tuple[str, str] | None:
         """While nothing is wrong with the job: have nodes go back that left a link which is fast again.
 
-        What is done then, and why it cannot be, or "".
+        The last exchange first, and with it those before it whose cause is gone, too. What is done then, and why it
+        cannot be, or "".
         """
         if not self._done or self._question is not None or self.is_ordered:
             return None
@@ -213,16 +224,22 @@ class Relocation(Move):
         if last.link is not None and not set(last.link) <= self._ranks().keys():
             self._done.pop()  # an end of it is no part of the job any more
             return None
-        if (last.link is None or last.fast >= _LOOKS) and now_s >= last.hold_until_s:
-            why = (
-                f"the link {' ↔ '.join(last.link)} is fast again" if last.link else "no node is slow any more"
-            )
-            refused = self._desk.exchange(last.swaps, why, now_s)
-            self.is_back, self._ordered_s = not refused, None if refused else now_s
-            last.fast = 0
-            return f"{self._names(last.swaps)} take their ranks back: {why}", refused
-        self.probe(now_s)
-        return None
+        due = list(takewhile(lambda one: one.is_due(now_s), reversed(self._done)))
+        if not due:
+            self.probe(now_s)
+            return None
+        takers = _takers([swap for one in due for swap in one.swaps])
+        if not takers:  # they undo each other
+            del self._done[-len(due) :]
+            return None
+        why = "; ".join(dict.fromkeys(one.gone for one in due))
+        refused = self._desk.exchange(takers, why, now_s)
+        self.back, self._ordered_s = (0, None) if refused else (len(due), now_s)
+        for one in due:
+            one.fast = 0
+        names = {rank: node.name for rank, node in self._desk.cluster.nodes.items()}
+        *first, other = sorted(names[rank] for rank in takers)
+        return f"{', '.join(first)} and {other} take their ranks back: {why}", refused
 
     def probe(self, now_s: float) -> None:
         """Ask, where it is time to, how fast the link is now that nodes have left: also while something else is slow.
@@ -256,6 +273,9 @@ class Relocation(Move):
             is_fast = 0 < took_s <= _FAST * self._others_s
             if is_fast or self._tries == _TRIES or took_s > _LOAD_S / 2:
                 last.fast = last.fast + 1 if is_fast else 0
+                if last.fast == 1:
+                    last.every_s = _LOAD_EVERY_S  # whether it is fast again is known soon
+                    last.next_s = min(last.next_s, now_s + last.every_s)
                 return
         assert last.link is not None
         self._question = self._desk.ask_probes([last.link], now_s, last.load_bytes)
@@ -275,7 +295,7 @@ class Relocation(Move):
         why = (
             f"the link {' ↔ '.join(link)} is slow" if link else "slow nodes are in several replicas or stages"
         )
-        return self._desk.exchange(exchange.swaps, why, now_s)
+        return self._desk.exchange(_takers(exchange.swaps), why, now_s)
 
     def _blamed(self, cases: Sequence[SlowCase]) -> tuple[str, str] | None:
         """The first link between nodes of the job that is blamed."""
@@ -311,6 +331,14 @@ class Relocation(Move):
     def _names(self, swaps: Sequence[tuple[int, int]]) -> str:
         names = {rank: node.name for rank, node in self._desk.cluster.nodes.items()}
         return ", ".join(f"{names[one]} and {names[other]}" for one, other in swaps)
+
+
+def _takers(swaps: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Who takes a node's place after these swaps of places, one after the other: by that node, those that move."""
+    at: dict[int, int] = {}
+    for one, other in swaps:
+        at[one], at[other] = at.get(other, other), at.get(one, one)
+    return {place: node for place, node in at.items() if place != node}
 
 
 def _load_s(probes: Sequence[PathProbe]) -> float:

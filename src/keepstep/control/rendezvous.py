@@ -61,7 +61,7 @@ class Rendezvous:
         self._enough_since_s: float | None = None
 
     def unequal(self, one: Launcher, other: Launcher) -> str:
-        """Why two members cannot take each other's places; "": they can."""
+        """Why a member cannot take another's place; "": it can."""
         sizes = [self._sizes[self._table[launcher].node_rank] for launcher in (one, other)]
         if sizes[0] == sizes[1]:
             return ""
@@ -210,23 +210,23 @@ class Rendezvous:
         *,
         shrink: bool = False,
         grow: bool = False,
-        exchange: Collection[tuple[Launcher, Launcher]] = (),
+        exchange: Mapping[Launcher, Launcher] | None = None,
     ) -> Placed | None:
         """The table of ``incarnation``; None while there are not enough spares.
 
         Each lost node's ranks are taken by a spare with as many. Nodes that live keep their order, and their ranks
         unless the number of nodes changes: ``shrink`` leaves lost ones out for which there is no spare, down to
-        `least`; ``grow`` gives `newcomers` places behind the others; ``exchange``: nodes, none of them lost, that take
-        each other's places. ``halted``: a free port of every launcher that can be placed, spares among them.
+        `least`; ``grow`` gives `newcomers` places behind the others; ``exchange``: who takes whose place, none of them
+        lost, by who has it. ``halted``: a free port of every launcher that can be placed, spares among them.
         """
         heirs = self._heirs(lost, halted)
         left = [launcher for launcher in lost if launcher not in heirs]
         if left and not (shrink and len(self._table) - len(left) >= self.least):
             return None
         ranked = sorted(self._table.items(), key=lambda item: item[1].node_rank)
-        swapped = {one: other for pair in exchange for one, other in (pair, pair[::-1])}
+        heirs.update(exchange or {})
         playing = [
-            (heirs.get(launcher, swapped.get(launcher, launcher)), self._sizes[one.node_rank])
+            (heirs.get(launcher, launcher), self._sizes[one.node_rank])
             for launcher, one in ranked
             if launcher not in left
         ]

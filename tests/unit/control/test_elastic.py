@@ -313,7 +313,7 @@ def test_where_states_stay_on_their_nodes_none_is_exchanged() -> None:
     job.withheld = "node 1 gives no states on an address that others reach"
     job.operating.asked(99, Operate("exchange", nodes=("gpu-0", "gpu-1")), "", 5.0)
     assert job.answers[0].refused.endswith(f"no state on their new node: {job.withheld}")
-    assert job.operating.exchange([(0, 1)], "a slow link", 6.0) == job.answers[0].refused
+    assert job.operating.exchange({0: 1, 1: 0}, "a slow link", 6.0) == job.answers[0].refused
 
 
 def test_a_node_without_room_for_its_old_ranks_states_beside_the_new_ones_is_not_exchanged() -> None:
@@ -339,19 +339,32 @@ def test_a_node_that_is_lost_in_an_exchange_ends_the_exchange_not_the_job() -> N
 
 def test_nobody_is_asked_about_an_exchange_that_the_controller_orders() -> None:
     job = Elastic()
-    assert job.operating.exchange([(0, 1)], "the link gpu-1 to gpu-2 is slow", 5.0) == ""
-    assert job.operating.exchange([(0, 1)], "again", 5.0) == "exchange is under way already"
+    assert job.operating.exchange({0: 1, 1: 0}, "the link gpu-1 to gpu-2 is slow", 5.0) == ""
+    assert job.operating.exchange({0: 1, 1: 0}, "again", 5.0) == "exchange is under way already"
     for number in range(3):
         job.operating.sealed(job.launcher(number), 0, 7, "", 6.0)
     orders = job.halt(0, 1, 2, now_s=7.0)
     assert told(orders).startswith("the link gpu-1 to gpu-2 is slow; nodes gpu-[0-1] exchanged their ranks")
 
 
+def test_nodes_can_change_places_in_a_round() -> None:
+    job = Elastic()
+    assert (
+        job.operating.exchange({0: 1, 1: 3, 3: 0}, "the link is fast again", 5.0) == "the job has 3 nodes now"
+    )
+    assert job.operating.exchange({0: 1, 1: 2, 2: 0}, "the link is fast again", 5.0) == ""
+    for number in range(3):
+        job.operating.sealed(job.launcher(number), 0, 7, "", 6.0)
+    assert "nodes gpu-[0-2] exchanged their ranks" in told(job.halt(0, 1, 2, now_s=7.0))
+    assert job.reforming.exchanged
+    assert {node: place[0] for node, place in job.places().items()} == {"gpu-1": 0, "gpu-2": 1, "gpu-0": 2}
+
+
 def test_an_exchange_that_the_controller_ordered_and_that_cannot_be_is_told_to_who_ordered_it() -> None:
     job = Elastic()
 
     def order(now_s: float) -> None:
-        assert job.operating.exchange([(0, 2)], "the link is slow", now_s) == ""
+        assert job.operating.exchange({0: 2, 2: 0}, "the link is slow", now_s) == ""
 
     order(5.0)
     (tell,) = job.operating.sealed(job.launcher(2), 0, -1, "lacks 1.50 GiB", 6.0)

@@ -57,8 +57,8 @@ class Office:
         self.asked.append((list(pairs), load_bytes))
         return len(self.asked)
 
-    def exchange(self, pairs: Any, why: str, now_s: float) -> str:
-        self.ordered.append((tuple(pairs), why))
+    def exchange(self, takers: Any, why: str, now_s: float) -> str:
+        self.ordered.append((takers, why))
         return self.refusal
 
 
@@ -104,10 +104,10 @@ def test_heavy_traffic_is_to_leave_the_slow_link() -> None:
     assert remedy is not None
     assert remedy.iteration_s == pytest.approx(1.0 - 4e6 * 2e-7 + 4e4 * 2e-7, rel=0.02)
     assert made.order(5.0) == ""
-    ((pairs, why),) = office.ordered
+    ((takers, why),) = office.ordered
     assert why == "the link gpu-0 ↔ gpu-2 is slow"
-    assert len(pairs) == 1
-    assert len({0, 2} & set(pairs[0])) == 1
+    assert len(takers) == 2
+    assert len({0, 2} & set(takers)) == 1
     assert "gpu-" in made.told()
     assert made.is_ordered
     assert made.tick(60.0) == ""
@@ -174,15 +174,15 @@ def loads(made: Relocation, office: Office, now_s: float, others_s: float, link_
 
 def test_nodes_go_back_when_the_link_is_fast_again() -> None:
     made, office = exchanged()
-    ((pairs, _),) = office.ordered
+    ((takers, _),) = office.ordered
     assert loads(made, office, 11.0, 0.001, 0.1) is None
     assert office.asked[0] == ([("gpu-1", "gpu-3")], round(0.1 / 2e-7))
     assert loads(made, office, 21.5, 0.001, 0.0012) is None
     told, refused = loads(made, office, 37.0, 0.001, 0.0012)
     assert "take their ranks back: the link gpu-0 ↔ gpu-2 is fast again" in told
     assert refused == ""
-    assert office.ordered[1] == (pairs, "the link gpu-0 ↔ gpu-2 is fast again")
-    assert made.is_back
+    assert office.ordered[1] == (takers, "the link gpu-0 ↔ gpu-2 is fast again")
+    assert made.back
     assert made.begun_again()
     made.settled(40.0)
     assert made.take_back(1000.0) is None
@@ -201,6 +201,62 @@ def test_whether_the_link_is_fast_is_known_by_the_time_nothing_is_slow() -> None
     assert len(office.asked) == 4
     told, _ = made.take_back(37.0) or ("", "")
     assert "the link gpu-0 ↔ gpu-2 is fast again" in told
+
+
+def twice_exchanged() -> tuple[Relocation, Office]:
+    """For a link at 10 s, and because of slow nodes at 20 s."""
+    made, office = exchanged()
+    assert made.remedy(pipelines(0, 3))
+    made.order(15.0)
+    assert made.begun_again()
+    made.settled(20.0)
+    return made, office
+
+
+def test_exchanges_whose_causes_are_gone_are_taken_back_together() -> None:
+    made, office = twice_exchanged()
+    places = list(range(4))  # who plays there
+    for takers, _ in office.ordered:
+        places = [places[takers.get(place, place)] for place in range(4)]
+    for now_s in (21.0, 31.5):
+        made.probe(now_s)
+        for took_s in (0.001, 0.0012):
+            pair = office.asked[-1][0][0]
+            made.probed(len(office.asked), [PathProbe(*pair, "echo", 1e-4, took_s)], now_s)
+    told, refused = made.take_back(32.0) or ("", "nothing")
+    assert refused == ""
+    assert "take their ranks back: no node is slow any more; the link gpu-0 ↔ gpu-2 is fast again" in told
+    takers, _ = office.ordered[-1]
+    assert [places[takers.get(place, place)] for place in range(4)] == [0, 1, 2, 3]
+    made.begun_again()
+    made.settled(35.0)
+    assert made.take_back(1000.0) is None
+    assert made.back == 0
+
+
+def test_the_last_exchange_is_taken_back_alone_while_the_link_of_one_before_it_is_slow() -> None:
+    made, office = twice_exchanged()
+    told, _ = made.take_back(32.0) or ("", "")
+    assert told.endswith("take their ranks back: no node is slow any more")
+    assert office.ordered[2][0] == office.ordered[1][0]
+    made.begun_again()
+    made.settled(35.0)
+    assert made.take_back(36.0) is None
+    assert made.is_asking
+
+
+def test_exchanges_that_undo_each_other_need_no_pause() -> None:
+    made, office = exchanged()
+    made.order(15.0)
+    made.begun_again()
+    assert made.remedy(look(case(SLOW)))
+    made.settled(20.0)  # the same again, so that nodes are where they were
+    for now_s in (21.0, 31.5):
+        made.probe(now_s)
+        for took_s in (0.001, 0.0012):
+            pair = office.asked[-1][0][0]
+            made.probed(len(office.asked), [PathProbe(*pair, "echo", 1e-4, took_s)], now_s)
+    assert made.take_back(100.0) is None
 
 
 def test_a_load_that_a_busy_host_was_slow_with_is_tried_again() -> None:
@@ -242,7 +298,7 @@ def test_a_link_that_turns_slow_again_and_again_is_left_for_longer_and_longer() 
         made.begun_again()
         made.settled(now_s)
         since_s = now_s
-        while not made.is_back:
+        while not made.back:
             now_s += 1.0
             if made.take_back(now_s) is None and made.is_asking:
                 for _ in range(2):
@@ -282,10 +338,10 @@ def test_slow_nodes_come_into_few_replicas() -> None:
     assert remedy is not None
     assert made.may_help(slow.cases)
     assert made.order(5.0) == ""
-    ((pairs, why),) = office.ordered
+    ((takers, why),) = office.ordered
     assert why == "slow nodes are in several replicas or stages"
-    ((one, other),) = pairs
-    assert {one, other} in ({0, 1}, {2, 3})  # then both are halves of the same replicas
+    assert set(takers) == set(takers.values())
+    assert set(takers) in ({0, 1}, {2, 3})  # then both are halves of the same replicas
     assert remedy.iteration_s < 0.9 * 0.2
     made.begun_again()
     made.settled(10.0)
