@@ -152,10 +152,10 @@ def test_where_no_exchange_helps_none_is_offered(
     assert made.remedy(look(case(*culprits), traffic=traffic)) is None
 
 
-def exchanged() -> tuple[Relocation, Office]:
+def exchanged(traffic: list[PeerTraffic] = TRAFFIC) -> tuple[Relocation, Office]:
     """The exchange was done at 10 s."""
     made, office = relocation()
-    assert made.remedy(look(case(SLOW)))
+    assert made.remedy(look(case(SLOW), traffic=traffic))
     made.order(5.0)
     assert made.begun_again()
     made.settled(10.0)
@@ -203,9 +203,15 @@ def test_whether_the_link_is_fast_is_known_by_the_time_nothing_is_slow() -> None
     assert "the link gpu-0 ↔ gpu-2 is fast again" in told
 
 
-def twice_exchanged() -> tuple[Relocation, Office]:
+# Only (0, 1) carry little.
+MESH = [*both(0, 2, 40, 2e-7), *both(0, 1, 0.4, 2e-6)] + [
+    one for pair in ((0, 3), (1, 2), (1, 3), (2, 3)) for one in both(*pair, 40, 1e-9)
+]
+
+
+def twice_exchanged(traffic: list[PeerTraffic] = MESH) -> tuple[Relocation, Office]:
     """For a link at 10 s, and because of slow nodes at 20 s."""
-    made, office = exchanged()
+    made, office = exchanged(traffic)
     assert made.remedy(pipelines(0, 3))
     made.order(15.0)
     assert made.begun_again()
@@ -213,16 +219,23 @@ def twice_exchanged() -> tuple[Relocation, Office]:
     return made, office
 
 
-def test_exchanges_whose_causes_are_gone_are_taken_back_together() -> None:
-    made, office = twice_exchanged()
-    places = list(range(4))  # who plays there
-    for takers, _ in office.ordered:
-        places = [places[takers.get(place, place)] for place in range(4)]
+def link_turns_fast(made: Relocation, office: Office) -> None:
+    """Two looks at it, at 21 s and 31.5 s."""
     for now_s in (21.0, 31.5):
         made.probe(now_s)
         for took_s in (0.001, 0.0012):
             pair = office.asked[-1][0][0]
             made.probed(len(office.asked), [PathProbe(*pair, "echo", 1e-4, took_s)], now_s)
+        assert not made.is_asking
+
+
+def test_exchanges_whose_causes_are_gone_are_taken_back_together() -> None:
+    made, office = twice_exchanged()
+    places = list(range(4))  # who plays there
+    for takers, _ in office.ordered:
+        places = [places[takers.get(place, place)] for place in range(4)]
+    assert sum(node != place for place, node in enumerate(places)) == 3  # a node has moved twice
+    link_turns_fast(made, office)
     told, refused = made.take_back(32.0) or ("", "nothing")
     assert refused == ""
     assert "take their ranks back: no node is slow any more; the link gpu-0 ↔ gpu-2 is fast again" in told
@@ -246,17 +259,13 @@ def test_the_last_exchange_is_taken_back_alone_while_the_link_of_one_before_it_i
 
 
 def test_exchanges_that_undo_each_other_need_no_pause() -> None:
-    made, office = exchanged()
-    made.order(15.0)
-    made.begun_again()
-    assert made.remedy(look(case(SLOW)))
-    made.settled(20.0)  # the same again, so that nodes are where they were
-    for now_s in (21.0, 31.5):
-        made.probe(now_s)
-        for took_s in (0.001, 0.0012):
-            pair = office.asked[-1][0][0]
-            made.probed(len(office.asked), [PathProbe(*pair, "echo", 1e-4, took_s)], now_s)
+    made, office = twice_exchanged(TRAFFIC)
+    assert office.ordered[0][0] == office.ordered[1][0]  # the nodes are where they were
+    link_turns_fast(made, office)
+    assert made.take_back(32.0) is None
+    assert len(office.ordered) == 2
     assert made.take_back(100.0) is None
+    assert not made.is_asking
 
 
 def test_a_load_that_a_busy_host_was_slow_with_is_tried_again() -> None:
