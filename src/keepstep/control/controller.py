@@ -238,7 +238,7 @@ class Controller:
                 self.cases.validations.told(sender.node, message, now_s)
         elif isinstance(message, Splits):
             if sender.node is not None:
-                self.cases.mitigation.told(sender.node, message)
+                self.cases.mitigation.shares.told(sender.node, message)
         elif isinstance(message, Inventory):
             if sender.node is not None and message.node_rank == sender.node.rank:
                 self.backups.heard(sender.node, message)

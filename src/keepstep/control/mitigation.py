@@ -12,20 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from keepstep.control.cluster import Node
 from keepstep.control.desk import Desk, is_traffic
 from keepstep.control.devices import Devices
 from keepstep.control.moves import Look, Move
+from keepstep.control.ordered_shares import LATE_STEPS, OrderedShares
 from keepstep.control.profiles import iterations_of
 from keepstep.control.relocation import TOPOLOGY, Relocation
-from keepstep.control.rendezvous import MOST_RANKS
 from keepstep.control.replacement import RESTART, Replacement
 from keepstep.control.slow_ranks import SlowRanks
 from keepstep.core.incident import Action, Culprit, Incident
-from keepstep.core.microbatches import Split, equal_shares, objection
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import PathProbe
-from keepstep.wire.messages import MOST_REPLICAS, Profile, Shares, Splits
+from keepstep.wire.messages import Profile
 
 if TYPE_CHECKING:
     from keepstep.control.slow_case import SlowCase
@@ -41,8 +39,6 @@ _LOOK_S = 2.0  # while something may have to be done
 _WATCH_S = 10.0  # while shares that were ordered are in force
 _BETWEEN_S = 0.5
 _SETTLE_S = 5.0  # after the job was formed anew: agents of the incarnation before are gone
-_AGAIN_S = 1.0  # an order that shows no effect is given again
-_LATE_STEPS, _LATE_S = 16, 30.0  # an order without effect has failed
 _ADJUST = 0.04  # of the iteration time: other shares would be so much better
 _EVEN = 0.025  # the same of equal shares, at most: the cause is gone
 _LOOKS = 2  # one after the other that say so
@@ -81,13 +77,8 @@ class Mitigation:
     ) -> None:
         self.question: int | None = None  # that is open
         self._desk, self._mode = desk, mode
-        self._incarnation, self._standstill = incarnation, standstill
-        self._splits: dict[int, Split] = {}
-        self._told_of = 0  # the incarnation that they are of
+        self._standstill, self.shares = standstill, OrderedShares(desk, incarnation)
         self._planner: Planner | None = None
-        self._ordered: Shares | None = None  # that has not been seen in force
-        self._ordered_s = self._ordered_step = 0.0
-        self._again_s = 0.0
         self._expected: Action | None = None  # its effect is to be seen
         self._counted_step: int | None = None  # up to which savings are
         self._paces: tuple[float, float] | None = (
@@ -106,20 +97,6 @@ class Mitigation:
         self._moved: _Moved | None = None  # whose effect is to be seen
         self._exchanged_for: SlowCase | None = None  # the last time
 
-    def told(self, node: Node, message: Splits) -> None:
-        """How ranks of a node divide micro-batches."""
-        for split in message.ranks:
-            home = self._desk.cluster.home(split.rank)
-            possible = not objection(split.count, split.replicas, split.multiple_of, split.at_most)
-            sane = split.replica < split.replicas <= MOST_REPLICAS and 0 < split.share <= split.count
-            if not (possible and sane and split.rank < MOST_RANKS and home in (None, node)):
-                continue
-            if split.incarnation > self._told_of:  # perhaps before the controller knows that it has begun
-                self._told_of = split.incarnation
-                self._splits.clear()
-            if split.incarnation == self._told_of:
-                self._splits[split.rank] = split
-
     def begin_again(self, now_s: float, *, exchanged: bool = False) -> None:
         """The job was formed anew: its shares are equal. ``exchanged``: with nodes in each other's places."""
         for move in self._moves.values():
@@ -127,11 +104,10 @@ class Mitigation:
                 done = move.is_done(exchanged)
                 self._settle(move, "" if done else "the job had to begin again as it was", now_s)
         self._next_s = now_s + _SETTLE_S
-        if self._told_of < self._incarnation():
-            self._splits.clear()
+        self.shares.begin_again()
         self._looked_step, self._formed_step = -1, self._desk.cluster.newest_step
         self._slow_ranks, self._check_ups = SlowRanks(), _CHECK_UPS if self._formed_step >= 0 else 0
-        self._ordered, self.question, self._expected, self._counted_step = None, None, None, None
+        self.question, self._expected, self._counted_step = None, None, None
         self._even_looks = self._unfit_looks = 0
 
     def not_moved(self, why: str, now_s: float) -> None:
@@ -144,15 +120,6 @@ class Mitigation:
         """What agents have learned of paths."""
         self._relocation.probed(question, probes, now_s)
 
-    @property
-    def in_force(self) -> bool:
-        """Whether replicas have shares that were ordered, and are not equal."""
-        split = next(iter(self._splits.values()), None)
-        if split is None or not split.number or self._told_of != self._incarnation():
-            return False
-        equal = dict(enumerate(equal_shares(split.count, split.replicas, split.multiple_of)))
-        return any(one.share != equal.get(one.replica) for one in self._splits.values())
-
     def tick(self, cases: Sequence[SlowCase], now_s: float) -> None:
         """Time passes. ``cases``: the slowdowns that are open."""
         if self._mode == "off":
@@ -160,6 +127,32 @@ class Mitigation:
         self._cases = [case for case in cases if case.incident is not None]
         self._undecided = len(self._cases) < len(cases)
         self._tick_order(now_s)
+        self._tick_moves(now_s)
+        ordered = self.shares.is_ordered or any(move.is_ordered for move in self._moves.values())
+        if ordered or self.question is not None or now_s < self._next_s or self._standstill():
+            return
+        self._next_s = now_s + _BETWEEN_S  # what follows looks at every rank
+        missing = self.shares.missing()
+        if any(case.treated for case in self._cases) and not self.shares.in_force and not missing:
+            self._out_of_force()  # the job divides another number of micro-batches now
+        under_treatment = self.shares.in_force or self._moved is not None
+        if not self._cases and not under_treatment and (missing or not self._check_ups):
+            if self._planner is not None:
+                self._planner.over(now_s)
+            self._take_back(now_s)
+            return
+        if self.shares.in_force and self._moved is None:
+            self._relocation.probe(now_s)
+        if (
+            missing
+            and self._moved is None
+            and not any(one.may_help(self._cases) for one in self._moves.values())
+        ):
+            self._leave_out(missing)
+        else:
+            self._ask(now_s)
+
+    def _tick_moves(self, now_s: float) -> None:
         if self._moved is not None and not self._moved.halted and self._standstill():
             self._moved.since_s, self._moved.halted = now_s, True  # until now all have trained
         self._time_move(now_s)
@@ -167,34 +160,14 @@ class Mitigation:
         for move in self._moves.values():
             if why := move.tick(now_s):
                 self._settle(move, why, now_s)
-        if (
-            self.question is not None
-            or self._ordered is not None
-            or any(move.is_ordered for move in self._moves.values())
-            or now_s < self._next_s
-            or self._standstill()
-        ):
-            return
-        self._next_s = now_s + _BETWEEN_S  # what follows looks at every rank
-        if any(case.treated for case in self._cases) and not self.in_force and not self._missing_splits():
-            self._out_of_force()  # the job divides another number of micro-batches now
-        may_check = self._check_ups and not self._missing_splits()
-        if not self._cases and not self.in_force and self._moved is None and not may_check:
-            if self._planner is not None:
-                self._planner.over(now_s)
-            self._take_back(now_s)
-            return
-        if self.in_force and self._moved is None:
-            self._relocation.probe(now_s)
-        may_move = any(move.may_help(self._cases) for move in self._moves.values())
-        if (why := self._missing_splits()) and not may_move and self._moved is None:
-            self._leave_out(why)
-            return
-        first = self._first_step()
-        newest = self._desk.cluster.newest_step
-        pause_s = min(_LOOK_RANK_S * self._desk.cluster.known_ranks, _WATCH_S if self.in_force else _LOOK_S)
+
+    def _ask(self, now_s: float) -> None:
+        """Ask agents for the last iterations, where there are new ones that tell something."""
+        first, newest = self._first_step(), self._desk.cluster.newest_step
         if newest - first + 1 < _LEAST_STEPS or first <= self._looked_step > newest - _NEW_STEPS:
             return
+        most_s = _WATCH_S if self.shares.in_force else _LOOK_S
+        pause_s = min(_LOOK_RANK_S * self._desk.cluster.known_ranks, most_s)
         if now_s - self._looked_s < pause_s and self._looked_step >= first:
             return
         self._looked_s, self._looked_step = now_s, newest
@@ -217,40 +190,40 @@ class Mitigation:
         if not len(rows):
             return
         iteration_s = float(np.median(column(rows, "duration_s")))
-        replicas = None if self._missing_splits() else measure(rows, self._splits, self._desk.cluster.groups)
+        replicas = (
+            None if self.shares.missing() else measure(rows, self.shares.splits, self._desk.cluster.groups)
+        )
         if self._moved is not None and not self._awaits_shares(self._moved, replicas):
             self._saw(self._moved, iteration_s)
-        elif replicas is not None or not self.in_force:
-            look = Look(self._cases, traffic, replicas, 0.0, iteration_s, self._splits)
+        elif replicas is not None or not self.shares.in_force:
+            look = Look(self._cases, traffic, replicas, 0.0, iteration_s, self.shares.splits)
             if self._relocation.blames_link(self._cases):
                 nodes = self._desk.cluster.nodes.items()
                 node_of = {rank: number for number, node in nodes for rank in node.ranks}
                 look = replace(look, volumes=volumes(rows, self._desk.cluster.groups, node_of))
             if replicas is not None:
                 stages = self._desk.locators.stages(rows, self._desk.cluster.groups)
-                look = replace(look, seconds=rank_seconds(rows, self._splits), stages=stages)
+                look = replace(look, seconds=rank_seconds(rows, self.shares.splits), stages=stages)
             self._decide(look, now_s)
 
     def _awaits_shares(self, moved: _Moved, replicas: Replicas | None) -> bool:
         """Whether the effect of a move shows only once shares fit again: it made them equal."""
-        if replicas is None or self.in_force or self._desk.cluster.newest_step > moved.step + _SHARES_STEPS:
+        if (
+            replicas is None
+            or self.shares.in_force
+            or self._desk.cluster.newest_step > moved.step + _SHARES_STEPS
+        ):
             return False
-        equal, best = self._shares(replicas)
+        equal, best = self.shares.fitting(replicas)
         return replicas.iteration_s(best) < (1 - _HELPED) * replicas.iteration_s(equal)
 
-    def _shares(self, replicas: Replicas) -> tuple[list[int], list[int]]:
-        """Equal ones, and those that fit the replicas."""
-        split = next(iter(self._splits.values()))
-        equal = equal_shares(split.count, split.replicas, split.multiple_of)
-        return equal, replicas.best(split.multiple_of, split.at_most)
-
     def _decide(self, look: Look, now_s: float) -> None:
-        if look.replicas is not None and (self.in_force or self._check_ups):
+        if look.replicas is not None and (self.shares.in_force or self._check_ups):
             self._name_slow_ranks(look, look.replicas, now_s)
         self._check_ups = max(self._check_ups - 1, 0)
-        if look.replicas is not None and self.in_force:
+        if look.replicas is not None and self.shares.in_force:
             self._watch(look.replicas, look.iteration_s, now_s)
-            if self._ordered is not None:
+            if self.shares.is_ordered:
                 return
         self._consider(look, now_s)
 
@@ -266,7 +239,7 @@ class Mitigation:
         healthy_s, iteration_s = incident.iteration_before_s, look.iteration_s
         equal_s, best_s, best = iteration_s, iteration_s, list[int]()
         if look.replicas is not None:
-            equal, best = self._shares(look.replicas)
+            equal, best = self.shares.fitting(look.replicas)
             equal_s, best_s = look.replicas.iteration_s(equal), look.replicas.iteration_s(best)
             remedies[MICROBATCHES] = Remedy(MICROBATCHES, 0.0, best_s)
         for move in self._moves.values() if self._moved is None else ():
@@ -307,11 +280,11 @@ class Mitigation:
         moved = self._moved
         if moved is None or not moved.done or moved.devices is None:
             return
-        if self._missing_splits() or self._standstill():
+        if self.shares.missing() or self._standstill():
             return
-        expected = moved.devices.replicas(self._desk.cluster.nodes.values(), self._splits)
+        expected = moved.devices.replicas(self._desk.cluster.nodes.values(), self.shares.splits)
         moved.devices = None
-        equal, best = self._shares(expected)
+        equal, best = self.shares.fitting(expected)
         equal_s, best_s = expected.iteration_s(equal), expected.iteration_s(best)
         if best_s < (1 - _HELPED) * equal_s:
             self._treat(best, Action(MICROBATCHES, 0.0, _told(best), equal_s, best_s), now_s)
@@ -378,7 +351,7 @@ class Mitigation:
 
     def _watch(self, replicas: Replicas, iteration_s: float, now_s: float) -> None:
         """Shares that were ordered are in force: whether they still fit, and what they do."""
-        equal, best = self._shares(replicas)
+        equal, best = self.shares.fitting(replicas)
         equal_s, best_s = replicas.iteration_s(equal), replicas.iteration_s(best)
         newest = self._desk.cluster.newest_step
         self._paces = iteration_s, equal_s
@@ -418,9 +391,9 @@ class Mitigation:
         culprits = self._slow_ranks.found(look, cluster.newest_step, cluster.node_of, blamed)
         if not culprits or self._undecided or len(open_ones) >= _MOST_CASES:
             return
-        if self.in_force != bool(open_ones):  # with equal shares the pace shows what is slow besides
+        if self.shares.in_force != bool(open_ones):  # with equal shares the pace shows what is slow besides
             return
-        equal, _ = self._shares(replicas)
+        equal, _ = self.shares.fitting(replicas)
         equal_s = replicas.iteration_s(equal)
         healthy_s = open_ones[0].iteration_before_s if open_ones else replicas.alike_s(equal)
         if not open_ones and equal_s < _SLOWER * (healthy_s or 0.0):
@@ -438,14 +411,14 @@ class Mitigation:
             evidence=(_evidence(culprits, look),),
             missing=(),
             summary="replicas have unequal shares of micro-batches: the pace does not show it"
-            if self.in_force
+            if self.shares.in_force
             else "since the job began again: its pace before is that of other processes",
             iteration_before_s=healthy_s,
             iteration_after_s=equal_s,
             ranks_reporting=len(look.seconds),
             world_size=cluster.known_ranks,
             detected_unix_s=self._desk.unix_s(now_s),
-            actions=(in_force,) if self.in_force else (),
+            actions=(in_force,) if self.shares.in_force else (),
         )
         self._cases = [*self._cases, self._desk.open_slow(incident, now_s)]
 
@@ -465,50 +438,33 @@ class Mitigation:
         self._note(action)
 
     def _note(self, action: Action, instead: Action | None = None) -> None:
-        for place, case in enumerate(case for case in self._cases if case.treated or not self.in_force):
+        for place, case in enumerate(
+            case for case in self._cases if case.treated or not self.shares.in_force
+        ):
             case.acted(action, instead, say=place == 0)
 
     # --- ordering -------------------------------------------------------------------------------------------------
 
     def _order(self, shares: Sequence[int], now_s: float) -> None:
         self._even_looks = self._unfit_looks = 0
-        number = self._desk.hold_number(now_s)
-        self._ordered = Shares(number, 0, self._incarnation(), tuple(shares))
-        self._ordered_s = self._again_s = now_s
-        self._ordered_step = self._desk.cluster.newest_step
-        self._send(now_s)
+        self.shares.order(shares, now_s)
 
     def _tick_order(self, now_s: float) -> None:
-        order = self._ordered
-        if order is None:
-            return
-        if all(split.number == order.number for split in self._splits.values()) and self._splits:
-            self._ordered = None
+        outcome = self.shares.tick(now_s)
+        if outcome == "in force":
             self._settled(now_s)
-        elif (
-            now_s - self._ordered_s > _LATE_S
-            and self._desk.cluster.newest_step > self._ordered_step + _LATE_STEPS
-        ):
-            self._ordered = self._expected = None
+        elif outcome == "failed":
+            self._expected = None
             if self._planner is not None:
                 self._planner.refused(MICROBATCHES)
             self._note(Action("S2 has failed", None, "the ranks did not take the shares that were ordered"))
-            if not self.in_force:
+            if not self.shares.in_force:
                 self._out_of_force()
-        elif now_s - self._again_s >= _AGAIN_S:
-            self._send(now_s)
-
-    def _send(self, now_s: float) -> None:
-        assert self._ordered is not None
-        self._again_s = now_s
-        home = self._desk.cluster.home(self._ordered.rank)
-        if home is not None:
-            self._desk.order(self._ordered, home.rank)
 
     def _settled(self, now_s: float) -> None:
         """All ranks divide their micro-batches as was ordered."""
-        step = max(split.step for split in self._splits.values())
-        if self.in_force:
+        step = self.shares.since_step
+        if self.shares.in_force:
             self._counted_step = step
             if self._planner is not None:
                 self._planner.applied(MICROBATCHES, 0.0)
@@ -536,34 +492,15 @@ class Mitigation:
             incident = case.incident
             if incident is None or incident.actions:
                 continue
-            if self._desk.cluster.newest_step > (incident.detected_step or 0) + _LATE_STEPS:
+            if self._desk.cluster.newest_step > (incident.detected_step or 0) + LATE_STEPS:
                 case.acted(left_out, say=False)
 
     # --- what is known --------------------------------------------------------------------------------------------
 
-    def _missing_splits(self) -> str:
-        """Why shares cannot be ordered; "": they can."""
-        cluster, splits = self._desk.cluster, self._splits
-        absent = [rank for rank in cluster.node_of if rank not in splits]
-        if absent:
-            return f"ranks {fold_ranks(absent)} do not divide micro-batches by a session"
-        if not splits or self._told_of != self._incarnation():
-            return "no rank has told yet how it divides micro-batches"
-        first = next(iter(splits.values()))
-        alike = {
-            (one.count, one.replicas, one.multiple_of, one.at_most, one.number) for one in splits.values()
-        }
-        if len(alike) > 1 or first.replicas < 2:
-            return "the ranks divide micro-batches in different ways"
-        if together := [rank for rank, one in splits.items() if not one.movable]:
-            return f"ranks {fold_ranks(together)} have collective operations in each micro-batch"
-        return ""
-
     def _first_step(self) -> int:
         """The first step that says how fast replicas are now: with these shares, and in this slowdown."""
-        first = max((split.step for split in self._splits.values()), default=0) + 1
         onsets = [case.incident.onset_step or 0 for case in self._cases if case.incident is not None]
-        return max([first, self._formed_step + 1, *(onset + 1 for onset in onsets)])
+        return max([self.shares.since_step + 1, self._formed_step + 1, *(onset + 1 for onset in onsets)])
 
 
 def _evidence(culprits: Sequence[Culprit], look: Look) -> str:

@@ -140,7 +140,7 @@ class Divided(Job):
         self.iteration_s = max(self.own_s(rank) for rank in range(4))
         for rank, share in enumerate(shares):
             split = Split(*(rank, self.incarnation, 32, rank, 4), number=number, step=self.step, share=share)
-            self.mitigation.told(self.desk.cluster.nodes[rank], Splits(rank, (split,)))
+            self.mitigation.shares.told(self.desk.cluster.nodes[rank], Splits(rank, (split,)))
 
 
 RANK = Culprit(rank=2, node="gpu-2", slowdown=5.0, confidence="high", cause="compute")
