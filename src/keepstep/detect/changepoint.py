@@ -42,6 +42,10 @@ _RELIEF_Z = 3.7
 _STALL = 5
 # Proof needed beyond what a healthy level may wander, so that a small shift plus noise is no change.
 _WANDER_Z = 3.5
+# Residuals by which noise can be told at all.
+_TOLD = 8
+# A step of so many times the mean deviation among the first iterations is none of the noise.
+_PARTED = 8
 # Noise scales below the level of a slow regime from which on iterations may be the first of a relief.
 _DOUBT = 2
 
@@ -167,6 +171,30 @@ class ChangePointDetector:
             self._last_residuals = (residual, self._last_residuals[0])
             if len(self._level) > self._anchor_count and self._anchor_count < 64:
                 self._anchor, self._anchor_count = level, len(self._level)
+            if not lone and _TOLD < len(self._residuals) <= 2 * _TOLD:
+                self._part()
+
+    def _part(self) -> None:
+        """Begin anew where the level has moved before noise could be told: the step would count as noise for long."""
+        values = list(self._recent)
+        cut = min(range(3, len(values) - 2), key=lambda place: _apart(values[:place]) + _apart(values[place:]))
+        parts = values[:cut], values[cut:]
+        levels = [median(value for _, value in part) for part in parts]
+        moved = abs(levels[1] - levels[0])
+        mean = sum(map(_apart, parts)) / len(values)
+        if moved <= _PARTED * mean or moved < self._min_change * min(levels):
+            return
+        self._residuals.clear()
+        for part, level in zip(parts, levels, strict=True):
+            for index, value in part:
+                self._residuals.push(value - level, index)
+        self._refresh()
+        self._correlation = Correlation()
+        for _, residual in self._residuals.order:
+            self._correlation.push(residual, self._scale)
+        self._refresh()
+        self._begin(parts[1], 1.0)
+        self._anchor, self._anchor_count = levels[1], len(parts[1])
 
     def _refresh(self) -> None:
         """Recompute the noise scale: root mean square of residuals clipped at three quartile scales."""
@@ -203,7 +231,7 @@ class ChangePointDetector:
     def _test(self, seconds: float) -> ChangePoint | None:
         """Look at the latest runs on the side of the level on which the newest iteration lies."""
         count = len(self._level)
-        if count < 3 or len(self._residuals) < 8:
+        if count < 3 or len(self._residuals) < _TOLD:
             return None
         level = self._level.median()
         sign = 1.0 if seconds > level else -1.0
@@ -313,6 +341,12 @@ class ChangePointDetector:
 def change_points(series: Iterable[float], detector: ChangePointDetector) -> list[ChangePoint]:
     """Every change ``detector`` reports over ``series``."""
     return [found for found in map(detector.update, series) if found is not None]
+
+
+def _apart(values: list[tuple[int, float]]) -> float:
+    """The sum of distances from their median."""
+    centre = median(value for _, value in values)
+    return sum(abs(value - centre) for _, value in values)
 
 
 def _leading(residuals: Iterable[float], wide: float) -> int:

@@ -46,6 +46,15 @@ def test_what_follows_a_slowdown_that_was_soon_treated_is_found_as_early(seed: i
     assert onset.detected_at <= 103
 
 
+@pytest.mark.parametrize("healthy", range(3, 12))
+def test_an_onset_among_the_first_iterations_is_not_taken_for_noise(healthy: int) -> None:
+    """It comes before the noise is known, and is not told; what follows is found as early as ever."""
+    series = noisy([(0.3, healthy), (0.5, 14), (0.33, 60), (0.5, 20)], cov=0.04, seed=healthy)
+    last = found_in(series, warmup=0)[-1]
+    assert (last.kind, last.index) == ("onset", healthy + 74)
+    assert last.detected_at <= healthy + 77
+
+
 @pytest.mark.parametrize("seed", [5, 8, 10, 14, 22, 29, 37])
 def test_slowdowns_that_are_soon_treated_leave_the_noise_as_it_is(seed: int) -> None:
     """One after the other: none is missed for noise that is thought too wide, nothing else told for too narrow."""
