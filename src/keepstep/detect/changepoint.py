@@ -44,8 +44,9 @@ _STALL = 5
 _WANDER_Z = 3.5
 # Residuals by which noise can be told at all.
 _TOLD = 8
-# A step of so many times the mean deviation among the first iterations is none of the noise.
-_PARTED = 8
+# A step among the first iterations of so many times their mean deviation is none of the noise. So many lie before it
+# at least, and beyond it: two spikes make no step.
+_PARTED, _BEFORE, _BEYOND = 8, 3, 5
 # Noise scales below the level of a slow regime from which on iterations may be the first of a relief.
 _DOUBT = 2
 
@@ -177,7 +178,10 @@ class ChangePointDetector:
     def _part(self) -> None:
         """Begin anew where the level has moved before noise could be told: the step would count as noise for long."""
         values = list(self._recent)
-        cut = min(range(3, len(values) - 2), key=lambda place: _apart(values[:place]) + _apart(values[place:]))
+        if len(values) < _BEFORE + _BEYOND:
+            return
+        places = range(_BEFORE, len(values) - _BEYOND + 1)
+        cut = min(places, key=lambda place: _apart(values[:place]) + _apart(values[place:]))
         parts = values[:cut], values[cut:]
         levels = [median(value for _, value in part) for part in parts]
         moved = abs(levels[1] - levels[0])
