@@ -3,8 +3,9 @@
 To go on slowly is to rent, a remedy is to buy. The paper buys each remedy, the cheapest first, when the loss so far
 equals its cost: one pays twice at most what who knows the end would pay. Here that holds, too, but for the sum over
 the job's life: what is left of it by earlier slowdowns that cost less may be ventured on what this job's slowdowns
-teach: they last hours in one job and seconds in another. Where remedies stand in each other's way (the second is not
-cheaper for having bought the first) twice cannot always be kept; then it is the least that can.
+teach: they last hours in one job and seconds in another. One that saves little is bought later than by the paper, which
+keeps closer to the optimum. Where remedies stand in each other's way (the second is not cheaper for having bought the
+first) twice cannot always be kept; then it is the least that can.
 
 Loss and cost are seconds of training: a slowdown from 1 s to 1.5 s an iteration loses a third of a second each second.
 """
@@ -75,9 +76,8 @@ def schedule(
     """
     base = plain(rate, offers)
     orders = _orders(rate, offers)
-    if base.ratio > RATIO + _TOLERANCE:
-        safest = min((_safest(rate, offers, order) for order in orders), key=lambda one: one.ratio)
-        base = safest if safest.ratio < _NEARLY * base.ratio else base
+    safest = min((_safest(rate, offers, order) for order in orders), key=lambda one: one.ratio)
+    base = safest if safest.ratio < _NEARLY * base.ratio else base
     if len(durations) < FEW:
         return base
     allowed_s = max(credit_s, _excess_s(rate, offers, base.buys)) + _TOLERANCE
