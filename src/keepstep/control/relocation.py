@@ -220,11 +220,10 @@ class Relocation(Move):
         """
         if not self._done or self._question is not None or self.is_ordered:
             return None
-        last = self._done[-1]
-        if last.link is not None and not set(last.link) <= self._ranks().keys():
-            self._done.pop()  # an end of it is no part of the job any more
+        if not self._stands(self._done[-1]):
+            self._done.pop()
             return None
-        due = list(takewhile(lambda one: one.is_due(now_s), reversed(self._done)))
+        due = list(takewhile(lambda one: one.is_due(now_s) and self._stands(one), reversed(self._done)))
         if not due:
             self.probe(now_s)
             return None
@@ -279,6 +278,12 @@ class Relocation(Move):
                 return
         assert last.link is not None
         self._question = self._desk.ask_probes([last.link], now_s, last.load_bytes)
+
+    def _stands(self, one: _Done) -> bool:
+        """Whether the job still has the places that were exchanged, and both ends of the link."""
+        ranks = self._ranks()
+        places = {place for swap in one.swaps for place in swap}
+        return places <= set(ranks.values()) and set(one.link or ()) <= ranks.keys()
 
     def _left(self) -> _Done | None:
         """The last exchange that was for a link."""

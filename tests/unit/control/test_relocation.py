@@ -328,6 +328,17 @@ def test_when_an_end_of_the_link_is_gone_nobody_goes_back() -> None:
     assert not office.asked
 
 
+def test_when_the_job_has_fewer_nodes_than_places_were_exchanged_nobody_goes_back() -> None:
+    made, office = exchanged()
+    (takers, _) = office.ordered[0]
+    assert 3 in takers
+    del office.cluster.nodes[3]
+    for now_s in (11.0, 100.0):
+        assert made.take_back(now_s) is None
+    assert len(office.ordered) == 1
+    assert not office.asked
+
+
 def pipelines(*slow: int) -> Look:
     """Four replicas of two stages, the first on gpu-0 and gpu-1; these nodes take twice as long."""
     splits = {rank: Split(rank, 0, 32, rank % 4, 4, share=8) for rank in range(8)}
