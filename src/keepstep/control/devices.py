@@ -29,8 +29,8 @@ class Devices:
     besides_s: float
 
     @classmethod
-    def of(cls, look: Look, nodes: Iterable[Node]) -> Devices | None:
-        """As they were measured; None: they were not."""
+    def of(cls, look: Look, nodes: Iterable[Node], saved_s: float) -> Devices | None:
+        """As they were measured; None: they were not. ``saved_s``: of what iterations take besides micro-batches."""
         if look.replicas is None:
             return None
         times = times_as_long(look)
@@ -40,7 +40,7 @@ class Devices:
             if times.keys() >= set(node.ranks)
         }
         besides_s = look.replicas.shared_s + median(look.replicas.fixed_s)
-        return cls(factors, stage_seconds(look), look.stages or {}, besides_s)
+        return cls(factors, stage_seconds(look), look.stages or {}, max(besides_s - saved_s, 0.0))
 
     def replicas(self, nodes: Iterable[Node], splits: Mapping[int, Split]) -> Replicas:
         """What they take on these nodes, with equal shares. A node that is new is taken for one like most."""

@@ -271,7 +271,9 @@ class Mitigation:
             self._note(Action("none", None, f"{move.name}: {refused}"))
         else:
             case = next((one for one in self._cases if move.may_help([one])), self._cases[0])
-            devices = Devices.of(look, self._desk.cluster.nodes.values())
+            relieved = move is self._relocation and self._relocation.blames_link(look.cases)
+            saved_s = look.iteration_s - remedy.iteration_s if relieved else 0.0
+            devices = Devices.of(look, self._desk.cluster.nodes.values(), saved_s)
             self._moved = _Moved(move, case, action, now_s, devices)
             case.acted(action, say=True)
 

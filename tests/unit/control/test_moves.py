@@ -115,11 +115,16 @@ class Job:
 
 
 class Divided(Job):
-    """Four replicas share 32 micro-batches. ``seconds``: what one takes, by node; else 0.02."""
+    """Four replicas share 32 micro-batches. ``seconds``: what one takes, by node; else 0.02.
 
-    def __init__(self, culprit: Culprit, seconds: dict[str, float], *, spares: int) -> None:
+    ``link_s``: what an iteration takes besides.
+    """
+
+    def __init__(
+        self, culprit: Culprit, seconds: dict[str, float], *, spares: int = 0, link_s: float = 0.0
+    ) -> None:
         super().__init__(culprit, spares=spares)
-        self.seconds = seconds
+        self.seconds, self.link_s = seconds, link_s
         self.orders: list[Shares] = []
         self.desk.order = self._take  # type: ignore[attr-defined]
         self.desk.hold_number = lambda _: len(self.orders) + 1  # type: ignore[attr-defined]
@@ -137,7 +142,7 @@ class Divided(Job):
 
     def _tell(self, number: int, shares: tuple[int, ...]) -> None:
         self.shares = shares
-        self.iteration_s = max(self.own_s(rank) for rank in range(4))
+        self.iteration_s = max(self.own_s(rank) for rank in range(4)) + self.link_s
         for rank, share in enumerate(shares):
             split = Split(*(rank, self.incarnation, 32, rank, 4), number=number, step=self.step, share=share)
             self.mitigation.shares.told(self.desk.cluster.nodes[rank], Splits(rank, (split,)))
@@ -248,6 +253,24 @@ def test_shares_that_fit_who_is_still_slow_are_ordered_right_after_a_move() -> N
     assert [one.shares for one in job.orders[before:]] == [(10, 9, 9, 4)]
     job.run(40)
     assert len(job.orders) == before + 1
+
+
+def test_what_shares_after_an_exchange_are_expected_to_do_reckons_without_the_slow_link() -> None:
+    job = Divided(SLOW, {"gpu-3": 0.04}, link_s=0.7)
+    job.run(300, lambda: job.ordered)
+    before = len(job.case.actions)
+    exchange = job.case.actions[-1]
+    assert exchange.before_iteration_s is not None
+    assert exchange.expected_iteration_s is not None
+    job.link_s = 0.0
+    job.begin_again(exchanged=True)
+    job.begin_equal()
+    job.run(1)
+    (shares,) = job.case.actions[before:]
+    saved_s = exchange.before_iteration_s - exchange.expected_iteration_s
+    assert saved_s > 0.3
+    besides_s = 1.02 - 8 * 0.02  # of the middle replica, before
+    assert shares.before_iteration_s == pytest.approx(8 * 0.04 + besides_s - saved_s)
 
 
 def test_shares_stay_equal_after_a_move_that_leaves_nobody_slow() -> None:
