@@ -18,7 +18,6 @@ import socket
 import struct
 from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -27,6 +26,7 @@ from keepstep.checkpoint import native
 from keepstep.checkpoint.header import MOST_BYTES
 from keepstep.checkpoint.slots import Key, Record, kept_slots, read_record
 from keepstep.core.errors import CheckpointError
+from keepstep.core.node_memory import available_bytes, total_bytes
 
 ADDRESS = "KEEPSTEP_CACHE"  # environment of the workers: name of the socket
 NO_CACHE = "KEEPSTEP_NO_CACHE"  # the same where none could be made: why
@@ -559,24 +559,8 @@ def backups_on(board: int) -> list[int]:
 
 
 def default_limit_bytes() -> int:
-    """Half of the memory that this machine or container has."""
-    return _memory_bytes("MemTotal", ("memory.max", "memory/memory.limit_in_bytes")) // 2
-
-
-def available_bytes() -> int:
-    """Memory that can be had without taking it from somebody."""
-    return _memory_bytes("MemAvailable", ())
-
-
-def _memory_bytes(field: str, limits: Iterable[str]) -> int:
-    found = 1 << 62
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            found = int(line.split()[1]) * 1024
-    for name in limits:
-        with contextlib.suppress(OSError, ValueError):
-            found = min(found, int((Path("/sys/fs/cgroup") / name).read_text()))
-    return found
+    """Half of the memory that this machine has, or the tightest control group around this process."""
+    return total_bytes() // 2
 
 
 def _memfd(name: str, nbytes: int) -> int:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_PROC = Path("/proc")
-_MOUNTS = _PROC / "self" / "mountinfo"
+from keepstep.core.control_groups import PROC, folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +19,7 @@ class CpuCounters:
     throttled_us: int = 0  # time the cgroup was kept off its CPUs, summed over these
 
 
-def cpu_counters(pid: int, quota: Path | None, proc: Path = _PROC) -> CpuCounters | None:
+def cpu_counters(pid: int, quota: Path | None, proc: Path = PROC) -> CpuCounters | None:
     """The counters of ``pid`` now; ``quota`` is its ``cpu.stat`` file (``quota_file``). None when it is gone."""
     try:
         words = (proc / str(pid) / "schedstat").read_text().split()
@@ -32,7 +30,7 @@ def cpu_counters(pid: int, quota: Path | None, proc: Path = _PROC) -> CpuCounter
     return CpuCounters(running_ns, runnable_ns, *throttling)
 
 
-def queued_ns(proc: Path = _PROC) -> int:
+def queued_ns(proc: Path = PROC) -> int:
     """How long the calling thread has waited for a CPU since it began; 0 where the kernel does not count it."""
     try:
         return int((proc / "thread-self" / "schedstat").read_text().split()[1])
@@ -40,54 +38,16 @@ def queued_ns(proc: Path = _PROC) -> int:
         return 0
 
 
-def quota_file(pid: int, proc: Path = _PROC, mounts: Path = _MOUNTS) -> Path | None:
+def quota_file(pid: int, proc: Path = PROC, mounts: Path | None = None) -> Path | None:
     """The ``cpu.stat`` of the cgroup (v2, or v1's cpu controller) that limits ``pid``; None when none does.
 
     A quota may be set on any ancestor; the nearest one that counts periods is taken.
     """
-    try:
-        groups = (proc / str(pid) / "cgroup").read_text().splitlines()
-        mounted = mounts.read_text().splitlines()
-    except OSError:
-        return None
-    for line in groups:
-        parts = line.split(":", 2)
-        if len(parts) != 3:
-            continue
-        if "cpu" in parts[1].split(",") or (parts[0] == "0" and not parts[1]):
-            top = _mount(mounted, parts[1])
-            found = _nearest(top, parts[2]) if top is not None else None
-            if found is not None:
-                return found
+    for upwards in folders("cpu", pid, proc=proc, mounts=mounts):
+        for folder in upwards:
+            if _throttling(folder / "cpu.stat")[0] > 0:
+                return folder / "cpu.stat"
     return None
-
-
-def _mount(mounted: Sequence[str], controllers: str) -> tuple[Path, str] | None:
-    """Where a hierarchy is mounted, and which of its folders is mounted there (containers see a part)."""
-    for line in mounted:
-        before, _, after = line.partition(" - ")
-        fields, tail = before.split(), after.split()
-        if len(fields) < 5 or len(tail) < 3:
-            continue
-        wanted = (
-            tail[0] == "cgroup2" if not controllers else tail[0] == "cgroup" and "cpu" in tail[2].split(",")
-        )
-        if wanted:
-            return Path(fields[4]), fields[3]
-    return None
-
-
-def _nearest(top: tuple[Path, str], group: str) -> Path | None:
-    mount, root = top
-    inside = group.removeprefix(root) if root != "/" and group.startswith(root) else group
-    folder = mount / inside.strip("/")
-    while True:
-        file = folder / "cpu.stat"
-        if _throttling(file)[0] > 0:
-            return file
-        if folder in (mount, folder.parent):
-            return None
-        folder = folder.parent
 
 
 def _throttling(file: Path) -> tuple[int, int, int]:

@@ -74,6 +74,22 @@ def test_memory(tmp_path: Path, available: int, full: float | None, told: str) -
     assert [told in one.text for one in found] == ([True] if told else [])
 
 
+@pytest.mark.parametrize(("used_mib", "told"), [(900, False), (980, True)])
+def test_memory_of_the_control_group(tmp_path: Path, used_mib: int, told: bool) -> None:
+    proc(tmp_path, 500_000, None)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/job/step\n")
+    (tmp_path / "self" / "mountinfo").write_text("30 24 0:26 / /cg rw - cgroup2 cgroup2 rw\n")
+    group = tmp_path / "cg" / "job"
+    (group / "step").mkdir(parents=True)
+    (group / "memory.max").write_text(f"{1000 << 20}\n")
+    (group / "memory.current").write_text(f"{used_mib << 20}\n")
+    found = [one.text for one in memory.look(subject(), tmp_path, tmp_path)]
+    end = "end what else runs in it, or give the job a higher memory limit"
+    text = f"node gpu-1: 20 of 1000 MiB are available in control group {group}; {end}"
+    assert found == ([text] if told else [])
+
+
 LOG = """6,1,1000000,-;usb 1-1: new device
 3,2,2000000,-;NVRM: Xid (PCI:0000:0f:00): 13, Graphics Exception
 3,3,3000000,-;NVRM: Xid (PCI:0000:0f:00): 79, GPU has fallen off the bus.

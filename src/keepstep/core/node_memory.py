@@ -1,0 +1,82 @@
+"""How much memory this process can have: the machine's, and what the limits of its control groups leave of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.core.control_groups import PROC, ROOT, folders
+
+_LIMITS = (
+    "memory.max",
+    "memory.high",
+    "memory.limit_in_bytes",
+)  # above ``high`` a group is slowed to a crawl
+_USED = ("memory.current", "memory.usage_in_bytes")
+_NO_LIMIT = 1 << 60  # version 1 says "none" with a number of about 2^63
+_UNKNOWN = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Memory of the machine or, with ``group``, of a control group that this process is in."""
+
+    total_bytes: int
+    available_bytes: int  # without taking it from somebody; files that are cached can go
+    group: Path | None = None
+
+
+def bounds(proc: Path = PROC, root: Path = ROOT) -> tuple[Bound, ...]:
+    """The machine, then every group that has a limit; the tightest counts.
+
+    ``proc``, ``root``: where /proc is, and below which mount points are.
+    """
+    try:
+        sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE))
+    except OSError:
+        sizes = {}
+    total, available = (int(sizes.get(name, _UNKNOWN >> 10)) << 10 for name in ("MemTotal", "MemAvailable"))
+    return (Bound(total, available), *_groups(proc, root))
+
+
+def total_bytes() -> int:
+    """Memory that this process and what is in its control groups can have together."""
+    return min(bound.total_bytes for bound in bounds())
+
+
+def available_bytes() -> int:
+    """Memory that can be had without taking it from somebody."""
+    return min(bound.available_bytes for bound in bounds())
+
+
+def _groups(proc: Path, root: Path) -> Iterator[Bound]:
+    for upwards in folders("memory", proc=proc, root=root):
+        for folder in upwards:
+            if folder != upwards[0] and _number(folder / "memory.use_hierarchy") == 0:
+                break  # version 1: it does not account for the groups inside
+            limit = min((_number(folder / name) for name in _LIMITS), default=_NO_LIMIT)
+            if limit >= _NO_LIMIT:
+                continue
+            used = min(_number(folder / name) for name in _USED)
+            used = 0 if used >= _NO_LIMIT else max(used - _cached_bytes(folder), 0)
+            yield Bound(limit, max(limit - used, 0), folder)
+
+
+def _number(file: Path) -> int:
+    """What a file says; no limit for ``max``, and where it cannot be read."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return _NO_LIMIT
+
+
+def _cached_bytes(group: Path) -> int:
+    """Cached files of a group and of those inside it; shared memory is not among them, as nobody can drop it."""
+    try:
+        counts = dict(re.findall(r"^(\w+) (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE))
+    except OSError:
+        return 0
+    names = ("inactive_file", "active_file")
+    return sum(int(counts.get(f"total_{name}", counts.get(name, 0))) for name in names)
