@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.core.errors import UsageError
+from keepstep.core.home import home_folder
 from keepstep.launch import addresses, run_folder
 from keepstep.launch.guard import Guard
 from keepstep.launch.job import Endpoint, Job, job_from_command_line
@@ -39,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     hosts_controller = _hosts_controller(job)
     if hosts_controller and job.elects and run_folder.lives_elsewhere(folder):
         hosts_controller = False  # the run went on with another node as its host
+    run_folder.secret_path(job, folder, home_folder(environ))  # where it cannot be is said before a folder is made
     folder = run_folder.create(job, folder, first=hosts_controller)
     cookie = secrets.token_hex(8)
     guard = Guard(f"{COOKIE}={cookie}")
@@ -93,7 +95,7 @@ def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
     errors = {
         local: str(logs / f"rank-{place.first_rank + local:05d}" / "error.json") for local in range(job.nproc)
     }
-    secret = run_folder.secret_path(job, folder, Path.home())
+    secret = run_folder.secret_path(job, folder, home_folder(environ))
     meeting = rendezvous.endpoint or Endpoint("127.0.0.1", 0)
     pages = {place.first_rank + local: "/proc/LAUNCHER/fd/N" for local in range(job.nproc)}
     return {

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from keepstep.core.errors import UsageError
+from keepstep.core.home import home_folder
 
 Value = str | int | float | bool
 
@@ -65,9 +66,10 @@ def config_path(environ: Mapping[str, str]) -> Path | None:
         if not os.path.isfile(named):
             raise UsageError(f"{CONFIG_FILE}={named}: no such file; correct it or unset the variable")
         return Path(named)
-    home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or "/") / ".config")
-    for path in (Path("keepstep.toml"), home / "keepstep" / "config.toml"):
-        if path.is_file():
+    own, home = environ.get("XDG_CONFIG_HOME"), home_folder(environ)
+    folders = [Path(own)] if own else [home / ".config"] if home else []
+    for path in (Path("keepstep.toml"), *(folder / "keepstep" / "config.toml" for folder in folders)):
+        if os.path.isfile(path):  # also where we may not look, as in another user's home
             return path
     return None
 

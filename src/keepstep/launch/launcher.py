@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from keepstep.core.budgets import Cause
 from keepstep.core.errors import KeepstepError
+from keepstep.core.home import home_folder
 from keepstep.core.incident import Recovery
 from keepstep.launch import addresses, root_cause, run_folder
 from keepstep.launch.caching import Caching
@@ -67,7 +68,7 @@ class Launcher:
         self._environ = {**environ, COOKIE: cookie}
         self._processes = Processes()
         self._logs = run_folder.LogFiles(folder, job.streams.log_dir, job.run_id)
-        self._secret = run_folder.secret_path(job, folder, Path.home())
+        self._secret = run_folder.secret_path(job, folder, home_folder(environ))
         self._link: Link | None = None
         self._place: Place | None = None
         self._caching = Caching(job, self._warn)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep import __version__
-from keepstep.core.errors import AuthenticationError, RunError
+from keepstep.core.errors import AuthenticationError, RunError, UsageError
 from keepstep.launch.job import Endpoint, Job
 from keepstep.launch.placement import Place
 
@@ -154,15 +154,23 @@ def _lives(mark: Any) -> bool:
         return False
 
 
-def secret_path(job: Job, folder: Path, home: Path) -> Path:
+def secret_path(job: Job, folder: Path, home: Path | None) -> Path:
     """The file with the secret: ``--secret-file``; ``RUN/secret`` on one node or with ``--run-dir``; else the user's.
 
     Nodes that were given a run folder find the secret in it when the folder is on a shared file system.
+
+    Raises:
+        UsageError: it would be in the user's home, and there is none.
     """
     if job.secret_file:
         return job.secret_file
     if job.rendezvous.endpoint is None or job.run_dir:
         return folder / "secret"
+    if home is None:
+        raise UsageError(
+            "no place for the nodes' secret: HOME is not set, and this user has no home folder; "
+            "name a file that all nodes have with --secret-file, or a shared folder with --run-dir"
+        )
     return home / ".config" / "keepstep" / "secret"
 
 
@@ -174,7 +182,7 @@ def ensure_secret(path: Path) -> bool:
     """
     from keepstep.wire.secret import read_secret, write_secret
 
-    if path.exists():
+    if os.path.exists(path):  # not where we may not look, as in another user's home: that is said below
         read_secret(path)
         return False
     draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
