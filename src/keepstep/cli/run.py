@@ -40,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
     hosts_controller = _hosts_controller(job)
     if hosts_controller and job.elects and run_folder.lives_elsewhere(folder):
         hosts_controller = False  # the run went on with another node as its host
-    run_folder.secret_path(job, folder, home_folder(environ))  # where it cannot be is said before a folder is made
+    # Said before a folder is made: there may be no place for it.
+    run_folder.secret_path(job, folder, home_folder(environ))
     folder = run_folder.create(job, folder, first=hosts_controller)
     cookie = secrets.token_hex(8)
     guard = Guard(f"{COOKIE}={cookie}")
