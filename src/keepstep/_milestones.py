@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -67,10 +68,10 @@ def _tell(path: str, name: str, step: int = 0) -> None:
 
 
 def _write_imports(path: str) -> None:
-    draft = f"{path}.{os.getpid()}"
-    with open(draft, "w") as file:
-        json.dump({"modules": installed_modules(sys.modules), "environment": _preset}, file)
-    os.replace(draft, path)
+    from keepstep.core.own_folders import write_whole
+
+    content = {"modules": installed_modules(sys.modules), "environment": _preset}
+    write_whole(Path(path), json.dumps(content).encode())
 
 
 def installed_modules(modules: Mapping[str, ModuleType | None]) -> list[str]:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+from pathlib import Path
 
 
 def main() -> int:
@@ -34,8 +35,10 @@ def main() -> int:
 
 def _told(line: str) -> list[str]:
     """The arguments; what is said from here on goes to the log."""
+    from keepstep.core.own_folders import open_file
+
     told = json.loads(line)
-    log = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    log = open_file(Path(told["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -58,7 +58,7 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
     given = parser.parse_args(words)
     paths = TlsPaths.of(given.tls_cert, given.tls_key, given.tls_ca)
     return Arguments(
-        run_dir=given.run_dir.absolute(),
+        run_dir=given.run_dir.resolve(),
         controller=parse_address(given.controller),
         secret_file=given.secret_file,
         node=given.node,

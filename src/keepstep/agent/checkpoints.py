@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Collection
@@ -26,6 +25,7 @@ from keepstep.checkpoint.restore_service import RestoreServer, RestoreService, r
 from keepstep.checkpoint.slots import Key
 from keepstep.checkpoint.storage import open_storage
 from keepstep.core.errors import KeepstepError
+from keepstep.core.own_folders import write_whole
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -172,9 +172,7 @@ def newest(keys: Collection[Key], count: int) -> frozenset[Key]:
 
 def write(path: Path, content: object) -> None:
     """Replace a file of the run's folder; a full disk is no reason to stop."""
-    draft = path.with_suffix(".draft")
     try:
-        draft.write_text(json.dumps(content) + "\n")
-        os.replace(draft, path)
+        write_whole(path, f"{json.dumps(content)}\n".encode())
     except OSError as error:
         logger.warning("%s: cannot be written: %s", path, error.strerror)

@@ -12,6 +12,7 @@ from typing import Any
 from keepstep.agent.processes import identify, state_of
 from keepstep.core.errors import RingError
 from keepstep.core.link_counters import Communicator, LinkSnapshot
+from keepstep.core.own_folders import make_folder, write_whole
 from keepstep.core.summary import GroupInfo, LinkState, Standstill
 from keepstep.detect.links import Flow, judge
 from keepstep.ring.links import LinkReader
@@ -41,13 +42,11 @@ def save(tables: Mapping[int, str], folder: Path) -> int:
             continue
         if not seen.pid:
             continue
-        folder.mkdir(parents=True, exist_ok=True)
-        target = folder / f"rank-{rank:05d}.json"
-        partial = target.with_suffix(".partial")
+        make_folder(folder)
         process = identify(seen.pid)
         state = state_of(process) if process is not None else ""
-        partial.write_text(json.dumps({"rank": rank, "process": state, **described(seen)}))
-        partial.replace(target)
+        content = json.dumps({"rank": rank, "process": state, **described(seen)})
+        write_whole(folder / f"rank-{rank:05d}.json", content.encode())
         saved += 1
     return saved
 

@@ -20,6 +20,7 @@ from keepstep.agent.states import operations_in_flight, python_stack, rank_state
 from keepstep.agent.steplog import StepLog
 from keepstep.agent.track import RankTrack
 from keepstep.core.errors import RingError
+from keepstep.core.own_folders import make_folder
 from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, LinkState, RankState
 from keepstep.ring import RingHeader
 from keepstep.wire.messages import (
@@ -226,7 +227,7 @@ class NodeAgent:
     def save_rings(self) -> int:
         """Save what can be read: rings under ``RUN/rings``, link tables under ``RUN/links``; how many rings were."""
         folder = self._run_dir / "rings"
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         saved = 0
         for ring in self._rings:
             if ring.reader is None or ring.header is None or not ring.header.pid:

@@ -20,7 +20,9 @@ from keepstep.agent.node import NodeAgent
 from keepstep.agent.paths import Echo, is_elsewhere, probe_paths
 from keepstep.agent.processes import alive, identify, kill_carriers
 from keepstep.core.errors import KeepstepError
+from keepstep.core.log_lines import log_into
 from keepstep.core.own_address import address_towards
+from keepstep.core.own_folders import make_folder
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -305,13 +307,8 @@ def serve(arguments: Arguments) -> int:
     if _launcher_is_gone(arguments):
         parent = -1
     folder = arguments.run_dir / "nodes" / str(arguments.node_rank)
-    folder.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(
-        filename=folder / "agent.log",
-        format="%(asctime)s %(process)d %(levelname)s %(message)s",
-        level=logging.INFO,
-        force=True,
-    )
+    make_folder(folder)
+    log_into(folder / "agent.log", "%(asctime)s %(process)d %(levelname)s %(message)s")
     logger.info(
         "agent of node %d (%s), ranks %s", arguments.node_rank, arguments.node, sorted(arguments.rings)
     )

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection
+from io import BufferedWriter
 from pathlib import Path
+from typing import cast
 
+from keepstep.core.own_folders import make_folder, open_file
 from keepstep.core.summary import IterationSummary
 
 LIMIT_BYTES = 64 << 20
@@ -24,9 +27,9 @@ class StepLog:
     def __init__(self, path: Path, ranks: Collection[int], limit_bytes: int = LIMIT_BYTES) -> None:
         self._path, self._ranks, self._limit = path, len(ranks), limit_bytes
         self._open: dict[int, dict[str, dict[str, float]]] = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         self._written_to = _last_times(path)
-        self._file = path.open("ab", buffering=1 << 16)
+        self._file = self._opened()
         self._size = self._file.tell()
 
     def add(self, iteration: IterationSummary, start_unix_s: float) -> None:
@@ -75,17 +78,21 @@ class StepLog:
             self._file.write(line)
             self._size += len(line)
 
+    def _opened(self) -> BufferedWriter:
+        descriptor = open_file(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        return cast("BufferedWriter", os.fdopen(descriptor, "ab", buffering=1 << 16))
+
     def _rotate(self) -> None:
         self._file.close()
         os.replace(self._path, self._path.with_suffix(".1.jsonl"))
-        self._file = self._path.open("ab", buffering=1 << 16)
+        self._file = self._opened()
         self._size = 0
 
 
 def _last_times(path: Path) -> dict[str, float]:
     """Per rank, the start of the last step in the file; a line cut short at its end is removed."""
     try:
-        with path.open("r+b") as file:
+        with os.fdopen(open_file(path, os.O_RDWR), "r+b") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - _TAIL_BYTES))
             tail = file.read()

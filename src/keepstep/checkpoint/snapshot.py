@@ -33,6 +33,7 @@ from keepstep.checkpoint.resume import Agreed, Row, Rows, begin, keys_of, refuse
 from keepstep.checkpoint.slots import Key, Record, newest_common, slot_bytes
 from keepstep.checkpoint.state import Span, StateHeader, encode_header, flatten, identity
 from keepstep.core.errors import CheckpointError
+from keepstep.core.log_lines import one_line
 from keepstep.core.ranges import fold_ranks
 
 Gather = Callable[[Row], Rows]
@@ -437,7 +438,7 @@ class Snapshots:
     def _say(self, text: str, *, every_rank: bool = True) -> None:
         if text not in self._told and (every_rank or self._seat.rank == 0):
             self._told.append(text)
-            print(f"keepstep: {text}", file=sys.stderr, flush=True)
+            print(f"keepstep: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 class NoSnapshots:

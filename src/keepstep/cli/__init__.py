@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code. User errors are one line on stderr and exit code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     from keepstep.core.errors import KeepstepError
+    from keepstep.core.log_lines import one_line
 
     try:
         if arguments and arguments[0] == "run":
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run.main(arguments[1:])
         return _typer_verb(arguments)
     except KeepstepError as error:
-        print(f"keepstep: {error}", file=sys.stderr)
+        print(f"keepstep: {one_line(str(error))}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         return 130

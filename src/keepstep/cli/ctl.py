@@ -11,6 +11,7 @@ from keepstep import wire
 from keepstep.cli._asking import ask
 from keepstep.cli.status import status as show_status
 from keepstep.core.errors import RunError, UsageError
+from keepstep.core.log_lines import one_line
 
 
 class Verb(Enum):
@@ -69,5 +70,5 @@ def ctl(
     )
     if answer.refused:
         raise RunError(f"{run}: not done ({verb.value}): {answer.refused}")
-    print(f"{run}: {answer.done}")
+    print(one_line(f"{run}: {answer.done}"))
     return 0

@@ -11,6 +11,7 @@ import typer
 
 from keepstep.core.errors import UsageError
 from keepstep.core.incident import Incident
+from keepstep.core.log_lines import one_line
 from keepstep.report.incidents import incident_to_json, read_incidents
 from keepstep.report.verdict import render
 from keepstep.traces import Run, open_run
@@ -53,7 +54,7 @@ def _print_text(run: Run, incidents: list[Incident], name: str, *, timeline: boo
         span = f"{len(steps)} steps ({min(steps)} to {max(steps)})" if steps else "no finished step yet"
         failure = _failure(run)
         if failure:
-            print(f"no incident, but the job failed: {failure}; {span}")
+            print(one_line(f"no incident, but the job failed: {failure}; {span}"))
         elif _watched(run):
             print(f"healthy: {span}, no incident")
         else:

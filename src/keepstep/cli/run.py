@@ -14,6 +14,7 @@ from typing import Any
 
 from keepstep.core.errors import UsageError
 from keepstep.core.home import home_folder
+from keepstep.core.own_folders import open_to_all
 from keepstep.launch import addresses, run_folder
 from keepstep.launch.guard import Guard
 from keepstep.launch.job import Endpoint, Job, job_from_command_line
@@ -43,6 +44,12 @@ def main(argv: Sequence[str]) -> int:
     # Said before a folder is made: there may be no place for it.
     run_folder.secret_path(job, folder, home_folder(environ))
     folder = run_folder.create(job, folder, first=hosts_controller)
+    if (above := open_to_all(folder)) is not None:
+        print(
+            f"keepstep: {above} can be written by everybody: others can put their own folder in the place of {folder}; "
+            "run chmod o-w on it, or name a run folder elsewhere with --run-dir",
+            file=sys.stderr,
+        )
     cookie = secrets.token_hex(8)
     guard = Guard(f"{COOKIE}={cookie}")
     code = asyncio.run(_run(job, folder, guard, cookie, environ, hosts_controller))

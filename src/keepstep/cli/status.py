@@ -11,6 +11,7 @@ import typer
 
 from keepstep.core.errors import RunError
 from keepstep.core.events import Op, Phase
+from keepstep.core.log_lines import one_line
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.traces import Run, open_run
 
@@ -33,13 +34,13 @@ def status(
 
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
         return 0
-    print(_headline(opened, found))
+    print(one_line(_headline(opened, found)))
     rows = sorted(_rows(found), key=lambda row: (row[3], -row[-1]))
     print(_line(_COLUMNS))
     for row in _folded(rows):
-        print(_line(row))
+        print(one_line(_line(row)))
     for line in (*_checks(found), *_checkpoints(opened)):
-        print(line)
+        print(one_line(line))
     return 0
 
 

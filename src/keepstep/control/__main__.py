@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import logging
 import os
 import signal
 import sys
@@ -16,6 +15,8 @@ from keepstep.control.server import ControlServer, Options
 from keepstep.control.settings import Settings
 from keepstep.core.budgets import limits_of
 from keepstep.core.errors import KeepstepError
+from keepstep.core.log_lines import log_into
+from keepstep.core.own_folders import make_folder
 
 _PR_SET_PDEATHSIG = 1
 
@@ -72,7 +73,6 @@ def parse(argv: list[str]) -> Options:
         action="store_true",
         help="accept nodes whose addresses are rewritten on the way (NAT): weaker against relays",
     )
-    parser.add_argument("--log-file", type=Path, help="default: controller.log in the run's folder")
     parser.add_argument(
         "--no-parent", action="store_true", help="do not end with the process that started it"
     )
@@ -92,15 +92,8 @@ def parse(argv: list[str]) -> Options:
         seat=arguments.seat,
         term=arguments.term,
     )
-    run_dir: Path = arguments.run_dir.resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(
-        filename=arguments.log_file or run_dir / "controller.log",
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
     return Options(
-        run_dir=run_dir,
+        run_dir=arguments.run_dir.resolve(),
         host=host,
         port=port,
         secret_file=arguments.secret_file,
@@ -124,6 +117,8 @@ def main(argv: list[str]) -> int:
     parent = os.getppid()
     try:
         options = parse(argv)
+        make_folder(options.run_dir)
+        log_into(options.run_dir / "controller.log", "%(asctime)s %(levelname)s %(name)s: %(message)s")
         if options.watch_parent:
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
             if os.getppid() != parent:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 
 from keepstep.core.errors import RunError
 from keepstep.core.incident import Incident
+from keepstep.core.own_folders import make_folder, write_whole
 from keepstep.report.incidents import incident_to_json, read_incidents
 from keepstep.report.verdict import render
 from keepstep.wire.messages import Council, Placement, Stop
@@ -60,7 +60,7 @@ class RunFiles:
 
     def write_stop(self, stop: Stop) -> None:
         """``stop.json``; that of a controller that can move is of its term alone."""
-        self._write(self._stop, msgspec.json.encode(stop))
+        write_whole(self._stop, msgspec.json.encode(stop))
 
     def council(self) -> Council | None:
         """Who elected this host, or what an earlier controller on it proposed last. Raises RunError when broken."""
@@ -74,31 +74,25 @@ class RunFiles:
     def write_council(self, council: Council) -> None:
         """The newest, before anybody is told."""
         if self._council is not None:
-            self._write(self._council, msgspec.json.encode(council))
+            write_whole(self._council, msgspec.json.encode(council))
 
     def write_incident(self, incident: Incident) -> None:
         """``incidents/NNNN.json`` and ``NNNN.txt``."""
-        self._incidents.mkdir(parents=True, exist_ok=True)
+        make_folder(self._incidents)
         name = f"{incident.number:04d}"
         text = render(incident, run=spoken(self.folder), timeline=True) + "\n"
-        self._write(self._incidents / f"{name}.txt", text.encode())
-        self._write(self._incidents / f"{name}.json", incident_to_json(incident))
+        write_whole(self._incidents / f"{name}.txt", text.encode())
+        write_whole(self._incidents / f"{name}.json", incident_to_json(incident))
 
     def write_placements(self, placements: Placements) -> None:
         """``placement.json``."""
-        self._write(self.folder / "placement.json", msgspec.json.encode(placements))
+        write_whole(self.folder / "placement.json", msgspec.json.encode(placements))
 
     def write_status(self, status: msgspec.Struct) -> None:
         """``status.json``."""
-        self._write(self.folder / "status.json", msgspec.json.encode(status))
-
-    @staticmethod
-    def _write(path: Path, content: bytes) -> None:
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_bytes(content)
-        beside.replace(path)
+        write_whole(self.folder / "status.json", msgspec.json.encode(status))
 
 
 def spoken(folder: Path) -> str:
     """How an operator names the run: short for one under ./runs, where the verbs look; its path elsewhere."""
-    return folder.name if folder.parent == Path("runs").absolute() else str(folder)
+    return folder.name if folder.parent == Path("runs").resolve() else str(folder)

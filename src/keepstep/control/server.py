@@ -37,6 +37,7 @@ from keepstep.control.settings import Settings
 from keepstep.control.status import interval_s, status_of
 from keepstep.core.errors import RunError
 from keepstep.core.incident import Incident
+from keepstep.core.log_lines import one_line
 from keepstep.report.verdict import render, render_action, render_closing
 
 logger = logging.getLogger("keepstep.control")
@@ -223,7 +224,7 @@ class ControlServer:
             elif isinstance(effect, Say):
                 self._say(effect)
             elif isinstance(effect, Tell):
-                self._print(f"keepstep: {effect.text}")
+                self._print(f"keepstep: {one_line(effect.text)}")
             elif isinstance(effect, StorePlacement):
                 self._keep(lambda placements=effect.placements: self._files.write_placements(placements))
             elif isinstance(effect, StoreStop):
@@ -255,9 +256,9 @@ class ControlServer:
             try:
                 await asyncio.wait_for(answered.wait(), _REACH_S)
             except asyncio.TimeoutError:
+                where = one_line(f"{seat.node} does not answer at {seat.address}, port {seat.port}")
                 self._print(
-                    f"keepstep: {seat.node} does not answer at {seat.address}, port {seat.port}: while that is so, it "
-                    "does not elect another host for the controller"
+                    f"keepstep: {where}: while that is so, it does not elect another host for the controller"
                 )
                 await answered.wait()
             self._guarded(lambda: self._controller.reached(effect.peer))

@@ -37,5 +37,12 @@ class RunError(KeepstepError):
     """A run that cannot be started, found or read."""
 
 
+class UnsafePathError(KeepstepError, OSError):
+    """A file or folder that another user could have put there or could replace; nothing is written to it."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
 class CheckpointError(KeepstepError):
     """A state that cannot be saved as asked, or a snapshot that is damaged, foreign or not the one wanted."""

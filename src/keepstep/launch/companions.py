@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.core.budgets import as_text
-from keepstep.core.errors import RunError
+from keepstep.core.errors import RunError, UnsafePathError
+from keepstep.core.own_folders import make_folder, open_file
 from keepstep.launch.guard import Guard
 from keepstep.launch.job import Endpoint, Job
 from keepstep.launch.placement import COOKIE, OURS
@@ -90,10 +91,10 @@ class Companion:
         output = None
         try:
             if self._log:
-                self._log.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(self._log.parent)
                 if self._take():
                     return
-                output = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                output = open_file(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self._child = self._processes.start(
                 self._name,
                 self._command(),
@@ -105,6 +106,8 @@ class Companion:
                 stderr=output,
             )
         except (OSError, RunError) as error:
+            if isinstance(error, UnsafePathError):
+                self._failures = TRIES
             self._again(str(error))
             return
         finally:

@@ -20,6 +20,7 @@ from keepstep.core.budgets import Cause
 from keepstep.core.errors import KeepstepError
 from keepstep.core.home import home_folder
 from keepstep.core.incident import Recovery
+from keepstep.core.log_lines import one_line
 from keepstep.launch import addresses, root_cause, run_folder
 from keepstep.launch.caching import Caching
 from keepstep.launch.cut_off import CutOff
@@ -448,7 +449,7 @@ class Launcher:
         elif (
             self._workers is not None
             and not self._outcome.done()
-            and not self._workers.kill(kill.rank, kill.process, kill.reason)
+            and not self._workers.kill(kill.rank, kill.process, one_line(kill.reason))
             and os.path.exists(f"/proc/{kill.process}")
         ):
             self._warn(f"rank {kill.rank}: {kill.reason}; process {kill.process} is no worker of ours")
@@ -606,14 +607,14 @@ class Launcher:
 
     def _say(self, text: str) -> None:
         if not self._job.quiet:
-            print(f"keepstep: {text}", file=sys.stderr, flush=True)
+            self._warn(text)
 
     def _note(self, text: str) -> None:
         if self._job.verbose:
             self._say(text)
 
     def _warn(self, text: str) -> None:
-        print(f"keepstep: {text}", file=sys.stderr, flush=True)
+        print(f"keepstep: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 class _EndedEarly(Exception):

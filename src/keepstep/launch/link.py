@@ -17,6 +17,7 @@ from keepstep.core.budgets import Cause
 from keepstep.core.errors import RunError, WireError
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Recovery
+from keepstep.core.own_folders import write_whole
 from keepstep.launch import addresses
 from keepstep.launch.companions import stop_file
 from keepstep.launch.elections import Elections
@@ -113,9 +114,7 @@ class Link:
 
     def keep_council(self, path: Path) -> None:
         """Write it down for the controller, which none of this term has come before. Raises OSError."""
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_bytes(msgspec.json.encode(self.council))
-        draft.replace(path)
+        write_whole(path, msgspec.json.encode(self.council))
         stop_file(path).unlink(missing_ok=True)
 
     def serves(self, port: int) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from keepstep import __version__
-from keepstep.core.errors import AuthenticationError, RunError, UsageError
+from keepstep.core.errors import AuthenticationError, RunError, UnsafePathError, UsageError
+from keepstep.core.own_folders import make_folder, make_new_folder, real_path, write_whole
 from keepstep.launch.job import Endpoint, Job
 from keepstep.launch.placement import Place
 
@@ -62,15 +63,18 @@ def create(job: Job, path: Path, *, first: bool) -> Path:
     Without ``--run-dir`` a name that is taken gets a number appended.
 
     Raises:
-        RunError: the folder cannot be made or written, or a run that still lives is in it.
+        RunError: the folder cannot be made or written, is not ours alone, or a run that still lives is in it.
     """
     try:
         if job.run_dir is None and not job.rendezvous.endpoint:
-            return _create_new(path)
-        path.mkdir(parents=True, exist_ok=True)
+            return _create_new(real_path(path.parent) / path.name)
+        path = real_path(path)
+        make_folder(path)
         if first:
             _move_aside(path)
         return path
+    except UnsafePathError as error:
+        raise RunError(f"{error}; --run-dir names another run folder") from None
     except OSError as error:
         raise RunError(
             f"{path}: cannot make the run folder: {error.strerror}; name another with --run-dir"
@@ -78,11 +82,10 @@ def create(job: Job, path: Path, *, first: bool) -> Path:
 
 
 def _create_new(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
     for number in range(1, 1000):
         candidate = path if number == 1 else path.with_name(f"{path.name}.{number}")
         try:
-            candidate.mkdir()
+            make_new_folder(candidate)
             return candidate
         except FileExistsError:
             continue
@@ -105,14 +108,14 @@ def _move_aside(path: Path) -> None:
             f"{path}: the run of process {record['launcher']['pid']} lives there; give another --run-dir"
         )
     previous = path / "previous"
-    previous.mkdir(exist_ok=True)
+    make_folder(previous)
     number = 1
     while (previous / str(number)).exists():
         number += 1
     aside = previous / str(number)
-    aside.mkdir()
+    make_new_folder(aside)
     for name in _CONTENT:
-        if (path / name).exists():
+        if os.path.lexists(path / name):
             (path / name).rename(aside / name)
 
 
@@ -229,9 +232,7 @@ def lives_elsewhere(folder: Path) -> bool:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write ``content`` so that a reader sees the old file or the new one, never half of it. OSError passes."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(content, indent=2) + "\n")
-    draft.replace(path)
+    write_whole(path, f"{json.dumps(content, indent=2)}\n".encode())
 
 
 class LogFiles:
@@ -239,25 +240,25 @@ class LogFiles:
 
     def __init__(self, folder: Path, log_dir: Path | None, run_id: str) -> None:
         self._folder = folder / "logs"
-        self._log_dir = log_dir / f"{_as_name(run_id)}_{folder.name}" if log_dir else None
+        self._log_dir = real_path(log_dir) / f"{_as_name(run_id)}_{folder.name}" if log_dir else None
 
     def of(self, rank: int, local_rank: int, attempt: int) -> Path:
         """The folder of one worker; made if need be."""
         path = self._folder / f"rank-{rank:05d}"
         if self._log_dir:
             path = self.attempt(attempt) / str(local_rank)
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         return path
 
     def attempt(self, attempt: int) -> Path:
         """The folder for what belongs to no single worker."""
         path = self._log_dir / f"attempt_{attempt}" if self._log_dir else self._folder
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         return path
 
     def error_file(self, rank: int, local_rank: int, attempt: int) -> Path:
         """Where the worker writes its error; an earlier attempt's file is kept beside it with the attempt's number."""
         path = self.of(rank, local_rank, attempt) / "error.json"
-        if path.exists():
+        if os.path.lexists(path):
             path.replace(path.with_name(f"error.{attempt - 1}.json"))
         return path

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.core.errors import RunError
+from keepstep.core.own_folders import make_folder, open_file
 from keepstep.core.ranges import fold_ranks
 from keepstep.launch.guard import Guard
 from keepstep.launch.placement import ERROR_FILE, IMPORTS, OURS, WorkerPlan
@@ -92,7 +93,7 @@ class Standbys:
         path = self._path(local_rank)
         if local_rank >= self._count or path.exists():
             return {}
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         return {IMPORTS: str(path)}
 
     def warm(self, plans: Sequence[WorkerPlan]) -> None:
@@ -151,12 +152,11 @@ class Standbys:
     def _start(self, seat: _Seat) -> None:
         plan = seat.plan
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        log = os.open(
-            self._folder / "standbys.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
-        )
         environment = {**self._environ, **plan.environment}
         environment = {name: value for name, value in environment.items() if name not in _NOT_YET}
+        log = -1
         try:
+            log = open_file(self._folder / "standbys.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             child = self._processes.start(
                 f"standby of rank {plan.rank}",
                 (*plan.command[:2], PROGRAM, *plan.command[2:]),
@@ -166,13 +166,14 @@ class Standbys:
                 stderr=log,
                 pass_fds=(theirs.fileno(),),
             )
-        except RunError as error:
+        except (OSError, RunError) as error:
             ours.close()
             self._failed(seat, str(error))
             return
         finally:
             theirs.close()
-            os.close(log)
+            if log >= 0:
+                os.close(log)
         ours.setblocking(False)
         self._guard.add(child.pid, at_once=True)
         seat.standby = _Standby(child, ours)

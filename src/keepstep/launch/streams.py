@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
+from keepstep.core.own_folders import open_file
 from keepstep.launch.job import STDERR, STDOUT, Job
 from keepstep.launch.run_folder import LogFiles
 
@@ -56,7 +57,9 @@ def open_for_worker(path: Path | None) -> int | None:
     """A descriptor to hand to a worker (append: an earlier attempt's lines stay); None: it inherits ours."""
     if path is None:
         return None
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    if path == Path(os.devnull):
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
 def line_prefix(job: Job, rank: int, local_rank: int) -> bytes:
@@ -150,9 +153,7 @@ class Following:
             followers = [Follower(descriptor)]
             if words:
                 path = self._logs.attempt(attempt) / f"filtered_{name}.log"
-                self._files.append(
-                    os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-                )
+                self._files.append(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
                 followers.append(Follower(self._files[-1], words))
             for local_rank, of_worker in streams.items():
                 prefix = line_prefix(self._job, ranks[local_rank], local_rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from keepstep.core.log_lines import one_line
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.validation import SlowDevice, SlowLink, Validation
 from keepstep.validate.judge import cause_of, link_speeds
@@ -60,7 +61,7 @@ def table(outcome: Validation, nodes: Mapping[int, str]) -> str:
     hidden = max(len(figures) - _ROWS, 0) + max(len(speeds) - _ROWS, 0)
     lines += [f"and {hidden} more; all of them with --json"] if hidden else []
     lines += [f"missing: {text}" for text in outcome.missing[:_ROWS]]
-    return "\n".join(lines)
+    return "\n".join(one_line(line) for line in lines)
 
 
 def _short(value: float) -> str:

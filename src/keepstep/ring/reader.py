@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keepstep.core.own_folders import write_whole
 from keepstep.core.summary import GroupInfo
 from keepstep.ring.native import Reader
 
@@ -141,13 +142,7 @@ class RingReader:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the ring as it is now to a file that RingReader opens; the file appears whole or not at all."""
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        try:
-            partial.write_bytes(self._native.content())
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(Path(path), self._native.content())
 
 
 def _records(packed: bytearray | None) -> np.ndarray[Any, np.dtype[np.void]]:

@@ -56,6 +56,38 @@ def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:
         run_folder.create(job("--run-dir", str(tmp_path / "file" / "x")), tmp_path / "file" / "x", first=True)
 
 
+def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(RunError, match=r"can be written by others .*; --run-dir names another run folder"):
+        run_folder.create(job("--run-dir", str(tmp_path)), tmp_path, first=True)
+
+
+def test_a_link_in_the_place_of_a_new_run_folder_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "x").symlink_to(tmp_path / "elsewhere")
+    assert run_folder.create(job(), tmp_path / "x", first=True) == tmp_path / "x.2"
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_run_folder_is_reached_over_a_link_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "runs").symlink_to("scratch")
+    assert run_folder.create(job(), tmp_path / "runs" / "x", first=True) == tmp_path / "scratch" / "x"
+    wanted = job("--run-dir", str(tmp_path / "runs"))
+    assert run_folder.create(wanted, tmp_path / "runs", first=True) == tmp_path / "scratch"
+
+
+def test_links_of_an_earlier_run_are_moved_aside(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "controller.log").symlink_to(tmp_path / "absent")
+    run_folder.create(job("--run-dir", str(tmp_path)), tmp_path, first=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["previous"]
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "previous").rename(tmp_path / "before")
+    (tmp_path / "previous").symlink_to("before")
+    with pytest.raises(RunError, match=r"previous: .* no link is followed there"):
+        run_folder.create(job("--run-dir", str(tmp_path)), tmp_path, first=True)
+
+
 def test_where_the_secret_lies(tmp_path: Path) -> None:
     two = ("--nnodes", "2", "--rdzv-endpoint", "h:1")
     home = Path("/home/me")
@@ -85,6 +117,9 @@ def test_log_files_of_attempts(tmp_path: Path) -> None:
     logs.error_file(3, 1, 1)
     assert (error.parent / "error.0.json").read_text() == "first"
     assert not error.exists()
+    error.symlink_to(tmp_path / "elsewhere")  # torch opens it by name, and would make what it leads to
+    logs.error_file(3, 1, 2)
+    assert not error.is_symlink()
 
 
 def test_log_dir_keeps_torchruns_layout(tmp_path: Path) -> None:
