@@ -70,7 +70,7 @@ def step_s() -> float:
 def keepstep(folder: Path, *flags: str, job: Path = JOB) -> list[str]:
     """The command of a run with restarts."""
     command = [sys.executable, "-m", "keepstep.cli", "run", "-v", "--run-dir", str(folder / "run")]
-    command += ["--max-restarts", "3", "--nproc-per-node", str(ranks()), *flags]
+    command += ["--max-restarts", "3", "--on-hang", "restart", "--nproc-per-node", str(ranks()), *flags]
     return [*command, str(job), str(folder), str(step_s())]
 
 

@@ -3,7 +3,8 @@
 A scenario is rewritten from what the core does with ``KEEPSTEP_REWRITE=1 pytest tests/scenarios``; read the diff.
 Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
 
-    cluster nodes=2 ranks=2 [joined=0] [validate=0]   a controller; with joined, all launchers and agents are connected
+    cluster nodes=2 ranks=2 [joined=0] [validate=0] [restarts=2]   a controller; with joined, all launchers and agents
+                                              are connected; with restarts, hung processes are ended
     launcher node=0 [pid=] [wish=] [min=] [max=] [ranks=]     connect, Hello, Join
     agent node=0                              connect, Hello
     beat step=10 [node=0] [overdue=2]         a heartbeat of all (or one) connected agents; all ranks wait too long
@@ -82,13 +83,20 @@ class Stage:
         self.tests: dict[int, RunTests] = {}
         self.nodes = self.ranks = 1
         self.validates = True
+        self.restarts = 0  # with which hung processes are ended
         self.sequence = 0
         self.numbers = 0
         self.controller = self.fresh()
 
     def fresh(self) -> Controller:
         self.names = {}
-        settings = Settings(nodes=self.nodes, grace_s=0.5, validate=self.validates)
+        settings = Settings(
+            nodes=self.nodes,
+            grace_s=0.5,
+            validate=self.validates,
+            restart_hangs=self.restarts > 0,
+            max_restarts=self.restarts,
+        )
         return Controller(settings, locators=stand_ins.PlainLocators(), unix_s=lambda now_s: 1000.0 + now_s)
 
     def run(self, line: str) -> list[str]:
@@ -115,7 +123,7 @@ class Stage:
         elif isinstance(effect, Send) and isinstance(effect.message, RunTests):
             for peer in effect.peers:
                 self.tests[int(self.names[peer].removeprefix("agent"))] = effect.message
-        return stand_ins.describe(effect, self.names)
+        return stand_ins.describe(effect, self.names, 1000.0 + self.now_s)
 
     def wait(self, seconds: float) -> list[str]:
         out: list[str] = []
@@ -144,8 +152,10 @@ class Stage:
     def ranks_of(self, node: int) -> range:
         return range(node * self.ranks, (node + 1) * self.ranks)
 
-    def do_cluster(self, nodes: str, ranks: str, joined: str = "1", validate: str = "1") -> list[Effect]:
-        self.validates = validate == "1"
+    def do_cluster(
+        self, nodes: str, ranks: str, joined: str = "1", validate: str = "1", restarts: str = "0"
+    ) -> list[Effect]:
+        self.validates, self.restarts = validate == "1", int(restarts)
         self.nodes, self.ranks = int(nodes), int(ranks)
         self.controller = self.fresh()
         if joined == "1":

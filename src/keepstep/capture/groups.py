@@ -8,9 +8,7 @@ from typing import Any
 
 from keepstep.capture.internals import backends_of, registered_members
 from keepstep.capture.recorder import NO_GROUP, Recorder
-
-# Backends that move data on the host: there a completed Work is a completed transfer. Elsewhere it is an enqueued one.
-HOST_BACKENDS = frozenset({"gloo", "mpi", "ucc"})
+from keepstep.core.summary import HOST_BACKENDS
 
 
 class CapturedGroup:

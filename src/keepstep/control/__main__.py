@@ -62,6 +62,7 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument(
         "--restart-hangs", action="store_true", help="have processes ended that hang for sure"
     )
+    parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="of the job")
     parser.add_argument("--seat", type=int, default=0, metavar="TOKEN", help="of the launcher beside it")
     parser.add_argument("--term", type=int, default=0, metavar="N", help="in which that was elected")
     parser.add_argument("--council", type=Path, metavar="FILE", help="who elects, and the rank table")
@@ -88,6 +89,7 @@ def parse(argv: list[str]) -> Options:
         validate=not arguments.no_validate,
         mitigate=arguments.mitigate,
         restart_hangs=arguments.restart_hangs,
+        max_restarts=max(0, arguments.max_restarts),
         restart_budget=limits_of(arguments.restart_budget),
         seat=arguments.seat,
         term=arguments.term,

@@ -16,7 +16,7 @@ from keepstep.control.crash_case import CrashCase
 from keepstep.control.desk import noted
 from keepstep.control.effects import Effect, Say, Send, WriteIncident
 from keepstep.control.hang_case import HangCase
-from keepstep.control.hang_remedy import HangRemedy
+from keepstep.control.hang_remedy import HangRemedy, blamed_by, outlook
 from keepstep.control.locators import Locators
 from keepstep.control.mitigation import Mitigation
 from keepstep.control.operating import Operating
@@ -33,6 +33,11 @@ from keepstep.wire.messages import Kill, Message, Probed, Profile, SaveRings, St
 _NO_STEP = 1 << 62
 _MOST_SLOW_CASES = 16
 _SAVE_ALL_RANKS = 1024
+_OUTLOOK = {  # of a slowdown, by what may be done about one
+    "auto": "none yet: a remedy is applied once one pays",
+    "advise": "none: a remedy that pays is only advised (--mitigate advise)",
+    "off": "none (--mitigate off)",
+}
 
 
 class Cases:
@@ -158,6 +163,11 @@ class Cases:
         return self._newest_number
 
     def publish(self, incident: Incident, say: Literal["verdict", "sharper", "acts", "closes", ""]) -> None:
+        what, in_s = (
+            self._outlook(incident) if incident.status == "open" and not incident.actions else ("", None)
+        )
+        at_unix_s = None if in_s is None else self._unix_s(self._now_s + in_s)
+        incident = replace(incident, next_action=what, next_unix_s=at_unix_s)
         self._effect(WriteIncident(incident))
         if say:
             self._effect(Say(incident, say))
@@ -167,6 +177,23 @@ class Cases:
             change = incident.onset_step if incident.relief_step is None else incident.relief_step
             if change not in self._changes:
                 self._changes.append(change)
+
+    def _outlook(self, incident: Incident) -> tuple[str, float | None]:
+        """What will be done about an open incident if nothing changes, and in how many seconds."""
+        settings, hang = self._settings, self._hang
+        if incident.kind == "slow":
+            return _OUTLOOK[settings.mitigate], None
+        if incident.kind == "crash" or hang is None:
+            return "", None
+        if not settings.restart_hangs:
+            return (
+                "none: hangs are reported, not ended (--on-hang restart with --max-restarts ends them)",
+                None,
+            )
+        if self._reforming.restarts >= settings.max_restarts:
+            return "none: no restart is left", None
+        blamed, why_not = blamed_by(incident, hang.standing, self.cluster.known_ranks)
+        return outlook(blamed, hang.last_states) if blamed else (f"none: {why_not}", None)
 
     def open_slow(self, incident: Incident, now_s: float) -> SlowCase:
         incident = noted(self, incident, "verdict", now_s)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from keepstep.control.desk import Desk, how_to_say, is_traffic, noted, unlocated
+from keepstep.control.locators import NO_WAITS
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Diagnosis, Event, Incident
 from keepstep.core.ranges import fold_nodes
@@ -111,6 +112,11 @@ class HangCase:
         self._probes = probes or self._probes
         if self._answers and (probes or self.incident is None):
             self._decide(now_s)
+
+    @property
+    def last_states(self) -> dict[int, RankState]:
+        """Where ranks were when it was last decided, by rank."""
+        return {state.rank: state for answer in self._answers for state in answer.states}
 
     def standing(self, rank: int) -> Finding | None:
         """What was found of a rank that is stuck still."""
@@ -264,7 +270,7 @@ class HangCase:
         desk = self._desk
         cluster = desk.cluster
         try:
-            return desk.locators.hang(
+            diagnosis = desk.locators.hang(
                 states,
                 cluster.groups,
                 cluster.node_of,
@@ -274,6 +280,9 @@ class HangCase:
                 self._probes,
                 cluster.addresses(),
             )
+            if desk.locators.waits_seen(states, cluster.groups):
+                return diagnosis
+            return diagnosis.doubted(NO_WAITS, [state.rank for state in states if not state.alive])
         except Exception as error:
             return unlocated("hang", error)
 

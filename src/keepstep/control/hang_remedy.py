@@ -5,12 +5,15 @@ Their launchers then begin again as after any death. A verdict may come early, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from keepstep.control.desk import Desk
 from keepstep.control.hang_case import HangCase
-from keepstep.core.incident import Action
+from keepstep.core.finding import Finding
+from keepstep.core.incident import Action, Incident
+from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import RankState
+from keepstep.report.wording import who
 from keepstep.wire.messages import Kill, States
 
 _LOOKS_S = (0.5, 0.5, 1.0, 5.0)  # between looks; then as the last
@@ -19,6 +22,10 @@ _APART_S = 0.4  # two looks at a process that sleeps
 _AFTER_S = 0.05  # that a look comes after the moment from which on there may be evidence
 _PAUSE_S = 30.0  # that anybody may take: a slow disk, a compilation
 _LONG = 10.0  # times the longest pause of one that computes
+_NOT_ENDED = {  # by process state
+    "D": "rank {rank} waits in the kernel, where no signal ends it",
+    "t": "a debugger holds rank {rank}",
+}
 
 
 def evidence(first: RankState, last: RankState, limit_s: float) -> str:
@@ -45,8 +52,58 @@ def evidence(first: RankState, last: RankState, limit_s: float) -> str:
 
 def patience_left_s(state: RankState, limit_s: float) -> float:
     """How long it will take until there may be evidence, as long as nothing moves."""
-    patience_s = max(limit_s, _PAUSE_S) * (_LONG if state.process_state == "R" else 1.0)
+    patience_s = limit_s
+    if state.process_state != "T":
+        patience_s = max(limit_s, _PAUSE_S) * (_LONG if state.process_state == "R" else 1.0)
     return patience_s - (state.now_s - state.last_progress_s)
+
+
+def blamed_by(
+    incident: Incident, standing: Callable[[int], Finding | None], known_ranks: int
+) -> tuple[dict[int, float], str]:
+    """Whom it would help to end: limits by rank; or nobody, and why not.
+
+    Args:
+        incident: an open hang.
+        standing: what was found of a rank that is stuck still.
+        known_ranks: of the job.
+    """
+    if incident.kind != "hang":
+        return {}, "the program itself has gone astray, and would again"
+    if not incident.culprits:
+        return {}, "it is not known who holds the job up"
+    blamed: dict[int, float] = {}
+    for culprit in incident.culprits:
+        if culprit.link is not None:
+            return {}, "a link is to blame, no process"
+        if culprit.confidence == "low":
+            return {}, "it is not sure enough who holds the job up"
+        finding = standing(culprit.rank) if culprit.rank is not None else None
+        if finding is None:
+            return {}, f"{who(culprit)} has not been still for longer than is usual there"
+        blamed[finding.rank] = finding.limit_s
+    if len(blamed) > min(_MOST, max(known_ranks, 2) // 2):
+        return {}, "of so many ranks it is not sure who holds up whom"
+    return blamed, ""
+
+
+def outlook(blamed: Mapping[int, float], states: Mapping[int, RankState]) -> tuple[str, float | None]:
+    """What will be done about these ranks if nothing moves, and in how many seconds; None: nothing.
+
+    Args:
+        blamed: limits by rank.
+        states: where they are, by rank.
+    """
+    ranks = fold_ranks(blamed)
+    name = f"rank {ranks}" if len(blamed) == 1 else f"ranks {ranks}"
+    known = {rank: states[rank] for rank in blamed if rank in states}
+    for rank, state in known.items():
+        if state.process_state in _NOT_ENDED:
+            return f"none: {_NOT_ENDED[state.process_state].format(rank=rank)}", None
+    if len(known) < len(blamed) or not all(state.process and state.alive for state in known.values()):
+        return f"none: it is not known where {name} {'is' if len(blamed) == 1 else 'are'}", None
+    left_s = max(patience_left_s(state, blamed[rank]) for rank, state in known.items())
+    return f"ends {name}", max(left_s, 0.0) + _LOOKS_S[0]
 
 
 class HangRemedy:
@@ -97,13 +154,6 @@ class HangRemedy:
     def _blamed(self) -> dict[int, float]:
         """Limits by rank; empty when a kill would not help, or it is not sure enough who is to blame."""
         incident = self.case.incident
-        if incident is None or incident.kind != "hang" or self.case.closed:
+        if incident is None or self.case.closed:
             return {}
-        blamed: dict[int, float] = {}
-        for culprit in incident.culprits:
-            finding = self.case.standing(culprit.rank) if culprit.rank is not None else None
-            if finding is None or culprit.link is not None or culprit.confidence == "low":
-                return {}
-            blamed[finding.rank] = finding.limit_s
-        most = min(_MOST, max(self._desk.cluster.known_ranks, 2) // 2)
-        return blamed if len(blamed) <= most else {}
+        return blamed_by(incident, self.case.standing, self._desk.cluster.known_ranks)[0]

@@ -18,6 +18,10 @@ from keepstep.core.summary import (
     RankState,
 )
 
+# What is missing where neither `Locators.waits_recorded` nor `waits_seen`.
+NO_WAITS = (
+    "what ranks wait for: the ends of their operations are not recorded (device backends, such as NCCL)"
+)
 _FEW_SAMPLES = 20_000  # all nodes' clocks are compared; with more only those that matter to the verdict
 
 
@@ -82,6 +86,14 @@ class Locators(Protocol):
         addresses: Mapping[str, str],
     ) -> Diagnosis:
         """Who keeps the others waiting."""
+        ...
+
+    def waits_recorded(self, rows: Sequence[IterationSummary], groups: Mapping[str, GroupInfo]) -> bool:
+        """Whether these iterations show how long ranks waited for each other."""
+        ...
+
+    def waits_seen(self, states: Sequence[RankState], groups: Mapping[str, GroupInfo]) -> bool:
+        """Whether a rank is seen to wait for others now."""
         ...
 
     def probed(self, diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:
@@ -194,6 +206,16 @@ class LibraryLocators:
         from keepstep.locate import locate_hang
 
         return locate_hang(states, groups, nodes, silent_nodes, clocks, traffic, probes, addresses)
+
+    def waits_recorded(self, rows: Sequence[IterationSummary], groups: Mapping[str, GroupInfo]) -> bool:
+        from keepstep.locate import waits_recorded
+
+        return waits_recorded(rows, groups)
+
+    def waits_seen(self, states: Sequence[RankState], groups: Mapping[str, GroupInfo]) -> bool:
+        from keepstep.locate import waits_seen
+
+        return waits_seen(states, groups)
 
     def probed(self, diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:
         from keepstep.locate import with_probes

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from keepstep.control.desk import Desk, is_traffic
 from keepstep.control.devices import Devices
+from keepstep.control.locators import NO_WAITS
 from keepstep.control.moves import Look, Move
 from keepstep.control.ordered_shares import LATE_STEPS, OrderedShares
 from keepstep.control.profiles import iterations_of
@@ -188,6 +189,9 @@ class Mitigation:
 
         rows = between(rows, max(self._first_step(), self._looked_step - _MOST_STEPS + 1), 1 << 30)
         if not len(rows):
+            return
+        if not self._desk.locators.waits_recorded(rows, self._desk.cluster.groups):
+            self._leave_out(NO_WAITS)
             return
         iteration_s = float(np.median(column(rows, "duration_s")))
         replicas = (

@@ -286,7 +286,7 @@ class ControlServer:
         elif effect.what == "acts":
             text = render_action(effect.incident, color=self._color)
         else:
-            text = render(effect.incident, color=self._color, run=run) + "\n"
+            text = render(effect.incident, color=self._color, run=run, now_unix_s=time.time()) + "\n"
         if effect.what == "sharper":
             text = f"incident {effect.incident.number:04d}, at a closer look:\n{text}"
         self._print(text)

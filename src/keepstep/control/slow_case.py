@@ -10,6 +10,7 @@ from dataclasses import replace
 from statistics import median
 
 from keepstep.control.desk import Desk, how_to_say, is_traffic, noted, unlocated
+from keepstep.control.locators import NO_WAITS
 from keepstep.control.profiles import iterations_of
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Diagnosis, Event, Incident, Link
@@ -67,6 +68,7 @@ class SlowCase:
         self._tries = 0
         self._looks = 0  # after the verdict
         self._blocks_of: tuple[int, ...] = ()  # ranks to be asked for their blocks at the next look
+        self._waits_recorded = True
         self._cleared = False  # their blocks have shown that the delays of all culprits cost nothing
         self._settled = incident is not None  # nothing more to learn by asking
         self._asked_s = 0.0
@@ -202,7 +204,7 @@ class SlowCase:
         if old is None or not probes:
             return
         said = Diagnosis("slow", old.culprits, old.victims, old.evidence, old.missing, old.summary)
-        diagnosis = self._desk.locators.probed(said, probes)
+        diagnosis = self._as_sure_as_may_be(self._desk.locators.probed(said, probes))
         say = how_to_say(old, diagnosis)
         sharper = replace(old, culprits=diagnosis.culprits, evidence=diagnosis.evidence)
         self.incident = noted(self._desk, sharper, say, now_s)
@@ -417,15 +419,20 @@ class SlowCase:
                 before, after, cluster.groups, cluster.node_of, clocks, cluster.causes(now_s), traffic
             )
             diagnosis = desk.locators.probed(diagnosis, self._probes)
+            self._waits_recorded = desk.locators.waits_recorded(after, cluster.groups)
             if not blocks:
-                return diagnosis
+                return self._as_sure_as_may_be(diagnosis)
             sharper = desk.locators.sharpen(
                 diagnosis, blocks, self.onset_step, before, after, cluster.groups, cluster.node_of, clocks
             )
             self._cleared = bool(diagnosis.culprits) and not sharper.culprits
-            return sharper
+            return self._as_sure_as_may_be(sharper)
         except Exception as error:
             return unlocated("slow", error)
+
+    def _as_sure_as_may_be(self, diagnosis: Diagnosis) -> Diagnosis:
+        """Nobody is blamed for sure where it was not recorded who waits for whom."""
+        return diagnosis if self._waits_recorded else diagnosis.doubted(NO_WAITS)
 
     def _close(self, relief_step: int, now_s: float) -> None:
         self.closed = True

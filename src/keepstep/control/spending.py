@@ -24,7 +24,7 @@ class Spending:
         """Workers of a node failed, now or earlier."""
         at_s = failed.unix_s or self._unix_s(now_s)
         error = failed.message.removeprefix(f"rank {failed.rank}: ")
-        self._add(failed.incarnation, Cause(at_s, node, failed.rank, failed.step, error))
+        self._add(failed.incarnation, Cause(at_s, node, failed.rank, failed.step, error, failed.by_keepstep))
 
     def lost(self, node: str, incarnation: int, now_s: float) -> None:
         """A node is lost."""

@@ -41,6 +41,7 @@ class Cause:
     rank: int = -1
     step: int = -1  # finished steps of that rank; -1: not known
     error: str = ""
+    by_keepstep: bool = False  # keepstep ended the process itself: no budget counts that
 
     @property
     def is_echo(self) -> bool:
@@ -80,13 +81,22 @@ def as_text(limits: Limits) -> str:
 
 
 def comes_first(one: Cause, other: Cause) -> Cause:
-    """Of two failures that led to one restart the one to blame: the first that is no echo."""
-    return min(one, other, key=lambda cause: (cause.is_echo, cause.at_s))
+    """Of two failures that led to one restart the one to blame: the first that is no echo.
+
+    Where keepstep ended a process, the others failed because of that, whatever they say.
+    """
+    return min(one, other, key=lambda cause: (not cause.by_keepstep, cause.is_echo, cause.at_s))
 
 
 def refusal(limits: Limits, causes: Sequence[Cause]) -> Refusal | None:
-    """Why the job may not begin again after the last of ``causes`` (one for each restart so far, then the newest)."""
+    """Why the job may not begin again after the last of ``causes`` (one for each restart so far, then the newest).
+
+    What keepstep ended itself is left out: ``--max-restarts`` alone counts it.
+    """
     last = causes[-1]
+    if last.by_keepstep:
+        return None
+    causes = [cause for cause in causes if not cause.by_keepstep]
     if limits.same and sum(_same(cause, last) for cause in causes) >= limits.same:
         error = last.error if len(last.error) <= _MOST_QUOTED else f"{last.error[:_MOST_QUOTED]}…"
         when = f"at step {last.step}" if last.step > 0 else "before its first step"

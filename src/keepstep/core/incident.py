@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 INCIDENT_SCHEMA = 1
@@ -43,6 +44,15 @@ class Diagnosis:
     missing: tuple[str, ...]  # what would be needed to say more
     summary: str = ""  # e.g. the operation that everybody waits in
     paths: tuple[tuple[str, str], ...] = ()  # pairs of nodes between which a probe would tell more
+
+    def doubted(self, missing: str, apart_from: Collection[int] = ()) -> Diagnosis:
+        """The same with nobody blamed for sure, because of what is ``missing``, ``apart_from`` these ranks."""
+        if all(one.confidence == "low" or one.rank in apart_from for one in self.culprits):
+            return self
+        culprits = tuple(
+            one if one.rank in apart_from else replace(one, confidence="low") for one in self.culprits
+        )
+        return replace(self, culprits=culprits, missing=(*self.missing, missing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,4 +125,6 @@ class Incident:
     saved_s: float = 0.0  # and would have cost besides, without what was done
     onset_unix_s: float | None = None  # estimated
     events: tuple[Event, ...] = ()
+    next_action: str = ""  # what is done about it next, as long as nothing changes
+    next_unix_s: float | None = None  # and when
     schema: int = INCIDENT_SCHEMA

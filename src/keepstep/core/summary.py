@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# Backends that move data on the host: there a completed Work is a completed transfer. Elsewhere it is an enqueued one.
+HOST_BACKENDS = frozenset({"gloo", "mpi", "ucc"})
+
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
@@ -15,8 +18,17 @@ class GroupInfo:
 
     name: str
     members: tuple[int, ...]  # global ranks, in group order
-    backend: str = ""
+    backend: str = ""  # "gloo", or by device: "cpu:gloo,cuda:nccl"; empty where it is not known
     desc: str = ""
+
+    @property
+    def records_waits(self) -> bool:
+        """Whether the recorded end of an operation is the end of the transfer, so that waiting for others shows.
+
+        On a device's backend (NCCL) it is the return of the call that enqueues the operation.
+        """
+        names = {one.rpartition(":")[2] for one in self.backend.split(",") if one}
+        return names <= HOST_BACKENDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,6 +234,7 @@ def controller_command(
         *(() if job.validate else ("--no-validate",)),
         *(("--mitigate", job.mitigate) if job.mitigate != "auto" else ()),
         *(("--restart-hangs",) if job.restart_hangs else ()),
+        *(("--max-restarts", str(job.max_restarts)) if job.max_restarts else ()),
         *(("--backups", str(job.checkpoint_backups)) if backups else ()),
         *(("--seat", str(seat), "--term", str(term)) if seat else ()),
         *(("--council", str(council_file(folder, term))) if seat else ()),

@@ -165,8 +165,8 @@ def _add_own(group: Any) -> None:
     group.add_argument("--no-validate", dest="validate", action="store_false", default=None, help=text)
     text = "a slowdown that lasts: do what pays (auto), only say what would (advise), or nothing (off)"
     group.add_argument("--mitigate", metavar="auto|advise|off", help=text)
-    text = "a process that hangs for sure is ended (restart, where --max-restarts allows), or only told of (report)"
-    group.add_argument("--on-hang", metavar="restart|report", help=text)
+    text = "only say which process hangs (report, default), or end it when that is sure (restart, with --max-restarts)"
+    group.add_argument("--on-hang", metavar="report|restart", help=text)
     group.add_argument("--secret-file", metavar="FILE", help="secret shared by the nodes (0600)")
     group.add_argument("--tls-cert", metavar="PEM", help="certificate of this node (mutual TLS)")
     group.add_argument("--tls-key", metavar="PEM", help="its private key")

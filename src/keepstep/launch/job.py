@@ -260,7 +260,7 @@ def _mitigate(text: str) -> str:
 
 def _on_hang(text: str) -> bool:
     if text not in ("restart", "report"):
-        raise UsageError(f"--on-hang {text}: say restart or report")
+        raise UsageError(f"--on-hang {text}: say report or restart")
     return text == "restart"
 
 

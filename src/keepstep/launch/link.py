@@ -255,7 +255,9 @@ class Link:
     def failed(self, exit_code: int, cause: Cause) -> None:
         """Workers of this node have failed: all nodes are to begin again."""
         text = f"rank {cause.rank}: {cause.error}"
-        self._send(self.member.failed(exit_code, text, cause.rank, cause.step, cause.at_s))
+        self._send(
+            self.member.failed(exit_code, text, cause.rank, cause.step, cause.at_s, cause.by_keepstep)
+        )
 
     def halted(self, unfit: str = "", rigid: str = "") -> None:
         """No worker of this incarnation runs here any more.

@@ -167,10 +167,16 @@ class Membership:
         return [wire.Recovered(node_rank, recovery)]
 
     def failed(
-        self, exit_code: int, text: str, rank: int = -1, step: int = -1, unix_s: float = 0.0
+        self,
+        exit_code: int,
+        text: str,
+        rank: int = -1,
+        step: int = -1,
+        unix_s: float = 0.0,
+        by_keepstep: bool = False,
     ) -> list[wire.Message]:
         """A worker of this incarnation failed; or, said once more, the one that was to blame."""
-        failed = wire.Failed(self.incarnation, exit_code, text, rank, step, unix_s)
+        failed = wire.Failed(self.incarnation, exit_code, text, rank, step, unix_s, by_keepstep)
         self._failures[self.incarnation] = failed
         if len(self._failures) > _MOST_FAILURES:
             del self._failures[min(self._failures)]

@@ -109,7 +109,7 @@ class Restarts:
         """
         known = steps > 0 or (steps == 0 and bool(failure.message))
         step = self._loaded.get(failure.rank, 0) + steps if known else -1
-        return Cause(failure.unix_s, self._node, failure.rank, step, failure.text)
+        return Cause(failure.unix_s, self._node, failure.rank, step, failure.text, failure.by_keepstep)
 
     def refused(self, cause: Cause) -> Refusal | None:
         """Why there is no restart for this cause; None: there is, and it is counted."""

@@ -33,6 +33,7 @@ class Failure:
     message: str  # its error in one line; empty when it left none
     detail: str  # traceback, or what there is
     error_file: Path | None
+    by_keepstep: bool = False  # keepstep ended the process itself
 
     @property
     def text(self) -> str:
@@ -121,11 +122,15 @@ def _last_lines(path: Path) -> list[str]:
 def first(failures: Sequence[Failure]) -> Failure:
     """The root cause: the failure that came first in time.
 
-    Of those of one moment rather one that does not tell of another's death: the others may hear of it before we do.
+    Of those of one moment rather one that keepstep ended itself, then one that does not tell of another's death: the
+    others may hear of it before we do.
     """
     earliest_s = min(failure.unix_s for failure in failures)
     together = [failure for failure in failures if failure.unix_s - earliest_s <= _SAME_MOMENT_S]
-    return min(together, key=lambda failure: (tells_of_another(failure.message), failure.unix_s))
+    return min(
+        together,
+        key=lambda failure: (not failure.by_keepstep, tells_of_another(failure.message), failure.unix_s),
+    )
 
 
 def finding(failure: Failure, node: str, incarnation: int) -> Finding:

@@ -15,8 +15,8 @@ SETTINGS = (
     Setting(
         "run",
         "on_hang",
-        "restart",
-        "restart: end a process that hangs for sure, if restarts are left; report",
+        "report",
+        "report: only say who hangs; restart: also end a process that hangs for sure, if restarts are left",
     ),
     Setting("run", "node_name", "", "name of this node in verdicts; empty: the host name"),
     Setting("run", "secret_file", "", "file (0600) with the secret that the processes of a run share"),

@@ -233,7 +233,7 @@ class Workers:
         reason = self._reasons.get(plan.rank)
         if not reason or status != -signal.SIGKILL or found.error_file:
             return found
-        return replace(found, message=reason, detail=reason)
+        return replace(found, message=reason, detail=reason, by_keepstep=True)
 
 
 async def _either(first: asyncio.Event, second: asyncio.Event | None, timeout_s: float) -> None:

@@ -8,6 +8,7 @@ from keepstep.locate.crash import locate_crash
 from keepstep.locate.hang import locate_hang
 from keepstep.locate.infer import GroupRole, InferredLayout, declared_layout, infer_layout
 from keepstep.locate.slow import locate_slow
+from keepstep.locate.waits import waits_recorded, waits_seen
 from keepstep.locate.what_if import StepGraph, WhatIf, step_graphs, what_if
 
 __all__ = [
@@ -31,6 +32,8 @@ __all__ = [
     "sharpen",
     "split",
     "step_graphs",
+    "waits_recorded",
+    "waits_seen",
     "what_if",
     "with_probes",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
+import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -28,6 +30,7 @@ def render(
     world: int | None = None,
     run: str = "RUN",
     timeline: bool = False,
+    now_unix_s: float | None = None,
 ) -> str:
     """The verdict as text of at most 120 columns, without a newline at its end.
 
@@ -37,6 +40,7 @@ def render(
         world: number of ranks of the job, where the incident does not say.
         run: the run's name, for the command in the last line.
         timeline: with what happened when; actions are said there.
+        now_unix_s: the time now, for how soon something will be done; else it is said when.
     """
     size = world or incident.world_size
     lines = [_line(incident.kind.upper(), _headline(incident))]
@@ -46,7 +50,8 @@ def render(
     if incident.missing and incident.culprits:
         lines += _wrapped("missing", "; ".join(incident.missing))
     moments = lines_of_time(incident) if timeline else []
-    lines += _actions(incident, [one for one in incident.actions if not moments or one.begun_unix_s is None])
+    actions = [one for one in incident.actions if not moments or one.begun_unix_s is None]
+    lines += _actions(incident, actions, now_unix_s)
     lines += _timeline(moments)
     if incident.status != "open" or incident.lost_s is not None:
         lines.append(_line("status", _closing(incident)))
@@ -179,7 +184,9 @@ def _confidence(culprits: Sequence[Culprit]) -> Literal["high", "medium", "low",
     return min((one.confidence for one in culprits), key=lambda word: _ORDER[word])
 
 
-def _actions(incident: Incident, actions: Sequence[Action]) -> list[str]:
+def _actions(incident: Incident, actions: Sequence[Action], now_unix_s: float | None) -> list[str]:
+    if not incident.actions and incident.next_action:
+        return _wrapped("action", _outlook(incident, now_unix_s))
     if not incident.actions and incident.kind == "crash":
         return [_line("action", "the launchers end the job, or start it again where --max-restarts allows")]
     if not incident.actions:
@@ -189,6 +196,18 @@ def _actions(incident: Incident, actions: Sequence[Action]) -> list[str]:
         cost = "" if action.expected_cost_s is None else f"expected cost {action.expected_cost_s:.0f} s"
         lines += _beside("action" if index == 0 else "", done(action), cost)
     return lines
+
+
+def _outlook(incident: Incident, now_unix_s: float | None) -> str:
+    """``ends rank 0 in 29 s if nothing moves``."""
+    at_s = incident.next_unix_s
+    if at_s is None:
+        return incident.next_action
+    if now_unix_s is None:
+        when = f"at {time.strftime('%H:%M:%S', time.localtime(at_s))}"
+    else:
+        when = f"in {max(math.ceil(at_s - now_unix_s), 1)} s"
+    return f"{incident.next_action} {when} if nothing moves"
 
 
 def _timeline(moments: Sequence[tuple[str, str]]) -> list[str]:

@@ -285,6 +285,7 @@ class Failed(Message, frozen=True):
     rank: int = -1
     step: int = -1  # finished steps of that rank; -1: not known
     unix_s: float = 0.0
+    by_keepstep: bool = False  # keepstep ended that process itself
 
 
 class Halted(Message, frozen=True):

@@ -28,6 +28,7 @@ from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures, Rank
 from keepstep.report.verdict import render, render_closing
 from keepstep.wire.messages import (
     Hold,
+    Kill,
     Message,
     Placement,
     ProbeRequest,
@@ -146,6 +147,12 @@ class PlainLocators:
         told = (f"{len(probes)} probes",)
         return Diagnosis("hang", blamed, waiting, told, missing, "group dp ALLREDUCE seq 7", pairs)
 
+    def waits_recorded(self, *_: Any) -> bool:
+        return True
+
+    def waits_seen(self, *_: Any) -> bool:
+        return True
+
     def probed(self, diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:
         return diagnosis
 
@@ -187,7 +194,9 @@ def iterations(
 def state(rank: int, now_s: float, *, step: int, idle_s: float, waits: bool) -> RankState:
     """A rank at work (``waits`` False) or in an all-reduce."""
     flying = (OpInFlight("dp", 1, -1, 7, now_s - idle_s),) if waits else ()
-    return RankState(rank, True, step, 2, now_s - idle_s, 100, now_s - idle_s, now_s, flying, (), "S")
+    return RankState(
+        rank, True, step, 2, now_s - idle_s, 100, now_s - idle_s, now_s, flying, (), "S", process=1000 + rank
+    )
 
 
 def figures(tests: RankTests, *, slow_rank: int = -1, slow_link: tuple[int, int] = (-1, -1)) -> RankFigures:
@@ -208,7 +217,7 @@ def figures(tests: RankTests, *, slow_rank: int = -1, slow_link: tuple[int, int]
     )
 
 
-def describe(effect: Effect, names: Mapping[int, str]) -> list[str]:
+def describe(effect: Effect, names: Mapping[int, str], now_unix_s: float | None = None) -> list[str]:
     """One effect for people, verdicts in full."""
     if isinstance(effect, Send):
         to = " ".join(names.get(peer, str(peer)) for peer in effect.peers)
@@ -218,7 +227,7 @@ def describe(effect: Effect, names: Mapping[int, str]) -> list[str]:
     if isinstance(effect, Say):
         if effect.what == "closes":
             return [f"  | {render_closing(effect.incident)}"]
-        text = [f"  | {line}" for line in render(effect.incident).splitlines()]
+        text = [f"  | {line}" for line in render(effect.incident, now_unix_s=now_unix_s).splitlines()]
         return [f"say {effect.what}", *text]
     if isinstance(effect, StorePlacement):
         return [f"store the placement of {len(effect.placements)} nodes"]
@@ -259,6 +268,8 @@ def describe_message(message: Message) -> str:
         slow += [f"link {one.source}-{one.target}" for one in message.outcome.links]
         missing = f", {len(message.outcome.missing)} missing" if message.outcome.missing else ""
         return f"Validated: {', '.join(slow) or 'alike'}{missing}"
+    if isinstance(message, Kill):
+        return f"Kill rank {message.rank}, process {message.process}: {message.reason}"
     if isinstance(message, SaveRings):
         return f"SaveRings {message.incident}"
     if isinstance(message, Stop):

@@ -11,9 +11,9 @@ import pytest
 from keepstep.control.cluster import Cluster
 from keepstep.control.desk import Desk
 from keepstep.control.hang_case import HangCase
-from keepstep.control.hang_remedy import HangRemedy, evidence
+from keepstep.control.hang_remedy import HangRemedy, blamed_by, evidence, outlook
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Action, Culprit, Incident
+from keepstep.core.incident import Action, Culprit, Incident, Link
 from keepstep.core.summary import RankState
 from keepstep.wire.messages import Kill, States
 
@@ -162,3 +162,53 @@ def test_a_look_comes_when_the_patience_ends() -> None:
         asked.append(len(stand.asked))
     assert asked == [1, 2, 3, 3, 4]  # not 5 s after the one before
     assert len(stand.sent) == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "said", "in_s"),
+    [
+        (ASLEEP, "ends rank 2", 0.5),  # still for longer than anybody is waited for
+        (replace(ASLEEP, last_progress_s=99.0), "ends rank 2", 29.5),
+        (replace(ASLEEP, last_progress_s=99.0, process_state="R"), "ends rank 2", 299.5),
+        (STOPPED, "ends rank 2", 0.5),
+        (replace(STOPPED, last_progress_s=99.0), "ends rank 2", 3.5),
+        (replace(ASLEEP, process_state="D"), "none: rank 2 waits in the kernel, where no signal ends it", None),
+        (replace(ASLEEP, process_state="t"), "none: a debugger holds rank 2", None),
+        (replace(ASLEEP, process=0), "none: it is not known where rank 2 is", None),
+    ],
+)
+def test_what_will_be_done_is_said_before_it_is_done(
+    state: RankState, said: str, in_s: float | None
+) -> None:
+    assert outlook({2: LIMIT_S}, {2: state}) == (said, in_s)
+
+
+def test_of_several_the_last_one_counts() -> None:
+    states = {2: ASLEEP, 3: replace(ASLEEP, rank=3, last_progress_s=99.0)}
+    assert outlook({2: LIMIT_S, 3: LIMIT_S}, states) == ("ends ranks 2-3", 29.5)
+    assert outlook({2: LIMIT_S, 4: LIMIT_S}, states)[1] is None
+
+
+def _hang(*culprits: Culprit, kind: Any = "hang") -> Incident:
+    return Incident(1, kind, 7, 7, None, None, culprits, (), (), ())
+
+
+_LINK = Link((0, 1), ("node-0", "node-1"))
+
+
+@pytest.mark.parametrize(
+    ("incident", "why"),
+    [
+        (_hang(Culprit(2, confidence="high"), kind="desync"), "would again"),
+        (_hang(), "not known who"),
+        (_hang(Culprit(link=_LINK, confidence="high")), "a link is to blame"),
+        (_hang(Culprit(2, confidence="low")), "not sure enough"),
+        (_hang(Culprit(3, confidence="high")), "rank 3 has not been still for longer"),
+        (_hang(*(Culprit(2, confidence="high"),) * 2, Culprit(1, confidence="high")), "rank 1 has not been"),
+    ],
+)
+def test_why_nobody_is_ended_is_said(incident: Incident, why: str) -> None:
+    standing = {2: Finding("hang", 2, "node-0", 0.0, 7, limit_s=LIMIT_S)}.get
+    blamed, told = blamed_by(incident, standing, 8)
+    assert not blamed
+    assert why in told

@@ -48,7 +48,8 @@ class Desk(Office):
         self.cluster.world_size = 4
         for rank, name in enumerate(NAMES):
             self.cluster.plays(self.cluster.node(rank, name), (rank,))
-        self.locators = SimpleNamespace(stages=lambda *_: None)
+        self.recorded = True
+        self.locators = SimpleNamespace(stages=lambda *_: None, waits_recorded=lambda *_: self.recorded)
         self.spares, self.looks = spares, 0
 
     def ask_profiles(self, *_: Any) -> int:
@@ -297,3 +298,14 @@ def test_without_a_spare_it_is_said_that_there_is_none() -> None:
     job.run(100)
     (action,) = job.case.actions
     assert action.detail.endswith("S4, replacement of nodes: no spare waits")
+
+
+@pytest.mark.parametrize("culprit", [SLOW, RANK])
+def test_nothing_is_ordered_where_no_waits_are_recorded(culprit: Culprit) -> None:
+    """NCCL's ranks: what of an iteration is their own cannot be told, whatever the verdict says."""
+    job = Job(culprit, spares=1)
+    job.desk.recorded = False
+    job.run(80)
+    assert not job.ordered
+    assert job.said == ["none"]
+    assert "NCCL" in job.case.actions[0].detail

@@ -141,6 +141,14 @@ def test_the_same_error_at_the_same_step_twice_ends_the_job_with_the_reason() ->
     )
 
 
+def test_whom_keepstep_ends_at_the_same_step_again_and_again_ends_no_job() -> None:
+    job = Job(2, max_restarts=9)
+    for incarnation in range(4):
+        ended = Failed(incarnation, 137, "rank 3: it hung: asleep", 3, 41, 10.0 * incarnation, True)
+        job.spending.failed("gpu-1", ended, 0.0)
+        assert kinds(fail_same(job, incarnation, 10.0 * incarnation - 0.1)) == ["Renew", "Tell"]
+
+
 def test_a_new_controller_counts_on_with_what_launchers_say_again() -> None:
     job = Job(2, max_restarts=9)
     job.spending.failed("gpu-1", Failed(0, 1, "rank 3: ValueError: boom", 3, 41, 10.0), 15.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -141,3 +143,20 @@ def test_as_the_twin_counts(limits: Limits, causes: list[Cause]) -> None:
     causes.sort(key=lambda one: one.at_s)
     assert (refusal(limits, causes) is not None) == twin(limits, causes)
     assert limits_of(as_text(limits)) == limits
+
+
+def test_what_keepstep_ended_itself_counts_in_no_budget() -> None:
+    """It ends a healthy rank by mistake, at one step, again and again: the job goes on while restarts are left."""
+    ended = [replace(cause(float(number), error="it hung: asleep"), by_keepstep=True) for number in range(40)]
+    strict = Limits(rank=1, node=1, hour=1, same=2)
+    for count in range(1, len(ended) + 1):
+        assert refusal(strict, ended[:count]) is None
+    own = cause(50.0)
+    assert refusal(strict, [*ended, own]) is None  # the first that it caused itself
+    assert refusal(strict, [*ended, own, replace(own, at_s=60.0)]) is not None
+
+
+def test_who_fails_because_keepstep_ended_another_is_not_to_blame() -> None:
+    ended = replace(cause(10.0, error="it hung: asleep"), by_keepstep=True)
+    earlier = cause(9.0, rank=1, error="RuntimeError: something that tells of nobody")  # by its own clock
+    assert comes_first(earlier, ended) is comes_first(ended, earlier) is ended

@@ -62,6 +62,20 @@ def test_as_many_standbys_as_workers_when_restarts_are_wanted() -> None:
             job(*restarts, f"--standbys={wrong}")
 
 
+@pytest.mark.parametrize(
+    ("flags", "ended"),
+    [
+        ((), False),
+        (("--max-restarts", "3"), False),
+        (("--on-hang", "report", "--max-restarts", "3"), False),
+        (("--on-hang", "restart"), False),
+        (("--on-hang", "restart", "--max-restarts", "3"), True),
+    ],
+)
+def test_a_hang_is_ended_only_where_that_was_asked_for(flags: tuple[str, ...], ended: bool) -> None:
+    assert job(*flags, "train.py").restart_hangs is ended
+
+
 def test_the_controller_moves_only_where_that_is_wanted_and_the_job_can_go_on() -> None:
     several = ("--nnodes", "2", "--node-rank", "0", "--master-addr", "node0")
     assert job(*several, "--max-restarts", "2").elects

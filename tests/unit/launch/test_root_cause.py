@@ -1,5 +1,6 @@
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from keepstep.launch.root_cause import examine, first, hand_up, render
@@ -43,6 +44,13 @@ def test_who_hears_of_a_death_before_us_is_not_its_root(tmp_path: Path) -> None:
     assert first([victim, killed]) is killed
     later = examine(2, 2, 12, -9, 6.0, tmp_path / "none", None)
     assert first([victim, later]) is victim
+
+
+def test_whom_keepstep_ended_is_the_root_of_what_others_say_at_that_moment(tmp_path: Path) -> None:
+    told = {"message": "RuntimeError: something that tells of nobody"}
+    victim = examine(3, 3, 13, 1, 9.0, error_file(tmp_path / "a", told, 5.0), None)
+    ended = replace(examine(2, 2, 12, -9, 5.004, tmp_path / "none", None), by_keepstep=True)
+    assert first([victim, ended]) is ended
 
 
 def test_without_an_error_file_the_last_lines_of_stderr(tmp_path: Path) -> None:

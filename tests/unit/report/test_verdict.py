@@ -256,3 +256,15 @@ def test_what_a_slowdown_cost_is_told_in_the_end(lost_s: float | None, saved_s: 
     )
     line = render_closing(closed)
     assert f"step {closed.relief_step}  {says}  incident" in line
+
+
+def test_what_happens_next_is_said_with_how_soon() -> None:
+    coming = replace(HANG, actions=(), next_action="ends rank 27", next_unix_s=1000.0)
+    assert "action    ends rank 27 in 29 s if nothing moves" in render(coming, now_unix_s=971.5).splitlines()
+    assert "action    ends rank 27 in 1 s if nothing moves" in render(coming, now_unix_s=1005.0).splitlines()
+    later = next(line for line in render(coming).splitlines() if line.startswith("action"))
+    assert re.fullmatch(r"action    ends rank 27 at \d\d:\d\d:\d\d if nothing moves", later)
+    none = replace(coming, next_action="none: a debugger holds rank 27", next_unix_s=None)
+    assert "action    none: a debugger holds rank 27" in render(none, now_unix_s=1.0).splitlines()
+    done = replace(coming, actions=(Action("end the hung process"),))
+    assert "action    end the hung process" in render(done, now_unix_s=1.0).splitlines()
