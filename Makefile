@@ -10,6 +10,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 DEV    := $(VENV)/.ready-dev
 NCCL   := $(VENV)/nccl/.ready
+PYTEST := $(BIN)/python -m pytest -q
+WITHOUT_NATIVE := $(addprefix tests/unit/checkpoint/test_,slots.py snapshot.py restore.py transfer.py)
 NATIVE := $(wildcard native/*.hpp native/*.cpp native/*.map)
 
 .PHONY: help setup demo nccl test test-fast lint types docs format check soak bench clean
@@ -52,11 +54,15 @@ $(NCCL): $(READY)
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
+# All stages run, whatever fails: one run shows all that is broken.
 test: $(DEV)
-	$(BIN)/python -m pytest -q -n $(JOBS) -m "not e2e and not soak"
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "e2e and not quiet and not soak"
-	$(BIN)/python -m pytest -q -m "quiet and not soak"
-	$(BIN)/python -m pytest -q -n $(JOBS) -p tests.without_native tests/unit/ring $(addprefix tests/unit/checkpoint/test_,slots.py snapshot.py restore.py transfer.py)
+	@failed=0; \
+	stage() { echo "$$@"; "$$@" || failed=1; }; \
+	stage $(PYTEST) -n $(JOBS) -m "not e2e and not soak"; \
+	stage $(PYTEST) -n $(JOBS) --dist loadfile -m "e2e and not quiet and not soak"; \
+	stage $(PYTEST) -m "quiet and not soak"; \
+	stage $(PYTEST) -n $(JOBS) -p tests.without_native tests/unit/ring $(WITHOUT_NATIVE); \
+	exit $$failed
 
 test-fast: $(DEV)
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not e2e and not soak"

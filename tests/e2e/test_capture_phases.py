@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import keepstep
 from keepstep import ring
 from keepstep.core.events import Flag, Kind, Phase
 
@@ -78,7 +80,9 @@ def test_phases_end_and_lie_in_each_other(watched: tuple[np.ndarray, list[str], 
 def test_the_reason_of_death_is_left(watched: tuple[np.ndarray, list[str], str, Path]) -> None:
     _, _, stderr, error_file = watched
     assert stderr.rstrip().endswith("RuntimeError: the end")
-    assert "keepstep" not in stderr
+    frames = re.findall(r'^  File "(.*)", line', stderr, re.MULTILINE)
+    assert frames
+    assert not [frame for frame in frames if Path(frame).is_relative_to(Path(keepstep.__file__).parent)]
     left = json.loads(error_file.read_text())["message"]
     assert left["message"] == "RuntimeError: the end"
     assert "capture_phases_job.py" in left["extraInfo"]["py_callstack"]
