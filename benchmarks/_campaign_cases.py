@@ -32,6 +32,7 @@ from benchmarks._campaign_hangs import (
     plan_hang_8,
     plan_kill_8,
 )
+from benchmarks._campaign_odd import SECONDS, judge_odd, plan_odd
 from benchmarks._campaign_trial import Outcome, Plan
 
 SLOW_STEPS, AFTER_STEPS = 12, 12
@@ -383,6 +384,17 @@ CASES: dict[str, Case] = {
             _plan_pauses,
             judge_healthy,
             ("false_alarms",),
+        ),
+        *(
+            Case(
+                f"healthy-odd-{what}",
+                5,
+                f"one rank by itself for {seconds} s: 0 processes ended, exit code 0, in 5 of 5 seeds",
+                plan_odd(what),
+                judge_odd,
+                ("ended", "incidents", "blamed"),
+            )
+            for what, seconds in SECONDS.items()
         ),
         Case("crash", 10, "dead process: <= 0.5 s", plan_crash, judge_crash, ("seconds_to_verdict",)),
         Case(

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAIN = ROOT / "examples" / "gpt" / "train.py"
 _NODE_RANK = "<node rank>"  # in the command that all hosts share
 
 
@@ -28,12 +27,17 @@ _NODE_RANK = "<node rank>"  # in the command that all hosts share
 class Plan:
     """One seed of one case: what to run and what is then true."""
 
-    arguments: Sequence[str]  # of train.py, without --fault and --step-times
+    arguments: Sequence[str]  # of the script, without --fault and --step-times; {folder}: that of the trial
     truth: Mapping[str, Any] = field(
         default_factory=dict
     )  # rank, onset, relief, ... as the case's judge needs it
     fault: str = ""
     nproc: int = 4
+    script: str = "examples/gpt/train.py"  # below the repository's root
+    flags: Sequence[str] = ()  # of ``keepstep run``
+    stop: tuple[int, int, float] | None = (
+        None  # rank, step, seconds: stopped there for so long, then it goes on
+    )
     timeout_s: float = 150.0
     end_on: str = ""  # the job is ended (SIGTERM) after an incident of this kind
     end_after_s: float = 2.0
@@ -56,6 +60,7 @@ class Outcome:
     timed_out: bool
     incidents: list[dict[str, Any]]
     script: dict[int, list[float]]  # rank to the script's own step times
+    lives: dict[int, list[str]]  # rank to what it noted of its beginning and end, where the script does
     watched: dict[int, dict[int, float]]  # rank to {step: keepstep's iteration time}
     ends: dict[int, float]  # step to the Unix time when its last rank had finished it, by keepstep
     faults: list[dict[str, Any]]  # what the injector did
@@ -98,6 +103,17 @@ class Live:
         if pid:
             os.kill(pid, signal.SIGKILL)
         self.notes["killed"] = pid
+
+    def stop(self, rank: int, step: int, seconds: float) -> None:
+        """Stop a rank for some seconds once it has made this step; it waits until then."""
+        lives = lives_in(self.folder).get(rank)
+        if not lives or self.steps() <= step:
+            return
+        pid = int(lives[-1].split()[1])
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+        self.notes["stopped"] = pid
 
     def interrupt(self) -> None:
         for pid, line in processes_of(self.run).items():
@@ -169,12 +185,13 @@ def _start(command: Sequence[str], env: Mapping[str, str], log: Any) -> subproce
 
 
 def _command(plan: Plan, folder: Path) -> list[str]:
-    where = ["--nproc-per-node", str(plan.nproc), "--run-dir", str(folder / "run")]
+    where = ["--nproc-per-node", str(plan.nproc), "--run-dir", str(folder / "run"), *plan.flags]
     if plan.on_hosts:
         port = 20000 + random.Random(str(folder)).randrange(9000)
         where += ["--nnodes", "4", "--node-rank", _NODE_RANK]
         where += ["--master-addr", "node-a", "--master-port", str(port), "--rdzv-id", "campaign"]
-    script = [str(TRAIN), *plan.arguments, "--step-times", str(folder / "steps-{rank}.jsonl")]
+    arguments = [word.replace("{folder}", str(folder)) for word in plan.arguments]
+    script = [str(ROOT / plan.script), *arguments, "--step-times", str(folder / "steps-{rank}.jsonl")]
     if plan.fault:
         script += ["--fault", plan.fault]
     return [sys.executable, "-m", "keepstep.cli", "run", *where, *script]
@@ -199,6 +216,7 @@ def _run(
         timed_out=timed_out,
         incidents=read_incidents(live.run),
         script=_script_times(folder),
+        lives=lives_in(folder),
         **_watched(live.run),
         faults=_json_lines(folder / "faults.jsonl"),
         left_over=left_over,
@@ -219,6 +237,8 @@ def _watch(plan: Plan, live: Live, deadline: float, disturbance: Any) -> bool:
             live.notes["successor"] = found if found != live.notes["killed"] else 0
         if disturbance is not None:
             _disturb_as_planned(plan, live, disturbance)
+        if plan.stop and "stopped" not in live.notes:
+            live.stop(*plan.stop)
         if plan.end_on and live.incidents(plan.end_on) and interrupt_at == float("inf"):
             interrupt_at = now + plan.end_after_s
         if now > interrupt_at:
@@ -273,6 +293,11 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
             with suppress(json.JSONDecodeError):
                 lines.append(json.loads(line))
     return lines
+
+
+def lives_in(folder: Path) -> dict[int, list[str]]:
+    """What each rank of a job has noted of its lives: ``began PID``, ``done PID``."""
+    return {int(path.name.split("-")[1]): path.read_text().splitlines() for path in folder.glob("lives-*")}
 
 
 def _script_times(folder: Path) -> dict[int, list[float]]:

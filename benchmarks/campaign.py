@@ -31,6 +31,7 @@ from benchmarks._report import Line, Report, machine, versions
 
 REPLAY = "replay-false-alarms"
 NAMES = (*CASES, REPLAY)
+FAMILIES = {"healthy-odd": tuple(name for name in CASES if name.startswith("healthy-odd-"))}
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -73,6 +74,7 @@ def _result(outcome: Outcome, why: list[str], measured: dict[str, Any]) -> dict[
         "faults": outcome.faults,
         "notes": outcome.notes,
         "script": outcome.script,
+        "lives": outcome.lives,
         "watched": {rank: [steps[step] for step in sorted(steps)] for rank, steps in outcome.watched.items()},
         "console": outcome.console if why else "",
     }
@@ -159,7 +161,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.campaign", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument
-    add("--case", action="append", choices=(*NAMES, "all"), required=True, help="may be given several times")
+    add(
+        "--case",
+        action="append",
+        choices=(*NAMES, *FAMILIES, "all"),
+        required=True,
+        help="may be given several times",
+    )
     add("--seeds", type=int, help="seeds 0 to N-1 (default: as many as the goal asks for)")
     add("--out", type=Path, default=_ROOT / "benchmarks" / "results" / "campaign")
     add("--runs", type=Path, default=_ROOT / "runs" / "campaign", help="where the run folders go")
@@ -176,7 +184,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     arguments.out, arguments.runs = arguments.out.resolve(), arguments.runs.resolve()
-    wanted = NAMES if "all" in arguments.case else tuple(dict.fromkeys(arguments.case))
+    chosen = [name for case in arguments.case for name in FAMILIES.get(case, (case,))]
+    wanted = NAMES if "all" in chosen else tuple(dict.fromkeys(chosen))
     report = Report("campaign", quick=False)
     for name in wanted:
         if not arguments.summary_only:
