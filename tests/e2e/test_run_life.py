@@ -306,7 +306,8 @@ def test_restarts_run_out(run: Run) -> None:
 
 def test_redirect_and_tee(run: Run) -> None:
     code, out, err = run.finish(
-        "print('out', rank); print('err', rank, file=sys.stderr); print('no end', end='')",
+        # whole lines in one write each: that of rank 2 and the teed ones go to one pipe
+        "sys.stdout.write(f'out {rank}\\n'); sys.stderr.write(f'err {rank}\\n'); sys.stdout.write('no end')",
         "--no-watch",
         "-q",
         "--nproc-per-node",
@@ -367,7 +368,8 @@ def test_the_environment_is_torchruns(run: Run) -> None:
 
 
 def test_a_watched_worker_has_the_nccl_shim_preloaded_unless_told_otherwise(run: Run) -> None:
-    script = "print(os.environ.get('LD_PRELOAD'))"
-    assert run.finish(script)[1].strip().endswith("/libkeepstep_nccl.so")
-    assert run.finish(script, KEEPSTEP_NCCL_SHIM="0")[1] == "None\n"
-    assert run.finish(script, "--no-watch")[1] == "None\n"
+    script = "print('libkeepstep_nccl.so' in open('/proc/self/maps').read(), os.environ.get('LD_PRELOAD'))"
+    code, out, err = run.finish(script)
+    assert (code, out.split()[0]) == (0, "True"), err
+    assert run.finish(script, KEEPSTEP_NCCL_SHIM="0")[1] == "False None\n"
+    assert run.finish(script, "--no-watch")[1] == "False None\n"
