@@ -52,22 +52,21 @@ def test_random_symbols_are_refused() -> None:
     assert all(find_period([rng.randrange(4) for _ in range(500)]) is None for _ in range(50))
 
 
-def test_irregular_sizes_are_refused_or_right() -> None:
+def test_irregular_sizes_are_refused() -> None:
     rng = random.Random(6)
     for _ in range(20):
         symbols = [
             ("all_to_all", "ep", rng.randrange(5)) if symbol[0] == "all_gather" else symbol
             for symbol in STEP * 20
         ]
-        period = find_period(symbols)
-        assert period is None or period.length == len(STEP)
+        assert find_period(symbols) is None
 
 
 def test_lost_records_do_not_pass_a_micro_batch_for_a_step() -> None:
     rng = random.Random(7)
     step = MICRO[:2] * 60 + [("all_reduce", "dp", 99)]
-    period = find_period([symbol for symbol in step * 60 if rng.random() > 0.005])
-    assert period is None or period.length == len(step)
+    assert find_period(step * 60) is not None
+    assert find_period([symbol for symbol in step * 60 if rng.random() > 0.005]) is None
 
 
 def test_markers_make_it_the_whole_step() -> None:

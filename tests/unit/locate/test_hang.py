@@ -143,6 +143,9 @@ def test_different_operations_under_one_number():
     assert [(c.rank, c.confidence) for c in tied.culprits] == [(1, "low"), (2, "low")]
 
 
+INDISTINCT = ("pp4", "fsdp4")  # each rank waits for another: it is said that this cannot be told
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_a_skipped_collective_is_never_blamed_on_another(name):
     job = JOBS[name]()
@@ -154,8 +157,10 @@ def test_a_skipped_collective_is_never_blamed_on_another(name):
                 Stuck(job, skips={rank: position}, iterations=3).states(), job.infos, job.nodes
             )
             named = [c.rank for c in found.culprits if c.confidence != "low"]
-            assert named in ([rank], []), (rank, instruction, found)
-            assert named or found.missing
+            if name in INDISTINCT:
+                assert (named, bool(found.missing)) == ([], True), (rank, instruction, found)
+            else:
+                assert named == [rank], (rank, instruction, found)
 
 
 def test_nobody_in_an_operation():

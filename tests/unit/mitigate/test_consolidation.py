@@ -184,7 +184,11 @@ def test_many_nodes_are_searched_at_once(replicas: int, stages: int, movable: bo
     found = best_consolidation(
         grid(replicas, stages), [1.0] * stages, slow, of(16 * replicas, replicas, movable=movable)
     )
-    assert found is None or found.bound_s <= found.after_s < found.before_s
+    if movable:  # unequal shares do it all
+        assert found is None
+    else:
+        assert found is not None
+        assert found.bound_s <= found.after_s < found.before_s
 
 
 def test_a_job_as_it_was_measured() -> None:
