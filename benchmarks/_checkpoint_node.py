@@ -60,7 +60,7 @@ class Node:
             await asyncio.sleep(_LOOK_S)
         client = wire.connect(  # kept: it is made again for as long as it is there
             (self._controller.host, self._controller.port),
-            wire.read_secret(self._secret),
+            wire.RunKey(wire.read_secret(self._secret), self._job.run_id),
             role="launcher",
             greet=lambda: [wire.Hello("launcher", self._job.node, self._rank, os.getpid())],
             message=lambda message: None,

@@ -16,7 +16,9 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-SECRET = bytes(range(32))
+from keepstep.wire.secret import RunKey
+
+RUN = RunKey(bytes(range(32)))
 
 
 def giver(mib: int) -> None:
@@ -34,7 +36,7 @@ def giver(mib: int) -> None:
         state = {f"layer.{i}": torch.rand((mib << 20) // 4 // 16) for i in range(16)}
         snapshots.save(state, 1, overlap=False)
         states = CachedStates(address, [0])
-        server = StateServer(SECRET, states.reading)
+        server = StateServer(RUN, states.reading)
         server.listen(["127.0.0.1"])
         listener = socket.create_server(("127.0.0.1", 0))
         with states.reading(Key(0, 1), 0) as (slot, record):
@@ -100,7 +102,7 @@ def pairs(mib: int, repetitions: int) -> dict[str, Any]:
 
             def ours(room: Any) -> float:
                 began_s = time.perf_counter()
-                Fetch(Key(0, 1), 0, lambda: where, SECRET).run(room)
+                Fetch(Key(0, 1), 0, lambda: where, RUN).run(room)
                 return time.perf_counter() - began_s
 
             found: dict[str, Any] = {"bytes": told["bytes"]}

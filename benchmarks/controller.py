@@ -66,8 +66,8 @@ def iterations(node: int) -> tuple[IterationSummary, ...]:
 class StandIn(asyncio.Protocol):
     """An agent's connection without an agent behind it."""
 
-    def __init__(self, node: int, secret: bytes, ready: asyncio.Future[None]) -> None:
-        self._node, self._secret, self._ready = node, secret, ready
+    def __init__(self, node: int, key: wire.RunKey, ready: asyncio.Future[None]) -> None:
+        self._node, self._key, self._ready = node, key, ready
         self.sequence = 0
         self.lost = False
 
@@ -75,7 +75,7 @@ class StandIn(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         here, there = (transport.get_extra_info(name) for name in ("sockname", "peername"))
         ends = wire.Ends(f"{here[0]}:{here[1]}", f"{there[0]}:{there[1]}")
-        self.channel = wire.ClientChannel(self._secret, "agent", ends)
+        self.channel = wire.ClientChannel(self._key, "agent", ends)
         self.transport.write(self.channel.open())
 
     def data_received(self, data: bytes) -> None:
@@ -100,13 +100,13 @@ class StandIn(asyncio.Protocol):
         self.transport.write(self.channel.send_encoded(body))
 
 
-async def connect_all(agents: int, port: int, secret: bytes) -> list[StandIn]:
+async def connect_all(agents: int, port: int, key: wire.RunKey) -> list[StandIn]:
     loop = asyncio.get_running_loop()
     stand_ins: list[StandIn] = []
 
     async def one(node: int) -> None:
         ready: asyncio.Future[None] = loop.create_future()
-        _, protocol = await loop.create_connection(lambda: StandIn(node, secret, ready), "127.0.0.1", port)
+        _, protocol = await loop.create_connection(lambda: StandIn(node, key, ready), "127.0.0.1", port)
         stand_ins.append(protocol)
         await asyncio.wait_for(ready, 60)
 
@@ -168,7 +168,7 @@ async def storm(stand_ins: list[StandIn], run: Path) -> float:
 
 
 async def measure(agents: int, seconds: float, samples: int, report: Report, run: Path) -> None:
-    secret = wire.write_secret(run / "secret")
+    key = wire.RunKey(wire.write_secret(run / "secret"))
     process, port = start_controller(run, run / "secret")
     watched = psutil.Process(process.pid)
 
@@ -178,7 +178,7 @@ async def measure(agents: int, seconds: float, samples: int, report: Report, run
 
     try:
         began, before = time.monotonic(), cpu_s()
-        stand_ins = await connect_all(agents, port, secret)
+        stand_ins = await connect_all(agents, port, key)
         handshakes, joined_s = cpu_s() - before, time.monotonic() - began
         now_s = time.monotonic()
         bodies = [wire.encode(heartbeat(node, 60, now_s, samples)) for node in range(agents)]
@@ -226,8 +226,8 @@ async def measure(agents: int, seconds: float, samples: int, report: Report, run
 def without_authentication(report: Report, samples: int) -> None:
     """What sealing adds: the same heartbeat opened with and without its code, in this process."""
     ends = (wire.Ends("a:1", "b:2"), wire.Ends("b:2", "a:1"))
-    client = wire.ClientChannel(b"x" * 32, "agent", ends[0])
-    server = wire.ServerChannel(b"x" * 32, ends[1])
+    client = wire.ClientChannel(wire.RunKey(b"x" * 32), "agent", ends[0])
+    server = wire.ServerChannel(wire.RunKey(b"x" * 32), ends[1])
     _, challenge = server.receive(client.open())
     _, proof = client.receive(challenge)
     server.receive(proof)

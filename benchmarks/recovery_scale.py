@@ -73,14 +73,14 @@ class Launchers:
 class Launcher(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, number: int, secret: bytes, launchers: Launchers) -> None:
-        self._number, self._secret, self._launchers = number, secret, launchers
+    def __init__(self, number: int, key: wire.RunKey, launchers: Launchers) -> None:
+        self._number, self._key, self._launchers = number, key, launchers
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         here, there = (transport.get_extra_info(name) for name in ("sockname", "peername"))
         ends = wire.Ends(f"{here[0]}:{here[1]}", f"{there[0]}:{there[1]}")
-        self.channel = wire.ClientChannel(self._secret, "launcher", ends)
+        self.channel = wire.ClientChannel(self._key, "launcher", ends)
         self.transport.write(self.channel.open())
 
     def data_received(self, data: bytes) -> None:
@@ -115,11 +115,11 @@ def _elect(connection: wire.Connection, message: wire.Message) -> None:
 
 async def measure_nodes(nodes: int, repetitions: int, run: Path) -> tuple[list[float], float, float]:
     """Seconds of each recovery; CPU seconds of the controller for one; seconds until all had joined."""
-    secret = wire.write_secret(run / "secret")
+    key = wire.RunKey(wire.write_secret(run / "secret"))
     process, port = start_controller(run, run / "secret", nodes, seat=1)
     watched = psutil.Process(process.pid)
     answers = wire.ServerCallbacks(_elect, lambda _: None, lambda _, __: None)
-    elections = await wire.serve("127.0.0.1", 0, secret, answers, roles=wire.TO_ELECTOR)
+    elections = await wire.serve("127.0.0.1", 0, key, answers, roles=wire.TO_ELECTOR)
     launchers = Launchers(nodes, elections.port)
     loop = asyncio.get_running_loop()
     try:
@@ -127,7 +127,7 @@ async def measure_nodes(nodes: int, repetitions: int, run: Path) -> tuple[list[f
         for first in range(0, nodes, _CONNECT_AT_ONCE):
             made = await asyncio.gather(
                 *(
-                    loop.create_connection(lambda n=n: Launcher(n, secret, launchers), "127.0.0.1", port)
+                    loop.create_connection(lambda n=n: Launcher(n, key, launchers), "127.0.0.1", port)
                     for n in range(first, min(first + _CONNECT_AT_ONCE, nodes))
                 )
             )

@@ -77,7 +77,7 @@ class Node:
         return subprocess.Popen(command)
 
     def play_agent(self) -> NodeBackups:
-        secret = wire.read_secret(self.folder / "secret")
+        key = wire.RunKey(wire.read_secret(self.folder / "secret"))
         host, port = wire.parse_address(self.controller)
         client: list[wire.Client] = []
         backups = NodeBackups(
@@ -85,7 +85,7 @@ class Node:
             self.ranks,
             self.name,
             self.rank,
-            secret,
+            key,
             lambda message: self.loop.call_soon_threadsafe(lambda: client[0].send(message)),
         )
         backups.use_addresses([address_towards(host)])
@@ -98,7 +98,7 @@ class Node:
             client.append(
                 wire.connect(
                     (host, port),
-                    secret,
+                    key,
                     role="agent",
                     greet=lambda: [wire.Hello("agent", self.name, self.rank, os.getpid()), *backups.again()],
                     message=received,

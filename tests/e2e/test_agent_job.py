@@ -33,7 +33,7 @@ class Controller:
         self.port = 0
         self._agent: Any = None
         self._loop = asyncio.new_event_loop()
-        self._secret = secret
+        self._key = wire.RunKey(secret)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)
         self._thread.start()
@@ -60,9 +60,7 @@ class Controller:
         callbacks = wire.ServerCallbacks(
             message=lambda _, message: self.heard.append(message), opened=self._opened, closed=lambda *_: None
         )
-        self._server = self._loop.run_until_complete(
-            wire.serve("127.0.0.1", self.port, self._secret, callbacks)
-        )
+        self._server = self._loop.run_until_complete(wire.serve("127.0.0.1", self.port, self._key, callbacks))
         self.port = self._server.port
         self._ready.set()
         self._loop.run_forever()

@@ -28,7 +28,7 @@ def start(bed: beds.Testbed, folder: Path) -> dict[str, object]:
         command = [
             *(sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(folder / "run")),
             *("--nnodes", "2", "--node-rank", str(number), "--master-addr", "node-a"),
-            *("--master-port", "29555", "--nproc-per-node", "1", "--max-restarts", "2"),
+            *("--master-port", "29555", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-id", "e"),
             *("--standbys", "0", "--no-validate", str(TRAIN), str(folder), str(STEPS)),
         ]
         running[host.name] = host.start(command, {"OMP_NUM_THREADS": "1", "PAUSE_AT": "8"})

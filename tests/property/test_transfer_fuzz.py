@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.unit.checkpoint.conftest import Served, serving
 from tests.unit.checkpoint.sealed_slots import seal_state, stands
-from tests.unit.checkpoint.test_transfer import KEY, SECRET, fetch, giving, room_in
+from tests.unit.checkpoint.test_transfer import KEY, RUN, fetch, giving, room_in
 
 from keepstep.checkpoint.cache import backup_of
 from keepstep.checkpoint.fetch import Fetch
@@ -97,9 +97,7 @@ def test_bytes_without_a_proof(server: StateServer, data: bytes) -> None:
 def test_a_peer_with_the_secret_that_asks_anything(server: StateServer, messages: list[object]) -> None:
     with dialled(server) as connection:
         host, port = connection.getsockname()
-        channel = ClientChannel(
-            SECRET, "peer", Ends(f"{host}:{port}", f"127.0.0.1:{server.endpoints[0].port}")
-        )
+        channel = ClientChannel(RUN, "peer", Ends(f"{host}:{port}", f"127.0.0.1:{server.endpoints[0].port}"))
         connection.sendall(channel.open())
         while not channel.established:
             _, answer = channel.receive(connection.recv(4096))
@@ -119,7 +117,7 @@ def test_afterwards_it_serves(server: StateServer) -> None:
         with dialled(server) as connection:
             host, port = connection.getsockname()
             ends = Ends(f"{host}:{port}", f"127.0.0.1:{server.endpoints[0].port}")
-            connection.sendall(ClientChannel(SECRET, role, ends).open())  # type: ignore[arg-type]
+            connection.sendall(ClientChannel(RUN, role, ends).open())  # type: ignore[arg-type]
             assert b"unknown role" in connection.recv(4096)
 
 
@@ -133,7 +131,7 @@ def lying(answers: list[object]) -> Iterator[tuple[Endpoint, ...]]:
         with connection:
             connection.settimeout(5)
             ends = [f"{host}:{port}" for host, port in (connection.getsockname(), connection.getpeername())]
-            channel = ServerChannel(SECRET, Ends(*ends), roles={"peer"})
+            channel = ServerChannel(RUN, Ends(*ends), roles={"peer"})
             try:
                 while not channel.established:
                     _, answer = channel.receive(connection.recv(4096))
@@ -177,7 +175,7 @@ def small() -> Iterator[Served]:
 @given(st.lists(st.one_of(answered, st.binary(min_size=1, max_size=300)), min_size=1, max_size=6))
 def test_a_node_with_the_secret_that_answers_anything(small: Served, answers: list[object]) -> None:
     with lying(answers) as endpoints, room_in(small.address) as room:
-        one = Fetch(KEY, 0, lambda: endpoints, SECRET, patience_s=0.0)
+        one = Fetch(KEY, 0, lambda: endpoints, RUN, patience_s=0.0)
         with pytest.raises(CheckpointError):
             one.run(room)
     assert small.cache.used_bytes <= 8 << 20

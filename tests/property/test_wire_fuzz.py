@@ -12,15 +12,15 @@ from keepstep.core.errors import WireError
 from keepstep.wire.channel import HANDSHAKE_LIMIT
 from keepstep.wire.framing import FrameBuffer, frame
 
-SECRET = b"s" * 32
+KEY = wire.RunKey(b"s" * 32, "job-a")
 ENDS = wire.Ends("a:1", "b:2"), wire.Ends("b:2", "a:1")
 BOUND = HANDSHAKE_LIMIT + 4
 
 
 def pair(state: int) -> tuple[wire.ClientChannel, wire.ServerChannel]:
     """Both ends after ``state`` steps of the handshake."""
-    client = wire.ClientChannel(SECRET, "agent", ENDS[0])
-    server = wire.ServerChannel(SECRET, ENDS[1])
+    client = wire.ClientChannel(KEY, "agent", ENDS[0])
+    server = wire.ServerChannel(KEY, ENDS[1])
     to_server = client.open()
     if state >= 1:
         _, to_client = server.receive(to_server)
@@ -76,6 +76,35 @@ def test_mutated_handshake_never_establishes(state: int, cut: int, flip: int, at
         raise AssertionError(f"a changed step {state} was accepted")
 
 
+@given(state=st.integers(0, 3), cut=st.integers(0, 400), flip=st.integers(0, 255), at=st.integers(0, 400))
+@settings(max_examples=300, deadline=None)
+def test_two_runs_never_have_a_connection_and_only_a_true_farewell_is_believed(
+    state: int, cut: int, flip: int, at: int
+) -> None:
+    """One secret, two runs; one step of the handshake is changed, or none."""
+    client = wire.ClientChannel(wire.RunKey(KEY.secret, "job-b"), "agent", ENDS[0])
+    server = wire.ServerChannel(KEY, ENDS[1])
+    said, changed = client.open(), False
+    refusals: list[WireError] = []
+    for step in range(4):
+        data = bytearray(said)
+        if step == state:
+            data = data[: max(len(data) - cut, 0)] if cut % 2 else data
+            if data:
+                data[at % len(data)] ^= flip
+            changed = bytes(data) != said
+        target = client if step % 2 else server
+        try:
+            _, said = target.receive(bytes(data))
+        except WireError as error:
+            refusals.append(error)
+            said = server.denial(error) if target is server and isinstance(error, wire.Violation) else b""
+    assert not client.established
+    assert not server.established
+    believed = [isinstance(error, wire.AnotherJob) for error in refusals]
+    assert believed == [True, True] if not changed else believed != [True, True]
+
+
 @given(st.lists(st.binary(min_size=1, max_size=60), max_size=20), st.lists(st.integers(1, 50), min_size=1))
 @settings(max_examples=200, deadline=None)
 def test_frames_come_out_as_they_went_in(bodies: list[bytes], sizes: list[int]) -> None:
@@ -110,8 +139,8 @@ def test_sealed_frames_only_once_and_in_order(order: list[int], twice: bool) -> 
 
 def electors() -> tuple[wire.ClientChannel, wire.ServerChannel]:
     """Two launchers that have proved themselves to each other."""
-    client = wire.ClientChannel(SECRET, "elector", ENDS[0])
-    server = wire.ServerChannel(SECRET, ENDS[1], roles=wire.TO_ELECTOR)
+    client = wire.ClientChannel(KEY, "elector", ENDS[0])
+    server = wire.ServerChannel(KEY, ENDS[1], roles=wire.TO_ELECTOR)
     _, challenge = server.receive(client.open())
     _, proof = client.receive(challenge)
     server.receive(proof)
@@ -177,7 +206,7 @@ def test_councils_are_bounded(seats: list[wire.Seat], term: int, leader: wire.Se
 
 def test_an_elector_is_none_of_the_controllers_peers_and_the_other_way_round() -> None:
     for role, roles in (("elector", None), ("launcher", wire.TO_ELECTOR), ("agent", wire.TO_ELECTOR)):
-        client = wire.ClientChannel(SECRET, role, ENDS[0])  # type: ignore[arg-type]
-        server = wire.ServerChannel(SECRET, ENDS[1], **({"roles": roles} if roles else {}))
+        client = wire.ClientChannel(KEY, role, ENDS[0])  # type: ignore[arg-type]
+        server = wire.ServerChannel(KEY, ENDS[1], **({"roles": roles} if roles else {}))
         with pytest.raises(WireError):
             server.receive(client.open())

@@ -17,6 +17,7 @@ class Arguments:
     run_dir: Path
     controller: tuple[str, int]
     secret_file: Path
+    run_id: str
     node: str
     node_rank: int
     rings: dict[int, str]  # path by rank
@@ -35,12 +36,14 @@ class Arguments:
 def parse(words: Sequence[str] | None = None) -> Arguments:
     """Read the command line. Raises UsageError for values that cannot be used; argparse exits for the rest."""
     from keepstep.wire.address import parse_address
+    from keepstep.wire.secret import UNNAMED
     from keepstep.wire.tls import TlsPaths
 
     parser = argparse.ArgumentParser("keepstep.agent", description=__doc__, allow_abbrev=False)
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--controller", required=True, metavar="HOST:PORT")
     parser.add_argument("--secret-file", required=True, type=Path)
+    parser.add_argument("--run-id", default=UNNAMED, metavar="ID")
     parser.add_argument("--node", required=True)
     parser.add_argument("--node-rank", required=True, type=int)
     parser.add_argument("--ring", required=True, action="append", metavar="RANK=PATH")
@@ -61,6 +64,7 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
         run_dir=given.run_dir.resolve(),
         controller=parse_address(given.controller),
         secret_file=given.secret_file,
+        run_id=given.run_id,
         node=given.node,
         node_rank=given.node_rank,
         rings=_paths("--ring", given.ring),

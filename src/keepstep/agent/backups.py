@@ -36,6 +36,7 @@ from keepstep.wire.messages import (
     Message,
     RankKeys,
 )
+from keepstep.wire.secret import RunKey
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class NodeBackups:
         ranks: Collection[int],
         node: str,
         node_rank: int,
-        secret: bytes,
+        run: RunKey,
         send: Callable[[Message], None],
         *,
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
@@ -76,10 +77,10 @@ class NodeBackups:
     ) -> None:
         """``address``: of the cache. ``tls``: contexts to give and to fetch. ``bytes_per_s``: of giving; 0: any."""
         self._address, self._ranks = address, tuple(sorted(ranks))
-        self._node, self._node_rank, self._secret, self._send = node, node_rank, secret, send
+        self._node, self._node_rank, self._run_key, self._send = node, node_rank, run, send
         self._fetch_tls = tls[1] if tls else None
         self.states = CachedStates(address, self._ranks)
-        self._server = StateServer(secret, self._reading, tls=tls[0] if tls else None, rate=Rate(bytes_per_s))
+        self._server = StateServer(run, self._reading, tls=tls[0] if tls else None, rate=Rate(bytes_per_s))
         self._guard = threading.Lock()
         self._wake = threading.Event()
         self._stopped = False
@@ -186,7 +187,7 @@ class NodeBackups:
 
     def fetch(self, key: Key, rank: int, where: Callable[[], Sequence[Endpoint]]) -> Fetch:
         """A transfer from another node, to be run."""
-        return Fetch(key, rank, where, self._secret, tls=self._fetch_tls)
+        return Fetch(key, rank, where, self._run_key, tls=self._fetch_tls)
 
     def trouble(self) -> str:
         """Why the cache cannot be looked at, or a backup that is to be here is not; "": nothing is in the way."""

@@ -52,7 +52,7 @@ class Program:
         self._cpu_s, self._cpu_since_s = time.process_time(), time.monotonic()
         self._failure: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._secret = b""
+        self._key = wire.RunKey(b"")
         self._echo: Echo | None = None
         self._probing = False
         self._checkpoints: Checkpoints | None = None
@@ -77,12 +77,12 @@ class Program:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         tls = wire.client_context(wire.TlsPaths(*arguments.tls)) if arguments.tls is not None else None
-        self._secret = wire.read_secret(arguments.secret_file)
-        self._echo = Echo(self._secret)
+        self._key = wire.RunKey(wire.read_secret(arguments.secret_file), arguments.run_id)
+        self._echo = Echo(self._key.secret)
         self._start_backups()
         self._client = wire.connect(
             arguments.controller,
-            self._secret,
+            self._key,
             role="agent",
             greet=self._greet,
             message=self._received,
@@ -126,7 +126,7 @@ class Program:
             arguments.rings.keys(),
             arguments.node,
             arguments.node_rank,
-            self._secret,
+            self._key,
             lambda message: _hand_over(loop, self._send, message),
             tls=(wire.server_context(paths), wire.client_context(paths)) if paths else None,
             bytes_per_s=arguments.backup_rate,
@@ -196,7 +196,7 @@ class Program:
         try:
             arguments = self._arguments
             used = self._agent.addresses()[1]
-            probes = await probe_paths(request, arguments.node, self._secret, used)
+            probes = await probe_paths(request, arguments.node, self._key.secret, used)
             self._send(wire.Probed(request.request, arguments.node_rank, probes))
         finally:
             self._probing = False

@@ -25,6 +25,7 @@ from keepstep.core.errors import CheckpointError
 from keepstep.core.summary import Endpoint
 from keepstep.wire.channel import ClientChannel
 from keepstep.wire.messages import Message
+from keepstep.wire.secret import RunKey
 from keepstep.wire.transfer import (
     Following,
     Have,
@@ -58,13 +59,13 @@ class Fetch:
         key: Key,
         rank: int,
         where: Callable[[], Sequence[Endpoint]],
-        secret: bytes,
+        run: RunKey,
         *,
         tls: ssl.SSLContext | None = None,
         patience_s: float = 15.0,
     ) -> None:
         """``patience_s``: gives up when no byte has come for so long."""
-        self._key, self._rank, self._where, self._secret = key, rank, where, secret
+        self._key, self._rank, self._where, self._run_key = key, rank, where, run
         self._tls, self._patience_s = tls, patience_s
         self._changed = threading.Condition()
         self._connections: set[PeerConnection] = set()
@@ -150,7 +151,7 @@ class Fetch:
                 if self._failure is not None:
                     raise self._failure
                 self._connections.add(connection)
-            connection.prove(ClientChannel(self._secret, "peer", connection.ends()))
+            connection.prove(ClientChannel(self._run_key, "peer", connection.ends()))
             connection.send(Want(self._rank, self._key.pack()))
             self._announced(connection.receive())
         except BaseException:

@@ -1,7 +1,7 @@
 """Gives the sealed states of this node to the agents of others that ask for them.
 
-Who asks proves that it holds the run's secret, as to the controller (`keepstep.wire`). Header and checksums go in
-sealed frames; the storages' bytes go between frames, out of the slot by ``sendfile``.
+Who asks proves that it holds the secret and belongs to this run, as to the controller (`keepstep.wire`). Header and
+checksums go in sealed frames; the storages' bytes go between frames, out of the slot by ``sendfile``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from keepstep.core.summary import Endpoint
 from keepstep.wire.address import end_host
 from keepstep.wire.channel import ServerChannel
 from keepstep.wire.counters import Counters
+from keepstep.wire.secret import RunKey
 from keepstep.wire.transfer import (
     PIECE_BYTES,
     Following,
@@ -52,14 +53,14 @@ class StateServer:
 
     def __init__(
         self,
-        secret: bytes,
+        run: RunKey,
         reading: Reading,
         *,
         tls: ssl.SSLContext | None = None,
         rate: Rate | None = None,
     ) -> None:
         self.counters = Counters()
-        self._secret, self._reading, self._tls = secret, reading, tls
+        self._run, self._reading, self._tls = run, reading, tls
         self._rate = rate or Rate(0)
         self._guard = threading.Lock()
         self._listeners: dict[str, socket.socket] = {}
@@ -122,7 +123,7 @@ class StateServer:
                 connection.patience(HANDSHAKE_S)
                 with self._guard:
                     self._unproven[number] = connection
-            connection.prove(ServerChannel(self._secret, connection.ends(), roles=_PEER))
+            connection.prove(ServerChannel(self._run, connection.ends(), roles=_PEER))
             if self._prove(number, connection):
                 connection.patience(_IDLE_S)
                 self._serve(connection)

@@ -37,14 +37,14 @@ def ask(
         raise RunError(f"{name}: the run has ended or is not watched; {only}")
     options = resolve(SETTINGS, environ=os.environ, path=config_path(os.environ))
     paths = wire.TlsPaths.of(*(str(options[key].value) or None for key in ("tls_cert", "tls_key", "tls_ca")))
-    trouble: list[str] = []
+    trouble: list[Exception] = []
     hello = wire.Hello("client", os.uname().nodename, -1, os.getpid())
     client = wire.BackgroundClient(
         wire.parse_address(str(run["controller"])),
-        wire.read_secret(Path(str(run["secret_file"]))),
+        wire.RunKey(wire.read_secret(Path(str(run["secret_file"]))), str(run.get("run_id", wire.UNNAMED))),
         role="client",
         greet=lambda: [hello],
-        trouble=lambda error, attempt: trouble.append(str(error)) if attempt < _FEW else None,
+        trouble=lambda error, attempt: trouble.append(error) if attempt < _FEW else None,
         tls=wire.client_context(paths) if paths else None,
     )
     try:
@@ -57,10 +57,15 @@ def ask(
                 return answer
             if isinstance(answer, wire.Refused):
                 raise RunError(f"{name}: the controller refuses: {answer.reason}")
+            if trouble and isinstance(trouble[-1], wire.AnotherJob):
+                raise RunError(
+                    f"{name}: its controller is not at {run['controller']} any more, which runs "
+                    f"{wire.job_named(trouble[-1].theirs)}; {gone}"
+                )
             if connected and not client.connected:
                 raise RunError(f"{name}: the controller went away; {gone}")
             connected = client.connected
     finally:
         client.close()
-    seen = trouble[-1] if trouble else "connected, but no outcome came"
+    seen = str(trouble[-1]) if trouble else "connected, but no outcome came"
     raise RunError(f"{name}: no answer from the controller at {run['controller']} in {timeout_s:g} s: {seen}")

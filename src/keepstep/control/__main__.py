@@ -31,6 +31,9 @@ def parse(argv: list[str]) -> Options:
         "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="this address and no other"
     )
     parser.add_argument("--secret-file", type=Path, required=True, help="the run's secret, mode 0600")
+    parser.add_argument(
+        "--run-id", default=wire.UNNAMED, metavar="ID", help="no program of another run is let in"
+    )
     parser.add_argument("--nodes", type=int, default=1, help="launchers to wait for")
     parser.add_argument("--join-timeout", type=float, default=600.0, metavar="SECONDS")
     parser.add_argument(
@@ -99,6 +102,7 @@ def parse(argv: list[str]) -> Options:
         host=host,
         port=port,
         secret_file=arguments.secret_file,
+        run_id=arguments.run_id,
         settings=settings,
         council=arguments.council,
         layout=arguments.layout,

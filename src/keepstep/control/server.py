@@ -55,6 +55,7 @@ class Options:
     host: str
     port: int
     secret_file: Path
+    run_id: str
     settings: Settings
     council: Path | None = None
     layout: str = ""
@@ -80,7 +81,7 @@ class ControlServer:
         self._server: wire.Server | None = None
         self._connections: dict[int, wire.Connection] = {}
         self._reaching: dict[int, asyncio.Task[None]] = {}
-        self._secret = b""
+        self._key = wire.RunKey(b"")
         self._tls: ssl.SSLContext | None = None  # of a client
         self._done = asyncio.Event()
         self._next_status_s = 0.0
@@ -96,8 +97,8 @@ class ControlServer:
             loop.add_signal_handler(number, self._done.set)
         tls = wire.server_context(options.tls) if options.tls is not None else None
         self._tls = wire.client_context(options.tls) if options.tls is not None else None
-        self._secret = wire.read_secret(options.secret_file)
-        self._server = await self._listen(self._secret, tls)
+        self._key = wire.RunKey(wire.read_secret(options.secret_file), options.run_id)
+        self._server = await self._listen(tls)
         if options.settings.term > 1:  # the first is where the nodes were told to meet
             self._controller.port = self._server.port
         print(msgspec.json.encode({"ready": True, "port": self._server.port}).decode(), flush=True)
@@ -108,14 +109,14 @@ class ControlServer:
         await self._server.close()
         return 0
 
-    async def _listen(self, secret: bytes, tls: ssl.SSLContext | None) -> wire.Server:
+    async def _listen(self, tls: ssl.SSLContext | None) -> wire.Server:
         options = self._options
         callbacks = wire.ServerCallbacks(message=self._message, opened=self._opened, closed=self._closed)
         try:
             return await wire.serve(
                 options.host,
                 options.port,
-                secret,
+                self._key,
                 callbacks,
                 tls=tls,
                 check_addresses=options.check_addresses,
@@ -246,7 +247,7 @@ class ControlServer:
         seat, answered = effect.seat, asyncio.Event()
         client = wire.connect(
             (seat.address, seat.port),
-            self._secret,
+            self._key,
             role="elector",
             greet=lambda: (wire.Where(),),
             message=lambda _: answered.set(),

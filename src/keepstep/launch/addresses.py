@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import random
@@ -82,6 +83,19 @@ def _is_numeric(host: str) -> bool:
         return True
     except ValueError:
         return False
+
+
+def is_taken(address: str, port: int) -> bool:
+    """Whether somebody listens there already."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+            probe.listen()  # which tells what binding alone does not where both allow the address to be used again
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
 
 
 def free_port(address: str) -> int:

@@ -39,7 +39,7 @@ class Elections:
         self._tls = tls
         self._member_is_connected, self._changed, self._led = member_is_connected, changed, led
         self._dice = random.Random()
-        self._secret = b""
+        self._key = wire.RunKey(b"")
         self._server: wire.Server | None = None
         self._clients: dict[int, wire.Client] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -48,19 +48,19 @@ class Elections:
         self._guided_s, self._guide = 0.0, 0  # who is asked for the controller by one that has no seat
         self.elector: Elector | None = None
 
-    async def open(self, secret: bytes) -> wire.Seat:
+    async def open(self, key: wire.RunKey) -> wire.Seat:
         """Listen. Raises OSError when no port can be had."""
         await self.close()
-        self._secret = secret
+        self._key = key
         callbacks = wire.ServerCallbacks(self._asked, lambda _: None, lambda _, __: None)
         tls = self._tls[0] if self._tls is not None else None
         try:
             self._server = await wire.serve(
-                self._seat.address, 0, secret, callbacks, tls=tls, roles=wire.TO_ELECTOR
+                self._seat.address, 0, key, callbacks, tls=tls, roles=wire.TO_ELECTOR
             )
         except OSError:  # an address that others see, but this node has not
             anywhere = "::" if ":" in self._seat.address else "0.0.0.0"
-            self._server = await wire.serve(anywhere, 0, secret, callbacks, tls=tls, roles=wire.TO_ELECTOR)
+            self._server = await wire.serve(anywhere, 0, key, callbacks, tls=tls, roles=wire.TO_ELECTOR)
         seat = wire.Seat(
             self._seat.token, self._seat.node, self._seat.pid, self._seat.address, self._server.port
         )
@@ -111,7 +111,7 @@ class Elections:
             if token not in self._clients:
                 self._clients[token] = wire.connect(
                     (seat.address, seat.port),
-                    self._secret,
+                    self._key,
                     role="elector",
                     greet=lambda: () if self._member_is_connected() else (wire.Where(),),
                     message=self._answered,

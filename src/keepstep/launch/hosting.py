@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepstep.core.errors import RunError
+from keepstep.core.errors import KeepstepError, RunError
 from keepstep.launch import addresses, run_folder
 from keepstep.launch.companions import Companion, controller_command, council_file
 from keepstep.launch.guard import Guard
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from keepstep.launch.link import Link
 
 _READY_S = 30.0
+_ASK_S = 3.0  # who listens where the controller was to
 
 
 class Hosting:
@@ -69,18 +71,74 @@ class Hosting:
         """It listens at ``at``, or others see to it that it will."""
         return self.at is not None and (self._ready.is_set() or self._job.rendezvous.endpoint is not None)
 
+    async def can_begin(self) -> None:
+        """Whether the controller of a job of several nodes can listen here.
+
+        Raises:
+            RunError: it cannot, and why.
+        """
+        listen = self._listen
+        if listen.port and addresses.is_taken(listen.host, listen.port):
+            raise RunError(await self._who_is_at(listen))
+
+    @property
+    def _listen(self) -> Endpoint:
+        """Where the controller is to listen."""
+        listen, endpoint = self._job.controller_listen, self._job.rendezvous.endpoint
+        if listen is None and endpoint is not None:
+            listen = Endpoint(addresses.listen_address(endpoint), endpoint.port)
+        return listen or Endpoint("127.0.0.1", 0)
+
+    async def _who_is_at(self, taken: Endpoint) -> str:
+        """What listens where the controller was to listen, and what to do about it."""
+        from keepstep import wire
+        from keepstep.launch.link import another_job, contexts
+
+        logging.getLogger("keepstep.wire").addHandler(logging.NullHandler())  # it is told once, by the error
+        answers: asyncio.Queue[Exception | None] = asyncio.Queue()
+        other = "another program"
+        try:
+            key = wire.RunKey(wire.read_secret(self._secret), self._job.run_id)
+            tls = contexts(self._job)
+            client = wire.connect(
+                (taken.host, taken.port),
+                key,
+                role="client",
+                greet=lambda: (),
+                message=lambda message: None,
+                connected=lambda: answers.put_nowait(None),
+                trouble=lambda error, attempt: answers.put_nowait(error),
+                tls=tls[1] if tls is not None else None,
+            )
+            try:
+                answer = await asyncio.wait_for(answers.get(), _ASK_S)
+            finally:
+                await client.close()
+            if isinstance(answer, wire.AnotherJob):
+                return another_job(taken, answer)
+            if isinstance(answer, wire.Unproven):
+                other = "the controller of a job with another secret"
+            elif answer is None:
+                return (
+                    f"a controller of this job is at {taken} already: start only one node as its host "
+                    "(--node-rank 0, or is_host in --rdzv-conf)"
+                )
+        except (KeepstepError, OSError, asyncio.TimeoutError):
+            pass  # there is no secret yet, or nobody speaks
+        return (
+            f"{taken} is in use by {other}, the nodes cannot meet there: "
+            "give another --rdzv-endpoint, or end what uses it"
+        )
+
     def start(self) -> None:
         """Start the controller here.
 
         Raises:
             KeepstepError, OSError: there is no secret that it could use.
         """
-        listen, endpoint = self._job.controller_listen, self._job.rendezvous.endpoint
-        if listen is None and endpoint is not None:
-            listen = Endpoint(addresses.listen_address(endpoint), endpoint.port)
         if run_folder.ensure_secret(self._secret) and self._job.secret_file:
             self._say(f"made a new secret: {self._secret}; every node needs this file")
-        self.at = listen or Endpoint("127.0.0.1", 0)
+        self.at = self._listen
         self._launch()
 
     async def is_ready(self) -> None:

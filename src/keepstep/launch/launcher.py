@@ -130,6 +130,7 @@ class Launcher:
             return Place(0, 0, job.nproc, 1, job.master_addr, port)
         endpoint = job.rendezvous.endpoint
         if self._controller.is_here:
+            await self._until(self._controller.can_begin())
             self._controller.start()
             await self._until(self._controller.is_ready())
         else:
@@ -188,6 +189,7 @@ class Launcher:
             token=self._controller.seat,
             elected=self._on_election,
             known=lambda: run_folder.controller(self._folder),
+            warn=self._warn,
         )
         self._controller.met(endpoint)
         if self._job.max_nodes > 1:
@@ -299,7 +301,7 @@ class Launcher:
             return self._explain(outcome, early.outcome) if outcome.kind == "failed" else early.outcome
         if place is not None:
             return place
-        why = f"{self._link.member.missing} ({self._controller.at})"
+        why = self._link.stranger or f"{self._link.member.missing} ({self._controller.at})"
         self._warn(f"{why}: this node ends")
         ended = (
             self._explain(outcome) if outcome.kind == "failed" else replace(outcome, kind="failed", code=1)

@@ -29,6 +29,8 @@ PATIENCE_S = 60.0  # without a connection and with no worker running: nobody wil
 _REREAD_SECRET_S = 1.0
 _LOOK_S = 0.5
 _TRY_S = 5.0  # for one address
+# For the controller of another job to end, which this one may follow at its address, and to try another address.
+_STRANGER_S = 12.0
 
 
 class Link:
@@ -46,9 +48,11 @@ class Link:
         token: int = 0,
         elected: Callable[[], None] = lambda: None,
         known: Callable[[], Endpoint | None] = lambda: None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         """``controller.host`` is a numeric address; ``ordered`` is told when something new is in ``member``.
 
+        ``warn``: of what the operator should know while workers run, and nobody else says.
         ``token``: of our seat where the controller can move; ``elected`` is then told when `leads` may have changed,
         and ``known`` asked for the address of a controller that others know.
         """
@@ -60,14 +64,17 @@ class Link:
         self._client: wire.Client | None = None
         self._changed = asyncio.Event()
         self._trouble = ""
-        self._elected, self._known = elected, known
+        self._stranger = ""  # the controller of another job is there instead of ours, and since when
+        self._stranger_at, self._stranger_since_s = controller, 0.0
+        self._warned_of = ""
+        self._elected, self._known, self._warn = elected, known, warn
         self.address = addresses.resolve(join.address)[0] if token else ""
         self._elections: Elections | None = None
         self.member = Membership(join, os.getpid(), free_port, time.time)
         if token:
             self._elections = Elections(
                 *(token, join.node, os.getpid(), self.address),
-                tls=_contexts(job),
+                tls=contexts(job),
                 member_is_connected=self._is_led,
                 changed=self._look,
                 led=lambda: self.member.led(_now_s()),
@@ -83,10 +90,10 @@ class Link:
         """
         # What goes wrong on the way is told by ``join`` once, not by the logger at every attempt.
         logging.getLogger("keepstep.wire").addHandler(logging.NullHandler())
-        tls = _contexts(self._job)
+        tls = contexts(self._job)
         self._client = wire.connect(
             (self._controller.host, self._controller.port),
-            wire.read_secret(self._secret),
+            wire.RunKey(wire.read_secret(self._secret), self._job.run_id),
             role="launcher",
             greet=self.member.greet,
             message=self._received,
@@ -100,6 +107,11 @@ class Link:
     def controller(self) -> Endpoint:
         """Where the controller is, as far as is known."""
         return self._controller
+
+    @property
+    def stranger(self) -> str:
+        """What to say when the controller of another job is where ours should be; "": it is not."""
+        return self._stranger
 
     @property
     def leads(self) -> int:
@@ -164,6 +176,8 @@ class Link:
                 return waiting.result()
         finally:
             waiting.cancel()
+        if self._stranger:
+            raise RunError(self._stranger)
         seen = self._trouble or "connected, but not all nodes have joined"
         raise RunError(
             f"no place in the job after {timeout_s:g} s: controller {self._controller}: {seen}; check that every "
@@ -179,7 +193,8 @@ class Link:
                 if found != tried:
                     await self.close()
                     if self._elections is not None:
-                        self.member.vote(await self._elections.open(found), self._elections.elector)
+                        key = wire.RunKey(found, self._job.run_id)
+                        self.member.vote(await self._elections.open(key), self._elections.elector)
                     self.open()
                     tried = found
             except (OSError, WireError) as error:
@@ -190,8 +205,12 @@ class Link:
                 raise RunError(f"controller {self._controller}: {self.member.refusal}")
             if self.member.is_spare and self.member.away_s(_now_s()) > PATIENCE_S:
                 raise RunError(
-                    f"controller {self._controller}: {self._trouble}: the job is gone, or out of reach"
+                    self._stranger
+                    or f"controller {self._controller}: {self._trouble}: the job is gone, or out of reach"
                 )
+            met_stranger = self._stranger and _now_s() - self._stranger_since_s > _STRANGER_S
+            if met_stranger and not self.member.is_spare:  # which may be wanted where the job goes on
+                raise RunError(self._stranger)
             await self._change(_REREAD_SECRET_S)
 
     async def next_place(self) -> Place | None:
@@ -255,9 +274,7 @@ class Link:
     def failed(self, exit_code: int, cause: Cause) -> None:
         """Workers of this node have failed: all nodes are to begin again."""
         text = f"rank {cause.rank}: {cause.error}"
-        self._send(
-            self.member.failed(exit_code, text, cause.rank, cause.step, cause.at_s, cause.by_keepstep)
-        )
+        self._send(self.member.failed(exit_code, text, cause.rank, cause.step, cause.at_s, cause.by_keepstep))
 
     def halted(self, unfit: str = "", rigid: str = "") -> None:
         """No worker of this incarnation runs here any more.
@@ -324,6 +341,7 @@ class Link:
 
     def _on_welcome(self) -> None:
         """The controller is there, and it is the newest."""
+        self._stranger = ""
         if self.member.is_void:
             assert self._client is not None
             self._client.reconnect()
@@ -338,11 +356,34 @@ class Link:
     def _note(self, error: Exception, attempt: int) -> None:
         del attempt
         self._trouble = str(error)
+        self._meet(error)
         self.member.trouble(error, _now_s())
 
+    def _meet(self, error: Exception) -> None:
+        """Note whether it is another job's controller that keeps ours away. Workers that run do not mind."""
+        if not isinstance(error, wire.AnotherJob):
+            if self._controller == self._stranger_at:  # and not at another address that is tried meanwhile
+                self._stranger = ""
+            return
+        if not self._stranger:
+            self._stranger_since_s = _now_s()
+        self._stranger_at = self._controller
+        self._stranger = another_job(self._controller, error)
+        if self.member.runs and self._stranger != self._warned_of:
+            self._warned_of = self._stranger
+            self._warn(f"{self._stranger}; the workers of this node train on without it")
 
-def _contexts(job: Job) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
-    """Of a server and of a client."""
+
+def another_job(controller: Endpoint, error: wire.AnotherJob) -> str:
+    """What to tell an operator whose launcher has met the controller of another job, and what to do."""
+    return (
+        f"the controller at {controller} runs {wire.job_named(error.theirs)}, this node was started for "
+        f"{wire.job_named(error.ours)}: give this job its own --rdzv-endpoint, or the same --rdzv-id on all its nodes"
+    )
+
+
+def contexts(job: Job) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
+    """TLS of a server and of a client; None: the job has none. Raises UsageError: the files cannot be loaded."""
     if job.tls is None:
         return None
     paths = wire.TlsPaths(str(job.tls.cert), str(job.tls.key), str(job.tls.ca))

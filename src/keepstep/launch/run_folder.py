@@ -130,6 +130,7 @@ def description(
     """What ``run.json`` says of the job."""
     return {
         "id": folder.name,
+        "run_id": job.run_id.encode("utf-8", "backslashreplace").decode(),
         "argv": [job.script, *job.arguments],
         "script": job.script,
         "nodes": place.node_count if place else job.max_nodes,

@@ -6,7 +6,7 @@ A node's side (agent or launcher), on its event loop::
 
     client = wire.connect(
         wire.parse_address("10.0.0.1:29400"),
-        wire.read_secret(secret_file),           # refuses a file that others can read
+        wire.RunKey(wire.read_secret(file), run_id),  # refuses a file that others can read
         role="agent",                            # or "launcher"
         greet=lambda: [wire.Hello("agent", node, node_rank, os.getpid()), *groups_so_far, *findings_that_still_hold],
         message=on_message,                      # Welcome, ProfileRequest, StateRequest, SaveRings, Stop ...
@@ -94,18 +94,21 @@ from keepstep.wire.messages import (
     Validated,
     Welcome,
 )
-from keepstep.wire.secret import read_secret, write_secret
+from keepstep.wire.secret import MOST_NAME, UNNAMED, RunKey, read_secret, write_secret
 from keepstep.wire.server import Connection, Server, ServerCallbacks, ServerLimits, serve
 from keepstep.wire.tls import TlsPaths, client_context, server_context
-from keepstep.wire.violation import REASONS, Reason, Unproven, Violation
+from keepstep.wire.violation import REASONS, AnotherJob, Reason, Unproven, Violation, job_named
 
 __all__ = [
     "LEAST_HOLD_S",
     "MOST_HOLD_S",
+    "MOST_NAME",
     "MOST_SEATS",
     "PROTOCOL",
     "REASONS",
     "TO_ELECTOR",
+    "UNNAMED",
+    "AnotherJob",
     "Answer",
     "Ask",
     "BackUp",
@@ -158,6 +161,7 @@ __all__ = [
     "Release",
     "Role",
     "Row",
+    "RunKey",
     "RunTests",
     "SaveRings",
     "Seal",
@@ -185,6 +189,7 @@ __all__ = [
     "client_context",
     "connect",
     "encode",
+    "job_named",
     "loop_factory",
     "parse_address",
     "read_secret",

@@ -12,6 +12,7 @@ from keepstep.wire.channel import Role
 from keepstep.wire.client import Client, ClientLimits
 from keepstep.wire.loops import loop_factory
 from keepstep.wire.messages import Message
+from keepstep.wire.secret import RunKey
 
 _INBOX = 10_000
 
@@ -25,7 +26,7 @@ class BackgroundClient:
     def __init__(
         self,
         address: tuple[str, int],
-        secret: bytes,
+        key: RunKey,
         *,
         role: Role,
         greet: Callable[[], Iterable[Message]],
@@ -41,7 +42,7 @@ class BackgroundClient:
         self._client = Client(
             address[0],
             address[1],
-            secret,
+            key,
             role=role,
             greet=greet,
             message=self._take,

@@ -2,13 +2,18 @@
 
 Handshake (each a length-prefixed msgpack struct of at most 1 KiB)::
 
-    client  Open(protocol, role, nonce, addresses as the client sees them)
-    server  Challenge(protocol, nonce, proof)     proof  = HMAC-SHA256(secret, "server proof" + transcript)
-    client  Proof(proof)                          proof  = HMAC-SHA256(secret, "client proof" + transcript)
+    client  Open(protocol, role, nonce, addresses as the client sees them, run)
+    server  Challenge(protocol, nonce, proof, run)  proof  = HMAC-SHA256(secret, "server proof" + transcript)
+    client  Proof(proof)                            proof  = HMAC-SHA256(secret, "client proof" + transcript)
 
-The transcript is the bytes of Open and of the server's nonce and protocol, so both proofs cover both nonces, the
-role, the version and the addresses. From the same transcript each direction gets its own key, and each later frame is
-``code (16) | number (8) | message``, the code being keyed BLAKE2b over number and message.
+The transcript is the bytes of Open and the server's nonce, protocol and run, so both proofs cover both nonces, the
+role, the version, the addresses and the runs, each of which is ``RunKey.tag``: 32 bytes for an id of any length. From
+the same transcript each direction gets its own key, and each later frame is ``code (16) | number (8) | message``, the
+code being keyed BLAKE2b over number and message.
+
+Where the runs differ there is no connection. Instead of Proof the client sends the name of its run, the server answers
+with the name of its own, and both refuse. Each name comes with a proof of its own (``Stranger``): only who holds the
+secret is told a name, and nobody else can say that the run is another one.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import hmac
 import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -32,8 +37,9 @@ from keepstep.wire.messages import (
     Message,
     ToNode,
 )
+from keepstep.wire.secret import MOST_NAME, TAG_BYTES, RunKey
 from keepstep.wire.transfer import FromHolder, ToHolder
-from keepstep.wire.violation import Unproven, Violation
+from keepstep.wire.violation import AnotherJob, Unproven, Violation
 
 Role = Literal["agent", "launcher", "client", "peer", "elector"]
 
@@ -80,6 +86,7 @@ class Open(msgspec.Struct, frozen=True, tag="keepstep-open", array_like=True):
     nonce: bytes
     local: str  # "host:port" of the client's end, as it sees it
     remote: str  # of the server's end
+    run: bytes = b""
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="keepstep-challenge", array_like=True):
@@ -88,11 +95,19 @@ class Challenge(msgspec.Struct, frozen=True, tag="keepstep-challenge", array_lik
     protocol: int
     nonce: bytes
     proof: bytes
+    run: bytes = b""
 
 
 class Proof(msgspec.Struct, frozen=True, tag="keepstep-proof", array_like=True):
     """The client's proof; sealed frames follow."""
 
+    proof: bytes
+
+
+class Stranger(msgspec.Struct, frozen=True, tag="keepstep-stranger", array_like=True):
+    """The name of the sender's run, which is not the receiver's, and a proof that the sender holds the secret."""
+
+    name: Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
     proof: bytes
 
 
@@ -102,9 +117,11 @@ class Denied(msgspec.Struct, frozen=True, tag="keepstep-denied", array_like=True
     reason: str
 
 
-_handshake_to_server: msgspec.msgpack.Decoder[Open | Proof] = msgspec.msgpack.Decoder(Open | Proof)
-_handshake_to_client: msgspec.msgpack.Decoder[Challenge | Denied] = msgspec.msgpack.Decoder(
-    Challenge | Denied
+_handshake_to_server: msgspec.msgpack.Decoder[Open | Proof | Stranger] = msgspec.msgpack.Decoder(
+    Open | Proof | Stranger
+)
+_handshake_to_client: msgspec.msgpack.Decoder[Challenge | Stranger | Denied] = msgspec.msgpack.Decoder(
+    Challenge | Stranger | Denied
 )
 
 
@@ -119,10 +136,6 @@ class Ends:
 def random_nonce() -> bytes:
     """32 unpredictable bytes."""
     return secrets.token_bytes(NONCE_BYTES)
-
-
-def _keyed(secret: bytes, label: bytes, transcript: bytes) -> bytes:
-    return hmac.digest(secret, label + b"\0" + transcript, "sha256")
 
 
 class _Sealer:
@@ -168,17 +181,21 @@ class _Channel:
         "_decoder",
         "_frames",
         "_in",
+        "_key",
         "_nonce",
         "_out",
-        "_secret",
+        "_runs_differ",
+        "_transcript",
         "ends",
         "established",
         "role",
     )
 
-    def __init__(self, secret: bytes, role: str, ends: Ends, nonce: bytes) -> None:
-        self._secret = secret
+    def __init__(self, key: RunKey, role: str, ends: Ends, nonce: bytes) -> None:
+        self._key = key
         self._nonce = nonce
+        self._transcript = b""
+        self._runs_differ = False
         self._frames = FrameBuffer(HANDSHAKE_LIMIT)
         self._in: _Sealer | None = None
         self._out: _Sealer | None = None
@@ -245,44 +262,59 @@ class _Channel:
     def _handshake(self, body: bytes | bytearray) -> bytes:
         raise NotImplementedError
 
-    def _agree(
-        self, transcript: bytes, *, is_server: bool, limit: int, decoder: msgspec.msgpack.Decoder[Any]
-    ) -> None:
-        to_server = _Sealer(_keyed(self._secret, b"key to server", transcript))
-        to_client = _Sealer(_keyed(self._secret, b"key to client", transcript))
+    def _code(self, label: bytes, more: bytes = b"") -> bytes:
+        """What only who holds the secret can say of this connection."""
+        return hmac.digest(self._key.secret, label + b"\0" + self._transcript + more, "sha256")
+
+    def _stranger(self, label: bytes) -> bytes:
+        """The frame that tells the peer of another run which run this is."""
+        name = self._key.name
+        return frame(_encoder.encode(Stranger(name, self._code(label, name.encode()))))
+
+    def _parted(self, label: bytes, message: Stranger) -> Violation:
+        """The peer says that its run is another one, and which."""
+        if not self._runs_differ or not hmac.compare_digest(
+            self._code(label, message.name.encode()), message.proof
+        ):
+            return Unproven("unauthenticated", "the peer names another run without a proof")
+        return AnotherJob(self.ends.remote, message.name, self._key.name)
+
+    def _agree(self, *, is_server: bool, limit: int, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+        to_server = _Sealer(self._code(b"key to server"))
+        to_client = _Sealer(self._code(b"key to client"))
         self._in, self._out = (to_server, to_client) if is_server else (to_client, to_server)
         self._frames.limit = limit + SEAL_BYTES
         self._decoder = decoder
         self.established = True
 
 
-def _transcript(opening: bytes | bytearray, server_nonce: bytes) -> bytes:
+def _transcript(opening: bytes | bytearray, server_nonce: bytes, server_run: bytes) -> bytes:
     return (
         len(opening).to_bytes(LENGTH_BYTES, "big")
         + bytes(opening)
         + PROTOCOL.to_bytes(4, "big")
         + server_nonce
+        + server_run
     )
 
 
 class ServerChannel(_Channel):
     """The controller's end. ``role`` is what the client says it is, once it has said so."""
 
-    __slots__ = ("_check_addresses", "_roles", "_transcript")
+    __slots__ = ("_check_addresses", "_roles")
 
     def __init__(
         self,
-        secret: bytes,
+        key: RunKey,
         ends: Ends,
         *,
         check_addresses: bool = True,
         roles: Collection[str] = TO_CONTROLLER,
         nonce: Callable[[], bytes] = random_nonce,
     ) -> None:
-        super().__init__(secret, "", ends, nonce())
+        super().__init__(key, "", ends, nonce())
         self._roles = roles
         self._check_addresses = check_addresses
-        self._transcript = b""
 
     def _handshake(self, body: bytes | bytearray) -> bytes:
         try:
@@ -293,9 +325,13 @@ class ServerChannel(_Channel):
             return self._challenge(message, body)
         if not self._transcript:
             raise Unproven("unauthenticated", "a proof before the challenge")
-        if not hmac.compare_digest(_keyed(self._secret, b"client proof", self._transcript), message.proof):
+        if isinstance(message, Stranger):
+            raise self._parted(b"client is a stranger", message)
+        if not hmac.compare_digest(self._code(b"client proof"), message.proof):
             raise Unproven("unauthenticated", "the peer does not hold this run's secret")
-        self._agree(self._transcript, is_server=True, limit=LIMITS[self.role], decoder=_DECODERS[self.role])
+        if self._runs_differ:
+            raise Unproven("unauthenticated", "the peer's proof is for another run")
+        self._agree(is_server=True, limit=LIMITS[self.role], decoder=_DECODERS[self.role])
         return b""
 
     def _challenge(self, message: Open, body: bytes | bytearray) -> bytes:
@@ -308,6 +344,8 @@ class ServerChannel(_Channel):
             )
         if message.role not in self._roles or len(message.nonce) != NONCE_BYTES:
             raise Violation("malformed", "an opening with an unknown role or a nonce of the wrong length")
+        if len(message.run) != TAG_BYTES:
+            raise Violation("malformed", "an opening that does not say for which run it is")
         if self._check_addresses and (message.local, message.remote) != (self.ends.remote, self.ends.local):
             raise Violation(
                 "address",
@@ -315,14 +353,17 @@ class ServerChannel(_Channel):
                 f"to {self.ends.local}; addresses that are translated on the way need --allow-translated-addresses",
             )
         self.role = message.role
-        self._transcript = _transcript(body, self._nonce)
-        proof = _keyed(self._secret, b"server proof", self._transcript)
-        return frame(_encoder.encode(Challenge(PROTOCOL, self._nonce, proof)))
+        self._runs_differ = not hmac.compare_digest(message.run, self._key.tag)
+        self._transcript = _transcript(body, self._nonce, self._key.tag)
+        challenge = Challenge(PROTOCOL, self._nonce, self._code(b"server proof"), self._key.tag)
+        return frame(_encoder.encode(challenge))
 
     def denial(self, violation: Violation) -> bytes:
-        """Bytes that tell a peer without proof why it is refused; empty once it has proved itself."""
+        """Bytes that tell a peer without a connection why it is refused; empty once it has one."""
         if self.established:
             return b""
+        if isinstance(violation, AnotherJob):  # it holds the secret: it may know which
+            return self._stranger(b"server is a stranger")
         return frame(_encoder.encode(Denied(f"{violation.reason}: {violation}"[:400])))
 
 
@@ -332,15 +373,15 @@ class ClientChannel(_Channel):
     __slots__ = ("_opening",)
 
     def __init__(
-        self, secret: bytes, role: Role, ends: Ends, *, nonce: Callable[[], bytes] = random_nonce
+        self, key: RunKey, role: Role, ends: Ends, *, nonce: Callable[[], bytes] = random_nonce
     ) -> None:
-        super().__init__(secret, role, ends, nonce())
+        super().__init__(key, role, ends, nonce())
         self._opening = b""
 
     def open(self) -> bytes:
         """The first bytes to send."""
         self._opening = _encoder.encode(
-            Open(PROTOCOL, self.role, self._nonce, self.ends.local, self.ends.remote)
+            Open(PROTOCOL, self.role, self._nonce, self.ends.local, self.ends.remote, self._key.tag)
         )
         return frame(self._opening)
 
@@ -351,18 +392,24 @@ class ClientChannel(_Channel):
             raise Violation("malformed", f"not a handshake of keepstep: {error}") from error
         if isinstance(message, Denied):
             raise Violation("denied", f"the controller refused: {message.reason}")
+        if isinstance(message, Stranger):
+            raise self._parted(b"server is a stranger", message)
+        if self._transcript:
+            raise Violation("malformed", "a second challenge on one connection")
         if message.protocol != PROTOCOL:
             raise Violation(
                 "version", f"the controller speaks protocol {message.protocol}, this node {PROTOCOL}"
             )
-        if len(message.nonce) != NONCE_BYTES:
-            raise Violation("malformed", "a challenge with a nonce of the wrong length")
-        transcript = _transcript(self._opening, message.nonce)
-        if not hmac.compare_digest(_keyed(self._secret, b"server proof", transcript), message.proof):
+        if len(message.nonce) != NONCE_BYTES or len(message.run) != TAG_BYTES:
+            raise Violation("malformed", "a challenge with a nonce or a run of the wrong length")
+        self._transcript = _transcript(self._opening, message.nonce, message.run)
+        if not hmac.compare_digest(self._code(b"server proof"), message.proof):
             raise Unproven("unauthenticated", "the server does not hold this run's secret")
-        decoder = _FROM.get(self.role, _FROM_SERVER)
-        self._agree(transcript, is_server=False, limit=SERVER_LIMIT, decoder=decoder)
-        return frame(_encoder.encode(Proof(_keyed(self._secret, b"client proof", transcript))))
+        if not hmac.compare_digest(message.run, self._key.tag):
+            self._runs_differ = True
+            return self._stranger(b"client is a stranger")
+        self._agree(is_server=False, limit=SERVER_LIMIT, decoder=_FROM.get(self.role, _FROM_SERVER))
+        return frame(_encoder.encode(Proof(self._code(b"client proof"))))
 
 
 def encode(message: Message) -> bytes:

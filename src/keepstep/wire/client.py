@@ -15,6 +15,7 @@ from keepstep.wire.address import end_host, end_name, notice_dead_host
 from keepstep.wire.channel import ClientChannel, Ends, Role
 from keepstep.wire.counters import Counters
 from keepstep.wire.messages import Heartbeat, Message, Profile, States
+from keepstep.wire.secret import RunKey
 from keepstep.wire.violation import Violation
 
 logger = logging.getLogger("keepstep.wire")
@@ -108,7 +109,7 @@ class Client:
         self,
         host: str,
         port: int,
-        secret: bytes,
+        key: RunKey,
         *,
         role: Role,
         greet: Callable[[], Iterable[Message]],
@@ -122,7 +123,7 @@ class Client:
     ) -> None:
         self.limits = limits or ClientLimits()
         self.counters = Counters()
-        self._host, self._port, self._secret = host, port, secret
+        self._host, self._port, self._key = host, port, key
         self._role: Role = role
         self._greet, self._message = greet, message
         self._connected, self._disconnected, self._trouble = connected, disconnected, trouble
@@ -210,7 +211,7 @@ class Client:
     # Called by attempts.
 
     def new_channel(self, ends: Ends) -> ClientChannel:
-        return ClientChannel(self._secret, self._role, ends)
+        return ClientChannel(self._key, self._role, ends)
 
     def established(self, attempt: _Attempt) -> None:
         self._attempt = attempt
@@ -299,7 +300,7 @@ class Client:
 
 def connect(
     address: tuple[str, int],
-    secret: bytes,
+    key: RunKey,
     *,
     role: Role,
     greet: Callable[[], Iterable[Message]],
@@ -313,12 +314,13 @@ def connect(
     """Begin to connect to the controller, and go on for ever; returns at once. See :class:`Client`.
 
     ``trouble(error, attempt)`` is told of every failed attempt (``attempt`` counts from 1 since the last connection):
-    a launcher may give up after some; an agent never does.
+    a launcher may give up after some; an agent never does. ``AnotherJob`` is the one error that is proven: the
+    controller holds the secret, and its run has another id than ``key``.
     """
     client = Client(
         address[0],
         address[1],
-        secret,
+        key,
         role=role,
         greet=greet,
         message=message,

@@ -26,7 +26,7 @@ from keepstep.core.summary import (
 )
 from keepstep.core.validation import RankFigures, RankTests, TransferEndpoint, Validation
 
-PROTOCOL = 1
+PROTOCOL = 2
 MOST_HELD_KEYS = 8  # of one rank on one node
 MOST_HELD_RANKS = 4096  # of which one node holds snapshots
 MOST_NODE_ENDPOINTS = 4

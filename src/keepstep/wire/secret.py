@@ -1,16 +1,53 @@
-"""The run's secret: a file that only its owner can read; never an argument or environment variable."""
+"""The run's secret: a file that only its owner can read; never an argument or environment variable.
+
+Several runs may share one secret, as all runs of a user do by default. So a program proves itself with a ``RunKey``:
+the secret, and the id of the run that the program belongs to.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 import secrets
 import stat
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from keepstep.core.errors import AuthenticationError
 
 SECRET_BYTES = 32
+TAG_BYTES = 32
+UNNAMED = "none"  # id of a run that was given none, as torchrun has it
+MOST_NAME = 64  # characters of a run's name as it is told to other programs
 _LARGEST_FILE_BYTES = 4096
+_FINGERPRINT_DIGITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RunKey:
+    """What a program of a run proves itself with.
+
+    Attributes:
+        secret: what ``read_secret`` returned.
+        run_id: of the run (``--rdzv-id``), of any length.
+        tag: says which run, to those alone that hold the secret.
+        name: the id for a message to an operator, at most ``MOST_NAME`` characters.
+    """
+
+    secret: bytes = field(repr=False)
+    run_id: str = UNNAMED
+    tag: bytes = field(init=False, repr=False)
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        whole = self.run_id.encode("utf-8", "backslashreplace")
+        object.__setattr__(self, "tag", hmac.digest(self.secret, b"run\0" + whole, "sha256"))
+        name = whole.decode()
+        if len(name) > MOST_NAME:
+            fingerprint = hashlib.sha256(whole).hexdigest()[:_FINGERPRINT_DIGITS]
+            name = f"{name[: MOST_NAME - 1 - _FINGERPRINT_DIGITS]}…{fingerprint}"
+        object.__setattr__(self, "name", name)
 
 
 def write_secret(path: str | os.PathLike[str]) -> bytes:

@@ -14,6 +14,7 @@ from keepstep.wire.address import end_host, end_name, notice_dead_host
 from keepstep.wire.channel import TO_CONTROLLER, Ends, ServerChannel
 from keepstep.wire.counters import Counters
 from keepstep.wire.messages import Message
+from keepstep.wire.secret import RunKey
 from keepstep.wire.violation import Reason, Violation
 
 logger = logging.getLogger("keepstep.wire")
@@ -139,7 +140,7 @@ class Server:
 
     def __init__(
         self,
-        secret: bytes,
+        key: RunKey,
         callbacks: ServerCallbacks,
         *,
         limits: ServerLimits | None = None,
@@ -148,7 +149,7 @@ class Server:
     ) -> None:
         self.limits = limits or ServerLimits()
         self.counters = Counters()
-        self._secret = secret
+        self._key = key
         self._callbacks = callbacks
         self._check_addresses = check_addresses
         self._roles = roles
@@ -197,7 +198,7 @@ class Server:
         return self._numbers
 
     def new_channel(self, ends: Ends) -> ServerChannel:
-        return ServerChannel(self._secret, ends, check_addresses=self._check_addresses, roles=self._roles)
+        return ServerChannel(self._key, ends, check_addresses=self._check_addresses, roles=self._roles)
 
     def await_proof(self, connection: Connection) -> asyncio.TimerHandle:
         self.counters.connections += 1
@@ -240,7 +241,7 @@ class Server:
 async def serve(
     host: str,
     port: int,
-    secret: bytes,
+    key: RunKey,
     callbacks: ServerCallbacks,
     *,
     tls: ssl.SSLContext | None = None,
@@ -249,6 +250,6 @@ async def serve(
     roles: Collection[str] = TO_CONTROLLER,
 ) -> Server:
     """Listen on ``host:port`` (0: any free port) and no other address. Raises OSError when it cannot be bound."""
-    server = Server(secret, callbacks, limits=limits, check_addresses=check_addresses, roles=roles)
+    server = Server(key, callbacks, limits=limits, check_addresses=check_addresses, roles=roles)
     await server.listen(host, port, tls)
     return server

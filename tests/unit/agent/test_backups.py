@@ -26,8 +26,9 @@ from keepstep.control.backups import Backups
 from keepstep.control.cluster import Cluster
 from keepstep.core.errors import CheckpointError
 from keepstep.wire.messages import BackUp, Inventory, Locate, Message
+from keepstep.wire.secret import RunKey
 
-SECRET = bytes(32)
+RUN = RunKey(bytes(32), "job-a")
 PATIENCE_S = 60.0
 
 
@@ -70,7 +71,7 @@ class Nodes:
             (2 * node, 2 * node + 1),
             f"node-{node}",
             node,
-            SECRET,
+            RUN,
             lambda message: self._heard(node, agent, message),
         )
         agent.use_addresses(["127.0.0.1"])

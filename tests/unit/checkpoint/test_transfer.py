@@ -26,9 +26,10 @@ from keepstep.checkpoint.slots import Key, Record, slot_bytes
 from keepstep.checkpoint.state_server import StateServer
 from keepstep.core.errors import CheckpointError
 from keepstep.core.summary import Endpoint
+from keepstep.wire.secret import RunKey
 from keepstep.wire.tls import client_context, server_context
 
-SECRET = bytes(range(32))
+RUN = RunKey(bytes(range(32)), "job-a")
 KEY = Key(0, 7)
 STATE = {"w": torch.arange(300_000, dtype=torch.float32), "b": torch.ones(1001, dtype=torch.int8), "step": 7}
 
@@ -47,7 +48,7 @@ def other() -> Iterator[Served]:
 @contextmanager
 def giving(address: str, **options: object) -> Iterator[StateServer]:
     states = CachedStates(address, [0])
-    server = StateServer(SECRET, states.reading, **options)  # type: ignore[arg-type]
+    server = StateServer(RUN, states.reading, **options)  # type: ignore[arg-type]
     server.listen(["127.0.0.1"])
     try:
         yield server
@@ -74,7 +75,7 @@ def room_in(address: str, owner: int = backup_of(0)) -> Iterator[Callable[[Recor
 
 
 def fetch(server: StateServer, other: Served, key: Key = KEY, **options: object) -> Fetch:
-    one = Fetch(key, 0, lambda: server.endpoints, SECRET, **options)  # type: ignore[arg-type]
+    one = Fetch(key, 0, lambda: server.endpoints, RUN, **options)  # type: ignore[arg-type]
     with room_in(other.address) as room:
         one.run(room)
     return one
@@ -106,7 +107,7 @@ def test_through_tls(served: Served, other: Served, tmp_path: Path) -> None:
 def test_who_does_not_hold_the_secret_gets_nothing(served: Served, other: Served) -> None:
     seal_state(served.address, 0, STATE, KEY)
     with giving(served.address) as server:
-        stranger = Fetch(KEY, 0, lambda: server.endpoints, bytes(32), patience_s=0.2)
+        stranger = Fetch(KEY, 0, lambda: server.endpoints, RunKey(bytes(32), "job-a"), patience_s=0.2)
         with (
             room_in(other.address) as room,
             pytest.raises(CheckpointError, match="does not hold this run's secret"),
@@ -200,7 +201,7 @@ def test_a_connection_that_breaks_costs_only_what_was_under_way(
     monkeypatch.setattr(PeerConnection, "send_slot", counted)
     with giving(served.address) as server:
         cutter = Cutter(server, 250_000, 4)
-        one = Fetch(KEY, 0, lambda: cutter.endpoints, SECRET)
+        one = Fetch(KEY, 0, lambda: cutter.endpoints, RUN)
         with room_in(other.address) as room:
             one.run(room)
     assert cutter.cuts == 4
@@ -218,7 +219,7 @@ def test_it_goes_on_with_a_new_process_of_the_source(served: Served, other: Serv
     slow = Rate(300_000)
     with ExitStack() as stack:
         servers = [stack.enter_context(giving(served.address, rate=slow))]
-        one = Fetch(KEY, 0, lambda: servers[-1].endpoints, SECRET)
+        one = Fetch(KEY, 0, lambda: servers[-1].endpoints, RUN)
 
         def replace() -> None:
             while one._left in (0, len(data)):
@@ -241,7 +242,7 @@ def test_another_state_under_the_same_name_is_not_mixed_in(served: Served, other
         seal_state(third.address, 0, {**STATE, "b": torch.zeros(1001, dtype=torch.int8)}, KEY)
         with ExitStack() as stack:
             servers = [stack.enter_context(giving(served.address, rate=Rate(300_000)))]
-            one = Fetch(KEY, 0, lambda: servers[-1].endpoints, SECRET)
+            one = Fetch(KEY, 0, lambda: servers[-1].endpoints, RUN)
 
             def replace() -> None:
                 while one._left in (0, one._record.data_bytes if one._record else 0):
@@ -263,7 +264,7 @@ def test_another_state_under_the_same_name_is_not_mixed_in(served: Served, other
 def test_a_transfer_that_is_not_wanted_any_more_ends(served: Served, other: Served) -> None:
     seal_state(served.address, 0, STATE, KEY)
     with giving(served.address, rate=Rate(100_000)) as server:
-        one = Fetch(KEY, 0, lambda: server.endpoints, SECRET)
+        one = Fetch(KEY, 0, lambda: server.endpoints, RUN)
         threading.Timer(0.3, one.stop).start()
         with room_in(other.address) as room, pytest.raises(Cancelled):
             one.run(room)
@@ -289,7 +290,7 @@ def test_every_address_of_the_source_is_used(
         assert len(server.endpoints) == MOST_ENDPOINTS
         fetch(server, other)
         gone = Endpoint("127.0.0.1", 1)
-        one = Fetch(KEY, 0, lambda: (gone, *server.endpoints), SECRET)
+        one = Fetch(KEY, 0, lambda: (gone, *server.endpoints), RUN)
         with room_in(other.address, backup_of(1)) as room:
             one.run(room)  # an address where nobody answers is passed over
     assert used == {"127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"}

@@ -57,12 +57,13 @@ class Node:
 
     def __init__(self, port: int, secret: bytes) -> None:
         self.heard: list[wire.Message] = []
+        key = wire.RunKey(secret)
         join = wire.Join("gpu-0", "127.0.0.1", 2, 29500, 0)
         address = ("127.0.0.1", port)
         quick = wire.ClientLimits(first_wait_s=0.01, longest_wait_s=0.05)
         self.launcher = wire.connect(
             address,
-            secret,
+            key,
             role="launcher",
             greet=lambda: [wire.Hello("launcher", "gpu-0", 0, 10), join],
             message=self.heard.append,
@@ -70,7 +71,7 @@ class Node:
         )
         self.agent = wire.connect(
             address,
-            secret,
+            key,
             role="agent",
             greet=lambda: [wire.Hello("agent", "gpu-0", 0, 11)],
             message=self.answer,

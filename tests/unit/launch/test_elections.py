@@ -9,13 +9,47 @@ from keepstep import wire
 from keepstep.launch.elections import Elections
 from keepstep.launch.lease import Elector
 
-SECRET = b"s" * 32
+KEY = wire.RunKey(b"s" * 32, "job-a")
 
 
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0.02)
+
+
+def test_a_launcher_of_another_job_has_no_part_in_an_election() -> None:
+    """It asks at an election port that its job had, or that it knows by whatever mistake."""
+    heard: list[wire.Message] = []
+    troubles: list[Exception] = []
+
+    async def play() -> None:
+        one = Elections(
+            *(1, "node-0", 100, "127.0.0.1"),
+            tls=None,
+            member_is_connected=lambda: True,
+            changed=lambda: None,
+            led=lambda: None,
+        )
+        seat = await one.open(KEY)
+        assert one.elector is not None
+        one.elector.received(wire.Council(1, 1, seat, 0, (seat,)), asyncio.get_running_loop().time())
+        ask = wire.Ask(1, 1, 2, 5, 0, (1, 1))
+        stranger = wire.connect(
+            ("127.0.0.1", seat.port),
+            wire.RunKey(KEY.secret, "job-b"),
+            role="elector",
+            greet=lambda: (wire.Where(), ask),
+            message=heard.append,
+            trouble=lambda error, attempt: troubles.append(error),
+        )
+        await until(lambda: len(troubles) >= 2)
+        await stranger.close()
+        await one.close()
+
+    asyncio.run(play())
+    assert heard == []
+    assert {type(error) for error in troubles} == {wire.AnotherJob}
 
 
 def test_another_launcher_leads_when_the_first_is_gone() -> None:
@@ -35,7 +69,7 @@ def test_another_launcher_leads_when_the_first_is_gone() -> None:
             for n in range(3)
         ]
         try:
-            seats = tuple([await one.open(SECRET) for one in nodes])
+            seats = tuple([await one.open(KEY) for one in nodes])
             electors = [one.elector for one in nodes if one.elector is not None]
             for one in electors:
                 one.received(wire.Council(1, 1, seats[0], 0, seats), asyncio.get_running_loop().time())

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 from pathlib import Path
 
 import pytest
 
 from keepstep import wire
+from keepstep.core.errors import RunError
 from keepstep.core.finding import Finding
+from keepstep.launch import link as linking
 from keepstep.launch.job import Endpoint, job_from_command_line
 from keepstep.launch.link import Link
 from keepstep.launch.membership import LEASE_S, Membership
@@ -157,6 +160,97 @@ def test_a_job_that_never_begins_again_has_no_lease() -> None:
     assert not made.is_cut_off(1e6)
     assert not made.is_alone(LEASE_S - 0.1)
     assert made.is_alone(LEASE_S)
+
+
+def linked(folder: Path, run_id: str, port: int, *, warned: list[str]) -> Link:
+    """One that looks for its controller at this port."""
+    meet = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    job = job_from_command_line([*meet, "--rdzv-id", run_id, "train.py"], {})
+    at = Endpoint("127.0.0.1", port)
+    return Link(
+        job, at, folder / "secret", JOIN, free_port=lambda: 4711, ordered=lambda: None, warn=warned.append
+    )
+
+
+async def controller_of(run_id: str, secret: bytes, opened: list[wire.Connection]) -> wire.Server:
+    callbacks = wire.ServerCallbacks(lambda _, __: None, opened.append, lambda _, __: None)
+    return await wire.serve("127.0.0.1", 0, wire.RunKey(secret, run_id), callbacks)
+
+
+@pytest.mark.parametrize("patience_s", [60.0, 0.5])
+def test_a_launcher_gives_up_where_the_controller_of_another_job_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float
+) -> None:
+    monkeypatch.setattr(linking, "_STRANGER_S", 0.2 if patience_s > 1 else 60.0)
+    secret, opened, warned = wire.write_secret(tmp_path / "secret"), list[wire.Connection](), list[str]()
+
+    async def main() -> str:
+        server = await controller_of("job-a", secret, opened)
+        link = linked(tmp_path, "job-b", server.port, warned=warned)
+        with pytest.raises(RunError) as caught:
+            await link.join(patience_s)
+        await link.close()
+        assert server.counters.refused["another-job"] >= 1
+        await server.close()
+        return str(caught.value)
+
+    told = asyncio.run(main())
+    assert re.fullmatch(
+        r"the controller at 127\.0\.0\.1:[0-9]+ runs job 'job-a', this node was started for job 'job-b': "
+        "give this job its own --rdzv-endpoint, or the same --rdzv-id on all its nodes",
+        told,
+    )
+    assert opened == []
+    assert warned == []
+
+
+def test_a_launcher_follows_another_job_at_its_endpoint(tmp_path: Path) -> None:
+    """The controller of the job before is still there when the next one begins."""
+    secret, opened = wire.write_secret(tmp_path / "secret"), list[wire.Connection]()
+
+    async def main() -> None:
+        before = await controller_of("job-a", secret, opened)
+        link = linked(tmp_path, "job-b", before.port, warned=[])
+        joining = asyncio.create_task(link.join(60.0))
+        while not link.stranger:
+            await asyncio.sleep(0.01)
+        await before.close()
+        callbacks = wire.ServerCallbacks(
+            lambda connection, message: isinstance(message, wire.Join) and connection.send(placement(0)),
+            opened.append,
+            lambda _, __: None,
+        )
+        server = await wire.serve("127.0.0.1", link.controller.port, wire.RunKey(secret, "job-b"), callbacks)
+        assert (await joining).node_rank == 1
+        assert link.stranger == ""
+        await link.close()
+        await server.close()
+
+    asyncio.run(main())
+
+
+def test_workers_do_not_mind_another_jobs_controller_and_it_is_said_once(tmp_path: Path) -> None:
+    secret, opened, warned = wire.write_secret(tmp_path / "secret"), list[wire.Connection](), list[str]()
+
+    async def main() -> None:
+        server = await controller_of("job-a", secret, opened)
+        link = linked(tmp_path, "job-b", server.port, warned=warned)
+        link.member.received(placement(0))
+        link.member.started()
+        link.member.disconnected(0.0)
+        link.open()
+        while server.counters.refused["another-job"] < 3:
+            await asyncio.sleep(0.01)
+        assert not link.member.is_cut_off(asyncio.get_running_loop().time())
+        assert link.member.runs
+        await link.close()
+        await server.close()
+
+    asyncio.run(main())
+    assert opened == []
+    (told,) = warned
+    assert "runs job 'job-a', this node was started for job 'job-b'" in told
+    assert told.endswith("; the workers of this node train on without it")
 
 
 @pytest.mark.parametrize("spare", [False, True])

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from keepstep import wire
-from keepstep.wire.channel import HANDSHAKE_LIMIT, LIMITS, SEAL_BYTES
+from keepstep.wire.channel import (
+    HANDSHAKE_LIMIT,
+    LIMITS,
+    SEAL_BYTES,
+    Challenge,
+    Open,
+    Proof,
+    Stranger,
+    encode,
+)
 from keepstep.wire.framing import FrameBuffer, frame
 
-SECRET = b"s" * 32
+KEY = wire.RunKey(b"s" * 32, "job-a")
 HERE, THERE = "10.0.0.2:4000", "10.0.0.1:29400"
 HELLO = wire.Hello("agent", "gpu-1", 0, 77)
 
 
 def ends(
-    secret: bytes = SECRET, role: wire.Role = "agent", remote: str = THERE
+    key: wire.RunKey = KEY, role: wire.Role = "agent", remote: str = THERE
 ) -> tuple[wire.ClientChannel, wire.ServerChannel]:
     return (
-        wire.ClientChannel(secret, role, wire.Ends(HERE, remote)),
-        wire.ServerChannel(SECRET, wire.Ends(THERE, HERE)),
+        wire.ClientChannel(key, role, wire.Ends(HERE, remote)),
+        wire.ServerChannel(KEY, wire.Ends(THERE, HERE)),
     )
 
 
@@ -58,7 +68,7 @@ def test_bytes_may_come_one_by_one() -> None:
 
 
 def test_wrong_secret_is_seen_by_the_client_first() -> None:
-    client, server = ends(secret=b"x" * 32)
+    client, server = ends(wire.RunKey(b"x" * 32, "job-a"))
     _, challenge = server.receive(client.open())
     with pytest.raises(wire.Unproven, match="does not hold this run's secret"):
         client.receive(challenge)
@@ -83,10 +93,6 @@ def test_server_refuses_a_proof_made_for_another_nonce() -> None:
 
 def test_server_proof_cannot_be_reflected() -> None:
     """A peer without the secret cannot use the server's own proof as its own."""
-    import msgspec
-
-    from keepstep.wire.channel import Challenge, Proof, encode
-
     client, server = ends()
     _, challenge = server.receive(client.open())
     proof = msgspec.msgpack.decode(challenge[4:], type=Challenge).proof
@@ -99,23 +105,21 @@ def test_relayed_connection_is_refused_by_its_addresses() -> None:
 
 
 def test_translated_addresses_can_be_allowed() -> None:
-    client = wire.ClientChannel(SECRET, "agent", wire.Ends(HERE, "10.9.9.9:1"))
-    server = wire.ServerChannel(SECRET, wire.Ends(THERE, HERE), check_addresses=False)
+    client = wire.ClientChannel(KEY, "agent", wire.Ends(HERE, "10.9.9.9:1"))
+    server = wire.ServerChannel(KEY, wire.Ends(THERE, HERE), check_addresses=False)
     _, challenge = server.receive(client.open())
     server.receive(client.receive(challenge)[1])
     assert server.established
 
 
 def test_other_protocol_version_is_told_to_the_peer() -> None:
-    from keepstep.wire.channel import Open, encode
-
     client, server = ends()
     opening = frame(encode(Open(wire.PROTOCOL + 1, "agent", b"n" * 32, HERE, THERE)))  # type: ignore[arg-type]
     with pytest.raises(wire.Violation) as caught:
         server.receive(opening)
     assert caught.value.reason == "version"
     client.open()
-    with pytest.raises(wire.Violation, match="speaks protocol 2") as told:
+    with pytest.raises(wire.Violation, match="speaks protocol 3") as told:
         client.receive(server.denial(caught.value))
     assert told.value.reason == "denied"
 
@@ -194,3 +198,130 @@ def test_frame_buffer_refuses_an_empty_frame() -> None:
     frames = FrameBuffer(16)
     frames.feed(bytes(4))
     assert refused(frames.take) == "malformed"
+
+
+OTHER = wire.RunKey(KEY.secret, "job-b")
+
+
+def strangers(role: wire.Role = "agent") -> tuple[wire.ClientChannel, wire.ServerChannel]:
+    """Both hold one secret, and belong to two runs."""
+    roles = {role}
+    client = wire.ClientChannel(OTHER, role, wire.Ends(HERE, THERE))
+    return client, wire.ServerChannel(KEY, wire.Ends(THERE, HERE), roles=roles)
+
+
+@pytest.mark.parametrize("role", ["agent", "launcher", "client", "peer", "elector"])
+def test_two_runs_with_one_secret_refuse_each_other_and_say_which_they_are(role: wire.Role) -> None:
+    client, server = strangers(role)
+    _, challenge = server.receive(client.open())
+    _, farewell = client.receive(challenge)
+    with pytest.raises(wire.AnotherJob) as at_server:
+        server.receive(farewell)
+    with pytest.raises(wire.AnotherJob) as at_client:
+        client.receive(server.denial(at_server.value))
+    assert not client.established
+    assert not server.established
+    assert str(at_server.value) == f"{HERE} belongs to job 'job-b', this is job 'job-a'"
+    assert str(at_client.value) == f"{THERE} belongs to job 'job-a', this is job 'job-b'"
+    assert at_client.value.reason == "another-job"
+    assert refused(server.receive, farewell) == "malformed"
+
+
+def test_a_job_without_an_id_is_another_one_than_one_with() -> None:
+    unnamed = wire.RunKey(KEY.secret)
+    client = wire.ClientChannel(unnamed, "agent", wire.Ends(HERE, THERE))
+    server = wire.ServerChannel(KEY, wire.Ends(THERE, HERE))
+    with pytest.raises(wire.AnotherJob, match="belongs to a job without --rdzv-id, this is job 'job-a'"):
+        server.receive(client.receive(server.receive(client.open())[1])[1])
+
+
+def test_who_lacks_the_secret_is_told_no_name() -> None:
+    thief = wire.RunKey(b"x" * 32, "job-b")
+    client = wire.ClientChannel(thief, "agent", wire.Ends(HERE, THERE))
+    server = wire.ServerChannel(KEY, wire.Ends(THERE, HERE))
+    _, challenge = server.receive(client.open())
+    with pytest.raises(wire.Unproven):
+        client.receive(challenge)
+    for said in (Stranger("job-b", bytes(32)), Proof(bytes(32))):
+        server = wire.ServerChannel(KEY, wire.Ends(THERE, HERE))
+        _, challenge = server.receive(client.open())
+        with pytest.raises(wire.Unproven) as caught:
+            server.receive(frame(encode(said)))  # type: ignore[arg-type]
+        assert b"job-a" not in challenge + server.denial(caught.value)
+
+
+@pytest.mark.parametrize("after_challenge", [False, True])
+@pytest.mark.parametrize("key", [KEY, OTHER])
+def test_nobody_without_the_secret_can_say_that_the_run_is_another(
+    key: wire.RunKey, after_challenge: bool
+) -> None:
+    client = wire.ClientChannel(key, "agent", wire.Ends(HERE, THERE))
+    opening = client.open()
+    if after_challenge:
+        client.receive(wire.ServerChannel(KEY, wire.Ends(THERE, HERE)).receive(opening)[1])
+    forged = frame(encode(Stranger("job-a", bytes(32))))  # type: ignore[arg-type]
+    if client.established:
+        assert refused(client.receive, forged) == "tampered"
+        return
+    with pytest.raises(wire.Unproven, match="without a proof"):
+        client.receive(forged)
+
+
+def test_the_names_of_two_runs_hold_for_one_connection_and_cannot_be_sent_back() -> None:
+    client, server = strangers()
+    again, other = strangers()
+    _, farewell = client.receive(server.receive(client.open())[1])
+    other.receive(again.open())
+    assert refused(other.receive, farewell) == "unauthenticated"
+    assert refused(client.receive, farewell) == "unauthenticated"
+
+
+def test_the_secret_alone_makes_no_connection_with_another_run() -> None:
+    """A program that sends the proof that it could, though the runs differ."""
+    client, server = strangers()
+    client.receive(server.receive(client.open())[1])
+    proof = Proof(client._code(b"client proof"))
+    assert refused(server.receive, frame(encode(proof))) == "unauthenticated"  # type: ignore[arg-type]
+    assert not server.established
+
+
+def test_a_client_takes_one_challenge() -> None:
+    client, server = strangers()
+    _, challenge = server.receive(client.open())
+    client.receive(challenge)
+    assert refused(client.receive, challenge) == "malformed"
+
+
+def test_an_opening_has_to_say_for_which_run_it_is() -> None:
+    _, server = ends()
+    opening = frame(encode(Open(wire.PROTOCOL, "agent", b"n" * 32, HERE, THERE)))  # type: ignore[arg-type]
+    assert refused(server.receive, opening) == "malformed"
+
+
+def test_an_id_of_any_length_and_script_fits_into_the_handshake() -> None:
+    keys = [wire.RunKey(KEY.secret, "é\udc80" * 5_000 + end) for end in "ab"]
+    assert keys[0].tag != keys[1].tag
+    assert keys[0].name != keys[1].name
+    assert all(len(key.name) <= wire.MOST_NAME for key in keys)
+    client = wire.ClientChannel(keys[0], "agent", wire.Ends(HERE, THERE))
+    server = wire.ServerChannel(keys[1], wire.Ends(THERE, HERE))
+    _, challenge = server.receive(client.open())
+    _, farewell = client.receive(challenge)
+    assert max(map(len, (client.open(), challenge, farewell))) <= HANDSHAKE_LIMIT
+    with pytest.raises(wire.AnotherJob):
+        server.receive(farewell)
+
+
+def test_a_name_is_told_as_one_line() -> None:
+    key = wire.RunKey(KEY.secret, "a\n\x1b[31mb")
+    server = wire.ServerChannel(key, wire.Ends(THERE, HERE))
+    client = wire.ClientChannel(KEY, "agent", wire.Ends(HERE, THERE))
+    _, farewell = client.receive(server.receive(client.open())[1])
+    with pytest.raises(wire.AnotherJob) as caught:
+        server.receive(farewell)
+    assert str(caught.value).isprintable()
+
+
+def test_a_key_shows_no_secret() -> None:
+    assert "secret" not in repr(KEY)
+    assert "tag" not in repr(KEY)

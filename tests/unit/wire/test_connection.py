@@ -15,7 +15,7 @@ from keepstep import wire
 from keepstep.core.errors import UsageError
 from keepstep.core.finding import Finding
 
-SECRET = b"s" * 32
+KEY = wire.RunKey(b"s" * 32, "job-a")
 QUICK = wire.ClientLimits(first_wait_s=0.01, longest_wait_s=0.02)
 
 
@@ -36,15 +36,14 @@ class Hub:
         )
 
     async def serve(self, port: int = 0, **options: Any) -> wire.Server:
-        return await wire.serve("127.0.0.1", port, SECRET, self.callbacks, **options)
+        return await wire.serve("127.0.0.1", port, KEY, self.callbacks, **options)
 
 
 def client(port: int, heard: list[wire.Message] | None = None, **options: Any) -> wire.Client:
-    options.setdefault("secret", SECRET)
-    secret = options.pop("secret")
+    key = options.pop("key", KEY)
     return wire.connect(
         ("127.0.0.1", port),
-        secret,
+        key,
         role="agent",
         greet=lambda: [wire.Hello("agent", "n", 0, 1)],
         message=(heard if heard is not None else []).append,
@@ -111,7 +110,7 @@ async def test_who_is_refused_at_once_each_time_comes_back_later_and_later() -> 
         opened=lambda connection: None,
         closed=lambda connection, reason: None,
     )
-    server = await wire.serve("127.0.0.1", 0, SECRET, callbacks)
+    server = await wire.serve("127.0.0.1", 0, KEY, callbacks)
     trouble: list[int] = []
     one = client(server.port, trouble=lambda error, attempt: trouble.append(attempt))
     await until(lambda: len(trouble) >= 4)
@@ -149,7 +148,9 @@ async def test_wrong_secret_is_counted_and_the_others_go_on() -> None:
     server = await hub.serve()
     good = client(server.port)
     told: list[Exception] = []
-    bad = client(server.port, secret=b"x" * 32, trouble=lambda error, attempt: told.append(error))
+    bad = client(
+        server.port, key=wire.RunKey(b"x" * 32, "job-a"), trouble=lambda error, attempt: told.append(error)
+    )
     await until(lambda: len(told) >= 2)
     await until(lambda: server.counters.refused["unauthenticated"] >= 2)
     assert isinstance(told[0], wire.Unproven)
@@ -198,7 +199,7 @@ async def test_peer_that_does_not_read_is_dropped() -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     here, there = writer.get_extra_info("sockname"), writer.get_extra_info("peername")
     ends = wire.Ends(f"{here[0]}:{here[1]}", f"{there[0]}:{there[1]}")
-    channel = wire.ClientChannel(SECRET, "agent", ends)
+    channel = wire.ClientChannel(KEY, "agent", ends)
     writer.write(channel.open())
     _, proof = channel.receive(await reader.read(1024))
     writer.write(proof)
@@ -253,7 +254,7 @@ def test_background_client_for_programs_that_poll() -> None:
     while not ready:
         thread.join(0.005)
     one = wire.BackgroundClient(
-        ("127.0.0.1", ready[0]), SECRET, role="launcher", greet=lambda: [wire.Hello("launcher", "n", 0, 1)]
+        ("127.0.0.1", ready[0]), KEY, role="launcher", greet=lambda: [wire.Hello("launcher", "n", 0, 1)]
     )
     assert one.receive(20.0) == wire.Stop(3, "told")
     assert one.receive() is None

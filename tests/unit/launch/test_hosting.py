@@ -1,0 +1,80 @@
+"""Whether the controller can run on this node, said before anything is started."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from keepstep import wire
+from keepstep.core.errors import RunError
+from keepstep.launch.guard import Guard
+from keepstep.launch.hosting import Hosting
+from keepstep.launch.job import job_from_command_line
+from keepstep.launch.processes import Processes
+
+
+def said_beside(key: wire.RunKey, folder: Path) -> str:
+    """What a host of job-b says when a controller that has this key is where its own was to be."""
+
+    async def play() -> str:
+        callbacks = wire.ServerCallbacks(lambda _, __: None, lambda _: None, lambda _, __: None)
+        server = await wire.serve("127.0.0.1", 0, key, callbacks)
+        try:
+            return await said(folder, 2, server.port)
+        finally:
+            await server.close()
+
+    return asyncio.run(play())
+
+
+async def said(folder: Path, nodes: int, port: int) -> str:
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job-b"]
+    job = job_from_command_line(["--nnodes", str(nodes), *meet, "train.py"], {})
+    none = object.__new__
+    hosting = Hosting(
+        *(job, folder, folder / "secret", none(Processes), none(Guard)),
+        ready=lambda: None,
+        gave_up=lambda: None,
+        moved=lambda: None,
+        say=lambda text: None,
+        warn=lambda text: None,
+    )
+    try:
+        await hosting.can_begin()
+    except RunError as error:
+        return str(error).replace(f":{port}", ":PORT")
+    return ""
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> bytes:
+    return wire.write_secret(tmp_path / "secret")
+
+
+def test_the_controller_of_another_job_is_named(tmp_path: Path, secret: bytes) -> None:
+    assert said_beside(wire.RunKey(secret, "job-a"), tmp_path) == (
+        "the controller at 127.0.0.1:PORT runs job 'job-a', this node was started for job 'job-b': "
+        "give this job its own --rdzv-endpoint, or the same --rdzv-id on all its nodes"
+    )
+
+
+def test_a_second_host_of_one_job_is_told_so(tmp_path: Path, secret: bytes) -> None:
+    told = said_beside(wire.RunKey(secret, "job-b"), tmp_path)
+    assert told.startswith("a controller of this job is at 127.0.0.1:PORT already: ")
+
+
+def test_a_job_with_another_secret_and_other_programs_have_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: bytes
+) -> None:
+    end = ", the nodes cannot meet there: give another --rdzv-endpoint, or end what uses it"
+    told = said_beside(wire.RunKey(b"x" * 32, "job-a"), tmp_path)
+    assert told == f"127.0.0.1:PORT is in use by the controller of a job with another secret{end}"
+    monkeypatch.setattr("keepstep.launch.hosting._ASK_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        told = asyncio.run(said(tmp_path, 2, mute.getsockname()[1]))
+        assert told == f"127.0.0.1:PORT is in use by another program{end}"
+        (tmp_path / "secret").unlink()
+        assert asyncio.run(said(tmp_path, 2, mute.getsockname()[1])) == told
