@@ -14,6 +14,7 @@ from keepstep import wire
 from keepstep.control.server import ControlServer, Options
 from keepstep.control.settings import Settings
 from keepstep.core.budgets import limits_of
+from keepstep.core.descriptors import raise_limit
 from keepstep.core.errors import KeepstepError
 from keepstep.core.log_lines import log_into
 from keepstep.core.own_folders import make_folder
@@ -131,6 +132,7 @@ def main(argv: list[str]) -> int:
                 return 0
 
         collect_rarely()
+        raise_limit()
 
         async def serve() -> int:
             return await ControlServer(options, parent=parent).main()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from keepstep.core import descriptors
 from keepstep.core.errors import KeepstepError, RunError
 from keepstep.launch import addresses, run_folder
 from keepstep.launch.companions import Companion, controller_command, council_file
@@ -72,11 +73,13 @@ class Hosting:
         return self.at is not None and (self._ready.is_set() or self._job.rendezvous.endpoint is not None)
 
     async def can_begin(self) -> None:
-        """Whether the controller of a job of several nodes can listen here.
+        """Whether the controller of a job of several nodes can listen here, and have a connection to all of them.
 
         Raises:
             RunError: it cannot, and why.
         """
+        if trouble := descriptors.lack(self._job.max_nodes, descriptors.hard_limit()):
+            raise RunError(trouble)
         listen = self._listen
         if listen.port and addresses.is_taken(listen.host, listen.port):
             raise RunError(await self._who_is_at(listen))
@@ -193,10 +196,14 @@ class Hosting:
         self.is_here = False
         if not term:
             return
+        lack = descriptors.lack(self._job.max_nodes, descriptors.hard_limit())
         try:
-            link.keep_council(council_file(self._folder, term))
+            if not lack:
+                link.keep_council(council_file(self._folder, term))
         except OSError as error:
-            self._warn(f"this node cannot host the controller: {self._folder}: {error.strerror}")
+            lack = f"{self._folder}: {error.strerror}"
+        if lack:
+            self._warn(f"this node cannot host the controller: {lack}")
             link.resign()
             return
         self.is_here, self.term = True, term

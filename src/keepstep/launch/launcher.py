@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from keepstep.core.budgets import Cause
+from keepstep.core.descriptors import raise_limit
 from keepstep.core.errors import KeepstepError
 from keepstep.core.home import home_folder
 from keepstep.core.incident import Recovery
@@ -67,7 +68,8 @@ class Launcher:
         self._folder = folder
         self._guard = guard
         self._environ = {**environ, COOKIE: cookie}
-        self._processes = Processes()
+        # Programs that use select() break with descriptors above 1023: no child has more of them than we were given.
+        self._processes = Processes(descriptors=raise_limit())
         self._logs = run_folder.LogFiles(folder, job.streams.log_dir, job.run_id)
         self._secret = run_folder.secret_path(job, folder, home_folder(environ))
         self._link: Link | None = None

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
+from keepstep.core.descriptors import give_limit
 from keepstep.core.errors import RunError
 
 _PR_SET_PDEATHSIG = 1
@@ -53,7 +54,9 @@ def exit_code(status: int) -> int:
 class Processes:
     """All children of this launcher. ``reap`` is to be called on every SIGCHLD."""
 
-    def __init__(self) -> None:
+    def __init__(self, descriptors: int | None = None) -> None:
+        """``descriptors``: soft limit that children begin with; None: that of the launcher."""
+        self._descriptors = descriptors
         self._children: dict[int, Child] = {}
         self._on_exit: dict[int, Callable[[Child], None]] = {}
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -80,12 +83,14 @@ class Processes:
         Raises:
             RunError: the program cannot be started.
         """
-        launcher = os.getpid()
+        launcher, soft = os.getpid(), self._descriptors
 
         def bind_to_launcher() -> None:
             _libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
             if os.getppid() != launcher:  # it died between fork and prctl
                 os._exit(1)
+            if soft is not None:
+                give_limit(soft)
 
         try:
             popen = subprocess.Popen(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from keepstep.core.errors import UsageError
 
+_CHUNK_BYTES = 1 << 18
+
 
 @dataclass(frozen=True, slots=True)
 class TlsPaths:
@@ -28,6 +30,55 @@ class TlsPaths:
         if cert or key or ca:
             raise UsageError("TLS wants all of --tls-cert, --tls-key and --tls-ca, or none")
         return None
+
+
+class TlsEnd:
+    """The server's end of one connection without any I/O: received bytes in, plain bytes and bytes to send out."""
+
+    __slots__ = ("_in", "_out", "_tls", "has_ended", "is_up")
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._in, self._out, server_side=True)
+        self.is_up = False  # the handshake is done
+        self.has_ended = False  # the peer has said that nothing follows
+
+    def receive(self, data: bytes) -> tuple[bytes, bytes]:
+        """Take received bytes; returns what they say and the bytes to send in answer.
+
+        Raises:
+            ssl.SSLError: the peer shows no certificate of the authority, or speaks no TLS; see ``alert``.
+        """
+        self._in.write(data)
+        plain = bytearray()
+        try:
+            if not self.is_up:
+                self._tls.do_handshake()
+                self.is_up = True
+            while chunk := self._tls.read(_CHUNK_BYTES):
+                plain += chunk
+            self.has_ended = True
+        except ssl.SSLWantReadError:
+            pass  # all that has come is read
+        return bytes(plain), self._out.read()
+
+    def send(self, data: bytes) -> bytes:
+        """The bytes to send for plain ones. Only when ``is_up``."""
+        self._tls.write(data)
+        return self._out.read()
+
+    def alert(self) -> bytes:
+        """What the peer is to be told after an error."""
+        return self._out.read()
+
+    def close(self) -> bytes:
+        """The bytes that say that nothing follows."""
+        try:
+            if self.is_up:
+                self._tls.unwrap()
+        except ssl.SSLError:
+            pass  # it does not wait for the peer to say the same
+        return self._out.read()
 
 
 def server_context(paths: TlsPaths) -> ssl.SSLContext:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from keepstep import wire
+from keepstep.core import descriptors
 from keepstep.core.errors import RunError
 from keepstep.launch.guard import Guard
 from keepstep.launch.hosting import Hosting
@@ -78,3 +79,16 @@ def test_a_job_with_another_secret_and_other_programs_have_no_name(
         assert told == f"127.0.0.1:PORT is in use by another program{end}"
         (tmp_path / "secret").unlink()
         assert asyncio.run(said(tmp_path, 2, mute.getsockname()[1])) == told
+
+
+def test_nodes_that_cannot_all_have_a_connection_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr(descriptors, "hard_limit", lambda: 1024)
+    assert asyncio.run(said(tmp_path, 480, port)) == ""
+    assert asyncio.run(said(tmp_path, 2000, port)) == (
+        "2,000 nodes need 4,064 descriptors; the hard limit of this process is 1,024: "
+        "raise it with ulimit -Hn or LimitNOFILE="
+    )

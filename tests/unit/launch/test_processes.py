@@ -46,6 +46,26 @@ def test_every_end_is_told_once_with_its_status() -> None:
     assert told == "[-9, 0, 4] True"
 
 
+def test_children_begin_with_the_descriptors_that_the_launcher_was_given() -> None:
+    told = alone(
+        """
+        import os, resource, subprocess
+        from keepstep.core.descriptors import raise_limit
+        from keepstep.launch.processes import Processes
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, 700))
+        processes, ended = Processes(raise_limit()), []
+        child = processes.start(
+            "shell", ["sh", "-c", "ulimit -S -n; ulimit -H -n"], os.environ,
+            on_exit=ended.append, stdout=subprocess.PIPE,
+        )
+        print(*child.stdout.read().split(), *resource.getrlimit(resource.RLIMIT_NOFILE))
+        while not ended:
+            processes.reap()
+        """
+    )
+    assert told == "b'512' b'700' 700 700"
+
+
 @pytest.mark.parametrize(("command", "status"), [("exit 4", 4), ("kill -9 $$", -9), ("exit 0", None)])
 def test_a_failure_is_seen_before_anybody_is_told(command: str, status: int | None) -> None:
     with subprocess.Popen(["sh", "-c", command]) as process:

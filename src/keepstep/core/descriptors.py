@@ -1,0 +1,62 @@
+"""How many descriptors this process may have open, and how many the controller of a job needs."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+_PER_NODE = 2  # one connection of the launcher, one of the agent
+_BESIDE = 64  # the controller's own files, its questions to launchers, connections that are not proven yet
+
+
+def soft_limit() -> int:
+    """Descriptors that this process may have open now."""
+    return _number(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def hard_limit() -> int:
+    """Descriptors that it may have open once it has raised its limit."""
+    return _number(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
+def raise_limit() -> int:
+    """Raise the soft limit to the hard one; returns what it was, for programs that are started (`give_limit`)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        give_limit(hard)
+    return soft
+
+
+def give_limit(soft: int) -> None:
+    """Set the soft limit of this process, as far as the hard one and the kernel allow it."""
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    except (OSError, ValueError):
+        return
+
+
+def open_now() -> int:
+    """Descriptors that this process has open; 0: it cannot be seen."""
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1  # that of the folder itself
+    except OSError:
+        return 0
+
+
+def needed(nodes: int) -> int:
+    """Descriptors of the controller of a job of so many nodes."""
+    return _PER_NODE * nodes + _BESIDE
+
+
+def lack(nodes: int, hard: int) -> str:
+    """Why the controller of so many nodes cannot run under this hard limit, and what to do; "": it can."""
+    if needed(nodes) <= hard:
+        return ""
+    return (
+        f"{nodes:,} nodes need {needed(nodes):,} descriptors; the hard limit of this process is {hard:,}: "
+        "raise it with ulimit -Hn or LimitNOFILE="
+    )
+
+
+def _number(limit: int) -> int:
+    return 1 << 62 if limit == resource.RLIM_INFINITY else limit
