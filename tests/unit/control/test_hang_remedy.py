@@ -172,14 +172,16 @@ def test_a_look_comes_when_the_patience_ends() -> None:
         (replace(ASLEEP, last_progress_s=99.0, process_state="R"), "ends rank 2", 299.5),
         (STOPPED, "ends rank 2", 0.5),
         (replace(STOPPED, last_progress_s=99.0), "ends rank 2", 3.5),
-        (replace(ASLEEP, process_state="D"), "none: rank 2 waits in the kernel, where no signal ends it", None),
+        (
+            replace(ASLEEP, process_state="D"),
+            "none: rank 2 waits in the kernel, where no signal ends it",
+            None,
+        ),
         (replace(ASLEEP, process_state="t"), "none: a debugger holds rank 2", None),
         (replace(ASLEEP, process=0), "none: it is not known where rank 2 is", None),
     ],
 )
-def test_what_will_be_done_is_said_before_it_is_done(
-    state: RankState, said: str, in_s: float | None
-) -> None:
+def test_what_will_be_done_is_said_before_it_is_done(state: RankState, said: str, in_s: float | None) -> None:
     assert outlook({2: LIMIT_S}, {2: state}) == (said, in_s)
 
 
