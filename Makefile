@@ -88,13 +88,13 @@ soak: $(DEV)
 	$(BIN)/python -m pytest -q -m soak
 	$(BIN)/python -m benchmarks.campaign --case all
 	$(BIN)/python -m benchmarks.checkpoint_faults --case all
-	$(BIN)/python -m benchmarks.checkpoint_node_faults --case all
-	$(BIN)/python -m benchmarks.recovery_faults --case all
-	$(BIN)/python -m benchmarks.recovery_soak --json benchmarks/results/recovery-soak.json
+	$(BIN)/python -m benchmarks.checkpoint_faults.nodes --case all
+	$(BIN)/python -m benchmarks.recovery.faults --case all
+	$(BIN)/python -m benchmarks.recovery.soak --json benchmarks/results/recovery-soak.json
 	$(BIN)/python -m benchmarks.control_seeds --parallel $(JOBS) --json benchmarks/results/control-seeds.json
 
 bench: $(DEV)
-	for name in probe gpu changepoint controller locate checkpoint recovery recovery_scale mitigate; do \
+	for name in probe gpu changepoint controller locate checkpoint recovery recovery.scale mitigate; do \
 	  $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done
 
 clean:

@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks._campaign_trial import TRAIN, processes_of
 from benchmarks._report import Line, Report, bench_arguments
+from benchmarks.campaign.trial import TRAIN, processes_of
 
 RANKS = 8
 HEALTHY, SLOW = 20, 10

@@ -18,11 +18,12 @@ def activate() -> None:
         return
     atexit.register(_let_go)
     try:
-        from keepstep import _rendezvous
+        from keepstep.worker import rendezvous as _rendezvous
 
         _rendezvous.install()
         if awaited:
-            from keepstep import _group_sockets, _milestones
+            from keepstep.worker import group_connections as _group_sockets
+            from keepstep.worker import milestones as _milestones
 
             _milestones.install()
             _group_sockets.install()

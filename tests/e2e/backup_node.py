@@ -26,11 +26,11 @@ import torch
 from tests.unit.checkpoint.sealed_slots import seal_state, stands
 
 from keepstep import wire
-from keepstep.agent.backups import NeighbourSource, NodeBackups
-from keepstep.checkpoint.cache import Backing, Board, Cache, CacheServer, Reserve, Slot, ask
-from keepstep.checkpoint.incoming import Incoming
-from keepstep.checkpoint.rank_slots import RankSlots
-from keepstep.checkpoint.slots import Key, Record, slot_bytes
+from keepstep.agent.services.backups import NeighbourSource, NodeBackups
+from keepstep.checkpoint.memory.cache import Backing, Board, Cache, CacheServer, Reserve, Slot, ask
+from keepstep.checkpoint.memory.incoming import Incoming
+from keepstep.checkpoint.memory.rank_slots import RankSlots
+from keepstep.checkpoint.memory.slots import Key, Record, slot_bytes
 from keepstep.core.errors import CheckpointError
 from keepstep.core.own_address import address_towards
 from keepstep.ring import create

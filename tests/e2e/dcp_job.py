@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from keepstep.checkpoint.dcp import DcpReader, DcpWriter
+from keepstep.checkpoint.storage.dcp import DcpReader, DcpWriter
 
 
 def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -52,8 +52,8 @@ def die(step: int, here: str) -> None:
 
 def damage() -> None:
     from keepstep.checkpoint import native
-    from keepstep.checkpoint.cache import ADDRESS
-    from keepstep.checkpoint.rank_slots import RankSlots
+    from keepstep.checkpoint.memory.cache import ADDRESS
+    from keepstep.checkpoint.memory.rank_slots import RankSlots
 
     rank_slots = RankSlots(os.environ[ADDRESS], dist.get_rank())
     for slot in rank_slots.slots:

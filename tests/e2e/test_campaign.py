@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks._campaign_cases import CASES
-from benchmarks._campaign_trial import run_trial
+from benchmarks.campaign.cases import CASES
+from benchmarks.campaign.trial import run_trial
 from tests.e2e import testbed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.quiet, pytest.mark.timeout(400)]

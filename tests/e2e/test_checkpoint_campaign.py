@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.checkpoint_faults import CASES, main
+from benchmarks.checkpoint_faults.__main__ import CASES, main
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.checkpoint_node_faults import main
+from benchmarks.checkpoint_faults.nodes import main
 from tests.e2e import testbed as beds
 
 pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(1200)]

@@ -16,8 +16,8 @@ import pytest
 from tests.e2e.test_run_watched import free_port
 
 from keepstep import wire
-from keepstep.launch.companions import controller_command
-from keepstep.launch.job import Endpoint, job_from_command_line
+from keepstep.launch.command.job import Endpoint, job_from_command_line
+from keepstep.launch.node.programs import controller_command
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from tests.alone import alone
 
-from keepstep.checkpoint.cache import ADDRESS, Cache, CacheServer
-from keepstep.launch.addresses import free_port
-from keepstep.launch.guard import Guard
-from keepstep.launch.placement import WorkerPlan
-from keepstep.launch.processes import Processes
-from keepstep.launch.survivors import Survivors
+from keepstep.checkpoint.memory.cache import ADDRESS, Cache, CacheServer
+from keepstep.launch.command.addresses import free_port
+from keepstep.launch.command.placement import WorkerPlan
+from keepstep.launch.workers.guard import Guard
+from keepstep.launch.workers.processes import Processes
+from keepstep.launch.workers.survivors import Survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 

@@ -75,7 +75,7 @@ class Nodes:
 
 
 def _free_port() -> int:
-    from keepstep.launch.addresses import free_port
+    from keepstep.launch.command.addresses import free_port
 
     return free_port("127.0.0.1")
 

@@ -91,7 +91,7 @@ class Run:
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if any(word.endswith(b"launch/standby.py") for word in words):
+            if any(word.endswith(b"launch/workers/standby.py") for word in words):
                 found.append(pid)
         return sorted(found)
 

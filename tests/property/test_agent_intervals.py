@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.agent.intervals import NOTHING, Union
-from keepstep.agent.iterations import Cut, IterationCutter
-from keepstep.agent.summarise import summarise
+from keepstep.agent.ranks.intervals import NOTHING, Union
+from keepstep.agent.ranks.iterations import Cut, IterationCutter
+from keepstep.agent.ranks.summarise import summarise
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "agent"))
 import agent_generator as g

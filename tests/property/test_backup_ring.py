@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.backup_plan import places_of, ring_of
+from keepstep.checkpoint.peers.backup_plan import places_of, ring_of
 
 labels = st.lists(st.sampled_from("abcd"), min_size=2, max_size=12)
 

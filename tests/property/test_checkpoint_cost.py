@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.cost import Costs, Limits, ShardedModel, best_interval, optimal_steps, total_cost_s
+from keepstep.checkpoint.storage.cost import (
+    Costs,
+    Limits,
+    ShardedModel,
+    best_interval,
+    optimal_steps,
+    total_cost_s,
+)
 
 costs = st.builds(
     Costs,

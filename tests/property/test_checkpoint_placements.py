@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from keepstep.checkpoint.global_view import local_runs
 from keepstep.checkpoint.header import ShardEntry
+from keepstep.checkpoint.storage.global_view import local_runs
 
 
 def indices(size: int, counts: tuple[int, ...], at: tuple[int, ...], words: tuple[str, ...]) -> list[int]:

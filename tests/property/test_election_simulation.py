@@ -17,13 +17,13 @@ import pytest
 from msgspec import structs
 
 from keepstep import wire
-from keepstep.control import council
-from keepstep.control.council import Councils
-from keepstep.control.reforming import Reforming
-from keepstep.control.rendezvous import Launcher
+from keepstep.control.membership import council
+from keepstep.control.membership.council import Councils
+from keepstep.control.membership.reforming import Reforming
+from keepstep.control.membership.rendezvous import Launcher
 from keepstep.core.quorum import is_majority
-from keepstep.launch import lease
-from keepstep.launch.lease import Elector
+from keepstep.launch.controller import lease
+from keepstep.launch.controller.lease import Elector
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "control"))

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from tests.unit.checkpoint.stored_states import sample_state, taken
 
 from keepstep.checkpoint import native
-from keepstep.checkpoint.cache import Board, Cache, Slot
-from keepstep.checkpoint.from_storage import StorageSource
-from keepstep.checkpoint.incoming import Incoming
-from keepstep.checkpoint.manifest import folder_name
-from keepstep.checkpoint.persist import conclude, write_shard
-from keepstep.checkpoint.slots import Key, Record, read_header
-from keepstep.checkpoint.storage import LocalStorage
+from keepstep.checkpoint.memory.cache import Board, Cache, Slot
+from keepstep.checkpoint.memory.incoming import Incoming
+from keepstep.checkpoint.memory.slots import Key, Record, read_header
+from keepstep.checkpoint.storage.backend import LocalStorage
+from keepstep.checkpoint.storage.manifest import folder_name
+from keepstep.checkpoint.storage.persist import conclude, write_shard
+from keepstep.checkpoint.storage.source import StorageSource
 from keepstep.core.errors import CheckpointError
 
 KEY = Key(3, 12)

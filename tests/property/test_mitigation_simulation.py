@@ -13,7 +13,7 @@ from collections import deque
 
 import pytest
 
-from keepstep.agent.watch import RankWatch
+from keepstep.agent.ranks.watch import RankWatch
 from keepstep.control import Controller, Effect, Send, Settings, WriteIncident
 from keepstep.core.incident import Incident
 from keepstep.core.microbatches import Split, equal_shares, fits

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.agent.holding import Holding
-from keepstep.agent.microbatches import Microbatches
+from keepstep.agent.services.holds import Holding
+from keepstep.agent.services.microbatches import Microbatches
 from keepstep.core.validation import RankTests
 from keepstep.ring import orders
 from keepstep.ring.orders import PAGE_BYTES, OrdersPage, Word

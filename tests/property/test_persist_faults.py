@@ -11,11 +11,11 @@ from typing import Any, cast
 import pytest
 from tests.unit.checkpoint.stored_states import Cache, newest, rebuilt, same, sample_state
 
-from keepstep.checkpoint.persist import Persister
-from keepstep.checkpoint.persist_plan import Backoff, PersistPlan
-from keepstep.checkpoint.slots import Key
-from keepstep.checkpoint.storage import Bytes, Readable
-from keepstep.checkpoint.stored import scan, verify
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.storage.backend import Bytes, Readable
+from keepstep.checkpoint.storage.persist import Persister
+from keepstep.checkpoint.storage.persist_plan import Backoff, PersistPlan
+from keepstep.checkpoint.storage.read import scan, verify
 from keepstep.core.clock import ManualClock
 from keepstep.core.errors import CheckpointError
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.twins.checkpoint import python_native
 
 from keepstep.checkpoint import native as checkpoint_native
-from keepstep.checkpoint import python_native
 from keepstep.ring import native as ring_native
 from keepstep.ring import python_format, python_reader, python_writer
 from keepstep.ring.reader import RECORD, STREAM

@@ -1,9 +1,9 @@
 """The planner under any sequence of slowdowns: causes come and go, orders are refused or fail, remedies overlap.
 
 The driver is a dumb job: each cause slows it, each remedy takes away what it is there for, and whoever applies a
-remedy takes it back once its cause has been gone for a while (as `keepstep.control.mitigation` does). Of what the
-planner says: nothing is named that is refused, in force or of no use; it switches no oftener than causes change; when
-all causes are gone nothing is in force.
+remedy takes it back once its cause has been gone for a while (as `keepstep.control.remedies.mitigation` does).
+Of what the planner says: nothing is named that is refused, in force or of no use; it switches no oftener than causes
+change; when all causes are gone nothing is in force.
 """
 
 from __future__ import annotations

@@ -9,9 +9,15 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.incoming import Room
-from keepstep.checkpoint.restore_service import MOST_MESSAGE_BYTES, Bring, Offers, RestoreService, _answers
-from keepstep.checkpoint.slots import Key
+from keepstep.checkpoint.memory.incoming import Room
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.restore.restore_service import (
+    MOST_MESSAGE_BYTES,
+    Bring,
+    Offers,
+    RestoreService,
+    _answers,
+)
 from keepstep.core.errors import CheckpointError
 
 

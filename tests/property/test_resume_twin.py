@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.resume import Agreed, Copied, Elsewhere, begin, refuse, resume
-from keepstep.checkpoint.slots import Key
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.restore.resume import Agreed, Copied, Elsewhere, begin, refuse, resume
 from keepstep.core.errors import CheckpointError
 
 

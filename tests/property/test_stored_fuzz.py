@@ -17,12 +17,18 @@ from hypothesis import strategies as st
 from tests.unit.checkpoint.stored_states import rebuilt, same, sample_state, taken
 
 from keepstep.checkpoint.header import ALIGNMENT
-from keepstep.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, encode_manifest, folder_name
-from keepstep.checkpoint.persist import conclude, write_shard
-from keepstep.checkpoint.shard_file import ShardFile, decode_shard
-from keepstep.checkpoint.slots import Key
-from keepstep.checkpoint.storage import Bytes, Readable
-from keepstep.checkpoint.stored import look, read_shard, verify
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.storage.backend import Bytes, Readable
+from keepstep.checkpoint.storage.manifest import (
+    MANIFEST,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    folder_name,
+)
+from keepstep.checkpoint.storage.persist import conclude, write_shard
+from keepstep.checkpoint.storage.read import look, read_shard, verify
+from keepstep.checkpoint.storage.shard_file import ShardFile, decode_shard
 from keepstep.core.errors import CheckpointError
 
 KEY = Key(0, 7)

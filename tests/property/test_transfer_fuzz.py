@@ -15,9 +15,9 @@ from tests.unit.checkpoint.conftest import Served, serving
 from tests.unit.checkpoint.sealed_slots import seal_state, stands
 from tests.unit.checkpoint.test_transfer import KEY, RUN, fetch, giving, room_in
 
-from keepstep.checkpoint.cache import backup_of
-from keepstep.checkpoint.fetch import Fetch
-from keepstep.checkpoint.state_server import StateServer
+from keepstep.checkpoint.memory.cache import backup_of
+from keepstep.checkpoint.peers.fetch import Fetch
+from keepstep.checkpoint.peers.state_server import StateServer
 from keepstep.core.errors import CheckpointError
 from keepstep.core.summary import Endpoint
 from keepstep.wire.channel import ClientChannel, Ends, ServerChannel, encode

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from keepstep import wire
-from keepstep.control.council import Councils
-from keepstep.control.rendezvous import Launcher
-from keepstep.launch.lease import TTL_S, Elector
+from keepstep.control.membership.council import Councils
+from keepstep.control.membership.rendezvous import Launcher
+from keepstep.launch.controller.lease import TTL_S, Elector
 
 TICK_S = 0.4
 

@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keepstep.agent import links as link_files
-from keepstep.agent.gpus import Gpus
-from keepstep.agent.holding import Holding
-from keepstep.agent.host_ring import HostRing, process_groups
-from keepstep.agent.microbatches import Microbatches
-from keepstep.agent.processes import GONE, STOPPED, ProcessId, alive, identify, state_of
-from keepstep.agent.sensors import HostSensors
-from keepstep.agent.sockets import SocketSensor
-from keepstep.agent.states import operations_in_flight, python_stack, rank_state
-from keepstep.agent.steplog import StepLog
-from keepstep.agent.track import RankTrack
+from keepstep.agent.ranks.host_ring import HostRing, process_groups
+from keepstep.agent.ranks.states import operations_in_flight, python_stack, rank_state
+from keepstep.agent.ranks.step_log import StepLog
+from keepstep.agent.ranks.track import RankTrack
+from keepstep.agent.sensors import nccl_links as link_files
+from keepstep.agent.sensors.gpus import Gpus
+from keepstep.agent.sensors.host import HostSensors
+from keepstep.agent.sensors.processes import GONE, STOPPED, ProcessId, alive, identify, state_of
+from keepstep.agent.sensors.sockets import SocketSensor
+from keepstep.agent.services.holds import Holding
+from keepstep.agent.services.microbatches import Microbatches
 from keepstep.core.errors import RingError
 from keepstep.core.own_folders import make_folder
 from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, LinkState, RankState

@@ -13,12 +13,12 @@ from collections.abc import Callable, Coroutine, Iterator
 
 from keepstep import wire
 from keepstep.agent.arguments import Arguments
-from keepstep.agent.backups import NodeBackups
-from keepstep.agent.checkpoints import Checkpoints, Place
-from keepstep.agent.gpus import Gpus
 from keepstep.agent.node import NodeAgent
-from keepstep.agent.paths import Echo, is_elsewhere, probe_paths
-from keepstep.agent.processes import alive, identify, kill_carriers
+from keepstep.agent.sensors.gpus import Gpus
+from keepstep.agent.sensors.processes import alive, identify, kill_carriers
+from keepstep.agent.services.backups import NodeBackups
+from keepstep.agent.services.checkpoints import Checkpoints, Place
+from keepstep.agent.services.path_probes import Echo, is_elsewhere, probe_paths
 from keepstep.core.errors import KeepstepError
 from keepstep.core.log_lines import log_into
 from keepstep.core.own_address import address_towards

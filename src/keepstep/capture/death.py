@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
-from keepstep import _milestones
+from keepstep.worker import milestones as _milestones
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 

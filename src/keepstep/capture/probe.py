@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from keepstep import _milestones
 from keepstep.capture import death
 from keepstep.capture.groups import Groups
 from keepstep.capture.operations import Operations
@@ -20,6 +19,7 @@ from keepstep.capture.recorder import Recorder
 from keepstep.capture.reducer import ReducerWaits
 from keepstep.capture.sites import Sites
 from keepstep.capture.twins import Twins
+from keepstep.worker import milestones as _milestones
 
 _current: Probe | None = None
 

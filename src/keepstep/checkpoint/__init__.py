@@ -14,7 +14,7 @@ same script runs anywhere. See ``docs/howto/checkpoint.md`` and, for what is whe
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keepstep.checkpoint.door import RandomState, load, register, save, wait
+    from keepstep.checkpoint.api import RandomState, load, register, save, wait
 
 __all__ = ["RandomState", "load", "register", "save", "wait"]
 
@@ -22,6 +22,6 @@ __all__ = ["RandomState", "load", "register", "save", "wait"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from keepstep.checkpoint import door  # needs torch, which launcher and agent do not load
+    from keepstep.checkpoint import api as door  # needs torch, which launcher and agent do not load
 
     return getattr(door, name)

@@ -17,7 +17,7 @@ try:
         slot_bytes,
     )
 except ImportError:
-    from keepstep.checkpoint.python_native import (  # type: ignore[assignment]
+    from tests.twins.checkpoint.python_native import (  # type: ignore[assignment]
         DATA_OFFSET,
         MAGIC,
         ON_DEVICE,

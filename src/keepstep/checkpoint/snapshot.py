@@ -22,16 +22,16 @@ import msgspec
 import torch
 
 from keepstep.checkpoint import native
-from keepstep.checkpoint.cache import gib
-from keepstep.checkpoint.cadence import Cadence, Storing
+from keepstep.checkpoint.memory.cache import gib
+from keepstep.checkpoint.memory.pages import Trace
+from keepstep.checkpoint.memory.rank_slots import RankSlots
+from keepstep.checkpoint.memory.slots import Key, Record, newest_common, slot_bytes
 from keepstep.checkpoint.optimizers import OptimizerWatch
-from keepstep.checkpoint.pages import Trace
-from keepstep.checkpoint.rank_slots import RankSlots
-from keepstep.checkpoint.restore_service import RestoreClient, restore_address
-from keepstep.checkpoint.restoring import Restoring
-from keepstep.checkpoint.resume import Agreed, Row, Rows, begin, keys_of, refuse, resume, row_of
-from keepstep.checkpoint.slots import Key, Record, newest_common, slot_bytes
+from keepstep.checkpoint.restore.restore_service import RestoreClient, restore_address
+from keepstep.checkpoint.restore.restoring import Restoring
+from keepstep.checkpoint.restore.resume import Agreed, Row, Rows, begin, keys_of, refuse, resume, row_of
 from keepstep.checkpoint.state import Span, StateHeader, encode_header, flatten, identity
+from keepstep.checkpoint.storage.cadence import Cadence, Storing
 from keepstep.core.errors import CheckpointError
 from keepstep.core.log_lines import one_line
 from keepstep.core.ranges import fold_ranks

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from keepstep.checkpoint.cost import Costs, Interval, Limits, ShardedModel, best_interval, save_gain
+from keepstep.checkpoint.storage.cost import Costs, Interval, Limits, ShardedModel, best_interval, save_gain
 from keepstep.core.errors import RunError, UsageError
 from keepstep.traces import open_run
 

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from keepstep.checkpoint.manifest import Manifest, folder_name, key_text
-from keepstep.checkpoint.persist import remove
-from keepstep.checkpoint.storage import Storage, open_storage
-from keepstep.checkpoint.stored import StoredStep, scan
-from keepstep.checkpoint.stored import verify as problems_of
+from keepstep.checkpoint.storage.backend import Storage, open_storage
+from keepstep.checkpoint.storage.manifest import Manifest, folder_name, key_text
+from keepstep.checkpoint.storage.persist import remove
+from keepstep.checkpoint.storage.read import StoredStep, scan
+from keepstep.checkpoint.storage.read import verify as problems_of
 from keepstep.cli._checkpoint_plan import bytes_text, plan
 from keepstep.core.errors import CheckpointError, UsageError
 
@@ -96,11 +96,11 @@ def export(
     storage = open_storage(path)
     manifest = _whole(storage, path, step)
     if safetensors:
-        from keepstep.checkpoint.export import export_safetensors
+        from keepstep.checkpoint.storage.export import export_safetensors
 
         count, target = export_safetensors(storage, manifest, safetensors), safetensors
     else:
-        from keepstep.checkpoint.export_dcp import export_dcp
+        from keepstep.checkpoint.storage.export_dcp import export_dcp
 
         assert dcp
         count, target = export_dcp(storage, manifest, dcp), dcp

@@ -8,7 +8,7 @@ import os
 import typer
 
 from keepstep.core.config import config_path, resolve
-from keepstep.launch.settings import SETTINGS
+from keepstep.launch.command.settings import SETTINGS
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 

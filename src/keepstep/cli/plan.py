@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from keepstep.checkpoint.cost import Costs, best_interval, kept_cost_s, total_cost_s
+from keepstep.checkpoint.storage.cost import Costs, best_interval, kept_cost_s, total_cost_s
 from keepstep.cli._checkpoint_plan import measured_step, time_text
 from keepstep.core.errors import UsageError
 

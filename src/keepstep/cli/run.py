@@ -15,10 +15,10 @@ from typing import Any
 from keepstep.core.errors import UsageError
 from keepstep.core.home import home_folder
 from keepstep.core.own_folders import open_to_all
-from keepstep.launch import addresses, run_folder
-from keepstep.launch.guard import Guard
-from keepstep.launch.job import Endpoint, Job, job_from_command_line
-from keepstep.launch.placement import COOKIE, Place, worker_plans
+from keepstep.launch.command import addresses, run_folder
+from keepstep.launch.command.job import Endpoint, Job, job_from_command_line
+from keepstep.launch.command.placement import COOKIE, Place, worker_plans
+from keepstep.launch.workers.guard import Guard
 
 
 def main(argv: Sequence[str]) -> int:
@@ -86,7 +86,7 @@ def _hosts_controller(job: Job) -> bool:
 
 def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
     """What would be started, for ``--dry-run``. On several nodes the place is assumed: equal nodes, in order."""
-    from keepstep.launch.companions import agent_command, controller_command
+    from keepstep.launch.node.programs import agent_command, controller_command
 
     rendezvous = job.rendezvous
     node_rank = max(rendezvous.node_rank, 0)

@@ -18,7 +18,7 @@ from keepstep.control.effects import (
     Tell,
     WriteIncident,
 )
-from keepstep.control.locators import LibraryLocators, Locators
+from keepstep.control.incidents.locators import LibraryLocators, Locators
 from keepstep.control.settings import Settings
 
 __all__ = [

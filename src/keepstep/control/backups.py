@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from keepstep.checkpoint.backup_plan import BackupPlan, Order, Stock
-from keepstep.checkpoint.slots import Key
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.peers.backup_plan import BackupPlan, Order, Stock
 from keepstep.control.cluster import Cluster, Node
 from keepstep.wire.messages import (
     MOST_HELD_RANKS,

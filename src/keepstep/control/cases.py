@@ -12,20 +12,20 @@ from dataclasses import fields, replace
 from typing import Any, Literal
 
 from keepstep.control.cluster import Cluster, Node
-from keepstep.control.crash_case import CrashCase
-from keepstep.control.desk import noted
 from keepstep.control.effects import Effect, Say, Send, WriteIncident
-from keepstep.control.hang_case import HangCase
-from keepstep.control.hang_remedy import HangRemedy, blamed_by, outlook
-from keepstep.control.locators import Locators
-from keepstep.control.mitigation import Mitigation
-from keepstep.control.operating import Operating
-from keepstep.control.questions import Question, Questions, probes_of
-from keepstep.control.reforming import Reforming
-from keepstep.control.rendezvous import MOST_RANKS
+from keepstep.control.incidents.crash_case import CrashCase
+from keepstep.control.incidents.desk import noted
+from keepstep.control.incidents.hang_case import HangCase
+from keepstep.control.incidents.hang_remedy import HangRemedy, blamed_by, outlook
+from keepstep.control.incidents.locators import Locators
+from keepstep.control.incidents.questions import Question, Questions, probes_of
+from keepstep.control.incidents.slow_case import SlowCase
+from keepstep.control.incidents.validations import Validations
+from keepstep.control.membership.operator_orders import Operating
+from keepstep.control.membership.reforming import Reforming
+from keepstep.control.membership.rendezvous import MOST_RANKS
+from keepstep.control.remedies.mitigation import Mitigation
 from keepstep.control.settings import Settings
-from keepstep.control.slow_case import SlowCase
-from keepstep.control.validations import Validations
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Incident, Recovery
 from keepstep.wire.messages import Kill, Message, Probed, Profile, SaveRings, States
@@ -41,7 +41,7 @@ _OUTLOOK = {  # of a slowdown, by what may be done about one
 
 
 class Cases:
-    """Those of one job. Implements :class:`keepstep.control.desk.Desk` for them."""
+    """Those of one job. Implements :class:`keepstep.control.incidents.desk.Desk` for them."""
 
     def __init__(
         self,

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from keepstep.control.admission import Admission
 from keepstep.control.backups import Backups
 from keepstep.control.cases import Cases
 from keepstep.control.cluster import Cluster, Node
-from keepstep.control.council import Councils
 from keepstep.control.effects import (
     Disconnect,
     Effect,
@@ -26,14 +24,25 @@ from keepstep.control.effects import (
     StoreStop,
     Tell,
 )
-from keepstep.control.growing import Growing
-from keepstep.control.job_state import JobState, JobStates
-from keepstep.control.locators import LibraryLocators, Locators
-from keepstep.control.operating import Operating
-from keepstep.control.reforming import End, Exclude, HaltThese, Lost, Order, Reforming, Renew, Waiting
-from keepstep.control.rendezvous import MOST_NODES, MOST_RANKS, Launcher, Placed, Rendezvous
+from keepstep.control.incidents.locators import LibraryLocators, Locators
+from keepstep.control.membership.admission import Admission
+from keepstep.control.membership.council import Councils
+from keepstep.control.membership.growth import Growing
+from keepstep.control.membership.job_state import JobState, JobStates
+from keepstep.control.membership.operator_orders import Operating
+from keepstep.control.membership.reforming import (
+    End,
+    Exclude,
+    HaltThese,
+    Lost,
+    Order,
+    Reforming,
+    Renew,
+    Waiting,
+)
+from keepstep.control.membership.rendezvous import MOST_NODES, MOST_RANKS, Launcher, Placed, Rendezvous
+from keepstep.control.membership.restart_budget import Spending
 from keepstep.control.settings import Settings
-from keepstep.control.spending import Spending
 from keepstep.core.incident import Incident, Recovery
 from keepstep.wire.messages import (
     PROTOCOL,
@@ -89,7 +98,7 @@ class _Peer:
 
 
 class Controller:
-    """One job's controller. Implements :class:`keepstep.control.desk.Desk` for its cases."""
+    """One job's controller. Implements :class:`keepstep.control.incidents.desk.Desk` for its cases."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ from keepstep.control.effects import (
     WriteIncident,
 )
 from keepstep.control.files import RunFiles, spoken
-from keepstep.control.locators import LibraryLocators
+from keepstep.control.incidents.locators import LibraryLocators
 from keepstep.control.settings import Settings
 from keepstep.control.status import interval_s, status_of
 from keepstep.core.errors import RunError

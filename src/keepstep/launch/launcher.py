@@ -22,23 +22,24 @@ from keepstep.core.errors import KeepstepError
 from keepstep.core.home import home_folder
 from keepstep.core.incident import Recovery
 from keepstep.core.log_lines import one_line
-from keepstep.launch import addresses, root_cause, run_folder
-from keepstep.launch.caching import Caching
-from keepstep.launch.cut_off import CutOff
-from keepstep.launch.guard import Guard
-from keepstep.launch.hosting import Hosting
-from keepstep.launch.job import Endpoint, Job
-from keepstep.launch.node_checks import NodeChecks, versions
-from keepstep.launch.placement import COOKIE, OURS, Place, worker_plans
-from keepstep.launch.processes import Processes
-from keepstep.launch.recovery import sentence
-from keepstep.launch.restarts import Restarts
-from keepstep.launch.streams import Following, worker_streams
-from keepstep.launch.watching import FAILURES, Watching
-from keepstep.launch.workers import Workers, sweep
+from keepstep.launch.command import addresses, run_folder
+from keepstep.launch.command.job import Endpoint, Job
+from keepstep.launch.command.placement import COOKIE, OURS, Place, worker_plans
+from keepstep.launch.controller.cut_off import CutOff
+from keepstep.launch.controller.hosting import Hosting
+from keepstep.launch.node.agent import FAILURES, Watching
+from keepstep.launch.node.cache import Caching
+from keepstep.launch.node.node_checks import NodeChecks, versions
+from keepstep.launch.workers import root_cause
+from keepstep.launch.workers.guard import Guard
+from keepstep.launch.workers.incarnation import Workers, sweep
+from keepstep.launch.workers.processes import Processes
+from keepstep.launch.workers.recovery_times import sentence
+from keepstep.launch.workers.restarts import Restarts
+from keepstep.launch.workers.streams import Following, worker_streams
 
 if TYPE_CHECKING:
-    from keepstep.launch.link import Link
+    from keepstep.launch.controller.connection import Link
     from keepstep.wire import Kill, Seal, Stop
 
 T = TypeVar("T")
@@ -161,7 +162,7 @@ class Launcher:
 
     def _connect(self) -> None:
         from keepstep import wire
-        from keepstep.launch.link import Link
+        from keepstep.launch.controller.connection import Link
 
         assert self._controller.at is not None
         job, rendezvous = self._job, self._job.rendezvous

@@ -30,11 +30,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from keepstep import _group_sockets, _milestones, _rendezvous
-from keepstep.checkpoint import door
+from keepstep.checkpoint import api as door
 from keepstep.core.lost_connection import tells_of_another
 from keepstep.core.staying import ADDRESS, LEAVE, LEFT, MOST_BYTES, REFUSED, STAYS
 from keepstep.session import groups
+from keepstep.worker import group_connections as _group_sockets
+from keepstep.worker import milestones as _milestones
+from keepstep.worker import rendezvous as _rendezvous
 
 T = TypeVar("T")
 

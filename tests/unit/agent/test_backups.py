@@ -16,12 +16,12 @@ import torch
 from tests.unit.checkpoint.conftest import Served, serving
 from tests.unit.checkpoint.sealed_slots import seal_state, stands
 
-from keepstep.agent.backups import NeighbourSource, NodeBackups
-from keepstep.agent.checkpoints import FILE, Checkpoints, Place
-from keepstep.checkpoint.cache import Backing, Board, Open, Reserve, Slot, ask, backup_of
-from keepstep.checkpoint.incoming import Incoming
-from keepstep.checkpoint.rank_slots import RankSlots
-from keepstep.checkpoint.slots import Key, Record, slot_bytes
+from keepstep.agent.services.backups import NeighbourSource, NodeBackups
+from keepstep.agent.services.checkpoints import FILE, Checkpoints, Place
+from keepstep.checkpoint.memory.cache import Backing, Board, Open, Reserve, Slot, ask, backup_of
+from keepstep.checkpoint.memory.incoming import Incoming
+from keepstep.checkpoint.memory.rank_slots import RankSlots
+from keepstep.checkpoint.memory.slots import Key, Record, slot_bytes
 from keepstep.control.backups import Backups
 from keepstep.control.cluster import Cluster
 from keepstep.core.errors import CheckpointError

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from keepstep.agent.blocks import MOST_BLOCKS, blocks_of
-from keepstep.agent.intervals import NOTHING
-from keepstep.agent.iterations import Cut
+from keepstep.agent.ranks.blocks import MOST_BLOCKS, blocks_of
+from keepstep.agent.ranks.intervals import NOTHING
+from keepstep.agent.ranks.iterations import Cut
 from keepstep.core.events import Flag, Kind, Op, Phase
 from keepstep.ring.reader import RECORD
 

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 from tests.unit.checkpoint.conftest import Served, serving
 
-from keepstep.agent import checkpoints as module
-from keepstep.agent.checkpoints import FILE, Checkpoints, Place
-from keepstep.checkpoint.restore_service import RestoreClient, restore_address
-from keepstep.checkpoint.slots import Key
-from keepstep.checkpoint.storage import Bytes, LocalStorage
-from keepstep.checkpoint.stored import scan
+from keepstep.agent.services import checkpoints as module
+from keepstep.agent.services.checkpoints import FILE, Checkpoints, Place
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.restore.restore_service import RestoreClient, restore_address
+from keepstep.checkpoint.storage.backend import Bytes, LocalStorage
+from keepstep.checkpoint.storage.read import scan
 from keepstep.core.errors import KeepstepError
 
 WORKER = """
     import sys, torch
-    from keepstep.checkpoint.cadence import Storing
+    from keepstep.checkpoint.storage.cadence import Storing
     from keepstep.checkpoint.snapshot import Seat, Snapshots
     where, every = sys.argv[2:]
     snapshots = Snapshots(sys.argv[1], Seat(), lambda row: [row], storing=Storing(where, int(every)))

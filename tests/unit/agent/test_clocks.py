@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from keepstep.agent.clocks import MOST_PER_GROUP, ClockSampler
+from keepstep.agent.ranks.clocks import MOST_PER_GROUP, ClockSampler
 from keepstep.core.events import Flag, Kind, Op
 from keepstep.core.summary import GroupInfo
 from keepstep.ring import RECORD

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from keepstep.agent.gpus import Gpus
 from keepstep.agent.node import NodeAgent
+from keepstep.agent.sensors.gpus import Gpus
 from keepstep.ring import RingWriter, create
 
 CARDS = 2
@@ -141,11 +141,11 @@ def test_a_driver_that_refuses_is_said_once(
 
 def test_without_a_driver_nothing_is_loaded() -> None:
     code = (
-        "import sys; from keepstep.agent.gpus import Gpus; Gpus(driver='/no/driver').start(); "
+        "import sys; from keepstep.agent.sensors.gpus import Gpus; Gpus(driver='/no/driver').start(); "
         "print(sorted(sys.modules))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "keepstep.agent.gpus" in said
+    assert "keepstep.agent.sensors.gpus" in said
     assert "pynvml" not in said
 
 

@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import agent_generator as g
 
-from keepstep.agent.holding import Holding
-from keepstep.agent.iterations import IterationCutter
-from keepstep.agent.track import RankTrack
+from keepstep.agent.ranks.iterations import IterationCutter
+from keepstep.agent.ranks.track import RankTrack
+from keepstep.agent.services.holds import Holding
 from keepstep.core.events import Phase
 from keepstep.core.validation import RankTests
 from keepstep.ring import orders

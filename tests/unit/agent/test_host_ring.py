@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from keepstep.agent.host_ring import HostRing, process_groups
+from keepstep.agent.ranks.host_ring import HostRing, process_groups
 from keepstep.core.events import Flag, Kind, Op
 from keepstep.ring import RingReader, RingWriter, create
 

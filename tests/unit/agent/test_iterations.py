@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from keepstep.agent.iterations import WARM_UP_STEPS, Cut, IterationCutter
+from keepstep.agent.ranks.iterations import WARM_UP_STEPS, Cut, IterationCutter
 from keepstep.core.events import Phase
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from keepstep.agent.arguments import parse
-from keepstep.agent.links import save, standing_still
 from keepstep.agent.node import NodeAgent
+from keepstep.agent.sensors.nccl_links import save, standing_still
 from keepstep.core.errors import UsageError
 from keepstep.core.summary import GroupInfo
 from keepstep.ring import links

@@ -14,8 +14,8 @@ import pytest
 
 from keepstep.agent.arguments import parse
 from keepstep.agent.node import NodeAgent
-from keepstep.agent.processes import ProcessId
-from keepstep.agent.sockets import SocketSensor, connections
+from keepstep.agent.sensors.processes import ProcessId
+from keepstep.agent.sensors.sockets import SocketSensor, connections
 from keepstep.core.errors import UsageError
 from keepstep.core.events import Flag, Kind, Op, Phase
 from keepstep.ring import RingReader, RingWriter, create, orders

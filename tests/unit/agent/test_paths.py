@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from keepstep import wire
-from keepstep.agent import paths
-from keepstep.agent.paths import Echo, is_elsewhere, probe_paths
+from keepstep.agent.services import path_probes as paths
+from keepstep.agent.services.path_probes import Echo, is_elsewhere, probe_paths
 from keepstep.core.summary import Endpoint
 from keepstep.wire.messages import MOST_LOAD_BYTES, ProbeRequest, ProbeTarget
 

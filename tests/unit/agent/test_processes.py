@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.agent.processes import ProcessId, alive, carriers, identify, kill_carriers, state_of
+from keepstep.agent.sensors.processes import ProcessId, alive, carriers, identify, kill_carriers, state_of
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from keepstep.agent.processes import identify
-from keepstep.agent.sockets import SocketSensor, connections
+from keepstep.agent.sensors.processes import identify
+from keepstep.agent.sensors.sockets import SocketSensor, connections
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_kernel_that_tells_nothing_is_asked_once(monkeypatch: pytest.MonkeyPat
         raise OSError("Protocol not supported")
         yield
 
-    monkeypatch.setattr("keepstep.agent.sockets.connections", refuse)
+    monkeypatch.setattr("keepstep.agent.sensors.sockets.connections", refuse)
     sensor = SocketSensor()
     sensor.look(1.0, [])
     sensor.look(2.0, [])

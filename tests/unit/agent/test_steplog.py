@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from keepstep.agent.steplog import StepLog
+from keepstep.agent.ranks.step_log import StepLog
 from keepstep.core.summary import IterationSummary
 
 

@@ -9,9 +9,9 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from keepstep.agent.intervals import NOTHING
-from keepstep.agent.iterations import Cut, IterationCutter
-from keepstep.agent.summarise import summarise
+from keepstep.agent.ranks.intervals import NOTHING
+from keepstep.agent.ranks.iterations import Cut, IterationCutter
+from keepstep.agent.ranks.summarise import summarise
 from keepstep.core.summary import IterationSummary
 
 sys.path.insert(0, str(Path(__file__).parent))

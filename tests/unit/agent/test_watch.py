@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from keepstep.agent.watch import RankWatch
+from keepstep.agent.ranks.watch import RankWatch
 from keepstep.core.events import Phase
 from keepstep.core.finding import Finding
 

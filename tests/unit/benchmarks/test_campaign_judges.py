@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from benchmarks._campaign_cases import CASES, last_step_ended_by
-from benchmarks._campaign_replay import bootstrap
-from benchmarks._campaign_trial import Outcome, Plan
-from benchmarks.campaign import wilson
+from benchmarks.campaign.__main__ import wilson
+from benchmarks.campaign.cases import CASES, last_step_ended_by
+from benchmarks.campaign.replay import bootstrap
+from benchmarks.campaign.trial import Outcome, Plan
 
 from keepstep.faults import parse, sentences
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import _checkpoint_campaign as module
-from benchmarks._checkpoint_campaign import NOT_OVER, Campaign, Judged
+from benchmarks.checkpoint_faults import campaign as module
+from benchmarks.checkpoint_faults.campaign import NOT_OVER, Campaign, Judged
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmarks import checkpoint_node_faults as campaign
-from benchmarks._checkpoint_node_plans import CASES, NODES, Loss, Plan
-from benchmarks.checkpoint_node_faults import Promises, Trial, judge
+from benchmarks.checkpoint_faults import nodes as campaign
+from benchmarks.checkpoint_faults.nodes import Promises, Trial, judge
+from benchmarks.checkpoint_faults.plans import CASES, NODES, Loss, Plan
 
 PLAN = Plan((Loss((1,), "phase", 0.0, 0.0, silent=False),))
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from benchmarks import _compound_job as job
-from benchmarks import _compound_optimum as optimum
-from benchmarks import _compound_schedule as given
-from benchmarks import compound
 from benchmarks._report import Report
-from benchmarks.mitigate import Trials
+from benchmarks.compound import __main__ as compound
+from benchmarks.compound import job, optimum
+from benchmarks.compound import schedule as given
+from benchmarks.mitigate.__main__ import Trials
 
 SCHEDULE = given.load()
 

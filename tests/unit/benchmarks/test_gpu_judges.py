@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from benchmarks.gpu import (
+from benchmarks.gpu.__main__ import (
     COLLECTIVE,
     ENQUEUED,
     FAILED,

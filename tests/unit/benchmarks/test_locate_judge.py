@@ -3,7 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from benchmarks._locate_judge import Meant, Score, judge
+from benchmarks.locate.judge import Meant, Score, judge
 
 from keepstep.core.incident import Culprit, Diagnosis, Link
 
@@ -65,6 +65,6 @@ def test_scores():
 
 def test_what_draws_and_simulates_knows_no_locator():
     code = (
-        "import benchmarks._locate_cases, keepstep.simulate, sys; sys.exit('keepstep.locate' in sys.modules)"
+        "import benchmarks.locate.cases, keepstep.simulate, sys; sys.exit('keepstep.locate' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,9 +7,9 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from benchmarks import _mitigate_trial as trial
-from benchmarks._mitigate_solver import is_optimal, slowest
-from benchmarks._mitigate_trial import Case, Row, best_possible, iteration_s, judge, replica_s
+from benchmarks.mitigate import trial
+from benchmarks.mitigate.solver import is_optimal, slowest
+from benchmarks.mitigate.trial import Case, Row, best_possible, iteration_s, judge, replica_s
 
 CASE = Case(4, 1, 1, 2.0)
 FIRST_SLOW, IN_FORCE = 70, 80

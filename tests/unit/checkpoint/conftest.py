@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from keepstep.checkpoint.cache import Backing, Cache, CacheServer
-from keepstep.checkpoint.cached import CachedStates
-from keepstep.checkpoint.restore_service import RestoreServer, RestoreService, restore_address
+from keepstep.checkpoint.memory.cache import Backing, Cache, CacheServer
+from keepstep.checkpoint.memory.cached_states import CachedStates
+from keepstep.checkpoint.restore.restore_service import RestoreServer, RestoreService, restore_address
 
 
 @dataclass

@@ -10,10 +10,10 @@ from typing import Any
 from tests.unit.checkpoint.stored_states import taken
 
 from keepstep.checkpoint import native
-from keepstep.checkpoint.cache import Board, Open, Reserve, Slot, ask
 from keepstep.checkpoint.header import encode_header
-from keepstep.checkpoint.incoming import Incoming
-from keepstep.checkpoint.slots import Key, Record, slot_bytes
+from keepstep.checkpoint.memory.cache import Board, Open, Reserve, Slot, ask
+from keepstep.checkpoint.memory.incoming import Incoming
+from keepstep.checkpoint.memory.slots import Key, Record, slot_bytes
 
 
 def seal_state(

@@ -10,11 +10,11 @@ import torch
 
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import StateHeader, with_checksums
-from keepstep.checkpoint.manifest import folder_name
-from keepstep.checkpoint.slots import Key
+from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.state import flatten, unflatten
-from keepstep.checkpoint.storage import Storage
-from keepstep.checkpoint.stored import StoredShard, read_shard, scan
+from keepstep.checkpoint.storage.backend import Storage
+from keepstep.checkpoint.storage.manifest import folder_name
+from keepstep.checkpoint.storage.read import StoredShard, read_shard, scan
 from keepstep.core.errors import CheckpointError
 
 

@@ -9,7 +9,7 @@ from tests.unit.checkpoint.conftest import Served, serving
 from tests.unit.checkpoint.sealed_slots import seal_state, stands
 from tests.unit.checkpoint.stored_states import sample_state
 
-from keepstep.checkpoint.cache import (
+from keepstep.checkpoint.memory.cache import (
     MOST_RANKS,
     Backing,
     Board,
@@ -21,8 +21,8 @@ from keepstep.checkpoint.cache import (
     backup_of,
     backups_on,
 )
-from keepstep.checkpoint.rank_slots import RankSlots
-from keepstep.checkpoint.slots import Key
+from keepstep.checkpoint.memory.rank_slots import RankSlots
+from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.snapshot import Seat, Snapshots
 from keepstep.core.errors import CheckpointError
 

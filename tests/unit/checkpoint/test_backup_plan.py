@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from keepstep.checkpoint.backup_plan import BackupPlan, Order, Stock, places_of, ring_of
-from keepstep.checkpoint.slots import Key, free_slots, kept_slots
+from keepstep.checkpoint.memory.slots import Key, free_slots, kept_slots
+from keepstep.checkpoint.peers.backup_plan import BackupPlan, Order, Stock, places_of, ring_of
 
 
 def keys(*steps: int) -> frozenset[Key]:

@@ -11,10 +11,10 @@ import textwrap
 
 import pytest
 
-from keepstep.checkpoint import cache as caches
-from keepstep.checkpoint.cache import Board, Cache, Open, Reserve, Slot, ask
-from keepstep.checkpoint.rank_slots import RankSlots
-from keepstep.checkpoint.slots import Key, Record, write_record
+from keepstep.checkpoint.memory import cache as caches
+from keepstep.checkpoint.memory.cache import Board, Cache, Open, Reserve, Slot, ask
+from keepstep.checkpoint.memory.rank_slots import RankSlots
+from keepstep.checkpoint.memory.slots import Key, Record, write_record
 from keepstep.core.errors import CheckpointError
 
 MIB = 1 << 20
@@ -197,8 +197,6 @@ def test_descriptors_do_not_pass_to_other_programs() -> None:
 
 
 def test_the_launchers_side_loads_neither_torch_nor_numpy() -> None:
-    script = (
-        "import sys, keepstep.checkpoint.cache; print([m for m in ('torch', 'numpy') if m in sys.modules])"
-    )
+    script = "import sys, keepstep.checkpoint.memory.cache; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout == "[]\n"

@@ -12,11 +12,11 @@ import pytest
 from tests.unit.checkpoint.conftest import Served
 from tests.unit.checkpoint.stored_states import newest, rebuilt
 
-from keepstep.checkpoint.cached import CachedStates, follow
-from keepstep.checkpoint.persist import Persister
-from keepstep.checkpoint.persist_plan import PersistPlan
-from keepstep.checkpoint.slots import Key
-from keepstep.checkpoint.storage import Bytes, LocalStorage
+from keepstep.checkpoint.memory.cached_states import CachedStates, follow
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.storage.backend import Bytes, LocalStorage
+from keepstep.checkpoint.storage.persist import Persister
+from keepstep.checkpoint.storage.persist_plan import PersistPlan
 from keepstep.core.clock import ManualClock
 from keepstep.core.errors import CheckpointError
 

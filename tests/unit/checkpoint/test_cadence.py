@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.checkpoint.cadence import Cadence, Storing
-from keepstep.checkpoint.cost import Costs, best_interval
+from keepstep.checkpoint.storage.cadence import Cadence, Storing
+from keepstep.checkpoint.storage.cost import Costs, best_interval
 
 
 def test_every_so_many_steps_also_when_saves_leave_some_out() -> None:

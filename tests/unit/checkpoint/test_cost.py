@@ -1,6 +1,13 @@
 import pytest
 
-from keepstep.checkpoint.cost import Costs, Limits, ShardedModel, best_interval, optimal_steps, save_gain
+from keepstep.checkpoint.storage.cost import (
+    Costs,
+    Limits,
+    ShardedModel,
+    best_interval,
+    optimal_steps,
+    save_gain,
+)
 from keepstep.core.errors import CheckpointError
 
 DAY = Costs(period_s=86_400, failures=2, recovery_s=150, checkpoint_s=1.0, step_s=5.0)

@@ -13,14 +13,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tests.unit.checkpoint.stored_states import taken
 
-from keepstep.checkpoint.export import export_safetensors
-from keepstep.checkpoint.export_dcp import export_dcp
 from keepstep.checkpoint.header import ShardEntry, tensor_paths
-from keepstep.checkpoint.manifest import Manifest
-from keepstep.checkpoint.persist import conclude, write_shard
-from keepstep.checkpoint.slots import Key
-from keepstep.checkpoint.storage import LocalStorage
-from keepstep.checkpoint.stored import look
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.storage.backend import LocalStorage
+from keepstep.checkpoint.storage.export import export_safetensors
+from keepstep.checkpoint.storage.export_dcp import export_dcp
+from keepstep.checkpoint.storage.manifest import Manifest
+from keepstep.checkpoint.storage.persist import conclude, write_shard
+from keepstep.checkpoint.storage.read import look
 from keepstep.core.errors import CheckpointError
 
 KEY = Key(0, 3)

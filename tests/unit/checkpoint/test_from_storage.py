@@ -15,14 +15,14 @@ import torch
 from tests.unit.checkpoint.conftest import Served
 from tests.unit.checkpoint.stored_states import same, sample_state, taken
 
-from keepstep.checkpoint.cached import CachedStates
-from keepstep.checkpoint.from_storage import MOST_OFFERED, StorageSource
-from keepstep.checkpoint.manifest import data_file, folder_name, header_file
-from keepstep.checkpoint.persist import conclude, write_shard
-from keepstep.checkpoint.restore_service import Brought, RestoreService
-from keepstep.checkpoint.slots import Key
+from keepstep.checkpoint.memory.cached_states import CachedStates
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.restore.restore_service import Brought, RestoreService
 from keepstep.checkpoint.snapshot import Seat, Snapshots
-from keepstep.checkpoint.storage import LocalStorage, Readable
+from keepstep.checkpoint.storage.backend import LocalStorage, Readable
+from keepstep.checkpoint.storage.manifest import data_file, folder_name, header_file
+from keepstep.checkpoint.storage.persist import conclude, write_shard
+from keepstep.checkpoint.storage.source import MOST_OFFERED, StorageSource
 from keepstep.core.errors import CheckpointError
 
 

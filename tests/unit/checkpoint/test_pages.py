@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from tests.unit.checkpoint.test_restore import sealed
 
-from keepstep.checkpoint.pages import LEAST_BYTES, Pages, Trace
-from keepstep.checkpoint.restore import Filling
+from keepstep.checkpoint.memory.pages import LEAST_BYTES, Pages, Trace
+from keepstep.checkpoint.restore.filling import Filling
 from keepstep.checkpoint.state import Span
 
 COUNT = LEAST_BYTES // 4

@@ -15,12 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tests.unit.checkpoint.stored_states import Cache, newest, rebuilt, same, sample_state, taken
 
-from keepstep.checkpoint.manifest import MANIFEST, folder_name
-from keepstep.checkpoint.persist import Incomplete, Persister, conclude, remove, write_shard
-from keepstep.checkpoint.persist_plan import PersistPlan
-from keepstep.checkpoint.slots import Key
-from keepstep.checkpoint.storage import LocalStorage, Readable, Storage, open_storage
-from keepstep.checkpoint.stored import read_shard, scan, verify
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.storage.backend import LocalStorage, Readable, Storage, open_storage
+from keepstep.checkpoint.storage.manifest import MANIFEST, folder_name
+from keepstep.checkpoint.storage.persist import Incomplete, Persister, conclude, remove, write_shard
+from keepstep.checkpoint.storage.persist_plan import PersistPlan
+from keepstep.checkpoint.storage.read import read_shard, scan, verify
 from keepstep.core.clock import ManualClock
 from keepstep.core.errors import CheckpointError
 

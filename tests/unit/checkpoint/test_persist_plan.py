@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from keepstep.checkpoint.persist_plan import Backoff, Conclude, PersistPlan, Remove, Task, WriteShard
-from keepstep.checkpoint.slots import Key
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.storage.persist_plan import Backoff, Conclude, PersistPlan, Remove, Task, WriteShard
 
 OLD, NEW = Key(0, 10), Key(0, 20)
 

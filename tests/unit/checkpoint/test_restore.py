@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from keepstep.checkpoint import native
-from keepstep.checkpoint.restore import Filling
-from keepstep.checkpoint.slots import read_header, read_record
+from keepstep.checkpoint.memory.slots import read_header, read_record
+from keepstep.checkpoint.restore.filling import Filling
 from keepstep.checkpoint.snapshot import with_state_dicts
 from keepstep.checkpoint.state import StateHeader, encode_header, flatten
 from keepstep.core.errors import CheckpointError

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from keepstep.checkpoint import restore_service as module
-from keepstep.checkpoint.incoming import Room
-from keepstep.checkpoint.restore_service import (
+from keepstep.checkpoint.memory.incoming import Room
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.restore import restore_service as module
+from keepstep.checkpoint.restore.restore_service import (
     Bring,
     Denied,
     Offered,
@@ -22,7 +23,6 @@ from keepstep.checkpoint.restore_service import (
     RestoreService,
     restore_address,
 )
-from keepstep.checkpoint.slots import Key
 from keepstep.core.errors import CheckpointError
 
 OLD, NEW = Key(0, 5), Key(1, 9)

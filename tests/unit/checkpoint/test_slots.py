@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from keepstep.checkpoint import native
-from keepstep.checkpoint.cache import Cache, Slot
-from keepstep.checkpoint.slots import (
+from keepstep.checkpoint.memory.cache import Cache, Slot
+from keepstep.checkpoint.memory.slots import (
     Key,
     agree,
     damaged_storages,

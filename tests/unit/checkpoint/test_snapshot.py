@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.checkpoint import door
+from keepstep.checkpoint import api as door
 from keepstep.checkpoint import snapshot as module
-from keepstep.checkpoint.cadence import Storing
-from keepstep.checkpoint.door import RandomState
-from keepstep.checkpoint.restore_service import RestoreClient
-from keepstep.checkpoint.slots import Key
+from keepstep.checkpoint.api import RandomState
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.restore.restore_service import RestoreClient
 from keepstep.checkpoint.snapshot import Seat, Snapshots
+from keepstep.checkpoint.storage.cadence import Storing
 from keepstep.core.errors import CheckpointError
 
 

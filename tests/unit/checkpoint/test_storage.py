@@ -21,10 +21,10 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from tests.unit.checkpoint.stored_states import newest, rebuilt, same, sample_state, taken
 
 from keepstep.checkpoint.header import encode_header
-from keepstep.checkpoint.persist import conclude, write_shard
-from keepstep.checkpoint.slots import Key
-from keepstep.checkpoint.storage import FsspecStorage, LocalStorage, open_storage
-from keepstep.checkpoint.stored import scan, verify
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.storage.backend import FsspecStorage, LocalStorage, open_storage
+from keepstep.checkpoint.storage.persist import conclude, write_shard
+from keepstep.checkpoint.storage.read import scan, verify
 from keepstep.core.errors import CheckpointError, UsageError
 
 
@@ -103,9 +103,9 @@ WRITER = """
     import itertools, sys
     from pathlib import Path
     from keepstep.checkpoint.header import decode_header
-    from keepstep.checkpoint.persist import conclude, write_shard
-    from keepstep.checkpoint.slots import Key
-    from keepstep.checkpoint.storage import LocalStorage
+    from keepstep.checkpoint.storage.persist import conclude, write_shard
+    from keepstep.checkpoint.memory.slots import Key
+    from keepstep.checkpoint.storage.backend import LocalStorage
     import msgspec
     header = decode_header(Path(sys.argv[2]).read_bytes())
     data = memoryview(Path(sys.argv[3]).read_bytes())

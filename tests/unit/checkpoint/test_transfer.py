@@ -15,15 +15,15 @@ from tests.certificates import certificates
 from tests.unit.checkpoint.conftest import Served, serving
 from tests.unit.checkpoint.sealed_slots import seal_state, stands
 
-from keepstep.checkpoint import fetch as fetching
-from keepstep.checkpoint import state_server
-from keepstep.checkpoint.cache import Board, Reserve, Slot, ask, backup_of
-from keepstep.checkpoint.cached import CachedStates
-from keepstep.checkpoint.fetch import Cancelled, Fetch
-from keepstep.checkpoint.incoming import Incoming
-from keepstep.checkpoint.peer_connection import MOST_ENDPOINTS, PeerConnection, Rate
-from keepstep.checkpoint.slots import Key, Record, slot_bytes
-from keepstep.checkpoint.state_server import StateServer
+from keepstep.checkpoint.memory.cache import Board, Reserve, Slot, ask, backup_of
+from keepstep.checkpoint.memory.cached_states import CachedStates
+from keepstep.checkpoint.memory.incoming import Incoming
+from keepstep.checkpoint.memory.slots import Key, Record, slot_bytes
+from keepstep.checkpoint.peers import fetch as fetching
+from keepstep.checkpoint.peers import state_server
+from keepstep.checkpoint.peers.fetch import Cancelled, Fetch
+from keepstep.checkpoint.peers.peer_connection import MOST_ENDPOINTS, PeerConnection, Rate
+from keepstep.checkpoint.peers.state_server import StateServer
 from keepstep.core.errors import CheckpointError
 from keepstep.core.summary import Endpoint
 from keepstep.wire.secret import RunKey

@@ -9,9 +9,9 @@ import pytest
 from safetensors.torch import load_file
 from tests.unit.checkpoint.stored_states import sample_state, taken
 
-from keepstep.checkpoint.persist import conclude, write_shard
-from keepstep.checkpoint.slots import Key
-from keepstep.checkpoint.storage import LocalStorage
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.storage.backend import LocalStorage
+from keepstep.checkpoint.storage.persist import conclude, write_shard
 from keepstep.cli import main
 
 

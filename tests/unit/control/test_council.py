@@ -6,9 +6,9 @@ from pathlib import Path
 
 from msgspec import structs
 
-from keepstep.control.council import Councils
 from keepstep.control.files import RunFiles
-from keepstep.control.rendezvous import Launcher
+from keepstep.control.membership.council import Councils
+from keepstep.control.membership.rendezvous import Launcher
 from keepstep.wire.messages import Council, Kept, Placement, Seat, Stop
 
 LAUNCHERS = [Launcher(f"gpu-{n}", 100 + n) for n in range(12)]

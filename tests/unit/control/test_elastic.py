@@ -8,10 +8,10 @@ import pytest
 from test_reforming import Job, kinds
 
 from keepstep.control.effects import Tell
-from keepstep.control.growing import Growing
-from keepstep.control.operating import Operating
-from keepstep.control.reforming import End, Order, Reforming, Waiting
-from keepstep.control.rendezvous import Rendezvous
+from keepstep.control.membership.growth import Growing
+from keepstep.control.membership.operator_orders import Operating
+from keepstep.control.membership.reforming import End, Order, Reforming, Waiting
+from keepstep.control.membership.rendezvous import Rendezvous
 from keepstep.wire.messages import Join, Message, Operate, Operated, Seal
 
 RIGID = "what rank 0 saves is not known to be the same on all ranks"

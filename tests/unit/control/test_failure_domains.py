@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepstep.checkpoint.slots import Key
+from keepstep.checkpoint.memory.slots import Key
 from keepstep.control.controller import Controller
 from keepstep.control.effects import Send
 from keepstep.control.settings import Settings

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from keepstep.control.cluster import Cluster
-from keepstep.control.desk import Desk
-from keepstep.control.hang_case import HangCase
-from keepstep.control.hang_remedy import HangRemedy, blamed_by, evidence, outlook
+from keepstep.control.incidents.desk import Desk
+from keepstep.control.incidents.hang_case import HangCase
+from keepstep.control.incidents.hang_remedy import HangRemedy, blamed_by, evidence, outlook
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Incident, Link
 from keepstep.core.summary import RankState

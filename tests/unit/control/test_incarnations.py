@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.unit.control import control_stand_ins as stand_ins
 
 from keepstep.control.controller import Controller
-from keepstep.control.crash_case import GATHER_S
 from keepstep.control.effects import Effect, WriteIncident
+from keepstep.control.incidents.crash_case import GATHER_S
 from keepstep.control.settings import Settings
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Incident, Recovery

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.control.job_state import FOLLOWING, Facts, JobState, JobStates, state_of, way
+from keepstep.control.membership.job_state import FOLLOWING, Facts, JobState, JobStates, state_of, way
 
 FACTS = st.builds(
     Facts,

@@ -11,7 +11,7 @@ import pytest
 from test_relocation import NAMES, SLOW, TRAFFIC, Office
 
 from keepstep.control.cluster import Cluster
-from keepstep.control.mitigation import Mitigation
+from keepstep.control.remedies.mitigation import Mitigation
 from keepstep.core.incident import Action, Culprit
 from keepstep.core.microbatches import Split
 from keepstep.core.summary import IterationSummary

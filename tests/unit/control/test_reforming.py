@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from keepstep.control.reforming import End, HaltThese, Lost, Order, Reforming, Renew, Waiting
-from keepstep.control.rendezvous import Launcher, Rendezvous
-from keepstep.control.spending import Spending
+from keepstep.control.membership.reforming import End, HaltThese, Lost, Order, Reforming, Renew, Waiting
+from keepstep.control.membership.rendezvous import Launcher, Rendezvous
+from keepstep.control.membership.restart_budget import Spending
 from keepstep.core.budgets import Limits
 from keepstep.wire import encode
 from keepstep.wire.messages import Failed, Join, Placement, Seat

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from keepstep.control.moves import Look
-from keepstep.control.relocation import Relocation, paths_of
+from keepstep.control.remedies.exchange import Relocation, paths_of
+from keepstep.control.remedies.moves import Look
 from keepstep.core.incident import Culprit, Link
 from keepstep.core.microbatches import Split
 from keepstep.core.summary import PathProbe, PeerTraffic

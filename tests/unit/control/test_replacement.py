@@ -9,8 +9,8 @@ import pytest
 from test_elastic import Elastic, told
 from test_reforming import kinds
 
-from keepstep.control.moves import Look
-from keepstep.control.replacement import Replacement
+from keepstep.control.remedies.moves import Look
+from keepstep.control.remedies.replacement import Replacement
 from keepstep.core.incident import Culprit, Link
 from keepstep.wire.messages import Operate, Seal
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from virtual_parts import ATTEMPT_S, DEAD_HOST_S, RANKS, Host, Site
 
 from keepstep import wire
-from keepstep.launch.lease import UNREACHED_S
-from keepstep.launch.membership import LEASE_S
+from keepstep.launch.controller.lease import UNREACHED_S
+from keepstep.launch.controller.membership import LEASE_S
 
 if TYPE_CHECKING:
     from virtual_launchers import Job

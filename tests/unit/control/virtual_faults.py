@@ -8,8 +8,8 @@ from virtual_launchers import Job
 from virtual_parts import DEAD_HOST_S, Host, Site
 
 from keepstep import wire
-from keepstep.control.operating import STOPPED
-from keepstep.control.rendezvous import Launcher
+from keepstep.control.membership.operator_orders import STOPPED
+from keepstep.control.membership.rendezvous import Launcher
 from keepstep.core.finding import Finding
 
 

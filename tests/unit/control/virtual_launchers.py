@@ -31,8 +31,8 @@ from keepstep.control import (
     Tell,
     WriteIncident,
 )
-from keepstep.launch.lease import Elector, ToSeat
-from keepstep.launch.membership import LEASE_S, Membership
+from keepstep.launch.controller.lease import Elector, ToSeat
+from keepstep.launch.controller.membership import LEASE_S, Membership
 
 TICK_S = 0.4
 BEAT_S = 1.4

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from keepstep import wire
 from keepstep.control import Controller, StorePlacement
-from keepstep.launch.lease import Elector
-from keepstep.launch.membership import Membership
+from keepstep.launch.controller.lease import Elector
+from keepstep.launch.controller.membership import Membership
 
 DEAD_HOST_S = 3.0  # until the kernel closes a connection to a host that does not answer
 ATTEMPT_S = 5.0

@@ -12,7 +12,7 @@ from keepstep.cli import main
 from keepstep.core import home
 from keepstep.core.config import config_path
 from keepstep.core.home import home_folder
-from keepstep.launch.run_folder import ensure_secret
+from keepstep.launch.command.run_folder import ensure_secret
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.agent.steplog import StepLog
+from keepstep.agent.ranks.step_log import StepLog
 from keepstep.control.files import RunFiles
 from keepstep.core import own_folders
 from keepstep.core.errors import UnsafePathError
 from keepstep.core.log_lines import log_into
-from keepstep.launch import run_folder
-from keepstep.launch.streams import open_for_worker
+from keepstep.launch.command import run_folder
+from keepstep.launch.workers.streams import open_for_worker
 from keepstep.wire.messages import Stop
 
 ANOTHER_USER = 65533

@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def tcpd() -> ModuleType:
-    path = Path(__file__).resolve().parents[3] / "benchmarks" / "_tcpd.py"
+    path = Path(__file__).resolve().parents[3] / "benchmarks" / "changepoint" / "tcpd.py"
     spec = importlib.util.spec_from_file_location("_tcpd_under_test", path)
     assert spec is not None
     assert spec.loader is not None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.launch import addresses
+from keepstep.launch.command import addresses
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 
 from keepstep.agent.arguments import parse
 from keepstep.core.errors import UsageError
-from keepstep.launch.companions import agent_command, controller_command
-from keepstep.launch.job import Endpoint, Job, job_from_command_line
+from keepstep.launch.command.job import Endpoint, Job, job_from_command_line
+from keepstep.launch.node.programs import agent_command, controller_command
 
 MEETING = Endpoint("10.0.0.1", 29400)
 TWO_NODES = ("--nnodes", "2", "--master-addr", "10.0.0.1")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.checkpoint import cache
-from keepstep.launch.caching import Caching
-from keepstep.launch.job import job_from_command_line
-from keepstep.launch.placement import Place
+from keepstep.checkpoint.memory import cache
+from keepstep.launch.command.job import job_from_command_line
+from keepstep.launch.command.placement import Place
+from keepstep.launch.node.cache import Caching
 
 PLACE = Place(0, 0, 1, 1, "127.0.0.1", 29500, incarnation=3)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.launch import checks
-from keepstep.launch.checks import Found, Subject, disk, kernel_log, memory, ports, shared_memory
+from keepstep.launch.node import checks
+from keepstep.launch.node.checks import Found, Subject, disk, kernel_log, memory, ports, shared_memory
 
 
 def subject(*folders: Path, port: int = 0, since_s: float = 0.0, fresh: bool = False) -> Subject:

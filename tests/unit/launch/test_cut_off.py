@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from keepstep import wire
-from keepstep.launch.cut_off import LONG_STILL_S, CutOff, Standstill
-from keepstep.launch.lease import Elector
-from keepstep.launch.membership import LEASE_S, Membership
+from keepstep.launch.controller.cut_off import LONG_STILL_S, CutOff, Standstill
+from keepstep.launch.controller.lease import Elector
+from keepstep.launch.controller.membership import LEASE_S, Membership
 
 
 def test_it_is_told_once_it_is_longer_than_the_job_ever_paused() -> None:

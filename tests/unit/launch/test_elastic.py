@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.checkpoint.slots import Key
+from keepstep.checkpoint.memory.slots import Key
 from keepstep.control.__main__ import parse
 from keepstep.core.errors import UsageError
-from keepstep.launch.caching import Caching
-from keepstep.launch.companions import controller_command
-from keepstep.launch.job import Endpoint, Job, job_from_command_line
-from keepstep.launch.placement import Place
-from keepstep.launch.sealing import next_sealed
+from keepstep.launch.command.job import Endpoint, Job, job_from_command_line
+from keepstep.launch.command.placement import Place
+from keepstep.launch.node.cache import Caching, next_sealed
+from keepstep.launch.node.programs import controller_command
 
 PLACE = Place(1, 6, 12, 2, "10.0.0.1", 29500)
 

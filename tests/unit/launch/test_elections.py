@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from keepstep import wire
-from keepstep.launch.elections import Elections
-from keepstep.launch.lease import Elector
+from keepstep.launch.controller.elections import Elections
+from keepstep.launch.controller.lease import Elector
 
 KEY = wire.RunKey(b"s" * 32, "job-a")
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.core.errors import UsageError
-from keepstep.launch import flags
+from keepstep.launch.command import flags
 
 run = pytest.importorskip("torch.distributed.run", reason="needs torch to compare with torchrun")
 

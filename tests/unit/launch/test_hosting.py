@@ -11,10 +11,10 @@ import pytest
 from keepstep import wire
 from keepstep.core import descriptors
 from keepstep.core.errors import RunError
-from keepstep.launch.guard import Guard
-from keepstep.launch.hosting import Hosting
-from keepstep.launch.job import job_from_command_line
-from keepstep.launch.processes import Processes
+from keepstep.launch.command.job import job_from_command_line
+from keepstep.launch.controller.hosting import Hosting
+from keepstep.launch.workers.guard import Guard
+from keepstep.launch.workers.processes import Processes
 
 
 def said_beside(key: wire.RunKey, folder: Path) -> str:
@@ -73,7 +73,7 @@ def test_a_job_with_another_secret_and_other_programs_have_no_name(
     end = ", the nodes cannot meet there: give another --rdzv-endpoint, or end what uses it"
     told = said_beside(wire.RunKey(b"x" * 32, "job-a"), tmp_path)
     assert told == f"127.0.0.1:PORT is in use by the controller of a job with another secret{end}"
-    monkeypatch.setattr("keepstep.launch.hosting._ASK_S", 0.1)
+    monkeypatch.setattr("keepstep.launch.controller.hosting._ASK_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         told = asyncio.run(said(tmp_path, 2, mute.getsockname()[1]))
         assert told == f"127.0.0.1:PORT is in use by another program{end}"

@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.core.errors import UsageError
-from keepstep.launch.devices import gpu_count, worker_count
-from keepstep.launch.job import (
+from keepstep.launch.command.job import (
     Endpoint,
     Persisting,
     job_from_command_line,
@@ -13,6 +12,7 @@ from keepstep.launch.job import (
     parse_endpoint,
     stream_masks,
 )
+from keepstep.launch.command.worker_count import gpu_count, worker_count
 
 BARE = {"HOME": "/nowhere"}
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.launch import checks
-from keepstep.launch.checks import Found, Subject, kernel_log
-from keepstep.launch.checks.xids import ACTIONS, PASSING, UNFIT, Xid, catalogue
-from keepstep.launch.job import job_from_command_line
-from keepstep.launch.node_checks import NodeChecks
+from keepstep.launch.command.job import job_from_command_line
+from keepstep.launch.node import checks
+from keepstep.launch.node.checks import Found, Subject, kernel_log
+from keepstep.launch.node.checks.xids import ACTIONS, PASSING, UNFIT, Xid, catalogue
+from keepstep.launch.node.node_checks import NodeChecks
 
 GPU = "NVRM: Xid (PCI:0000:3b:00)"
 SWITCH = "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0)"

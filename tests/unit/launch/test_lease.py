@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec import structs
 
 from keepstep import wire
-from keepstep.launch.lease import TTL_S, UNREACHED_S, Elector, ToSeat
-from keepstep.launch.membership import Membership
+from keepstep.launch.controller.lease import TTL_S, UNREACHED_S, Elector, ToSeat
+from keepstep.launch.controller.membership import Membership
 
 SEATS = tuple(wire.Seat(n + 1, f"gpu-{n}", 100 + n, f"10.0.0.{n}", 7000) for n in range(3))
 COUNCIL = wire.Council(1, 1, SEATS[0], 0, SEATS)

@@ -12,10 +12,10 @@ import pytest
 from keepstep import wire
 from keepstep.core.errors import RunError
 from keepstep.core.finding import Finding
-from keepstep.launch import link as linking
-from keepstep.launch.job import Endpoint, job_from_command_line
-from keepstep.launch.link import Link
-from keepstep.launch.membership import LEASE_S, Membership
+from keepstep.launch.command.job import Endpoint, job_from_command_line
+from keepstep.launch.controller import connection as linking
+from keepstep.launch.controller.connection import Link
+from keepstep.launch.controller.membership import LEASE_S, Membership
 
 JOIN = wire.Join("gpu-1", "10.0.0.1", 2, 29500, -1, 2, 2, 3)
 

@@ -1,8 +1,8 @@
 import pytest
 
 from keepstep.core.errors import UsageError
-from keepstep.launch.job import job_from_command_line
-from keepstep.launch.placement import (
+from keepstep.launch.command.job import job_from_command_line
+from keepstep.launch.command.placement import (
     GLOO_IN_BATCHES,
     MICROBATCHES,
     Place,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.launch import addresses
-from keepstep.launch.job import Endpoint
-from keepstep.launch.processes import exit_code, failing_status, low_priority, usual_priority
+from keepstep.launch.command import addresses
+from keepstep.launch.command.job import Endpoint
+from keepstep.launch.workers.processes import exit_code, failing_status, low_priority, usual_priority
 
 
 def alone(code: str, **environ: str) -> str:
@@ -34,7 +34,7 @@ def test_every_end_is_told_once_with_its_status() -> None:
     told = alone(
         """
         import os, signal, time
-        from keepstep.launch.processes import Processes
+        from keepstep.launch.workers.processes import Processes
         processes, told = Processes(), []
         for command in (["true"], ["sh", "-c", "exit 4"], ["sh", "-c", "kill -9 $$"]):
             processes.start(command[-1], command, os.environ, on_exit=told.append)
@@ -51,7 +51,7 @@ def test_children_begin_with_the_descriptors_that_the_launcher_was_given() -> No
         """
         import os, resource, subprocess
         from keepstep.core.descriptors import raise_limit
-        from keepstep.launch.processes import Processes
+        from keepstep.launch.workers.processes import Processes
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, 700))
         processes, ended = Processes(raise_limit()), []
         child = processes.start(
@@ -108,7 +108,7 @@ def test_orphans_are_adopted_and_found() -> None:
     told = alone(
         """
         import os, signal
-        from keepstep.launch.processes import Processes, descendants
+        from keepstep.launch.workers.processes import Processes, descendants
         processes, ended = Processes(), []
         # setsid: neither the session nor the group of the child that dies.
         processes.start("parent", ["sh", "-c", "setsid sleep 600 & exit 0"], os.environ, on_exit=ended.append)
@@ -130,7 +130,7 @@ def test_the_guard_ends_groups_and_carriers_of_the_cookie() -> None:
     told = alone(
         """
         import os, signal, subprocess, sys
-        from keepstep.launch.guard import Guard
+        from keepstep.launch.workers.guard import Guard
         cookie = f"KEEPSTEP_JOB={os.getpid()}"
         name, value = cookie.split("=")
         launcher = os.fork()
@@ -164,9 +164,9 @@ def test_a_companion_that_keeps_dying_is_given_up() -> None:
     told = alone(
         """
         import asyncio, os, signal, sys
-        from keepstep.launch import companions
-        from keepstep.launch.guard import Guard
-        from keepstep.launch.processes import Processes
+        from keepstep.launch.node import programs as companions
+        from keepstep.launch.workers.guard import Guard
+        from keepstep.launch.workers.processes import Processes
 
         companions.FIRST_WAIT_S = 0.0
         guard = Guard("KEEPSTEP_JOB=none")

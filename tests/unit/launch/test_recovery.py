@@ -3,9 +3,9 @@
 import asyncio
 import os
 
-from keepstep.launch.placement import INCARNATION, MILESTONES
-from keepstep.launch.recovery import Milestones, Restart, sentence
-from keepstep.launch.root_cause import Failure
+from keepstep.launch.command.placement import INCARNATION, MILESTONES
+from keepstep.launch.workers.recovery_times import Milestones, Restart, sentence
+from keepstep.launch.workers.root_cause import Failure
 
 RANKS = frozenset({0, 1})
 

@@ -8,10 +8,10 @@ import pytest
 from tests.alone import alone
 from tests.unit.launch.test_job import job
 
-from keepstep.launch import restarts as module
-from keepstep.launch.guard import Guard
-from keepstep.launch.placement import Place
-from keepstep.launch.processes import Processes
+from keepstep.launch.command.placement import Place
+from keepstep.launch.workers import restarts as module
+from keepstep.launch.workers.guard import Guard
+from keepstep.launch.workers.processes import Processes
 
 
 def test_new_standbys_are_warmed_only_while_a_restart_is_left(

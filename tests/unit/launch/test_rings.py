@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.launch.placement import LINKS, OURS, RING, Place
-from keepstep.launch.rings import Rings
+from keepstep.launch.command.placement import LINKS, OURS, RING, Place
+from keepstep.launch.workers.rings import Rings
 from keepstep.ring import link_table
 from keepstep.ring.links import LinkReader
 

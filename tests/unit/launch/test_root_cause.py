@@ -3,7 +3,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from keepstep.launch.root_cause import examine, first, hand_up, render
+from keepstep.launch.workers.root_cause import examine, first, hand_up, render
 
 
 def error_file(path: Path, message: object, at_s: float) -> Path:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from keepstep.core.errors import RunError
-from keepstep.launch import run_folder
-from keepstep.launch.job import job_from_command_line
+from keepstep.launch.command import run_folder
+from keepstep.launch.command.job import job_from_command_line
 
 
 def job(*words: str, **environ: str):

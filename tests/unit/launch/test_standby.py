@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.launch.standbys import PROGRAM
+from keepstep.launch.workers.standbys import PROGRAM
 
 PATIENCE_S = 120
 Result = tuple[int, str, str]

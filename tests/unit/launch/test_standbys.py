@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from tests.alone import alone
 
-from keepstep.launch.guard import Guard
-from keepstep.launch.placement import WorkerPlan
-from keepstep.launch.processes import Child, Processes
-from keepstep.launch.standbys import TRIES, Standbys
+from keepstep.launch.command.placement import WorkerPlan
+from keepstep.launch.workers.guard import Guard
+from keepstep.launch.workers.processes import Child, Processes
+from keepstep.launch.workers.standbys import TRIES, Standbys
 
 SCRIPT = "import json, os, sys; json.dump([sys.argv, dict(os.environ)], open(os.environ['OUT'], 'w'))"
 
@@ -116,7 +116,7 @@ def test_those_that_are_there_stay_and_those_given_away_are_replaced(tmp_path: P
 
 
 def test_one_that_gets_no_cpu_time_is_given_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepstep.launch.standbys.IDLE_S", 0.5)
+    monkeypatch.setattr("keepstep.launch.workers.standbys.IDLE_S", 0.5)
     (tmp_path / "waits.py").write_text(
         "import os, pathlib, time\n"
         "group = pathlib.Path('/proc/self/autogroup')\n"

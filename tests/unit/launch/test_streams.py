@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.launch.job import STDOUT, job_from_command_line
-from keepstep.launch.run_folder import LogFiles
-from keepstep.launch.streams import Follower, line_prefix, worker_streams
+from keepstep.launch.command.job import STDOUT, job_from_command_line
+from keepstep.launch.command.run_folder import LogFiles
+from keepstep.launch.workers.streams import Follower, line_prefix, worker_streams
 
 
 def job(*words: str, **environ: str):

@@ -15,10 +15,10 @@ import pytest
 from tests.alone import alone
 
 from keepstep.core.staying import ADDRESS
-from keepstep.launch.guard import Guard
-from keepstep.launch.placement import WorkerPlan
-from keepstep.launch.processes import Child, Processes
-from keepstep.launch.survivors import Survivors
+from keepstep.launch.command.placement import WorkerPlan
+from keepstep.launch.workers.guard import Guard
+from keepstep.launch.workers.processes import Child, Processes
+from keepstep.launch.workers.survivors import Survivors
 
 # What a worker says when it is told to leave is its last argument.
 WORKER = """

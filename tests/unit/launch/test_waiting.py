@@ -11,10 +11,10 @@ from pathlib import Path
 
 from tests.alone import alone
 
-from keepstep.launch.companions import Companion
-from keepstep.launch.guard import Guard
-from keepstep.launch.processes import Processes
-from keepstep.launch.waiting import Waiting
+from keepstep.launch.node.preloaded import Waiting
+from keepstep.launch.node.programs import Companion
+from keepstep.launch.workers.guard import Guard
+from keepstep.launch.workers.processes import Processes
 
 PROGRAM = """
 import json, sys, time

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from keepstep.agent.events import Rows
-from keepstep.agent.states import rank_state
-from keepstep.agent.track import RankTrack
+from keepstep.agent.ranks.events import Rows
+from keepstep.agent.ranks.states import rank_state
+from keepstep.agent.ranks.track import RankTrack
 from keepstep.core.errors import UsageError
 from keepstep.core.events import Kind, Op, Phase
 from keepstep.core.layout import ParallelLayout

@@ -1,0 +1,203 @@
+"""Seeded fault campaigns on real training jobs: what ``make soak`` runs.
+
+    python -m benchmarks.campaign --case slow-1.3x --seeds 20
+    python -m benchmarks.campaign --case all --parallel 2
+
+Every seed runs one job under ``keepstep run`` and is judged from what keepstep wrote in the run's folder against what
+was injected. One JSON per seed is kept under ``--out``, failed ones too; seeds that have one are not run again, so a
+campaign that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks._report import Line, Report, machine, versions
+from benchmarks.campaign.case import Case
+from benchmarks.campaign.cases import CASES
+from benchmarks.campaign.replay import replay
+from benchmarks.campaign.trial import Outcome, run_trial
+
+REPLAY = "replay-false-alarms"
+NAMES = (*CASES, REPLAY)
+FAMILIES = {"healthy-odd": tuple(name for name in CASES if name.startswith("healthy-odd-"))}
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def wilson(passed: int, total: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % Wilson score interval of a share."""
+    if total == 0:
+        return 0.0, 1.0
+    share, square = passed / total, z * z
+    middle = (share + square / (2 * total)) / (1 + square / total)
+    half = z / (1 + square / total) * math.sqrt(share * (1 - share) / total + square / (4 * total * total))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def run_seed(case: Case, seed: int, out: Path, runs: Path, keep_runs: bool) -> dict[str, Any]:
+    """Run one seed and keep its result; the run's folder is kept when it failed, or when asked for."""
+    plan = case.plan(seed)
+    folder = runs / case.name / f"seed-{seed:03d}"
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        outcome = run_trial(plan, folder)
+        verdict = case.judge(plan, outcome)
+        result = _result(outcome, verdict.why, verdict.measured)
+    except Exception as error:  # a seed that breaks is a failed seed, and the campaign goes on
+        result = {"passed": False, "why": [f"{type(error).__name__}: {error}"], "measured": {}}
+    result = {"case": case.name, "seed": seed, **result, "plan": asdict(plan)}
+    write(out / case.name / f"seed-{seed:03d}.json", result)
+    if result["passed"] and not keep_runs:
+        shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+def _result(outcome: Outcome, why: list[str], measured: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "passed": not why,
+        "why": why,
+        "measured": measured,
+        "exit_code": outcome.exit_code,
+        "wall_s": outcome.wall_s,
+        "incidents": outcome.incidents,
+        "faults": outcome.faults,
+        "notes": outcome.notes,
+        "script": outcome.script,
+        "lives": outcome.lives,
+        "watched": {rank: [steps[step] for step in sorted(steps)] for rank, steps in outcome.watched.items()},
+        "console": outcome.console if why else "",
+    }
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Keep a result with where and by what it was made, without this machine's paths; whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = {
+        **result,
+        "machine": machine(),
+        "versions": versions(("keepstep", "torch", "numpy")),
+        "ended_unix_s": round(time.time()),
+    }
+    partial = path.with_suffix(".partial")
+    text = json.dumps(result, separators=(",", ":")).replace(f"{_ROOT}/", "")
+    partial.write_text(text + "\n")
+    partial.replace(path)
+
+
+def run_case(case: Case, seeds: int, arguments: argparse.Namespace) -> None:
+    """Run the seeds of a case that have no result yet."""
+    folder = arguments.out / case.name
+    todo = [
+        seed for seed in range(seeds) if arguments.again or not (folder / f"seed-{seed:03d}.json").exists()
+    ]
+
+    def one(seed: int) -> None:
+        result = run_seed(case, seed, arguments.out, arguments.runs, arguments.keep_runs)
+        state = "passed" if result["passed"] else "FAILED: " + "; ".join(result["why"])
+        figures = ", ".join(f"{name} {result['measured'].get(name)}" for name in case.shown)
+        print(f"{case.name} seed {seed}: {state} ({figures}; {result.get('wall_s')} s)", flush=True)
+
+    with ThreadPoolExecutor(arguments.parallel) as pool:
+        # jobs that run together start together: one that starts later would slow the others for seconds
+        for first in range(0, len(todo), arguments.parallel):
+            list(pool.map(one, todo[first : first + arguments.parallel]))
+
+
+def run_replay(arguments: argparse.Namespace) -> None:
+    path = arguments.out / REPLAY / "seed-000.json"
+    if arguments.again or not path.exists():
+        result = {"case": REPLAY, "seed": 0, **replay(arguments.out / "healthy", 0)}
+        if result["measured"]:
+            write(path, result)
+        else:
+            print(f"{REPLAY}: {result['why'][0]}", file=sys.stderr)
+
+
+def results_of(out: Path, name: str) -> list[dict[str, Any]]:
+    """The kept results of a case, by seed."""
+    return [json.loads(path.read_text()) for path in sorted((out / name).glob("seed-*.json"))]
+
+
+def summarise(report: Report, out: Path, name: str) -> None:
+    """One line for the case, and one for each of its figures."""
+    results = results_of(out, name)
+    if not results:
+        report.leave_out(name, "no results")
+        return
+    if name == REPLAY:
+        measured = results[0]["measured"]
+        rate, fed = measured["alarms_per_100000"], measured["iterations"]
+        limit = f"{fed} iterations, block bootstrap of {measured['series']} measured series"
+        goal = "< 1 per 100,000 replayed iterations"
+        report.add(Line(REPLAY, rate, "per 100,000 iterations", goal, rate < 1, limit=limit))
+        return
+    case = CASES[name]
+    passed = sum(result["passed"] for result in results)
+    low, high = wilson(passed, len(results))
+    limit = f"Wilson 95 %: {low:.2f} to {high:.2f}; emulated compute"
+    report.add(
+        Line(name, f"{passed}/{len(results)}", "seeds", case.goal, passed == len(results), limit=limit)
+    )
+    for figure in case.shown:
+        values = [result["measured"].get(figure) for result in results]
+        known = [value for value in values if value is not None]
+        if known:
+            shown = f"median {statistics.median(known):.3g}, max {max(known, key=abs):.3g} (n={len(known)})"
+            report.add(Line(f"  {figure}", shown, ""))
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.campaign", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    add = parser.add_argument
+    add(
+        "--case",
+        action="append",
+        choices=(*NAMES, *FAMILIES, "all"),
+        required=True,
+        help="may be given several times",
+    )
+    add("--seeds", type=int, help="seeds 0 to N-1 (default: as many as the goal asks for)")
+    add("--out", type=Path, default=_ROOT / "benchmarks" / "results" / "campaign")
+    add("--runs", type=Path, default=_ROOT / "runs" / "campaign", help="where the run folders go")
+    add("--keep-runs", action="store_true", help="keep the run folders of passed seeds, too")
+    add("--again", action="store_true", help="run seeds that have a result already")
+    add(
+        "--parallel", type=int, default=1, metavar="N", help="jobs at once (their timing disturbs each other)"
+    )
+    add("--summary-only", action="store_true", help="run nothing, summarise what is there")
+    add("--json", type=Path, help="where to write the summary (default: summary.json beside the results)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    arguments.out, arguments.runs = arguments.out.resolve(), arguments.runs.resolve()
+    chosen = [name for case in arguments.case for name in FAMILIES.get(case, (case,))]
+    wanted = NAMES if "all" in chosen else tuple(dict.fromkeys(chosen))
+    report = Report("campaign", quick=False)
+    for name in wanted:
+        if not arguments.summary_only:
+            if name == REPLAY:
+                run_replay(arguments)
+            else:
+                run_case(CASES[name], arguments.seeds or CASES[name].seeds, arguments)
+    for name in NAMES if "all" in arguments.case or arguments.summary_only else wanted:
+        summarise(report, arguments.out, name)
+    report.finish(arguments.json or arguments.out / "summary.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

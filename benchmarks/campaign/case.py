@@ -1,0 +1,55 @@
+"""What all cases of the fault campaigns are made of."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.campaign.trial import Outcome, Plan
+
+RANKS = 4
+DP2_PP2 = ("--dp", "2", "--pp", "2", "--layers", "2", "--emulate-compute-ms", "20")
+WARM_UP_STEPS = 5
+HOSTS = ("node-a", "node-b", "node-c", "node-d")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one seed ended. ``why`` is empty exactly when it passed."""
+
+    why: list[str]
+    measured: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of trial. ``goal`` is the issue's wording."""
+
+    name: str
+    seeds: int
+    goal: str
+    plan: Callable[[int], Plan]
+    judge: Callable[[Plan, Outcome], Verdict]
+    shown: tuple[str, ...] = ()  # figures of ``measured`` to summarise
+
+
+def drawn(case: str, seed: int) -> random.Random:
+    """A seed's own chances, the same in every run."""
+    return random.Random(f"{case}:{seed}")
+
+
+def culprit_ranks(incident: Mapping[str, Any]) -> list[int]:
+    """Ranks that the incident names."""
+    return [culprit["rank"] for culprit in incident["culprits"] if culprit.get("rank") is not None]
+
+
+def culprit_links(incident: Mapping[str, Any]) -> list[set[str]]:
+    """Pairs of nodes that the incident names."""
+    return [set(culprit["link"]["nodes"]) for culprit in incident["culprits"] if culprit.get("link")]
+
+
+def left_over(outcome: Outcome) -> list[str]:
+    """A reason for each process that outlived its launcher."""
+    return [f"left running: {line}" for line in outcome.left_over]

@@ -1,0 +1,235 @@
+"""Forks programs of the checkpoint campaigns into hosts from a process that has imported torch already.
+
+An import of torch takes two CPU seconds, and a seed needs eight. What is forked is a process like any other: with
+namespaces, sockets, memory and a death of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import NoReturn
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_NAMESPACES = ("net", "uts", "time", "pid", "mnt")
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # none but the first would be forked
+_MOST = 1 << 20  # bytes of a message
+_LOOK_S = 0.01
+_STUCK_S = 150.0  # a worker that lives that long shows where it is
+
+
+class Warm:
+    """Such a process; starts ``benchmarks.checkpoint_faults.node`` on hosts. For use by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.checkpoint_faults.warm"],
+            env={**os.environ, **_ONE_THREAD},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(
+        self, init_pid: int, console: Path, environment: Mapping[str, str], words: Sequence[str]
+    ) -> None:
+        """Run the module with these arguments where the process ``init_pid`` is; it ends with that one."""
+        order = {"init": init_pid, "console": str(console), "environment": {**environment}, "words": [*words]}
+        with self._lock:
+            assert self._process.stdin
+            assert self._process.stdout
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        if answer != "0\n":
+            raise RuntimeError(f"a program could not be started on the host of process {init_pid}: {answer}")
+
+    def close(self) -> None:
+        """End it; what it started goes on."""
+        self._process.kill()
+        self._process.communicate()
+
+
+class Nursery:
+    """A child of this process, made before it has threads, that forks scripts and says how they end.
+
+    What is forked beside threads may find locks taken that nobody gives up.
+    """
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._codes: dict[int, int] = {}
+        if os.fork() == 0:
+            self._channel.close()
+            _tend(theirs)
+        theirs.close()
+
+    def start(self, script: Path, words: Sequence[str], environment: Mapping[str, str], output: Path) -> int:
+        """Run a script as ``__main__``, watched as if it had imported torch now; returns its process."""
+        order = {
+            "script": str(script),
+            "words": [*words],
+            "environment": {**environment},
+            "output": str(output),
+        }
+        self._channel.send(json.dumps(order).encode())
+        while True:
+            if pid := self._hear():
+                return pid
+
+    def poll(self, pid: int) -> int | None:
+        """Exit code once it has ended, negative for a signal."""
+        while select.select([self._channel], [], [], 0)[0]:
+            self._hear()
+        return self._codes.get(pid)
+
+    def end(self, pid: int) -> None:
+        """SIGKILL, unless it has ended; until it has."""
+        if self.poll(pid) is None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        while pid not in self._codes:
+            self._hear()
+
+    def _hear(self) -> int:
+        """The process that was started, 0 where one has ended."""
+        said = json.loads(self._channel.recv(_MOST))
+        if "code" not in said:
+            return said["pid"]
+        self._codes[said["pid"]] = said["code"]
+        return 0
+
+
+def _tend(channel: socket.socket) -> NoReturn:
+    """The nursery's own life: until nobody gives it orders any more."""
+    running: set[int] = set()
+    while True:
+        if select.select([channel], [], [], _LOOK_S)[0]:
+            data = channel.recv(_MOST)
+            if not data:
+                os._exit(0)
+            order = json.loads(data)
+            pid = os.fork()
+            if pid == 0:
+                channel.close()
+                _be(
+                    partial(_run_script, order["script"], order["words"]),
+                    order["environment"],
+                    Path(order["output"]),
+                )
+            running.add(pid)
+            channel.send(json.dumps({"pid": pid}).encode())
+        for pid in list(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                running.remove(pid)
+                code = os.waitstatus_to_exitcode(status)
+                channel.send(json.dumps({"pid": pid, "code": code}).encode())
+
+
+def _run_script(script: str, words: Sequence[str]) -> None:
+    from keepstep._autoload import activate
+
+    faulthandler.dump_traceback_later(_STUCK_S)
+    activate()
+    sys.argv = [script, *words]
+    runpy.run_path(script, run_name="__main__")
+
+
+def _be(program: Callable[[], None], environment: Mapping[str, str], output: Path) -> NoReturn:
+    """Do nothing else in this forked process, and end it."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(environment)
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for standard in (1, 2):
+            os.dup2(descriptor, standard)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        program()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _enter(init_pid: int) -> None:
+    """Go into the namespaces of a process; process numbers are those of later children."""
+    descriptors = [os.open(f"/proc/{init_pid}/ns/{name}", os.O_RDONLY) for name in _NAMESPACES]
+    folder = Path.cwd()
+    for descriptor in descriptors:
+        if _LIBC.setns(descriptor, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+    os.chdir(folder)
+
+
+def _start(order: dict[str, object]) -> int:
+    """Exit code of the process that goes into the namespaces and leaves a child there."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 1
+    try:
+        _enter(int(str(order["init"])))
+        if os.fork() == 0:
+            _run(order)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _run(order: dict[str, object]) -> NoReturn:
+    from benchmarks.checkpoint_faults import node as _checkpoint_node
+
+    os.setsid()
+    words, environment = order["words"], order["environment"]
+    assert isinstance(words, list)
+    assert isinstance(environment, dict)
+    _be(
+        lambda: _checkpoint_node.main([str(word) for word in words]), environment, Path(str(order["console"]))
+    )
+
+
+def main() -> None:
+    """Orders on stdin, a JSON line each; exit codes on stdout."""
+    import torch
+    import torch._dynamo  # what the first optimizer would import
+    import torch.distributed
+    from benchmarks.checkpoint_faults import node as _checkpoint_node  # noqa: F401
+
+    import keepstep.checkpoint  # noqa: F401
+
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).step()
+    if len(os.listdir("/proc/self/task")) != 1:
+        raise RuntimeError("threads would not be forked")
+    for line in sys.stdin:
+        print(_start(json.loads(line)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""What holds on a GPU, with NCCL and CUDA themselves: records, times, overhead, validation, checkpoint.
+
+    python -m benchmarks.gpu [--quick] [--json FILE] [--cpu]
+
+Every part is a job of its own under `keepstep run`; one that fails is left out with its reason. Ends in about 8 minutes
+(2 with ``--quick``); without a GPU at once. ``--cpu`` tries the bench itself on Gloo: then nothing is judged.
+
+On one GPU a job has one rank, and NCCL launches nothing for its in-place all-reduces: the calls are there, the
+transfers are not. A gather of one rank is a copy on the device, a mean of one rank a kernel of NCCL's: with these the
+shim's times are compared. NCCL 2.30 lets two ranks share a GPU; with it the same is done with real transfers.
+
+Overhead: whole jobs in turns, one with everything that `keepstep run` does (probe, shim, plugin, agent, controller),
+one with ``--no-watch``; the interval is over the pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks._report import Line, Report, bench_arguments
+from benchmarks.probe.__main__ import interval
+
+COMPLETE_GOAL = "events complete and ordered"
+TIMES_GOAL = "GPU times within 2 % of the PyTorch profiler's"
+STEP_GOAL = "iteration overhead ≤ 0.1 % with 95 % confidence interval (A/B alternating)"
+GEMM_GOAL = "GEMM validation ≤ 0.5 s"
+CHECKPOINT_GOAL = "memory checkpoint from GPU through pinned buffers with its GB/s against `cudaMemcpy`"
+TIMES_PERCENT, STEP_PERCENT, GEMM_S = 2.0, 0.1, 0.5
+OF_NCCL = ("Memcpy DtoD", "oneRankReduce", "ncclDevKernel", "ncclKernel")
+JOB = Path(__file__).with_name("job.py")
+COLLECTIVE, FAILED, ENQUEUED, TIMED = 1, 4, 16, 64  # keepstep.core.events: Kind and Flag
+SHARED_FROM = (2, 30)  # NCCL that lets ranks share a GPU
+ONE_RANK = "one rank: NCCL launches nothing for an in-place all-reduce"
+_JOB_S, _END_S = 150.0, 40.0
+
+
+# --- judging, without a GPU ------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """A record of the shim's; times in nanoseconds, 0: none."""
+
+    group: str
+    seq: int
+    stream: str
+    ticket: int
+    start_ns: int
+    wait_ns: int
+    end_ns: int
+    nbytes: int
+    kind: int
+    flags: int
+
+
+def collectives(rows: Iterable[Sequence[Any]]) -> list[Call]:
+    """The shim's among a job's records, in the order of the calls; the probe's describe the same operations again."""
+    calls = (Call(*row) for row in rows)
+    found = (call for call in calls if call.kind == COLLECTIVE and call.flags & ENQUEUED)
+    return sorted(found, key=lambda call: call.ticket)
+
+
+def incomplete(calls: Sequence[Call], made: int) -> dict[str, int]:
+    """What is wrong with the records of ``made`` calls; empty: each has one, ended well, numbered without a gap."""
+    gaps = 0
+    by_group: dict[str, list[int]] = defaultdict(list)
+    for call in calls:
+        by_group[call.group].append(call.seq)
+    for numbers in by_group.values():
+        gaps += sum(b - a != 1 for a, b in zip(sorted(numbers), sorted(numbers)[1:], strict=False))
+    found = {
+        "missing": made - len(calls),
+        "gaps": gaps,
+        "without end": sum(call.end_ns == 0 for call in calls),
+        "failed": sum(bool(call.flags & FAILED) for call in calls),
+    }
+    return {what: count for what, count in found.items() if count}
+
+
+def goings_back(calls: Sequence[Call]) -> list[int]:
+    """By how many nanoseconds the GPU's times of a stream go back; empty: they are ordered as the calls are."""
+    found: list[int] = []
+    latest: dict[str, int] = {}
+    for call in calls:
+        if not call.flags & TIMED or call.end_ns == 0:
+            continue
+        for now_ns in (call.wait_ns, call.end_ns):
+            before_ns = latest.get(call.stream, 0)
+            if now_ns < before_ns:
+                found.append(before_ns - now_ns)
+            latest[call.stream] = max(now_ns, before_ns)
+    return found
+
+
+def beside(
+    calls: Sequence[Call], seen: Iterable[Sequence[Any]], made: int
+) -> list[tuple[float, float, float]]:
+    """For each timed call: the shim's duration, the profiler's, and by how much its start is after ours; ns.
+
+    ``seen`` is (name, start, duration); its last ``made`` of NCCL count. Raises ValueError where the two do not agree.
+    """
+    timed = [call for call in calls if call.flags & TIMED and call.end_ns]
+    named = [event for event in seen if any(name in event[0] for name in OF_NCCL)]
+    events = sorted(named, key=lambda event: event[1])[-made:]
+    if len(timed) != made or len(events) != made:
+        names = dict(Counter(event[0].partition("<")[0] for event in seen))
+        raise ValueError(f"{made} calls: {len(timed)} timed, {len(events)} of the profiler's, in all {names}")
+    return [
+        (float(call.end_ns - call.wait_ns), float(event[2]), event[1] - call.wait_ns)
+        for call, event in zip(timed, events, strict=True)
+    ]
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Where the jobs run, and until when."""
+
+    def __init__(self, report: Report, folder: Path, *, device: str, quick: bool, seconds: float) -> None:
+        self.report, self.device, self.quick = report, device, quick
+        self.judged = device == "cuda"
+        self._folder, self._jobs = folder, 0
+        self._until_s = time.monotonic() + seconds
+
+    def left_s(self) -> float:
+        return self._until_s - time.monotonic()
+
+    def job(
+        self, part: str, *, ranks: int = 1, watch: bool = True, **environment: str
+    ) -> list[dict[str, Any]]:
+        """The result of each rank. Raises RuntimeError with the job's last words."""
+        self._jobs += 1
+        folder = self._folder / f"{self._jobs}-{part}"
+        folder.mkdir()
+        command = [sys.executable, "-m", "keepstep.cli", "run", "--nproc-per-node", str(ranks)]
+        command += ["--run-dir", str(folder / "run"), *(() if watch else ("--no-watch",))]
+        command += [str(JOB), part, str(folder / "result"), self.device, "quick" if self.quick else "whole"]
+        # Where there is no network, NCCL would look for one.
+        more = {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"), **environment}
+        console = folder / "console.txt"
+        with console.open("wb") as log:
+            launcher = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | more)
+            patience_s = max(30.0, min(_JOB_S, self.left_s() + 30.0)) if self.judged else 4 * _JOB_S
+            try:
+                code = launcher.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                end(launcher)
+        if code != 0:
+            why = "did not end in time" if code is None else f"ended with {code}"
+            raise RuntimeError(f"the job {why}: {last_words(console.read_text(errors='replace'))}")
+        found = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(ranks)]
+        with suppress(OSError):
+            (node,) = json.loads((folder / "run" / "status.json").read_text())["nodes"]
+            found[0]["dropped"] = node["dropped"]
+        return found
+
+    def add(self, name: str, value: float | str, unit: str, **more: Any) -> None:
+        if not self.judged:
+            more |= {"met": None, "limit": "Gloo on the CPU: a try of the bench, not a figure"}
+        self.report.add(Line(name, value, unit, **more))
+
+
+def end(launcher: subprocess.Popen[bytes]) -> None:
+    """The launcher ends its workers, also when it is told to end."""
+    launcher.terminate()
+    try:
+        launcher.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        launcher.wait()
+
+
+def last_words(console: str) -> str:
+    """The last line that names an error, else the last."""
+    lines = [line.strip() for line in console.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line or "error" in line or "Duplicate GPU" in line]
+    return (errors or lines or ["it said nothing"])[-1][:400]
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def events(bench: Bench, ranks: int = 1, **environment: str) -> None:
+    """Records of a training, and times of single calls beside the profiler's."""
+    found = bench.job("events", ranks=ranks, **environment)
+    for rank, result in enumerate(found):
+        who = "" if ranks == 1 else f"{ranks} ranks on one GPU: rank {rank}: "
+        training, ring = result["training"], result["ring"]
+        calls = collectives(training["calls"])
+        wrong: dict[str, Any] = incomplete(calls, training["made"])
+        wrong |= {what: count for what, count in ring.items() if count}
+        wrong |= {"dropped (status.json)": result["dropped"]} if result.get("dropped") else {}
+        back = goings_back(calls)
+        made: dict[str, Any] = {"calls made": training["made"], **wrong}
+        limit = ONE_RANK if ranks == 1 else None
+        bench.add(f"{who}records", len(calls), "", goal=COMPLETE_GOAL, met=not wrong, peers=made, limit=limit)
+        worst = {
+            "timed": sum(bool(call.flags & TIMED) for call in calls),
+            "worst (µs)": round(max(back, default=0) / 1e3, 1),
+        }
+        met = worst["timed"] > 0 and not back
+        bench.add(f"{who}GPU times that go back", len(back), "", goal=COMPLETE_GOAL, met=met, peers=worst)
+        plugin = {what: int(value) for what, value in result["plugin"].items()}
+        count = plugin.pop("communicators")
+        met = plugin["came"] == 1 and count > 0
+        bench.add(f"{who}communicators that the plugin sees", count, "", met=met, peers=plugin)
+        for batch in result["batches"]:
+            times(bench, who, batch)
+
+
+def times(bench: Bench, who: str, batch: dict[str, Any]) -> None:
+    """One batch of equal calls. The profiler's own durations are what the GPU did between the shim's two events."""
+    how = "" if batch["queued"] else ", host waited for"
+    name = f"{who}GPU time, {batch['name']} of {batch['mib']} MiB{how}"
+    try:
+        pairs = beside(collectives(batch["calls"]), batch["profiler"], batch["made"])
+    except ValueError as error:
+        bench.report.leave_out(name, str(error))
+        return
+    off = [(ours - theirs) / theirs * 100 for ours, theirs, _ in pairs]
+    peers: dict[str, float | int | str] = {
+        "profiler (µs)": round(statistics.median(theirs for _, theirs, _ in pairs) / 1e3, 1),
+        "difference (µs)": round(statistics.median(ours - theirs for ours, theirs, _ in pairs) / 1e3, 2),
+        "worst (%)": round(max(off, key=abs), 2),
+        "starts later by (µs)": round(statistics.median(later for *_, later in pairs) / 1e3, 1),
+    }
+    judged: dict[str, Any] = {"goal": TIMES_GOAL, "met": max(map(abs, off)) <= TIMES_PERCENT}
+    if not batch["queued"]:
+        judged = {
+            "limit": "the GPU idles between the shim's event and the call: the host has not enqueued it yet"
+        }
+    bench.add(name, statistics.median(off), "%", peers=peers, **judged)
+
+
+def shared(bench: Bench) -> None:
+    """The same with two ranks on the GPU."""
+    import torch
+
+    if bench.device == "cuda" and (version := torch.cuda.nccl.version()) < SHARED_FROM:
+        said = ".".join(map(str, version))
+        raise RuntimeError(f"NCCL {said}; ranks may share a GPU from 2.30 on (NCCL_MULTI_RANK_GPU_ENABLE=1)")
+    events(bench, 2, NCCL_MULTI_RANK_GPU_ENABLE="1")
+
+
+def gemm(bench: Bench) -> None:
+    """The device's tests in the middle of a training."""
+    (found,) = bench.job("gemm")
+    first, again = found["seconds"][0], statistics.median(found["seconds"][1:])
+    peers = {
+        "again": round(again, 3),
+        **{f"{test} (TFLOP/s)": value for test, value in found["figures"].items()},
+    }
+    limit = "the first in the process, which loads its kernels"
+    bench.add("GEMM validation", first, "s", goal=GEMM_GOAL, met=first <= GEMM_S, peers=peers, limit=limit)
+    for text in found["failed"]:
+        bench.report.leave_out("GEMM validation", text)
+
+
+def memory_checkpoint(bench: Bench) -> None:
+    """GB/s of a state on the GPU into the node's cache."""
+    (found,) = bench.job("checkpoint")
+    size = found["bytes"] / 1e9
+    speeds = {name: round(size / seconds, 2) for name, seconds in found["seconds"].items()}
+    save = speeds.pop("save")
+    speeds |= {name: round(size / found[name], 2) for name in ("first", "restore")}
+    limit = f"{size:.2f} GB of fp32, through a ring of page-locked memory; restored by torch's own copy"
+    bench.add("memory checkpoint from the GPU", save, "GB/s", goal=CHECKPOINT_GOAL, peers=speeds, limit=limit)
+    bench.add("restored bytes are those saved", "yes" if found["same"] else "no", "", met=found["same"])
+
+
+def overhead(bench: Bench) -> None:
+    """Pairs of whole jobs for as long as there is time, the watched one first in every other."""
+    jobs: list[dict[bool, dict[str, list[float]]]] = []
+    longest_s, fewest = 0.0, 2
+    while len(jobs) < fewest or bench.left_s() > longest_s:
+        begun_s = time.monotonic()
+        order = (True, False) if len(jobs) % 2 else (False, True)
+        jobs.append({watch: bench.job("steps", watch=watch)[0] for watch in order})
+        longest_s = max(longest_s, time.monotonic() - begun_s)
+    for size, title in (("large", "GPU-bound"), ("small", "host-bound")):
+        for kind, of in (("median", statistics.median), ("mean", statistics.fmean)):
+            pairs = [(of(pair[True][size]), of(pair[False][size])) for pair in jobs]
+            mean, low, high = interval([(on - off) / off * 100 for on, off in pairs])
+            name = f"step time added, {title}, {kind} of a job"
+            base_ms = round(statistics.median(off for _, off in pairs) * 1e3, 3)
+            peers = {"pairs": len(pairs), "from": round(low, 3), "unwatched step (ms)": base_ms}
+            limit = f"95 % interval over pairs of jobs (Student's t); {ONE_RANK}"
+            bench.add(f"{name}: mean", mean, "%", peers=peers, limit=limit)
+            judged = {"goal": STEP_GOAL, "met": high <= STEP_PERCENT}
+            more: dict[str, Any] = judged if (size, kind) == ("large", "median") else {}
+            bench.add(f"{name}: interval to", high, "%", limit=limit, **more)
+
+
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "records and GPU times": events,
+    "two ranks on one GPU": shared,
+    "GEMM validation": gemm,
+    "memory checkpoint": memory_checkpoint,
+    "iteration overhead": overhead,
+}
+
+
+def no_gpu() -> str:
+    """Why nothing can be measured; empty when there is a GPU."""
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return "" if torch.cuda.is_available() else "no GPU that CUDA can use"
+
+
+def main() -> None:
+    parser = bench_arguments("gpu", "What holds on a GPU, with NCCL and CUDA themselves.")
+    parser.add_argument("--cpu", action="store_true", help="try the bench on Gloo; nothing is judged")
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this part (repeatable)")
+    chosen = parser.parse_args()
+    report = Report("gpu", quick=chosen.quick)
+    why = "" if chosen.cpu else no_gpu()
+    if why:
+        report.leave_out("everything", why)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            device, seconds = "cpu" if chosen.cpu else "cuda", 110.0 if chosen.quick else 450.0
+            bench = Bench(report, Path(folder), device=device, quick=chosen.quick, seconds=seconds)
+            for name in chosen.part or PARTS:
+                try:
+                    PARTS[name](bench)
+                except Exception as error:
+                    report.leave_out(name, f"{type(error).__name__}: {error}")
+                print(f"{name}: done, {bench.left_s():.0f} s left", file=sys.stderr, flush=True)
+    report.finish(chosen.json)
+
+
+if __name__ == "__main__":
+    main()

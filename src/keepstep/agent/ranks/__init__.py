@@ -1,0 +1,1 @@
+"""From the ring of one rank to iterations, summaries and where the rank is now. Start with `watch`."""

@@ -1,0 +1,121 @@
+"""Picks the operations that node clocks are compared with, by a rule that every member of a group follows alone.
+
+Operations whose sequence number is a multiple of a power of two are picked; the power follows the group's own rate
+(about one to eight samples a second), and multiples nest, so members whose powers differ for a while still meet in the
+coarser.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepstep.agent.ranks.events import Rows, joined
+from keepstep.core.events import Flag, Kind, Op
+from keepstep.core.summary import ClockSample, GroupInfo
+
+MOST_PER_GROUP = 8
+_KEPT = 512
+_FIRST_STRIDE = 16
+_LAST_STRIDE = 1 << 14
+_MOST_UNSEEN = 8192
+_PHASE, _P2P = int(Kind.PHASE), int(Kind.P2P)
+_NO_ORDER = int(Flag.FAILED | Flag.ON_DEVICE)  # its end says nothing of the others' starts
+# After any of these the end on one member comes after the start on every other (or the one other).
+_ORDERING = frozenset(
+    {Op.ALLREDUCE, Op.ALLGATHER, Op.REDUCE_SCATTER, Op.ALLTOALL, Op.BARRIER, Op.SEND, Op.RECV}
+)
+
+
+class ClockSampler:
+    """The samples of one rank. Groups that lie within the node are of no use and left out, as is what a device moves.
+
+    ``local``: the node's ranks. Of a group's collectives only its lowest local rank gives samples.
+    """
+
+    def __init__(self, rank: int, local: Collection[int]) -> None:
+        self._rank = rank
+        self._local = frozenset(local)
+        self._names: list[str] = []
+        self._mask = np.zeros(0, np.uint32)  # stride - 1, by group id
+        self._collective = np.zeros(0, np.bool_)
+        self._p2p = np.zeros(0, np.bool_)
+        self._waiting: list[ClockSample] = []
+        self._unseen: list[Rows] = []
+        self._unseen_count = 0
+        self._counts: dict[int, int] = {}
+        self._kept: deque[ClockSample] = deque(maxlen=_KEPT)
+
+    def know(self, groups: Sequence[GroupInfo]) -> None:
+        """The rank's groups, by the ring's group id."""
+        old = self._mask
+        self._names = [group.name for group in groups]
+        remote = [not self._local.issuperset(group.members) for group in groups]
+        lowest = [min(self._local.intersection(group.members), default=-1) == self._rank for group in groups]
+        self._p2p = np.array(remote, np.bool_)
+        self._collective = np.array([far and low for far, low in zip(remote, lowest, strict=True)], np.bool_)
+        self._mask = np.full(len(groups), _FIRST_STRIDE - 1, np.uint32)
+        self._mask[: len(old)] = old
+
+    def take(self, finished: Rows) -> None:
+        """Take completed records; they are looked through once a second, together."""
+        if len(finished):
+            self._unseen.append(finished)
+            self._unseen_count += len(finished)
+            if self._unseen_count > _MOST_UNSEEN:
+                self._look()
+
+    def _look(self) -> None:
+        unseen, self._unseen, self._unseen_count = self._unseen, [], 0
+        if not unseen or not bool(self._p2p.any()):
+            return
+        finished = joined(unseen)
+        group: NDArray[np.int16] = finished["group"]
+        kinds = finished["kind"]
+        known = (group >= 0) & (group < len(self._mask)) & (kinds != _PHASE)
+        place = np.where(known, group, 0)
+        useful = np.where(kinds == _P2P, self._p2p[place], self._collective[place])
+        picked = finished[known & useful & ((finished["seq"] & self._mask[place]) == 0)]
+        for row in picked.tolist() if len(picked) else ():
+            self._pick(dict(zip(picked.dtype.names or (), row, strict=True)))
+
+    def _pick(self, row: dict[str, int]) -> None:
+        group = row["group"]
+        count = self._counts.get(group, 0) + 1
+        self._counts[group] = count
+        if count > MOST_PER_GROUP or row["op"] not in _ORDERING or row["flags"] & _NO_ORDER:
+            return
+        if row["kind"] == _P2P and row["peer"] in self._local:
+            return
+        sample = ClockSample(
+            self._names[group],
+            row["op"],
+            row["peer"],
+            row["seq"],
+            self._rank,
+            row["start_ns"] * 1e-9,
+            row["end_ns"] * 1e-9,
+        )
+        self._waiting.append(sample)
+        self._kept.append(sample)
+
+    def drain(self) -> tuple[ClockSample, ...]:
+        """The samples since the last call (made once a second); adapts the strides to what came."""
+        self._look()
+        for group in range(len(self._mask)):
+            count, mask = self._counts.get(group, 0), int(self._mask[group])
+            if count > MOST_PER_GROUP and mask < _LAST_STRIDE - 1:
+                self._mask[group] = 2 * mask + 1
+            elif count < 2 and mask > 0:
+                self._mask[group] = mask // 2
+        self._counts.clear()
+        samples, self._waiting = tuple(self._waiting), []
+        return samples
+
+    def recent(self) -> tuple[ClockSample, ...]:
+        """The last few hundred samples, oldest first."""
+        self._look()
+        return tuple(self._kept)

@@ -1,0 +1,102 @@
+"""Iterations of loops without an optimizer: cut by the period of their communication and backward passes alone.
+
+The cut is placed after the operation that is followed by the longest gap, which is where such a loop computes. Steps
+are numbered by the sequence number of the operation before the cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepstep.agent.ranks.events import EventBuffer, Rows, is_symbol, symbols
+from keepstep.core.events import Kind, Op
+from keepstep.detect import find_period
+
+_FIRST_LOOK = 48
+_LAST_LOOK = 1 << 15
+_PERIODS = 6
+_AGREEMENT = 0.97
+_SPAN_NS = 3_000_000_000  # a pipeline's first step repeats itself, too: its optimizer needs time to show up
+_QUIET_NS = 50_000_000
+
+
+class CustomLoop:
+    """Finds the period of a rank's symbols and then where each repetition ends."""
+
+    def __init__(self) -> None:
+        self._usual: NDArray[np.uint64] | None = None
+        self._per_step = 1  # how often the stream of the operation before the cut occurs in an iteration
+        self._look_at = _FIRST_LOOK
+        self._after_ticket = -1
+
+    def edges(self, buffer: EventBuffer, now_ns: int) -> list[tuple[int, int]]:
+        """End (ns) and step of every iteration in ``buffer`` that is over."""
+        if self._usual is None and buffer.count < self._look_at:
+            return []
+        rows = buffer.gather()
+        if not len(rows):
+            return []
+        rows = rows[is_symbol(rows) & (rows["ticket"].astype(np.int64) > self._after_ticket)]
+        if self._usual is None and not self._learn(rows):
+            self._look_at = min(max(2 * buffer.count, _FIRST_LOOK), _LAST_LOOK)
+            return []
+        return self._repetitions(rows, now_ns)
+
+    def _learn(self, rows: Rows) -> bool:
+        if len(rows) < _FIRST_LOOK or int(rows["start_ns"][-1]) - int(rows["start_ns"][0]) < _SPAN_NS:
+            return False
+        numbers = symbols(rows)
+        period = find_period(numbers.tolist())
+        if period is None or len(rows) < _PERIODS * period.length:
+            return False
+        length = period.length
+        settled = numbers[
+            len(numbers) // 4 :
+        ]  # micro-batches repeat inside a step, but not through all of it
+        if float((settled[length:] == settled[:-length]).mean()) < _AGREEMENT:
+            return False
+        recent = rows[len(rows) - (_PERIODS - 1) * length :]
+        ends = np.where(recent["end_ns"] == 0, recent["start_ns"], recent["end_ns"])
+        gaps: NDArray[Any] = recent["start_ns"][1:] - np.maximum.accumulate(ends)[:-1]
+        whole = gaps[: (len(gaps) // length) * length]
+        last = int(np.argmax([np.median(whole[place::length]) for place in range(length)]))
+        one = recent[last + 1 : last + 1 + length]
+        self._usual = symbols(one)
+        self._per_step = int(np.count_nonzero(_streams(one) == _streams(one)[-1]))
+        return True
+
+    def _repetitions(self, rows: Rows, now_ns: int) -> list[tuple[int, int]]:
+        usual = self._usual
+        assert usual is not None
+        found: list[tuple[int, int]] = []
+        numbers, length, place = symbols(rows), len(usual), 0
+        while place + length <= len(numbers):
+            if not bool((numbers[place : place + length] == usual).all()):
+                place += 1
+                continue
+            one = rows[place : place + length]
+            place += length
+            known = one["end_ns"][one["end_ns"] > 0]
+            last_start = int(one["start_ns"].max())
+            if len(known) < length and place == len(numbers) and now_ns - last_start < _QUIET_NS:
+                break  # its last operations may still end
+            self._after_ticket = int(one["ticket"][-1])
+            end_ns = max(last_start, int(known.max()) if len(known) else 0)
+            if place < len(numbers):
+                end_ns = min(end_ns, max(last_start, int(rows["start_ns"][place])))
+            found.append((end_ns, (int(one["seq"][-1]) - 1) // self._per_step))
+        if not found and len(numbers) > 8 * length + 64:
+            self._usual, self._look_at = None, _FIRST_LOOK  # it does something else now
+        return found
+
+
+def _streams(rows: Rows) -> NDArray[np.int64]:
+    """The ring's streams, in which it counts: phases by code, collectives by group, P2P by group, peer, direction."""
+    kinds = rows["kind"].astype(np.int64)
+    direction = np.where(kinds == Kind.COLLECTIVE, 0, rows["op"].astype(np.int64))
+    direction = np.where((kinds == Kind.P2P) & (direction != Op.SEND), Op.RECV, direction)
+    peer = np.where(kinds == Kind.P2P, rows["peer"].astype(np.int64), -1)
+    return (((kinds << 8 | direction) << 16) + rows["group"].astype(np.int64)) * (1 << 32) + peer

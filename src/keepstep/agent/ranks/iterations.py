@@ -1,0 +1,362 @@
+"""Cuts the events of one rank into iterations.
+
+An iteration ends with the end of its last optimizer step; what comes after (data loading, logging) belongs to the next.
+Evaluation, checkpoints, holds, and the communication in them, are pauses: they are taken out. Steps are numbered by the
+ring's own count of optimizer phases, so that every rank, and an agent that came later, gives a step the same number;
+they begin with the one that the incarnation went on from, where its script says so (``keepstep.checkpoint.load``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepstep.agent.ranks.custom import CustomLoop
+from keepstep.agent.ranks.events import EventBuffer, Rows, is_symbol, symbols
+from keepstep.agent.ranks.intervals import NOTHING, Union, clipped
+from keepstep.agent.ranks.markers import StepMarkers
+from keepstep.agent.ranks.usual import UsualSequence
+from keepstep.core.events import Kind, Phase
+
+WARM_UP_STEPS = 5
+QUIET_NS = 50_000_000
+_FIRST_SEQ = 1  # the ring counts from 1
+# Plain numbers: members of enumerations cost more to look up and compare than the arrays they are compared with.
+_PHASE = int(Kind.PHASE)
+_STARTUP, _FORWARD, _BACKWARD, _OPTIMIZER = (
+    int(code) for code in (Phase.STARTUP, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+)
+_NOTHING_NEW = frozenset({_OPTIMIZER, int(Phase.GC)})
+_PAUSES = (int(Phase.EVALUATION), int(Phase.CHECKPOINT), int(Phase.HOLD))
+_PASSES = (int(Phase.MODEL), _BACKWARD)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """One iteration of one rank, with its records; times in ns on the node's clock.
+
+    ``rows``: records that began in it and outside its pauses, and earlier ones that were still in flight; an end of 0
+    or after ``end_ns`` means that it was in flight when the iteration ended. ``whole``: no record of it was lost.
+    """
+
+    step: int
+    start_ns: int
+    end_ns: int
+    rows: Rows
+    pauses: Union
+    evaluation_ns: int = 0
+    checkpoint_ns: int = 0
+    warm_up: bool = False
+    whole: bool = True
+
+    @property
+    def duration_ns(self) -> int:
+        """The iteration without its pauses: what the script's own step clock shows."""
+        return self.end_ns - self.start_ns - self.pauses.total_ns
+
+
+@dataclass(slots=True)
+class _Marker:
+    """A finished optimizer step."""
+
+    number: int  # 0 is the job's first
+    ticket: int
+    start_ns: int
+    end_ns: int
+    thread: int
+
+
+class IterationCutter:
+    """Feed it what the ring gives; it returns the iterations that ended.
+
+    An iteration is cut as soon as its optimizer step has ended, once it is known how many optimizer steps an iteration
+    has; before that, when something new began or 50 ms passed. ``renumbered`` counts how often that knowledge changed:
+    earlier iterations are then of another length and should be forgotten.
+    """
+
+    def __init__(self, records: int = 65536) -> None:
+        self.renumbered = 0
+        self.step = -1  # the last finished one
+        self.first_step = 0  # the number of the first iteration; known before it ends
+        self._buffer = EventBuffer()
+        self._markers: list[_Marker] = []
+        self._open: dict[int, tuple[int, int]] = {}  # ticket of a begun phase: code, start
+        self._passes = dict.fromkeys(_PASSES, 0)  # begun since the last cut
+        self._usual_passes = 0  # of the kind that was more often in the last iteration
+        self._records = records  # slots of the ring: an older phase's end will never be told
+        self._last_new_ns = 0
+        self._last_end_ns = 0  # of a phase
+        self._learned = StepMarkers()
+        self._usual = UsualSequence()
+        self._custom = CustomLoop()
+        self._seen_optimizer = False
+        self._seen_backward = False
+        self._edge_ns: int | None = None
+        self._edge_number = -1
+        self._edge_ticket = -1
+        self._whole = True
+        self._last_pause_ns = 0  # when an evaluation or checkpoint began last
+        self._paused_before_ns = 0  # pauses that began earlier are over and belong to earlier iterations
+        self._provisional = 0
+
+    def feed(self, started: Rows, finished: Rows, lost: int, now_ns: int) -> list[Cut]:
+        """Take a batch of the ring at ``now_ns``; return the iterations that it completes, in order."""
+        if not self._buffer.add(started, finished) or lost:
+            self._whole = False
+        custom = not self._seen_optimizer
+        self._note_phases(started, finished)
+        if not self._seen_optimizer:
+            return self._feed_custom(now_ns)
+        if custom and self._edge_ns is not None:  # what was cut so far were no iterations
+            self._edge_ns, self._usual = None, UsualSequence()
+            self.renumbered += 1
+        cuts: list[Cut] = []
+        while (last := self._ended(now_ns)) is not None:
+            cut = self._cut(last)
+            if cut is not None:
+                self.step = cut.step
+                cuts.append(cut)
+        return cuts
+
+    def steps_at_end_of(self, step: int) -> int | None:
+        """How many optimizer steps the ring has counted when iteration ``step`` ends; None while that is not known."""
+        per_step = self._learned.per_step
+        return self._learned.offset + (step - self.first_step + 1) * per_step if per_step else None
+
+    def phase(self) -> tuple[int, int]:
+        """The innermost open phase, or FORWARD (STARTUP before the first step), and when it began (0: unknown)."""
+        if self._edge_ns is None:
+            return _STARTUP, 0
+        if self._open:
+            return self._open[max(self._open)]
+        return _FORWARD, self._last_end_ns
+
+    def microbatch(self) -> int:
+        """Of the open forward or backward pass, from 0; -1 where there is none or an iteration has but one."""
+        code, _ = self.phase()
+        return self._passes[code] - 1 if code in self._passes and self._usual_passes > 1 else -1
+
+    def _note_phases(self, started: Rows, finished: Rows) -> None:
+        place = np.flatnonzero(started["kind"] == _PHASE)
+        if len(place):
+            fresh = started[place]
+            for ticket, op, start in zip(
+                fresh["ticket"].tolist(), fresh["op"].tolist(), fresh["start_ns"].tolist(), strict=True
+            ):
+                self._open[ticket] = op, start
+                self._seen_backward = self._seen_backward or op == _BACKWARD
+                self._seen_optimizer = self._seen_optimizer or op == _OPTIMIZER
+                if op in self._passes:
+                    self._passes[op] += 1
+                if op in _PAUSES:
+                    self._last_pause_ns = start
+                if op not in _NOTHING_NEW:
+                    self._last_new_ns = max(self._last_new_ns, start)
+            oldest = int(fresh["ticket"][-1]) - self._records
+            for ticket in [ticket for ticket in self._open if ticket < oldest]:
+                del self._open[ticket]
+        place = np.flatnonzero(finished["kind"] == _PHASE)
+        if len(place):
+            self._note_ends(finished[place])
+
+    def _note_ends(self, ended: Rows) -> None:
+        self._last_end_ns = max(self._last_end_ns, int(ended["end_ns"].max()))
+        for ticket in ended["ticket"].tolist():
+            self._open.pop(ticket, None)
+        steps = ended[ended["op"] == _OPTIMIZER]
+        for row in steps:
+            marker = _Marker(
+                int(row["seq"]) - _FIRST_SEQ,
+                int(row["ticket"]),
+                int(row["start_ns"]),
+                int(row["end_ns"]),
+                int(row["thread"]),
+            )
+            self._seen_optimizer = True
+            if marker.number > self._edge_number:
+                self._markers.append(marker)
+        if len(steps):
+            self._markers.sort(key=lambda marker: marker.number)
+
+    def _ended(self, now_ns: int) -> int | None:
+        """How many of the waiting markers make up an iteration that is over; None when none is."""
+        if not self._markers:
+            return None
+        per_step = self._learned.per_step
+        if not per_step:
+            return self._ended_provisionally(now_ns)
+        for place, marker in enumerate(self._markers):
+            if (marker.number - self._learned.offset) % per_step == per_step - 1:
+                return None if self._begun_before(marker.end_ns, _OPTIMIZER) else place + 1
+        return None
+
+    def _ended_provisionally(self, now_ns: int) -> int | None:
+        """Several optimizer steps in a row, with no backward pass (or communication) between, count as one."""
+        rows = self._buffer.gather()
+        if self._seen_backward:
+            between = (rows["kind"] == _PHASE) & (rows["op"] == _BACKWARD)
+        else:
+            between = rows["kind"] != _PHASE
+        tickets = rows["ticket"][between]
+        count = 1
+        while count < len(self._markers):
+            span = np.searchsorted(tickets, [self._markers[count - 1].ticket, self._markers[count].ticket])
+            if span[1] > span[0]:
+                return count
+            count += 1
+        end_ns = max(marker.end_ns for marker in self._markers)
+        if self._begun_before(end_ns, _OPTIMIZER) or self._begun_before(end_ns, _BACKWARD):
+            return None
+        over = self._last_new_ns >= end_ns or now_ns - end_ns >= QUIET_NS
+        return count if over else None
+
+    def _begun_before(self, time_ns: int, phase: int) -> bool:
+        return any(code == phase and start < time_ns for code, start in self._open.values())
+
+    def _cut(self, count: int) -> Cut | None:
+        """Cut after the first ``count`` markers; None for a part of an iteration (attached late, markers lost)."""
+        taken, self._markers = self._markers[:count], self._markers[count:]
+        end_ns = max(marker.end_ns for marker in taken)
+        last = taken[-1]
+        rows = self._buffer.gather()
+        begun = rows[rows["start_ns"] < end_ns]
+        start_ns = self._edge_ns if self._edge_ns is not None else _first_activity(begun, end_ns)
+        pauses, evaluation_ns, checkpoint_ns, begun = self._without_pauses(begun, start_ns, end_ns, taken)
+        step, follows = self._number(taken)
+        complete = follows and (self._edge_ns is not None or taken[0].number == 0)
+        whole = self._whole
+        self._edge_ns, self._edge_number, self._edge_ticket = end_ns, last.number, last.ticket
+        self._whole = True
+        self._buffer.drop_before(end_ns)
+        self._count_passes(rows[rows["start_ns"] >= end_ns])
+        before = self._numbering()
+        if self._learned.learn() and self._numbering() != before:
+            self.renumbered += 1
+        if not complete:
+            return None
+        warm_up = step < WARM_UP_STEPS
+        step += self.first_step
+        return Cut(step, start_ns, end_ns, begun, pauses, evaluation_ns, checkpoint_ns, warm_up, whole)
+
+    def _count_passes(self, begun: Rows) -> None:
+        """An iteration has ended: what began since belongs to the next."""
+        fresh = {
+            code: int(((begun["kind"] == _PHASE) & (begun["op"] == code)).sum()) for code in self._passes
+        }
+        self._usual_passes = max(self._passes[code] - fresh[code] for code in fresh)
+        self._passes = fresh
+
+    def _number(self, taken: list[_Marker]) -> tuple[int, bool]:
+        """The step's number, and whether no marker is missing since the last cut."""
+        last = taken[-1].number
+        if self._learned.per_step:
+            step = (last - self._learned.offset) // self._learned.per_step
+        else:
+            self._provisional = self._provisional or len(taken)
+            step = last // self._provisional
+        return step, last - self._edge_number == len(taken)
+
+    def _numbering(self) -> tuple[int, int]:
+        return self._learned.per_step or self._provisional, self._learned.offset
+
+    def _teach(self, begun: Rows, taken: list[_Marker]) -> None:
+        """Give the learner what came before each marker since the one before."""
+        before = self._edge_ticket
+        content = begun[is_symbol(begun)]
+        tickets, numbers = content["ticket"], symbols(content)
+        backward = content["kind"] == _PHASE
+        for marker in taken:
+            low, high = np.searchsorted(tickets, [before + 1, marker.ticket])
+            self._learned.add(marker.number, numbers[low:high], bool(backward[low:high].any()))
+            before = marker.ticket
+
+    def _feed_custom(self, now_ns: int) -> list[Cut]:
+        """No optimizer step was ever seen: a loop of the user's own, cut by its communication alone."""
+        cuts: list[Cut] = []
+        for end_ns, step in self._custom.edges(self._buffer, now_ns):
+            rows = self._buffer.gather()
+            begun = rows[rows["start_ns"] < end_ns]
+            if self._edge_ns is not None and len(begun):
+                cut = self._custom_cut(step, self._edge_ns, end_ns, begun)
+                self.step = cut.step
+                cuts.append(cut)
+            self._edge_ns, self._whole = end_ns, True
+            self._buffer.drop_before(end_ns)
+        return cuts
+
+    def _custom_cut(self, step: int, start_ns: int, end_ns: int, begun: Rows) -> Cut:
+        pauses, evaluation_ns, checkpoint_ns, begun = self._without_pauses(begun, start_ns, end_ns, None)
+        warm_up = step < WARM_UP_STEPS
+        step += self.first_step
+        return Cut(step, start_ns, end_ns, begun, pauses, evaluation_ns, checkpoint_ns, warm_up, self._whole)
+
+    def _without_pauses(
+        self, begun: Rows, start_ns: int, end_ns: int, taken: list[_Marker] | None
+    ) -> tuple[Union, int, int, Rows]:
+        """The iteration's pauses (all, evaluation, checkpoint) and the records outside them."""
+        pauses, evaluation_ns, checkpoint_ns = NOTHING, 0, 0
+        if self._last_pause_ns >= self._paused_before_ns:
+            pauses, evaluation_ns, checkpoint_ns = _pauses(
+                begun, start_ns, end_ns, taken[-1] if taken else None
+            )
+            begun = _outside(begun, pauses) if pauses.total_ns else begun
+            going_on = [start for code, start in self._open.values() if code in _PAUSES and start < end_ns]
+            self._paused_before_ns = min([end_ns, *going_on])
+        if taken:
+            self._teach(begun, taken)
+        content = begun[is_symbol(begun) & (begun["start_ns"] >= start_ns)]
+        unmarked = self._usual.pause_ns(
+            symbols(content), content["start_ns"], start_ns + pauses.total_ns, end_ns
+        )
+        if unmarked:
+            pauses, unmarked = _with_unmarked(pauses, start_ns, unmarked)
+            begun = _outside(begun, pauses)
+        return pauses, evaluation_ns + unmarked, checkpoint_ns, begun
+
+
+def _first_activity(rows: Rows, end_ns: int) -> int:
+    """Where the first iteration begins: after the start-up where that is marked, else with the first record."""
+    startup = rows[(rows["kind"] == _PHASE) & (rows["op"] == _STARTUP)]
+    if len(startup) and int(startup["end_ns"].max()) > 0:
+        return min(int(startup["end_ns"].max()), end_ns)
+    return int(rows["start_ns"].min()) if len(rows) else end_ns
+
+
+def _pauses(rows: Rows, start_ns: int, end_ns: int, last: _Marker | None) -> tuple[Union, int, int]:
+    """Pauses of the training thread in the iteration: their union, and the time of evaluation and of checkpoints."""
+    phases = rows["kind"] == _PHASE
+    unions: list[Union] = []
+    for code in _PAUSES:
+        found = rows[phases & (rows["op"] == code)]
+        if last is not None and len(found):
+            # Work in other threads (asynchronous checkpoints) holds nothing up, and a "pause" in which the optimizer
+            # stepped is none (a model left in eval mode).
+            ends = found["end_ns"]
+            held = (ends == 0) | (ends > last.start_ns)
+            found = found[(found["thread"] == last.thread) & ~(held & (found["start_ns"] < last.start_ns))]
+        if not len(found):
+            unions.append(NOTHING)
+            continue
+        ends = np.where(found["end_ns"] == 0, end_ns, found["end_ns"])
+        unions.append(Union(*clipped(found["start_ns"], ends, start_ns, end_ns)))
+    evaluation, checkpoint, hold = unions
+    joined = evaluation.joined(checkpoint).joined(hold)
+    return joined, evaluation.less(checkpoint), checkpoint.total_ns
+
+
+def _with_unmarked(pauses: Union, start_ns: int, length_ns: int) -> tuple[Union, int]:
+    """Add a pause of ``length_ns`` (the marked pauses before it not counted) at the iteration's start."""
+    end_ns = start_ns + length_ns + pauses.total_ns
+    begin = Union(np.array([start_ns], np.int64), np.array([end_ns], np.int64))
+    joined = pauses.joined(begin)
+    return joined, joined.total_ns - pauses.total_ns
+
+
+def _outside(rows: Rows, pauses: Union) -> Rows:
+    """The records that did not begin in a pause (the pause's own record aside)."""
+    starts: NDArray[np.int64] = rows["start_ns"]
+    place = np.searchsorted(pauses.starts, starts, "right") - 1
+    inside = (place >= 0) & (starts < pauses.ends[place])
+    return rows[~inside]

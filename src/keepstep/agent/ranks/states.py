@@ -1,0 +1,130 @@
+"""Where a rank is now: its operations in flight, how far it is in every stream, and what its process is doing."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+
+from keepstep.agent.ranks.events import Rows
+from keepstep.agent.ranks.track import RankTrack
+from keepstep.core.events import Kind
+from keepstep.core.summary import GroupInfo, LinkState, OpInFlight, RankState, StreamProgress
+
+_MOST_IN_FLIGHT = 256
+_SITE_CHARACTERS = 200
+_STACK_S = 5.0
+_STACK_CHARACTERS = 20_000
+
+
+def operations_in_flight(
+    rows: Rows, groups: Sequence[GroupInfo], sites: Sequence[str] = ()
+) -> tuple[OpInFlight, ...]:
+    """The operations among the ring's records in flight, the one entered first in front, the newest 256 at most."""
+    rows = rows[rows["kind"] != Kind.PHASE]
+    rows = rows[rows["start_ns"].argsort(kind="stable")][-_MOST_IN_FLIGHT:]
+    return tuple(
+        OpInFlight(
+            _name(groups, group),
+            op,
+            peer,
+            seq,
+            start_ns * 1e-9,
+            _site(sites, site),
+            wait_ns > 0,
+        )
+        for group, op, peer, seq, start_ns, site, wait_ns in zip(
+            rows["group"].tolist(),
+            rows["op"].tolist(),
+            rows["peer"].tolist(),
+            rows["seq"].tolist(),
+            rows["start_ns"].tolist(),
+            rows["site"].tolist(),
+            rows["wait_ns"].tolist(),
+            strict=True,
+        )
+    )
+
+
+def stream_progress(rows: Rows, groups: Sequence[GroupInfo]) -> tuple[StreamProgress, ...]:
+    """The ring's stream table by name."""
+    return tuple(
+        StreamProgress(_name(groups, group), op, peer, started, completed)
+        for group, op, peer, started, completed in zip(
+            rows["group"].tolist(),
+            rows["op"].tolist(),
+            rows["peer"].tolist(),
+            rows["started"].tolist(),
+            rows["completed"].tolist(),
+            strict=True,
+        )
+    )
+
+
+def rank_state(
+    track: RankTrack,
+    in_flight: Rows,
+    streams: Rows,
+    process_state: str,
+    now_ns: int,
+    stack: str = "",
+    sites: Sequence[str] = (),
+    unread_bytes: int = 0,
+    process: int = 0,
+    links: tuple[LinkState, ...] = (),
+) -> RankState:
+    """The state of one rank.
+
+    ``process_state``: as in ``/proc/PID/stat``, empty when the process is gone. ``sites``: as the ring has them.
+    """
+    phase, since_ns = track.phase()
+    return RankState(
+        rank=track.rank,
+        alive=process_state not in ("", "Z", "X"),
+        step=track.step,
+        phase=phase,
+        phase_since_s=since_ns * 1e-9,
+        progress=track.progress,
+        last_progress_s=track.last_progress_ns * 1e-9,
+        now_s=now_ns * 1e-9,
+        in_flight=operations_in_flight(in_flight, track.groups, sites),
+        streams=stream_progress(streams, track.groups),
+        process_state=process_state,
+        stack=stack,
+        microbatch=track.microbatch(),
+        unread_bytes=unread_bytes,
+        process=process,
+        links=links,
+    )
+
+
+async def python_stack(pid: int) -> str:
+    """The Python stacks of a process as py-spy prints them; empty where py-spy is not on PATH or takes over 5 s."""
+    program = shutil.which("py-spy")
+    if program is None:
+        return ""
+    process = await asyncio.create_subprocess_exec(
+        program,
+        "dump",
+        "--nonblocking",
+        "--pid",
+        str(pid),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), _STACK_S)
+    except asyncio.TimeoutError:
+        process.kill()
+        await process.wait()
+        return ""
+    return output.decode(errors="replace")[:_STACK_CHARACTERS]
+
+
+def _site(sites: Sequence[str], site: int) -> str:
+    return sites[site][-_SITE_CHARACTERS:] if site < len(sites) else ""
+
+
+def _name(groups: Sequence[GroupInfo], group: int) -> str:
+    return groups[group].name if 0 <= group < len(groups) else f"?{group}"

@@ -1,0 +1,211 @@
+"""Everything an agent knows of one rank: from the ring's batches to summaries, findings and a heartbeat's line."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from keepstep.agent.ranks.blocks import blocks_of
+from keepstep.agent.ranks.clocks import ClockSampler
+from keepstep.agent.ranks.events import Rows
+from keepstep.agent.ranks.iterations import Cut, IterationCutter
+from keepstep.agent.ranks.summarise import blocked, summarise
+from keepstep.agent.ranks.watch import RankWatch
+from keepstep.core.events import Kind, Phase
+from keepstep.core.finding import Finding
+from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary
+
+HISTORY = 256
+_CUTS = 24
+_CUT_ROWS = 32_768  # 2 MiB
+_SEARCH_NS = 300_000_000
+_PHASE = int(Kind.PHASE)
+_SHORT_PHASES = (int(Phase.DATA), int(Phase.OPTIMIZER))
+_LONGEST_SHORT_S = 30.0  # what takes longer was reported, or is learned as a pause
+
+
+@dataclass(slots=True)
+class Taken:
+    """What one batch led to."""
+
+    iterations: list[IterationSummary] = field(default_factory=list[IterationSummary])
+    findings: list[Finding] = field(default_factory=list[Finding])
+
+
+class RankTrack:
+    """One incarnation of one rank. No I/O: batches and times in, summaries and findings out.
+
+    ``history``: the last 256 iterations of which no record was lost. ``standing``: the findings that still hold.
+    """
+
+    def __init__(self, rank: int, node: str, local: Collection[int], records: int = 65536) -> None:
+        self.rank = rank
+        self.progress = 0
+        self.last_progress_ns = 0
+        self.lost = 0
+        self.groups: list[GroupInfo] = []
+        self.history: deque[IterationSummary] = deque(maxlen=HISTORY)
+        self.latest: IterationSummary | None = None
+        self.standing: dict[str, Finding] = {}
+        self.clock = ClockSampler(rank, local)
+        self._cutter = IterationCutter(records)
+        self._cuts: deque[Cut] = deque(maxlen=_CUTS)  # with their records
+        self._watch = RankWatch(rank, node)
+        self._names: dict[int, str] = {}
+        self._renumbered = 0
+        self._caught_up = False
+        self._progress_then: int = 0
+        self._waiting = False
+        self._next_search_ns = 0
+
+    @property
+    def step(self) -> int:
+        """The last finished step; -1 before the first."""
+        return self._cutter.step
+
+    def begins_at(self, step: int) -> None:
+        """The first iteration has this number."""
+        self._cutter.first_step = step
+
+    def steps_at_end_of(self, step: int) -> int | None:
+        """How many optimizer steps the ring has counted when iteration ``step`` ends; None while that is not known."""
+        return self._cutter.steps_at_end_of(step)
+
+    @property
+    def overdue_s(self) -> float:
+        """How long the rank has waited for others, once that is over the usual; else 0."""
+        return self._watch.overdue_s
+
+    @property
+    def waiting(self) -> bool:
+        """It stands still, blocked in an operation."""
+        return self._waiting
+
+    def microbatch(self) -> int:
+        """Of the forward or backward pass that the rank is in; -1 where there is none or no second."""
+        return self._cutter.microbatch()
+
+    def phase(self) -> tuple[int, int]:
+        """The rank's phase and since when (ns; the last progress where nothing else is known)."""
+        phase, since_ns = self._cutter.phase()
+        return phase, since_ns or self.last_progress_ns
+
+    def take(
+        self, started: Rows, finished: Rows, lost: int, now_ns: int, groups: Callable[[], Sequence[GroupInfo]]
+    ) -> Taken:
+        """Take a batch of the ring. ``groups()`` is asked when a record names a group that is not known yet.
+
+        The first batch is the past: what it would have found and what no longer holds is not told again.
+        """
+        taken = Taken()
+        if len(started) or len(finished):
+            self._count(started, finished)
+            if len(started) and int(started["group"].max()) >= len(self.groups):
+                self._know(groups())
+            self.clock.take(finished)
+            self._learn_phases(finished)
+        self.lost += lost
+        for cut in self._cutter.feed(started, finished, lost, now_ns):
+            self._iteration(cut, now_ns, taken)
+        if self._cutter.renumbered != self._renumbered:
+            self._renumbered = self._cutter.renumbered
+            self.history.clear()
+            self._cuts.clear()
+            self._watch.forget_iterations()
+            self.standing.pop("slow", None)
+        self._note(taken.findings)
+        if not self._caught_up:
+            self._caught_up = True
+            taken.findings = list(self.standing.values())
+        return taken
+
+    def blocks(self, first_step: int, last_step: int) -> list[BlockSummary]:
+        """Blocks and messages of those of the last two dozen iterations that lie between the steps (both included)."""
+        return [
+            block
+            for cut in self._cuts
+            if first_step <= cut.step <= last_step
+            for block in blocks_of(cut, self.rank)
+        ]
+
+    def look(
+        self, now_ns: int, in_flight: Callable[[], Rows], *, stopped_ns: int = 0, held: bool = False
+    ) -> Finding | None:
+        """Whether the rank makes progress; to be asked about 20 times a second while its process lives.
+
+        ``in_flight()`` is asked now and then for the ring's records in flight while the rank stands still.
+        ``stopped_ns``: for how long its process has been seen stopped. ``held``: a hold is ordered, so that it, or
+        who waits for it, stands still for our sake.
+        """
+        if not self.progress:
+            return None
+        if self.progress != self._progress_then:
+            self._progress_then, self._waiting, self._next_search_ns = (
+                self.progress,
+                False,
+                now_ns + _SEARCH_NS,
+            )
+        elif now_ns >= self._next_search_ns:
+            self._waiting, self._next_search_ns = blocked(in_flight()), now_ns + _SEARCH_NS
+        phase, _ = self._cutter.phase()
+        found = self._watch.progress(
+            now_ns * 1e-9,
+            self.progress,
+            phase,
+            self.step,
+            self._waiting,
+            stopped_ns * 1e-9,
+            held,
+            self.last_progress_ns * 1e-9,
+        )
+        if found is not None:
+            self._note([found])
+        return found
+
+    def _count(self, started: Rows, finished: Rows) -> None:
+        self.progress += len(started) + len(finished)
+        if len(started):
+            self.last_progress_ns = max(self.last_progress_ns, int(started["start_ns"][-1]))
+        if len(finished):
+            self.last_progress_ns = max(self.last_progress_ns, int(finished["end_ns"].max()))
+
+    def _learn_phases(self, finished: Rows) -> None:
+        """How long data loading and optimizer steps usually take; a phase is told once it has ended."""
+        phases = finished[finished["kind"] == _PHASE]
+        for code in _SHORT_PHASES if len(phases) else ():
+            ended = phases[phases["op"] == code]
+            if len(ended):
+                longest_ns = int((ended["end_ns"] - ended["start_ns"]).max())
+                self._watch.lasted(code, min(longest_ns * 1e-9, _LONGEST_SHORT_S))
+
+    def _know(self, groups: Sequence[GroupInfo]) -> None:
+        self.groups = list(groups)
+        self._names = {number: group.name for number, group in enumerate(self.groups)}
+        self.clock.know(self.groups)
+
+    def _iteration(self, cut: Cut, now_ns: int, taken: Taken) -> None:
+        summary = summarise(cut, self.rank, self._names)
+        self.latest = summary
+        taken.iterations.append(summary)
+        if cut.whole:
+            self.history.append(summary)
+            self._keep(cut)
+        if not cut.warm_up:
+            found = self._watch.iteration(cut.step, summary.duration_s, summary.self_s, now_ns * 1e-9)
+            if found is not None:
+                taken.findings.append(found)
+
+    def _keep(self, cut: Cut) -> None:
+        self._cuts.append(cut)
+        while len(self._cuts) > 1 and sum(len(one.rows) for one in self._cuts) > _CUT_ROWS:
+            self._cuts.popleft()
+
+    def _note(self, findings: list[Finding]) -> None:
+        for finding in findings:
+            if finding.kind in ("slow", "hang"):
+                self.standing[finding.kind] = finding
+            elif finding.kind == "relief":
+                self.standing.pop("slow", None)
+            elif finding.kind == "resumed":
+                self.standing.pop("hang", None)

@@ -1,0 +1,1 @@
+"""What the node itself tells: processes, host, sockets, GPUs, NCCL transfers."""

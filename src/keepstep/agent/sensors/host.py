@@ -1,0 +1,65 @@
+"""Host causes beside training: looks at the kernel's counters once a second and judges the last ten seconds."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+from keepstep.agent.sensors.processes import ProcessId
+from keepstep.core.cpu_counters import CpuCounters, cpu_counters, quota_file
+from keepstep.core.summary import HostCause
+from keepstep.detect import HostSample, host_cause
+
+_WINDOW = 11  # looks, hence ten seconds at one a second
+_QUOTA_LOOKS = 10  # a quota may be set while the job runs
+_LEAST_S = 2.0
+
+
+class HostSensors:
+    """The counters of the node's workers over time."""
+
+    def __init__(self) -> None:
+        self._looks: dict[int, deque[tuple[float, CpuCounters]]] = {}
+        self._processes: dict[int, ProcessId] = {}
+        self._quotas: dict[int, Path | None] = {}
+        self._count = 0
+
+    def look(self, now_s: float, processes: Mapping[int, ProcessId]) -> None:
+        """Read the counters of every rank's process."""
+        for rank, process in processes.items():
+            known = self._processes.get(rank) == process
+            if not known or self._count % _QUOTA_LOOKS == 0:
+                quota = quota_file(process.pid)
+                if not known or quota != self._quotas.get(rank):  # counters of another cgroup begin elsewhere
+                    self._looks[rank] = deque(maxlen=_WINDOW)
+                self._processes[rank], self._quotas[rank] = process, quota
+            counters = cpu_counters(process.pid, self._quotas[rank])
+            if counters is not None:
+                self._looks[rank].append((now_s, counters))
+        self._count += 1
+
+    def causes(self) -> tuple[HostCause, ...]:
+        """What the host took from each worker lately, where it is enough to matter."""
+        found: list[HostCause] = []
+        for rank, looks in sorted(self._looks.items()):
+            sample = _sample(rank, looks)
+            judged = host_cause([sample]) if sample is not None else None
+            if judged is not None:
+                found.append(HostCause(rank, judged.kind.replace("-", " "), judged.share))
+        return tuple(found)
+
+
+def _sample(rank: int, looks: deque[tuple[float, CpuCounters]]) -> HostSample | None:
+    if len(looks) < 2 or looks[-1][0] - looks[0][0] < _LEAST_S:
+        return None
+    (begin_s, first), (end_s, last) = looks[0], looks[-1]
+    return HostSample(
+        rank,
+        end_s - begin_s,
+        periods=max(0, last.periods - first.periods),
+        throttled_periods=max(0, last.throttled_periods - first.throttled_periods),
+        throttled_us=max(0, last.throttled_us - first.throttled_us),
+        queue_wait_ns=max(0, last.runnable_ns - first.runnable_ns),
+        on_cpu_ns=max(0, last.running_ns - first.running_ns),
+    )

@@ -1,0 +1,121 @@
+"""What was under way on NCCL's network links, kept with an incident."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from keepstep.agent.sensors.processes import identify, state_of
+from keepstep.core.errors import RingError
+from keepstep.core.link_counters import Communicator, LinkSnapshot
+from keepstep.core.own_folders import make_folder, write_whole
+from keepstep.core.summary import GroupInfo, LinkState, Standstill
+from keepstep.detect.links import Flow, judge
+from keepstep.ring.links import LinkReader
+
+_STANDS: dict[int, Standstill] = {
+    Flow.STALLED: "network",
+    Flow.PEER: "receiver",
+    Flow.WAITING: "sender",
+    Flow.GPU: "gpu",
+}
+_MOST_LINKS = 64  # of a rank, told to the controller
+
+
+def save(tables: Mapping[int, str], folder: Path) -> int:
+    """Write ``FOLDER/rank-00000.json`` for every table (paths by rank) that NCCL has written; how many.
+
+    ``process`` in it: the state as in ``/proc/PID/stat``, empty when it is gone. Of one that is stopped or dead, all
+    that is under way looks stalled.
+
+    Raises OSError when a file cannot be written. A table that cannot be read is left out.
+    """
+    saved = 0
+    for rank, path in sorted(tables.items()):
+        try:
+            seen = LinkReader(path).snapshot()
+        except RingError:
+            continue
+        if not seen.pid:
+            continue
+        make_folder(folder)
+        process = identify(seen.pid)
+        state = state_of(process) if process is not None else ""
+        content = json.dumps({"rank": rank, "process": state, **described(seen)})
+        write_whole(folder / f"rank-{rank:05d}.json", content.encode())
+        saved += 1
+    return saved
+
+
+def standing_still(path: str, rank: int, groups: Sequence[GroupInfo]) -> tuple[LinkState, ...]:
+    """Where the transfers of ``rank`` stand still, the longest first; one for each peer and reason.
+
+    ``groups``: those that the rank is in; they say who a communicator's ranks are.
+
+    Raises:
+        RingError: the table cannot be read.
+    """
+    seen = LinkReader(path).snapshot()
+    members = {one.index: _members(one, rank, groups) for one in seen.communicators}
+    found: dict[tuple[int, Standstill], LinkState] = {}
+    for link, judged in zip(seen.links, judge(seen), strict=True):
+        at, ranks, number = (
+            _STANDS.get(int(judged["flow"])),
+            members.get(int(link["comm"])),
+            int(link["peer"]),
+        )
+        if at is None or ranks is None or not 0 <= number < len(ranks):
+            continue
+        one = LinkState(ranks[number], at, max(int(judged["in_flight"]), 0), float(judged["quiet_s"]))
+        known = found.get((one.peer, at))
+        if known is not None:  # another channel
+            one = LinkState(one.peer, at, one.in_flight + known.in_flight, max(one.quiet_s, known.quiet_s))
+        found[one.peer, at] = one
+    return tuple(sorted(found.values(), key=lambda one: -one.quiet_s)[:_MOST_LINKS])
+
+
+def _members(communicator: Communicator, rank: int, groups: Sequence[GroupInfo]) -> tuple[int, ...] | None:
+    """Global ranks by rank of the communicator; None where the groups that it may be do not agree."""
+    could = {
+        group.members
+        for group in groups
+        if len(group.members) == communicator.size
+        and 0 <= communicator.rank < communicator.size
+        and group.members[communicator.rank] == rank
+    }
+    named = {
+        group.members
+        for group in groups
+        if communicator.name and communicator.name in (group.name, group.desc)
+    }
+    could = could & named or could
+    return next(iter(could)) if len(could) == 1 else None
+
+
+def described(seen: LinkSnapshot) -> dict[str, Any]:
+    """A snapshot and its judgement as JSON has it; times on the node's CLOCK_MONOTONIC, null: not known."""
+    links: list[dict[str, Any]] = []
+    for row, judged in zip(seen.links, judge(seen), strict=True):
+        figures = {name: _known(judged[name].item()) for name in judged.dtype.names}
+        links.append(
+            {name: row[name].item() for name in row.dtype.names}
+            | figures
+            | {"flow": Flow(judged["flow"]).name}
+        )
+    return {
+        "taken_ns": seen.taken_ns,
+        "pid": seen.pid,
+        "abi": seen.abi,
+        "communicators": [asdict(communicator) for communicator in seen.communicators],
+        "links": links,
+        "losses": asdict(seen.losses),
+        "unsound": seen.unsound,
+    }
+
+
+def _known(value: float) -> float | None:
+    return None if isinstance(value, float) and math.isnan(value) else value

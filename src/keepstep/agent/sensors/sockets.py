@@ -1,0 +1,226 @@
+"""How fast the workers' TCP connections carry data, by the kernel's own counters (``sock_diag``, as ``ss -ti`` shows).
+
+A connection that a slow path holds up has data under way nearly all the time and gets little of it acknowledged; one
+that waits for its application has not. So bytes per busy second tell the path's speed whatever the job does with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from keepstep.agent.sensors.processes import ProcessId
+from keepstep.core.summary import PeerTraffic
+
+logger = logging.getLogger("keepstep.agent")
+
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
+_NLMSG_ERROR, _NLMSG_DONE = 2, 3
+_DUMP_REQUEST = 0x301  # NLM_F_REQUEST | NLM_F_ROOT | NLM_F_MATCH
+_ESTABLISHED = 1 << 1
+_INFO = 2  # INET_DIAG_INFO: a struct tcp_info
+_HEADER = struct.Struct("=IHHII")
+_REQUEST = struct.Struct("=BBBBI48x")
+_MESSAGE_BYTES = 72  # struct inet_diag_msg
+_QUEUE_AND_INODE = struct.Struct("=I8xI")  # idiag_rqueue, idiag_wqueue and idiag_uid, idiag_inode
+_QUEUE_AT = 56
+_ATTRIBUTE = struct.Struct("=HH")
+_ACKED = struct.Struct("=Q")  # tcpi_bytes_acked
+_BUSY = struct.Struct("=QQ")  # tcpi_busy_time, tcpi_rwnd_limited; microseconds
+_ACKED_AT, _BUSY_AT = 120, 168
+_RECEIVE_BYTES = 1 << 16
+
+_LOOKS = 32
+_MOST_SOCKETS = 8192
+_MOST_PEERS = 256
+_RESCAN_LOOKS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """One established TCP connection: bytes acknowledged and seconds with data under way since it was made."""
+
+    inode: int
+    source: str
+    target: str
+    acked_bytes: int
+    unread_bytes: int  # came and were not read by the process yet
+    busy_s: float  # less the time in which the peer's full buffer, not the path, held it up
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    begin_s: float
+    end_s: float
+    sent: Mapping[tuple[str, str], tuple[int, float]]  # bytes and busy seconds by (source, target)
+
+
+class SocketSensor:
+    """What the node's workers sent to each address, look by look; looks are about a second apart, closer in a hang."""
+
+    def __init__(self) -> None:
+        self._looks: deque[_Look] = deque(maxlen=_LOOKS)
+        self._last: dict[int, Connection] = {}
+        self._last_s = 0.0
+        self._own: dict[int, int] = {}  # process by inode
+        self._unread: dict[int, int] = {}  # bytes by process
+        self._foreign: set[int] = set()
+        self._count = 0
+        self._off = False
+
+    @property
+    def looked_s(self) -> float:
+        """When it last looked; 0 before the first time."""
+        return self._last_s
+
+    def look(self, now_s: float, processes: Iterable[ProcessId]) -> None:
+        """Read the counters of all workers' connections. Where the kernel tells none, that is said once."""
+        if self._off:
+            return
+        try:
+            self._look(now_s, processes)
+        except (OSError, struct.error) as error:
+            self._off = True
+            logger.info("the speed of TCP paths is not watched: %s", error)
+
+    def traffic(self, onset_s: float, node: str, most: int = _MOST_PEERS) -> tuple[PeerTraffic, ...]:
+        """What was sent to each address in the looks that ended before ``onset_s`` and in those begun after it.
+
+        The ``most`` paths with most data under way since, and at least one of every own address: it tells whose it is.
+        """
+        sums: dict[tuple[str, str], list[float]] = {}
+        spans = [0.0, 0.0]
+        for look in self._looks:
+            after = look.begin_s >= onset_s
+            if not after and look.end_s > onset_s:
+                continue
+            spans[after] += look.end_s - look.begin_s
+            for path, (nbytes, busy_s) in look.sent.items():
+                row = sums.setdefault(path, [0.0] * 4)
+                row[2 * after] += nbytes
+                row[2 * after + 1] += busy_s
+        ordered = sorted(sums.items(), key=lambda item: -item[1][3])
+        first_of = {source: place for place, ((source, _), _) in reversed(list(enumerate(ordered)))}
+        busiest = [ordered[place] for place in sorted({*range(min(most, len(ordered))), *first_of.values()})]
+        return tuple(
+            PeerTraffic(node, source, target, spans[0], int(row[0]), row[1], spans[1], int(row[2]), row[3])
+            for (source, target), row in busiest
+        )
+
+    def addresses(self) -> tuple[set[str], set[str]]:
+        """The workers' own addresses, and those they have connections to."""
+        last = self._last.values()
+        return {one.source for one in last}, {one.target for one in last}
+
+    def unread_bytes(self, pid: int) -> int:
+        """What came for a process from other hosts and lay unread at the last two looks."""
+        return self._unread.get(pid, 0)
+
+    def _look(self, now_s: float, processes: Iterable[ProcessId]) -> None:
+        found = {one.inode: one for one in connections() if one.source != one.target}
+        self._count += 1
+        if self._count % _RESCAN_LOOKS == 0:
+            self._foreign &= found.keys()  # an inode's number comes again
+            self._own = {inode: pid for inode, pid in self._own.items() if inode in found}
+        if found.keys() - self._own.keys() - self._foreign:
+            mine = {inode: process.pid for process in processes for inode in _socket_inodes(process.pid)}
+            self._own.update((inode, mine[inode]) for inode in found.keys() & mine.keys())
+            self._foreign |= found.keys() - mine.keys()
+        own = {inode: one for inode, one in found.items() if inode in self._own}
+        sent: dict[tuple[str, str], tuple[int, float]] = {}
+        self._unread = {}
+        for inode, one in own.items():
+            before = self._last.get(inode)
+            if before is None or (before.source, before.target) != (one.source, one.target):
+                continue
+            unread = min(one.unread_bytes, before.unread_bytes)
+            if unread:
+                pid = self._own[inode]
+                self._unread[pid] = self._unread.get(pid, 0) + unread
+            nbytes, busy_s = one.acked_bytes - before.acked_bytes, one.busy_s - before.busy_s
+            if nbytes < 0:
+                continue
+            known = sent.get((one.source, one.target), (0, 0.0))
+            sent[one.source, one.target] = (known[0] + nbytes, known[1] + max(busy_s, 0.0))
+        if self._last_s:
+            self._looks.append(_Look(self._last_s, now_s, sent))
+        self._last, self._last_s = own, now_s
+
+
+def connections() -> Iterator[Connection]:
+    """All established TCP connections of this network namespace. OSError where the kernel does not tell."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as asking:
+        asking.settimeout(1.0)
+        left = _MOST_SOCKETS
+        for family in (socket.AF_INET, socket.AF_INET6):
+            request = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INFO - 1), 0, _ESTABLISHED)
+            length = _HEADER.size + len(request)
+            asking.send(_HEADER.pack(length, _SOCK_DIAG_BY_FAMILY, _DUMP_REQUEST, 0, 0) + request)
+            for message in _messages(asking):
+                one = _connection(message, family) if left > 0 else None
+                if one is not None:
+                    left -= 1
+                    yield one
+
+
+def _messages(asking: socket.socket) -> Iterator[bytes]:
+    """The payloads of a netlink dump, to its end."""
+    while True:
+        data = asking.recv(_RECEIVE_BYTES)
+        at = 0
+        while at + _HEADER.size <= len(data):
+            length, kind, _, _, _ = _HEADER.unpack_from(data, at)
+            if kind == _NLMSG_DONE:
+                return
+            if kind == _NLMSG_ERROR:
+                code = -struct.unpack_from("=i", data, at + _HEADER.size)[0]
+                raise OSError(code, os.strerror(code))
+            if length < _HEADER.size:
+                return
+            yield data[at + _HEADER.size : at + length]
+            at += (length + 3) & ~3
+
+
+def _connection(message: bytes, family: int) -> Connection | None:
+    """The connection in an ``inet_diag_msg`` with a ``tcp_info`` after it; None when the kernel's is too old for it."""
+    width = 4 if family == socket.AF_INET else 16
+    source = _text(family, message[8 : 8 + width])
+    target = _text(family, message[24 : 24 + width])
+    unread, inode = _QUEUE_AND_INODE.unpack_from(message, _QUEUE_AT)
+    at = _MESSAGE_BYTES
+    while at + _ATTRIBUTE.size <= len(message):
+        length, kind = _ATTRIBUTE.unpack_from(message, at)
+        if length < _ATTRIBUTE.size:
+            break
+        if kind == _INFO and length >= _ATTRIBUTE.size + _BUSY_AT + _BUSY.size:
+            info = at + _ATTRIBUTE.size
+            (acked,) = _ACKED.unpack_from(message, info + _ACKED_AT)
+            busy_us, window_us = _BUSY.unpack_from(message, info + _BUSY_AT)
+            return Connection(inode, source, target, acked, unread, max(busy_us - window_us, 0) * 1e-6)
+        at += (length + 3) & ~3
+    return None
+
+
+def _text(family: int, address: bytes) -> str:
+    """The address as text; an IPv4 address inside an IPv6 one is the same as the plain one."""
+    if family == socket.AF_INET6 and address.startswith(b"\0" * 10 + b"\xff\xff"):
+        return socket.inet_ntop(socket.AF_INET, address[12:])
+    return socket.inet_ntop(family, address)
+
+
+def _socket_inodes(pid: int) -> Iterator[int]:
+    """Inodes of the sockets that a process holds."""
+    folder = f"/proc/{pid}/fd"
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                link = os.readlink(f"{folder}/{name}")
+                if link.startswith("socket:["):
+                    yield int(link[8:-1])

@@ -1,0 +1,460 @@
+"""Backups as a node's agent sees them: tells what the cache holds, brings what the controller orders, gives to others.
+
+All of it runs in threads beside the agent's loop, which only hands messages in and out. What must outlive the agent is
+in the cache: snapshots and backups, and on its board what workers keep (`Board.keep`).
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from keepstep.checkpoint.memory.cache import SLOTS_PER_BACKUP, Open, Slot, ask, backup_of, backups_on
+from keepstep.checkpoint.memory.cached_states import CachedStates
+from keepstep.checkpoint.memory.incoming import Incoming, Room
+from keepstep.checkpoint.memory.slots import Key, Record
+from keepstep.checkpoint.peers.fetch import Cancelled, Fetch
+from keepstep.checkpoint.peers.peer_connection import Rate
+from keepstep.checkpoint.peers.state_server import StateServer
+from keepstep.checkpoint.storage.manifest import key_text
+from keepstep.core.errors import CheckpointError
+from keepstep.core.summary import Endpoint
+from keepstep.wire.messages import (
+    MOST_HELD_KEYS,
+    BackUp,
+    Holder,
+    Inventory,
+    Locate,
+    Located,
+    Message,
+    RankKeys,
+)
+from keepstep.wire.secret import RunKey
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.1
+_TELL_S = 2.0  # between two inventories that differ in nothing that is waited for
+_AT_ONCE = 2  # transfers
+_AGAIN_S = (0.5, 30.0)  # after a transfer that failed; doubles
+_LOCATE_S = 10.0  # a new controller is there sooner
+_LONGEST_LOCATE_S = 120.0  # while it answers that it waits for others
+_ASK_AGAIN_S = 1.0
+_MOST_WAITING = 64
+_MOST_TROUBLE = 400
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A backup on its way here."""
+
+    key: Key
+    fetch: Fetch | None = None
+    stopped: bool = False
+
+
+class NodeBackups:
+    """Of one node. ``send`` is called in a thread of its own and must hand over to the loop."""
+
+    def __init__(
+        self,
+        address: str,
+        ranks: Collection[int],
+        node: str,
+        node_rank: int,
+        run: RunKey,
+        send: Callable[[Message], None],
+        *,
+        tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
+        bytes_per_s: float = 0.0,
+    ) -> None:
+        """``address``: of the cache. ``tls``: contexts to give and to fetch. ``bytes_per_s``: of giving; 0: any."""
+        self._address, self._ranks = address, tuple(sorted(ranks))
+        self._node, self._node_rank, self._run_key, self._send = node, node_rank, run, send
+        self._fetch_tls = tls[1] if tls else None
+        self.states = CachedStates(address, self._ranks)
+        self._server = StateServer(run, self._reading, tls=tls[0] if tls else None, rate=Rate(bytes_per_s))
+        self._guard = threading.Lock()
+        self._wake = threading.Event()
+        self._stopped = False
+        self._order: BackUp | None = None
+        self._wanted_addresses: set[str] = set()
+        self._failed_addresses: set[str] = set()
+        self._told: Inventory | None = None
+        self._told_s = 0.0
+        self._backed: set[int] | None = None  # ranks of other nodes of which there may be something here
+        self._failure = ""  # why the cache cannot be looked at
+        self._able: dict[int, bool] = {}  # whether a rank has slots for backups, once it has any
+        self._transfers: dict[int, _Transfer] = {}
+        self._waits: dict[
+            int, tuple[float, float, str]
+        ] = {}  # when to try again, how long to wait then, and why
+        self._questions: dict[int, tuple[threading.Event, list[Located]]] = {}
+        self._requests = 0
+        self._thread = threading.Thread(target=self._run, name="keepstep-backups", daemon=True)
+
+    # From the agent's loop; none of these waits.
+
+    def start(self) -> None:
+        """Begin to look at the cache and to serve it."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End all transfers. The cache keeps what is whole."""
+        self._stopped = True
+        self._wake.set()
+        self._server.close()
+        with self._guard:
+            for transfer in self._transfers.values():
+                _stop(transfer)
+
+    def again(self) -> list[Message]:
+        """What a new controller must hear."""
+        return [self._told] if self._told else []
+
+    def received(self, message: BackUp | Located) -> None:
+        """An order or an answer of the controller."""
+        with self._guard:
+            if isinstance(message, BackUp):
+                self._order = message
+            elif message.request in self._questions:
+                event, answers = self._questions[message.request]
+                answers.append(message)
+                event.set()
+        self._wake.set()
+
+    def use_addresses(self, addresses: Iterable[str]) -> None:
+        """Give states on these addresses of this node, too."""
+        with self._guard:
+            self._wanted_addresses |= set(addresses)
+
+    # From any other thread; these wait.
+
+    def locate(self, rank: int) -> list[Holder]:
+        """Which other nodes hold snapshots of a rank, or those of another that are the same on all ranks.
+
+        Raises:
+            CheckpointError: the controller does not answer.
+        """
+        with self._guard:
+            if len(self._questions) >= _MOST_WAITING:
+                raise CheckpointError(
+                    f"{_MOST_WAITING} questions to the controller wait for an answer already"
+                )
+            self._requests += 1
+            request, event, answers = self._requests, threading.Event(), list[Located]()
+            self._questions[request] = (event, answers)
+        try:
+            holders = self._ask(Locate(request, (rank,)), event, answers)
+        finally:
+            with self._guard:
+                del self._questions[request]
+        # what a rank left here, and comes back to before it was anywhere else, is a backup still
+        return [one for one in holders if one.node_rank != self._node_rank or not one.own]
+
+    def _ask(self, question: Locate, event: threading.Event, answers: list[Located]) -> tuple[Holder, ...]:
+        """Ask again and again: a controller that has just begun hears nothing yet, or knows nothing."""
+        began_s = heard_s = time.monotonic()
+        waits = ""
+        while True:
+            self._send(question)
+            event.wait(_ASK_AGAIN_S)
+            with self._guard:
+                event.clear()
+                answer = answers.pop() if answers else None
+            now_s = time.monotonic()
+            if answer and not answer.waits:
+                return answer.holders
+            if answer:
+                heard_s = now_s
+                if answer.waits != waits:
+                    waits = answer.waits
+                    log.info("rank %d: its state is looked for: %s", question.ranks[0], waits)
+            if now_s > heard_s + _LOCATE_S or now_s > began_s + _LONGEST_LOCATE_S:
+                why = f": {waits}" if waits else ""
+                raise CheckpointError(
+                    f"the controller did not say within {now_s - began_s:.0f} s which nodes have what{why}"
+                )
+            if answer:
+                time.sleep(_ASK_AGAIN_S / 10)
+
+    def fetch(self, key: Key, rank: int, where: Callable[[], Sequence[Endpoint]]) -> Fetch:
+        """A transfer from another node, to be run."""
+        return Fetch(key, rank, where, self._run_key, tls=self._fetch_tls)
+
+    def trouble(self) -> str:
+        """Why the cache cannot be looked at, or a backup that is to be here is not; "": nothing is in the way."""
+        with self._guard:
+            waits = (f"rank {rank}: {why}" for rank, (_, _, why) in sorted(self._waits.items()))
+            return (self._failure or next(waits, ""))[:_MOST_TROUBLE]
+
+    # In the thread.
+
+    def _run(self) -> None:
+        while not self._stopped:
+            try:
+                self._look()
+                self._failure = ""
+            except Exception as error:  # of the cache: the launcher ends, or is short of something
+                if str(error) != self._failure:
+                    self._failure = str(error)
+                    ours = isinstance(error, CheckpointError | OSError)
+                    log.warning("backups: %s", error, exc_info=None if ours else error)
+                if self._told:  # nothing else that was told has changed as far as is known
+                    self._tell(msgspec.structs.replace(self._told, trouble=self.trouble()), time.monotonic())
+            self._wake.wait(_LOOK_S)
+            self._wake.clear()
+        self.states.close()
+
+    def _look(self) -> None:
+        if self._backed is None:
+            self._backed = self._find_backups()
+        self._listen()
+        with self._guard:
+            order = self._order
+        if order is not None:
+            self._carry_out(order, self._backed)
+        self._tell(self._inventory(self._backed), time.monotonic())
+
+    def _find_backups(self) -> set[int]:
+        answer = ask(self._address, Open(self._ranks[0]))
+        try:
+            return set(backups_on(answer.board))
+        finally:
+            answer.close()
+
+    def _listen(self) -> None:
+        with self._guard:
+            wanted = self._wanted_addresses - self._failed_addresses
+        for address in sorted(wanted):
+            self._listen_on(address)
+
+    def _listen_on(self, address: str) -> None:
+        try:
+            self._server.listen([address])
+        except OSError as error:
+            self._failed_addresses.add(address)
+            log.info("no states are given on %s: %s", address, error)
+
+    def _inventory(self, backed: set[int]) -> Inventory:
+        keep, first = self.states.board.kept()
+        own = _rows((rank, self.states.held(rank)) for rank in self._ranks)
+        backups = _rows((rank, self.states.held(backup_of(rank))) for rank in sorted(backed))
+        return Inventory(
+            self._node_rank,
+            own,
+            backups,
+            keep.pack() if keep else 0,
+            first.pack() if first else 0,
+            all(self._is_able(row.rank) for row in own),
+            self._server.endpoints,
+            self.trouble(),
+            next(iter(_rows([alike] if (alike := self.states.alike()) else [])), None),
+        )
+
+    def _is_able(self, rank: int) -> bool:
+        if rank not in self._able:
+            answer = ask(self._address, Open(rank))
+            answer.close()
+            self._able[rank] = answer.backed
+        return self._able[rank]
+
+    def _tell(self, now: Inventory, now_s: float) -> None:
+        told = self._told
+        if now == told:
+            return
+        if told and now_s - self._told_s < _TELL_S and _decisive(now) == _decisive(told):
+            return
+        self._told, self._told_s = now, now_s
+        self._send(now)
+
+    def _carry_out(self, order: BackUp, backed: set[int]) -> None:
+        board = self.states.board
+        keep, first = Key.unpack(order.keep), Key.unpack(order.first)
+        if board.kept() != (keep, first):
+            board.keep(keep, first)
+        target = Key.unpack(order.target)
+        wanted = {rank: pull for pull in order.pulls for rank in pull.ranks} if target else {}
+        now_s = time.monotonic()
+        with self._guard:
+            for rank, transfer in self._transfers.items():
+                if rank not in wanted or transfer.key != target:
+                    _stop(transfer)
+            for rank in wanted:
+                if self._stopped or len(self._transfers) >= _AT_ONCE:
+                    break
+                if rank in self._transfers or self._waits.get(rank, (0.0,))[0] > now_s:
+                    continue
+                if target and target not in board.held(backup_of(rank)):
+                    thread = threading.Thread(
+                        target=self._bring, args=(rank, target), name="keepstep-backup", daemon=True
+                    )
+                    self._transfers[rank] = _Transfer(target)
+                    try:
+                        thread.start()
+                    except RuntimeError:  # no more threads
+                        del self._transfers[rank]
+                        raise
+        if order.settled and not self._transfers:
+            for rank in backed - set(order.ranks):
+                if rank in self._ranks and keep not in board.held(rank):
+                    continue  # it has come to play here, and counts as backed up here by what stood here before
+                self.states.give_up(backup_of(rank))
+                backed.discard(rank)
+
+    def _bring(self, rank: int, key: Key) -> None:
+        """One backup, in a thread of its own."""
+        transfer = self._transfers[rank]
+        failure = "no node that has it gives states on an address that others reach"
+        done = False
+        for source in range(self._sources(rank)):
+            fetch = self.fetch(key, rank, lambda source=source: self._where(rank, source))
+            with self._guard:
+                if transfer.stopped:
+                    break
+                transfer.fetch = fetch
+            try:
+                began_s = time.monotonic()
+                with self.states.filling(
+                    backup_of(rank), SLOTS_PER_BACKUP, lambda: self._needed(key)
+                ) as room:
+                    fetch.run(room)
+                log.info(
+                    "%s of rank %d is backed up here after %.2f s",
+                    key_text(key),
+                    rank,
+                    time.monotonic() - began_s,
+                )
+                failure, done = "", True
+                break
+            except Cancelled:
+                failure = ""
+                break
+            except Exception as error:  # of another node, of the cache: tried again
+                failure = f"{error}"[:400]
+                ours = isinstance(error, CheckpointError | OSError)
+                log.warning(
+                    "%s of rank %d is not backed up here: %s",
+                    key_text(key),
+                    rank,
+                    error,
+                    exc_info=None if ours else error,
+                )
+        with self._guard:
+            del self._transfers[rank]
+            wait_s = min(2 * self._waits.get(rank, (0.0, _AGAIN_S[0] / 2, ""))[1], _AGAIN_S[1])
+            if failure:
+                self._waits[rank] = (time.monotonic() + wait_s, wait_s, failure)
+            else:
+                self._waits.pop(rank, None)
+            if done and self._backed is not None:
+                self._backed.add(rank)
+        self._wake.set()
+
+    def _sources(self, rank: int) -> int:
+        with self._guard:
+            order = self._order
+        pulls = order.pulls if order else ()
+        return max((len(pull.endpoints) for pull in pulls if rank in pull.ranks), default=0)
+
+    def _where(self, rank: int, source: int) -> Sequence[Endpoint]:
+        """By the order in force: a node whose agent is another process listens elsewhere."""
+        with self._guard:
+            order = self._order
+        for pull in order.pulls if order else ():
+            if rank in pull.ranks and source < len(pull.endpoints):
+                return pull.endpoints[source]
+        return ()
+
+    def _needed(self, target: Key) -> tuple[Key | None, Key]:
+        """What a backup must not lose."""
+        with self._guard:
+            order = self._order
+        return Key.unpack(order.keep) if order else None, target
+
+    @contextmanager
+    def _reading(self, key: Key, rank: int) -> Generator[tuple[Slot, Record]]:
+        """A state that stands here, a rank's own or a backup."""
+        with ExitStack() as stack:
+            try:
+                if rank not in self._ranks:
+                    raise CheckpointError(f"rank {rank} is of another node")
+                found = stack.enter_context(self.states.reading(key, rank))
+            except CheckpointError:
+                if rank not in (self._backed or ()):
+                    raise CheckpointError(f"{key_text(key)} of rank {rank} is not on {self._node}") from None
+                found = stack.enter_context(self.states.reading(key, backup_of(rank)))
+            yield found
+
+
+class NeighbourSource:
+    """The states that other nodes hold, as backups or as their own. A `StateSource`."""
+
+    def __init__(self, backups: NodeBackups) -> None:
+        self._backups = backups
+
+    where = "the other nodes"
+
+    def keys(self, rank: int) -> frozenset[Key]:
+        """What other nodes hold for a rank. Raises CheckpointError: the controller does not say."""
+        words = {word for one in self._backups.locate(rank) for word in one.keys}
+        return frozenset(key for key in map(Key.unpack, words) if key is not None)
+
+    def bring(self, key: Key, rank: int, room: Room) -> str:
+        """Have a rank's snapshot sealed in the slot that ``room`` gives, from the first node that can; which that was.
+
+        Raises:
+            CheckpointError: no node gives it; says which was asked last, and why not.
+        """
+        failure = CheckpointError(f"no other node holds {key_text(key)} of rank {rank}")
+        holders = [one for one in self._backups.locate(rank) if key.pack() in one.keys]
+        alike = any(holder.rank != rank for holder in holders)
+
+        def marked(record: Record) -> Incoming:
+            incoming = room(record)
+            incoming.alike = alike
+            return incoming
+
+        for holder in holders:
+            try:
+                fetch = self._backups.fetch(key, holder.rank, lambda holder=holder: holder.endpoints)
+                fetch.run(marked)
+                return f"{'the cache of' if holder.own else 'the backup on'} {holder.node}"
+            except CheckpointError as error:  # noqa: PERF203
+                failure = CheckpointError(f"{holder.node}: {error}")
+                log.warning("%s of rank %d: %s", key_text(key), rank, failure)
+        raise failure
+
+
+def _rows(held: Iterable[tuple[int, frozenset[Key]]]) -> tuple[RankKeys, ...]:
+    return tuple(
+        RankKeys(rank, tuple(sorted(key.pack() for key in keys))[-MOST_HELD_KEYS:])
+        for rank, keys in held
+        if keys
+    )
+
+
+def _decisive(inventory: Inventory) -> tuple[Inventory, list[tuple[int, bool, int]]]:
+    """What the controller's next decision depends on; that workers go on saving is told less often."""
+    kept = [
+        (
+            row.rank,
+            inventory.keep in row.keys,
+            min((word for word in row.keys if word >= inventory.first), default=0),
+        )
+        for row in inventory.own
+    ]
+    return msgspec.structs.replace(inventory, own=(), alike=None), kept if inventory.first else []
+
+
+def _stop(transfer: _Transfer) -> None:
+    transfer.stopped = True
+    if transfer.fetch is not None:
+        transfer.fetch.stop()

@@ -1,0 +1,178 @@
+"""The agent's part in checkpoints: the restore service for its node's workers, and what brings wanted steps to storage.
+
+All of it runs in threads of its own: reading, writing and listing may take as long as a store or a network likes, and
+the agent's polls never wait for that.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.agent.services.backups import NeighbourSource, NodeBackups
+from keepstep.checkpoint.memory.cached_states import CachedStates, follow
+from keepstep.checkpoint.memory.incoming import StateSource
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.restore.restore_service import RestoreServer, RestoreService, restore_address
+from keepstep.checkpoint.storage.backend import open_storage
+from keepstep.checkpoint.storage.manifest import key_text
+from keepstep.checkpoint.storage.persist import Persister
+from keepstep.checkpoint.storage.persist_plan import PersistPlan
+from keepstep.checkpoint.storage.source import StorageSource
+from keepstep.core.errors import KeepstepError
+from keepstep.core.own_folders import write_whole
+
+logger = logging.getLogger("keepstep.agent")
+
+FILE = "checkpoints.json"  # in the node's folder of the run
+_LOOK_S = 0.25
+_TELL_S = 1.0
+_STOP_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the node's snapshots are and where they go.
+
+    Attributes:
+        cache: address of the node's cache.
+        ranks: that run here.
+        node_rank: 0 leads: it writes manifests and removes old steps.
+        world_size: ranks of the job.
+        folder: of this node in the run's folder.
+        storage: path or URL; "": none.
+        keep: whole steps that stay on storage; 0: all.
+    """
+
+    cache: str
+    ranks: tuple[int, ...]
+    node_rank: int
+    world_size: int
+    folder: Path
+    storage: str = ""
+    keep: int = 0
+
+
+class Checkpoints:
+    """Restore service and persister of one node. Other nodes are asked before storage where there are ``backups``."""
+
+    def __init__(self, place: Place, backups: NodeBackups | None = None) -> None:
+        """Raises KeepstepError: the storage cannot be reached from this installation."""
+        self._place, self._backups = place, backups
+        self.states = backups.states if backups else CachedStates(place.cache, place.ranks)
+        sources: list[StateSource] = [NeighbourSource(backups)] if backups else []
+        self._persister: Persister | None = None
+        if place.storage:
+            storage = open_storage(place.storage)
+            sources.append(StorageSource(storage, place.world_size))
+            plan = PersistPlan(place.ranks, leader=place.node_rank == 0, seed=place.node_rank)
+            self._persister = Persister(plan, storage, self.states.source, world_size=place.world_size)
+        service = RestoreService(place.ranks, sources, self.states.held, self.states.filling)
+        self._service = RestoreServer(restore_address(place.cache), service)
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._declared: tuple[frozenset[Key], bool] = (frozenset(), False)
+        self._told: tuple[list[Key], Key | None, list[str]] | None = None
+        self._tell_s = 0.0
+
+    def start(self) -> None:
+        """Begin, in threads."""
+        self._service.start()
+        if self._persister:
+            self._persister.start()
+        self._thread = threading.Thread(target=self._run, name="keepstep-checkpoints", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End soon. What is on its way to storage stays wanted, in the cache; the next agent begins it anew."""
+        self._service.stop()
+        self._stopped.set()
+        if self._persister:
+            self._persister.stop(_STOP_S)
+        if self._thread:
+            self._thread.join(_STOP_S)
+
+    def look(self) -> None:
+        """Once: what is wanted by what the workers sealed; what is on storage is let go."""
+        if self._persister is None:
+            self._tell((), None)
+            return
+        for key, rank in self._persister.damaged():
+            if self.states.drop(key, rank):
+                logger.error("%s of rank %d is damaged in the cache, and given up", key_text(key), rank)
+        wished = self.states.wished()
+        whole = self._persister.whole
+        for key in sorted(key for key in wished if whole and key in whole):
+            logger.info("%s is on storage %s", key_text(key), self._place.storage)
+            self.states.release(key)
+        ranks = set(self._place.ranks)
+        pending = frozenset(key for key, ready in wished.items() if ready >= ranks) - (whole or frozenset())
+        self._declare(pending, whole)
+        follow(self.states, self._persister)
+        self._tell(pending, whole)
+
+    def _declare(self, pending: frozenset[Key], whole: frozenset[Key] | None) -> None:
+        """Have pending steps wanted, and the newest that are to stay; others go once it is known what is there."""
+        assert self._persister
+        stay = newest(whole or (), self._place.keep)
+        declared = (pending | stay, bool(self._place.keep) and whole is not None)
+        if declared != self._declared:
+            self._persister.want(declared[0], remove_others=declared[1])
+            self._declared = declared
+
+    def _run(self) -> None:
+        complaint = ""
+        while not self._stopped.is_set():
+            try:
+                self.look()
+                complaint = ""
+            except Exception as error:  # the cache ends before the agent; memory or files run short
+                if str(error) != complaint:
+                    ours = isinstance(error, KeepstepError | OSError)
+                    logger.warning("checkpoints: %s", error, exc_info=None if ours else error)
+                complaint = str(error)
+                pending = self._told[0] if self._told else ()
+                self._tell(pending, self._persister.whole if self._persister else None, complaint)
+            self._stopped.wait(_LOOK_S)
+
+    def _tell(self, pending: Collection[Key], whole: Collection[Key] | None, failure: str = "") -> None:
+        """Write for `keepstep status` how it stands. ``failure``: why the cache cannot be looked at."""
+        if time.monotonic() < self._tell_s:
+            return
+        troubles = [failure] if failure else []
+        if self._backups and (trouble := self._backups.trouble()):
+            troubles.append(f"backups: {trouble}")
+        if self._persister:
+            troubles += self._persister.troubles()
+        told = (sorted(pending), max(whole or (), default=None), troubles)
+        if told == self._told or not (self._told or self._persister or troubles):
+            return
+        self._told, self._tell_s = told, time.monotonic() + _TELL_S
+        write(
+            self._place.folder / FILE,
+            {
+                "unix_s": time.time(),
+                "storage": self._place.storage,
+                "on_the_way": [key.step for key in told[0]],
+                "newest": told[1].step if told[1] else None,
+                "troubles": troubles,
+            },
+        )
+
+
+def newest(keys: Collection[Key], count: int) -> frozenset[Key]:
+    """The ``count`` newest."""
+    return frozenset(sorted(keys, reverse=True)[:count])
+
+
+def write(path: Path, content: object) -> None:
+    """Replace a file of the run's folder; a full disk is no reason to stop."""
+    try:
+        write_whole(path, f"{json.dumps(content)}\n".encode())
+    except OSError as error:
+        logger.warning("%s: cannot be written: %s", path, error.strerror)

@@ -1,0 +1,210 @@
+"""The slots of one rank, as its worker sees them: what they offer, and where the next snapshot goes."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from keepstep.checkpoint import native
+from keepstep.checkpoint.header import StateHeader
+from keepstep.checkpoint.memory.cache import Board, Open, Reserve, Slot, ask
+from keepstep.checkpoint.memory.slots import Key, kept_slots, next_slot, read_header
+from keepstep.core.errors import CheckpointError
+
+_DEVICE = re.compile(rb'"cuda:[0-9]+"')
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A sealed snapshot; its header was verified, its storages were not yet."""
+
+    slot: int
+    header: StateHeader
+
+
+class RankSlots:
+    """A rank's slots and the node's board, mapped. ``count``: how many slots it has once it has any."""
+
+    def __init__(self, address: str, rank: int, *, count: int = 2) -> None:
+        """Raises `CheckpointError` when the cache at ``address`` cannot be had."""
+        self._address, self._rank, self._count = address, rank, count
+        answer = ask(address, Open(rank))
+        self.board = Board(answer.board)
+        self.slots: list[Slot] = [Slot(descriptor) for descriptor in answer.slots]
+        self.limit_bytes, self._backed = answer.limit_bytes, answer.backed
+        self._populating: threading.Thread | None = None
+        self._closing: list[object] = []
+
+    def held(self) -> list[Key | None]:
+        """What each slot holds, by its commit record."""
+        records = [slot.record() for slot in self.slots]
+        return [record.key if record else None for record in records]
+
+    def offers(self, world_size: int) -> tuple[dict[Key, Offer], list[str]]:
+        """What can be restored if its storages hold, and a line about each slot that holds something else."""
+        found: dict[Key, Offer] = {}
+        refused: list[str] = []
+        for index, slot in enumerate(self.slots):
+            record = slot.record()
+            if record is None:
+                continue
+            try:
+                with memoryview(slot.memory) as view:
+                    header = read_header(view, record)
+                own = (header.rank, header.world_size) == (self._rank, world_size)
+                if not own and slot.alike() != record.key:
+                    raise CheckpointError(f"it is of rank {header.rank} of {header.world_size}")
+                found[record.key] = Offer(index, header)
+            except CheckpointError as error:
+                refused.append(
+                    f"the snapshot of rank {self._rank} at step {record.step} is not restored: {error}"
+                )
+        return found, refused
+
+    def settle(self, key: Key | None, pending: Collection[Key] = (), *, wanted: bool = False) -> None:
+        """From here on the job continues from ``key``: forget everything else, and say so on the board.
+
+        Kept besides are those of ``pending`` that wait for storage, and an older snapshot that is backed up, which can
+        be lost with a node until a later one is. ``wanted``: ``key`` is to be brought to storage, too.
+        """
+        backed_up, first = self.board.kept()
+        if key and not backed_up and not first and self._backed:
+            self.board.keep(None, key)  # until the agent knows what is to be kept here
+        older = backed_up if backed_up and key and backed_up < key else None
+        for slot, held in zip(self.slots, self.held(), strict=True):
+            if held is not None and held == key and wanted:
+                slot.want(key)
+            if held is None or (held not in (key, older) and not (held in pending and slot.wanted())):
+                slot.clear()
+        for index, held in enumerate(self.held()):
+            self.board.put(self._rank, index, held)
+
+    def wanted(self) -> frozenset[Key]:
+        """What waits for storage."""
+        return frozenset(key for key in (slot.wanted() for slot in self.slots) if key)
+
+    def let_go(self, key: Key) -> None:
+        """It need not be brought to storage."""
+        for slot in self.slots:
+            if slot.wanted() == key:
+                slot.want(None)
+
+    def drop(self, index: int) -> None:
+        """Forget what a slot holds."""
+        self.board.put(self._rank, index, None)
+        self.slots[index].clear()
+
+    def make_way(self, key: Key, usable: Collection[int]) -> None:
+        """Have an empty slot for ``key``, to which the ranks go back: of what is not ``usable``, or is newer."""
+        for index, slot in enumerate(self.slots):
+            if index not in usable and slot.record() is not None:
+                self.drop(index)
+        held = self.held()
+        if None not in held:
+            backed_up, _ = self.board.kept()
+            newer = [(one != backed_up, one, index) for index, one in enumerate(held) if one and one > key]
+            if newer:
+                self.drop(max(newer)[2])  # what is backed up goes last
+
+    def reopen(self) -> None:
+        """See the slots as the cache has them now, after somebody else filled one."""
+        self.stop_populating()
+        answer = ask(self._address, Open(self._rank))
+        self.board.close()
+        for slot in self.slots:
+            slot.close()
+        self.board, self._backed = Board(answer.board), answer.backed
+        self.slots = [Slot(descriptor) for descriptor in answer.slots]
+
+    def digest(self, key: Key) -> int:
+        """Of all that was sealed under ``key``, but for who did it and on which device; 0 when it is not here."""
+        for slot in self.slots:
+            record = slot.record()
+            if record is not None and record.key == key:
+                with memoryview(slot.memory) as view:
+                    text = bytes(view[record.header_at : record.header_at + record.header_bytes])
+                    table = bytes(view[record.table_at : record.table_at + 8 * record.storages])
+                plain = _DEVICE.sub(b'"cuda"', text[text.index(b',"world_size":') :])
+                which = native.checksum(key.pack().to_bytes(8, "little"))
+                return native.checksum(table, native.checksum(plain, which)) >> 1 or 1
+        return 0
+
+    def say_alike(self, key: Key) -> None:
+        """All ranks of the job have sealed the very same under ``key``."""
+        for slot in self.slots:
+            record = slot.record()
+            if record is not None and record.key == key:
+                slot.say_alike(key)
+
+    def take(self, complete: Callable[[], Key | None]) -> int | None:
+        """A slot for the next snapshot, locked and said to be empty; None while none may be overwritten.
+
+        ``complete`` gives the newest key that all ranks hold; it is asked when that matters.
+        """
+        keys = self.held()
+        waiting = {index for index, slot in enumerate(self.slots) if slot.wanted()}
+        busy = kept_slots(keys, *self.board.kept(), waiting)
+        newest, asked = None, False
+        while True:
+            index = next_slot(keys, newest, busy)
+            if index is None and keys and not asked:
+                newest, asked = complete(), True
+                continue
+            if index is None:
+                return None
+            if self.slots[index].lock():
+                self.board.put(self._rank, index, None)
+                return index
+            busy.add(index)
+
+    def make_room(self, nbytes: int, index: int | None = None) -> None:
+        """Have slots of ``nbytes``: all of them when there are none yet, else a larger one in place of ``index``.
+
+        The kernel gives the pages in the background. ``limit_bytes`` is then what the node gives all its ranks at most.
+
+        Raises:
+            CheckpointError: the node's limit or memory does not allow it.
+        """
+        self.stop_populating()
+        keep = tuple(i for i in range(len(self.slots)) if i != index)
+        answer = ask(self._address, Reserve(self._rank, nbytes, max(self._count, len(self.slots)), keep))
+        self.limit_bytes, self._backed = answer.limit_bytes, answer.backed
+        self.board.close()
+        self.board = Board(answer.board)
+        old, self.slots = self.slots, list[Slot]()
+        for i, descriptor in enumerate(answer.slots):
+            if i in keep:
+                self.slots.append(old[i])
+                os.close(descriptor)
+            else:
+                self.slots.append(Slot(descriptor))
+        if index is not None:
+            old[index].close()
+            self.slots[index].lock()
+        fresh = [slot for i, slot in enumerate(self.slots) if i not in keep]
+        self._populating = threading.Thread(
+            target=self._populate, args=(fresh, self._closing), name="keepstep-populate", daemon=True
+        )
+        self._populating.start()
+
+    def close(self) -> None:
+        """Unmap everything; the cache keeps it."""
+        self.stop_populating()
+        self.board.close()
+        for slot in self.slots:
+            slot.close()
+
+    @staticmethod
+    def _populate(slots: list[Slot], until: list[object]) -> None:
+        for slot in slots:
+            slot.populate(until)
+
+    def stop_populating(self) -> None:
+        """Leave it to the first copy to have the kernel give the pages that are not there yet."""
+        if self._populating:
+            self._closing.append(True)
+            self._populating.join()
+            self._closing, self._populating = [], None

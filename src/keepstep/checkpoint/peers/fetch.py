@@ -1,0 +1,301 @@
+"""Brings a rank's sealed state from another node, whose agent is asked for it (`state_server`).
+
+Bytes come straight into the slot, over several connections, and count once every checksum was verified. What has come
+stays when connections break: a new one, also to another process of the same node, goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from keepstep.checkpoint import native
+from keepstep.checkpoint.header import MOST_HEADER_BYTES
+from keepstep.checkpoint.memory.incoming import Incoming, Room
+from keepstep.checkpoint.memory.slots import Key, Record
+from keepstep.checkpoint.peers.peer_connection import HANDSHAKE_S, MOST_ENDPOINTS, PeerConnection
+from keepstep.checkpoint.storage.manifest import key_text
+from keepstep.core.errors import CheckpointError
+from keepstep.core.summary import Endpoint
+from keepstep.wire.channel import ClientChannel
+from keepstep.wire.messages import Message
+from keepstep.wire.secret import RunKey
+from keepstep.wire.transfer import (
+    Following,
+    Have,
+    Lacks,
+    Piece,
+    SendHeader,
+    SendRange,
+    Want,
+)
+from keepstep.wire.violation import Violation
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS = 2  # of one transfer, at least; one to each address of the other node
+RANGE_BYTES = 8 << 20
+_VERIFYING = 2  # threads
+_FIRST_WAIT_S = 0.05  # before another connection
+_AHEAD = 2  # ranges asked for before they come
+_CONNECT_S = 5.0
+
+
+class Cancelled(CheckpointError):
+    """A transfer that is not wanted any more."""
+
+
+class Fetch:
+    """One transfer. ``where`` gives the endpoints of the node that has the state, and is asked at every connection."""
+
+    def __init__(
+        self,
+        key: Key,
+        rank: int,
+        where: Callable[[], Sequence[Endpoint]],
+        run: RunKey,
+        *,
+        tls: ssl.SSLContext | None = None,
+        patience_s: float = 15.0,
+    ) -> None:
+        """``patience_s``: gives up when no byte has come for so long."""
+        self._key, self._rank, self._where, self._run_key = key, rank, where, run
+        self._tls, self._patience_s = tls, patience_s
+        self._changed = threading.Condition()
+        self._connections: set[PeerConnection] = set()
+        self._missing: deque[tuple[int, int]] = deque()  # offset and bytes
+        self._left = 0  # bytes that have not come
+        self._receiving = 0  # threads that may write into the slot
+        self._moved_s = time.monotonic()
+        self._failure: CheckpointError | None = None
+        self._record: Record | None = None
+        self._attempts = 0
+        self.resumed = 0
+        """How often a connection was made to go on with what was missing."""
+
+    def run(self, room: Room) -> None:
+        """Have the state sealed in the slot that ``room`` gives; several threads work meanwhile.
+
+        Raises:
+            CheckpointError: the node lacks it, does not answer, or it came damaged; there is no room for it.
+        """
+        try:
+            first = self._patiently()
+            record = self._record
+            assert first is not None
+            assert record is not None
+            with room(record) as incoming:
+                first = self._take_header(first, incoming, record)
+                self._take(first, incoming, record)
+                incoming.seal(threads=_VERIFYING)
+        finally:
+            self.stop()
+            for connection in list(self._connections):
+                self._leave(connection)
+
+    def stop(self, failure: CheckpointError | None = None) -> None:
+        """End it from any thread: `run` raises `Cancelled` unless it is done."""
+        with self._changed:
+            self._failure = self._failure or failure or Cancelled("not wanted any more")
+            for connection in self._connections:
+                connection.shut()
+            self._changed.notify_all()
+
+    def _patiently(self, *, ranges: bool = False) -> PeerConnection | None:
+        """A connection, tried again until the patience is over; None: for ``ranges`` none is needed any more."""
+        wait_s = _FIRST_WAIT_S
+        while True:
+            try:
+                return self._ask()
+            except (OSError, Violation) as error:
+                self._broke(error)
+            with self._changed:
+                self._changed.wait(wait_s)
+                if self._failure is not None:
+                    raise self._failure
+                if ranges and self._left == 0:
+                    return None
+            wait_s = min(2 * wait_s, 1.0)
+
+    def _broke(self, error: Exception) -> None:
+        """A connection did; CheckpointError: nothing has come for too long."""
+        log.info("%s of rank %d: a connection broke: %s", key_text(self._key), self._rank, error)
+        if time.monotonic() - self._moved_s > self._patience_s:
+            raise CheckpointError(
+                f"{key_text(self._key)} of rank {self._rank} does not come: {error}"
+            ) from None
+
+    def _ask(self) -> PeerConnection:
+        """A proven connection to who has the state. CheckpointError: it lacks it. OSError, Violation: no connection."""
+        endpoints = [one for one in self._where()[:MOST_ENDPOINTS] if is_usable(one)]
+        if not endpoints:
+            raise ConnectionError("the node that has it does not say where it listens")
+        with self._changed:
+            endpoint = endpoints[self._attempts % len(endpoints)]
+            self._attempts += 1
+        plain = socket.create_connection((endpoint.address, endpoint.port), timeout=_CONNECT_S)
+        connection = PeerConnection(plain)
+        try:
+            plain.settimeout(None)
+            connection.patience(HANDSHAKE_S)
+            if self._tls is not None:
+                connection = PeerConnection(self._tls.wrap_socket(plain))
+                connection.patience(HANDSHAKE_S)
+            with self._changed:
+                if self._failure is not None:
+                    raise self._failure
+                self._connections.add(connection)
+            connection.prove(ClientChannel(self._run_key, "peer", connection.ends()))
+            connection.send(Want(self._rank, self._key.pack()))
+            self._announced(connection.receive())
+        except BaseException:
+            self._leave(connection)
+            raise
+        return connection
+
+    def _announced(self, answer: Message) -> None:
+        if isinstance(answer, Lacks):
+            raise CheckpointError(answer.reason)
+        if not isinstance(answer, Have) or not 0 <= answer.header_checksum < 1 << 64:
+            raise Violation("malformed", "an answer to another question")
+        record = Record(
+            answer.step,
+            answer.incarnation,
+            answer.data_bytes,
+            answer.header_bytes,
+            answer.storages,
+            answer.header_checksum,
+        )
+        if record.key != self._key or record.header_bytes > MOST_HEADER_BYTES:
+            raise Violation("malformed", "a record of another state, or of none")
+        with self._changed:
+            if self._record is None:
+                self._record, self._left = record, record.data_bytes
+            elif record != self._record:
+                raise CheckpointError(f"{key_text(self._key)} of rank {self._rank} is another one by now")
+
+    def _take_header(self, connection: PeerConnection, incoming: Incoming, record: Record) -> PeerConnection:
+        """Header and checksums; the connection that brought them."""
+        while True:
+            try:
+                self._receive_header(connection, incoming, record)
+                return connection
+            except (OSError, Violation) as error:
+                self._leave(connection)
+                self._broke(error)
+            time.sleep(_FIRST_WAIT_S)
+            again = self._patiently()
+            assert again is not None
+            connection = again
+            self.resumed += 1
+
+    @staticmethod
+    def _receive_header(connection: PeerConnection, incoming: Incoming, record: Record) -> None:
+        at = record.header_at - native.DATA_OFFSET
+        connection.send(SendHeader())
+        while at < len(incoming.body):
+            piece = connection.receive()
+            if not isinstance(piece, Piece) or len(piece.data) > len(incoming.body) - at:
+                raise Violation("malformed", "more header than was announced, or something else")
+            incoming.body[at : at + len(piece.data)] = piece.data
+            at += len(piece.data)
+
+    def _take(self, first: PeerConnection, incoming: Incoming, record: Record) -> None:
+        total = record.data_bytes
+        self._missing = deque((at, min(RANGE_BYTES, total - at)) for at in range(0, total, RANGE_BYTES))
+        count = min(len(self._missing), max(CONNECTIONS, len(self._where()[:MOST_ENDPOINTS])))
+        for number in range(count):
+            threading.Thread(
+                target=self._work,
+                args=(incoming.body, None if number else first),
+                name="keepstep-fetch",
+                daemon=True,
+            ).start()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._receiving and (self._failure or not self._left))
+            if self._left:
+                assert self._failure
+                raise self._failure
+
+    def _work(self, body: memoryview, connection: PeerConnection | None) -> None:
+        """Take ranges until all have come, over as many connections as it takes."""
+        again = False
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._missing or self._failure or not self._left)
+                    if self._failure or not self._left:
+                        return
+                if connection is None:
+                    connection = self._patiently(ranges=True)
+                    if connection is None:
+                        return
+                    self.resumed += again
+                again = True
+                error = self._ranges(connection, body)
+                if error is not None:
+                    self._leave(connection)
+                    connection = None
+                    self._broke(error)
+                    time.sleep(_FIRST_WAIT_S)
+        except CheckpointError as error:
+            self.stop(error)
+        except Exception as error:  # would else be waited for for ever
+            log.exception("a transfer ends")
+            self.stop(CheckpointError(f"the transfer failed: {type(error).__name__}: {error}"))
+
+    def _ranges(self, connection: PeerConnection, body: memoryview) -> Exception | None:
+        """Until no more is missing, or the connection breaks (why): what it did not bring is missing again."""
+        asked: deque[tuple[int, int]] = deque()
+        with self._changed:
+            if self._failure:
+                return self._failure
+            self._receiving += 1
+        try:
+            while True:
+                with self._changed:
+                    count = min(_AHEAD - len(asked), len(self._missing))
+                    new = [self._missing.popleft() for _ in range(count)]
+                asked.extend(new)
+                for offset, nbytes in new:
+                    connection.send(SendRange(offset, nbytes))
+                if not asked:
+                    return None
+                offset, nbytes = asked[0]
+                if connection.receive() != Following(offset, nbytes):
+                    raise Violation("malformed", "another range than the one asked for")
+                got = connection.receive_into(body[offset : offset + nbytes])
+                asked.popleft()
+                with self._changed:
+                    self._left -= got
+                    self._moved_s = time.monotonic() if got else self._moved_s
+                if got < nbytes:
+                    asked.appendleft((offset + got, nbytes - got))
+                    raise ConnectionError(f"{nbytes - got} bytes of a range did not come")
+        except (OSError, Violation) as error:
+            return error
+        finally:
+            with self._changed:
+                self._missing.extendleft(reversed(asked))
+                self._receiving -= 1
+                self._changed.notify_all()
+
+    def _leave(self, connection: PeerConnection) -> None:
+        with self._changed:
+            self._connections.discard(connection)
+        connection.close()
+
+
+def is_usable(endpoint: Endpoint) -> bool:
+    """A numeric address and a port: names are never looked up."""
+    try:
+        ipaddress.ip_address(endpoint.address.partition("%")[0])
+    except ValueError:
+        return False
+    return endpoint.transport == "tcp" and 0 < endpoint.port < 1 << 16

@@ -1,0 +1,336 @@
+"""The agent's restore service: workers ask what states there are elsewhere, and have one brought into the cache.
+
+A Unix socket whose name follows from the cache's, so that a new agent is found where the old one was. A message is one
+datagram of JSON, bounded and checked on both sides; a peer of another user is turned away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from keepstep.checkpoint.memory.cache import MOST_RANKS, SLOTS_PER_RANK, peer_uid
+from keepstep.checkpoint.memory.incoming import Room, StateSource
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.storage.source import MOST_OFFERED, StorageSource
+from keepstep.core.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+MOST_MESSAGE_BYTES = 1 << 16
+MOST_CONNECTIONS = 1024
+_MOST_SOURCES = 8
+_MOST_LINES = 8
+_MOST_LINE = 400
+_PATIENCE_S = 30.0
+_AGAIN_S = 0.1
+_MOST_DEATHS = 3
+_BIND_AGAIN_S = 0.2
+
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
+_Packed = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+_Slots = Annotated[int, msgspec.Meta(ge=1, le=SLOTS_PER_RANK)]
+_Line = Annotated[str, msgspec.Meta(max_length=_MOST_LINE)]
+_Lines = Annotated[tuple[_Line, ...], msgspec.Meta(max_length=_MOST_LINES)]
+
+
+class Offers(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """What can be had for a rank?"""
+
+    rank: _Rank
+
+
+class Bring(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Bring a state into an empty slot of the rank, which is to have ``slots`` of them. ``key``: packed."""
+
+    rank: _Rank
+    key: _Packed
+    slots: _Slots
+
+
+class SourceKeys(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A source and what it has, packed."""
+
+    where: _Line
+    keys: Annotated[tuple[_Packed, ...], msgspec.Meta(max_length=MOST_OFFERED)]
+
+
+class Offered(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The sources, the cheapest first.
+
+    Attributes:
+        sources: what each has.
+        incarnation: the highest of anything that is there, whole or not; -1: nothing is.
+        refused: why something that is there cannot be had.
+        troubles: sources of which nothing can be told now.
+    """
+
+    sources: Annotated[tuple[SourceKeys, ...], msgspec.Meta(max_length=_MOST_SOURCES)]
+    incarnation: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 15)]
+    refused: _Lines = ()
+    troubles: _Lines = ()
+
+    @property
+    def keys(self) -> frozenset[Key]:
+        """Whatever can be had somewhere."""
+        return frozenset(filter(None, (Key.unpack(one) for source in self.sources for one in source.keys)))
+
+
+class Brought(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """It stands sealed in a slot of the rank. ``where`` it came from; ``passed``: what did not give it, and why."""
+
+    where: _Line
+    passed: _Lines = ()
+
+
+class Denied(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The reason is for the job's operator."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=_MOST_LINES * _MOST_LINE)]
+
+
+_requests = msgspec.json.Decoder(Offers | Bring)
+_answers = msgspec.json.Decoder(Offered | Brought | Denied)
+
+Filling = Callable[[int, int], AbstractContextManager[Room]]
+"""Given a rank and how many slots it is to have: what gives the room for a state (``CachedStates.filling``)."""
+
+
+def restore_address(cache: str) -> str:
+    """Name of the service's socket, from that of the cache."""
+    return f"{cache}-restore"
+
+
+class RestoreService:
+    """Answers requests; no I/O of its own but that of the sources. From any thread.
+
+    Args:
+        ranks: this node's.
+        sources: the cheapest first.
+        held: what a rank has sealed.
+        filling: makes room.
+    """
+
+    def __init__(
+        self,
+        ranks: Collection[int],
+        sources: Sequence[StateSource],
+        held: Callable[[int], frozenset[Key]],
+        filling: Filling,
+    ) -> None:
+        self._sources, self._held, self._filling = tuple(sources), held, filling
+        self._one_at_a_time = {rank: threading.Lock() for rank in ranks}
+        self._brought: dict[int, tuple[Key, Brought]] = {}
+
+    def answer(self, data: bytes) -> bytes:
+        """A message for a message, whatever it is."""
+        try:
+            request = _requests.decode(data)
+            if request.rank not in self._one_at_a_time:
+                raise CheckpointError(f"rank {request.rank} does not run on this node")
+            answer = self._offers(request) if isinstance(request, Offers) else self._bring(request)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            answer = Denied(f"not a request for a restore: {error}"[:_MOST_LINE])
+        except CheckpointError as error:
+            answer = Denied(str(error)[: _MOST_LINES * _MOST_LINE])
+        return msgspec.json.encode(answer)
+
+    def _offers(self, request: Offers) -> Offered:
+        sources: list[SourceKeys] = []
+        refused: list[str] = []
+        troubles: list[str] = []
+        incarnation = -1
+        for source in self._sources:
+            try:
+                if isinstance(source, StorageSource):
+                    keys, lines, newest = source.look()
+                    refused.extend(f"{source.where}: {line}" for line in lines)
+                    incarnation = max(incarnation, newest)
+                else:
+                    keys = source.keys(request.rank)
+            except Exception as error:  # of a store or a network, of any kind
+                troubles.append(_line(error, source.where))
+                continue
+            chosen = sorted(keys, reverse=True)[:MOST_OFFERED]
+            incarnation = max([incarnation, *(key.incarnation for key in chosen)])
+            sources.append(SourceKeys(source.where[:_MOST_LINE], tuple(key.pack() for key in chosen)))
+        return Offered(tuple(sources), incarnation, _bounded(refused), _bounded(troubles))
+
+    def _bring(self, request: Bring) -> Brought:
+        key = Key.unpack(request.key)
+        assert key
+        with self._one_at_a_time[request.rank]:
+            brought = self._brought.get(request.rank)
+            if brought and brought[0] == key and key in self._held(request.rank):
+                return brought[1]  # asked for twice, by a worker and the one that took its place
+            passed: list[str] = []
+            for source in self._sources:
+                try:
+                    with self._filling(request.rank, request.slots) as room:
+                        where = source.bring(key, request.rank, room)
+                except Exception as error:  # of a store or a network, of any kind
+                    if not isinstance(error, CheckpointError):
+                        log.warning("rank %d: %s: %s", request.rank, source.where, error, exc_info=True)
+                    passed.append(_line(error, source.where))
+                    continue
+                answer = Brought(where[:_MOST_LINE], _bounded(passed))
+                log.info("rank %d: step %d from %s", request.rank, key.step, where)
+                self._brought[request.rank] = (key, answer)
+                return answer
+        raise CheckpointError("; ".join(_bounded(passed)) or "there is no source besides the node's cache")
+
+
+class RestoreServer:
+    """Answers at a socket, a thread for each connection."""
+
+    def __init__(self, address: str, service: RestoreService) -> None:
+        self._address, self._service = address, service
+        self._stopped = threading.Event()
+        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def start(self) -> None:
+        """Begin to serve, as soon as the one before has left the address."""
+        threading.Thread(target=self._run, name="keepstep-restore", daemon=True).start()
+
+    def stop(self) -> None:
+        """Take no more requests. Those at hand end with the process."""
+        self._stopped.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _run(self) -> None:
+        if not self._bind():
+            return
+        while not self._stopped.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if self._stopped.wait(_AGAIN_S):  # ended, or out of descriptors for a while
+                    return
+                log.warning("restore service: %s", error)
+                continue
+            if not self._places.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(
+                target=self._serve, args=(connection,), name="keepstep-restore", daemon=True
+            ).start()
+
+    def _bind(self) -> bool:
+        while not self._stopped.is_set():
+            try:
+                self._listener.bind(f"\0{self._address}")
+                self._listener.listen(128)
+                return True
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    if not self._stopped.is_set():
+                        log.warning(
+                            "the restore service is closed, states come from this node's cache only: %s",
+                            error,
+                        )
+                    return False
+            self._stopped.wait(_BIND_AGAIN_S)
+        return False
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                if peer_uid(connection) != os.getuid():
+                    return
+                connection.settimeout(_PATIENCE_S)
+                while data := connection.recv(MOST_MESSAGE_BYTES):
+                    connection.send(self._service.answer(data))
+        except OSError:
+            pass
+        except Exception:
+            log.exception("restore service")
+        finally:
+            self._places.release()
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreClient:
+    """A worker's way to it. Calls wait for an agent that is not there (yet, or any more)."""
+
+    address: str
+    patience_s: float = 60.0
+
+    def offers(self, rank: int) -> Offered:
+        """What can be had for a rank. Raises CheckpointError: the agent does not answer, or cannot say."""
+        answer = self._ask(Offers(rank))
+        if not isinstance(answer, Offered):
+            raise CheckpointError("the agent of this node gave an answer that was not asked for")
+        return answer
+
+    def bring(self, rank: int, key: Key, slots: int) -> Brought:
+        """Have a state brought. Raises CheckpointError: says which source did not give it, and why."""
+        answer = self._ask(Bring(rank, key.pack(), slots))
+        if not isinstance(answer, Brought):
+            raise CheckpointError("the agent of this node gave an answer that was not asked for")
+        return answer
+
+    def _ask(self, request: Offers | Bring) -> Offered | Brought | Denied:
+        deadline_s = time.monotonic() + self.patience_s
+        deaths = 0
+        while True:
+            try:
+                data, reached = self._exchange(msgspec.json.encode(request))
+            except OSError as error:
+                data, reached, why = b"", False, str(error)
+            else:
+                why = "it ended"
+            if data:
+                break
+            if reached:  # it died over the request: the next one has as long to come
+                deaths += 1
+                deadline_s = time.monotonic() + self.patience_s
+            if deaths == _MOST_DEATHS or time.monotonic() > deadline_s:
+                raise CheckpointError(
+                    f"the agent of this node does not answer ({why}): see agent.log in the run folder"
+                )
+            time.sleep(_AGAIN_S)
+        try:
+            answer = _answers.decode(data)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"the agent's answer cannot be read: {error}") from None
+        if isinstance(answer, Denied):
+            raise CheckpointError(answer.reason)
+        return answer
+
+    def _exchange(self, request: bytes) -> tuple[bytes, bool]:
+        """The answer, empty when the agent ended meanwhile; and whether there was an agent."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(_PATIENCE_S)
+            connection.connect(f"\0{self.address}")
+            if peer_uid(connection) != os.getuid():
+                raise CheckpointError(f"the restore service {self.address} belongs to another user")
+            connection.send(request)
+            connection.settimeout(None)  # a state may take long; an agent that dies closes the connection
+            try:
+                return connection.recv(MOST_MESSAGE_BYTES), True
+            except ConnectionError:
+                return b"", True
+
+
+def _line(error: Exception, where: str) -> str:
+    text = (str(error).splitlines() or [""])[0]
+    told = text if isinstance(error, CheckpointError) else f"{type(error).__name__} {text}".strip()
+    return (told if told.startswith(where) else f"{where}: {told}")[:_MOST_LINE]
+
+
+def _bounded(lines: Sequence[str]) -> tuple[str, ...]:
+    return tuple(line[:_MOST_LINE] for line in lines[:_MOST_LINES])

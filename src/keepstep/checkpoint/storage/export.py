@@ -1,0 +1,144 @@
+"""A step on storage written for other tools: one safetensors file, or a ``torch.distributed.checkpoint`` folder.
+
+Each rank's files are read twice, the first time to compare what ranks hold in common; one rank's state is in memory
+at a time. Every byte that is read is verified.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keepstep.checkpoint.header import ITEM_BYTES, StateHeader, TensorEntry
+from keepstep.checkpoint.storage.backend import Storage
+from keepstep.checkpoint.storage.global_view import Block, WholeTensor, whole_tensors
+from keepstep.checkpoint.storage.manifest import Manifest
+from keepstep.checkpoint.storage.read import StoredShard, read_shard
+from keepstep.checkpoint.storage.shard_file import SAFETENSORS, Entry, safetensors_table
+from keepstep.core.errors import CheckpointError
+
+_SMALL_BYTES = 1 << 28
+_MOST_REPEATS = 64
+
+Array = np.ndarray[Any, Any]
+
+
+def export_safetensors(storage: Storage, manifest: Manifest, target: Path) -> int:
+    """Write all tensors of the job into one file, sharded ones put together. Returns their number.
+
+    Plain values have no place in safetensors and are left out.
+
+    Raises:
+        CheckpointError: the step cannot be read, or the file cannot be written.
+    """
+    tensors = sorted(view(storage, manifest).values(), key=lambda one: -_align(one.dtype))
+    entries = [
+        Entry(
+            one.name,
+            SAFETENSORS.get(one.dtype, "U8"),
+            one.shape if one.dtype in SAFETENSORS else (*one.shape, ITEM_BYTES[one.dtype]),
+            _nbytes(one),
+        )
+        for one in tensors
+    ]
+    table = safetensors_table(entries, {"step": str(manifest.step), "world_size": str(manifest.world_size)})
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(6)}")
+    try:
+        with draft.open("xb") as file:
+            file.write(table)
+            file.truncate(len(table) + sum(entry.nbytes for entry in entries))
+        _fill(storage, manifest, tensors, draft, len(table))
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.replace(target)
+    except OSError as error:
+        raise CheckpointError(f"{target}: cannot be written: {error.strerror}; name another file") from None
+    finally:
+        draft.unlink(missing_ok=True)
+    return len(tensors)
+
+
+def view(storage: Storage, manifest: Manifest) -> dict[str, WholeTensor]:
+    """The tensors of the whole job. Raises CheckpointError: a rank's state cannot be read or contradicts others'."""
+    headers: list[StateHeader] = []
+    prints: list[dict[int, bytes]] = []
+    for rank in range(manifest.world_size):
+        shard = read_shard(storage, manifest, rank)
+        headers.append(shard.header)
+        prints.append(
+            {
+                index: _fingerprint(array_of(shard, tensor))
+                for index, tensor in enumerate(shard.header.tensors)
+                if tensor.shard is None
+            }
+        )
+    return whole_tensors(headers, lambda rank, index: prints[rank][index])
+
+
+def array_of(shard: StoredShard, tensor: TensorEntry) -> Array:
+    """A tensor's local part, sharing memory with the shard; elements are opaque, of the dtype's size.
+
+    Raises:
+        CheckpointError: it is far larger than its storage, as no state of use is.
+    """
+    size, storage = ITEM_BYTES[tensor.dtype], shard.header.storages[tensor.storage]
+    nbytes = math.prod(tensor.shape) * size
+    if nbytes > max(_SMALL_BYTES, _MOST_REPEATS * storage.nbytes):
+        raise CheckpointError(
+            f"rank {shard.header.rank}: a tensor of {nbytes} bytes repeats the {storage.nbytes} of its storage"
+        )
+    kind: Any = np.dtype(f"V{size}")
+    if not nbytes:
+        return np.empty(tensor.shape, kind)
+    return np.ndarray(
+        tensor.shape,
+        kind,
+        shard.data,
+        storage.offset + tensor.offset * size,
+        tuple(step * size for step in tensor.stride),
+    )
+
+
+def block_of(array: Array, block: Block) -> Array:
+    """The block's elements in a rank's part."""
+    return array[tuple(slice(at, at + size) for at, size in zip(block.local, block.sizes, strict=True))]
+
+
+def _fingerprint(array: Array) -> bytes:
+    return hashlib.sha256(array.tobytes(), usedforsecurity=False).digest()
+
+
+def _fill(storage: Storage, manifest: Manifest, tensors: list[WholeTensor], path: Path, begin: int) -> None:
+    targets: dict[int, list[tuple[Block, Array]]] = {}
+    maps: list[np.memmap[Any, Any]] = []
+    with path.open("r+b") as file:
+        for tensor in tensors:
+            size = ITEM_BYTES[tensor.dtype]
+            if _nbytes(tensor):
+                kind: Any = np.dtype(f"V{size}")
+                whole = np.memmap(file, kind, "r+", begin, tensor.shape)
+                maps.append(whole)
+                for block in tensor.blocks:
+                    targets.setdefault(block.rank, []).append((block, whole))
+            begin += _nbytes(tensor)
+    for rank, blocks in targets.items():
+        shard = read_shard(storage, manifest, rank)
+        for block, whole in blocks:
+            where = tuple(slice(at, at + size) for at, size in zip(block.whole, block.sizes, strict=True))
+            whole[where] = block_of(array_of(shard, shard.header.tensors[block.tensor]), block)
+    for whole in maps:
+        whole.flush()
+
+
+def _align(dtype: str) -> int:
+    return ITEM_BYTES[dtype] if dtype in SAFETENSORS else 1
+
+
+def _nbytes(tensor: WholeTensor) -> int:
+    return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]

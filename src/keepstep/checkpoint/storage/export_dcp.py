@@ -1,0 +1,163 @@
+"""A step on storage written as a ``torch.distributed.checkpoint`` folder, which any number of ranks can load.
+
+What DCP would gather from the ranks of a job is handed to its writer one rank at a time, in one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import _nested_dict
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from keepstep.checkpoint.header import tensor_paths
+from keepstep.checkpoint.state import DTYPES, build, tensor_of
+from keepstep.checkpoint.storage.backend import Storage
+from keepstep.checkpoint.storage.export import view
+from keepstep.checkpoint.storage.global_view import Block, WholeTensor
+from keepstep.checkpoint.storage.manifest import Manifest
+from keepstep.checkpoint.storage.read import StoredShard, read_shard
+from keepstep.core.errors import CheckpointError
+
+
+def export_dcp(storage: Storage, manifest: Manifest, target: Path) -> int:
+    """Write a folder that ``torch.distributed.checkpoint.load`` reads. Returns the number of its entries.
+
+    Entries are named as DCP names them: the keys that lead there, joined by dots. What differs between ranks without
+    being sharded is there under its name from the lowest rank, and as ``NAME@rank3`` from others.
+
+    Raises:
+        CheckpointError: the step cannot be read, or the folder cannot be written or is not empty.
+    """
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target}: is not empty; name another folder")
+    collected = _Collected(view(storage, manifest))
+    writer = FileSystemWriter(target, thread_count=1)
+    writer.set_up_storage_writer(True)
+    results: list[list[WriteResult]] = []
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        empty = [SavePlan([]) for _ in range(manifest.world_size)]
+        for rank, plan in enumerate(writer.prepare_global_plan(empty)):
+            items = collected.items(read_shard(storage, manifest, rank))
+            if items:
+                plan = dataclasses.replace(plan, items=[item for item, _ in items])
+                results.append(writer.write_data(plan, cast("Any", _Resolver(items))).wait())
+        writer.finish(Metadata(collected.entries, planner_data=collected.places), results)
+    except OSError as error:
+        raise CheckpointError(f"{target}: cannot be written: {error.strerror}; name another folder") from None
+    return len(collected.entries)
+
+
+def torch_state(shard: StoredShard) -> tuple[Any, list[torch.Tensor]]:
+    """The state of a rank and its tensors in the header's order, sharing memory with the shard."""
+    whole = (
+        torch.frombuffer(shard.data, dtype=torch.uint8) if shard.data else torch.empty(0, dtype=torch.uint8)
+    )
+    storages = [whole[one.offset : one.offset + one.nbytes] for one in shard.header.storages]
+    tensors = [tensor_of(entry, storages[entry.storage]) for entry in shard.header.tensors]
+    return build(shard.header.tree, tensors, ""), tensors
+
+
+_Items = list[tuple[WriteItem, torch.Tensor | io.BytesIO]]
+
+
+class _Resolver:
+    """What DCP's writer asks a planner."""
+
+    def __init__(self, items: _Items) -> None:
+        self._values = {item.index: value for item, value in items}
+
+    def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
+        return self._values[item.index]
+
+
+class _Collected:
+    """The metadata of what was met so far, rank by rank."""
+
+    def __init__(self, tensors: dict[str, WholeTensor]) -> None:
+        self.entries: dict[str, Any] = {}
+        self.places: dict[str, tuple[str | int, ...]] = {}
+        self._owned: dict[tuple[int, int], list[tuple[WholeTensor, Block]]] = {}
+        for whole in tensors.values():
+            for block in whole.blocks:
+                self._owned.setdefault((block.rank, block.tensor), []).append((whole, block))
+        self._plain: dict[str, list[bytes]] = {}
+
+    def items(self, shard: StoredShard) -> _Items:
+        """What a rank writes, with its content."""
+        rank = shard.header.rank
+        state, tensors = torch_state(shard)
+        index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
+        paths = tensor_paths(shard.header)
+        flattened: Any = cast("Any", _nested_dict).flatten_state_dict(
+            cast("Any", state if isinstance(state, dict) else {"state": state})
+        )
+        flat: dict[str, Any] = flattened[0]
+        places: dict[str, tuple[str | int, ...]] = flattened[1]
+        found: _Items = []
+        for name, value in flat.items():
+            index = index_of.get(id(value))
+            if index is None:
+                self._add_plain(found, rank, name, places[name], value)
+                continue
+            for whole, block in self._owned.get((rank, index), ()):
+                # Another name of a tensor: the suffix that says whose it is stays.
+                shown = name + whole.name[len(paths[index]) :]
+                self.places[shown] = places[name] if shown == name else (shown,)
+                self._add_block(found, shown, whole, block, tensors[index])
+        return found
+
+    def _add_block(
+        self, found: _Items, name: str, whole: WholeTensor, block: Block, tensor: torch.Tensor
+    ) -> None:
+        chunk = ChunkStorageMetadata(torch.Size(block.whole), torch.Size(block.sizes))
+        properties = TensorProperties(dtype=DTYPES[whole.dtype])
+        entry = self.entries.setdefault(name, TensorStorageMetadata(properties, torch.Size(whole.shape), []))
+        entry.chunks.append(chunk)
+        item = WriteItem(
+            index=MetadataIndex(name, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, properties, entry.size),
+        )
+        where = tuple(slice(at, at + size) for at, size in zip(block.local, block.sizes, strict=True))
+        found.append((item, tensor[where]))
+
+    def _add_plain(
+        self, found: _Items, rank: int, name: str, place: tuple[str | int, ...], value: Any
+    ) -> None:
+        content = io.BytesIO()
+        torch.save(value, content)
+        known = self._plain.setdefault(name, [])
+        if content.getvalue() in known:
+            return
+        shown = f"{name}@rank{rank}" if known else name
+        known.append(content.getvalue())
+        self.entries[shown] = BytesStorageMetadata()
+        self.places[shown] = place if shown == name else (shown,)
+        item = WriteItem(
+            index=MetadataIndex(shown),
+            type=WriteItemType.BYTE_IO,
+            bytes_io_data=BytesIOWriteData(len(content.getvalue())),
+        )
+        found.append((item, content))

@@ -1,0 +1,167 @@
+"""What says that a step is on storage: one JSON manifest a step, written last, with size and checksum of every file.
+
+A step's folder ``step-0000018422-i0003`` (step 18422 as incarnation 3 of the job reached it) holds for every rank
+``rank-00003.safetensors`` and ``rank-00003.json``, and ``manifest.json``. The checksums are those of ``sha256sum``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Annotated, Protocol
+
+import msgspec
+
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.storage.backend import Bytes, safe_name
+from keepstep.core.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+MOST_RANKS = 1 << 20
+MOST_STEP = (1 << 47) - 2  # what a key holds
+MOST_INCARNATION = (1 << 15) - 1
+MOST_MANIFEST_BYTES = 256 << 20  # a million ranks'
+VERSION = 1
+FORMAT = "keepstep-checkpoint"
+
+_FOLDER = re.compile(r"step-(\d{10,15})-i(\d{4,5})")
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+HexDigest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file's size in bytes and SHA-256 in hexadecimal digits."""
+
+    nbytes: Count
+    sha256: HexDigest
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All files of one step but the manifest itself, by name; ``checksum``: of the manifest while that is empty."""
+
+    step: Annotated[int, msgspec.Meta(ge=0, le=MOST_STEP)]
+    incarnation: Annotated[int, msgspec.Meta(ge=0, le=MOST_INCARNATION)]
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
+    files: dict[str, StoredFile]
+    format: str = FORMAT
+    version: int = VERSION
+    checksum: str = ""
+
+    @property
+    def key(self) -> Key:
+        """The step and incarnation."""
+        return Key(self.incarnation, self.step)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all files."""
+        return sum(one.nbytes for one in self.files.values())
+
+
+def key_of(folder: str) -> Key | None:
+    """The step that a folder is named after; None for other folders."""
+    match = _FOLDER.fullmatch(folder)
+    if not match:
+        return None
+    key = Key(incarnation=int(match[2]), step=int(match[1]))
+    return key if folder_name(key) == folder and key.fits else None
+
+
+def folder_name(key: Key) -> str:
+    """Of the folder of a step: ``step-0000018422-i0003``."""
+    return f"step-{key.step:010d}-i{key.incarnation:04d}"
+
+
+def key_text(key: Key) -> str:
+    """A step in messages: ``step 18422 (incarnation 3)``."""
+    return f"step {key.step} (incarnation {key.incarnation})"
+
+
+def data_file(rank: int) -> str:
+    """Name of a rank's tensors: ``rank-00003.safetensors``."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def header_file(rank: int) -> str:
+    """Name of what is said of a rank's tensors: ``rank-00003.json``."""
+    return f"rank-{rank:05d}.json"
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as JSON, files in order, with its checksum."""
+    return _text(msgspec.structs.replace(manifest, checksum=_checksum(manifest)))
+
+
+def _text(manifest: Manifest) -> bytes:
+    ordered = msgspec.structs.replace(manifest, files=dict(sorted(manifest.files.items())))
+    return msgspec.json.format(msgspec.json.encode(ordered), indent=1) + b"\n"
+
+
+def _checksum(manifest: Manifest) -> str:
+    found = digest()
+    found.update(_text(msgspec.structs.replace(manifest, checksum="")))
+    return found.hexdigest()
+
+
+def decode_manifest(data: bytes, folder: str) -> Manifest:
+    """A manifest from outside, checked: sizes bounded, names harmless, all ranks there, and of this folder.
+
+    Raises:
+        CheckpointError: says what is wrong.
+    """
+    where = f"{folder}/{MANIFEST}"
+    try:
+        found = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{where}: cannot be read: {str(error)[:200]}") from None
+    if (found.format, found.version) != (FORMAT, VERSION):
+        raise CheckpointError(
+            f"{where}: has format {found.format[:40]!r} {found.version}, this keepstep reads {FORMAT!r} {VERSION}"
+        )
+    if found.checksum != _checksum(found):
+        raise CheckpointError(f"{where}: was changed since it was written: its own checksum does not fit")
+    if key_of(folder) != found.key:
+        raise CheckpointError(f"{where}: is that of {key_text(found.key)}, not of its folder")
+    for name in found.files:
+        safe_name(name)
+    if MANIFEST in found.files:
+        raise CheckpointError(f"{where}: names itself")
+    if len(found.files) < 2 * found.world_size:
+        raise CheckpointError(f"{where}: names {len(found.files)} files for {found.world_size} ranks")
+    for rank in range(found.world_size):
+        for name in (data_file(rank), header_file(rank)):
+            if name not in found.files:
+                raise CheckpointError(f"{where}: lacks {name}")
+    return found
+
+
+def differences(manifest: Manifest, files: Mapping[str, int]) -> list[str]:
+    """What a folder's listing (sizes by name) holds otherwise than the manifest says, a line each."""
+    folder = folder_name(manifest.key)
+    found = [f"{folder}/{name}: foreign, the manifest does not name it" for name in sorted(files)
+             if name not in manifest.files and name != MANIFEST]  # fmt: skip
+    for name, stored in manifest.files.items():
+        if name not in files:
+            found.append(f"{folder}/{name}: missing")
+        elif files[name] != stored.nbytes:
+            found.append(f"{folder}/{name}: has {files[name]} bytes instead of {stored.nbytes}")
+    return found
+
+
+class Digest(Protocol):
+    """A running SHA-256."""
+
+    def update(self, data: Bytes, /) -> None:
+        """Take more bytes."""
+        ...
+
+    def hexdigest(self) -> str:
+        """The checksum of all bytes so far."""
+        ...
+
+
+def digest() -> Digest:
+    """The checksum of a file that is about to be read or written."""
+    return hashlib.sha256(usedforsecurity=False)

@@ -1,0 +1,431 @@
+"""Steps from the node's cache to storage, behind training: the rim around ``PersistPlan``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+
+import msgspec
+
+from keepstep.checkpoint import native
+from keepstep.checkpoint.header import MOST_HEADER_BYTES, StateHeader, encode_header
+from keepstep.checkpoint.memory.slots import Key, SnapshotDamaged
+from keepstep.checkpoint.storage.backend import Bytes, Storage, safe_name
+from keepstep.checkpoint.storage.manifest import (
+    MANIFEST,
+    Count,
+    Manifest,
+    StoredFile,
+    data_file,
+    digest,
+    encode_manifest,
+    folder_name,
+    header_file,
+)
+from keepstep.checkpoint.storage.persist_plan import Conclude, PersistPlan, Task, WriteShard
+from keepstep.checkpoint.storage.read import CHUNK_BYTES, check_file, look_again, read_whole, scan_again
+from keepstep.checkpoint.storage.shard_file import (
+    cut,
+    decode_shard,
+    encode_shard,
+    open_shard,
+    places,
+    safetensors_header,
+)
+from keepstep.core.clock import Clock, MonotonicClock
+from keepstep.core.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+_LIST_AGAIN_S = 5.0
+
+Source = Callable[[Key, int], AbstractContextManager[tuple[StateHeader, memoryview]]]
+"""Gives a rank's sealed state of a step out of the cache, where it stays while the context is open."""
+
+
+class Incomplete(Exception):
+    """Parts of a step are not on storage yet."""
+
+
+class Damaged(CheckpointError):
+    """Parts that were written are not on storage as they were.
+
+    Attributes:
+        ranks: whose parts.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class _Place(msgspec.Struct):
+    """Of a state's header, whose it is."""
+
+    incarnation: Count
+    step: Count
+    rank: Count
+    world_size: Count
+
+
+def write_shard(
+    storage: Storage,
+    header: StateHeader,
+    data: memoryview,
+    *,
+    pace: Callable[[int], None] | None = None,
+) -> None:
+    """Have a rank's state on storage: written, read back and compared. Its step counts only once it has a manifest.
+
+    What is there already and sound is left alone. Else the JSON file, without which no manifest is written, goes
+    first and comes last.
+
+    Args:
+        storage: where to.
+        header: of the state; its storages' checksums are what the snapshot found.
+        data: the state's bytes; must not change meanwhile.
+        pace: called with the bytes about to be written; may sleep.
+
+    Raises:
+        OSError: the storage's.
+        CheckpointError: ``data`` is not what the snapshot was, or what was written cannot be read back.
+    """
+    folder = folder_name(Key(header.incarnation, header.step))
+    pieces = cut(header)
+    table = safetensors_header(header, pieces)
+    found = digest()
+    spans = places(header, tuple(one.piece for one in pieces))
+    if _is_there(storage, folder, header):
+        return
+    storage.remove(folder, [header_file(header.rank)])
+    size = storage.write(
+        folder, data_file(header.rank), _told(_chunks(table, data, spans), found.update, pace)
+    )
+    stored = StoredFile(size, found.hexdigest())
+    _check_source(header, data)
+    check_file(storage, folder, data_file(header.rank), stored)
+    write_checked(storage, folder, header_file(header.rank), encode_shard(header, len(table), pieces, stored))
+
+
+def conclude(
+    storage: Storage,
+    key: Key,
+    ranks: Iterable[int],
+    world_size: int,
+    *,
+    leader: bool,
+    besides: Mapping[str, StoredFile] | None = None,
+) -> None:
+    """See that all ranks' parts are there and, as the leader, write the manifest.
+
+    Args:
+        storage: where they are.
+        key: the step.
+        ranks: this node's, which were written.
+        world_size: ranks of the job.
+        leader: whether this node writes the manifest.
+        besides: files of the step that are no rank's.
+
+    Raises:
+        Incomplete: other ranks' parts, or, elsewhere than at the leader, the manifest are not there yet.
+        Damaged: parts of this node are not there any more, or changed.
+        CheckpointError: another node's part is damaged, or there is a file that belongs to no rank.
+        OSError: the storage's.
+    """
+    if look_again(storage, key).whole:
+        return
+    files = storage.files(folder_name(key))
+    entries: dict[str, StoredFile] = dict(besides or {})
+    for rank in ranks:
+        try:
+            entries.update(_entries(storage, key, rank, world_size, files))
+        except (Incomplete, CheckpointError) as error:  # noqa: PERF203
+            raise Damaged(str(error), (rank,)) from None
+    if not leader:
+        raise Incomplete("no sound manifest is there yet")
+    for rank in range(world_size):
+        if data_file(rank) not in entries:
+            entries.update(_entries(storage, key, rank, world_size, files))
+    manifest = Manifest(key.step, key.incarnation, world_size, entries)
+    write_checked(storage, folder_name(key), MANIFEST, encode_manifest(manifest))
+    problems = look_again(storage, key).problems
+    if problems:
+        raise CheckpointError(problems[0])
+
+
+def remove(storage: Storage, key: Key) -> None:
+    """Remove a step, its manifest first, so that what is left of it is never offered.
+
+    Raises:
+        OSError: the storage's.
+        CheckpointError: a file's name is none of ours; nothing is removed.
+    """
+    names = sorted(map(safe_name, storage.files(folder_name(key))), key=lambda name: name != MANIFEST)
+    storage.remove(folder_name(key), names)
+    storage.remove_folder(folder_name(key))
+
+
+class Persister:
+    """Carries out a plan in a thread of its own; declarations and seals come from any thread.
+
+    Args:
+        plan: the node's plan; not to be used by others afterwards.
+        storage: where to.
+        source: gives sealed states.
+        world_size: ranks of the job.
+    """
+
+    def __init__(
+        self,
+        plan: PersistPlan,
+        storage: Storage,
+        source: Source,
+        *,
+        world_size: int,
+        clock: Clock | None = None,
+    ) -> None:
+        self._plan, self._storage, self._source = plan, storage, source
+        self._ranks, self._world_size, self._leader = plan.ranks, world_size, plan.leader
+        self._clock = clock or MonotonicClock()
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._listed = self._ever_listed = False
+        self._list_trouble = ""
+        self._damaged: set[tuple[Key, int]] = set()
+        self._list_s = 0.0  # not before then
+        self._thread: threading.Thread | None = None
+
+    def want(self, keys: Iterable[Key], *, remove_others: bool = False) -> None:
+        """See ``PersistPlan.want``."""
+        with self._changed:
+            self._plan.want(keys, remove_others=remove_others)
+            self._listed = self._listed and not remove_others
+            self._changed.notify()
+
+    def sealed(self, key: Key, rank: int) -> None:
+        """See ``PersistPlan.sealed``."""
+        with self._changed:
+            self._plan.sealed(key, rank)
+            self._changed.notify()
+
+    def evicted(self, key: Key, rank: int) -> None:
+        """See ``PersistPlan.evicted``."""
+        with self._changed:
+            self._plan.evicted(key, rank)
+
+    @property
+    def pinned(self) -> frozenset[Key]:
+        """Steps that the cache must keep."""
+        with self._changed:
+            return self._plan.pinned
+
+    @property
+    def stored(self) -> frozenset[Key]:
+        """Wanted steps that are whole on storage."""
+        with self._changed:
+            return self._plan.stored
+
+    @property
+    def whole(self) -> frozenset[Key] | None:
+        """All steps that are whole on storage; None while it could not be listed."""
+        with self._changed:
+            return self._plan.whole if self._ever_listed else None
+
+    def damaged(self) -> list[tuple[Key, int]]:
+        """Step and rank of what turned out damaged in the cache since the last call: it cannot be brought."""
+        with self._changed:
+            found, self._damaged = sorted(self._damaged), set()
+            return found
+
+    def troubles(self) -> list[str]:
+        """What keeps wanted steps from storage."""
+        with self._changed:
+            unlisted = [self._list_trouble] if self._list_trouble else []
+            return unlisted + self._plan.troubles(self._clock.now_s())
+
+    def start(self) -> None:
+        """Begin to work in a thread."""
+        self._thread = threading.Thread(target=self._run, name="keepstep-persist", daemon=True)
+        self._thread.start()
+
+    def stop(self, patience_s: float | None = None) -> None:
+        """End the thread after the task at hand, at most ``patience_s`` later.
+
+        Whatever is pending stays wanted and is begun anew next time.
+        """
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        if self._thread:
+            self._thread.join(patience_s)
+
+    def work(self) -> bool:
+        """Carry out one task that is due; whether there was one."""
+        if not self._listed and not self._list():
+            return False
+        with self._changed:
+            task = self._plan.next(self._clock.now_s())
+        if task is None:
+            return False
+        try:
+            self._carry_out(task)
+        except Damaged as error:
+            with self._changed:
+                for rank in error.ranks:
+                    self._plan.again(task.key, rank)
+                self._plan.failed(task, str(error), self._clock.now_s())
+        except Incomplete:
+            with self._changed:
+                assert isinstance(task, Conclude)
+                self._plan.waits(task, self._clock.now_s())
+        except SnapshotDamaged as error:
+            with self._changed:
+                self._plan.failed(task, str(error), self._clock.now_s())
+                if isinstance(task, WriteShard):
+                    self._damaged.add((task.key, task.rank))
+        except Exception as error:  # of a cache or a store, of any kind: never the end of persisting
+            log.warning("%s: %s: %s", self._storage.where, task, error, exc_info=_unexpected(error))
+            with self._changed:
+                self._plan.failed(task, _in_a_line(error), self._clock.now_s())
+        else:
+            with self._changed:
+                self._plan.done(task)
+        return True
+
+    def _run(self) -> None:
+        while not self._stopped:
+            if self.work():
+                continue
+            with self._changed:
+                due_s = self._plan.wake_s() if self._listed else self._list_s
+                if not self._stopped:
+                    self._changed.wait(None if due_s is None else max(0.0, due_s - self._clock.now_s()))
+
+    def _carry_out(self, task: Task) -> None:
+        if isinstance(task, WriteShard):
+            with self._source(task.key, task.rank) as (header, data):
+                if (header.incarnation, header.step, header.rank) != (*task.key, task.rank):
+                    raise CheckpointError(
+                        f"the cache gave step {header.step} of rank {header.rank} (incarnation {header.incarnation})"
+                    )
+                write_shard(self._storage, header, data, pace=self._pace)
+        elif isinstance(task, Conclude):
+            conclude(self._storage, task.key, self._ranks, self._world_size, leader=self._leader)
+        else:
+            remove(self._storage, task.key)
+
+    def _list(self) -> bool:
+        if self._clock.now_s() < self._list_s:
+            return False
+        try:
+            steps = scan_again(self._storage)
+        except Exception as error:  # of a store, of any kind
+            self._list_trouble = f"{self._storage.where}: cannot be listed: {_in_a_line(error)}"
+            log.warning("%s", self._list_trouble, exc_info=_unexpected(error))
+            self._list_s = self._clock.now_s() + _LIST_AGAIN_S
+            return False
+        # What has a manifest and is not whole may have been misread: it is never removed.
+        stored = {step.key: step.whole for step in steps if step.whole or step.unfinished}
+        with self._changed:
+            self._plan.listed(stored)
+            self._listed = self._ever_listed = True
+            self._list_trouble = ""
+        return True
+
+    def _pace(self, nbytes: int) -> None:
+        if self._stopped:
+            raise InterruptedError("told to stop")
+
+
+def _chunks(table: bytes, data: memoryview, spans: Iterable[tuple[int, int]]) -> Iterator[Bytes]:
+    yield table
+    for offset, nbytes in spans:
+        for at in range(offset, offset + nbytes, CHUNK_BYTES):
+            yield data[at : min(at + CHUNK_BYTES, offset + nbytes)]
+
+
+def _told(
+    chunks: Iterable[Bytes], each: Callable[[Bytes], None], pace: Callable[[int], None] | None
+) -> Iterator[Bytes]:
+    for chunk in chunks:
+        if pace:
+            pace(len(chunk))
+        each(chunk)
+        yield chunk
+
+
+def _is_there(storage: Storage, folder: str, header: StateHeader) -> bool:
+    """Whether this very state is there. Raises OSError: that cannot be told."""
+    name = header_file(header.rank)
+    nbytes = storage.files(folder).get(name)
+    if nbytes is None:
+        return False
+    try:
+        shard, _ = decode_shard(read_whole(storage, folder, name, nbytes, 2 * MOST_HEADER_BYTES), name)
+        if bytes(shard.state) != encode_header(header):
+            return False
+        check_file(storage, folder, data_file(header.rank), shard.data)
+    except (CheckpointError, FileNotFoundError):
+        return False
+    return True
+
+
+def _check_source(header: StateHeader, data: memoryview) -> None:
+    plan = array("Q")
+    for storage in header.storages:
+        plan.extend((storage.offset, storage.nbytes))
+    for index, found in enumerate(native.checksums(data, plan)):
+        if found != header.storages[index].checksum:
+            raise SnapshotDamaged(
+                f"storage {index} in the cache is not what the snapshot of rank {header.rank} at step "
+                f"{header.step} was"
+            )
+
+
+def write_checked(storage: Storage, folder: str, name: str, content: bytes) -> StoredFile:
+    """Write a small file, read it back and compare. Raises OSError, CheckpointError."""
+    found = digest()
+    found.update(content)
+    stored = StoredFile(storage.write(folder, name, [content]), found.hexdigest())
+    check_file(storage, folder, name, stored)
+    return stored
+
+
+def _entries(
+    storage: Storage, key: Key, rank: int, world_size: int, files: dict[str, int]
+) -> dict[str, StoredFile]:
+    """The manifest's entries for a rank's two files, out of the JSON file. Raises Incomplete: not there."""
+    name, where = header_file(rank), f"{folder_name(key)}/{header_file(rank)}"
+    absent = next((one for one in (data_file(rank), name) if one not in files), None)
+    if absent:
+        raise Incomplete(f"{folder_name(key)}/{absent} is not there yet")
+    content = read_whole(storage, folder_name(key), name, files[name], 2 * MOST_HEADER_BYTES)
+    shard = open_shard(content, where)
+    try:
+        place = msgspec.json.decode(shard.state, type=_Place)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CheckpointError(f"{where}: cannot be read: {str(error)[:200]}") from None
+    if (place.incarnation, place.step, place.rank, place.world_size) != (*key, rank, world_size):
+        raise CheckpointError(
+            f"{where}: is that of rank {place.rank} of {place.world_size} at step {place.step}"
+        )
+    if files[data_file(rank)] != shard.data.nbytes:
+        raise CheckpointError(
+            f"{folder_name(key)}/{data_file(rank)}: has {files[data_file(rank)]} bytes instead of {shard.data.nbytes}"
+        )
+    sha = digest()
+    sha.update(content)
+    return {name: StoredFile(len(content), sha.hexdigest()), data_file(rank): shard.data}
+
+
+def _unexpected(error: Exception) -> Exception | None:
+    """What is logged with its trace: no failure of a cache or store, but perhaps one of ours."""
+    return None if isinstance(error, CheckpointError | OSError) else error
+
+
+def _in_a_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}" if not isinstance(error, CheckpointError) else lines[0]

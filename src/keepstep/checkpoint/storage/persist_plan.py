@@ -1,0 +1,226 @@
+"""What to write to storage next, without I/O: the steps that are there are brought towards the steps that are wanted.
+
+Wanted steps are declared, not ordered: what is wanted, sealed in the node's cache and not on storage yet is written,
+tried again for as long as it is wanted, and pinned in the cache meanwhile. The oldest comes first. A later save never
+takes a wanted step's place; only a declaration without it does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.storage.manifest import key_text
+
+
+@dataclass(frozen=True, slots=True)
+class WriteShard:
+    """Write a rank's part of a step, read it back and compare."""
+
+    key: Key
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conclude:
+    """See whether all parts of a step are there; the leader then writes the manifest, the others look for it."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Remove a step that is wanted no longer; its manifest goes first."""
+
+    key: Key
+
+
+Task = WriteShard | Conclude | Remove
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Delays between tries: doubled from the first to the longest, each shortened by up to half by chance.
+
+    ``longest_wait_s``: the longest between looks for other nodes' parts.
+    """
+
+    first_s: float = 1.0
+    longest_s: float = 120.0
+    longest_wait_s: float = 15.0
+
+    def delay_s(self, failures: int, chance: float) -> float:
+        """After the ``failures``-th failure in a row; ``chance`` in 0 to 1."""
+        return min(self.longest_s, self.first_s * 2.0 ** min(failures - 1, 60)) * (0.5 + 0.5 * chance)
+
+
+@dataclass(slots=True)
+class _Tries:
+    failures: int = 0
+    waits: int = 0
+    not_before_s: float = 0.0
+    error: str = ""
+
+
+class PersistPlan:
+    """The plan of one node. Times are seconds of any steady clock.
+
+    Args:
+        ranks: the node's ranks.
+        leader: whether this node writes manifests and removes; true for one node of the job.
+        seed: of the jitter between tries.
+    """
+
+    def __init__(
+        self, ranks: Iterable[int], *, leader: bool, backoff: Backoff | None = None, seed: int = 0
+    ) -> None:
+        self.ranks = tuple(sorted(set(ranks)))
+        self.leader = leader
+        self._backoff = backoff or Backoff()
+        self._chance = random.Random(seed)
+        self._wanted: set[Key] = set()
+        self._remove_others = False
+        self._sealed: dict[Key, set[int]] = {}
+        self._written: set[tuple[Key, int]] = set()
+        self._stored: dict[Key, bool] = {}
+        self._tries: dict[Task, _Tries] = {}
+        self._flying: set[Task] = set()
+
+    def want(self, keys: Iterable[Key], *, remove_others: bool = False) -> None:
+        """Declare the steps that are to be on storage; replaces what was declared before.
+
+        Args:
+            keys: all steps that are wanted.
+            remove_others: remove steps that are not wanted from storage, once a newer wanted one is whole there.
+        """
+        self._wanted = set(keys)
+        self._remove_others = remove_others
+        self._tries = {
+            task: tries
+            for task, tries in self._tries.items()
+            if isinstance(task, Remove) or task.key in self._wanted
+        }
+
+    def sealed(self, key: Key, rank: int) -> None:
+        """A rank's part of a step is whole in the node's cache."""
+        self._sealed.setdefault(key, set()).add(rank)
+
+    def evicted(self, key: Key, rank: int) -> None:
+        """It is not in the cache any more."""
+        ranks = self._sealed.get(key, set())
+        ranks.discard(rank)
+        if not ranks:
+            self._sealed.pop(key, None)
+
+    def listed(self, stored: Mapping[Key, bool]) -> None:
+        """All steps found on storage: True for those with a manifest."""
+        self._stored = dict(stored)
+
+    def next(self, now_s: float) -> Task | None:
+        """The task to begin now; it is in flight until ``done`` or ``failed``. None: nothing is due."""
+        for task in self._due():
+            if task not in self._flying and self._not_before_s(task) <= now_s:
+                self._flying.add(task)
+                return task
+        return None
+
+    def wake_s(self) -> float | None:
+        """When the next task that is not in flight is due; None without one."""
+        return min(
+            (self._not_before_s(task) for task in self._due() if task not in self._flying), default=None
+        )
+
+    def done(self, task: Task) -> None:
+        """The task was carried out."""
+        self._flying.discard(task)
+        self._tries.pop(task, None)
+        if isinstance(task, WriteShard):
+            self._written.add((task.key, task.rank))
+        elif isinstance(task, Conclude):
+            self._stored[task.key] = True
+        else:
+            self._stored.pop(task.key, None)
+
+    def failed(self, task: Task, error: str, now_s: float) -> None:
+        """The task failed and is tried again later."""
+        self._flying.discard(task)
+        tries = self._tries.setdefault(task, _Tries())
+        tries.failures += 1
+        tries.error = error
+        tries.not_before_s = now_s + self._backoff.delay_s(tries.failures, self._chance.random())
+
+    def waits(self, task: Conclude, now_s: float) -> None:
+        """Parts of the step are not there yet, which is no fault: look again later."""
+        self._flying.discard(task)
+        tries = self._tries.setdefault(task, _Tries())
+        tries.failures, tries.waits = 0, tries.waits + 1
+        tries.not_before_s = now_s + min(
+            self._backoff.delay_s(tries.waits, 1.0), self._backoff.longest_wait_s
+        )
+
+    def again(self, key: Key, rank: int) -> None:
+        """A part that was written is not on storage as it was: write it again."""
+        self._written.discard((key, rank))
+
+    @property
+    def pinned(self) -> frozenset[Key]:
+        """Steps that must stay in the node's cache: wanted, in it, and not whole on storage."""
+        return frozenset(
+            key for key in self._wanted if self._sealed.get(key) and not self._stored.get(key, False)
+        )
+
+    @property
+    def stored(self) -> frozenset[Key]:
+        """Wanted steps that are whole on storage."""
+        return frozenset(key for key in self._wanted if self._stored.get(key, False))
+
+    @property
+    def whole(self) -> frozenset[Key]:
+        """All steps that are whole on storage, wanted or not."""
+        return frozenset(key for key, whole in self._stored.items() if whole)
+
+    def troubles(self, now_s: float) -> list[str]:
+        """What keeps wanted steps from storage, a line each; oldest step first."""
+        lines: list[str] = []
+        for task in sorted(self._tries, key=lambda one: one.key):
+            tries = self._tries[task]
+            if tries.failures:
+                what = f"rank {task.rank}'s part" if isinstance(task, WriteShard) else "its manifest"
+                verb = "cannot be removed" if isinstance(task, Remove) else f"{what} is not on storage"
+                lines.append(
+                    f"{key_text(task.key)}: {verb} after {tries.failures} tries: {tries.error}; "
+                    f"next try in {max(tries.not_before_s - now_s, 0.0):.0f} s"
+                )
+        for key in sorted(self._wanted):
+            if self._stored.get(key, False):
+                continue
+            lost = [
+                r for r in self.ranks if r not in self._sealed.get(key, ()) and (key, r) not in self._written
+            ]
+            if lost:
+                lines.append(
+                    f"{key_text(key)}: wanted on storage, but not in the cache of ranks {', '.join(map(str, lost))}"
+                )
+        return lines
+
+    def _due(self) -> Iterable[Task]:
+        open_steps = sorted(key for key in self._wanted if not self._stored.get(key, False))
+        for key in open_steps:
+            for rank in self.ranks:
+                if rank in self._sealed.get(key, ()) and (key, rank) not in self._written:
+                    yield WriteShard(key, rank)
+        for key in open_steps:
+            if all((key, rank) in self._written for rank in self.ranks):
+                yield Conclude(key)
+        if self.leader and self._remove_others:
+            whole = [key for key in self._wanted if self._stored.get(key, False)]
+            newest = max(whole, default=None)
+            for key in sorted(self._stored):
+                if newest is not None and key not in self._wanted and key < newest:
+                    yield Remove(key)
+
+    def _not_before_s(self, task: Task) -> float:
+        tries = self._tries.get(task)
+        return tries.not_before_s if tries else 0.0

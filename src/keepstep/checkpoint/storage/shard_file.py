@@ -1,0 +1,225 @@
+"""A rank's state as two files: its tensors as safetensors, and all that safetensors cannot say as JSON.
+
+The data of the safetensors file is the bytes of the state's storages, cut into pieces: a contiguous tensor is a piece
+under the path that leads to it in the state, so that any reader of safetensors finds it. Of a tensor that is not
+contiguous the span of memory is there (``PATH#memory``), one row of elements; a dtype that safetensors lacks stands
+as bytes (``U8``, one dimension more); bytes without a piece of their own stand as ``#bytes.STORAGE.START``. Tensors
+that share memory are there once. Pieces of larger elements come first, so that all are aligned.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Iterator
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from keepstep.checkpoint.header import (
+    ALIGNMENT,
+    ITEM_BYTES,
+    MOST_HEADER_BYTES,
+    StateHeader,
+    TensorEntry,
+    decode_header,
+    encode_header,
+    tensor_paths,
+)
+from keepstep.checkpoint.storage.manifest import Count, StoredFile, digest
+from keepstep.core.errors import CheckpointError
+
+FORMAT = "keepstep-shard"
+VERSION = 1
+MOST_SAFETENSORS_HEADER = 100_000_000  # what the safetensors library reads
+
+SAFETENSORS = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
+    "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
+}  # fmt: skip
+"""Names of the dtypes that every reader of safetensors knows, by torch's names."""
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """``nbytes`` of a storage from ``start`` on; pieces stand in the file one behind the other."""
+
+    storage: Count
+    start: Count
+    nbytes: Count
+
+
+class NamedPiece(NamedTuple):
+    """A piece as readers of safetensors see it."""
+
+    piece: Piece
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    align: int
+
+
+class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Content of a rank's JSON file; ``checksum``: of it while that is empty, so that a leader certifies no damage."""
+
+    data: StoredFile  # the safetensors file
+    begin: Annotated[int, msgspec.Meta(ge=8, le=8 + MOST_SAFETENSORS_HEADER)]  # where its first piece begins
+    pieces: tuple[Piece, ...]
+    state: msgspec.Raw  # a StateHeader
+    format: str = FORMAT
+    version: int = VERSION
+    checksum: str = ""
+
+
+def cut(header: StateHeader) -> list[NamedPiece]:
+    """The pieces of a state in file order: together each byte of each storage once."""
+    claimed: list[list[NamedPiece]] = [[] for _ in header.storages]
+    named = list(zip(header.tensors, tensor_paths(header), strict=True))
+    for tensor, path in sorted(named, key=lambda one: not _contiguous(one[0])):
+        _claim(claimed[tensor.storage], tensor, path)
+    pieces: list[NamedPiece] = []
+    for index, (storage, own) in enumerate(zip(header.storages, claimed, strict=True)):
+        at = 0
+        for one in [*own, None]:
+            end = one.piece.start if one else storage.nbytes
+            if end > at:
+                gap = Piece(index, at, end - at)
+                pieces.append(NamedPiece(gap, f"#bytes.{index}.{at}", "U8", (gap.nbytes,), 1))
+            if one:
+                pieces.append(one)
+                at = one.piece.start + one.piece.nbytes
+    return sorted(pieces, key=lambda one: -one.align)
+
+
+class Entry(NamedTuple):
+    """A tensor in the table of a safetensors file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def safetensors_header(header: StateHeader, pieces: list[NamedPiece]) -> bytes:
+    """What stands before the first piece of a rank's file; see ``safetensors_table``."""
+    about = {name: str(getattr(header, name)) for name in ("step", "incarnation", "rank", "world_size")}
+    return safetensors_table(
+        [Entry(one.name, one.dtype, one.shape, one.piece.nbytes) for one in pieces], about
+    )
+
+
+def safetensors_table(entries: list[Entry], about: dict[str, str]) -> bytes:
+    """What stands before the data of a safetensors file: the length of the table of tensors, and the table.
+
+    Raises:
+        CheckpointError: the table is longer than readers of safetensors take.
+    """
+    table: dict[str, object] = {"__metadata__": {"format": "pt", **about}}
+    at = 0
+    for one in entries:
+        name = one.name
+        while name in table:
+            name += "'"
+        table[name] = {"dtype": one.dtype, "shape": one.shape, "data_offsets": [at, at + one.nbytes]}
+        at += one.nbytes
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    if len(text) > MOST_SAFETENSORS_HEADER:
+        raise CheckpointError(
+            f"the table of {len(entries)} tensors takes {len(text)} bytes; readers of safetensors take "
+            f"{MOST_SAFETENSORS_HEADER}"
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def encode_shard(header: StateHeader, begin: int, pieces: list[NamedPiece], data: StoredFile) -> bytes:
+    """The JSON file of a rank whose safetensors file is ``data``."""
+    shard = ShardFile(data, begin, tuple(one.piece for one in pieces), msgspec.Raw(encode_header(header)))
+    return msgspec.json.encode(msgspec.structs.replace(shard, checksum=_checksum(shard))) + b"\n"
+
+
+def _checksum(shard: ShardFile) -> str:
+    found = digest()
+    found.update(msgspec.json.encode(msgspec.structs.replace(shard, checksum="")))
+    return found.hexdigest()
+
+
+def decode_shard(data: bytes, where: str) -> tuple[ShardFile, StateHeader]:
+    """A rank's JSON file, checked: the pieces are each byte of each storage once, and fill the safetensors file.
+
+    Raises:
+        CheckpointError: says what is wrong.
+    """
+    shard = open_shard(data, where)
+    try:
+        header = decode_header(bytes(shard.state))
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    if shard.begin + sum(one.nbytes for one in shard.pieces) != shard.data.nbytes:
+        raise CheckpointError(f"{where}: its pieces do not fill the safetensors file")
+    if header.data_bytes > shard.data.nbytes + ALIGNMENT * len(header.storages):
+        raise CheckpointError(f"{where}: claims more bytes of state than the safetensors file has")
+    reached = [0] * len(header.storages)
+    for one in sorted(shard.pieces, key=lambda piece: (piece.storage, piece.start)):
+        if one.storage >= len(reached) or one.start != reached[one.storage]:
+            raise CheckpointError(f"{where}: its pieces overlap, leave bytes out or belong to no storage")
+        reached[one.storage] += one.nbytes
+    if reached != [storage.nbytes for storage in header.storages]:
+        raise CheckpointError(f"{where}: its pieces overlap, leave bytes out or belong to no storage")
+    return shard, header
+
+
+def open_shard(data: bytes, where: str) -> ShardFile:
+    """A rank's JSON file as it was written; its state is not looked at. Raises CheckpointError: says what is wrong."""
+    if len(data) > 2 * MOST_HEADER_BYTES:
+        raise CheckpointError(f"{where}: has {len(data)} bytes, more than any state's header")
+    try:
+        shard = msgspec.json.decode(data, type=ShardFile)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{where}: cannot be read: {str(error)[:200]}") from None
+    if (shard.format, shard.version) != (FORMAT, VERSION):
+        raise CheckpointError(
+            f"{where}: has format {shard.format[:40]!r} {shard.version}, this keepstep reads {FORMAT!r} {VERSION}"
+        )
+    if shard.checksum != _checksum(shard):
+        raise CheckpointError(f"{where}: was changed since it was written: its own checksum does not fit")
+    return shard
+
+
+def places(header: StateHeader, pieces: tuple[Piece, ...]) -> Iterator[tuple[int, int]]:
+    """(offset, nbytes) of each piece in the state's data, in file order."""
+    for one in pieces:
+        yield header.storages[one.storage].offset + one.start, one.nbytes
+
+
+def _contiguous(tensor: TensorEntry) -> bool:
+    expected = 1
+    for size, step in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
+        if size != 1 and step != expected:
+            return 0 in tensor.shape
+        expected *= size
+    return True
+
+
+def _claim(claimed: list[NamedPiece], tensor: TensorEntry, path: str) -> None:
+    """Make the tensor a piece of its storage unless it overlaps one; ``claimed`` stays in order."""
+    size = ITEM_BYTES[tensor.dtype]
+    start = tensor.offset * size if 0 not in tensor.shape else 0
+    nbytes = tensor.reach_bytes - start if 0 not in tensor.shape else 0
+    at = bisect.bisect_left(claimed, (start, nbytes), key=lambda one: (one.piece.start, one.piece.nbytes))
+    before = claimed[at - 1].piece if at else Piece(0, 0, 0)
+    behind = next((one.piece for one in claimed[at:] if one.piece.nbytes), None)
+    if nbytes and (before.start + before.nbytes > start or (behind and behind.start < start + nbytes)):
+        return
+    known = SAFETENSORS.get(tensor.dtype)
+    shape, name = (tensor.shape, path) if _contiguous(tensor) else ((nbytes // size,), f"{path}#memory")
+    claimed.insert(
+        at,
+        NamedPiece(
+            piece=Piece(tensor.storage, start, nbytes),
+            name=name,
+            dtype=known or "U8",
+            shape=shape if known else (*shape, size),
+            align=size if known else 1,
+        ),
+    )

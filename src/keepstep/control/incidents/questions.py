@@ -1,0 +1,154 @@
+"""Asking all agents at once, and deciding with what has come when the time is up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from keepstep.control.cluster import Cluster, Node
+from keepstep.core.summary import PathProbe
+from keepstep.wire.messages import (
+    Message,
+    Probed,
+    ProbeRequest,
+    ProbeTarget,
+    Profile,
+    ProfileRequest,
+    StateRequest,
+    States,
+)
+
+PACKED_WORLD = 512  # ranks; above, iterations are asked for as columns: many times faster to look through
+_ROW_BYTES = 56  # of a packed iteration, at least
+_MOST_TARGETS = 16  # that one agent probes for one question
+MOST_ROWS = 4_000_000  # iteration summaries or states kept for one question
+
+
+@dataclass(slots=True)
+class Question:
+    """One request to many agents: complete when all that are waited for have answered, due at ``deadline_s`` anyway."""
+
+    number: int
+    kind: type  # of the answers
+    unanswered: set[int]  # node ranks
+    deadline_s: float
+    mute: frozenset[int] = frozenset()  # those of them that are not waited for
+    answers: list[Any] = field(default_factory=list[Any])
+    rows: int = 0
+
+    def answer(self, node_rank: int, answer: Any, rows: int) -> bool:
+        """Take one node's answer; a second one, or one beyond the bound, is ignored."""
+        if type(answer) is not self.kind or node_rank not in self.unanswered:
+            return False
+        self.unanswered.discard(node_rank)
+        if self.rows + rows > MOST_ROWS:
+            return False
+        self.rows += rows
+        self.answers.append(answer)
+        return True
+
+    def due(self, now_s: float) -> bool:
+        """Decide now."""
+        return self.unanswered <= self.mute or now_s >= self.deadline_s
+
+
+class Questions:
+    """The open ones. ``send``: a message to some peers."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        answer_s: float,
+        probe_s: float,
+        send: Callable[[tuple[int, ...], Message], None],
+    ) -> None:
+        self._cluster = cluster
+        self._answer_s, self._probe_s = answer_s, probe_s
+        self._send = send
+        self._newest = 0
+        self._open: dict[int, Question] = {}
+
+    def ask_profiles(
+        self, first_step: int, last_step: int, now_s: float, onset_step: int, blocks_of: tuple[int, ...]
+    ) -> int:
+        """See `keepstep.control.incidents.desk.Desk`."""
+        agents = self._cluster.agents()
+        number = self._new(Profile, agents, now_s + self._answer_s)
+        packed = self._cluster.known_ranks > PACKED_WORLD
+        request = ProfileRequest(number, first_step, last_step, onset_step, blocks_of, packed)
+        self._send(tuple(agents.values()), request)
+        return number
+
+    def ask_states(self, stacks: bool, now_s: float, nodes: Collection[int] | None = None) -> int:
+        """See `keepstep.control.incidents.desk.Desk`."""
+        agents = self._cluster.agents()
+        if nodes is not None:
+            agents = {rank: peer for rank, peer in agents.items() if rank in nodes}
+        names = self._cluster.mute_nodes()
+        mute = frozenset(rank for rank in agents if self._cluster.nodes[rank].name in names)
+        number = self._new(States, agents, now_s + self._answer_s, mute)
+        self._send(tuple(agents.values()), StateRequest(number, stacks))
+        return number
+
+    def ask_probes(self, pairs: Sequence[tuple[str, str]], now_s: float, load_bytes: int = 0) -> int | None:
+        """See `keepstep.control.incidents.desk.Desk`."""
+        by_name = {node.name: node for node in self._cluster.nodes.values()}
+        wanted: dict[int, list[ProbeTarget]] = {}
+        for pair in pairs:
+            for source, target in (pair, pair[::-1]):
+                here, there = by_name.get(source), by_name.get(target)
+                if here is None or there is None or here is there or here.agent is None or here.mute:
+                    continue
+                targets = wanted.setdefault(here.rank, [])
+                if there.endpoints and len(targets) < _MOST_TARGETS:
+                    targets.append(ProbeTarget(target, there.endpoints))
+        wanted = {rank: targets for rank, targets in wanted.items() if targets}
+        if not wanted:
+            return None
+        agents = self._cluster.agents()
+        number = self._new(Probed, wanted, now_s + self._probe_s)
+        for rank, targets in wanted.items():
+            self._send((agents[rank],), ProbeRequest(number, tuple(targets), load_bytes))
+        return number
+
+    def answered(self, node: Node, answer: Profile | States | Probed, now_s: float) -> Question | None:
+        """One node's answer; the question, while it is open and the answer was taken."""
+        question = self._open.get(answer.request)
+        if question is None:
+            return None
+        if isinstance(answer, Probed):
+            rows = len(answer.probes)
+        else:
+            node.clock.extend(answer.clock)
+            rows = len(answer.states) if isinstance(answer, States) else _rows(answer)
+        if isinstance(answer, Profile) and answer.causes:
+            node.causes, node.causes_s = answer.causes, now_s
+        return question if question.answer(node.rank, answer, rows) else None
+
+    def due(self, now_s: float) -> list[Question]:
+        """Those to decide now."""
+        return [question for question in self._open.values() if question.due(now_s)]
+
+    def close(self, question: Question) -> None:
+        """It is decided."""
+        del self._open[question.number]
+
+    def _new(
+        self, kind: type, nodes: Iterable[int], deadline_s: float, mute: frozenset[int] = frozenset()
+    ) -> int:
+        self._newest += 1
+        self._open[self._newest] = Question(self._newest, kind, set(nodes), deadline_s, mute)
+        return self._newest
+
+
+def probes_of(question: Question) -> list[PathProbe]:
+    """All probes that came, as far as they are possible."""
+    probes = [probe for answer in question.answers for probe in answer.probes[:_MOST_TARGETS]]
+    return [one for one in probes if 0 <= one.round_trip_s < math.inf and 0 <= one.load_s < math.inf]
+
+
+def _rows(profile: Profile) -> int:
+    packed = len(profile.packed.rows) // _ROW_BYTES if profile.packed is not None else 0
+    return len(profile.iterations) + packed

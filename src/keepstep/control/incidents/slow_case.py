@@ -1,0 +1,563 @@
+"""A slowdown from the first finding to relief: tracking, profiling, verdict, sharpened, relieved or transient."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from statistics import median
+
+from keepstep.control.incidents.desk import Desk, how_to_say, is_traffic, noted, unlocated
+from keepstep.control.incidents.locators import NO_WAITS
+from keepstep.control.profiles import iterations_of
+from keepstep.core.finding import Finding
+from keepstep.core.incident import Action, Culprit, Diagnosis, Event, Incident, Link
+from keepstep.core.ranges import fold_nodes
+from keepstep.core.summary import BlockSummary, IterationSummary, PathProbe, PeerTraffic
+from keepstep.core.validation import Validation
+from keepstep.report.validation import in_a_line, of_device, of_link
+from keepstep.validate.judge import cause_of
+from keepstep.validate.suspects import suspicious_groups
+from keepstep.wire.messages import Profile
+
+NEAR_STEPS = 3  # findings with onsets this close are about one cause
+SHARPEN_STEPS = 3
+BEFORE_STEPS = 16
+_EDGE_STEPS = 2  # right before the onset, which ranks tell to within these: they may be slow already,
+_LEAST_BEFORE = 8  # and do not count as healthy where so many others are there
+_LARGE_WORLD = 4096
+_BEFORE_STEPS_LARGE = 4
+_ENOUGH_RANKS = 256
+_CONFIRM_RATIO = 1.08  # of all ranks' iteration times, when fewer than half of the ranks have said anything
+_OWN_RATIO = 1.10
+_SHARPEN_S = 60.0  # sharpen after this long when steps do not come
+_UNCONFIRMED_TRIES = 3
+_MOST_LOOKS = 5  # after the verdict, while answers or culprits are missing
+_QUIET_STEPS = 10  # steps at the old pace that prove relief when no finding says so
+_PACE_NODES = 64
+_MOST_ONSETS = 4096
+_MOST_BLOCKS = 500_000
+_TELL_COST_S = 60.0  # what it has cost so far is told so often
+_FIRST_ACTIONS, _LAST_ACTIONS = 4, 12  # that are kept
+_IN_FORCE = "S2,"  # when an action was begun so; the mitigation finds out whether it still is
+
+
+class SlowCase:
+    """One slowdown. ``incident`` is None until it is confirmed; ``closed`` when nothing more can come of it."""
+
+    kind = "slow"
+
+    def __init__(self, desk: Desk, incident: Incident | None = None) -> None:
+        self._desk = desk
+        self.incident = incident
+        self.closed = False
+        # A remedy is in force: the pace says nothing of the cause.
+        self.treated = any(one.name.startswith(_IN_FORCE) for one in incident.actions) if incident else False
+        self._treated_steps, self._treated_lost_s = 0, 0.0  # while a remedy was in force
+        self.question: int | None = None
+        self.probing: int | None = None  # the open question about paths
+        self._probes: Sequence[PathProbe] = ()
+        self._slow: dict[int, int] = {}  # rank: the onset it told
+        self._relieved: set[int] = set()
+        self._onsets: Counter[int] = Counter()
+        self._relief_steps: Counter[int] = Counter()
+        self._before: list[float] = []
+        self._after: list[float] = []
+        self._tries = 0
+        self._looks = 0  # after the verdict
+        self._blocks_of: tuple[int, ...] = ()  # ranks to be asked for their blocks at the next look
+        self._waits_recorded = True
+        self._cleared = False  # their blocks have shown that the delays of all culprits cost nothing
+        self._settled = incident is not None  # nothing more to learn by asking
+        self._asked_s = 0.0
+        self._asked_step = -1
+        self._checks_relief = False  # the question that is open asks whether the old pace is back
+        self._checked_step = -1
+        self._detected_step = -1
+        self._noticed: Event | None = incident.events[0] if incident and incident.events else None
+        self._told_cost_s = 0.0
+        self._pace_since: tuple[int, float] | None = None
+        self._suspects: tuple[tuple[int, ...], ...] = ()  # groups that a validation would test
+        self._validated = incident is not None  # once per incident, and not again by a later controller
+        self._proof: tuple[str, ...] = ()  # what it showed
+        if incident is not None:
+            self._onsets[incident.onset_step or 0] += 1
+            self._detected_step = incident.detected_step or 0
+            self._before = [incident.iteration_before_s] if incident.iteration_before_s else []
+            self._after = [incident.iteration_after_s] if incident.iteration_after_s else []
+
+    @property
+    def onset_step(self) -> int:
+        """Median of what the ranks say."""
+        return _middle(self._onsets)
+
+    def takes(self, finding: Finding) -> bool:
+        """A ``slow`` finding about this cause: near the onset, or while the change is still being felt out."""
+        onset = finding.onset_step
+        if abs(onset - self._slow.get(finding.rank, onset)) > NEAR_STEPS:
+            return False  # this rank has told of this change; it became slow once more
+        latest = max(self.onset_step, self._detected_step if self._detected_step >= 0 else onset)
+        return self.onset_step - NEAR_STEPS <= onset <= latest + NEAR_STEPS
+
+    def found(self, finding: Finding, now_s: float) -> None:
+        """One more rank says that it is slow; the first begins the profiling."""
+        if finding.rank in self._slow:
+            return
+        first = not self._slow
+        self._slow[finding.rank] = finding.onset_step
+        self._relieved.discard(finding.rank)
+        if len(self._onsets) < _MOST_ONSETS:
+            self._onsets[finding.onset_step] += 1
+        if len(self._before) < _MOST_ONSETS and finding.before_s > 0 and finding.after_s > 0:
+            self._before.append(finding.before_s)
+            self._after.append(finding.after_s)
+        if self.incident is None and first:
+            self._detected_step = finding.step
+            self._noticed = Event("noticed", self._desk.unix_s(now_s), finding.step)
+            self._ask(now_s)
+
+    def relieved_by(self, finding: Finding) -> bool:
+        """A ``relief`` finding that speaks of this slowdown: back below the middle between before and after."""
+        if finding.onset_step <= self.onset_step or not self._before:
+            return False
+        return finding.after_s < (median(self._before) + median(self._after)) / 2
+
+    def relief(self, finding: Finding, now_s: float) -> None:
+        """One rank is relieved. A majority of those that were slow closes the case, or the pace of all ranks does."""
+        if finding.rank in self._relieved or self.treated:
+            return
+        self._relieved.add(finding.rank)
+        if len(self._relief_steps) < _MOST_ONSETS:
+            self._relief_steps[finding.onset_step] += 1
+        if 2 * len(self._relieved) > max(len(self._slow), 1):
+            self._close(_middle(self._relief_steps), now_s)
+        elif self.question is None:
+            self._ask_for_relief(now_s)
+
+    def acted(self, action: Action, instead: Action | None = None, *, say: bool) -> None:
+        """Note what was done about it, ``instead`` of what was noted before, which began when that did."""
+        if self.incident is not None:
+            old = next((one for one in self.incident.actions if one == instead), None)
+            action = (
+                replace(action, step=old.step, begun_unix_s=old.begun_unix_s)
+                if old is not None
+                else self._desk.stamped(action)
+            )
+            actions = tuple(one for one in self.incident.actions if one not in (action, instead))
+            kept = (*actions[:_FIRST_ACTIONS], *actions[_FIRST_ACTIONS:][-_LAST_ACTIONS:], action)
+            self.incident = replace(self.incident, actions=kept)
+            self._desk.publish(self.incident, "acts" if say else "")
+
+    def treated_for(self, steps: int, paces: tuple[float, float] | None) -> None:
+        """So many steps more were made with a remedy in force.
+
+        ``paces``: what each has taken, and would have taken without it; None: another slowdown accounts for them.
+        """
+        old = self.incident
+        if old is not None:
+            self._treated_steps += steps
+            if paces is not None:
+                self._treated_lost_s += steps * (paces[0] - (old.iteration_before_s or paces[0]))
+                self.incident = replace(old, saved_s=old.saved_s + steps * (paces[1] - paces[0]))
+            self._tell_cost()
+
+    def cured(self, step: int, now_s: float) -> None:
+        """What was done about it was taken back at this step, for its cause is gone."""
+        if not self.closed:
+            self._close(step, now_s)
+
+    def profiles(self, answers: Sequence[Profile], unanswered: Sequence[str], now_s: float) -> None:
+        """Decide with what the agents have sent."""
+        self.question = None
+        onset = self.onset_step
+        rows = iterations_of(answers)
+        if self._checks_relief:
+            self._checks_relief = False
+            self._check_relief(rows, now_s)
+            return
+        # numpy is not in the controller's start
+        from keepstep.core.iteration_table import between, column, distinct
+
+        before = between(rows, 0, onset)
+        surely = between(before, 0, onset - _EDGE_STEPS)
+        if len(distinct(column(surely, "step"))) >= _LEAST_BEFORE:
+            before = surely
+        until = self._desk.next_change(onset + NEAR_STEPS)  # later ones are slow for another cause, too
+        after = between(rows, onset, until)
+        if self.incident is None and not self._confirmed(before, after):
+            self._tries += 1
+            self.closed = self._tries >= _UNCONFIRMED_TRIES
+            return
+        traffic = [one for answer in answers for one in answer.traffic if is_traffic(one)]
+        blocks = [one for answer in answers for one in answer.blocks if _is_block(one)][:_MOST_BLOCKS]
+        self._decide(before, after, traffic, blocks, unanswered, now_s)
+        complete = self.incident is not None and bool(self.incident.culprits) and not unanswered
+        self._settled = self._looks >= (1 if complete else _MOST_LOOKS)
+
+    def probed(self, probes: Sequence[PathProbe], now_s: float) -> None:
+        """What the agents have learned of the paths that are blamed sharpens the verdict."""
+        self.probing = None
+        self._probes = probes
+        old = self.incident
+        if old is None or not probes:
+            return
+        said = Diagnosis("slow", old.culprits, old.victims, old.evidence, old.missing, old.summary)
+        diagnosis = self._as_sure_as_may_be(self._desk.locators.probed(said, probes))
+        say = how_to_say(old, diagnosis)
+        sharper = replace(old, culprits=diagnosis.culprits, evidence=diagnosis.evidence)
+        self.incident = noted(self._desk, sharper, say, now_s)
+        self._desk.publish(self.incident, say)
+
+    def tick(self, now_s: float) -> None:
+        """Ask again when it is time; notice relief that no finding told of."""
+        if not self.closed and now_s - self._told_cost_s >= _TELL_COST_S:
+            self._told_cost_s = now_s
+            self._tell_cost()
+        if self.closed or self.question is not None:
+            return
+        newest = self._desk.cluster.newest_step
+        if self._relieved and newest > self._checked_step:
+            self._ask_for_relief(now_s)
+            return
+        if self._looks and not self._validated and self._suspects and self._in_doubt():
+            self._validated = self._desk.validate(self, self._suspects, now_s)
+        waited = newest >= self._asked_step + SHARPEN_STEPS or now_s - self._asked_s >= _SHARPEN_S
+        if waited and not self._settled:
+            self._looks += self.incident is not None
+            self._ask(now_s)
+        elif self.incident is not None and self._settled:
+            self._watch_pace(now_s)
+
+    def validated(self, outcome: Validation | None, refused: str, now_s: float) -> None:
+        """Sharpen the incident with what devices and links measured while the job was held."""
+        old = self.incident
+        if old is None or self.closed:
+            return
+        if outcome is None:
+            without = replace(old, missing=(*old.missing, f"a validation: {refused}"))
+            self.incident = noted(self._desk, without, "validation", now_s, f"validation not done: {refused}")
+            self._desk.publish(self.incident, "")
+            return
+        self._proof = (in_a_line(outcome),)
+        culprits = self._measured_culprits(outcome, old.culprits)
+        blamed = {one.rank for one in culprits} | {
+            rank for one in culprits if one.link for rank in one.link.ranks
+        }
+        tested = noted(self._desk, old, "validation", now_s, self._proof[0])
+        sharper = replace(
+            tested,
+            culprits=culprits or old.culprits,
+            victims=tuple(rank for rank in old.victims if rank not in blamed),
+            evidence=(*self._proof, *old.evidence),
+            missing=(*(() if culprits else old.missing), *outcome.missing[:4]),
+        )
+        self.incident = noted(self._desk, sharper, "sharper", now_s) if culprits else sharper
+        self._settled = self._settled or bool(culprits)
+        self._desk.publish(self.incident, "sharper" if culprits else "")
+
+    def end(self, now_s: float) -> None:
+        """The job ended, or a crash came after it."""
+        self.closed = True
+        if self.incident is not None:
+            self.incident = replace(
+                self.incident,
+                status="ended",
+                closed_unix_s=self._desk.unix_s(now_s),
+                lost_s=self._lost_s(self.incident, max(self._desk.cluster.newest_step, self._detected_step)),
+            )
+            self._desk.publish(self.incident, "")
+
+    def _suspicious(
+        self, after: Sequence[IterationSummary], culprits: Sequence[Culprit], slowdown_s: float
+    ) -> tuple[tuple[int, ...], ...]:
+        cluster = self._desk.cluster
+        if cluster.known_ranks > _LARGE_WORLD:
+            newest = max((row.step for row in after), default=0)
+            after = [row for row in after if row.step == newest]
+        return suspicious_groups(after, cluster.groups, culprits, sorted(cluster.node_of), slowdown_s)
+
+    def _in_doubt(self) -> bool:
+        return self.incident is not None and _firmness(self.incident.culprits) <= 1
+
+    def _measured_culprits(self, outcome: Validation, suspected: Sequence[Culprit]) -> tuple[Culprit, ...]:
+        """Devices and links that stand out; surely to blame where the profiles had suspected them."""
+        nodes = self._desk.cluster.node_of
+        ranks = {one.rank for one in suspected if one.rank is not None}
+        pairs = {frozenset(one.link.ranks) for one in suspected if one.link}
+        found: list[Culprit] = []
+        for device in outcome.devices:
+            rank, sure = device.figure.rank, "high" if device.figure.rank in ranks else "medium"
+            found.append(
+                Culprit(
+                    rank,
+                    None,
+                    nodes.get(rank, ""),
+                    "",
+                    1 / device.share,
+                    sure,
+                    cause_of(device),
+                    of_device(device),
+                )
+            )
+        for slow in outcome.links:
+            ends = (slow.source, slow.target)
+            link = Link(ends, (nodes.get(ends[0], ""), nodes.get(ends[1], "")))
+            sure = "high" if frozenset(ends) in pairs else "medium"
+            found.append(Culprit(None, link, "", "transfer", 1 / slow.share, sure, "network", of_link(slow)))
+        return tuple(found)
+
+    def _ask(self, now_s: float) -> None:
+        onset = self.onset_step
+        reach = BEFORE_STEPS if self._desk.cluster.known_ranks <= _LARGE_WORLD else _BEFORE_STEPS_LARGE
+        first = max(onset - reach, 0)
+        changed = self._desk.previous_change(onset - NEAR_STEPS)
+        if changed < onset:
+            first = max(first, min(changed + 1, onset - NEAR_STEPS))
+        newest = max(self._desk.cluster.newest_step, self._detected_step)
+        last = max(newest, onset) if newest < onset + 4 * reach else onset + 4 * reach
+        self._asked_step, self._asked_s = newest, now_s
+        self.question = self._desk.ask_profiles(first, last + 1, now_s, onset, self._blocks_of)
+
+    def _ask_for_relief(self, now_s: float) -> None:
+        """Some ranks say that it is over: look at the newest steps of all."""
+        if self.incident is None:
+            return
+        self._checks_relief, self._checked_step = True, self._desk.cluster.newest_step
+        last = max(self._checked_step, *self._relief_steps) + 1
+        self.question = self._desk.ask_profiles(_middle(self._relief_steps), last, now_s)
+
+    def _check_relief(self, rows: Sequence[IterationSummary], now_s: float) -> None:
+        pace = _pace(rows)
+        if pace is not None and self._before and pace < (median(self._before) + median(self._after)) / 2:
+            self._close(_middle(self._relief_steps), now_s)
+
+    def _confirmed(self, before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> bool:
+        ratios = _ratios(before, after)
+        if not ratios:
+            return self._many()
+        if median(ratios.values()) >= _CONFIRM_RATIO:
+            return True
+        own = [ratios[rank] for rank in self._slow if rank in ratios]
+        return self._tries > 0 and bool(own) and min(own) >= _OWN_RATIO
+
+    def _many(self) -> bool:
+        """So many ranks say it that it needs no other proof."""
+        return len(self._slow) >= min(max(self._desk.cluster.known_ranks / 2, 1), _ENOUGH_RANKS)
+
+    def _decide(
+        self,
+        before: Sequence[IterationSummary],
+        after: Sequence[IterationSummary],
+        traffic: Sequence[PeerTraffic],
+        blocks: Sequence[BlockSummary],
+        unanswered: Sequence[str],
+        now_s: float,
+    ) -> None:
+        desk = self._desk
+        if self.incident is None:
+            self._told_cost_s = now_s
+        diagnosis = self._locate(before, after, traffic, blocks, now_s)
+        before_s, after_s = _pace(before) or _middle_s(self._before), _pace(after) or _middle_s(self._after)
+        if not self._validated and _firmness(diagnosis.culprits) <= 1:
+            slowdown_s = after_s - before_s if after_s and before_s else 0.0
+            self._suspects = self._suspicious(after, diagnosis.culprits, slowdown_s)
+        old = self.incident
+        firmer = old is not None and _firmness(old.culprits) > _firmness(diagnosis.culprits)
+        if firmer and not self._cleared:
+            return  # what was known is better: the newest steps may hold a part that is over already
+        missing = diagnosis.missing
+        if unanswered:
+            missing = (*missing, f"profiles of {fold_nodes(unanswered)}: no answer from there in time")
+        incident = Incident(
+            number=old.number if old else desk.next_number(),
+            kind="slow",
+            onset_step=self.onset_step,
+            detected_step=old.detected_step if old else self._detected_step,
+            relief_step=None,
+            job_slowdown=after_s / before_s if before_s and after_s else None,
+            culprits=diagnosis.culprits,
+            victims=diagnosis.victims,
+            evidence=(*self._proof, *diagnosis.evidence),
+            missing=missing,
+            summary=diagnosis.summary,
+            iteration_before_s=before_s,
+            iteration_after_s=after_s,
+            ranks_reporting=len({row.rank for row in after}),
+            world_size=desk.cluster.known_ranks,
+            detected_unix_s=old.detected_unix_s if old else desk.unix_s(now_s),
+            actions=old.actions if old else (),
+            lost_s=old.lost_s if old else None,
+            saved_s=old.saved_s if old else 0.0,
+            onset_unix_s=self._onset_unix_s(after_s),
+            events=old.events if old else self._first_events(),
+        )
+        say = how_to_say(old, diagnosis)
+        self.incident = incident = noted(desk, incident, say, now_s)
+        with suppress(Exception):  # without them the verdict is as sharp as it is
+            wanted = desk.locators.blocks_wanted(incident.culprits, after, desk.cluster.groups)
+            self._blocks_of = wanted or self._blocks_of
+        desk.publish(incident, say)
+        links = [culprit.link.nodes for culprit in diagnosis.culprits if culprit.link is not None]
+        if links and not self._probes and self.probing is None:
+            self.probing = desk.ask_probes(links, now_s)
+
+    def _locate(
+        self,
+        before: Sequence[IterationSummary],
+        after: Sequence[IterationSummary],
+        traffic: Sequence[PeerTraffic],
+        blocks: Sequence[BlockSummary],
+        now_s: float,
+    ) -> Diagnosis:
+        desk = self._desk
+        cluster = desk.cluster
+        try:
+            clocks = desk.clocks()
+            diagnosis = desk.locators.slow(
+                before, after, cluster.groups, cluster.node_of, clocks, cluster.causes(now_s), traffic
+            )
+            diagnosis = desk.locators.probed(diagnosis, self._probes)
+            self._waits_recorded = desk.locators.waits_recorded(after, cluster.groups)
+            if not blocks:
+                return self._as_sure_as_may_be(diagnosis)
+            sharper = desk.locators.sharpen(
+                diagnosis, blocks, self.onset_step, before, after, cluster.groups, cluster.node_of, clocks
+            )
+            self._cleared = bool(diagnosis.culprits) and not sharper.culprits
+            return self._as_sure_as_may_be(sharper)
+        except Exception as error:
+            return unlocated("slow", error)
+
+    def _as_sure_as_may_be(self, diagnosis: Diagnosis) -> Diagnosis:
+        """Nobody is blamed for sure where it was not recorded who waits for whom."""
+        return diagnosis if self._waits_recorded else diagnosis.doubted(NO_WAITS)
+
+    def _close(self, relief_step: int, now_s: float) -> None:
+        self.closed = True
+        old = self.incident
+        if old is None:
+            if not self._many():
+                return  # a lone rank's slowdown that went by itself
+            old = self._transient(now_s)
+        status = "transient" if not old.culprits and not self._looks else "relieved"
+        self.incident = replace(
+            old,
+            relief_step=relief_step,
+            status=status,
+            closed_unix_s=self._desk.unix_s(now_s),
+            lost_s=self._lost_s(old, relief_step),
+        )
+        self._desk.publish(self.incident, "closes")
+
+    def _transient(self, now_s: float) -> Incident:
+        desk = self._desk
+        before_s, after_s = _middle_s(self._before), _middle_s(self._after)
+        return Incident(
+            number=desk.next_number(),
+            kind="slow",
+            onset_step=self.onset_step,
+            detected_step=self._detected_step,
+            relief_step=None,
+            job_slowdown=after_s / before_s if before_s and after_s else None,
+            culprits=(),
+            victims=(),
+            evidence=(f"{len(self._slow)} ranks slowed down together",),
+            missing=("profiles: it was over before they came",),
+            iteration_before_s=before_s,
+            iteration_after_s=after_s,
+            ranks_reporting=len(self._slow),
+            world_size=desk.cluster.known_ranks,
+            detected_unix_s=desk.unix_s(now_s),
+            onset_unix_s=self._onset_unix_s(after_s),
+            events=self._first_events(),
+        )
+
+    def _first_events(self) -> tuple[Event, ...]:
+        return () if self._noticed is None else (self._noticed,)
+
+    def _onset_unix_s(self, after_s: float | None) -> float | None:
+        """From when it was noticed, and the slow steps until then."""
+        if self._noticed is None or not after_s:
+            return None
+        steps = max((self._noticed.step or 0) - self.onset_step + 1, 0)
+        return self._noticed.unix_s - steps * after_s
+
+    def _lost_s(self, incident: Incident, until_step: int) -> float | None:
+        """Seconds of training that it has cost until this step; None: its pace is not known."""
+        before_s, after_s = incident.iteration_before_s, incident.iteration_after_s
+        if not before_s or not after_s or incident.onset_step is None:
+            return None
+        untreated = max(until_step - incident.onset_step - self._treated_steps, 0)
+        return max(untreated * (after_s - before_s) + self._treated_lost_s, 0.0)
+
+    def _tell_cost(self) -> None:
+        """What it has cost so far, once a step after its detection is known."""
+        if self.incident is not None and self._desk.cluster.newest_step > (self.incident.detected_step or 0):
+            lost_s = self._lost_s(self.incident, self._desk.cluster.newest_step)
+            self.incident = replace(self.incident, lost_s=lost_s)
+            self._desk.publish(self.incident, "")
+
+    def _watch_pace(self, now_s: float) -> None:
+        """Relief by heartbeats alone, for agents that began anew and do not know that it was slow."""
+        incident = self.incident
+        if (
+            self.treated
+            or incident is None
+            or not incident.iteration_before_s
+            or not incident.iteration_after_s
+        ):
+            return
+        times: list[float] = []
+        for node in list(self._desk.cluster.nodes.values())[:_PACE_NODES]:
+            if node.beat is not None and not node.silent:
+                times += [one.iteration_s for one in node.beat.ranks[:1] if one.iteration_s > 0]
+        step = self._desk.cluster.newest_step
+        bar_s = incident.iteration_before_s + 0.3 * (incident.iteration_after_s - incident.iteration_before_s)
+        if not times or median(times) > bar_s:
+            self._pace_since = None
+        elif self._pace_since is None:
+            self._pace_since = (step, now_s)
+        elif step - self._pace_since[0] >= _QUIET_STEPS and now_s - self._pace_since[1] >= _QUIET_STEPS:
+            self._close(self._pace_since[0], now_s)
+
+
+def _firmness(culprits: Sequence[Culprit]) -> int:
+    """How sure the first culprit is; 0 without one."""
+    return 1 + ("low", "medium", "high").index(culprits[0].confidence) if culprits else 0
+
+
+def _is_block(one: BlockSummary) -> bool:
+    times = (one.start_s, one.duration_s, one.own_s)
+    return all(0 <= time_s < math.inf for time_s in times) and one.index >= 0
+
+
+def _pace(rows: Sequence[IterationSummary]) -> float | None:
+    """Median over ranks of the ranks' median iteration time."""
+    from keepstep.core.iteration_table import medians
+
+    return median(medians(rows, "duration_s").values()) if len(rows) else None
+
+
+def _ratios(before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> dict[int, float]:
+    from keepstep.core.iteration_table import medians
+
+    if not len(before) or not len(after):
+        return {}
+    old, new = medians(before, "duration_s"), medians(after, "duration_s")
+    return {rank: new[rank] / old[rank] for rank in old if rank in new and old[rank] > 0}
+
+
+def _middle(steps: Counter[int]) -> int:
+    """The median of counted steps; -1 for none."""
+    half, seen = sum(steps.values()) / 2, 0
+    for step in sorted(steps):
+        seen += steps[step]
+        if seen >= half:
+            return step
+    return -1
+
+
+def _middle_s(times: Sequence[float]) -> float | None:
+    return median(times) if times else None

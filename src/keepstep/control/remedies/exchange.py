@@ -1,0 +1,355 @@
+"""Remedy S3: nodes exchange their ranks, and take them back when the cause is gone.
+
+So that a slow link carries little: what goes over which link, and how fast, is what agents read from the kernel's TCP
+counters. Where little goes they show no speed: then agents send each other a load now and then, as large as the slow
+link would take a tenth of a second for. Or so that slow nodes are in few replicas and stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from statistics import median
+from typing import TYPE_CHECKING
+
+from keepstep.control.incidents.desk import Desk
+from keepstep.control.remedies.moves import Look, Move
+from keepstep.core.errors import UsageError
+from keepstep.core.incident import Culprit
+from keepstep.core.summary import PathProbe, PeerTraffic
+from keepstep.wire.messages import MOST_LOAD_BYTES
+
+if TYPE_CHECKING:
+    from keepstep.control.incidents.slow_case import SlowCase
+    from keepstep.mitigate import Exchange, Remedy
+
+TOPOLOGY = "S3, exchange of nodes"
+
+_LEAST_BYTES = 65536  # less tells no speed
+_ABOUT = 0.25  # of the bytes: as much as another pair sends, about
+_SLOW = 1.5  # times as long for a byte as on a healthy link
+_LOAD_S = 0.1  # that a load takes on the slow link
+_LEAST_LOAD_BYTES = 65536
+_LOAD_EVERY_S, _SELDOM_S = 10.0, 60.0  # between loads: first, and in the end
+_OTHERS = 3  # pairs of nodes that the link is compared with
+_FAST = 2.0  # times as long as the fastest of them takes, at most: fast again
+_TRIES = 3  # a busy host may be slow with a load, a slow link is not fast with it by chance
+_LOOKS = 2  # one after the other that say so
+_HOLD_S, _MOST_HOLD_S = (
+    10.0,
+    1280.0,
+)  # the nodes stay where they are, twice as long each time that the link turns slow
+
+_Pair = tuple[int, int]
+_Link = tuple[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """What nodes (by rank) send to each other: bytes a second and seconds for a byte, the busier way of each pair."""
+
+    rates: Mapping[_Pair, float]
+    costs: Mapping[_Pair, float]
+
+    def healthy(self, pair: _Pair) -> float:
+        """Seconds for a byte of the middle one of the other pairs that send about as much; 0: there is none.
+
+        Who sends little sends short messages, whose time is mostly that of the way there and back.
+        """
+        least = _ABOUT * self.rates.get(pair, 0.0)
+        return median(
+            [cost for one, cost in self.costs.items() if one != pair and self.rates[one] >= least] or [0.0]
+        )
+
+
+def paths_of(traffic: Sequence[PeerTraffic], rank_of: Mapping[str, int]) -> Paths:
+    """From what agents tell; ``rank_of``: node ranks by name."""
+    node_of = {one.source: one.node for one in traffic}
+    sums: dict[_Pair, list[float]] = {}
+    for one in traffic:
+        ends = rank_of.get(one.node), rank_of.get(node_of.get(one.target, ""))
+        if ends[0] is None or ends[1] is None or ends[0] == ends[1] or one.after_s <= 0:
+            continue
+        row = sums.setdefault((ends[0], ends[1]), [0.0] * 3)
+        values = (one.after_bytes, one.after_busy_s, one.after_bytes / one.after_s)
+        for place, value in enumerate(values):
+            row[place] += value
+    rates: dict[_Pair, float] = {}
+    costs: dict[_Pair, float] = {}
+    for (one, other), (sent, busy_s, rate) in sums.items():
+        pair = (min(one, other), max(one, other))
+        rates[pair] = max(rates.get(pair, 0.0), rate)
+        if sent >= _LEAST_BYTES:
+            costs[pair] = max(costs.get(pair, 0.0), busy_s / sent)
+    return Paths(rates, costs)
+
+
+@dataclass(slots=True)
+class _Done:
+    """An exchange that holds. ``swaps``: of places; ``link``: that was slow, if it was for one."""
+
+    swaps: tuple[tuple[int, int], ...]
+    link: tuple[str, str] | None
+    load_bytes: int  # 0: what goes over the link cannot be tried
+    hold_until_s: float
+    every_s: float = _LOAD_EVERY_S
+    next_s: float = 0.0
+    fast: int = 0  # looks in a row
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether nodes may go back, where nothing is slow."""
+        return (self.link is None or self.fast >= _LOOKS) and now_s >= self.hold_until_s
+
+    @property
+    def gone(self) -> str:
+        """The cause that is gone."""
+        return f"the link {' ↔ '.join(self.link)} is fast again" if self.link else "no node is slow any more"
+
+
+class Relocation(Move):
+    """Of one job."""
+
+    name = TOPOLOGY
+
+    def __init__(self, desk: Desk) -> None:
+        super().__init__(desk)
+        self.back = 0  # exchanges that what is ordered takes back
+        self._found: tuple[Exchange, _Link, int] | None = None
+        self._done: list[_Done] = []
+        self._holds: dict[_Link, float] = {}
+        self._question: int | None = None
+        self._others_s: float | None = None  # what a load took elsewhere, while the link is asked for
+        self._tries = 0
+
+    @property
+    def is_asking(self) -> bool:
+        """Loads are under way."""
+        return self._question is not None
+
+    def blames_link(self, cases: Sequence[SlowCase]) -> bool:
+        """Whether a link is blamed between nodes of the job."""
+        return self._blamed(cases) is not None
+
+    def may_help(self, cases: Sequence[SlowCase]) -> bool:
+        """See `Move`."""
+        return self._blamed(cases) is not None or len(self._slow_nodes(cases)) > 1
+
+    def remedy(self, look: Look) -> Remedy | None:
+        """See `Move`."""
+        self._found = None
+        link = self._blamed(look.cases)
+        return self._consolidation(look) if link is None else self._relief(link, look)
+
+    def _consolidation(self, look: Look) -> Remedy | None:
+        """Slow nodes in few replicas, and there in few stages."""
+        from keepstep.mitigate import Remedy, consolidation_of
+
+        slow = self._slow_nodes(look.cases)
+        if look.replicas is None or look.stages is None or len(slow) < 2:
+            return None
+        ranks = {rank: node.ranks for rank, node in self._desk.cluster.nodes.items()}
+        try:
+            exchange = consolidation_of(look.seconds, look.splits, look.stages, ranks, slow)
+        except UsageError:  # a stage of a replica without a place, or the like: what was told makes up no job
+            return None
+        if exchange is None:
+            return None
+        self._found = exchange, None, 0
+        split = next(iter(look.splits.values()))
+        best_s = look.replicas.iteration_s(look.replicas.best(split.multiple_of, split.at_most))
+        return Remedy(TOPOLOGY, self.pause_s, best_s * exchange.after_s / exchange.before_s)
+
+    def _relief(self, link: tuple[str, str], look: Look) -> Remedy | None:
+        """Little traffic on a slow link."""
+        from keepstep.mitigate import Remedy, best_exchange
+
+        ranks = self._ranks()
+        paths = paths_of(look.traffic, ranks)
+        one, other = sorted(ranks[name] for name in link)
+        cost, healthy = paths.costs.get((one, other), 0.0), paths.healthy((one, other))
+        carried = {pair: rate * look.iteration_s for pair, rate in paths.rates.items()}
+        volume, load_bytes = look.volumes.get((one, other), 0.0), 0
+        if (
+            carried.get((one, other), 0.0) < _ABOUT * volume
+        ):  # it goes over RDMA, say: no counter shows how fast
+            times = max(found.slowdown for found in self._culprits(look.cases) if found.link is not None)
+            if times < _SLOW:
+                return None
+            carried = look.volumes
+            healthy = max(look.iteration_s - look.healthy_s, 0.0) / (volume * (times - 1))
+            cost = healthy * times
+        elif cost > 0:
+            load_bytes = min(max(round(_LOAD_S / cost), _LEAST_LOAD_BYTES), MOST_LOAD_BYTES)
+        if healthy <= 0 or cost < _SLOW * healthy:
+            return None
+        exchange = best_exchange(len(ranks), carried, healthy, {(one, other): cost})
+        if exchange is None:
+            return None
+        self._found = exchange, link, load_bytes
+        # Time with data under way is the sum over a node's connections; those of its ranks send at once.
+        after_s = max(look.iteration_s - exchange.before_s + exchange.after_s, look.healthy_s)
+        return Remedy(TOPOLOGY, self.pause_s, after_s)
+
+    def told(self) -> str:
+        """See `Move`."""
+        assert self._found is not None
+        return f"{self._names(self._found[0].swaps)} take each other's ranks"
+
+    def is_done(self, exchanged: bool) -> bool:
+        """See `Move`."""
+        return exchanged
+
+    def settled(self, now_s: float) -> None:
+        """What was ordered has been done."""
+        if self.back:
+            del self._done[-self.back :]
+        elif self._found is not None:
+            exchange, link, load_bytes = self._found
+            hold_s = self._holds.get(link, _HOLD_S)
+            self._holds[link] = min(2 * hold_s, _MOST_HOLD_S)
+            self._done.append(_Done(exchange.swaps, link, load_bytes, now_s + hold_s))
+        self.back, self._found, self._question = 0, None, None
+
+    def take_back(self, now_s: float) -> tuple[str, str] | None:
+        """While nothing is wrong with the job: have nodes go back that left a link which is fast again.
+
+        The last exchange first, and with it those before it whose cause is gone, too. What is done then, and why it
+        cannot be, or "".
+        """
+        if not self._done or self._question is not None or self.is_ordered:
+            return None
+        if not self._stands(self._done[-1]):
+            self._done.pop()
+            return None
+        due = list(takewhile(lambda one: one.is_due(now_s) and self._stands(one), reversed(self._done)))
+        if not due:
+            self.probe(now_s)
+            return None
+        takers = _takers([swap for one in due for swap in one.swaps])
+        if not takers:  # they undo each other
+            del self._done[-len(due) :]
+            return None
+        why = "; ".join(dict.fromkeys(one.gone for one in due))
+        refused = self._desk.exchange(takers, why, now_s)
+        self.back, self._ordered_s = (0, None) if refused else (len(due), now_s)
+        for one in due:
+            one.fast = 0
+        names = {rank: node.name for rank, node in self._desk.cluster.nodes.items()}
+        *first, other = sorted(names[rank] for rank in takers)
+        return f"{', '.join(first)} and {other} take their ranks back: {why}", refused
+
+    def probe(self, now_s: float) -> None:
+        """Ask, where it is time to, how fast the link is now that nodes have left: also while something else is slow.
+
+        Then they can go back in the first moment in which nothing is.
+        """
+        left = self._left()
+        if left is None or self._question is not None or self.is_ordered or now_s < left.next_s:
+            return
+        assert left.link is not None
+        if not left.load_bytes or not set(left.link) <= self._ranks().keys():
+            return
+        left.next_s = now_s + left.every_s
+        left.every_s = min(1.5 * left.every_s, _SELDOM_S)
+        self._others_s, self._tries = None, 0
+        self._question = self._desk.ask_probes(self._others(left.link), now_s, left.load_bytes)
+
+    def probed(self, question: int, probes: Sequence[PathProbe], now_s: float) -> None:
+        """How fast loads went: first between other nodes, then over the link."""
+        last = self._left()
+        if question != self._question or last is None:
+            return
+        self._question = None
+        took_s = _load_s(probes)
+        if self._others_s is None:
+            if not 0 < took_s < math.inf:
+                return
+            self._others_s = took_s
+        else:
+            self._tries += 1
+            is_fast = 0 < took_s <= _FAST * self._others_s
+            if is_fast or self._tries == _TRIES or took_s > _LOAD_S / 2:
+                last.fast = last.fast + 1 if is_fast else 0
+                if last.fast == 1:
+                    last.every_s = _LOAD_EVERY_S  # whether it is fast again is known soon
+                    last.next_s = min(last.next_s, now_s + last.every_s)
+                return
+        assert last.link is not None
+        self._question = self._desk.ask_probes([last.link], now_s, last.load_bytes)
+
+    def _stands(self, one: _Done) -> bool:
+        """Whether the job still has the places that were exchanged, and both ends of the link."""
+        ranks = self._ranks()
+        places = {place for swap in one.swaps for place in swap}
+        return places <= set(ranks.values()) and set(one.link or ()) <= ranks.keys()
+
+    def _left(self) -> _Done | None:
+        """The last exchange that was for a link."""
+        return next((one for one in reversed(self._done) if one.link), None)
+
+    def begun_again(self) -> bool:
+        """See `Move`."""
+        self._question = None  # its agents are gone
+        return super().begun_again()
+
+    def _have_done(self, now_s: float) -> str:
+        assert self._found is not None
+        exchange, link, _ = self._found
+        why = (
+            f"the link {' ↔ '.join(link)} is slow" if link else "slow nodes are in several replicas or stages"
+        )
+        return self._desk.exchange(_takers(exchange.swaps), why, now_s)
+
+    def _blamed(self, cases: Sequence[SlowCase]) -> tuple[str, str] | None:
+        """The first link between nodes of the job that is blamed."""
+        ranks = self._ranks()
+        links = (one.link.nodes for one in self._culprits(cases) if one.link is not None)
+        return next((one for one in links if set(one) <= ranks.keys() and one[0] != one[1]), None)
+
+    @staticmethod
+    def _culprits(cases: Sequence[SlowCase]) -> list[Culprit]:
+        return [one for case in cases if case.incident is not None for one in case.incident.culprits]
+
+    def _slow_nodes(self, cases: Sequence[SlowCase]) -> dict[int, float]:
+        """How many times as long nodes take that are blamed, by rank."""
+        ranks = self._ranks()
+        found: dict[int, float] = {}
+        for one in self._culprits(cases):
+            if one.rank is not None and one.confidence != "low" and one.slowdown > 1 and one.node in ranks:
+                node = ranks[one.node]
+                found[node] = max(found.get(node, 1.0), one.slowdown)
+        return found
+
+    def _others(self, link: tuple[str, str]) -> list[tuple[str, str]]:
+        """Pairs of nodes that the link is compared with: none in two of them, and none at the link if that may be."""
+        names = sorted(self._ranks(), key=lambda name: (name in link, name))
+        apart = [name for name in names if name not in link]
+        pairs = list(zip(apart[::2], apart[1::2], strict=False))[:_OTHERS]
+        return pairs or [(names[0], names[-1])]
+
+    def _ranks(self) -> dict[str, int]:
+        """Node ranks by name."""
+        return {node.name: rank for rank, node in self._desk.cluster.nodes.items()}
+
+    def _names(self, swaps: Sequence[tuple[int, int]]) -> str:
+        names = {rank: node.name for rank, node in self._desk.cluster.nodes.items()}
+        return ", ".join(f"{names[one]} and {names[other]}" for one, other in swaps)
+
+
+def _takers(swaps: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Who takes a node's place after these swaps of places, one after the other: by that node, those that move."""
+    at: dict[int, int] = {}
+    for one, other in swaps:
+        at[one], at[other] = at.get(other, other), at.get(one, one)
+    return {place: node for place, node in at.items() if place != node}
+
+
+def _load_s(probes: Sequence[PathProbe]) -> float:
+    """What a load takes on the fastest pair, the slower way of each; 0: nothing is known, infinite: it never came."""
+    pairs: dict[tuple[str, str], float] = {}
+    for one in probes:
+        pair = min(one.source, one.target), max(one.source, one.target)
+        pairs[pair] = max(pairs.get(pair, 0.0), one.load_s if one.outcome == "echo" else math.inf)
+    return min(pairs.values(), default=0.0)

@@ -1,0 +1,132 @@
+"""How the ranks of one job divide its micro-batches (remedy S2): what they tell, and the order that they do otherwise.
+
+An order goes to rank 0 and is given again until all ranks tell that they follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from keepstep.control.cluster import Node
+from keepstep.control.incidents.desk import Desk
+from keepstep.control.membership.rendezvous import MOST_RANKS
+from keepstep.core.microbatches import Split, equal_shares, objection
+from keepstep.core.ranges import fold_ranks
+from keepstep.wire.messages import MOST_REPLICAS, Shares, Splits
+
+if TYPE_CHECKING:
+    from keepstep.mitigate import Replicas
+
+LATE_STEPS = 16  # what has had no effect then will have none
+_LATE_S = 30.0
+_AGAIN_S = 1.0  # an order that shows no effect is given again
+
+
+class OrderedShares:
+    """``incarnation``: the job's."""
+
+    def __init__(self, desk: Desk, incarnation: Callable[[], int]) -> None:
+        self._desk, self._incarnation = desk, incarnation
+        self._splits: dict[int, Split] = {}
+        self._told_of = 0  # the incarnation that they are of
+        self._ordered: Shares | None = None  # that has not been seen in force
+        self._ordered_s = self._again_s = 0.0
+        self._ordered_step = 0
+
+    @property
+    def splits(self) -> Mapping[int, Split]:
+        """As ranks have told, by rank."""
+        return self._splits
+
+    @property
+    def is_ordered(self) -> bool:
+        """An order has not been seen in force."""
+        return self._ordered is not None
+
+    @property
+    def in_force(self) -> bool:
+        """Whether replicas have shares that were ordered, and are not equal."""
+        split = next(iter(self._splits.values()), None)
+        if split is None or not split.number or self._told_of != self._incarnation():
+            return False
+        equal = dict(enumerate(equal_shares(split.count, split.replicas, split.multiple_of)))
+        return any(one.share != equal.get(one.replica) for one in self._splits.values())
+
+    @property
+    def since_step(self) -> int:
+        """The last step before all ranks had these shares."""
+        return max((split.step for split in self._splits.values()), default=0)
+
+    def missing(self) -> str:
+        """Why shares cannot be ordered; "": they can."""
+        cluster, splits = self._desk.cluster, self._splits
+        absent = [rank for rank in cluster.node_of if rank not in splits]
+        if absent:
+            return f"ranks {fold_ranks(absent)} do not divide micro-batches by a session"
+        if not splits or self._told_of != self._incarnation():
+            return "no rank has told yet how it divides micro-batches"
+        first = next(iter(splits.values()))
+        alike = {
+            (one.count, one.replicas, one.multiple_of, one.at_most, one.number) for one in splits.values()
+        }
+        if len(alike) > 1 or first.replicas < 2:
+            return "the ranks divide micro-batches in different ways"
+        if together := [rank for rank, one in splits.items() if not one.movable]:
+            return f"ranks {fold_ranks(together)} have collective operations in each micro-batch"
+        return ""
+
+    def fitting(self, replicas: Replicas) -> tuple[list[int], list[int]]:
+        """Equal shares, and those that fit the replicas; not while any are `missing`."""
+        split = next(iter(self._splits.values()))
+        equal = equal_shares(split.count, split.replicas, split.multiple_of)
+        return equal, replicas.best(split.multiple_of, split.at_most)
+
+    def told(self, node: Node, message: Splits) -> None:
+        """How ranks of a node divide micro-batches."""
+        for split in message.ranks:
+            home = self._desk.cluster.home(split.rank)
+            possible = not objection(split.count, split.replicas, split.multiple_of, split.at_most)
+            sane = split.replica < split.replicas <= MOST_REPLICAS and 0 < split.share <= split.count
+            if not (possible and sane and split.rank < MOST_RANKS and home in (None, node)):
+                continue
+            if split.incarnation > self._told_of:  # perhaps before the controller knows that it has begun
+                self._told_of = split.incarnation
+                self._splits.clear()
+            if split.incarnation == self._told_of:
+                self._splits[split.rank] = split
+
+    def begin_again(self) -> None:
+        """The job was formed anew: its shares are equal."""
+        if self._told_of < self._incarnation():
+            self._splits.clear()
+        self._ordered = None
+
+    def order(self, shares: Sequence[int], now_s: float) -> None:
+        """Have each replica take so many micro-batches."""
+        number = self._desk.hold_number(now_s)
+        self._ordered = Shares(number, 0, self._incarnation(), tuple(shares))
+        self._ordered_s, self._ordered_step = now_s, self._desk.cluster.newest_step
+        self._send(self._ordered, now_s)
+
+    def tick(self, now_s: float) -> Literal["in force", "failed", ""]:
+        """What has become of the order; "": there is none, or nobody knows yet."""
+        order = self._ordered
+        if order is None:
+            return ""
+        if self._splits and all(split.number == order.number for split in self._splits.values()):
+            self._ordered = None
+            return "in force"
+        late = self._desk.cluster.newest_step > self._ordered_step + LATE_STEPS
+        if late and now_s - self._ordered_s > _LATE_S:
+            self._ordered = None
+            return "failed"
+        if now_s - self._again_s >= _AGAIN_S:
+            self._send(order, now_s)
+        return ""
+
+    def _send(self, order: Shares, now_s: float) -> None:
+        self._again_s = now_s
+        home = self._desk.cluster.home(order.rank)
+        if home is not None:
+            self._desk.order(order, home.rank)

@@ -1,0 +1,219 @@
+"""The command line of ``keepstep run``: torchrun's flags, a few of our own, the script last.
+
+Only words become values here; what they mean together is settled in ``keepstep.launch.command.job``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from keepstep.core.errors import UsageError
+
+# Flags that steer parts of torchrun which have no counterpart here: accepted, and named once with -v.
+WITHOUT_MEANING = {
+    "monitor_interval": "a worker's death is noticed at once",
+    "start_method": "workers are started as programs",
+    "event_log_handler": "events are kept in the run folder",
+    "logs_specs": "logs go to the run folder or --log-dir",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    names: tuple[str, ...]
+    text: str
+    default: Any = None
+    kind: Any = str
+    switch: bool = False
+    choices: tuple[str, ...] | None = None
+    from_environment: bool = True
+    metavar: str | None = None
+
+    @property
+    def dest(self) -> str:
+        long = next(name for name in self.names if name.startswith("--"))
+        return long[2:].replace("-", "_")
+
+
+def _words(text: str) -> list[str]:
+    """Split at commas; a doubled comma stands for one that belongs to a word."""
+    return [word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")]
+
+
+def _flag(names: str, text: str, default: Any = None, **more: Any) -> _Flag:
+    return _Flag(tuple(names.split()), text, default, **more)
+
+
+_SIZE = (
+    _flag("--nnodes", "nodes, or MIN:MAX of them", "1:1", metavar="N"),
+    _flag("--nproc-per-node", "workers on this node: a number, auto, cpu or gpu", "1", metavar="N"),
+    _flag("--node-rank", "rank of this node (static rendezvous)", 0, kind=int, metavar="I"),
+    _flag("--role", "name of the workers' role", "default"),
+)
+_RENDEZVOUS = (
+    _flag("--rdzv-backend", "static or c10d; both meet at the controller", "static"),
+    _flag("--rdzv-endpoint", "where the nodes meet", "", metavar="HOST:PORT"),
+    _flag("--rdzv-id", "name of the job, the same on all nodes", "none"),
+    _flag("--rdzv-conf", "k=v,...: is_host, join_timeout, timeout are used", "", metavar="CONF"),
+    _flag("--standalone", "one node, any free port", switch=True),
+    _flag("--master-addr", "address of node 0 (static rendezvous)", "127.0.0.1", metavar="HOST"),
+    _flag("--master-port", "port on node 0 (static rendezvous)", kind=int, metavar="PORT"),
+    _flag("--local-addr", "address at which the other nodes reach this one", metavar="HOST"),
+)
+_LIFE = (
+    _flag("--max-restarts", "restarts of all workers before giving up", 0, kind=int, metavar="N"),
+    _flag("--signals-to-handle", "signals that end the job", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
+    _flag("--shutdown-timeout", "seconds from the signal to SIGKILL (30)", kind=int, metavar="S"),
+    _flag("--monitor-interval", "accepted, has no effect", 0.1, kind=float, metavar="S"),
+    _flag("--start-method", "accepted, has no effect", "spawn", choices=("spawn", "fork", "forkserver")),
+    _flag("--event-log-handler", "accepted, has no effect", "null"),
+)
+_WORKER = (
+    _flag("-m --module", "the script is a module, as in `python -m`", switch=True),
+    _flag("--no-python", "the script is a program; do not put python before it", switch=True),
+    _flag("--run-path", "the script is an absolute path of a Python file", switch=True),
+    _flag("--virtual-local-rank", "LOCAL_RANK is 0, each worker sees its own GPU only", switch=True),
+    _flag(
+        "--numa-binding",
+        "bind workers to the CPUs near their GPU",
+        choices=("node", "socket", "exclusive", "core-complex"),
+        from_environment=False,
+    ),
+)
+_LOGS = (
+    _flag("--log-dir", "folder for logs instead of the run folder", metavar="DIR"),
+    _flag("-r --redirects", "write streams to files: 1 stdout, 2 stderr, 3 both; or RANK:N,...", "0"),
+    _flag("-t --tee", "the same, and to the console too", "0"),
+    _flag("--local-ranks-filter", "local ranks shown on the console", "", metavar="RANKS"),
+    _flag("--duplicate-stdout-filters", "lines with one of these words also go to a file", kind=_words),
+    _flag("--duplicate-stderr-filters", "lines with one of these words also go to a file", kind=_words),
+    _flag("--logs-specs", "accepted, has no effect", from_environment=False),
+)
+_GROUPS = {
+    "nodes and workers": _SIZE,
+    "rendezvous": _RENDEZVOUS,
+    "life": _LIFE,
+    "what to start": _WORKER,
+    "logs": _LOGS,
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        message = message.replace(
+            "SCRIPT, ARGUMENTS", "SCRIPT"
+        )  # argparse counts the rest, which may be empty
+        raise UsageError(f"run: {message}; see `keepstep run --help`")
+
+
+def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    """The parser; torchrun's flags take their defaults from ``PET_<FLAG>`` in ``environ``, as there."""
+    result = _Parser(
+        prog="keepstep run",
+        usage="keepstep run [torchrun's flags] [own flags] SCRIPT [ARGUMENTS]",
+        description="Run SCRIPT on every worker as torchrun does, watch it, and name what slows or stops it.",
+        epilog="Exit code: the job's own (128+N when signal N ended it); 2: the command line cannot be used.",
+    )
+    for title, flags in _GROUPS.items():
+        group = result.add_argument_group(title)
+        for flag in flags:
+            _add(group, flag, environ)
+    _add_own(result.add_argument_group("own flags"))
+    result.add_argument("training_script", metavar="SCRIPT", help="the script, module or program")
+    result.add_argument("training_script_args", metavar="ARGUMENTS", nargs=argparse.REMAINDER)
+    return result
+
+
+def _add(group: Any, flag: _Flag, environ: Mapping[str, str]) -> None:
+    names = list(flag.names)
+    names += [name.replace("-", "_").replace("__", "--", 1) for name in names if "-" in name[2:]]
+    default = flag.default
+    if flag.from_environment:
+        default = environ.get(f"PET_{flag.dest.upper()}", default)
+    if flag.switch:
+        group.add_argument(*names, dest=flag.dest, action="store_true", help=flag.text)
+        group.set_defaults(**{flag.dest: _switch_default(flag, default)})
+        return
+    group.add_argument(
+        *names,
+        dest=flag.dest,
+        default=default,
+        type=flag.kind,
+        choices=flag.choices,
+        metavar=flag.metavar or (None if flag.choices else "X"),
+        help=flag.text,
+    )
+
+
+def _switch_default(flag: _Flag, default: Any) -> bool:
+    try:
+        return bool(int(default or 0))
+    except ValueError:
+        raise UsageError(f"PET_{flag.dest.upper()}={default!r}: say 1 or 0") from None
+
+
+def _add_own(group: Any) -> None:
+    group.add_argument("--run-dir", metavar="DIR", help="run folder (default: runs/<time>-<name>)")
+    group.add_argument("--name", help="name of the run (default: the script's)")
+    group.add_argument("--no-watch", dest="watch", action="store_false", default=None, help="run only")
+    text = "check disk, memory, ports, kernel log, versions and clocks of the nodes (default), or not"
+    group.add_argument("--check", action=argparse.BooleanOptionalAction, default=None, help=text)
+    text = "never hold the job by itself to test devices and links"
+    group.add_argument("--no-validate", dest="validate", action="store_false", default=None, help=text)
+    text = "a slowdown that lasts: do what pays (auto), only say what would (advise), or nothing (off)"
+    group.add_argument("--mitigate", metavar="auto|advise|off", help=text)
+    text = "only say which process hangs (report, default), or end it when that is sure (restart, with --max-restarts)"
+    group.add_argument("--on-hang", metavar="report|restart", help=text)
+    group.add_argument("--secret-file", metavar="FILE", help="secret shared by the nodes (0600)")
+    group.add_argument("--tls-cert", metavar="PEM", help="certificate of this node (mutual TLS)")
+    group.add_argument("--tls-key", metavar="PEM", help="its private key")
+    group.add_argument("--tls-ca", metavar="PEM", help="authority that signed all nodes' certificates")
+    group.add_argument("--controller-listen", metavar="HOST:PORT", help="where the controller listens")
+    group.add_argument("--layout", metavar="tpN-dpN-ppN", help="parallel layout, first varies fastest")
+    text = "warm standby processes for restarts: N, auto (as many as workers with --max-restarts), 0"
+    group.add_argument("--standbys", metavar="N", help=text)
+    text = "restarts within an hour by rank, node and in all, and equal failures that end the job"
+    group.add_argument("--restart-budget", metavar="rank=5,node=10,hour=30,same=2", help=text)
+    text = "with --nnodes MIN:MAX: seconds to wait for a node before going on with fewer (30)"
+    group.add_argument("--shrink-after", dest="shrink_after_s", type=float, metavar="S", help=text)
+    text = "with several nodes and restarts: another node hosts the controller when its own is lost (default), or not"
+    group.add_argument("--elect", action=argparse.BooleanOptionalAction, default=None, help=text)
+    text = "at a restart replace only the processes that failed, where the training can go on in the others"
+    group.add_argument("--in-place", action="store_true", default=None, help=text)
+    text = "folder or URL where checkpoints are kept beyond the run"
+    group.add_argument("--checkpoint-dir", metavar="PATH_OR_URL", help=text)
+    text = "steps from one to the next there: N, auto (cost model), or 0: as the script asks"
+    group.add_argument("--checkpoint-every", metavar="N", help=text)
+    text = "newest steps that stay there, older ones are removed (0: none are)"
+    group.add_argument("--checkpoint-keep", type=int, metavar="K", help=text)
+    text = "nodes that back up each rank's checkpoints in memory (1; 0: none)"
+    group.add_argument("--checkpoint-backups", type=int, metavar="K", help=text)
+    text = "most that a node sends for backups a second (0: no limit)"
+    group.add_argument("--checkpoint-backup-rate", type=float, metavar="BYTES", help=text)
+    text = "label shared by nodes that may be lost together, e.g. of the rack; backups go to another"
+    group.add_argument("--failure-domain", metavar="LABEL", help=text)
+    group.add_argument("-q", "--quiet", action="store_true", help="say nothing but errors and verdicts")
+    group.add_argument("-v", "--verbose", action="store_true", help="say what is done")
+    group.add_argument("--dry-run", action="store_true", help="print the plan as JSON and exit")
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
+    """Parse the command line.
+
+    Raises:
+        UsageError: a flag is unknown, lacks its value or cannot have it; the script is missing.
+    """
+    return parser(environ).parse_args(list(argv))
+
+
+def without_meaning(given: argparse.Namespace) -> list[str]:
+    """Sentences about the given flags that have no effect here."""
+    usual = {flag.dest: flag.default for flag in (*_LIFE, *_LOGS)}
+    return [
+        f"--{name.replace('_', '-')} has no effect: {reason}"
+        for name, reason in WITHOUT_MEANING.items()
+        if getattr(given, name) != usual[name]
+    ]

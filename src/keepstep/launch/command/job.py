@@ -1,0 +1,534 @@
+"""What one ``keepstep run`` is asked to do, checked: the command line and the settings become a ``Job``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import signal
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from keepstep.core.budgets import Limits, limits_of
+from keepstep.core.config import Resolved, config_path, resolve
+from keepstep.core.errors import UsageError
+from keepstep.launch.command import flags
+from keepstep.launch.command.settings import SETTINGS
+from keepstep.launch.command.worker_count import worker_count
+from keepstep.ring.native import MISSING
+
+Number = TypeVar("Number", int, float)
+
+STDOUT, STDERR = 1, 2
+DEFAULT_RENDEZVOUS_PORT = 29400
+DEFAULT_MASTER_PORT = 29500
+_OWN_FLAGS = (
+    "watch",
+    "check",
+    "validate",
+    "mitigate",
+    "on_hang",
+    "secret_file",
+    "tls_cert",
+    "tls_key",
+    "tls_ca",
+    "controller_listen",
+    "layout",
+    "checkpoint_dir",
+    "checkpoint_every",
+    "checkpoint_keep",
+    "checkpoint_backups",
+    "checkpoint_backup_rate",
+    "failure_domain",
+    "standbys",
+    "restart_budget",
+    "shrink_after_s",
+    "elect",
+    "in_place",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A host (name or address) and a TCP port; port 0 means any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files (PEM) for mutual TLS."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Where the workers' output goes. Masks: ``STDOUT`` | ``STDERR``, by local rank."""
+
+    redirects: tuple[int, ...]
+    tees: tuple[int, ...]
+    shown: frozenset[int] | None  # local ranks shown on the console; None: all
+    stdout_words: tuple[str, ...]
+    stderr_words: tuple[str, ...]
+    log_dir: Path | None
+    prefix: str | None  # template of a tee's line prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """How the nodes of a job meet."""
+
+    endpoint: Endpoint | None  # None: one node, nobody to meet
+    backend: Literal["static", "c10d"]
+    node_rank: int  # the one asked for; -1: in order of joining
+    is_host: bool | None  # None: decided by comparing the endpoint's host with this machine
+    local_addr: str
+    join_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Persisting:
+    """How checkpoints get to storage."""
+
+    where: str  # absolute path or URL
+    every: int | None  # steps; 0: as the script asks; None: by the cost model
+    keep: int  # 0: all
+    wait_s: float  # at the end of a run
+    failures_per_day: float
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checked request to run a script on this node's share of a job."""
+
+    script: str
+    arguments: tuple[str, ...]
+    entry: Literal["script", "module", "program"]
+    nproc: int
+    min_nodes: int
+    max_nodes: int
+    role: str
+    run_id: str  # TORCHELASTIC_RUN_ID
+    rendezvous: Rendezvous
+    master_addr: str
+    master_port: int  # 0: any free one
+    max_restarts: int
+    shrink_after_s: float  # that a spare is waited for where the job may go on with fewer nodes
+    restart_budget: Limits
+    standbys: int  # warm processes that wait for a restart
+    elects: bool  # another node hosts the controller when its own is lost
+    in_place: bool  # who can goes on in its process at a restart
+    signals: tuple[signal.Signals, ...]
+    shutdown_timeout_s: float
+    virtual_local_rank: bool
+    streams: Streams
+    run_dir: Path | None
+    runs_dir: Path
+    name: str
+    node: str
+    watch: bool
+    check: bool  # check nodes before the start and after failures
+    validate: bool  # hold the job and test devices and links when in doubt
+    mitigate: str  # what is done about slowdowns that last: off, advise, auto
+    restart_hangs: bool  # a process that hangs for sure is ended
+    secret_file: Path | None
+    tls: Tls | None
+    controller_listen: Endpoint | None
+    layout: str  # declared parallel layout; empty: inferred
+    ring_records: int
+    checkpoint_bytes: int  # 0: half of the node's memory
+    persisting: Persisting | None  # None: checkpoints stay in memory
+    checkpoint_backups: int  # nodes that back up each rank's checkpoints in memory
+    checkpoint_backup_rate: float  # bytes a second that a node sends for that; 0: no limit
+    failure_domain: str  # shared with nodes that may be lost together; empty: this node's alone
+    leave_s: float
+    linger_s: float
+    quiet: bool
+    verbose: bool
+    dry_run: bool
+    remarks: tuple[str, ...]  # what is worth saying with -v
+    warnings: tuple[str, ...]  # what is worth saying always
+
+    @property
+    def elastic(self) -> bool:
+        """Whether it may go on with fewer nodes after losing some, and with more when they come."""
+        return self.min_nodes < self.max_nodes and self.max_restarts > 0
+
+
+def job_from_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Job:
+    """Parse and check everything that was asked for.
+
+    Raises:
+        UsageError: something of it cannot be used; the message says which flag and what to write.
+    """
+    given = flags.parse(argv, environ)
+    settings = resolve(
+        SETTINGS,
+        environ=environ,
+        flags={name: getattr(given, name) for name in _OWN_FLAGS},
+        path=config_path(environ),
+    )
+    return _job(given, settings, environ)
+
+
+def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: Mapping[str, str]) -> Job:
+    value = {name: item.value for name, item in settings.items()}
+    min_nodes, max_nodes = node_range(given.nnodes)
+    nproc = worker_count(given.nproc_per_node, environ)
+    alone = given.standalone or (
+        max_nodes == 1
+        and given.rdzv_backend == "static"
+        and not given.rdzv_endpoint
+        and given.master_port is None
+    )
+    if given.standalone and max_nodes > 1:
+        raise UsageError(f"--standalone --nnodes {given.nnodes}: one node only; use --rdzv-endpoint for more")
+    if given.max_restarts < 0:
+        raise UsageError(f"--max-restarts {given.max_restarts}: give 0 or more")
+    return Job(
+        script=given.training_script,
+        arguments=tuple(given.training_script_args),
+        entry=_entry(given),
+        nproc=nproc,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        role=given.role,
+        run_id=str(uuid.uuid4()) if alone else given.rdzv_id,
+        rendezvous=_rendezvous(given, max_nodes, float(value["join_timeout_s"])),
+        master_addr="127.0.0.1" if alone else given.master_addr.strip("[]"),
+        master_port=0 if alone else _master_port(given),
+        max_restarts=given.max_restarts,
+        shrink_after_s=_not_negative("--shrink-after", float(value["shrink_after_s"])),
+        restart_budget=limits_of(str(value["restart_budget"])),
+        standbys=_standbys(str(value["standbys"]).strip(), given, nproc),
+        elects=bool(value["elect"]) and max_nodes > 1 and given.max_restarts > 0,
+        in_place=bool(value["in_place"]),
+        signals=_signals(given.signals_to_handle),
+        shutdown_timeout_s=_shutdown_timeout(given, environ),
+        virtual_local_rank=given.virtual_local_rank,
+        streams=_streams(given, nproc, environ),
+        run_dir=Path(given.run_dir).absolute() if given.run_dir else None,
+        runs_dir=Path(str(value["runs_dir"])).absolute(),
+        name=_name(given),
+        node=str(value["node_name"]) or os.uname().nodename,
+        watch=bool(value["watch"]),
+        check=bool(value["check"]),
+        validate=bool(value["validate"]),
+        mitigate=_mitigate(str(value["mitigate"]).strip()),
+        restart_hangs=_on_hang(str(value["on_hang"]).strip()) and given.max_restarts > 0,
+        secret_file=Path(str(value["secret_file"])).absolute() if value["secret_file"] else None,
+        tls=_tls(value),
+        controller_listen=parse_endpoint("--controller-listen", str(value["controller_listen"]), 0)
+        if value["controller_listen"]
+        else None,
+        layout=_layout(str(value["layout"]), nproc * max_nodes if min_nodes == max_nodes else None),
+        ring_records=int(value["ring_records"]),
+        checkpoint_bytes=int(value["checkpoint_bytes"]),
+        persisting=_persisting(value),
+        checkpoint_backups=_not_negative("--checkpoint-backups", int(value["checkpoint_backups"])),
+        checkpoint_backup_rate=_not_negative(
+            "--checkpoint-backup-rate", float(value["checkpoint_backup_rate"])
+        ),
+        failure_domain=_label("--failure-domain", str(value["failure_domain"]).strip()),
+        leave_s=float(value["leave_s"]),
+        linger_s=float(value["linger_s"]),
+        quiet=given.quiet,
+        verbose=given.verbose,
+        dry_run=given.dry_run,
+        remarks=tuple(flags.without_meaning(given)),
+        warnings=_warnings(given),
+    )
+
+
+def _mitigate(text: str) -> str:
+    if text not in ("off", "advise", "auto"):
+        raise UsageError(f"--mitigate {text}: say auto, advise or off")
+    return text
+
+
+def _on_hang(text: str) -> bool:
+    if text not in ("restart", "report"):
+        raise UsageError(f"--on-hang {text}: say report or restart")
+    return text == "restart"
+
+
+def _standbys(text: str, given: argparse.Namespace, nproc: int) -> int:
+    if text != "auto" and not (text.isascii() and text.isdigit()):
+        raise UsageError(f"--standbys {text}: give a number of processes, auto, or 0 for none")
+    if not given.max_restarts or given.no_python:
+        return 0
+    return nproc if text == "auto" else min(int(text), nproc)
+
+
+def _not_negative(flag: str, value: Number) -> Number:
+    if not 0 <= value < float("inf"):
+        raise UsageError(f"{flag} {value}: give 0 or more")
+    return value
+
+
+def _label(flag: str, text: str) -> str:
+    if text:
+        from keepstep.wire.messages import MOST_LABEL
+
+        if len(text) > MOST_LABEL or not text.isprintable():
+            raise UsageError(
+                f"{flag} {text[:20]!r}…: give at most {MOST_LABEL} printable characters, for example rack-7"
+            )
+    return text
+
+
+def _layout(text: str, world_size: int | None) -> str:
+    """Check a declared layout against the number of ranks, where that is known."""
+    if text:
+        from keepstep.core.layout import ParallelLayout  # loads numpy: only when a layout is declared
+
+        layout = ParallelLayout.declared(text)
+        if world_size is not None:
+            layout.check_world(world_size)
+    return text
+
+
+def node_range(text: str) -> tuple[int, int]:
+    """``N`` or ``MIN:MAX`` as (min, max).
+
+    Raises:
+        UsageError: neither, or not 0 < MIN <= MAX.
+    """
+    match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text)
+    if match:
+        low = int(match[1])
+        high = int(match[2] or low)
+        if 0 < low <= high:
+            return low, high
+    raise UsageError(f"--nnodes {text}: give a number of nodes, or MIN:MAX with 0 < MIN <= MAX")
+
+
+def parse_endpoint(flag: str, text: str, default_port: int | None) -> Endpoint:
+    """``HOST``, ``HOST:PORT``, ``[V6]:PORT`` as an endpoint.
+
+    Raises:
+        UsageError: it is none of them, or the port is missing and has no default.
+    """
+    match = re.fullmatch(r"\s*(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]\s]+))(?::([0-9]+))?\s*", text)
+    if not match:
+        raise UsageError(f"{flag} {text}: give HOST:PORT (an IPv6 address in brackets)")
+    port = int(match[3]) if match[3] is not None else default_port
+    if port is None or port > 65535:
+        raise UsageError(f"{flag} {text}: give a port from 1 to 65535 after the host, as HOST:PORT")
+    return Endpoint(match[1] or match[2], port)
+
+
+def stream_masks(flag: str, text: str, nproc: int) -> tuple[int, ...]:
+    """``3`` or ``0:1,1:3`` as one mask for each local rank.
+
+    Raises:
+        UsageError: it has another form.
+    """
+    if re.fullmatch("[0-3]", text):
+        return (int(text),) * nproc
+    if not re.fullmatch("([0-9]+:[0-3],)*[0-9]+:[0-3]", text):
+        raise UsageError(f"{flag} {text}: give 0, 1 (stdout), 2 (stderr) or 3 (both), or LOCAL_RANK:N,...")
+    masks = [0] * nproc
+    for pair in text.split(","):
+        rank, mask = pair.split(":")
+        if int(rank) < nproc:
+            masks[int(rank)] = int(mask)
+    return tuple(masks)
+
+
+def _entry(given: argparse.Namespace) -> Literal["script", "module", "program"]:
+    if given.run_path:
+        return "script"
+    if given.module and given.no_python:
+        raise UsageError("--no-python and --module exclude each other: leave one out")
+    return "module" if given.module else "program" if given.no_python else "script"
+
+
+def _name(given: argparse.Namespace) -> str:
+    script = given.training_script
+    name = given.name or (script if given.module else Path(script).stem)
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
+
+
+def _master_port(given: argparse.Namespace) -> int:
+    # As torchrun: the port counts where the rendezvous is static; c10d brings its own.
+    if given.rdzv_backend != "static":
+        return 0
+    return DEFAULT_MASTER_PORT if given.master_port is None else given.master_port
+
+
+def _rendezvous(given: argparse.Namespace, max_nodes: int, join_timeout_s: float) -> Rendezvous:
+    backend = given.rdzv_backend
+    if backend not in ("static", "c10d"):
+        raise UsageError(
+            f"--rdzv-backend {backend}: nodes meet at keepstep's controller; "
+            "use --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+        )
+    conf = _rendezvous_conf(given.rdzv_conf)
+    timeout = conf.get("join_timeout") or conf.get("timeout")
+    try:
+        timeout_s = float(timeout) if timeout else join_timeout_s
+    except ValueError:
+        raise UsageError(f"--rdzv-conf {given.rdzv_conf}: the timeout is no number of seconds") from None
+    endpoint = None
+    if max_nodes > 1:
+        endpoint = _meeting_point(given)
+        if endpoint.port == 0:
+            raise UsageError(f"--rdzv-endpoint {given.rdzv_endpoint}: give a port that all nodes know")
+        # A node beyond the others is a spare.
+        if backend == "static" and not (
+            given.node_rank >= 0 and (given.node_rank < max_nodes or given.max_restarts)
+        ):
+            raise UsageError(
+                f"--node-rank {given.node_rank} --nnodes {given.nnodes}: give 0 to {max_nodes - 1}"
+            )
+    is_host = conf.get("is_host")
+    return Rendezvous(
+        endpoint=endpoint,
+        backend=backend,
+        node_rank=(given.node_rank if max_nodes > 1 else 0) if backend == "static" else -1,
+        is_host=is_host.lower() in ("1", "true", "t", "yes", "y") if is_host else None,
+        local_addr=given.local_addr or "",
+        join_timeout_s=timeout_s,
+    )
+
+
+def _meeting_point(given: argparse.Namespace) -> Endpoint:
+    if given.rdzv_endpoint:
+        port = DEFAULT_RENDEZVOUS_PORT if given.rdzv_backend == "c10d" else None
+        return parse_endpoint("--rdzv-endpoint", given.rdzv_endpoint, port)
+    if given.rdzv_backend == "static":
+        return Endpoint(given.master_addr.strip("[]"), given.master_port or DEFAULT_MASTER_PORT)
+    raise UsageError(
+        f"--nnodes {given.nnodes} --rdzv-backend c10d: say where the nodes meet, --rdzv-endpoint HOST:PORT"
+    )
+
+
+def _rendezvous_conf(text: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
+    if any(not key.strip() or not value for key, _, value in pairs):
+        raise UsageError(f"--rdzv-conf {text}: write key=value,key=value")
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _signals(text: str) -> tuple[signal.Signals, ...]:
+    found: list[signal.Signals] = []
+    for name in (word.strip() for word in text.split(",") if word.strip()):
+        value = getattr(signal, name, None)
+        if not isinstance(value, signal.Signals) or value in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+            raise UsageError(f"--signals-to-handle {text}: {name} is no signal that can be handled")
+        found.append(value)
+    return tuple(found)
+
+
+def _shutdown_timeout(given: argparse.Namespace, environ: Mapping[str, str]) -> float:
+    seconds: Any = given.shutdown_timeout
+    if seconds is None:
+        seconds = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 30
+    try:
+        if float(seconds) >= 0:
+            return float(seconds)
+    except ValueError:
+        pass
+    raise UsageError(f"--shutdown-timeout {seconds}: give a number of seconds, 0 or more")
+
+
+def _streams(given: argparse.Namespace, nproc: int, environ: Mapping[str, str]) -> Streams:
+    shown = None
+    if given.local_ranks_filter:
+        if not re.fullmatch(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*", given.local_ranks_filter):
+            raise UsageError(f"--local-ranks-filter {given.local_ranks_filter}: give local ranks, as 0,1,2")
+        shown = frozenset(map(int, given.local_ranks_filter.split(",")))
+    if given.log_dir and os.path.isfile(given.log_dir):
+        raise UsageError(f"--log-dir {given.log_dir}: that is a file; give a folder")
+    return Streams(
+        redirects=stream_masks("--redirects", given.redirects, nproc),
+        tees=stream_masks("--tee", given.tee, nproc),
+        shown=shown,
+        stdout_words=tuple(given.duplicate_stdout_filters or ()),
+        stderr_words=tuple(given.duplicate_stderr_filters or ()),
+        log_dir=Path(given.log_dir).absolute() if given.log_dir else None,
+        prefix=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+    )
+
+
+def _tls(value: Mapping[str, Any]) -> Tls | None:
+    files = {name: str(value[name]) for name in ("tls_cert", "tls_key", "tls_ca")}
+    if not any(files.values()):
+        return None
+    for name, file in files.items():
+        if not os.path.isfile(file):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"{flag} {file or '(missing)'}: mutual TLS needs --tls-cert, --tls-key and --tls-ca"
+            )
+    return Tls(*(Path(file).absolute() for file in files.values()))
+
+
+def _persisting(value: Mapping[str, Any]) -> Persisting | None:
+    where, every = str(value["checkpoint_dir"]), str(value["checkpoint_every"]).strip()
+    if not where:
+        return None
+    if not value["watch"]:
+        raise UsageError(
+            f"--checkpoint-dir {where} --no-watch: the agent brings checkpoints there, and there is none; "
+            "leave one of them out"
+        )
+    if every != "auto" and not (every.isascii() and every.isdigit()):
+        raise UsageError(
+            f"--checkpoint-every {every}: give a number of steps, auto, or 0 for none of themselves"
+        )
+    keep, wait_s, failures = (
+        value[name] for name in ("checkpoint_keep", "checkpoint_wait_s", "failures_per_day")
+    )
+    if keep < 0:
+        raise UsageError(f"--checkpoint-keep {keep}: give a number of steps, 0 to keep all")
+    if not (wait_s >= 0 and math.isfinite(wait_s)):
+        raise UsageError(f"checkpoint_wait_s {wait_s:g}: give a number of seconds, 0 or more")
+    if not (failures > 0 and math.isfinite(failures)):
+        raise UsageError(f"failures_per_day {failures:g}: give a number above 0")
+    return Persisting(_storage(where), None if every == "auto" else int(every), keep, wait_s, failures)
+
+
+def _storage(where: str) -> str:
+    """A storage that can be reached from here: an absolute path, or a URL whose plugin is there."""
+    from keepstep.checkpoint.storage.backend import open_storage
+
+    scheme, separator, rest = where.partition("://")
+    if separator and scheme != "file":
+        open_storage(where)
+        return where
+    path = Path(rest if separator else where).absolute()
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"--checkpoint-dir {path}: {there} is no folder that can be written to")
+    return str(path)
+
+
+def _warnings(given: argparse.Namespace) -> tuple[str, ...]:
+    found: list[str] = []
+    if given.numa_binding:
+        found.append(f"--numa-binding {given.numa_binding} is not carried out: workers run unbound")
+    if MISSING:
+        found.append(
+            f"the native part cannot be loaded ({MISSING}): plain Python records and copies in its place, slower; "
+            "install keepstep anew, where there is a C++ compiler"
+        )
+    return tuple(found)
+
+
+def interpreter(environ: Mapping[str, str]) -> str:
+    """The Python that runs the script: ``$PYTHON_EXEC``, else the one that runs us (as torchrun)."""
+    return environ.get("PYTHON_EXEC") or sys.executable

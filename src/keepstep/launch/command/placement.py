@@ -1,0 +1,149 @@
+"""What each worker is started with: its place in the job, its environment and its command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from keepstep.core.errors import UsageError
+from keepstep.core.staying import ADDRESS as STAYING
+from keepstep.launch.command.job import Job, interpreter
+
+RUN_DIR = "KEEPSTEP_RUN_DIR"
+RING = "KEEPSTEP_RING"
+ORDERS = "KEEPSTEP_ORDERS"
+MICROBATCHES = "KEEPSTEP_MICROBATCHES"  # replicas' shares of them may be ordered
+LINKS = "KEEPSTEP_LINKS"
+INCARNATION = "KEEPSTEP_INCARNATION"
+CACHE = "KEEPSTEP_CACHE"
+NO_CACHE = "KEEPSTEP_NO_CACHE"
+LAYOUT = "KEEPSTEP_LAYOUT"
+ELASTIC = "KEEPSTEP_ELASTIC"  # the job may go on with fewer nodes or more
+CHECKPOINT_DIR = "KEEPSTEP_CHECKPOINT_DIR"
+CHECKPOINT_EVERY = "KEEPSTEP_CHECKPOINT_EVERY"
+FAILURES_PER_DAY = "KEEPSTEP_FAILURES_PER_DAY"
+MILESTONES = "KEEPSTEP_MILESTONES"
+IMPORTS = "KEEPSTEP_IMPORTS"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+COOKIE = "KEEPSTEP_JOB"  # marks every process of a run, so that none outlives it
+OURS = frozenset(
+    {RING, ORDERS, LINKS, RUN_DIR, CACHE, NO_CACHE, INCARNATION, MILESTONES, IMPORTS, STAYING, ELASTIC}
+)
+"""What each worker is given anew, and nobody else has."""
+GLOO_IN_BATCHES = ("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "GLOO_ENABLE_STORE_V2_API")
+"""A group of Gloo's is set up from short values of its ranks, read 128 at once; see docs/design/recovery.md."""
+_LOCAL_RANK_MACRO = "${local_rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This node's part of the rank table: it plays ``first_rank`` to ``first_rank + nproc - 1``."""
+
+    node_rank: int
+    first_rank: int
+    world_size: int
+    node_count: int
+    master_addr: str
+    master_port: int
+    incarnation: int = 0
+    pauses: int = 0  # incarnations that are no restarts
+
+    @property
+    def restarts(self) -> int:
+        """How often the job has begun again after a failure."""
+        return self.incarnation - self.pauses
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One worker: ``environment`` is what is set on top of the launcher's own."""
+
+    rank: int
+    local_rank: int
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+def worker_plans(
+    job: Job,
+    place: Place,
+    environ: Mapping[str, str],
+    *,
+    error_files: Mapping[int, str],
+    restart_count: int = 0,
+    extra: Mapping[int, Mapping[str, str]] | None = None,
+) -> list[WorkerPlan]:
+    """The workers of this node. ``error_files`` and ``extra`` (environment) are by local rank."""
+    return [
+        WorkerPlan(
+            rank=place.first_rank + local_rank,
+            local_rank=local_rank,
+            command=worker_command(job, local_rank, environ),
+            environment={
+                **worker_environment(job, place, local_rank, environ, restart_count),
+                ERROR_FILE: error_files[local_rank],
+                **(extra or {}).get(local_rank, {}),
+            },
+        )
+        for local_rank in range(job.nproc)
+    ]
+
+
+def worker_environment(
+    job: Job, place: Place, local_rank: int, environ: Mapping[str, str], restart_count: int = 0
+) -> dict[str, str]:
+    """The variables that torchrun sets for the worker, with the values it would give them, and Gloo's switches.
+
+    Rank 0 makes the TCP store itself (``TORCHELASTIC_USE_AGENT_STORE=False``): no torch runs in the launcher.
+    """
+    rank = place.first_rank + local_rank
+    result = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(place.node_rank),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": job.role,
+        "LOCAL_WORLD_SIZE": str(job.nproc),
+        "WORLD_SIZE": str(place.world_size),
+        "GROUP_WORLD_SIZE": str(place.node_count),
+        "ROLE_WORLD_SIZE": str(place.world_size),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        "TORCHELASTIC_RUN_ID": job.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.name for signal in job.signals),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        **{name: environ.get(name, "1") for name in GLOO_IN_BATCHES},
+    }
+    if job.watch and job.mitigate == "auto":
+        result[MICROBATCHES] = "1"
+    if job.virtual_local_rank:
+        result["LOCAL_RANK"] = "0"
+        result["CUDA_VISIBLE_DEVICES"] = _own_device(local_rank, environ)
+    if job.nproc > 1 and "OMP_NUM_THREADS" not in environ:
+        result["OMP_NUM_THREADS"] = "1"
+    return result
+
+
+def _own_device(local_rank: int, environ: Mapping[str, str]) -> str:
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(local_rank)
+    devices = visible.split(",")
+    if local_rank >= len(devices):
+        raise UsageError(
+            f"--virtual-local-rank: local rank {local_rank} has no device in CUDA_VISIBLE_DEVICES={visible}; "
+            "lower --nproc-per-node"
+        )
+    return devices[local_rank].strip()
+
+
+def worker_command(job: Job, local_rank: int, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The worker's command line. ``${local_rank}`` in the script's arguments becomes the local rank."""
+    arguments = tuple(text.replace(_LOCAL_RANK_MACRO, str(local_rank)) for text in job.arguments)
+    if job.entry == "program":
+        return (job.script, *arguments)
+    python = (interpreter(environ), "-u")
+    return (*python, *(("-m",) if job.entry == "module" else ()), job.script, *arguments)

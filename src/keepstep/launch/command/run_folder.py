@@ -1,0 +1,265 @@
+"""The run's folder as the launcher makes and keeps it: ``run.json``, the secret, log paths, ``end.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keepstep import __version__
+from keepstep.core.errors import AuthenticationError, RunError, UnsafePathError, UsageError
+from keepstep.core.own_folders import make_folder, make_new_folder, real_path, write_whole
+from keepstep.launch.command.job import Endpoint, Job
+from keepstep.launch.command.placement import Place
+
+_REACH_S = 2.0
+
+# What a run leaves in its folder; a later run in the same folder moves exactly these aside.
+_CONTENT = (
+    "run.json",
+    "secret",
+    "status.json",
+    "placement.json",
+    "stop.json",
+    *(f"council-{term}{end}" for term in range(1, 100) for end in (".json", ".stop.json")),
+    "end.json",
+    "controller.log",
+    "incidents",
+    "nodes",
+    "rings",
+    "logs",
+)
+
+
+def folder_of(job: Job, environ: Mapping[str, str], now_s: float) -> Path:
+    """Where this run is kept: ``--run-dir``, else a folder named after the job's id or the time.
+
+    On several nodes the name must come out the same everywhere, so it is ``--rdzv-id`` or the Slurm job's number
+    where there is one.
+    """
+    if job.run_dir:
+        return job.run_dir
+    if job.rendezvous.endpoint:
+        if job.run_id != "none":
+            return job.runs_dir / _as_name(job.run_id)
+        slurm = environ.get("SLURM_JOB_ID")
+        if slurm:
+            again = environ.get("SLURM_RESTART_COUNT", "0")
+            return job.runs_dir / f"{slurm}{'' if again == '0' else f'.{again}'}-{job.name}"
+    return job.runs_dir / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now_s))}-{job.name}"
+
+
+def _as_name(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "-" for c in text).strip(".-") or "run"
+
+
+def create(job: Job, path: Path, *, first: bool) -> Path:
+    """Make the folder; the launcher of node 0 (``first``) also moves an earlier run's content aside.
+
+    Without ``--run-dir`` a name that is taken gets a number appended.
+
+    Raises:
+        RunError: the folder cannot be made or written, is not ours alone, or a run that still lives is in it.
+    """
+    try:
+        if job.run_dir is None and not job.rendezvous.endpoint:
+            return _create_new(real_path(path.parent) / path.name)
+        path = real_path(path)
+        make_folder(path)
+        if first:
+            _move_aside(path)
+        return path
+    except UnsafePathError as error:
+        raise RunError(f"{error}; --run-dir names another run folder") from None
+    except OSError as error:
+        raise RunError(
+            f"{path}: cannot make the run folder: {error.strerror}; name another with --run-dir"
+        ) from None
+
+
+def _create_new(path: Path) -> Path:
+    for number in range(1, 1000):
+        candidate = path if number == 1 else path.with_name(f"{path.name}.{number}")
+        try:
+            make_new_folder(candidate)
+            return candidate
+        except FileExistsError:
+            continue
+    raise RunError(f"{path}: a thousand runs have this name; give another with --name or --run-dir")
+
+
+def _move_aside(path: Path) -> None:
+    described = path / "run.json"
+    if not described.exists():
+        # A run that died before it was described may have left its secret, which is of no use to anybody.
+        (path / "secret").unlink(missing_ok=True)
+        return
+    try:
+        record: dict[str, Any] = json.loads(described.read_text())
+        here = record["host"] == os.uname().nodename
+    except (ValueError, KeyError, TypeError):
+        record, here = {}, False
+    if here and _lives(record.get("launcher")):
+        raise RunError(
+            f"{path}: the run of process {record['launcher']['pid']} lives there; give another --run-dir"
+        )
+    previous = path / "previous"
+    make_folder(previous)
+    number = 1
+    while (previous / str(number)).exists():
+        number += 1
+    aside = previous / str(number)
+    make_new_folder(aside)
+    for name in _CONTENT:
+        if os.path.lexists(path / name):
+            (path / name).rename(aside / name)
+
+
+def description(
+    job: Job,
+    folder: Path,
+    place: Place | None,
+    started_unix_s: float,
+    controller: Endpoint | None,
+    secret: Path,
+) -> dict[str, object]:
+    """What ``run.json`` says of the job."""
+    return {
+        "id": folder.name,
+        "run_id": job.run_id.encode("utf-8", "backslashreplace").decode(),
+        "argv": [job.script, *job.arguments],
+        "script": job.script,
+        "nodes": place.node_count if place else job.max_nodes,
+        "nproc": job.nproc,
+        "world_size": place.world_size if place else None,
+        "started_unix_s": started_unix_s,
+        "version": __version__,
+        "controller": str(controller) if controller else None,
+        "host": os.uname().nodename,
+        "launcher": process_mark(os.getpid()),
+        "secret_file": str(secret),
+    }
+
+
+def process_mark(pid: int) -> dict[str, int]:
+    """A process so that it is not confused with a later one of the same number: pid and start (clock ticks)."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return {"pid": pid, "start_ticks": int(file.read().rpartition(b")")[2].split()[19])}
+
+
+def _lives(mark: Any) -> bool:
+    try:
+        return process_mark(int(mark["pid"])) == mark
+    except (OSError, TypeError, KeyError, ValueError, IndexError):
+        return False
+
+
+def secret_path(job: Job, folder: Path, home: Path | None) -> Path:
+    """The file with the secret: ``--secret-file``; ``RUN/secret`` on one node or with ``--run-dir``; else the user's.
+
+    Nodes that were given a run folder find the secret in it when the folder is on a shared file system.
+
+    Raises:
+        UsageError: it would be in the user's home, and there is none.
+    """
+    if job.secret_file:
+        return job.secret_file
+    if job.rendezvous.endpoint is None or job.run_dir:
+        return folder / "secret"
+    if home is None:
+        raise UsageError(
+            "no place for the nodes' secret: HOME is not set, and this user has no home folder; "
+            "name a file that all nodes have with --secret-file, or a shared folder with --run-dir"
+        )
+    return home / ".config" / "keepstep" / "secret"
+
+
+def ensure_secret(path: Path) -> bool:
+    """Make the secret file (0600) unless it is there; it appears whole, also for other nodes. Returns if it was made.
+
+    Raises:
+        AuthenticationError: it cannot be made, or the one that is there cannot serve.
+    """
+    from keepstep.wire.secret import read_secret, write_secret
+
+    if os.path.exists(path):  # not where we may not look, as in another user's home: that is said below
+        read_secret(path)
+        return False
+    draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        draft.unlink(missing_ok=True)
+        write_secret(draft)
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise AuthenticationError(
+            f"{path}: cannot make the secret: {error.strerror}; name a file with --secret-file"
+        ) from None
+    return True
+
+
+def controller(folder: Path) -> Endpoint | None:
+    """The address of the newest controller, as nodes that share the folder know it; None: not known."""
+    try:
+        host, _, port = str(json.loads((folder / "run.json").read_text())["controller"]).rpartition(":")
+        return Endpoint(host.strip("[]"), int(port))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def lives_elsewhere(folder: Path) -> bool:
+    """Whether the run in this folder goes on with a controller on another host: ours is a latecomer to it."""
+    at = controller(folder)
+    if at is None or (folder / "end.json").exists():
+        return False
+    try:
+        record: dict[str, Any] = json.loads((folder / "run.json").read_text())
+        if record["host"] == os.uname().nodename or int(record["term"]) < 2:
+            return False
+        socket.create_connection((at.host, at.port), _REACH_S).close()
+        return True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write ``content`` so that a reader sees the old file or the new one, never half of it. OSError passes."""
+    write_whole(path, f"{json.dumps(content, indent=2)}\n".encode())
+
+
+class LogFiles:
+    """Paths of the workers' logs: ``RUN/logs/rank-00003/``, or torchrun's layout under ``--log-dir``."""
+
+    def __init__(self, folder: Path, log_dir: Path | None, run_id: str) -> None:
+        self._folder = folder / "logs"
+        self._log_dir = real_path(log_dir) / f"{_as_name(run_id)}_{folder.name}" if log_dir else None
+
+    def of(self, rank: int, local_rank: int, attempt: int) -> Path:
+        """The folder of one worker; made if need be."""
+        path = self._folder / f"rank-{rank:05d}"
+        if self._log_dir:
+            path = self.attempt(attempt) / str(local_rank)
+        make_folder(path)
+        return path
+
+    def attempt(self, attempt: int) -> Path:
+        """The folder for what belongs to no single worker."""
+        path = self._log_dir / f"attempt_{attempt}" if self._log_dir else self._folder
+        make_folder(path)
+        return path
+
+    def error_file(self, rank: int, local_rank: int, attempt: int) -> Path:
+        """Where the worker writes its error; an earlier attempt's file is kept beside it with the attempt's number."""
+        path = self.of(rank, local_rank, attempt) / "error.json"
+        if os.path.lexists(path):
+            path.replace(path.with_name(f"error.{attempt - 1}.json"))
+        return path

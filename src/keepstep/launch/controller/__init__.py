@@ -1,0 +1,1 @@
+"""The launcher's side of the controller: hosting it, connecting to it, electing its host."""

@@ -1,0 +1,154 @@
+"""The rim around `lease`: the port on which other launchers ask this one, and what it asks them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import ssl
+from collections.abc import Callable
+
+from keepstep import wire
+from keepstep.launch.controller.lease import Elector
+
+_TICK_S = 0.2
+_LOOK_S = 1.0  # between two questions for the controller
+_GUIDE_S = 2.0  # for an elector to answer that it is there
+
+
+class Elections:
+    """Speaks for this launcher's ``elector``, once it is open.
+
+    ``member_is_connected`` tells whether a controller's orders are heard; ``changed`` is called about five times a
+    second, to act on what the elector knows; ``led`` when the controller's host says that it has the lease.
+    """
+
+    def __init__(
+        self,
+        token: int,
+        node: str,
+        pid: int,
+        address: str,
+        *,
+        tls: tuple[ssl.SSLContext, ssl.SSLContext] | None,
+        member_is_connected: Callable[[], bool],
+        changed: Callable[[], None],
+        led: Callable[[], None],
+    ) -> None:
+        """``address``: this node's, numeric. ``tls``: contexts of a server and of a client."""
+        self._seat = wire.Seat(token, node, pid, address, 0)
+        self._tls = tls
+        self._member_is_connected, self._changed, self._led = member_is_connected, changed, led
+        self._dice = random.Random()
+        self._key = wire.RunKey(b"")
+        self._server: wire.Server | None = None
+        self._clients: dict[int, wire.Client] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._ticks: asyncio.Task[None] | None = None
+        self._looked_s = 0.0
+        self._guided_s, self._guide = 0.0, 0  # who is asked for the controller by one that has no seat
+        self.elector: Elector | None = None
+
+    async def open(self, key: wire.RunKey) -> wire.Seat:
+        """Listen. Raises OSError when no port can be had."""
+        await self.close()
+        self._key = key
+        callbacks = wire.ServerCallbacks(self._asked, lambda _: None, lambda _, __: None)
+        tls = self._tls[0] if self._tls is not None else None
+        try:
+            self._server = await wire.serve(
+                self._seat.address, 0, key, callbacks, tls=tls, roles=wire.TO_ELECTOR
+            )
+        except OSError:  # an address that others see, but this node has not
+            anywhere = "::" if ":" in self._seat.address else "0.0.0.0"
+            self._server = await wire.serve(anywhere, 0, key, callbacks, tls=tls, roles=wire.TO_ELECTOR)
+        seat = wire.Seat(
+            self._seat.token, self._seat.node, self._seat.pid, self._seat.address, self._server.port
+        )
+        self.elector = Elector(seat, self._dice.random)
+        self._ticks = asyncio.get_running_loop().create_task(self._run())
+        return seat
+
+    async def close(self) -> None:
+        """Say and hear nothing any more."""
+        if self._ticks is not None:
+            self._ticks.cancel()
+            self._ticks = None
+        for token in list(self._clients):
+            self._leave(token)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        if self._server is not None:
+            await self._server.close()
+            self._server = None
+
+    async def _run(self) -> None:
+        assert self.elector is not None
+        while True:
+            now_s = _now_s()
+            self._keep_clients(self.elector)
+            for to in self.elector.tick(now_s, connected=self._member_is_connected()):
+                client = self._clients.get(to.seat.token)
+                if client is not None and client.connected:  # one that waits would come too late
+                    client.send(to.ask)
+            if not self._member_is_connected() and now_s - self._looked_s >= _LOOK_S:
+                self._looked_s = now_s
+                for client in self._clients.values():
+                    if client.connected:
+                        client.send(wire.Where())
+            self._changed()
+            await asyncio.sleep(_TICK_S)
+
+    def _keep_clients(self, elector: Elector) -> None:
+        """Electors know each other at all times; others look for one when they have lost the controller."""
+        council = elector.council
+        if council is None:
+            return
+        seats = {seat.token: seat for seat in (*council.seats, *council.former)}
+        if seats.pop(elector.seat.token, None) is None:
+            seats = {} if self._member_is_connected() else self._guides(seats, council.leader.token)
+        for token in self._clients.keys() - seats.keys():
+            self._leave(token)
+        for token, seat in seats.items():
+            if token not in self._clients:
+                self._clients[token] = wire.connect(
+                    (seat.address, seat.port),
+                    self._key,
+                    role="elector",
+                    greet=lambda: () if self._member_is_connected() else (wire.Where(),),
+                    message=self._answered,
+                    tls=self._tls[1] if self._tls is not None else None,
+                )
+
+    def _guides(self, seats: dict[int, wire.Seat], leader: int) -> dict[int, wire.Seat]:
+        """The leader, which knows whether it has the lease, and one other: there may be thousands that ask."""
+        client = self._clients.get(self._guide)
+        late = _now_s() - self._guided_s >= _GUIDE_S
+        if self._guide not in seats or (late and (client is None or not client.connected)):
+            self._guided_s, self._guide = _now_s(), self._dice.choice(list(seats))
+        return {token: seat for token, seat in seats.items() if token in (self._guide, leader)}
+
+    def _leave(self, token: int) -> None:
+        task = asyncio.get_running_loop().create_task(self._clients.pop(token).close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _asked(self, connection: wire.Connection, message: wire.Message) -> None:
+        assert self.elector is not None
+        if isinstance(message, wire.Ask):
+            answer = self.elector.asked(message, _now_s())
+            if answer is not None:
+                connection.send(answer)
+        elif isinstance(message, wire.Where):
+            connection.send(self.elector.where(_now_s()))
+
+    def _answered(self, message: wire.Message) -> None:
+        assert self.elector is not None
+        if isinstance(message, wire.Answer):
+            self.elector.answered(message, _now_s())
+        elif isinstance(message, wire.Leads):
+            self.elector.learned(message)
+            if message.acts:
+                self._led()
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

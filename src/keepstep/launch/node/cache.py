@@ -1,0 +1,187 @@
+"""The node's cache of checkpoints, as its launcher keeps it: made once, told to workers, kept until storage has all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from keepstep.core.errors import KeepstepError
+from keepstep.launch.command.job import Job
+from keepstep.launch.command.placement import (
+    CACHE,
+    CHECKPOINT_DIR,
+    CHECKPOINT_EVERY,
+    ELASTIC,
+    FAILURES_PER_DAY,
+    INCARNATION,
+    LAYOUT,
+    NO_CACHE,
+    Place,
+)
+
+if TYPE_CHECKING:
+    from keepstep.checkpoint.memory.cache import Cache, CacheServer
+    from keepstep.checkpoint.memory.slots import Key
+
+_POLL_S = 0.1
+
+_LOOK_S = 0.02
+_MOST_UNLIKE = 4  # steps: whether one was the same on all ranks is known a step later
+
+
+class Caching:
+    """A cache that outlives the workers, from the first start on. ``warn``: a line for the operator."""
+
+    def __init__(self, job: Job, warn: Callable[[str], None]) -> None:
+        self._job, self._warn = job, warn
+        self._made: tuple[Cache, CacheServer] | None = None
+        self.moved = False  # this node plays other ranks than before, whose snapshots are still elsewhere
+
+    @property
+    def address(self) -> str:
+        """Where it is asked for; "": there is none."""
+        return self._made[1].address if self._made else ""
+
+    def environment(self, place: Place) -> dict[str, str]:
+        """What workers find it by or, when none can be made, learn why."""
+        job = self._job
+        try:
+            if self._made is None:
+                self._made = self._make(place)
+        except (KeepstepError, OSError, ImportError) as error:
+            self._warn(f"no checkpoints are kept in memory: {error}")
+            return {NO_CACHE: f"{job.node} has no cache, none could be made: {error}"}
+        found = {CACHE: self.address, INCARNATION: str(place.incarnation)}
+        if job.elastic:
+            found[ELASTIC] = "1"
+        if job.layout:
+            found[LAYOUT] = job.layout
+        if job.persisting:
+            every = job.persisting.every
+            found[CHECKPOINT_DIR] = job.persisting.where
+            found[CHECKPOINT_EVERY] = "auto" if every is None else str(every)
+            found[FAILURES_PER_DAY] = f"{job.persisting.failures_per_day:g}"
+        return found
+
+    async def stored(self, wait_s: float, in_vain: Callable[[], bool], say: Callable[[str], None]) -> str:
+        """Wait until what was to be on storage is there; a line about what is not, else "".
+
+        ``in_vain``: whether to wait no longer.
+        """
+        if self._made is None or self._job.persisting is None:
+            return ""
+        where, deadline_s, said = self._job.persisting.where, time.monotonic() + wait_s, False
+        while wanted := self._made[0].wanted():
+            steps = ", ".join(str(key.step) for key in wanted)
+            if in_vain() or time.monotonic() >= deadline_s:
+                return f"step {steps} is not on storage {where} and is lost"
+            if not said:
+                said = True
+                say(
+                    f"waiting for step {steps} to be on storage {where}, at most {wait_s:.0f} s (Ctrl-C: no longer)"
+                )
+            await asyncio.sleep(_POLL_S)
+        return ""
+
+    def newest(self, rank: int) -> Key | None:
+        """The newest snapshot that a rank of this node has sealed."""
+        if self._made is None:
+            return None
+        from keepstep.checkpoint.memory.cache import newest_on
+
+        return newest_on(self._made[0].board, rank)
+
+    def newest_alike(self, rank: int) -> Key | None:
+        """The newest snapshot of a rank of this node that is the same on all ranks of the job."""
+        return max(self._made[0].alike(rank), default=None) if self._made else None
+
+    async def next_sealed(
+        self, place: Place, over: Callable[[], bool], *, alike: bool, leave: bool = False
+    ) -> tuple[int | None, str]:
+        """See `next_sealed`; and why there is none like that, or the ranks cannot ``leave`` this node."""
+        ranks = range(place.first_rank, place.first_rank + self._job.nproc)
+        if leave and (why := self._cramped(ranks)):
+            return -1, why
+        step = await next_sealed(self, ranks, over, alike=alike)
+        return step, self.rigid(place) if step is not None and step < 0 else ""
+
+    def _cramped(self, ranks: Iterable[int]) -> str:
+        """Why this node cannot have other ranks while it keeps what these leave for who plays them then."""
+        if self._made is None:
+            return ""
+        from keepstep.checkpoint.memory.cache import gib
+
+        lacks = self._made[0].lacks(ranks)
+        there = "lacks {} to keep what its ranks leave there until others have it; raise KEEPSTEP_CHECKPOINT_BYTES"
+        return there.format(gib(lacks)) if lacks else ""
+
+    def rigid(self, place: Place | None) -> str:
+        """Why this node's ranks cannot go on in a job of another size; "": nothing is in the way.
+
+        What has saved nothing here begins as its script does.
+        """
+        first = place.first_rank if place else 0
+        saved = [rank for rank in range(first, first + self._job.nproc) if self.newest(rank)]
+        if not saved or any(self.newest_alike(rank) for rank in saved):
+            return ""
+        return f"what rank {saved[0]} saves is not known to be the same on all ranks (docs/howto/session.md)"
+
+    def move(self, before: Place, after: Place) -> None:
+        """The job has another size, or this node plays other ranks."""
+        if self._made is None:
+            return
+        from keepstep.checkpoint.memory.cache import backup_of
+
+        ranks = range(before.first_rank, before.first_rank + self._job.nproc)
+        if after.world_size == before.world_size:
+            self._made[0].leave(ranks)
+            self.moved = any(self._made[0].slots(backup_of(rank)) for rank in ranks)
+        else:
+            self._made[0].renumber({rank: rank - before.first_rank + after.first_rank for rank in ranks})
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._made:
+            cache, server = self._made
+            server.close()
+            cache.close()
+            self._made = None
+
+    def _make(self, place: Place) -> tuple[Cache, CacheServer]:
+        from keepstep.checkpoint.memory.cache import Backing, Cache, CacheServer, default_limit_bytes
+
+        copies = self._job.checkpoint_backups if self._job.watch else 0
+        nodes = self._job.max_nodes if self._job.elastic else place.node_count
+        backing = Backing(self._job.nproc, min(copies, nodes - 1))
+        cache = Cache(self._job.checkpoint_bytes or default_limit_bytes(), backing)
+        try:
+            return cache, CacheServer(cache)
+        except BaseException:
+            cache.close()
+            raise
+
+
+async def next_sealed(
+    caching: Caching, ranks: Iterable[int], over: Callable[[], bool], *, alike: bool = False
+) -> int | None:
+    """The step that all ``ranks`` have sealed since now; None once ``over``.
+
+    ``alike``: one that is the same on all ranks of the job. -1: some rank has never sealed any, or none like that in
+    several steps.
+    """
+    ranks = tuple(ranks)
+    look = caching.newest_alike if alike else caching.newest
+    first, seen = {rank: look(rank) for rank in ranks}, {caching.newest(ranks[0])}
+    if not caching.moved and not all(caching.newest(rank) for rank in ranks):
+        return -1
+    while not over():
+        newest = [look(rank) for rank in ranks]
+        if all(key is not None and key != first[rank] for rank, key in zip(ranks, newest, strict=True)):
+            return min(key.step for key in newest if key is not None)
+        seen.add(caching.newest(ranks[0]))
+        if alike and len(seen) > _MOST_UNLIKE:
+            return -1
+        await asyncio.sleep(_LOOK_S)
+    return None

@@ -1,0 +1,176 @@
+"""Has the kernel told of broken hardware? Where its log may be read; elsewhere nothing is found.
+
+Only what somebody has to mend makes a node unfit. Errors that the hardware corrected, or that are over with the
+application that met them, are told and no more: nobody gains when a node is drained for them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from keepstep.launch.node.checks import Found, Subject
+from keepstep.launch.node.checks.xids import (
+    ACTIONS,
+    FALLEN_OFF_THE_BUS,
+    PASSING,
+    RECOVERY_ACTION,
+    UNFIT,
+    catalogue,
+)
+
+_PATH = "/dev/kmsg"
+_MOST = 20_000  # lines
+_MOST_QUOTED = 160  # characters of a line
+
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([^)]*)\): (\d+)\b(.*)")
+_FALLEN = re.compile(r"NVRM: .*fallen off the bus")
+_SXID = re.compile(r"SXid \([^)]*\): (\d+), (.*)")
+_SXID_DETAILS = re.compile(r"Data \{|Severity \d")  # of the SXid in the line before
+_FATAL = re.compile(r"(?<!non-)(?<!non)fatal", re.IGNORECASE)
+_REQUIRED = re.compile(r" to \w+ \([^)]*(Reset|Reboot) Required\)")  # Xid 154
+_RECOVERED = re.compile(r" to \w+ \(None\)")
+_DRAIN = re.compile(r" to \w+ \(Drain")
+_REGISTERS = re.compile(r"\((0x[0-9a-fA-F]+(?:, *0x[0-9a-fA-F]+){4,})\)")  # Xid 74
+# Bits of these registers that the catalogue says to ignore or to go on with.
+_HARMLESS = (0x4080_0001, 0, 0, 0, 0x2490_0000, 0, 0)
+
+_BROKEN = re.compile(
+    r"\[Hardware Error\].*(Uncorrected|System Fatal|Machine Check Exception|(severity|type): fatal|\[[^\]]*\bUE\b)"
+    r"|mce: .*Uncorrected|EDAC .*\bUE\b"
+    r"|(I/O|critical medium) error, dev (?!sr|fd|loop)\w+"
+    r"|nvme\w*: (controller is down|I/O (tag )?\d+.*timeout(?!, completion polled))"
+    r"|mlx5_core.*(health compromised|(?<!non-)fatal)|Remounting filesystem read-only"
+)
+_UNCLEAR = re.compile(r"\[Hardware Error\].*(Deferred|(severity|type): recoverable)")
+_CORRECTED = re.compile(r"\[Hardware Error\]|Machine check events|EDAC .*\bCE\b")
+
+
+class _Weight(IntEnum):
+    """What a line means for the node."""
+
+    PAST = 0  # corrected, or only the trace of an application that ended
+    APPLICATION = 1  # the application has to begin again, anywhere
+    UNCLEAR = 2  # not known, or it depends
+    BROKEN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    line: str
+    weight: _Weight
+    meaning: str = ""
+
+
+def look(subject: Subject, path: str = _PATH) -> Iterator[Found]:
+    """One finding at most: the newest of the gravest errors since ``subject.since_s``, and how many there were.
+
+    Where nothing has failed yet it is only a hint, and what the applications before met is not told.
+    """
+    told = list(_judged(tuple(_lines(path, subject.since_s))))
+    gravest = max((one.weight for one in told), default=_Weight.PAST)
+    alike = [one for one in told if one.weight == gravest]
+    if not alike or (subject.fresh and gravest < _Weight.UNCLEAR):
+        return
+    newest = alike[-1]
+    more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
+    broken = newest.weight == _Weight.BROKEN
+    yield Found(
+        f"node {subject.node}: the kernel tells of {'broken hardware' if broken else 'an error'}: "
+        f"{newest.line[:_MOST_QUOTED]}{more}; {newest.meaning and newest.meaning + '; '}"
+        f"{'drain the node and have it looked at' if broken else 'the node stays in use'}",
+        unfit=broken and not subject.fresh,
+    )
+
+
+def _judged(lines: Sequence[str]) -> Iterator[_Told]:
+    xids = [(line, found) for line in lines if (found := _XID.search(line))]
+    # A GPU that remapped the row or contained the error may be reset when it suits.
+    contained = {
+        found[1]
+        for _, found in xids
+        if found[2] in ("63", "94") or (int(found[2]) == RECOVERY_ACTION and _DRAIN.search(found[3]))
+    }
+    newest_action = {found[1]: line for line, found in xids if int(found[2]) == RECOVERY_ACTION}
+    for line in lines:
+        if found := _XID.search(line):
+            gpu, number = found[1], int(found[2])
+            if number != RECOVERY_ACTION or newest_action[gpu] == line:
+                yield _xid(line, number, found[3], contained=gpu in contained)
+        elif _FALLEN.search(line):
+            yield _xid(line, FALLEN_OFF_THE_BUS, "", contained=False)
+        elif found := _SXID.search(line):
+            if not _SXID_DETAILS.match(found[2]):
+                yield _sxid(line, found[1], found[2])
+        elif _BROKEN.search(line):
+            yield _Told(line, _Weight.BROKEN)
+        elif _UNCLEAR.search(line):
+            yield _Told(line, _Weight.UNCLEAR)
+        elif _CORRECTED.search(line):
+            yield _Told(line, _Weight.PAST, "nothing says that it was not corrected")
+
+
+def _xid(line: str, number: int, rest: str, *, contained: bool) -> _Told:
+    """``rest``: of the line, behind the number. ``contained``: the GPU has shown that the error harms no others."""
+    xid = catalogue().get(number)
+    if xid is None:
+        return _Told(line, _Weight.UNCLEAR, f"keepstep does not know Xid {number}: see NVIDIA's catalogue")
+    if xid.action in PASSING:
+        weight = _Weight.APPLICATION if xid.action == "RESTART_APP" else _Weight.PAST
+    elif number == RECOVERY_ACTION and _RECOVERED.search(rest):
+        weight = _Weight.PAST
+    elif xid.action in UNFIT or _says_so(xid.action, rest, contained=contained):
+        weight = _Weight.BROKEN
+    else:
+        weight = _Weight.UNCLEAR
+    meaning = f"Xid {number} ({xid.name}), in NVIDIA's catalogue {xid.action}: {ACTIONS[xid.action]}"
+    return _Told(line, weight, meaning)
+
+
+def _says_so(action: str, rest: str, *, contained: bool) -> bool:
+    """Whether the node is unfit where the catalogue says that it depends."""
+    if action == "WORKFLOW_XID_48":
+        return not contained
+    if action == "XID_154":
+        return _REQUIRED.search(rest) is not None
+    if not action.startswith("WORKFLOW_NVLINK") or not _FATAL.search(rest):
+        return False
+    found = _REGISTERS.search(rest)
+    return found is None or any(
+        int(text, 16) & ~harmless
+        for text, harmless in zip(found[1].split(","), _HARMLESS, strict=False)  # drivers differ in how many
+    )
+
+
+def _sxid(line: str, number: str, rest: str) -> _Told:
+    fatal = _FATAL.match(rest) is not None
+    meaning = f"SXid {number} of an NVSwitch, {'fatal' if fatal else 'which does not say that it is fatal'}"
+    return _Told(line, _Weight.BROKEN if fatal else _Weight.UNCLEAR, meaning)
+
+
+def _lines(path: str, since_s: float) -> Iterator[str]:
+    """What came into the log since then. Older records cost next to nothing: a recovery is under way beside us."""
+    try:
+        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        for _ in range(_MOST):
+            try:
+                record = os.read(log, 8192)
+            except BrokenPipeError:  # overwritten while we read: the next read goes on after it
+                continue
+            except OSError:
+                return
+            if not record:
+                return
+            # priority, sequence number, microseconds and flags; the text; on further lines its details
+            head, _, text = record.partition(b";")
+            fields = head.split(b",", 3)
+            if len(fields) >= 3 and fields[2].isdigit() and int(fields[2]) >= since_s * 1e6:
+                yield text.partition(b"\n")[0].decode(errors="replace")
+    finally:
+        os.close(log)

@@ -1,0 +1,290 @@
+"""The programs beside the workers: controller and agent. When one dies it is started again; training goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from keepstep.core.budgets import as_text
+from keepstep.core.errors import RunError, UnsafePathError
+from keepstep.core.own_folders import make_folder, open_file
+from keepstep.launch.command.job import Endpoint, Job
+from keepstep.launch.command.placement import COOKIE, OURS
+from keepstep.launch.node.preloaded import Waiting
+from keepstep.launch.workers.guard import Guard
+from keepstep.launch.workers.processes import (
+    Child,
+    Processes,
+    end_group,
+    low_priority,
+    restore_priority,
+    signal_group,
+)
+
+FIRST_WAIT_S = 0.1
+LONGEST_WAIT_S = 10.0
+TRIES = 8
+CANNOT_START = 2  # exit code of one that will not do better when tried again
+HALT_MARGIN_S = 30.0  # beyond --shutdown-timeout: to kill, and to end what workers leave behind
+_PROGRAM_WORDS = 3  # of a command: Python, -m, the module
+STEADY_S = 60.0  # one that lived this long is given all its tries again
+
+
+def environment() -> dict[str, str]:
+    """The launcher's own, less what marks a process as a worker."""
+    return {name: value for name, value in os.environ.items() if name != COOKIE and name not in OURS}
+
+
+class Companion:
+    """One program that is kept running. ``command`` is asked anew for each start."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[], Sequence[str]],
+        processes: Processes,
+        guard: Guard,
+        *,
+        gave_up: Callable[[str], None],
+        log: Path | None = None,
+        ready: Callable[[dict[str, Any]], None] | None = None,
+        waiting: Waiting | None = None,
+    ) -> None:
+        """``log``: file for its stdout and stderr. ``ready``: is told the first line of its stdout, a JSON object.
+
+        ``waiting``: has perhaps imported already; it needs a ``log``.
+        """
+        self._name = name
+        self._command = command
+        self._processes = processes
+        self._guard = guard
+        self._gave_up = gave_up
+        self._log = log
+        self._ready = ready
+        self._waiting = waiting
+        self.was_waiting = False  # the one that runs had imported before it was needed
+        self._child: Child | None = None
+        self._failures = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopping = False
+        self._was_ready = ready is None
+        self._ended = asyncio.Event()
+        self._ended.set()
+        self._line = b""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process, None while there is none."""
+        return self._child.pid if self._child else None
+
+    def start(self) -> None:
+        """Start it and keep it running."""
+        self._timer = None
+        output = None
+        try:
+            if self._log:
+                make_folder(self._log.parent)
+                if self._take():
+                    return
+                output = open_file(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._child = self._processes.start(
+                self._name,
+                self._command(),
+                environment(),
+                on_exit=self._exited,
+                death_signal=signal.SIGTERM,  # it has something to save; the guard sees to it that it ends
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if self._ready else output,
+                stderr=output,
+            )
+        except (OSError, RunError) as error:
+            if isinstance(error, UnsafePathError):
+                self._failures = TRIES
+            self._again(str(error))
+            return
+        finally:
+            if output is not None:
+                os.close(output)
+        self._guard.add(self._child.pid, at_once=False)
+        self._ended.clear()
+        if self._child.stdout:
+            self._line = b""
+            os.set_blocking(self._child.stdout.fileno(), False)
+            asyncio.get_running_loop().add_reader(self._child.stdout.fileno(), self._read, self._child)
+
+    def _take(self) -> bool:
+        """Whether one that waited runs."""
+        self.was_waiting = False
+        if self._waiting is None or self._log is None:
+            return False
+        words = self._command()[_PROGRAM_WORDS:]
+        child = self._waiting.take(words, self._log)
+        if child is None:
+            return False
+        self._processes.become(child, self._name, self._exited)
+        child.started_s = time.monotonic()
+        self._child, self.was_waiting = child, True
+        self._ended.clear()
+        return True
+
+    def give_way(self, seconds: float) -> None:
+        """Let it have what others leave of the CPUs, for so long; one that had imported has no need of many."""
+        if self._child and not self.was_waiting:
+            low_priority(self._child.pid)
+            asyncio.get_running_loop().call_later(seconds, restore_priority, self._child)
+
+    def may_end(self) -> None:
+        """Its work is done: when it ends now, it is not started again."""
+        self._stopping = True
+
+    async def stop(self, patience_s: float) -> None:
+        """End it: SIGTERM, and SIGKILL after ``patience_s``."""
+        self._stopping = True
+        if self._timer:
+            self._timer.cancel()
+        child = self._child
+        if child is None:
+            return
+        end_group(child.pid, signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self._ended.wait(), patience_s)
+        except asyncio.TimeoutError:
+            signal_group(child.pid, signal.SIGKILL)
+            await self._ended.wait()
+
+    def _exited(self, child: Child) -> None:
+        if child.stdout:
+            asyncio.get_running_loop().remove_reader(child.stdout.fileno())
+            child.stdout.close()
+        signal_group(child.pid, signal.SIGKILL)
+        self._guard.remove(child.pid)
+        self._child = None
+        self._ended.set()
+        if not self._stopping:
+            if child.ended_s - child.started_s >= STEADY_S:
+                self._failures = 0
+            if child.status == CANNOT_START and not self._was_ready:
+                self._failures = TRIES
+            self._again(f"ended with status {child.status}")
+
+    def _again(self, reason: str) -> None:
+        self._failures += 1
+        if self._failures > TRIES:
+            self._gave_up(reason)
+            return
+        wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._failures - 1))
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self.start)
+
+    def _read(self, child: Child) -> None:
+        assert child.stdout is not None
+        try:
+            data = os.read(child.stdout.fileno(), 4096)
+        except BlockingIOError:
+            return
+        if not data:
+            asyncio.get_running_loop().remove_reader(child.stdout.fileno())
+            return
+        if b"\n" in self._line:
+            return
+        self._line += data
+        if b"\n" in self._line and self._ready:
+            try:
+                said: Any = json.loads(self._line.split(b"\n")[0])
+            except ValueError:
+                said = None
+            if isinstance(said, dict) and said.get("ready"):  # pyright: ignore[reportUnknownMemberType]
+                self._was_ready = True
+                self._ready(said)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def council_file(folder: Path, term: int) -> Path:
+    """Where the controller of a term keeps who elects; nodes may share the folder."""
+    return folder / f"council-{term}.json"
+
+
+def stop_file(council: Path) -> Path:
+    """Where it keeps what the job ends with: one that has been replaced does not end the job for the others."""
+    return council.with_suffix(".stop.json")
+
+
+def controller_command(
+    job: Job, folder: Path, secret: Path, listen: Endpoint, *, seat: int = 0, term: int = 0
+) -> list[str]:
+    """How the controller is started. ``seat``: our token and ``term`` when it may move to another node."""
+    backups = job.checkpoint_backups and job.watch and job.max_nodes > 1
+    return [
+        *(sys.executable, "-m", "keepstep.control"),
+        *("--run-dir", str(folder)),
+        *("--listen", str(listen)),
+        *("--secret-file", str(secret)),
+        f"--run-id={job.run_id}",
+        *("--nodes", str(job.max_nodes)),
+        *("--join-timeout", f"{job.rendezvous.join_timeout_s:g}"),
+        *(("--shrink-after", f"{job.shrink_after_s:g}") if job.elastic else ()),
+        *("--halt-timeout", f"{job.shutdown_timeout_s + HALT_MARGIN_S:g}"),
+        *(("--layout", job.layout) if job.layout else ()),
+        *(("--restart-budget", as_text(job.restart_budget)) if job.max_restarts else ()),
+        *(() if job.validate else ("--no-validate",)),
+        *(("--mitigate", job.mitigate) if job.mitigate != "auto" else ()),
+        *(("--restart-hangs",) if job.restart_hangs else ()),
+        *(("--max-restarts", str(job.max_restarts)) if job.max_restarts else ()),
+        *(("--backups", str(job.checkpoint_backups)) if backups else ()),
+        *(("--seat", str(seat), "--term", str(term)) if seat else ()),
+        *(("--council", str(council_file(folder, term))) if seat else ()),
+        *_tls(job),
+    ]
+
+
+def agent_command(
+    job: Job,
+    folder: Path,
+    secret: Path,
+    controller: Endpoint,
+    node_rank: int,
+    rings: dict[int, str],
+    orders: dict[int, str],
+    links: dict[int, str],
+    *,
+    world_size: int,
+    cache: str,
+) -> list[str]:
+    """How the agent is started; rings, orders pages and link tables are paths by rank. ``cache``: address, "": none."""
+    command = [
+        *(sys.executable, "-m", "keepstep.agent"),
+        *("--run-dir", str(folder)),
+        *("--controller", str(controller)),
+        *("--secret-file", str(secret)),
+        f"--run-id={job.run_id}",
+        *("--node", job.node),
+        *("--node-rank", str(node_rank)),
+        *("--world-size", str(world_size)),
+        *(("--cache", cache) if cache else ()),
+        *_tls(job),
+    ]
+    if job.persisting:
+        command += ["--checkpoint-dir", job.persisting.where, "--checkpoint-keep", str(job.persisting.keep)]
+    if cache and job.checkpoint_backups and job.max_nodes > 1:
+        command += ["--backups", str(job.checkpoint_backups)]
+        command += ["--backup-rate", f"{job.checkpoint_backup_rate:g}"] if job.checkpoint_backup_rate else []
+        command += [f"--failure-domain={job.failure_domain}"] if job.failure_domain else []
+    for rank, path in sorted(rings.items()):
+        command += ["--ring", f"{rank}={path}"]
+    for rank, path in sorted(orders.items()):
+        command += ["--orders", f"{rank}={path}"]
+    for rank, path in sorted(links.items()):
+        command += ["--links", f"{rank}={path}"]
+    return command
+
+
+def _tls(job: Job) -> list[str]:
+    if job.tls is None:
+        return []
+    return ["--tls-cert", str(job.tls.cert), "--tls-key", str(job.tls.key), "--tls-ca", str(job.tls.ca)]

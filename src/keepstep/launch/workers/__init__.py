@@ -1,0 +1,1 @@
+"""The processes of one incarnation: started, streamed, restarted, explained when they fail."""

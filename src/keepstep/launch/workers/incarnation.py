@@ -1,0 +1,270 @@
+"""The workers of one node and one incarnation: started together, watched, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from keepstep.launch.command.placement import ERROR_FILE, WorkerPlan
+from keepstep.launch.workers.guard import Guard
+from keepstep.launch.workers.processes import (
+    Child,
+    Processes,
+    descendants,
+    end_group,
+    failing_status,
+    signal_group,
+)
+from keepstep.launch.workers.root_cause import Failure, examine, first
+from keepstep.launch.workers.standbys import Standbys
+from keepstep.launch.workers.streams import WorkerStreams, open_for_worker
+from keepstep.launch.workers.survivors import Survivors
+
+_SWEEP_PATIENCE_S = 5.0
+_UNKILLABLE_S = 10.0
+_FREEING_S = 300.0  # for the kernel to free the memory of those that are as good as dead
+_LOOK_S = 0.05
+
+
+class Workers:
+    """One incarnation's workers. ``failed`` is called at the first failure, ``finished`` when all ended well."""
+
+    def __init__(
+        self,
+        plans: Sequence[WorkerPlan],
+        streams: Mapping[int, WorkerStreams],
+        processes: Processes,
+        guard: Guard,
+        *,
+        failed: Callable[[Failure], None],
+        finished: Callable[[], None],
+        standbys: Standbys | None = None,
+        survivors: Survivors | None = None,
+    ) -> None:
+        self._plans = plans
+        self._streams = streams
+        self._processes = processes
+        self._guard = guard
+        self._failed = failed
+        self._finished = finished
+        self._standbys = standbys
+        self._survivors = survivors
+        self._children: dict[int, Child] = {}  # by local rank
+        self._asked: set[int] = set()  # signals that we sent to end them
+        self._all_ended = asyncio.Event()
+        self._interrupted: set[int] = set()  # ranks that failed, but whose status is that of our signal
+        self._falling: set[int] = set()  # local ranks that have failed and are not gone yet
+        self._reasons: dict[int, str] = {}  # by rank, of those that were ended for one
+        self.failures: list[Failure] = []
+        self.failed_s = 0.0  # CLOCK_MONOTONIC of the first failure
+        self.from_standbys = 0
+        self.survived = 0  # played on by who played them before
+
+    def start(self, environ: Mapping[str, str]) -> None:
+        """Start them all.
+
+        Raises:
+            RunError: one cannot be started; those that were are to be ended with ``end``.
+        """
+        for plan in self._plans:
+            streams = self._streams[plan.local_rank]
+            stdout = open_for_worker(streams.stdout)
+            stderr = open_for_worker(streams.stderr)
+            try:
+                child = self._begin(plan, environ, stdout, stderr)
+            finally:
+                for descriptor in (stdout, stderr):
+                    if descriptor is not None:
+                        os.close(descriptor)
+            self._guard.add(child.pid, at_once=True)
+            self._children[plan.local_rank] = child
+
+    def _begin(
+        self, plan: WorkerPlan, environ: Mapping[str, str], stdout: int | None, stderr: int | None
+    ) -> Child:
+        """Who has outlived the last incarnation goes on, else a warm standby takes over, else a process is started."""
+
+        def exited(child: Child) -> None:
+            self._exited(plan, child)
+
+        name = f"rank {plan.rank}"
+        if self._survivors and (child := self._survivors.take(plan, environ, stdout, stderr)):
+            self._processes.become(child, name, exited)
+            self.survived += 1
+            return child
+        if self._standbys and (child := self._standbys.take(plan, environ, stdout, stderr)):
+            self._processes.become(child, name, exited)
+            self.from_standbys += 1
+            return child
+        return self._processes.start(
+            name,
+            plan.command,
+            {**environ, **plan.environment},
+            on_exit=exited,
+            stdout=stdout,
+            stderr=stderr,
+        )
+
+    @property
+    def alive(self) -> list[Child]:
+        """Workers that have not ended."""
+        return [child for child in self._children.values() if child.alive]
+
+    @property
+    def exit_code(self) -> int:
+        """The root cause's; the first one seen where the root's own was overwritten by our signal."""
+        root = first(self.failures)
+        return (self.failures[0] if root.rank in self._interrupted else root).exit_code
+
+    def kill(self, rank: int, process: int, reason: str) -> bool:
+        """End one worker because it will not go on; ``reason`` counts as its error. False: it is not there."""
+        for plan in self._plans:
+            child = self._children.get(plan.local_rank)
+            if plan.rank == rank and child is not None and child.alive and child.pid == process:
+                self._reasons[rank] = reason
+                end_group(child.pid, signal.SIGKILL)
+                return True
+        return False
+
+    def raised(self, rank: int) -> None:
+        """A worker says that it goes down with an error, which is in its error file: it has failed."""
+        for plan in self._plans:
+            if plan.rank == rank:
+                self._falls(plan, lambda _: 1)
+
+    def watch(self) -> None:
+        """See, many times a second, who has failed and is not gone yet: it may have much memory to free."""
+        if self.alive and not self._asked:
+            asyncio.get_running_loop().call_later(_LOOK_S, self.watch)
+        self._look()
+
+    def _look(self) -> None:
+        for plan in self._plans:
+            self._falls(plan, failing_status)
+
+    def _falls(self, plan: WorkerPlan, status_of: Callable[[int], int | None]) -> None:
+        child = self._children.get(plan.local_rank)
+        if child is None or not child.alive or self._asked or plan.local_rank in self._falling:
+            return
+        status, now_s = status_of(child.pid), time.monotonic()
+        if status:
+            self._falling.add(plan.local_rank)
+            self._fail(self._examine(plan, child.pid, status, now_s), now_s)
+
+    def call_survivors(self) -> None:
+        """Have those leave that can outlive this incarnation: they are none of these workers any more."""
+        self._look()  # who fails with the first one is no survivor
+        if self._survivors:
+            well = {local: child for local, child in self._children.items() if local not in self._falling}
+            for local_rank in self._survivors.call(well):
+                del self._children[local_rank]
+
+    def ask(self, number: int) -> None:
+        """Send a signal to every worker that lives, with its whole process group."""
+        self._look()  # who fails by itself is not to be taken for one that we end
+        self._asked.add(number)
+        for child in self.alive:
+            end_group(child.pid, number)
+
+    async def end(self, number: int, patience_s: float, kill_now: asyncio.Event) -> list[Child]:
+        """End all workers: signal ``number``, then SIGKILL after ``patience_s`` or once ``kill_now`` is set.
+
+        Survivors that were called have left their training by then, or are ended too. Returns those that even
+        SIGKILL did not end (stuck in the kernel).
+        """
+        if self.alive:
+            self.ask(number)
+            await _either(self._all_ended, kill_now, patience_s)
+        if self.alive:
+            self.ask(signal.SIGKILL)
+            await _either(self._all_ended, None, _UNKILLABLE_S)
+        deadline_s = time.monotonic() + _FREEING_S
+        while self.alive and all(failing_status(child.pid) for child in self.alive):
+            if time.monotonic() > deadline_s:
+                break
+            await _either(self._all_ended, None, 1.0)
+        for child in self._children.values():
+            if not child.alive:
+                signal_group(child.pid, signal.SIGKILL)
+                self._guard.remove(child.pid)
+        if self._survivors:
+            await self._survivors.left()
+        return self.alive
+
+    def _exited(self, plan: WorkerPlan, child: Child) -> None:
+        assert child.status is not None
+        if child.status != 0 and plan.local_rank not in self._falling:
+            failure = self._examine(plan, child.pid, child.status, child.ended_s)
+            by_us = self._ended_by_us(child)
+            # One that we ended while it was going down with an error of its own has failed all the same.
+            if not by_us or failure.error_file:
+                if by_us:
+                    self._interrupted.add(failure.rank)
+                self._fail(failure, child.ended_s)
+        if not self.alive and (self._asked or len(self._children) == len(self._plans)):
+            self._all_ended.set()
+            if not self.failures and not self._asked:
+                self._finished()
+
+    def _fail(self, failure: Failure, failed_s: float) -> None:
+        self.failures.append(failure)
+        if len(self.failures) == 1 and not self._asked:
+            self.failed_s = failed_s
+            self._failed(failure)
+
+    def _ended_by_us(self, child: Child) -> bool:
+        return any(child.status in (-number, 128 + number) for number in self._asked)
+
+    def _examine(self, plan: WorkerPlan, pid: int, status: int, failed_s: float) -> Failure:
+        found = examine(
+            plan.rank,
+            plan.local_rank,
+            pid,
+            status,
+            time.time() - (time.monotonic() - failed_s),
+            Path(plan.environment[ERROR_FILE]),
+            self._streams[plan.local_rank].stderr,
+        )
+        reason = self._reasons.get(plan.rank)
+        if not reason or status != -signal.SIGKILL or found.error_file:
+            return found
+        return replace(found, message=reason, detail=reason, by_keepstep=True)
+
+
+async def _either(first: asyncio.Event, second: asyncio.Event | None, timeout_s: float) -> None:
+    """Until one of the events is set or the time is over."""
+    waits = [asyncio.ensure_future(event.wait()) for event in (first, second) if event is not None]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def sweep(apart_from: frozenset[int], kill_now: asyncio.Event) -> None:
+    """End what workers left behind: data loaders, helpers, whatever the launcher adopted from them."""
+    deadline_s = time.monotonic() + _SWEEP_PATIENCE_S
+    asked: set[int] = set()
+    while left := descendants(os.getpid(), apart_from):
+        urgent = kill_now.is_set() or time.monotonic() >= deadline_s
+        for pid in left:
+            if urgent or pid not in asked:
+                _signal(pid, signal.SIGKILL if urgent else signal.SIGTERM)
+                asked.add(pid)
+        if time.monotonic() >= deadline_s + _UNKILLABLE_S:
+            return
+        await asyncio.sleep(0.02)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+        if number != signal.SIGKILL:
+            os.kill(pid, signal.SIGCONT)
+    except OSError:
+        return

@@ -1,0 +1,47 @@
+"""What a watched worker has preloaded: the shim that records its NCCL calls. Nobody else has it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from keepstep.launch.workers.rings import path_of
+
+LD_PRELOAD = "LD_PRELOAD"
+SHIM = "KEEPSTEP_NCCL_SHIM"
+"""0 in the launcher's environment: workers go without it."""
+_SEPARATORS = " :"  # of paths in LD_PRELOAD; nothing quotes them
+_LIBRARY = "libkeepstep_nccl.so"
+
+
+def shim() -> Path | None:
+    """Where it was installed; None where it was not."""
+    native = find_spec("keepstep.ring._native")
+    path = Path(native.origin).with_name(_LIBRARY) if native and native.origin else None
+    return path if path and path.exists() else None
+
+
+def preload(environ: Mapping[str, str], library: Path | None) -> dict[str, str]:
+    """The environment that preloads ``library`` after what ``environ`` does.
+
+    After it: a sanitizer's runtime must come first. Empty where it is not wanted, there already, or cannot be read.
+    """
+    before = environ.get(LD_PRELOAD, "")
+    if library is None or environ.get(SHIM) == "0" or str(library) in before:
+        return {}
+    path = str(library)
+    if any(character in path for character in _SEPARATORS):
+        try:
+            path = _by_descriptor(path)
+        except OSError:
+            return {}
+    return {LD_PRELOAD: f"{before}:{path}" if before else path}
+
+
+@cache
+def _by_descriptor(path: str) -> str:
+    """A path to the same file without the characters that separate paths, for as long as this process lives."""
+    return path_of(os.open(path, os.O_RDONLY | os.O_CLOEXEC))

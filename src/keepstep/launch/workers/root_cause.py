@@ -1,0 +1,209 @@
+"""Why a worker ended: its error file where it wrote one, else its exit code; and which failure came first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from keepstep.core.finding import Finding
+from keepstep.core.lost_connection import tells_of_another
+from keepstep.launch.workers.processes import exit_code
+
+_LARGEST_ERROR_FILE_BYTES = 1 << 20
+_STDERR_TAIL_BYTES = 16384
+_STDERR_LINES = 20
+_SAME_MOMENT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One worker that ended badly."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    status: int  # exit code, or -N for signal N
+    unix_s: float  # when it failed: when its error file was written, else when it died
+    message: str  # its error in one line; empty when it left none
+    detail: str  # traceback, or what there is
+    error_file: Path | None
+    by_keepstep: bool = False  # keepstep ended the process itself
+
+    @property
+    def text(self) -> str:
+        """What can be said in one line."""
+        return self.message or _by_status(self.status, self.pid)
+
+    @property
+    def exit_code(self) -> int:
+        """As the run returns it."""
+        return exit_code(self.status)
+
+
+def examine(
+    rank: int,
+    local_rank: int,
+    pid: int,
+    status: int,
+    died_unix_s: float,
+    error_file: Path,
+    stderr: Path | None,
+) -> Failure:
+    """Look at what a dead worker left behind; ``stderr`` is its redirected stream, None when it had the console."""
+    written = _error_file(error_file)
+    if written:
+        message, detail, at_s = written
+        return Failure(rank, local_rank, pid, status, min(at_s, died_unix_s), message, detail, error_file)
+    tail = _last_lines(stderr) if stderr else []
+    if tail:
+        return Failure(rank, local_rank, pid, status, died_unix_s, tail[-1], "\n".join(tail), None)
+    said = _by_status(status, pid)
+    detail = said
+    if status > 0:
+        detail += "; its traceback is on stderr above (to keep it: @record on main, or --redirects 3)"
+    return Failure(rank, local_rank, pid, status, died_unix_s, "", detail, None)
+
+
+def _by_status(status: int, pid: int) -> str:
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = "real-time signal"
+    return f"signal {-status} ({name}) received by process {pid}"
+
+
+def _error_file(path: Path) -> tuple[str, str, float] | None:
+    """Message, traceback and time from the file that torch's ``@record`` writes; None without a usable one."""
+    try:
+        with open(path, "rb") as file:
+            at_s = os.fstat(file.fileno()).st_mtime
+            content: Any = json.loads(file.read(_LARGEST_ERROR_FILE_BYTES))
+    except (OSError, ValueError):
+        return None
+    said: Any = cast("dict[str, Any]", content).get("message") if isinstance(content, dict) else None
+    if isinstance(said, dict):
+        inner = cast("dict[str, Any]", said)
+        extra = cast("Any", inner.get("extraInfo") or {})
+        text = str(inner.get("message") or "")
+        trace = (
+            str(cast("dict[str, Any]", extra).get("py_callstack") or text)
+            if isinstance(extra, dict)
+            else text
+        )
+        return _one_line(text or trace), trace.strip(), at_s
+    if isinstance(said, str) and said:
+        return _one_line(said), said.strip(), at_s
+    return None
+
+
+def _one_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0][:500] if lines else ""
+
+
+def _last_lines(path: Path) -> list[str]:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _STDERR_TAIL_BYTES))
+            text = file.read(_STDERR_TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-_STDERR_LINES:]
+
+
+def first(failures: Sequence[Failure]) -> Failure:
+    """The root cause: the failure that came first in time.
+
+    Of those of one moment rather one that keepstep ended itself, then one that does not tell of another's death: the
+    others may hear of it before we do.
+    """
+    earliest_s = min(failure.unix_s for failure in failures)
+    together = [failure for failure in failures if failure.unix_s - earliest_s <= _SAME_MOMENT_S]
+    return min(
+        together,
+        key=lambda failure: (not failure.by_keepstep, tells_of_another(failure.message), failure.unix_s),
+    )
+
+
+def finding(failure: Failure, node: str, incarnation: int) -> Finding:
+    """As the controller is told of it."""
+    return Finding(
+        kind="crash",
+        rank=failure.rank,
+        node=node,
+        time_s=time.monotonic() - (time.time() - failure.unix_s),
+        step=-1,
+        exit_code=failure.exit_code,
+        message=failure.message,
+        incarnation=incarnation,
+    )
+
+
+def render(job: str, host: str, failures: Sequence[Failure]) -> str:
+    """The failures as torchrun's users know them: the others, then the root cause."""
+    root = first(failures)
+    others = sorted(
+        (failure for failure in failures if failure is not root), key=lambda failure: failure.unix_s
+    )
+    listed = [_render_one(number, host, failure) for number, failure in enumerate(others, start=1)]
+    title = f"{job} FAILED"
+    wide, thin = "=" * 60, "-" * 60
+    return "\n".join(
+        [
+            wide,
+            title,
+            thin,
+            "Failures:",
+            *(listed or ["  <NO_OTHER_FAILURES>"]),
+            thin,
+            "Root Cause (first observed failure):",
+            _render_one(0, host, root),
+            wide,
+        ]
+    )
+
+
+def _render_one(number: int, host: str, failure: Failure) -> str:
+    when = time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(failure.unix_s))
+    name = ""
+    if failure.status < 0:
+        try:
+            name = f" ({signal.Signals(-failure.status).name})"
+        except ValueError:
+            name = " (real-time signal)"
+    fields = {
+        "time": when,
+        "host": host,
+        "rank": f"{failure.rank} (local_rank: {failure.local_rank})",
+        "exitcode": f"{failure.status} (pid: {failure.pid}){name}",
+        "error_file": str(failure.error_file or "<N/A>"),
+        "traceback": failure.detail.replace("\n", "\n  "),
+    }
+    return "\n".join([f"[{number}]:", *(f"  {label:<10}: {text}" for label, text in fields.items())])
+
+
+def hand_up(failure: Failure, target: str) -> None:
+    """Copy the root cause to the launcher's own error file, so that whatever started us finds it there.
+
+    ``target`` is ``TORCHELASTIC_ERROR_FILE`` of the launcher's environment. A file that cannot be written is skipped.
+    """
+    try:
+        content: Any = json.loads(failure.error_file.read_bytes()) if failure.error_file else None
+        if not isinstance(content, dict):
+            content = {
+                "message": {"message": failure.text, "extraInfo": {"timestamp": str(int(failure.unix_s))}}
+            }
+        said = cast("dict[str, Any]", content).get("message")
+        if isinstance(said, dict):
+            said["errorCode"] = failure.exit_code
+        Path(target).write_text(json.dumps(content))
+    except (OSError, ValueError):
+        return

@@ -1,0 +1,224 @@
+"""The workers' stdout and stderr: passed through, redirected to files, or both (tee), as torchrun does it.
+
+A worker that is redirected writes into a file itself; a tee follows that file. So no worker ever waits for the
+launcher or for whoever reads the console.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from keepstep.core.own_folders import open_file
+from keepstep.launch.command.job import STDERR, STDOUT, Job
+from keepstep.launch.command.run_folder import LogFiles
+
+TEE_INTERVAL_S = 0.1
+_READ_BYTES = 1 << 16
+_FILES = {STDOUT: "stdout.log", STDERR: "stderr.log"}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStreams:
+    """Where one worker writes: a file, ``/dev/null``, or (None) the console; and which files are also shown."""
+
+    stdout: Path | None
+    stderr: Path | None
+    shown: Mapping[int, Path]  # STDOUT and/or STDERR to the file that is followed
+    filtered: Mapping[int, Path]  # followed for the word filters
+
+
+def worker_streams(job: Job, logs: LogFiles, rank: int, local_rank: int, attempt: int) -> WorkerStreams:
+    """Decide from ``--redirects``, ``--tee`` and ``--local-ranks-filter``."""
+    wanted = job.streams
+    hidden = wanted.shown is not None and local_rank not in wanted.shown
+    targets: dict[int, Path | None] = {}
+    followed: dict[int, Path] = {}
+    for stream, name in _FILES.items():
+        tee = bool(wanted.tees[local_rank] & stream)
+        if tee or wanted.redirects[local_rank] & stream:
+            targets[stream] = logs.of(rank, local_rank, attempt) / name
+        else:
+            targets[stream] = Path(os.devnull) if hidden else None
+        target = targets[stream]
+        if tee and target:
+            followed[stream] = target
+    return WorkerStreams(
+        targets[STDOUT], targets[STDERR], {} if hidden else followed, {} if hidden else followed
+    )
+
+
+def open_for_worker(path: Path | None) -> int | None:
+    """A descriptor to hand to a worker (append: an earlier attempt's lines stay); None: it inherits ours."""
+    if path is None:
+        return None
+    if path == Path(os.devnull):
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+def line_prefix(job: Job, rank: int, local_rank: int) -> bytes:
+    """What a tee puts before each line: ``[role0]:``, or ``TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE`` filled in."""
+    if job.streams.prefix is None:
+        return f"[{job.role}{local_rank}]:".encode()
+    filled = Template(job.streams.prefix).safe_substitute(
+        role_name=job.role, rank=rank, local_rank=local_rank
+    )
+    return filled.encode()
+
+
+class Follower:
+    """Follows growing files and writes their lines, prefixed, to a descriptor or a file.
+
+    With ``words`` only lines that contain one of them are written.
+    """
+
+    def __init__(self, target: int, words: Sequence[str] = ()) -> None:
+        self._target = target
+        self._words = [word.encode() for word in words]
+        self._sources: list[_Source] = []
+
+    def follow(self, path: Path, prefix: bytes, *, from_start: bool) -> None:
+        """Add a file (it need not be there yet); ``from_start`` false: only what is written from now on."""
+        at = 0
+        if not from_start:
+            try:
+                at = path.stat().st_size
+            except OSError:
+                at = 0
+        self._sources.append(_Source(path, prefix, at))
+
+    @property
+    def busy(self) -> bool:
+        """Whether it follows anything."""
+        return bool(self._sources)
+
+    def pump(self, *, last: bool = False) -> None:
+        """Write the lines that are there; what the target cannot take now waits in the files.
+
+        ``last`` also writes a line without its end, and waits for a target that takes data slowly.
+        """
+        for source in self._sources:
+            while source.read(last, self._keep):
+                if not self._write(source, wait=last):
+                    break
+            if source.pending and not self._write(source, wait=last):
+                return
+        if last:
+            for source in self._sources:
+                source.close()
+            self._sources = []
+
+    def _keep(self, line: bytes) -> bool:
+        return not self._words or any(word in line for word in self._words)
+
+    def _write(self, source: _Source, *, wait: bool) -> bool:
+        """Write what a source has ready; False when the target would block (or is closed: then it is dropped)."""
+        waiter = select.poll()
+        waiter.register(self._target, select.POLLOUT)
+        while source.pending:
+            events = waiter.poll(5000 if wait else 0)
+            if not events:
+                return False
+            try:
+                # A pipe that is ready takes PIPE_BUF bytes without blocking; a regular file takes anything.
+                written = os.write(self._target, source.pending[: select.PIPE_BUF])
+            except OSError:
+                source.pending = b""
+                return False
+            source.pending = source.pending[written:]
+        return True
+
+
+class Following:
+    """What of one incarnation's files is shown on the console and filtered, until it is stopped."""
+
+    def __init__(self, job: Job, logs: LogFiles) -> None:
+        self._job = job
+        self._logs = logs
+        self._followers: list[Follower] = []
+        self._files: list[int] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, streams: Mapping[int, WorkerStreams], ranks: Mapping[int, int], attempt: int) -> None:
+        """Follow what the workers (``streams``, ``ranks`` by local rank) write from now on."""
+        wanted = self._job.streams
+        targets = {STDOUT: (1, wanted.stdout_words, "stdout"), STDERR: (2, wanted.stderr_words, "stderr")}
+        for stream, (descriptor, words, name) in targets.items():
+            followers = [Follower(descriptor)]
+            if words:
+                path = self._logs.attempt(attempt) / f"filtered_{name}.log"
+                self._files.append(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+                followers.append(Follower(self._files[-1], words))
+            for local_rank, of_worker in streams.items():
+                prefix = line_prefix(self._job, ranks[local_rank], local_rank)
+                for follower in followers:
+                    if stream in of_worker.shown:
+                        follower.follow(of_worker.shown[stream], prefix, from_start=False)
+            self._followers += [follower for follower in followers if follower.busy]
+        if self._followers:
+            self._later()
+
+    def _later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(TEE_INTERVAL_S, self._pump)
+
+    def _pump(self) -> None:
+        for follower in self._followers:
+            follower.pump()
+        self._later()
+
+    def stop(self) -> None:
+        """Write what is left."""
+        if self._timer:
+            self._timer.cancel()
+        for follower in self._followers:
+            follower.pump(last=True)
+        self._followers = []
+        for descriptor in self._files:
+            os.close(descriptor)
+        self._files = []
+
+
+class _Source:
+    """One followed file: ``pending`` is what is ready to be written."""
+
+    __slots__ = ("_fd", "_offset", "_partial", "_path", "_prefix", "pending")
+
+    def __init__(self, path: Path, prefix: bytes, offset: int) -> None:
+        self._path = path
+        self._prefix = prefix
+        self._offset = offset
+        self._fd = -1
+        self._partial = b""
+        self.pending = b""
+
+    def read(self, last: bool, keep: Callable[[bytes], bool]) -> bool:
+        """Read on unless something still waits to be written; True when there is something to write."""
+        if self.pending:
+            return True
+        if self._fd < 0:
+            try:
+                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                return False
+        more = True
+        while more and not self.pending:
+            data = os.pread(self._fd, _READ_BYTES, self._offset)
+            more = bool(data)
+            self._offset += len(data)
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            if self._partial and (len(self._partial) > _READ_BYTES or (last and not data)):
+                lines.append(self._partial)
+                self._partial = b""
+            self.pending = b"".join(self._prefix + line + b"\n" for line in lines if keep(line))
+        return bool(self.pending)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
