@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-_PIECE = 20_000  # bytes that the store takes at once
+_PIECE = 20_000  # most bytes that the store takes at once
 
 
 def evaluate(model: torch.nn.Module, seconds: float) -> None:
@@ -36,7 +36,7 @@ def evaluate(model: torch.nn.Module, seconds: float) -> None:
 
 def upload(seconds: float) -> None:
     """A checkpoint to a slow object store: the rank sits in ``sendall``, and now and then some bytes are taken."""
-    pieces = max(int(seconds / 0.5), 1)
+    until_s = time.monotonic() + seconds
     store = socket.socket()
     store.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     store.bind(("127.0.0.1", 0))
@@ -46,12 +46,13 @@ def upload(seconds: float) -> None:
         connection, _ = store.accept()
         with connection:
             while connection.recv(_PIECE):
-                time.sleep(0.5)
+                if time.monotonic() < until_s:
+                    time.sleep(0.5)
 
     threading.Thread(target=serve, daemon=True).start()
     with socket.create_connection(store.getsockname()) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        client.sendall(bytes(pieces * _PIECE))
+        client.sendall(bytes(int(seconds / 0.5) * _PIECE))
 
 
 def wait_for_answer(seconds: float) -> None:
