@@ -71,6 +71,7 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/lint-imports
+	$(BIN)/python tools/import_circles.py src benchmarks tests
 
 types: $(DEV)
 	$(BIN)/pyright
