@@ -24,8 +24,9 @@ from benchmarks.checkpoint_faults.warm import Nursery
 from keepstep import wire
 from keepstep.checkpoint.memory.cache import Backing, Cache, CacheServer
 from keepstep.launch.command import addresses, run_folder
-from keepstep.launch.command.job import Endpoint, Job, job_from_command_line
+from keepstep.launch.command.job import Job, job_from_command_line
 from keepstep.launch.command.placement import CACHE, INCARNATION, RING, RUN_DIR, Place, worker_plans
+from keepstep.launch.command.rendezvous import Endpoint
 from keepstep.launch.node.programs import agent_command, controller_command, environment
 from keepstep.ring import create
 

@@ -23,8 +23,9 @@ from keepstep.core.home import home_folder
 from keepstep.core.incident import Recovery
 from keepstep.core.log_lines import one_line
 from keepstep.launch.command import addresses, run_folder
-from keepstep.launch.command.job import Endpoint, Job
+from keepstep.launch.command.job import Job
 from keepstep.launch.command.placement import COOKIE, OURS, Place, worker_plans
+from keepstep.launch.command.rendezvous import Endpoint
 from keepstep.launch.controller.cut_off import CutOff
 from keepstep.launch.controller.hosting import Hosting
 from keepstep.launch.node.agent import FAILURES, Watching

@@ -10,8 +10,9 @@ import pytest
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.control.__main__ import parse
 from keepstep.core.errors import UsageError
-from keepstep.launch.command.job import Endpoint, Job, job_from_command_line
+from keepstep.launch.command.job import Job, job_from_command_line
 from keepstep.launch.command.placement import Place
+from keepstep.launch.command.rendezvous import Endpoint
 from keepstep.launch.node.cache import Caching, next_sealed
 from keepstep.launch.node.programs import controller_command
 

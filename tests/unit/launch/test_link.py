@@ -12,7 +12,8 @@ import pytest
 from keepstep import wire
 from keepstep.core.errors import RunError
 from keepstep.core.finding import Finding
-from keepstep.launch.command.job import Endpoint, job_from_command_line
+from keepstep.launch.command.job import job_from_command_line
+from keepstep.launch.command.rendezvous import Endpoint
 from keepstep.launch.controller import connection as linking
 from keepstep.launch.controller.connection import Link
 from keepstep.launch.controller.membership import LEASE_S, Membership

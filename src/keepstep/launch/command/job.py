@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import signal
@@ -18,6 +17,15 @@ from keepstep.core.budgets import Limits, limits_of
 from keepstep.core.config import Resolved, config_path, resolve
 from keepstep.core.errors import UsageError
 from keepstep.launch.command import flags
+from keepstep.launch.command.persisting import Persisting, persisting_from
+from keepstep.launch.command.rendezvous import (
+    DEFAULT_MASTER_PORT,
+    Endpoint,
+    Rendezvous,
+    node_range,
+    parse_endpoint,
+    rendezvous_from,
+)
 from keepstep.launch.command.settings import SETTINGS
 from keepstep.launch.command.worker_count import worker_count
 from keepstep.ring.native import MISSING
@@ -25,8 +33,6 @@ from keepstep.ring.native import MISSING
 Number = TypeVar("Number", int, float)
 
 STDOUT, STDERR = 1, 2
-DEFAULT_RENDEZVOUS_PORT = 29400
-DEFAULT_MASTER_PORT = 29500
 _OWN_FLAGS = (
     "watch",
     "check",
@@ -54,17 +60,6 @@ _OWN_FLAGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A host (name or address) and a TCP port; port 0 means any free one."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
 class Tls:
     """Files (PEM) for mutual TLS."""
 
@@ -84,29 +79,6 @@ class Streams:
     stderr_words: tuple[str, ...]
     log_dir: Path | None
     prefix: str | None  # template of a tee's line prefix
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """How the nodes of a job meet."""
-
-    endpoint: Endpoint | None  # None: one node, nobody to meet
-    backend: Literal["static", "c10d"]
-    node_rank: int  # the one asked for; -1: in order of joining
-    is_host: bool | None  # None: decided by comparing the endpoint's host with this machine
-    local_addr: str
-    join_timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Persisting:
-    """How checkpoints get to storage."""
-
-    where: str  # absolute path or URL
-    every: int | None  # steps; 0: as the script asks; None: by the cost model
-    keep: int  # 0: all
-    wait_s: float  # at the end of a run
-    failures_per_day: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +178,7 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         max_nodes=max_nodes,
         role=given.role,
         run_id=str(uuid.uuid4()) if alone else given.rdzv_id,
-        rendezvous=_rendezvous(given, max_nodes, float(value["join_timeout_s"])),
+        rendezvous=rendezvous_from(given, max_nodes, float(value["join_timeout_s"])),
         master_addr="127.0.0.1" if alone else given.master_addr.strip("[]"),
         master_port=0 if alone else _master_port(given),
         max_restarts=given.max_restarts,
@@ -236,7 +208,7 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         layout=_layout(str(value["layout"]), nproc * max_nodes if min_nodes == max_nodes else None),
         ring_records=int(value["ring_records"]),
         checkpoint_bytes=int(value["checkpoint_bytes"]),
-        persisting=_persisting(value),
+        persisting=persisting_from(value),
         checkpoint_backups=_not_negative("--checkpoint-backups", int(value["checkpoint_backups"])),
         checkpoint_backup_rate=_not_negative(
             "--checkpoint-backup-rate", float(value["checkpoint_backup_rate"])
@@ -300,36 +272,6 @@ def _layout(text: str, world_size: int | None) -> str:
     return text
 
 
-def node_range(text: str) -> tuple[int, int]:
-    """``N`` or ``MIN:MAX`` as (min, max).
-
-    Raises:
-        UsageError: neither, or not 0 < MIN <= MAX.
-    """
-    match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text)
-    if match:
-        low = int(match[1])
-        high = int(match[2] or low)
-        if 0 < low <= high:
-            return low, high
-    raise UsageError(f"--nnodes {text}: give a number of nodes, or MIN:MAX with 0 < MIN <= MAX")
-
-
-def parse_endpoint(flag: str, text: str, default_port: int | None) -> Endpoint:
-    """``HOST``, ``HOST:PORT``, ``[V6]:PORT`` as an endpoint.
-
-    Raises:
-        UsageError: it is none of them, or the port is missing and has no default.
-    """
-    match = re.fullmatch(r"\s*(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]\s]+))(?::([0-9]+))?\s*", text)
-    if not match:
-        raise UsageError(f"{flag} {text}: give HOST:PORT (an IPv6 address in brackets)")
-    port = int(match[3]) if match[3] is not None else default_port
-    if port is None or port > 65535:
-        raise UsageError(f"{flag} {text}: give a port from 1 to 65535 after the host, as HOST:PORT")
-    return Endpoint(match[1] or match[2], port)
-
-
 def stream_masks(flag: str, text: str, nproc: int) -> tuple[int, ...]:
     """``3`` or ``0:1,1:3`` as one mask for each local rank.
 
@@ -367,60 +309,6 @@ def _master_port(given: argparse.Namespace) -> int:
     if given.rdzv_backend != "static":
         return 0
     return DEFAULT_MASTER_PORT if given.master_port is None else given.master_port
-
-
-def _rendezvous(given: argparse.Namespace, max_nodes: int, join_timeout_s: float) -> Rendezvous:
-    backend = given.rdzv_backend
-    if backend not in ("static", "c10d"):
-        raise UsageError(
-            f"--rdzv-backend {backend}: nodes meet at keepstep's controller; "
-            "use --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
-        )
-    conf = _rendezvous_conf(given.rdzv_conf)
-    timeout = conf.get("join_timeout") or conf.get("timeout")
-    try:
-        timeout_s = float(timeout) if timeout else join_timeout_s
-    except ValueError:
-        raise UsageError(f"--rdzv-conf {given.rdzv_conf}: the timeout is no number of seconds") from None
-    endpoint = None
-    if max_nodes > 1:
-        endpoint = _meeting_point(given)
-        if endpoint.port == 0:
-            raise UsageError(f"--rdzv-endpoint {given.rdzv_endpoint}: give a port that all nodes know")
-        # A node beyond the others is a spare.
-        if backend == "static" and not (
-            given.node_rank >= 0 and (given.node_rank < max_nodes or given.max_restarts)
-        ):
-            raise UsageError(
-                f"--node-rank {given.node_rank} --nnodes {given.nnodes}: give 0 to {max_nodes - 1}"
-            )
-    is_host = conf.get("is_host")
-    return Rendezvous(
-        endpoint=endpoint,
-        backend=backend,
-        node_rank=(given.node_rank if max_nodes > 1 else 0) if backend == "static" else -1,
-        is_host=is_host.lower() in ("1", "true", "t", "yes", "y") if is_host else None,
-        local_addr=given.local_addr or "",
-        join_timeout_s=timeout_s,
-    )
-
-
-def _meeting_point(given: argparse.Namespace) -> Endpoint:
-    if given.rdzv_endpoint:
-        port = DEFAULT_RENDEZVOUS_PORT if given.rdzv_backend == "c10d" else None
-        return parse_endpoint("--rdzv-endpoint", given.rdzv_endpoint, port)
-    if given.rdzv_backend == "static":
-        return Endpoint(given.master_addr.strip("[]"), given.master_port or DEFAULT_MASTER_PORT)
-    raise UsageError(
-        f"--nnodes {given.nnodes} --rdzv-backend c10d: say where the nodes meet, --rdzv-endpoint HOST:PORT"
-    )
-
-
-def _rendezvous_conf(text: str) -> dict[str, str]:
-    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
-    if any(not key.strip() or not value for key, _, value in pairs):
-        raise UsageError(f"--rdzv-conf {text}: write key=value,key=value")
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _signals(text: str) -> tuple[signal.Signals, ...]:
@@ -475,46 +363,6 @@ def _tls(value: Mapping[str, Any]) -> Tls | None:
                 f"{flag} {file or '(missing)'}: mutual TLS needs --tls-cert, --tls-key and --tls-ca"
             )
     return Tls(*(Path(file).absolute() for file in files.values()))
-
-
-def _persisting(value: Mapping[str, Any]) -> Persisting | None:
-    where, every = str(value["checkpoint_dir"]), str(value["checkpoint_every"]).strip()
-    if not where:
-        return None
-    if not value["watch"]:
-        raise UsageError(
-            f"--checkpoint-dir {where} --no-watch: the agent brings checkpoints there, and there is none; "
-            "leave one of them out"
-        )
-    if every != "auto" and not (every.isascii() and every.isdigit()):
-        raise UsageError(
-            f"--checkpoint-every {every}: give a number of steps, auto, or 0 for none of themselves"
-        )
-    keep, wait_s, failures = (
-        value[name] for name in ("checkpoint_keep", "checkpoint_wait_s", "failures_per_day")
-    )
-    if keep < 0:
-        raise UsageError(f"--checkpoint-keep {keep}: give a number of steps, 0 to keep all")
-    if not (wait_s >= 0 and math.isfinite(wait_s)):
-        raise UsageError(f"checkpoint_wait_s {wait_s:g}: give a number of seconds, 0 or more")
-    if not (failures > 0 and math.isfinite(failures)):
-        raise UsageError(f"failures_per_day {failures:g}: give a number above 0")
-    return Persisting(_storage(where), None if every == "auto" else int(every), keep, wait_s, failures)
-
-
-def _storage(where: str) -> str:
-    """A storage that can be reached from here: an absolute path, or a URL whose plugin is there."""
-    from keepstep.checkpoint.storage.backend import open_storage
-
-    scheme, separator, rest = where.partition("://")
-    if separator and scheme != "file":
-        open_storage(where)
-        return where
-    path = Path(rest if separator else where).absolute()
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"--checkpoint-dir {path}: {there} is no folder that can be written to")
-    return str(path)
 
 
 def _warnings(given: argparse.Namespace) -> tuple[str, ...]:

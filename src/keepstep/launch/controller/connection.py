@@ -19,8 +19,9 @@ from keepstep.core.finding import Finding
 from keepstep.core.incident import Recovery
 from keepstep.core.own_folders import write_whole
 from keepstep.launch.command import addresses
-from keepstep.launch.command.job import Endpoint, Job
+from keepstep.launch.command.job import Job
 from keepstep.launch.command.placement import Place
+from keepstep.launch.command.rendezvous import Endpoint
 from keepstep.launch.controller.elections import Elections
 from keepstep.launch.controller.membership import Membership
 from keepstep.launch.node.programs import stop_file

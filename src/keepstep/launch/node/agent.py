@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from keepstep.core.errors import KeepstepError
-from keepstep.launch.command.job import Endpoint, Job
+from keepstep.launch.command.job import Job
 from keepstep.launch.command.placement import Place
+from keepstep.launch.command.rendezvous import Endpoint
 from keepstep.launch.node.cache import Caching
 from keepstep.launch.node.preloaded import Waiting
 from keepstep.launch.node.programs import Companion, agent_command, environment

@@ -1,0 +1,125 @@
+"""How the nodes of a job meet, from the command line: number of nodes, backend, endpoint."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from keepstep.core.errors import UsageError
+
+DEFAULT_RENDEZVOUS_PORT = 29400
+DEFAULT_MASTER_PORT = 29500
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A host (name or address) and a TCP port; port 0 means any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """How the nodes of a job meet."""
+
+    endpoint: Endpoint | None  # None: one node, nobody to meet
+    backend: Literal["static", "c10d"]
+    node_rank: int  # the one asked for; -1: in order of joining
+    is_host: bool | None  # None: decided by comparing the endpoint's host with this machine
+    local_addr: str
+    join_timeout_s: float
+
+
+def rendezvous_from(given: argparse.Namespace, max_nodes: int, join_timeout_s: float) -> Rendezvous:
+    """What the flags of torchrun say about it.
+
+    Raises:
+        UsageError: keepstep has no such backend, the nodes have no place to meet, or a value has another form.
+    """
+    backend = given.rdzv_backend
+    if backend not in ("static", "c10d"):
+        raise UsageError(
+            f"--rdzv-backend {backend}: nodes meet at keepstep's controller; "
+            "use --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+        )
+    conf = _rendezvous_conf(given.rdzv_conf)
+    timeout = conf.get("join_timeout") or conf.get("timeout")
+    try:
+        timeout_s = float(timeout) if timeout else join_timeout_s
+    except ValueError:
+        raise UsageError(f"--rdzv-conf {given.rdzv_conf}: the timeout is no number of seconds") from None
+    endpoint = None
+    if max_nodes > 1:
+        endpoint = _meeting_point(given)
+        if endpoint.port == 0:
+            raise UsageError(f"--rdzv-endpoint {given.rdzv_endpoint}: give a port that all nodes know")
+        # A node beyond the others is a spare.
+        if backend == "static" and not (
+            given.node_rank >= 0 and (given.node_rank < max_nodes or given.max_restarts)
+        ):
+            raise UsageError(
+                f"--node-rank {given.node_rank} --nnodes {given.nnodes}: give 0 to {max_nodes - 1}"
+            )
+    is_host = conf.get("is_host")
+    return Rendezvous(
+        endpoint=endpoint,
+        backend=backend,
+        node_rank=(given.node_rank if max_nodes > 1 else 0) if backend == "static" else -1,
+        is_host=is_host.lower() in ("1", "true", "t", "yes", "y") if is_host else None,
+        local_addr=given.local_addr or "",
+        join_timeout_s=timeout_s,
+    )
+
+
+def node_range(text: str) -> tuple[int, int]:
+    """``N`` or ``MIN:MAX`` as (min, max).
+
+    Raises:
+        UsageError: neither, or not 0 < MIN <= MAX.
+    """
+    match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text)
+    if match:
+        low = int(match[1])
+        high = int(match[2] or low)
+        if 0 < low <= high:
+            return low, high
+    raise UsageError(f"--nnodes {text}: give a number of nodes, or MIN:MAX with 0 < MIN <= MAX")
+
+
+def parse_endpoint(flag: str, text: str, default_port: int | None) -> Endpoint:
+    """``HOST``, ``HOST:PORT``, ``[V6]:PORT`` as an endpoint.
+
+    Raises:
+        UsageError: it is none of them, or the port is missing and has no default.
+    """
+    match = re.fullmatch(r"\s*(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]\s]+))(?::([0-9]+))?\s*", text)
+    if not match:
+        raise UsageError(f"{flag} {text}: give HOST:PORT (an IPv6 address in brackets)")
+    port = int(match[3]) if match[3] is not None else default_port
+    if port is None or port > 65535:
+        raise UsageError(f"{flag} {text}: give a port from 1 to 65535 after the host, as HOST:PORT")
+    return Endpoint(match[1] or match[2], port)
+
+
+def _meeting_point(given: argparse.Namespace) -> Endpoint:
+    if given.rdzv_endpoint:
+        port = DEFAULT_RENDEZVOUS_PORT if given.rdzv_backend == "c10d" else None
+        return parse_endpoint("--rdzv-endpoint", given.rdzv_endpoint, port)
+    if given.rdzv_backend == "static":
+        return Endpoint(given.master_addr.strip("[]"), given.master_port or DEFAULT_MASTER_PORT)
+    raise UsageError(
+        f"--nnodes {given.nnodes} --rdzv-backend c10d: say where the nodes meet, --rdzv-endpoint HOST:PORT"
+    )
+
+
+def _rendezvous_conf(text: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
+    if any(not key.strip() or not value for key, _, value in pairs):
+        raise UsageError(f"--rdzv-conf {text}: write key=value,key=value")
+    return {key.strip(): value.strip() for key, _, value in pairs}
