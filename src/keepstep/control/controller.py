@@ -7,8 +7,9 @@ groups they know and what still holds; incident numbers and open incidents come 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
 
 from keepstep.control.backups import Backups
 from keepstep.control.cases import Cases
@@ -79,18 +80,19 @@ from keepstep.wire.messages import (
     Welcome,
 )
 
-_NO_STEP = 1 << 62
 _EXCLUDED = 1  # exit code of a launcher that was excluded
-_MOST_SLOW_CASES = 16
-_SAVE_ALL_RANKS = 1024
 _MOST_ENDPOINTS = 4
 _MOST_TEXT = 500  # characters of what went wrong
 _FINISHED = Stop(0, "all nodes have finished")
 _STALL_S = 1.0  # a tick this late means that we slept, not the agents
 
+_Handler: TypeAlias = Callable[[Any, "_Peer", Any, float], None]
+_OrderHandler: TypeAlias = Callable[[Any, Any, float], None]
+
 
 @dataclass(slots=True)
 class _Peer:
+    number: int
     role: str
     hello: Hello | None = None
     node: Node | None = None
@@ -98,7 +100,7 @@ class _Peer:
 
 
 class Controller:
-    """One job's controller. Implements :class:`keepstep.control.incidents.desk.Desk` for its cases."""
+    """One job's controller."""
 
     def __init__(
         self,
@@ -186,7 +188,7 @@ class Controller:
 
     def connected(self, peer: int, role: str) -> None:
         """A peer has proved that it is of ours, in this role."""
-        self._peers[peer] = _Peer(role)
+        self._peers[peer] = _Peer(peer, role)
 
     def disconnected(self, peer: int, now_s: float, *, unanswered: bool = False) -> list[Effect]:
         """A connection has gone. ``unanswered``: nothing came from its host any more, no last packet either."""
@@ -225,64 +227,14 @@ class Controller:
         if sender is None:
             return []
         if type(message) is Heartbeat:
-            self._heartbeat(peer, sender, message, now_s)
+            self._heartbeat(sender, message, now_s)
             return self._taken() if self._effects else []
-        if isinstance(message, Hello):
-            self._hello(peer, sender, message, now_s)
+        if type(message) is Hello:
+            self._hello(sender, message, now_s)
         elif sender.hello is None:
             self._refuse(peer, "say Hello first")
-        elif isinstance(message, Found):
-            if not self.over:
-                self.cases.found(message.finding, now_s)
-        elif isinstance(message, Groups):
-            self.cluster.learn_groups(message.groups)
-        elif isinstance(message, Profile | States | Probed):
-            if sender.node is not None:
-                self.cases.answered(sender.node, message, now_s)
-        elif isinstance(message, Reachable):
-            if sender.node is not None:
-                sender.node.endpoints = message.endpoints[:_MOST_ENDPOINTS]
-        elif isinstance(message, Held | Measured):
-            if sender.node is not None:
-                self.cases.validations.told(sender.node, message, now_s)
-        elif isinstance(message, Splits):
-            if sender.node is not None:
-                self.cases.mitigation.shares.told(sender.node, message)
-        elif isinstance(message, Inventory):
-            if sender.node is not None and message.node_rank == sender.node.rank:
-                self.backups.heard(sender.node, message)
-        elif isinstance(message, Locate):
-            located = self.backups.locate(message, self.cluster, self._expected_nodes, now_s)
-            if located is not None:
-                self._effects.append(Send((peer,), located))
-        elif isinstance(message, Validate):
-            self.cases.validations.asked(peer, message, now_s)
-        elif isinstance(message, Operate):
-            why = "the job is ending" if self._stop is not None or self.over else ""
-            self._reform(self._operating.asked(peer, message, why, now_s), now_s)
-        elif isinstance(message, Sealed):
-            if sender.launcher is not None:
-                sealed = (message.incarnation, message.step, message.why[:_MOST_TEXT])
-                self._reform(self._operating.sealed(sender.launcher, *sealed, now_s), now_s)
-        elif isinstance(message, Join):
-            self._join(peer, sender, message, now_s)
-        elif isinstance(message, Failed):
-            self._failed(sender, message, now_s)
-        elif isinstance(message, Halted):
-            if sender.launcher is not None:
-                told = (message.suspended, message.unfit, message.rigid)
-                halted = (message.incarnation, message.free_port, now_s, *told)
-                self._reform(self.reforming.halted(sender.launcher, *halted), now_s)
-        elif isinstance(message, Kept):
-            if sender.launcher is not None:
-                self._kept(sender.launcher, message, now_s)
-        elif isinstance(message, Recovered):
-            self.recovery = message.recovery
-            self.cases.recovered(message.recovery, now_s)
-        elif isinstance(message, Ended):
-            self._ended(sender, message, now_s)
-        elif isinstance(message, Bye):
-            self._bye(sender, message, now_s)
+        elif handler := self._HANDLERS.get(type(message)):
+            handler(self, sender, message, now_s)
         return self._taken()
 
     def tick(self, now_s: float) -> list[Effect]:
@@ -327,9 +279,51 @@ class Controller:
             code = 0 if self._stop is None or self._stop.by_operator else self._stop.exit_code
         return self.states.look(self.cluster, self.rendezvous, self.reforming, self.cases.dying, code, now_s)
 
+    # --- what is wrong, and what is done about it ------------------------------------------------------------------
+
+    def _found(self, sender: _Peer, message: Found, now_s: float) -> None:
+        if not self.over:
+            self.cases.found(message.finding, now_s)
+
+    def _groups(self, sender: _Peer, message: Groups, now_s: float) -> None:
+        self.cluster.learn_groups(message.groups)
+
+    def _answered(self, sender: _Peer, message: Profile | States | Probed, now_s: float) -> None:
+        if sender.node is not None:
+            self.cases.answered(sender.node, message, now_s)
+
+    def _reachable(self, sender: _Peer, message: Reachable, now_s: float) -> None:
+        if sender.node is not None:
+            sender.node.endpoints = message.endpoints[:_MOST_ENDPOINTS]
+
+    def _tested(self, sender: _Peer, message: Held | Measured, now_s: float) -> None:
+        if sender.node is not None:
+            self.cases.validations.told(sender.node, message, now_s)
+
+    def _validate(self, sender: _Peer, message: Validate, now_s: float) -> None:
+        self.cases.validations.asked(sender.number, message, now_s)
+
+    def _splits(self, sender: _Peer, message: Splits, now_s: float) -> None:
+        if sender.node is not None:
+            self.cases.mitigation.shares.told(sender.node, message)
+
+    def _inventory(self, sender: _Peer, message: Inventory, now_s: float) -> None:
+        if sender.node is not None and message.node_rank == sender.node.rank:
+            self.backups.heard(sender.node, message)
+
+    def _locate(self, sender: _Peer, message: Locate, now_s: float) -> None:
+        located = self.backups.locate(message, self.cluster, self._expected_nodes, now_s)
+        if located is not None:
+            self._effects.append(Send((sender.number,), located))
+
+    def _recovered(self, sender: _Peer, message: Recovered, now_s: float) -> None:
+        self.recovery = message.recovery
+        self.cases.recovered(message.recovery, now_s)
+
     # --- peers ----------------------------------------------------------------------------------------------------
 
-    def _hello(self, peer: int, sender: _Peer, hello: Hello, now_s: float) -> None:
+    def _hello(self, sender: _Peer, hello: Hello, now_s: float) -> None:
+        peer = sender.number
         if hello.protocol != PROTOCOL:
             self._refuse(
                 peer, f"this controller speaks protocol {PROTOCOL}, {hello.node} speaks {hello.protocol}"
@@ -371,7 +365,8 @@ class Controller:
         placement = self.rendezvous.placements.get(launcher)
         return not self.rendezvous.placements or (placement is not None and placement.node_rank == node_rank)
 
-    def _heartbeat(self, peer: int, sender: _Peer, beat: Heartbeat, now_s: float) -> None:
+    def _heartbeat(self, sender: _Peer, beat: Heartbeat, now_s: float) -> None:
+        peer = sender.number
         node = sender.node
         if node is None:
             self._refuse(peer, "say Hello first")
@@ -386,7 +381,8 @@ class Controller:
         else:
             self.ignored += 1
 
-    def _join(self, peer: int, sender: _Peer, join: Join, now_s: float) -> None:
+    def _join(self, sender: _Peer, join: Join, now_s: float) -> None:
+        peer = sender.number
         if sender.launcher is None:
             self._refuse(peer, "only launchers join")
             return
@@ -432,34 +428,35 @@ class Controller:
 
     def _reform(self, orders: Sequence[Order], now_s: float) -> None:
         for order in orders:
-            if isinstance(order, HaltThese):
-                self.cases.halted(now_s)
-                found = (self.rendezvous.peer(launcher) for launcher in order.launchers)
-                halt = Halt(order.incarnation, order.suspend, order.fresh)
-                self._effects.append(Send(tuple(p for p in found if p is not None), halt))
-            elif isinstance(order, Lost):
-                for launcher in order.launchers:
-                    node = self.cluster.nodes[self.rendezvous.placements[launcher].node_rank]
-                    node.lost_s = None
-                    self.cases.lost_in(self.rendezvous.incarnation, node, now_s)
-            elif isinstance(order, Exclude):
-                self._exclude(order, now_s)
-            elif isinstance(order, Renew):
-                table, before = self.rendezvous.placements, len(self.cluster.nodes)
-                self.cluster.begin_again({one.node_rank: launcher.node for launcher, one in table.items()})
-                self._launchers.update(dict.fromkeys(table))
-                how = f"restart {self.reforming.restarts} of {self.rendezvous.max_restarts}"
-                if len(table) != before:
-                    how += f", {len(table)} of {self.rendezvous.most} nodes"
-                if len(table) != before or self.reforming.exchanged:  # nodes play other ranks
-                    self.backups = Backups(self.settings.backups, self.settings.lost_s)
-                self.cases.mitigation.begin_again(now_s, exchanged=self.reforming.exchanged)
-                self.cases.begin_again(how, now_s)
-                self._answer_joins(order.placed)
-            elif isinstance(order, Tell):
-                self._effects.append(order)
-            else:
-                self._end_job(order, now_s)
+            self._ORDERS[type(order)](self, order, now_s)
+
+    def _halt(self, order: HaltThese, now_s: float) -> None:
+        self.cases.halted(now_s)
+        found = (self.rendezvous.peer(launcher) for launcher in order.launchers)
+        halt = Halt(order.incarnation, order.suspend, order.fresh)
+        self._effects.append(Send(tuple(p for p in found if p is not None), halt))
+
+    def _lost(self, order: Lost, now_s: float) -> None:
+        for launcher in order.launchers:
+            node = self.cluster.nodes[self.rendezvous.placements[launcher].node_rank]
+            node.lost_s = None
+            self.cases.lost_in(self.rendezvous.incarnation, node, now_s)
+
+    def _renew(self, order: Renew, now_s: float) -> None:
+        table, before = self.rendezvous.placements, len(self.cluster.nodes)
+        self.cluster.begin_again({one.node_rank: launcher.node for launcher, one in table.items()})
+        self._launchers.update(dict.fromkeys(table))
+        how = f"restart {self.reforming.restarts} of {self.rendezvous.max_restarts}"
+        if len(table) != before:
+            how += f", {len(table)} of {self.rendezvous.most} nodes"
+        if len(table) != before or self.reforming.exchanged:  # nodes play other ranks
+            self.backups = Backups(self.settings.backups, self.settings.lost_s)
+        self.cases.mitigation.begin_again(now_s, exchanged=self.reforming.exchanged)
+        self.cases.begin_again(how, now_s)
+        self._answer_joins(order.placed)
+
+    def _tell(self, order: Tell, now_s: float) -> None:
+        self._effects.append(order)
 
     def _exclude(self, order: Exclude, now_s: float) -> None:
         if not self.councils.allows(self.rendezvous.incarnation):
@@ -471,6 +468,21 @@ class Controller:
             self.rendezvous.leave(order.launcher, peer)
             self.councils.leaves(order.launcher)
             self._effects.append(Send((peer,), Stop(_EXCLUDED, order.reason[:_MOST_TEXT])))
+
+    def _operate(self, sender: _Peer, message: Operate, now_s: float) -> None:
+        why = "the job is ending" if self._stop is not None or self.over else ""
+        self._reform(self._operating.asked(sender.number, message, why, now_s), now_s)
+
+    def _sealed(self, sender: _Peer, message: Sealed, now_s: float) -> None:
+        if sender.launcher is not None:
+            sealed = (message.incarnation, message.step, message.why[:_MOST_TEXT])
+            self._reform(self._operating.sealed(sender.launcher, *sealed, now_s), now_s)
+
+    def _halted(self, sender: _Peer, message: Halted, now_s: float) -> None:
+        if sender.launcher is not None:
+            told = (message.suspended, message.unfit, message.rigid)
+            halted = (message.incarnation, message.free_port, now_s, *told)
+            self._reform(self.reforming.halted(sender.launcher, *halted), now_s)
 
     def _failed(self, sender: _Peer, failed: Failed, now_s: float) -> None:
         if sender.launcher is not None:
@@ -518,8 +530,10 @@ class Controller:
                 if told is not None:
                     self._effects.append(Send((peer,), told))
 
-    def _kept(self, launcher: Launcher, kept: Kept, now_s: float) -> None:
-        incarnation = self.rendezvous.incarnation
+    def _kept(self, sender: _Peer, kept: Kept, now_s: float) -> None:
+        launcher, incarnation = sender.launcher, self.rendezvous.incarnation
+        if launcher is None:
+            return
         waited = not self.councils.allows(incarnation)
         if not self.councils.kept(launcher, kept):
             return
@@ -653,3 +667,37 @@ class Controller:
     def _taken(self) -> list[Effect]:
         effects, self._effects = self._effects, []
         return effects
+
+    # --- who handles what -----------------------------------------------------------------------------------------
+
+    _HANDLERS: ClassVar[Mapping[type, _Handler]] = {
+        Found: _found,
+        Groups: _groups,
+        Profile: _answered,
+        States: _answered,
+        Probed: _answered,
+        Reachable: _reachable,
+        Held: _tested,
+        Measured: _tested,
+        Validate: _validate,
+        Splits: _splits,
+        Inventory: _inventory,
+        Locate: _locate,
+        Recovered: _recovered,
+        Operate: _operate,
+        Join: _join,
+        Sealed: _sealed,
+        Failed: _failed,
+        Halted: _halted,
+        Kept: _kept,
+        Ended: _ended,
+        Bye: _bye,
+    }
+    _ORDERS: ClassVar[Mapping[type, _OrderHandler]] = {
+        HaltThese: _halt,
+        Lost: _lost,
+        Exclude: _exclude,
+        Renew: _renew,
+        Tell: _tell,
+        End: _end_job,
+    }

@@ -10,9 +10,10 @@ import signal
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
@@ -45,6 +46,8 @@ logger = logging.getLogger("keepstep.control")
 _TICK_S = 0.1
 _UNANSWERED = tuple(f"[Errno {one}]" for one in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH))
 _REACH_S = 5.0  # that an election port is given before it is said that it cannot be reached
+
+_EffectHandler: TypeAlias = Callable[[Any, Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,30 +221,34 @@ class ControlServer:
 
     def _carry_out(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Send):
-                self._send(effect)
-            elif isinstance(effect, WriteIncident):
-                self._keep(lambda incident=effect.incident: self._files.write_incident(incident))
-            elif isinstance(effect, Say):
-                self._say(effect)
-            elif isinstance(effect, Tell):
-                self._print(f"keepstep: {one_line(effect.text)}")
-            elif isinstance(effect, StorePlacement):
-                self._keep(lambda placements=effect.placements: self._files.write_placements(placements))
-            elif isinstance(effect, StoreStop):
-                self._keep(lambda stop=effect.stop: self._files.write_stop(stop))
-            elif isinstance(effect, StoreCouncil):
-                self._files.write_council(effect.council)  # or nobody is told: it must not be said twice
-            elif isinstance(effect, Reach):
-                task = asyncio.get_running_loop().create_task(self._reach(effect))
-                self._reaching[effect.peer] = task
-            elif isinstance(effect, Disconnect):
-                connection = self._connections.get(effect.peer)
-                if connection is not None:
-                    connection.close(effect.reason)
-            elif isinstance(effect, Exit):  # pyright: ignore[reportUnnecessaryIsInstance]
-                logger.info("the job is over (%d): %s", effect.exit_code, effect.reason)
-                self._done.set()
+            self._EFFECTS[type(effect)](self, effect)
+
+    def _write_incident(self, effect: WriteIncident) -> None:
+        self._keep(lambda: self._files.write_incident(effect.incident))
+
+    def _tell(self, effect: Tell) -> None:
+        self._print(f"keepstep: {one_line(effect.text)}")
+
+    def _store_placement(self, effect: StorePlacement) -> None:
+        self._keep(lambda: self._files.write_placements(effect.placements))
+
+    def _store_stop(self, effect: StoreStop) -> None:
+        self._keep(lambda: self._files.write_stop(effect.stop))
+
+    def _store_council(self, effect: StoreCouncil) -> None:
+        self._files.write_council(effect.council)  # or nobody is told: it must not be said twice
+
+    def _begin_to_reach(self, effect: Reach) -> None:
+        self._reaching[effect.peer] = asyncio.get_running_loop().create_task(self._reach(effect))
+
+    def _disconnect(self, effect: Disconnect) -> None:
+        connection = self._connections.get(effect.peer)
+        if connection is not None:
+            connection.close(effect.reason)
+
+    def _exit(self, effect: Exit) -> None:
+        logger.info("the job is over (%d): %s", effect.exit_code, effect.reason)
+        self._done.set()
 
     async def _reach(self, effect: Reach) -> None:
         seat, answered = effect.seat, asyncio.Event()
@@ -298,3 +305,16 @@ class ControlServer:
             print(text, file=sys.stderr, flush=True)
         except OSError:
             return  # nobody reads it any more; it is in the run's folder
+
+    _EFFECTS: ClassVar[Mapping[type, _EffectHandler]] = {
+        Send: _send,
+        WriteIncident: _write_incident,
+        Say: _say,
+        Tell: _tell,
+        StorePlacement: _store_placement,
+        StoreStop: _store_stop,
+        StoreCouncil: _store_council,
+        Reach: _begin_to_reach,
+        Disconnect: _disconnect,
+        Exit: _exit,
+    }
