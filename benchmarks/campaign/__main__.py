@@ -4,45 +4,34 @@
     python -m benchmarks.campaign --case all --parallel 2
 
 Every seed runs one job under ``keepstep run`` and is judged from what keepstep wrote in the run's folder against what
-was injected. One JSON per seed is kept under ``--out``, failed ones too; seeds that have one are not run again, so a
-campaign that was interrupted goes on where it stopped.
+was injected. ``seeds.jsonl`` in ``--out`` has a line for every seed, failed ones too; seeds that have one are not run
+again, so a campaign that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import shutil
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks._report import Line, Report, machine, versions
+from benchmarks._intervals import wilson
+from benchmarks._report import Line, Report
 from benchmarks.campaign.case import Case
 from benchmarks.campaign.cases import CASES
 from benchmarks.campaign.replay import replay
+from benchmarks.campaign.seeds import NAME, convert, keep, kept
 from benchmarks.campaign.trial import Outcome, run_trial
 
 REPLAY = "replay-false-alarms"
 NAMES = (*CASES, REPLAY)
 FAMILIES = {"healthy-odd": tuple(name for name in CASES if name.startswith("healthy-odd-"))}
 _ROOT = Path(__file__).resolve().parents[2]
-
-
-def wilson(passed: int, total: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % Wilson score interval of a share."""
-    if total == 0:
-        return 0.0, 1.0
-    share, square = passed / total, z * z
-    middle = (share + square / (2 * total)) / (1 + square / total)
-    half = z / (1 + square / total) * math.sqrt(share * (1 - share) / total + square / (4 * total * total))
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def run_seed(case: Case, seed: int, out: Path, runs: Path, keep_runs: bool) -> dict[str, Any]:
@@ -57,7 +46,7 @@ def run_seed(case: Case, seed: int, out: Path, runs: Path, keep_runs: bool) -> d
     except Exception as error:  # a seed that breaks is a failed seed, and the campaign goes on
         result = {"passed": False, "why": [f"{type(error).__name__}: {error}"], "measured": {}}
     result = {"case": case.name, "seed": seed, **result, "plan": asdict(plan)}
-    write(out / case.name / f"seed-{seed:03d}.json", result)
+    keep(out, result)
     if result["passed"] and not keep_runs:
         shutil.rmtree(folder, ignore_errors=True)
     return result
@@ -80,27 +69,10 @@ def _result(outcome: Outcome, why: list[str], measured: dict[str, Any]) -> dict[
     }
 
 
-def write(path: Path, result: dict[str, Any]) -> None:
-    """Keep a result with where and by what it was made, without this machine's paths; whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    result = {
-        **result,
-        "machine": machine(),
-        "versions": versions(("keepstep", "torch", "numpy")),
-        "ended_unix_s": round(time.time()),
-    }
-    partial = path.with_suffix(".partial")
-    text = json.dumps(result, separators=(",", ":")).replace(f"{_ROOT}/", "")
-    partial.write_text(text + "\n")
-    partial.replace(path)
-
-
 def run_case(case: Case, seeds: int, arguments: argparse.Namespace) -> None:
     """Run the seeds of a case that have no result yet."""
-    folder = arguments.out / case.name
-    todo = [
-        seed for seed in range(seeds) if arguments.again or not (folder / f"seed-{seed:03d}.json").exists()
-    ]
+    done = {} if arguments.again else kept(arguments.out, case.name)
+    todo = [seed for seed in range(seeds) if seed not in done]
 
     def one(seed: int) -> None:
         result = run_seed(case, seed, arguments.out, arguments.runs, arguments.keep_runs)
@@ -115,23 +87,18 @@ def run_case(case: Case, seeds: int, arguments: argparse.Namespace) -> None:
 
 
 def run_replay(arguments: argparse.Namespace) -> None:
-    path = arguments.out / REPLAY / "seed-000.json"
-    if arguments.again or not path.exists():
-        result = {"case": REPLAY, "seed": 0, **replay(arguments.out / "healthy", 0)}
+    if arguments.again or not kept(arguments.out, REPLAY):
+        healthy = kept(arguments.out, "healthy").values()
+        result = {"case": REPLAY, "seed": 0, **replay(healthy, 0)}
         if result["measured"]:
-            write(path, result)
+            keep(arguments.out, result)
         else:
             print(f"{REPLAY}: {result['why'][0]}", file=sys.stderr)
 
 
-def results_of(out: Path, name: str) -> list[dict[str, Any]]:
-    """The kept results of a case, by seed."""
-    return [json.loads(path.read_text()) for path in sorted((out / name).glob("seed-*.json"))]
-
-
 def summarise(report: Report, out: Path, name: str) -> None:
     """One line for the case, and one for each of its figures."""
-    results = results_of(out, name)
+    results = list(kept(out, name).values())
     if not results:
         report.leave_out(name, "no results")
         return
@@ -165,7 +132,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--case",
         action="append",
         choices=(*NAMES, *FAMILIES, "all"),
-        required=True,
+        default=[],
         help="may be given several times",
     )
     add("--seeds", type=int, help="seeds 0 to N-1 (default: as many as the goal asks for)")
@@ -178,12 +145,24 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--summary-only", action="store_true", help="run nothing, summarise what is there")
     add("--json", type=Path, help="where to write the summary (default: summary.json beside the results)")
-    return parser.parse_args(argv)
+    add(
+        "--convert",
+        type=Path,
+        metavar="FOLDER",
+        help="run nothing; put results that are one file a seed (FOLDER/seed-NNN.json) into --out, and end",
+    )
+    arguments = parser.parse_args(argv)
+    if not arguments.case and not arguments.convert:
+        parser.error("which --case?")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     arguments.out, arguments.runs = arguments.out.resolve(), arguments.runs.resolve()
+    if arguments.convert:
+        print(f"{convert(arguments.convert, arguments.out)} seeds are lines of {arguments.out / NAME}")
+        return 0
     chosen = [name for case in arguments.case for name in FAMILIES.get(case, (case,))]
     wanted = NAMES if "all" in chosen else tuple(dict.fromkeys(chosen))
     report = Report("campaign", quick=False)

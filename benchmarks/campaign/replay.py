@@ -6,9 +6,8 @@ them (blocks of consecutive iterations, drawn with replacement, all of one rank 
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks.campaign.case import WARM_UP_STEPS
@@ -18,11 +17,11 @@ BLOCK = 25
 AT_LEAST = 200_000  # iterations in all
 
 
-def healthy_series(folder: Path) -> list[list[float]]:
+def healthy_series(results: Iterable[Mapping[str, Any]]) -> list[list[float]]:
     """Iteration times per rank and healthy run, warm-up left out, from the campaign's results."""
     series: list[list[float]] = []
-    for path in sorted(folder.glob("seed-*.json")):
-        watched: dict[str, list[float]] = json.loads(path.read_text()).get("watched", {})
+    for result in results:
+        watched: dict[str, list[float]] = result.get("watched", {})
         series += [
             values[WARM_UP_STEPS:] for values in watched.values() if len(values) > 2 * BLOCK + WARM_UP_STEPS
         ]
@@ -38,15 +37,15 @@ def bootstrap(series: list[float], length: int, chance: random.Random) -> list[f
     return made[:length]
 
 
-def replay(folder: Path, seed: int) -> dict[str, Any]:
+def replay(results: Iterable[Mapping[str, Any]], seed: int) -> dict[str, Any]:
     """Feed the detector at least 200,000 healthy iterations in series of 5,000; ``passed`` when none is reported."""
     from keepstep.detect import ChangePointDetector
 
-    series = healthy_series(folder)
+    series = healthy_series(results)
     if not series:
         return {
             "passed": False,
-            "why": [f"no healthy runs in {folder}: run --case healthy first"],
+            "why": ["no healthy runs are kept: run --case healthy first"],
             "measured": {},
         }
     chance = random.Random(f"replay:{seed}")

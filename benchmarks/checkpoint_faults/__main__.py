@@ -5,8 +5,8 @@
 Every seed runs one training under ``keepstep run``, kills or lets the storage fail at drawn moments, lets it resume
 (with storage: in a second ``keepstep run`` whose caches are empty), and compares: the losses of every step with those
 of an undisturbed training, bit by bit; the state that came back with what was saved, by checksum; the step with the
-newest that was promised. One JSON per seed is kept under ``--out``, failed ones too; seeds that have one are not run
-again.
+newest that was promised. ``seeds.jsonl`` in ``--out`` has a line for every seed, failed ones too; seeds that have one
+are not run again.
 """
 
 from __future__ import annotations

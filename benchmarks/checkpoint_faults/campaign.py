@@ -23,8 +23,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from benchmarks._intervals import wilson
 from benchmarks._report import Line, Report
-from benchmarks.campaign.__main__ import wilson, write
+from benchmarks.campaign.seeds import keep, kept
 from benchmarks.campaign.trial import processes_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,8 +186,7 @@ class Campaign:
 
     def run_seed(self, case: str, seed: int, out: Path) -> dict[str, Any]:
         """Run one seed and keep its result; one that is there is kept in it, as ``earlier``."""
-        path = out / case / f"seed-{seed:03d}.json"
-        earlier = json.loads(path.read_text()) if path.exists() else None
+        earlier = kept(out, case).get(seed)
         plan = self.cases[case](random.Random(f"{case}:{seed}"))
         with tempfile.TemporaryDirectory() as name:
             folder, began = Path(name), time.monotonic()
@@ -206,10 +206,10 @@ class Campaign:
                 "console": judged.said[-4000:].replace(name, "FOLDER") if judged.why else "",
                 **({"earlier": earlier} if earlier else {}),
             }
-            write(path, result)
+            keep(out, result)
             if judged.why:
-                kept = ROOT / "runs" / self.results / f"{case}-{seed:03d}"
-                shutil.copytree(folder, kept, dirs_exist_ok=True)
+                runs = ROOT / "runs" / self.results
+                shutil.copytree(folder, runs / f"{case}-{seed:03d}", dirs_exist_ok=True)
         return result
 
     def main(self, argv: Sequence[str] | None = None) -> int:
@@ -242,11 +242,7 @@ class Campaign:
         return 0
 
     def _run_case(self, case: str, arguments: argparse.Namespace, report: Report) -> None:
-        folder = arguments.out / case
-        done = {
-            int(path.stem.removeprefix("seed-")): json.loads(path.read_text())
-            for path in folder.glob("seed-*.json")
-        }
+        done = kept(arguments.out, case)
         todo = [seed for seed in range(arguments.seeds) if seed not in done]
         if arguments.again:
             todo += sorted(seed for seed, result in done.items() if is_undecided(result))
@@ -256,7 +252,7 @@ class Campaign:
                 for result in pool.map(lambda seed: self.run_seed(case, seed, arguments.out), todo):
                     state = "passed" if result["passed"] else "FAILED: " + "; ".join(result["why"])
                     print(f"{case} seed {result['seed']}: {state} ({result['wall_s']} s)", flush=True)
-        results = [json.loads(path.read_text()) for path in sorted(folder.glob("seed-*.json"))]
+        results = list(kept(arguments.out, case).values())
         if not results:
             report.leave_out(case, "no results")
             return

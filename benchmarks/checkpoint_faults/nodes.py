@@ -7,7 +7,7 @@ at drawn moments (everything on the host is killed at once, its cache too; in so
 on when they are back, empty. Compared are: the losses of every step with those of an undisturbed training, bit by bit;
 the state that came back with what was saved, by checksum; the step that all ranks went on from with the newest that had
 been told to be backed up before the loss, in the controller's ``status.json`` or, rank by rank, in the agents' logs;
-with storage, with the newest that is whole there. One JSON per seed is kept, failed ones too.
+with storage, with the newest that is whole there. A line of every seed is kept, of failed ones too.
 
 ``node-at-persist`` is ``keepstep run`` on every host: the job ends with the lost node, and a second one goes on from
 storage. In the other cases a stand-in holds the place of the launcher (see ``_checkpoint_node``): it has the nodes that

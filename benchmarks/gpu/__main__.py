@@ -28,8 +28,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks._intervals import interval
 from benchmarks._report import Line, Report, bench_arguments
-from benchmarks.probe.__main__ import interval
 
 COMPLETE_GOAL = "events complete and ordered"
 TIMES_GOAL = "GPU times within 2 % of the PyTorch profiler's"

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks._intervals import interval
 from benchmarks._report import Line, Report, bench_arguments
 from benchmarks.probe.nccl_shim import shim_lines
 
@@ -39,8 +40,6 @@ IMPORT_BUDGET_MS = 1.0
 PAIRS_WANTED = 300
 PAIRS_A_BUILD = 10
 WARM_UP_STEPS = 5
-# 97.5 % quantiles of Student's t for 1 to 15 degrees of freedom; the last stands for more.
-T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
 
 # --- run in the worker processes -----------------------------------------------------------------------------------
@@ -283,13 +282,6 @@ def launch(worker: str, world: int, arguments: list[float]) -> tuple[list[dict[s
     for descriptor in descriptors:
         os.close(descriptor)
     return found, written
-
-
-def interval(means: list[float]) -> tuple[float, float, float]:
-    """Mean of independent runs' means and its 95 % interval (Student's t)."""
-    mean = statistics.fmean(means)
-    half = T_95[min(len(means) - 1, len(T_95)) - 1] * statistics.stdev(means) / len(means) ** 0.5
-    return mean, mean - half, mean + half
 
 
 def call_lines(report: Report, rounds: int) -> None:

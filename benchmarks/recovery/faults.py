@@ -9,7 +9,7 @@ is killed, or a link is cut or slowed. Then the job has to train on at its full 
 not been promised to survive in vain: for a lost node the newest backed up one in ``status.json``, for a killed rank the
 newest that all ranks had sealed. Every loss of every incarnation is compared with those of an undisturbed training, bit
 by bit; every state that came back with what was saved, by checksum; and all launchers have to end with 0. A cut or slow
-link must not cost anybody the place. One JSON per seed is kept, failed ones too. Needs root.
+link must not cost anybody the place. A line of every seed is kept, of failed ones too. Needs root.
 """
 
 from __future__ import annotations

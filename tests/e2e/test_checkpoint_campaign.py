@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from benchmarks.campaign.seeds import kept
 from benchmarks.checkpoint_faults.__main__ import CASES, main
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -14,5 +14,5 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 @pytest.mark.parametrize("case", CASES)
 def test_one_seed(case: str, tmp_path: Path) -> None:
     assert main(["--case", case, "--seeds", "1", "--out", str(tmp_path / "results")]) == 0
-    result = json.loads((tmp_path / "results" / case / "seed-000.json").read_text())
+    result = kept(tmp_path / "results", case)[0]
     assert result["passed"], result

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from benchmarks.campaign.seeds import kept
 from benchmarks.checkpoint_faults.nodes import main
 from tests.e2e import testbed as beds
 
@@ -18,5 +18,5 @@ def test_one_seed(case: str, tmp_path: Path) -> None:
     if reason:
         pytest.skip(reason)
     assert main(["--case", case, "--seeds", "1", "--out", str(tmp_path / "results")]) == 0
-    result = json.loads((tmp_path / "results" / case / "seed-000.json").read_text())
+    result = kept(tmp_path / "results", case)[0]
     assert result["passed"], result

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from benchmarks.campaign.__main__ import wilson
+from benchmarks._intervals import wilson
 from benchmarks.campaign.cases import CASES, last_step_ended_by
 from benchmarks.campaign.replay import bootstrap
 from benchmarks.campaign.trial import Outcome, Plan

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.campaign.seeds import kept
 from benchmarks.checkpoint_faults import campaign as module
 from benchmarks.checkpoint_faults.campaign import NOT_OVER, Campaign, Judged
 
@@ -32,7 +33,7 @@ def campaign(wrong: Sequence[list[str]], ran: list[int]) -> Campaign:
 
 
 def results(folder: Path) -> list[Mapping[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted((folder / "case").glob("seed-*.json"))]
+    return list(kept(folder, "case").values())
 
 
 def test_seeds_without_a_verdict_run_once_more_and_both_results_are_kept(
