@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import psutil
 
 from benchmarks._report import Line, Report, bench_arguments
@@ -238,7 +239,7 @@ def without_authentication(report: Report, samples: int) -> None:
     for one in frames:
         server.receive(one)
     sealed = 1e6 * (time.process_time() - began) / count
-    decode = wire.messages.msgspec.msgpack.Decoder(wire.ToController).decode
+    decode = msgspec.msgpack.Decoder(wire.ToController).decode
     body = wire.encode(message)
     began = time.process_time()
     for _ in range(count):

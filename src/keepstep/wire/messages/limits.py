@@ -1,0 +1,37 @@
+"""The root of all messages, the protocol's number, and the bounds of what a message may hold."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from keepstep.core.summary import Endpoint
+
+PROTOCOL = 2
+MOST_HELD_KEYS = 8  # of one rank on one node
+MOST_HELD_RANKS = 4096  # of which one node holds snapshots
+MOST_NODE_ENDPOINTS = 4
+LEAST_HOLD_S, MOST_HOLD_S = 5.0, 20.0  # of a validation
+MOST_LABEL = 100  # characters of a failure domain's name
+MOST_SEATS = 7  # of a council
+MOST_TABLE = 1 << 16  # rows of a rank table: nodes
+MOST_REPLICAS = 1 << 14  # of a model
+MOST_LOAD_BYTES = 64 << 20  # of a probe
+
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+Ranks = Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
+Key = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]  # `checkpoint.slots.Key`, packed
+KeyOrNone = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # 0: none
+Endpoints = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MOST_NODE_ENDPOINTS)]
+Label = Annotated[str, msgspec.Meta(max_length=MOST_LABEL)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Line = Annotated[str, msgspec.Meta(max_length=500)]
+Token = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+Term = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+Host = Annotated[str, msgspec.Meta(max_length=255)]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, omit_defaults=True):
+    """Root of everything that crosses a connection after the handshake."""

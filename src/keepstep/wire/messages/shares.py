@@ -1,0 +1,26 @@
+"""How many micro-batches each replica computes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from keepstep.core.microbatches import Split
+from keepstep.wire.messages.limits import MOST_HELD_RANKS, MOST_REPLICAS, Count, Message, Rank
+
+
+class Splits(Message, frozen=True):
+    """How ranks of a node divide micro-batches: told when it has changed."""
+
+    node_rank: int
+    ranks: Annotated[tuple[Split, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
+
+
+class Shares(Message, frozen=True):
+    """Micro-batches of each replica, for the job's first rank, which tells the others. Numbers of a run only grow."""
+
+    number: int
+    rank: Rank
+    incarnation: int
+    shares: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_REPLICAS)]
