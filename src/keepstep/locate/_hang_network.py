@@ -1,0 +1,211 @@
+"""All members have entered an operation and nobody gets out: a path, a link or a member that does not move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from keepstep.core.incident import Culprit, Diagnosis, Link
+from keepstep.core.ranges import fold_nodes, fold_ranks
+from keepstep.locate._flows import Flow, cut_links, still_gpus
+from keepstep.locate._hang_evidence import FEW, MAX_CULPRITS, Confidence, HangEvidence, members_of
+from keepstep.locate._hang_words import culprit_of, diagnosis_of
+from keepstep.locate._paths import Pair, common_node
+from keepstep.locate._waiting import Pending
+
+_MOST_LINKS = 4
+_MOST_PATHS = 1024  # to be probed at once
+_PROBERS = (
+    2  # of a silent node, and as many whose data it does not take: one path alone says nothing of the node
+)
+
+
+def diagnose_silent(known: HangEvidence, p: Pending) -> Diagnosis:
+    """Everybody who told something waits; only those who told nothing are left."""
+    awaited = {rank for one in known.pending for rank in one.unknown}
+    order = [rank for rank in known.silent if rank in awaited]
+    silent = list(dict.fromkeys(known.nodes.get(rank, "") for rank in order))[:MAX_CULPRITS]
+    told = dict.fromkeys(known.nodes[rank] for rank in sorted(known.states) if known.nodes.get(rank))
+    others = [node for node in told if node not in silent]
+    pairs = [(other, node) for node in silent for other in _probers(known, p, node, others)]
+    reached = {node for other, node in pairs if known.paths.condition((other, node)) in ("sound", "slow")}
+    cut = known.paths.bad([(other, node) for other, node in pairs if node in reached])
+    if cut and known.paths.condition(cut[0]) != "slow":
+        found = _diagnose_bad_paths(known, [one for one in known.pending if one.unknown], cut)
+    else:
+        culprits = tuple(_silent_culprit(known, rank, p, pairs) for rank in order[:MAX_CULPRITS])
+        found = diagnosis_of(known, culprits, set(order), p, ())
+    missing = (f"states of ranks {fold_ranks(order)}: reach their nodes by another way",)
+    evidence = (*found.evidence, *known.paths.lines(pairs))
+    return replace(found, evidence=evidence, missing=missing, paths=tuple(pairs))
+
+
+def _probers(known: HangEvidence, p: Pending, node: str, others: Sequence[str]) -> list[str]:
+    """Who is to probe a silent node: those that work with it, and two more."""
+    partners = {one for pair in known.pairs(p) if node in pair for one in pair}
+    near = [other for other in others if other in partners or known.paths.holds_up((other, node))]
+    return near[:_MOST_LINKS] + [other for other in others if other not in near][:_PROBERS]
+
+
+def _silent_culprit(known: HangEvidence, rank: int, p: Pending, pairs: Sequence[Pair]) -> Culprit:
+    """What is known of a rank that told nothing: whether its node can be reached from others."""
+    node = known.nodes.get(rank, "")
+    detail = f"told nothing; all others wait, last of all for {p}"
+    confidence: Confidence = "medium" if node in known.silent_nodes else "low"
+    cause = "silent"
+    found = [known.paths.condition(pair) for pair in pairs if pair[1] == node]
+    if found and set(found) == {"broken"}:
+        cause, confidence = "node unreachable", "high" if len(found) >= _PROBERS else "medium"
+    elif found and set(found) <= {"sound", "slow"}:
+        detail = f"its node can be reached, the path is not broken; {detail}"
+    return Culprit(rank, None, node, "", 0.0, confidence, cause, detail)
+
+
+def diagnose_transfer(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnosis:
+    """All are in and nobody gets out: a path, or a member that does not move though all paths are sound."""
+    pairs = list(dict.fromkeys(pair for p in stuck for pair in known.pairs(p)))[:_MOST_PATHS]
+    bad = known.paths.bad(pairs)
+    waiting = {rank for p in stuck for rank in p.waiting}
+    if cut := cut_links(known.states, waiting):
+        found = _diagnose_cut_links(known, stuck, cut)
+    elif bad:
+        found = _diagnose_bad_paths(known, stuck, bad)
+    elif 0 < len(gpus := still_gpus(known.states, waiting)) <= min(FEW, len(waiting) // 2):
+        found = _diagnose_still_gpus(known, stuck, gpus)
+    elif readers := _not_reading(known, stuck):
+        found = _diagnose_software(known, stuck, readers)
+    elif pairs and all(known.paths.condition(pair) == "sound" for pair in pairs):
+        found = _diagnose_software(known, stuck, ())
+    else:
+        found = _diagnose_untested(known, stuck)
+    return replace(found, evidence=(*found.evidence, *known.paths.lines(pairs)), paths=tuple(pairs))
+
+
+def _diagnose_cut_links(known: HangEvidence, stuck: Sequence[Pending], cut: Sequence[Flow]) -> Diagnosis:
+    """NCCL's proxies tell which sends the network does not complete: no probe is needed."""
+    pairs = list(dict.fromkeys((flow.rank, flow.link.peer) for flow in cut))
+    hub = common_node([_nodes_of(known, pair) for pair in pairs])
+    culprits = tuple(
+        Culprit(None, Link(pair, _nodes_of(known, pair)), hub, "transfer", 0.0, "high", "network", str(flow))
+        for pair, flow in zip(pairs[:_MOST_LINKS], cut, strict=False)
+    )
+    blamed = {rank for pair in pairs for rank in pair}
+    main = next((p for p in stuck if not blamed.isdisjoint(members_of(p))), stuck[0])
+    return diagnosis_of(known, culprits, blamed, main, (_entered(main),))
+
+
+def _nodes_of(known: HangEvidence, ranks: tuple[int, int]) -> Pair:
+    return known.nodes.get(ranks[0], ""), known.nodes.get(ranks[1], "")
+
+
+def _diagnose_still_gpus(known: HangEvidence, stuck: Sequence[Pending], gpus: Sequence[int]) -> Diagnosis:
+    """The network is done with what it was given; these ranks' GPUs give it no more, and wait for nothing."""
+    main = next((p for p in stuck if not set(gpus).isdisjoint(p.waiting)), stuck[0])
+    quiet_s = max(link.quiet_s for rank in gpus for link in known.states[rank].links)
+    culprits = tuple(
+        replace(
+            culprit_of(known, rank, None, "high" if len(gpus) == 1 else "medium", "its GPU stands still"),
+            stage="transfer",
+            detail=f"has moved no data of NCCL's for {quiet_s:.0f} s, and waits for nobody",
+        )
+        for rank in gpus
+    )
+    return diagnosis_of(known, culprits, set(gpus), main, (_entered(main),))
+
+
+def _diagnose_bad_paths(known: HangEvidence, stuck: Sequence[Pending], bad: Sequence[Pair]) -> Diagnosis:
+    """The pairs of nodes between which nothing, or too little, comes through."""
+    condition = known.paths.condition(bad[0])
+    probed = all(known.paths.between(pair) for pair in bad)
+    confidence: Confidence = "high" if condition == "broken" else "medium"
+    details = {"broken": "nothing sent between them arrives", "slow": "even an empty message takes long"}
+    detail = details.get(condition, "data gets stuck between them")
+    if condition == "held up" and probed:
+        detail += ", though empty messages pass"
+    hub = common_node(bad)
+    if hub:
+        detail += f"; every such pair has {hub}: its own connection is the likely cause"
+    cause = "path broken" if condition == "broken" else "network"
+    culprits: list[Culprit] = []
+    blamed: set[int] = set()
+    for pair in bad[:_MOST_LINKS]:
+        main = next((p for p in stuck if _goes_over(known, p, pair)), stuck[0])
+        one, other = (_end_at(known, main, node) for node in pair)
+        culprits.append(
+            Culprit(None, Link((one, other), pair), hub, "transfer", 0.0, confidence, cause, detail)
+        )
+        blamed |= {one, other}
+    main = next((p for p in stuck if _goes_over(known, p, bad[0])), stuck[0])
+    return diagnosis_of(
+        known, tuple(culprits), blamed, main, (_entered(main),) if main.entered_by_all else ()
+    )
+
+
+def _goes_over(known: HangEvidence, p: Pending, pair: Pair) -> bool:
+    return {known.nodes.get(rank, "") for rank in members_of(p)}.issuperset(pair)
+
+
+def _end_at(known: HangEvidence, p: Pending, node: str) -> int:
+    """A rank of the operation on that node, any rank there if it has none."""
+    ranks = [rank for rank in members_of(p) if known.nodes.get(rank) == node]
+    return min(ranks or [rank for rank, its in known.nodes.items() if its == node])
+
+
+def _not_reading(known: HangEvidence, stuck: Sequence[Pending]) -> list[int]:
+    """The few members for which data came that they do not read; those that are through have read theirs."""
+    inside = {rank for p in stuck for rank in p.waiting}
+    members = {rank for p in stuck for rank in members_of(p)}
+    found = sorted(rank for rank in inside if known.states[rank].unread_bytes > 0)
+    return found if 2 * len(found) < len(members) else []
+
+
+def _diagnose_software(known: HangEvidence, stuck: Sequence[Pending], readers: Sequence[int]) -> Diagnosis:
+    """The paths carry messages: a member does not move, one of those that do not read where there are such."""
+    first = next((p for p in stuck if not set(readers).isdisjoint(p.waiting)), stuck[0])
+    pairs = {pair for p in stuck for pair in known.pairs(p)}
+    sound = bool(pairs) and all(known.paths.condition(pair) == "sound" for pair in pairs)
+    told = [_entered(first)]
+    if sound:
+        told.append("the paths are sound: a member hangs in software")
+    if not readers:
+        ranks = fold_ranks({rank for p in stuck for rank in p.waiting})
+        missing = (f"which of ranks {ranks} hangs: their stacks, also of the threads that communicate",)
+        return diagnosis_of(known, (), set(), first, told, missing)
+    culprits = tuple(
+        replace(
+            culprit_of(
+                known, rank, None, "high" if sound and len(readers) == 1 else "medium", "does not read"
+            ),
+            stage="transfer",
+            detail=f"{known.states[rank].unread_bytes} bytes came for it and lie unread",
+        )
+        for rank in readers[:MAX_CULPRITS]
+    )
+    return diagnosis_of(known, culprits, set(readers), first, told)
+
+
+def _entered(p: Pending) -> str:
+    members = len(p.waiting) + p.through if p.collective else 2
+    through = (
+        f"{p.through} are through" if p.through > 1 else "one is through" if p.through else "none is through"
+    )
+    return f"all {members} members entered {p}, {through}"
+
+
+def _diagnose_untested(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnosis:
+    """Before any probe: the network, between two nodes where there are only two."""
+    first = min(stuck, key=lambda p: (not p.collective, -p.stuck_s)) if stuck[0].collective else stuck[0]
+    ranks = first.waiting if first.collective else (first.source, first.target)
+    names = sorted({known.nodes.get(rank, "") for rank in ranks})
+    told = _entered(first)
+    if len(names) == 2 or len(ranks) == 2:
+        one = ranks[0]
+        elsewhere = [rank for rank in ranks if known.nodes.get(rank, "") != known.nodes.get(one, "")]
+        other = elsewhere[0] if elsewhere else ranks[1]
+        link = Link((one, other), (known.nodes.get(one, ""), known.nodes.get(other, "")))
+        culprit = Culprit(
+            None, link, "", "transfer", 0.0, "medium", "network", "all entered, nothing comes through"
+        )
+        return diagnosis_of(known, (culprit,), {one, other}, first, (told,))
+    missing = (f"between which of {fold_nodes(names)} nothing comes through: test them pair by pair",)
+    return diagnosis_of(known, (), set(), first, (told,), missing)
