@@ -1,20 +1,13 @@
 """The command line: one file per verb, loaded only when that verb is called.
 
-A verb's module ``keepstep.cli.VERB`` holds either a function named after the verb (its parameters are
-annotated for typer; an integer that it returns is the exit code) or a typer application named ``app`` when
-the verb has sub-commands. ``run`` parses like torchrun (script last, everything after it untouched), so it is
-handed its arguments as they are and loads neither typer nor rich; the launcher stays small.
+A verb's module ``keepstep.cli.VERB`` holds ``main``: it takes the words after the verb and gives the exit code.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import typer
 
 USAGE = 2
 
@@ -30,6 +23,7 @@ VERBS = {
     "export": "Write a run as a Chrome trace that Perfetto opens.",
     "config": "Show the settings in force and where each one comes from.",
 }
+_ABOUT = "Watch a distributed PyTorch job from outside the script; name the rank or link that slows it."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,11 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from keepstep.core.log_lines import one_line
 
     try:
-        if arguments and arguments[0] == "run":
-            from keepstep.cli import run
-
-            return run.main(arguments[1:])
-        return _typer_verb(arguments)
+        return _run_verb(arguments)
     except KeepstepError as error:
         print(f"keepstep: {one_line(str(error))}", file=sys.stderr)
         return USAGE
@@ -55,55 +45,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _typer_verb(arguments: Sequence[str]) -> int:
-    wanted = next((word for word in arguments if not word.startswith("-")), "")
+def _run_verb(arguments: list[str]) -> int:
+    if arguments[:1] == ["--version"]:
+        from keepstep import __version__
+
+        print(f"keepstep {__version__}")
+        return 0
+    from keepstep.cli._parsing import choose
+
+    chosen = choose("keepstep", _ABOUT, VERBS, arguments, ("--version", "print the version and exit"))
+    if isinstance(chosen, int):
+        return chosen
+    verb, rest = chosen
     try:
-        code = _application(wanted)(args=list(arguments), prog_name="keepstep", standalone_mode=True)
-    except SystemExit as stop:
-        code = stop.code
-    return code if isinstance(code, int) else 0
-
-
-def _application(wanted: str) -> typer.Typer:
-    """The typer application with the ``wanted`` verb loaded; of the others it knows name and help only."""
-    import typer
-
-    from keepstep import __version__
-
-    def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
-        """Watch a distributed PyTorch job from outside the script; name the rank or link that slows it."""
-        if version:
-            print(f"keepstep {__version__}")
-            raise typer.Exit()
-
-    app = typer.Typer(
-        add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
-    )
-    app.callback(invoke_without_command=True)(root)
-    for verb, summary in VERBS.items():
-        if verb != wanted:
-            app.command(verb, help=summary)(_not_loaded)
-            continue
-        module = import_module(f"keepstep.cli.{verb}")
-        if hasattr(module, "app"):
-            app.add_typer(module.app, name=verb, help=summary)
-        else:
-            app.command(verb, short_help=summary)(_exit_with(getattr(module, verb)))
-    return app
-
-
-def _exit_with(verb: Callable[..., int | None]) -> Callable[..., None]:
-    """Make the integer that a verb returns the exit code."""
-    import functools
-
-    import typer
-
-    @functools.wraps(verb)
-    def call(*args: object, **kwargs: object) -> None:
-        raise typer.Exit(verb(*args, **kwargs) or 0)
-
-    return call
-
-
-def _not_loaded() -> None:
-    """Stands for a verb that was not called: only its name and help are shown."""
+        return import_module(f"keepstep.cli.{verb}").main(rest)
+    except SystemExit as stop:  # argparse has printed the verb's help
+        return stop.code if isinstance(stop.code, int) else 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import statistics
 import sys
-from typing import Annotated, Any
-
-import typer
+from collections.abc import Sequence
+from typing import Any
 
 from keepstep.checkpoint.storage.cost import Costs, Interval, Limits, ShardedModel, best_interval, save_gain
+from keepstep.cli._parsing import Parser
 from keepstep.core.errors import RunError, UsageError
 from keepstep.traces import open_run
 
@@ -18,48 +18,78 @@ _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40, "PI": 2.0**50}
 
 
-def plan(
-    run: Annotated[str, typer.Argument(help="A run whose measured step time is taken.")] = "",
-    failures_per_day: Annotated[
-        float, typer.Option("--failures-per-day", help="Failures of the whole job in a day (m/d).")
-    ] = 1.0,
-    recovery: Annotated[
-        float,
-        typer.Option("--recovery", help="Seconds from a failure to training again, lost work apart (s0)."),
-    ] = 60.0,
-    step_time: Annotated[float, typer.Option("--step-time", help="Seconds of a training step (τ).")] = 0.0,
-    state_size: Annotated[
-        str, typer.Option("--state-size", help="State of the rank that saves most, e.g. 38GB.")
-    ] = "",
-    parameters: Annotated[
-        str,
-        typer.Option("--parameters", help="Instead of --state-size, e.g. 175B: 2 + 12 bytes each, as ZeRO."),
-    ] = "",
-    data_parallel: Annotated[int, typer.Option("--data-parallel", help="Replicas, with --parameters.")] = 1,
-    nodes: Annotated[int, typer.Option("--nodes", help="Nodes of the job.")] = 1,
-    ranks_per_node: Annotated[int, typer.Option("--ranks-per-node", help="Ranks on a node.")] = 8,
-    memory_bandwidth: Annotated[
-        str, typer.Option("--memory-bandwidth", help="Copy of one rank to its node's memory, a second.")
-    ] = "5GB",
-    backup_bandwidth: Annotated[
-        str, typer.Option("--backup-bandwidth", help="What a node may send its neighbour, a second.")
-    ] = "2GB",
-    storage_bandwidth: Annotated[
-        str, typer.Option("--storage-bandwidth", help="What the storage takes from the whole job, a second.")
-    ] = "5GB",
-    step_increase: Annotated[
-        float | None,
-        typer.Option(
-            "--step-increase",
-            help="Seconds that a checkpoint adds to its step, measured; default: the whole copy (k0).",
+_ABOUT = (
+    "Say after how many steps to save: to memory, and to storage. The default values are guesses: give yours."
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan."""
+    parser = Parser("checkpoint plan", _ABOUT)
+    text = "a run whose measured step time is taken"
+    parser.add_argument("run", nargs="?", default="", metavar="RUN", help=text)
+    text = "failures of the whole job in a day (m/d; default: %(default)g)"
+    parser.add_number("--failures-per-day", 1.0, text, "N")
+    text = "seconds from a failure to training again, lost work apart (s0; default: %(default)g)"
+    parser.add_number("--recovery", 60.0, text)
+    parser.add_number("--step-time", 0.0, "seconds of a training step (τ); default: measured in RUN")
+    counts = (
+        ("--data-parallel", 1, "replicas, with --parameters"),
+        ("--nodes", 1, "nodes of the job"),
+        ("--ranks-per-node", 8, "ranks on a node"),
+    )
+    for flag, count, text in counts:
+        parser.add_argument(flag, type=int, default=count, metavar="N", help=f"{text} (default: %(default)s)")
+    sizes = (
+        ("--state-size", "", "state of the rank that saves most, e.g. 38GB"),
+        ("--parameters", "", "instead of --state-size, e.g. 175B: 2 + 12 bytes each, as ZeRO"),
+        (
+            "--memory-bandwidth",
+            "5GB",
+            "copy of one rank to its node's memory, a second (default: %(default)s)",
         ),
-    ] = None,
-    max_slowdown: Annotated[
-        float, typer.Option("--max-slowdown", help="Largest share of training time for checkpoints.")
-    ] = 0.05,
-    json: Annotated[bool, typer.Option("--json", help="Print all terms as JSON.")] = False,
+        ("--backup-bandwidth", "2GB", "what a node may send its neighbour, a second (default: %(default)s)"),
+        (
+            "--storage-bandwidth",
+            "5GB",
+            "what the storage takes from the whole job, a second (default: %(default)s)",
+        ),
+    )
+    for flag, size, text in sizes:
+        parser.add_argument(
+            flag, default=size, metavar="COUNT" if flag == "--parameters" else "BYTES", help=text
+        )
+    text = "seconds that a checkpoint adds to its step, measured (k0; default: the whole copy)"
+    parser.add_number("--step-increase", None, text)
+    text = "largest share of training time for checkpoints (default: %(default)g)"
+    parser.add_number("--max-slowdown", 0.05, text, "SHARE")
+    parser.add_json("print all terms as JSON")
+    return plan(**parser.parse(argv))
+
+
+def plan(
+    run: str,
+    failures_per_day: float,
+    recovery: float,
+    step_time: float,
+    state_size: str,
+    parameters: str,
+    data_parallel: int,
+    nodes: int,
+    ranks_per_node: int,
+    memory_bandwidth: str,
+    backup_bandwidth: str,
+    storage_bandwidth: str,
+    step_increase: float | None,
+    max_slowdown: float,
+    json: bool,
 ) -> int:
-    """Say after how many steps to save: to memory, and to storage. The default values are guesses: give yours."""
+    """Print how often to save. The parameters are the flags of ``keepstep checkpoint plan``.
+
+    Raises:
+        UsageError: a value cannot be used, or there is neither a size nor a number of parameters.
+        RunError: ``run`` has no finished step.
+    """
     step_s, step_source = (step_time, "given") if step_time else measured_step(run)
     model = _model(parameters, nodes, ranks_per_node, data_parallel) if parameters else None
     if (model is None) == (not state_size):

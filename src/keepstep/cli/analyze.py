@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 
 from keepstep.analyze import Analysis
 from keepstep.analyze import analyze as judge
+from keepstep.cli._parsing import Parser
 from keepstep.core.layout import ParallelLayout
 from keepstep.report.verdict import render
 
+_ABOUT = (
+    "Say what went wrong in a job from what it left behind. "
+    "Exit code 0: nothing, 1: something, 2: cannot tell."
+)
 
-def analyze(
-    path: Annotated[
-        Path,
-        typer.Argument(help="A run, flight-recorder dumps, a training log, call logs or an operation table."),
-    ],
-    layout: Annotated[
-        str, typer.Option("--layout", help="Parallel sizes of the job, fastest rank first: tp2-pp4-dp8.")
-    ] = "",
-    json: Annotated[
-        bool, typer.Option("--json", help='Print {"incidents": […], "missing": […]} instead of text.')
-    ] = False,
-) -> int:
-    """Say what went wrong in a job from what it left behind. Exit code 0: nothing, 1: something, 2: cannot tell."""
+
+def main(argv: Sequence[str]) -> int:
+    """Judge a trace; 1 when something was found."""
+    parser = Parser("analyze", _ABOUT)
+    text = "a run, flight-recorder dumps, a training log, call logs or an operation table"
+    parser.add_argument("path", type=Path, metavar="PATH", help=text)
+    text = "parallel sizes of the job, fastest rank first"
+    parser.add_argument("--layout", default="", metavar="tp2-pp4-dp8", help=text)
+    parser.add_json('print {"incidents": […], "missing": […]} instead of text')
+    return analyze(**parser.parse(argv))
+
+
+def analyze(path: Path, layout: str, json: bool) -> int:
+    """Print what was found in the trace at ``path``."""
     analysis = judge(path, ParallelLayout.declared(layout) if layout else None)
     if json:
         content = {"incidents": analysis.incidents, "missing": analysis.missing}

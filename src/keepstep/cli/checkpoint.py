@@ -3,45 +3,78 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from keepstep.checkpoint.storage.backend import Storage, open_storage
 from keepstep.checkpoint.storage.manifest import Manifest, folder_name, key_text
 from keepstep.checkpoint.storage.persist import remove
 from keepstep.checkpoint.storage.read import StoredStep, scan
 from keepstep.checkpoint.storage.read import verify as problems_of
-from keepstep.cli._checkpoint_plan import bytes_text, plan
+from keepstep.cli import _checkpoint_plan
+from keepstep.cli._checkpoint_plan import bytes_text
+from keepstep.cli._parsing import Parser, choose, least
 from keepstep.core.errors import CheckpointError, UsageError
 
 _MOST_LINES = 20
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+_ABOUT = "Plan how often to save checkpoints; list, verify, export and prune those on storage."
+_VERBS = {
+    "plan": "Say after how many steps to save: to memory, and to storage.",
+    "list": "Show the steps on storage, newest first, by manifests and sizes.",
+    "verify": "Read every byte and compare it with the manifests.",
+    "export": "Write a step for other tools; every byte that is read is verified.",
+    "prune": "Remove old steps, and broken ones that are older than a whole one.",
+}
+_EXIT_CODES = {
+    "list": "Exit code 0, or 2: cannot be read.",
+    "verify": "Exit code 0: all are sound, 1: damage, 2: cannot tell.",
+    "export": "Exit code 0, or 2: it cannot be done.",
+    "prune": "Exit code 0, or 2: nothing was touched.",
+}
 
-Where = Annotated[str, typer.Argument(metavar="PATH", help="Folder or URL (s3://…) with the steps.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+def main(argv: Sequence[str]) -> int:
+    """Carry out the verb that follows ``checkpoint``."""
+    chosen = choose("keepstep checkpoint", _ABOUT, _VERBS, argv)
+    if isinstance(chosen, int):
+        return chosen
+    verb, rest = chosen
+    if verb == "plan":
+        return _checkpoint_plan.main(rest)
+    parser = Parser(f"checkpoint {verb}", f"{_VERBS[verb]} {_EXIT_CODES[verb]}")
+    parser.add_argument("path", metavar="PATH", help="folder or URL (s3://…) with the steps")
+    if verb == "list":
+        parser.add_json("print JSON")
+        return list_steps(**parser.parse(rest))
+    if verb == "verify":
+        parser.add_argument("--step", type=int, metavar="N", help="this step only")
+        parser.add_json("print JSON")
+        return verify(**parser.parse(rest))
+    if verb == "export":
+        parser.add_argument("--step", type=int, metavar="N", help="default: the newest whole one")
+        text = "file to write: all tensors put together"
+        parser.add_argument("--safetensors", type=Path, metavar="FILE", help=text)
+        text = "folder to write: torch.distributed.checkpoint, plain values included"
+        parser.add_argument("--dcp", type=Path, metavar="FOLDER", help=text)
+        return export(**parser.parse(rest))
+    text = "how many of the newest whole steps stay, at least 1"
+    parser.add_argument("--keep", type=least(1), required=True, metavar="K", help=text)
+    parser.add_argument("--dry-run", action="store_true", help="say what would go; remove nothing")
+    parser.add_json("print JSON")
+    return prune(**parser.parse(rest))
 
 
-@app.callback()
-def _checkpoint() -> None:  # pyright: ignore[reportUnusedFunction]
-    """Plan how often to save checkpoints; list, verify, export and prune those on storage."""
-
-
-app.command("plan")(plan)
-
-
-@app.command("list")
-def list_steps(path: Where, json: Json = False) -> None:
-    """Show the steps on storage, newest first, by manifests and sizes. Exit code 0, or 2: cannot be read."""
+def list_steps(path: str, json: bool) -> int:
+    """Print the steps on storage."""
     steps = scan(open_storage(path))
     if json:
         _print_json([_as_json(step) for step in steps])
-        return
+        return 0
     if not steps:
         print(f"keepstep: {path}: no checkpoint there", file=sys.stderr)
-        return
+        return 0
     row = "{:>12}  {:>11}  {:>7}  {:>10}  {}"
     print(row.format("STEP", "INCARNATION", "RANKS", "SIZE", "STATE"))
     for step in steps:
@@ -50,15 +83,11 @@ def list_steps(path: Where, json: Json = False) -> None:
         )
         state = "whole" if step.whole else _folded(step.problems)[0]
         print(row.format(step.key.step, step.key.incarnation, ranks, size, state))
+    return 0
 
 
-@app.command()
-def verify(
-    path: Where,
-    step: Annotated[int | None, typer.Option("--step", help="This step only.")] = None,
-    json: Json = False,
-) -> None:
-    """Read every byte and compare it with the manifests. Exit code 0: all are sound, 1: damage, 2: cannot tell."""
+def verify(path: str, step: int | None, json: bool) -> int:
+    """Compare all steps, or this one, with their manifests; 1 when one is damaged."""
     storage = open_storage(path)
     found: list[dict[str, Any]] = []
     for one in _chosen(storage, path, step):
@@ -75,22 +104,16 @@ def verify(
                 print(f"  {line}")
     if json:
         _print_json(found)
-    raise typer.Exit(0 if all(one["whole"] for one in found) else 1)
+    return 0 if all(one["whole"] for one in found) else 1
 
 
-@app.command()
-def export(
-    path: Where,
-    step: Annotated[int | None, typer.Option("--step", help="Default: the newest whole one.")] = None,
-    safetensors: Annotated[
-        Path | None, typer.Option("--safetensors", help="File to write: all tensors put together.")
-    ] = None,
-    dcp: Annotated[
-        Path | None,
-        typer.Option("--dcp", help="Folder to write: torch.distributed.checkpoint, plain values included."),
-    ] = None,
-) -> None:
-    """Write a step for other tools; every byte that is read is verified. Exit code 0, or 2: it cannot be done."""
+def export(path: str, step: int | None, safetensors: Path | None, dcp: Path | None) -> int:
+    """Write a step as one file of tensors, or as a folder of torch.distributed.checkpoint.
+
+    Raises:
+        UsageError: not just one of the two is asked for.
+        CheckpointError: there is no such step, or not all of it is sound.
+    """
     if (safetensors is None) == (dcp is None):
         raise UsageError("give either --safetensors FILE or --dcp FOLDER")
     storage = open_storage(path)
@@ -105,16 +128,15 @@ def export(
         assert dcp
         count, target = export_dcp(storage, manifest, dcp), dcp
     print(f"wrote {target}: {count} entries of {key_text(manifest.key)}", file=sys.stderr)
+    return 0
 
 
-@app.command()
-def prune(
-    path: Where,
-    keep: Annotated[int, typer.Option("--keep", min=1, help="How many of the newest whole steps stay.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; remove nothing.")] = False,
-    json: Json = False,
-) -> None:
-    """Remove old steps, and broken ones that are older than a whole one. Exit code 0, or 2: nothing was touched."""
+def prune(path: str, keep: int, dry_run: bool, json: bool) -> int:
+    """Remove whole steps but the newest ``keep``, and broken ones that are older than a whole one.
+
+    Raises:
+        CheckpointError: no step is whole, so none is removed; or one cannot be removed.
+    """
     storage = open_storage(path)
     steps = scan(storage)
     whole = [step.key for step in steps if step.whole]
@@ -134,6 +156,7 @@ def prune(
             print(f"{'would remove' if dry_run else 'removed'} {key_text(step.key)}")
     if json:
         _print_json([_as_json(step) for step in gone])
+    return 0
 
 
 def _chosen(storage: Storage, path: str, step: int | None) -> list[StoredStep]:

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 
-import typer
-
+from keepstep.cli._parsing import Parser, choose
 from keepstep.core.config import config_path, resolve
 from keepstep.launch.command.settings import SETTINGS
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+_SHOW = "Print every setting: default < file < environment < flag."
 
 
-@app.callback()
-def _config() -> None:  # pyright: ignore[reportUnusedFunction]
-    """Show the settings in force and where each one comes from."""
+def main(argv: Sequence[str]) -> int:
+    """Carry out the verb that follows ``config``."""
+    about = "Show the settings in force and where each one comes from."
+    chosen = choose("keepstep config", about, {"show": _SHOW}, argv)
+    if isinstance(chosen, int):
+        return chosen
+    parser = Parser("config show", _SHOW)
+    parser.add_argument("--origin", action="store_true", help="say where each value comes from")
+    parser.add_json("print JSON")
+    given = parser.parse(chosen[1])
+    show(given["origin"], given["json"])
+    return 0
 
 
-@app.command()
-def show(
-    origin: bool = typer.Option(False, "--origin", help="Say where each value comes from."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
-) -> None:
-    """Print every setting: default < file < environment < flag."""
+def show(origin: bool, as_json: bool) -> None:
+    """Print every setting."""
     resolved = resolve(SETTINGS, environ=os.environ, path=config_path(os.environ))
     if as_json:
         entries = {

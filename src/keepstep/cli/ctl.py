@@ -2,73 +2,62 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Annotated
-
-import typer
+from collections.abc import Sequence
+from typing import Literal, get_args
 
 from keepstep import wire
 from keepstep.cli._asking import ask
+from keepstep.cli._parsing import RUN, Parser
 from keepstep.cli.status import status as show_status
 from keepstep.core.errors import RunError, UsageError
 from keepstep.core.log_lines import one_line
 
-
-class Verb(Enum):
-    """What may be ordered."""
-
-    status = "status"
-    suspend = "suspend"
-    resume = "resume"
-    start = "start"
-    restart = "restart"
-    stop = "stop"
-    exchange = "exchange"
-    replace = "replace"
-
+Verb = Literal["status", "suspend", "resume", "start", "restart", "stop", "exchange", "replace"]
 
 _WANTED = {
-    Verb.exchange: (2, "two nodes, by name or node rank"),
-    Verb.replace: (1, "one node, by name or node rank"),
+    "exchange": (2, "two nodes, by name or node rank"),
+    "replace": (1, "one node, by name or node rank"),
 }
+_ABOUT = (
+    "Suspend a job (workers end, standbys and checkpoints stay), resume, restart or stop it; say where it "
+    "stands. Or have two of its nodes exchange their ranks, which moves traffic off a slow link, or a spare take "
+    "a node's ranks; that node leaves the job, for repair."
+)
 
 
-def ctl(
-    run: Annotated[str, typer.Argument(help="The run's folder, or its name under ./runs.")],
-    verb: Annotated[Verb, typer.Argument(help="What the job is to do; start is resume.")],
-    nodes: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[NODE NODE]",
-            help="Names or node ranks. Of exchange: the two that swap their ranks. Of replace: the one that leaves.",
-        ),
-    ] = None,
-    now: Annotated[
-        bool, typer.Option("--now", help="End the workers at once, not when the next step is sealed.")
-    ] = False,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait until it is done.")] = 300.0,
-) -> int:
-    """Suspend a job (workers end, standbys and checkpoints stay), resume, restart or stop it; say where it stands.
+def main(argv: Sequence[str]) -> int:
+    """Give the order and wait until it is carried out."""
+    parser = Parser("ctl", _ABOUT)
+    parser.add_argument("run", metavar="RUN", help=RUN)
+    text = f"what the job is to do: {', '.join(get_args(Verb))}; start is resume"
+    parser.add_argument("verb", metavar="VERB", choices=get_args(Verb), help=text)
+    text = "names or node ranks; of exchange: the two that swap their ranks; of replace: the one that leaves"
+    parser.add_argument("nodes", nargs="*", metavar="NODE", help=text)
+    text = "end the workers at once, not when the next step is sealed"
+    parser.add_argument("--now", action="store_true", help=text)
+    text = "seconds to wait until it is done (default: %(default)g)"
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help=text)
+    return ctl(**parser.parse(argv))
 
-    Or have two of its nodes exchange their ranks, which moves traffic off a slow link, or a spare take a node's ranks;
-    that node leaves the job, for repair.
-    """
+
+def ctl(run: str, verb: Verb, nodes: list[str], now: bool, timeout: float) -> int:
+    """Have the controller of ``run`` carry out ``verb``, with these nodes."""
     count, wanted = _WANTED.get(verb, (0, "no node"))
-    if len(nodes or ()) != count:
-        raise UsageError(f"keepstep ctl {run} {verb.value}: give {wanted}")
+    if len(nodes) != count:
+        raise UsageError(f"keepstep ctl {run} {verb}: give {wanted}")
     if now and count:
-        raise UsageError(f"keepstep ctl {run} {verb.value}: no --now, nodes take over a step that is sealed")
-    if verb is Verb.status:
-        return show_status(run)
+        raise UsageError(f"keepstep ctl {run} {verb}: no --now, nodes take over a step that is sealed")
+    if verb == "status":
+        return show_status(run, json=False)
     answer = ask(
         run,
-        wire.Operate(verb.value, now, tuple(nodes or ())),
+        wire.Operate(verb, now, tuple(nodes)),
         wire.Operated,
         timeout,
         only="only a running job takes orders",
         gone=f"see keepstep status {run} for whether it was done",
     )
     if answer.refused:
-        raise RunError(f"{run}: not done ({verb.value}): {answer.refused}")
+        raise RunError(f"{run}: not done ({verb}): {answer.refused}")
     print(one_line(f"{run}: {answer.done}"))
     return 0

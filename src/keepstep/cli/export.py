@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from keepstep.cli._parsing import RUN, Parser
 from keepstep.core.errors import RingError, RunError
 from keepstep.report.incidents import read_incidents
 from keepstep.ring import RingReader
 from keepstep.traces import Run, open_run, write_chrome_trace
 from keepstep.traces.chrome import Span, spans_of
 
+_ABOUT = "Write the recorded operations and phases of all ranks; open the file at https://ui.perfetto.dev."
 
-def export(
-    run: Annotated[str, typer.Argument(help="The run's folder, or its name under ./runs.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="File to write, e.g. trace.json.gz.")],
-) -> int:
-    """Write the recorded operations and phases of all ranks; open the file at https://ui.perfetto.dev."""
+
+def main(argv: Sequence[str]) -> int:
+    """Write the trace."""
+    parser = Parser("export", _ABOUT)
+    parser.add_argument("run", metavar="RUN", help=RUN)
+    text = "file to write, e.g. trace.json.gz"
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help=text)
+    return export(**parser.parse(argv))
+
+
+def export(run: str, output: Path) -> int:
+    """Write the recorded operations and phases of all ranks of ``run`` to ``output``."""
     opened = open_run(run)
     rings = opened.rings()
     if not rings:

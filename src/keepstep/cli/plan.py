@@ -3,69 +3,72 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
-
-import typer
+from collections.abc import Sequence
+from typing import Any
 
 from keepstep.checkpoint.storage.cost import Costs, best_interval, kept_cost_s, total_cost_s
 from keepstep.cli._checkpoint_plan import measured_step, time_text
+from keepstep.cli._parsing import Parser
 from keepstep.core.errors import UsageError
 
 _DAY_S = 86_400.0
 _RESTART_S_PER_DEVICE = 0.2  # FlashRecovery, table II: 1,115 s at 5,472 devices
 
 
+_ABOUT = (
+    "Say what failures cost in a day, with keepstep and without. The default values are guesses: give yours."
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the two days."""
+    parser = Parser("plan", _ABOUT)
+    text = "a run whose measured step time is taken"
+    parser.add_argument("run", nargs="?", default="", metavar="RUN", help=text)
+    parser.add_argument(
+        "--devices", type=int, default=1024, metavar="N", help="devices of the job (default: %(default)s)"
+    )
+    text = (
+        "hours between failures of the job, per device (default: %(default)g, which 16,384 GPUs had while "
+        "Llama 3 was trained: 419 interruptions in 54 days)"
+    )
+    parser.add_number("--device-mtbf", 50_000.0, text, "HOURS")
+    parser.add_number("--failures-per-day", None, "of the whole job, instead of --device-mtbf (m/d)", "N")
+    parser.add_number("--step-time", 0.0, "seconds of a training step (τ); default: measured in RUN")
+    text = "without keepstep: seconds until a failure is noticed (default: %(default)g, PyTorch's time limit)"
+    parser.add_number("--detection", 600.0, text)
+    text = "without: seconds to train again (default: 0.2 a device; FlashRecovery, table II)"
+    parser.add_number("--restart", None, text)
+    text = "without: seconds that a checkpoint stops training (k0; default: %(default)g)"
+    parser.add_number("--checkpoint-time", 30.0, text)
+    text = "without: seconds between checkpoints (default: the best, t*)"
+    parser.add_number("--interval", None, text)
+    text = (
+        "with keepstep: seconds from a failure to training again (s0'; default: %(default)g); "
+        "`keepstep run` prints it after each recovery"
+    )
+    parser.add_number("--recovery", 30.0, text)
+    text = "with: share of a step for watching and for a snapshot of each (default: %(default)g)"
+    parser.add_number("--overhead", 0.005, text, "SHARE")
+    parser.add_json("print all terms as JSON")
+    return plan(**parser.parse(argv))
+
+
 def plan(
-    run: Annotated[str, typer.Argument(help="A run whose measured step time is taken.")] = "",
-    devices: Annotated[int, typer.Option("--devices", help="Devices of the job.")] = 1024,
-    device_mtbf: Annotated[
-        float,
-        typer.Option(
-            "--device-mtbf",
-            help="Hours between failures of the job, per device: 50,000 is what 16,384 GPUs had while Llama 3 was "
-            "trained (419 interruptions in 54 days).",
-        ),
-    ] = 50_000.0,
-    failures_per_day: Annotated[
-        float | None,
-        typer.Option("--failures-per-day", help="Of the whole job, instead of --device-mtbf (m/d)."),
-    ] = None,
-    step_time: Annotated[float, typer.Option("--step-time", help="Seconds of a training step (τ).")] = 0.0,
-    detection: Annotated[
-        float,
-        typer.Option(
-            "--detection", help="Without: seconds until a failure is noticed; PyTorch's time limit."
-        ),
-    ] = 600.0,
-    restart: Annotated[
-        float | None,
-        typer.Option(
-            "--restart",
-            help="Without: seconds to train again; default 0.2 a device (FlashRecovery, table II).",
-        ),
-    ] = None,
-    checkpoint_time: Annotated[
-        float,
-        typer.Option("--checkpoint-time", help="Without: seconds that a checkpoint stops training (k0)."),
-    ] = 30.0,
-    interval: Annotated[
-        float | None,
-        typer.Option("--interval", help="Without: seconds between checkpoints; default: the best (t*)."),
-    ] = None,
-    recovery: Annotated[
-        float,
-        typer.Option(
-            "--recovery",
-            help="With: seconds from a failure to training again (s0'). `keepstep run` prints it after each recovery.",
-        ),
-    ] = 30.0,
-    overhead: Annotated[
-        float,
-        typer.Option("--overhead", help="With: share of a step for watching and for a snapshot of each."),
-    ] = 0.005,
-    json: Annotated[bool, typer.Option("--json", help="Print all terms as JSON.")] = False,
+    run: str,
+    devices: int,
+    device_mtbf: float,
+    failures_per_day: float | None,
+    step_time: float,
+    detection: float,
+    restart: float | None,
+    checkpoint_time: float,
+    interval: float | None,
+    recovery: float,
+    overhead: float,
+    json: bool,
 ) -> int:
-    """Say what failures cost in a day, with keepstep and without. The default values are guesses: give yours."""
+    """Print what failures cost in a day. The parameters are the flags of ``keepstep plan``."""
     if devices < 1:
         raise UsageError(f"--devices {devices}: at least 1")
     if failures_per_day is None and not device_mtbf > 0:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from keepstep.cli._parsing import RUN, Parser
 from keepstep.core.errors import UsageError
 from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
@@ -16,16 +15,25 @@ from keepstep.report.incidents import incident_to_json, read_incidents
 from keepstep.report.verdict import render
 from keepstep.traces import Run, open_run
 
+_ABOUT = (
+    "Print the incidents of a run, newest last. Exit code 0: healthy, 1: something was found, 2: cannot tell."
+)
 
-def report(
-    run: Annotated[str, typer.Argument(help="The run's folder, or its name under ./runs.")],
-    incident: Annotated[int | None, typer.Argument(help="Number of one incident; all when left out.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, one incident a line.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the step times into FILE (.png or .svg).")
-    ] = None,
-) -> int:
-    """Print the incidents of a run, newest last. Exit code 0: healthy, 1: something was found, 2: cannot tell."""
+
+def main(argv: Sequence[str]) -> int:
+    """Print the verdicts; 1 when there are any."""
+    parser = Parser("report", _ABOUT)
+    parser.add_argument("run", metavar="RUN", help=RUN)
+    text = "number of one incident; all when left out"
+    parser.add_argument("incident", type=int, nargs="?", metavar="INCIDENT", help=text)
+    parser.add_json("print JSON, one incident a line")
+    text = "draw the step times into FILE (.png or .svg)"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    return report(**parser.parse(argv))
+
+
+def report(run: str, incident: int | None, json: bool, plot: Path | None) -> int:
+    """Print the incidents of ``run``, or the one with this number."""
     opened = open_run(run)
     known = read_incidents(opened.path / "incidents")
     chosen = known if incident is None else [one for one in known if one.number == incident]

@@ -1,4 +1,4 @@
-"""``keepstep run``: torchrun's command line; the launcher does the rest. Imports neither typer nor torch."""
+"""``keepstep run``: torchrun's command line; the launcher does the rest. Never imports torch."""
 
 from __future__ import annotations
 

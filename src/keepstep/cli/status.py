@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import typer
-
+from keepstep.cli._parsing import RUN, Parser
 from keepstep.core.errors import RunError
 from keepstep.core.events import Op, Phase
 from keepstep.core.log_lines import one_line
@@ -20,11 +19,19 @@ _COLUMNS = ("RANKS", "NODE", "STATE", "STEP", "PHASE", "ITER", "OWN", "IDLE", "W
 _WIDTHS = (12, 16, 7, 8, 11, 9, 9, 8, 0)
 
 
-def status(
-    run: Annotated[str, typer.Argument(help="The run's folder, or its name under ./runs.")],
-    json: Annotated[bool, typer.Option("--json", help="Print the whole status as JSON.")] = False,
-) -> int:
-    """Show where a run stands. Ranks that are alike share a row; the one furthest behind comes first."""
+_ABOUT = "Show where a run stands. Ranks that are alike share a row; the one furthest behind comes first."
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the status."""
+    parser = Parser("status", _ABOUT)
+    parser.add_argument("run", metavar="RUN", help=RUN)
+    parser.add_json("print the whole status as JSON")
+    return status(**parser.parse(argv))
+
+
+def status(run: str, json: bool) -> int:
+    """Print where ``run`` stands."""
     opened = open_run(run)
     found = opened.status()
     if found is None:

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
-
-import typer
+from collections.abc import Sequence
 
 from keepstep import wire
 from keepstep.cli._asking import ask
+from keepstep.cli._parsing import RUN, Parser, between
 from keepstep.core.errors import RunError, UsageError
 from keepstep.core.ranges import expand_ranks
 
 _MOST_RANKS = 8192  # as the controller has it
 
 
-def validate(
-    run: Annotated[str, typer.Argument(help="The run's folder, or its name under ./runs.")],
-    ranks: Annotated[str, typer.Option("--ranks", help="Test these ranks only, e.g. 0-7,12.")] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
-    hold: Annotated[
-        float,
-        typer.Option(
-            "--hold",
-            min=wire.LEAST_HOLD_S,
-            max=wire.MOST_HOLD_S,
-            help="Seconds that the ranks may be held: more where hosts or links are slow to test.",
-        ),
-    ] = wire.LEAST_HOLD_S,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the outcome.")] = 120.0,
-) -> int:
-    """Compare devices and links while the training waits. Exit code 0: alike, 1: one stands out."""
+_ABOUT = "Compare devices and links while the training waits. Exit code 0: alike, 1: one stands out."
+
+
+def main(argv: Sequence[str]) -> int:
+    """Have the job validated; 1 when a device or link stands out."""
+    parser = Parser("validate", _ABOUT)
+    parser.add_argument("run", metavar="RUN", help=RUN)
+    parser.add_argument("--ranks", default="", metavar="RANKS", help="test these ranks only, e.g. 0-7,12")
+    parser.add_json("print all figures as JSON")
+    least, most = wire.LEAST_HOLD_S, wire.MOST_HOLD_S
+    text = (
+        f"seconds that the ranks may be held, {least:g} to {most:g}: more where hosts or links are slow to test "
+        "(default: %(default)g)"
+    )
+    parser.add_argument("--hold", type=between(least, most), default=least, metavar="S", help=text)
+    text = "seconds to wait for the outcome (default: %(default)g)"
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help=text)
+    return validate(**parser.parse(argv))
+
+
+def validate(run: str, ranks: str, json: bool, hold: float, timeout: float) -> int:
+    """Have these ranks of ``run`` validated, all when none is named, and print the outcome."""
     import msgspec
 
     from keepstep.report.validation import table

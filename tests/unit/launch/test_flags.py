@@ -132,14 +132,14 @@ def test_flags_without_meaning_are_named_when_given() -> None:
     assert flags.without_meaning(flags.parse(["t.py"], {})) == []
 
 
-def test_neither_torch_numpy_nor_rich_is_imported() -> None:
+def test_neither_torch_numpy_nor_msgspec_is_imported() -> None:
     code = (
         "import sys, contextlib, io\n"
         "from keepstep.cli import main\n"
         "with contextlib.redirect_stdout(io.StringIO()):\n"
         "    assert main(['run', '--dry-run', 't.py']) == 0\n"
         "import keepstep.launch.launcher\n"
-        "print([m for m in ('torch', 'numpy', 'rich', 'typer', 'msgspec') if m in sys.modules])\n"
+        "print([m for m in ('torch', 'numpy', 'msgspec') if m in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,0 +1,105 @@
+"""What the command lines of the verbs share: argparse, with usage errors of one line that say what to do."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from keepstep.core.errors import UsageError
+
+RUN = "the run's folder, or its name under ./runs"
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of ``keepstep COMMAND``: flags and arguments in any order, flags never shortened."""
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(prog=f"keepstep {command}", description=description, allow_abbrev=False)
+        self._command = command
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a UsageError that leads to the command's help."""
+        raise UsageError(f"{self._command}: {message}; see `keepstep {self._command} --help`")
+
+    def parse(self, argv: Sequence[str]) -> dict[str, Any]:
+        """The values by name.
+
+        Raises:
+            UsageError: a flag or argument is unknown, missing, or cannot have its value.
+        """
+        # Plain parse_args refuses RUN --json INCIDENT; the intermixed one loses "--" and takes flags after it.
+        parse = self.parse_args if "--" in argv else self.parse_intermixed_args
+        return vars(parse(list(argv)))
+
+    def add_json(self, text: str) -> None:
+        """Add ``--json``."""
+        self.add_argument("--json", action="store_true", help=text)
+
+    def add_number(self, flag: str, default: float | None, text: str, metavar: str = "S") -> None:
+        """Add a flag that takes a number, seconds where ``metavar`` does not say otherwise."""
+        self.add_argument(flag, type=float, default=default, metavar=metavar, help=text)
+
+
+def least(limit: int) -> Callable[[str], int]:
+    """The type of an argument: a whole number of at least ``limit``."""
+
+    def number(text: str) -> int:
+        if int(text) < limit:
+            raise argparse.ArgumentTypeError(f"{text} is less than {limit}")
+        return int(text)
+
+    number.__name__ = "int"  # argparse says "invalid int value"
+    return number
+
+
+def between(low: float, high: float) -> Callable[[str], float]:
+    """The type of an argument: a number from ``low`` to ``high``."""
+
+    def number(text: str) -> float:
+        if not low <= float(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not between {low:g} and {high:g}")
+        return float(text)
+
+    number.__name__ = "float"  # argparse says "invalid float value"
+    return number
+
+
+def choose(
+    command: str, about: str, verbs: Mapping[str, str], argv: Sequence[str], *flags: tuple[str, str]
+) -> tuple[str, list[str]] | int:
+    """The verb that ``argv`` begins with and what follows it, or the exit code once help was printed.
+
+    ``verbs`` holds a line on each verb, ``flags`` further flags of the command with a line on each.
+
+    Raises:
+        UsageError: there is no such verb.
+    """
+    word, *rest = argv or ("",)
+    if word in verbs:
+        return word, rest
+    if word in ("", "-h", "--help"):
+        return _print_help(command, about, verbs, flags, failed=not word)
+    what = "flag" if word.startswith("-") else "verb"
+    raise UsageError(f"{word}: there is no such {what}{_meant(word, verbs)}; see `{command} --help`")
+
+
+def _meant(word: str, verbs: Mapping[str, str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(word, verbs)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
+
+
+def _print_help(
+    command: str, about: str, verbs: Mapping[str, str], flags: Sequence[tuple[str, str]], *, failed: bool
+) -> int:
+    import sys
+
+    flags = (*flags, ("-h, --help", f"show this help and exit; `{command} VERB --help` explains a verb"))
+    width = max(map(len, (*verbs, *(flag for flag, _ in flags))))
+    lines = [f"usage: {command} VERB ...", "", about, "", "verbs:"]
+    lines += [f"  {verb:<{width}}  {text}" for verb, text in verbs.items()]
+    lines += ["", "options:", *(f"  {flag:<{width}}  {text}" for flag, text in flags)]
+    print("\n".join(lines), file=sys.stderr if failed else sys.stdout)
+    return 2 if failed else 0
