@@ -11,17 +11,16 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,31 +147,50 @@ class Report:
     def finish(self, json_path: Path | None) -> None:
         """Print the table on stdout and, given a path, write the JSON there."""
         report = self.as_dict()
-        # Piped output has no width of its own; a narrow table folds every word.
-        console = Console(width=None if sys.stdout.isatty() else 200)
         where = report["machine"]
-        console.print(
-            f"{self.bench}: {where['cpu']}, {where['cores']} cores, commit {report['versions']['commit']}"
-        )
-        console.print(self._table())
+        print(f"{self.bench}: {where['cpu']}, {where['cores']} cores, commit {report['versions']['commit']}")
+        # Piped output has no width of its own; a narrow table folds every word.
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 200
+        print("\n".join(table(_TITLES, [_cells(line) for line in self.lines], width)))
         for entry in self.left_out:
-            console.print(f"left out: {entry['name']}: {entry['reason']}")
+            print(f"left out: {entry['name']}: {entry['reason']}")
         if json_path is not None:
             json_path.parent.mkdir(parents=True, exist_ok=True)
             json_path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-            console.print(f"written: {json_path}")
+            print(f"written: {json_path}")
 
-    def _table(self) -> Table:
-        table = Table()
-        for title in ("line", "value", "unit", "goal", "met", "peers", "limit"):
-            table.add_column(title, overflow="fold", justify="right" if title == "value" else "left")
-        for line in self.lines:
-            met = {True: "yes", False: "NO", None: ""}[line.met]
-            peers = "\n".join(f"{peer} {_shown(value)}" for peer, value in line.peers.items())
-            table.add_row(
-                line.name, _shown(line.value), line.unit, line.goal or "", met, peers, line.limit or ""
+
+_TITLES = ("line", "value", "unit", "goal", "met", "peers", "limit")
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    met = {True: "yes", False: "NO", None: ""}[line.met]
+    peers = "\n".join(f"{peer} {_shown(value)}" for peer, value in line.peers.items())
+    return (line.name, _shown(line.value), line.unit, line.goal or "", met, peers, line.limit or "")
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> list[str]:
+    """The lines of a table of at most ``width`` characters: where it is wider, its widest columns fold."""
+    cells = [titles, *rows]
+    widths = [
+        max(len(line) for cell in column for line in cell.split("\n")) for column in zip(*cells, strict=True)
+    ]
+    least = max(map(len, titles))
+    while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > least:
+        widths[widths.index(max(widths))] -= 1
+    lines: list[str] = []
+    for row in cells:
+        folded = [_folded(cell, room) for cell, room in zip(row, widths, strict=True)]
+        for at in range(max(map(len, folded))):
+            parts = [cell[at] if at < len(cell) else "" for cell in folded]
+            lines.append(
+                "  ".join(f"{part:<{room}}" for part, room in zip(parts, widths, strict=True)).rstrip()
             )
-        return table
+    return [lines[0], "  ".join("-" * room for room in widths), *lines[1:]]
+
+
+def _folded(cell: str, room: int) -> list[str]:
+    return [part for line in cell.split("\n") for part in textwrap.wrap(line, room) or [""]]
 
 
 def _shown(value: float | int | str | None) -> str:
