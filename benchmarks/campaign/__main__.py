@@ -11,89 +11,20 @@ again, so a campaign that was interrupted goes on where it stopped.
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from benchmarks._intervals import wilson
 from benchmarks._report import Line, Report
-from benchmarks.campaign.case import Case
 from benchmarks.campaign.cases import CASES
-from benchmarks.campaign.replay import replay
-from benchmarks.campaign.seeds import NAME, convert, keep, kept
-from benchmarks.campaign.trial import Outcome, run_trial
+from benchmarks.campaign.running import REPLAY, run_case, run_replay
+from benchmarks.campaign.seeds import NAME, convert, kept
 
-REPLAY = "replay-false-alarms"
 NAMES = (*CASES, REPLAY)
 FAMILIES = {"healthy-odd": tuple(name for name in CASES if name.startswith("healthy-odd-"))}
 _ROOT = Path(__file__).resolve().parents[2]
-
-
-def run_seed(case: Case, seed: int, out: Path, runs: Path, keep_runs: bool) -> dict[str, Any]:
-    """Run one seed and keep its result; the run's folder is kept when it failed, or when asked for."""
-    plan = case.plan(seed)
-    folder = runs / case.name / f"seed-{seed:03d}"
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        outcome = run_trial(plan, folder)
-        verdict = case.judge(plan, outcome)
-        result = _result(outcome, verdict.why, verdict.measured)
-    except Exception as error:  # a seed that breaks is a failed seed, and the campaign goes on
-        result = {"passed": False, "why": [f"{type(error).__name__}: {error}"], "measured": {}}
-    result = {"case": case.name, "seed": seed, **result, "plan": asdict(plan)}
-    keep(out, result)
-    if result["passed"] and not keep_runs:
-        shutil.rmtree(folder, ignore_errors=True)
-    return result
-
-
-def _result(outcome: Outcome, why: list[str], measured: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "passed": not why,
-        "why": why,
-        "measured": measured,
-        "exit_code": outcome.exit_code,
-        "wall_s": outcome.wall_s,
-        "incidents": outcome.incidents,
-        "faults": outcome.faults,
-        "notes": outcome.notes,
-        "script": outcome.script,
-        "lives": outcome.lives,
-        "watched": {rank: [steps[step] for step in sorted(steps)] for rank, steps in outcome.watched.items()},
-        "console": outcome.console if why else "",
-    }
-
-
-def run_case(case: Case, seeds: int, arguments: argparse.Namespace) -> None:
-    """Run the seeds of a case that have no result yet."""
-    done = {} if arguments.again else kept(arguments.out, case.name)
-    todo = [seed for seed in range(seeds) if seed not in done]
-
-    def one(seed: int) -> None:
-        result = run_seed(case, seed, arguments.out, arguments.runs, arguments.keep_runs)
-        state = "passed" if result["passed"] else "FAILED: " + "; ".join(result["why"])
-        figures = ", ".join(f"{name} {result['measured'].get(name)}" for name in case.shown)
-        print(f"{case.name} seed {seed}: {state} ({figures}; {result.get('wall_s')} s)", flush=True)
-
-    with ThreadPoolExecutor(arguments.parallel) as pool:
-        # jobs that run together start together: one that starts later would slow the others for seconds
-        for first in range(0, len(todo), arguments.parallel):
-            list(pool.map(one, todo[first : first + arguments.parallel]))
-
-
-def run_replay(arguments: argparse.Namespace) -> None:
-    if arguments.again or not kept(arguments.out, REPLAY):
-        healthy = kept(arguments.out, "healthy").values()
-        result = {"case": REPLAY, "seed": 0, **replay(healthy, 0)}
-        if result["measured"]:
-            keep(arguments.out, result)
-        else:
-            print(f"{REPLAY}: {result['why'][0]}", file=sys.stderr)
 
 
 def summarise(report: Report, out: Path, name: str) -> None:

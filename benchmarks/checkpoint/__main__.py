@@ -11,7 +11,6 @@ one each. DLRover is a peer where it is installed (``pip install 'dlrover[torch]
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -21,13 +20,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks._report import Line, Report, bench_arguments
+from benchmarks.checkpoint import transfer
+from benchmarks.checkpoint.served import served
 
 FIRST_GOAL = "first save ≤ 1.3 × (after registration)"
 WARM_GOAL = "warm synchronous blocking ≤ 1.0 × the single-thread copy"
@@ -299,30 +299,6 @@ def flash_checkpoint(state: dict[str, Any], folder: Path) -> Iterator[Callable[[
 # --- run here --------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def served() -> Iterator[str]:
-    """A cache, served as the launcher does; gives its address."""
-    from keepstep.checkpoint.memory.cache import Cache, CacheServer
-
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    cache = Cache(1 << 40)
-
-    async def begin() -> CacheServer:
-        return CacheServer(cache)
-
-    server = asyncio.run_coroutine_threadsafe(begin(), loop).result()
-    try:
-        yield server.address
-    finally:
-        loop.call_soon_threadsafe(server.close)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-        cache.close()
-
-
 def launch(ranks: int, mib: int, repetitions: int, peer_repetitions: int) -> list[dict[str, Any]]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -416,9 +392,7 @@ def add_lines(report: Report, results: list[dict[str, Any]], title: str) -> None
 
 def add_transfers(report: Report, mib: int, repetitions: int) -> None:
     """A state of ``mib`` MiB between two processes over loopback."""
-    from benchmarks.checkpoint.transfer import pairs
-
-    found = pairs(mib, repetitions)
+    found = transfer.pairs(mib, repetitions)
     size = found["bytes"] / 1e9
     for name, title in (
         ("backup", "backup on another node"),
@@ -444,7 +418,7 @@ def main() -> None:
     )
     parser.add_argument("--repetitions", type=int, help="pairs (default 20; 5 with --quick)")
     chosen = parser.parse_args()
-    report = Report("checkpoint", quick=chosen.quick)
+    report = Report("checkpoint", quick=chosen.quick, packages=("keepstep", "numpy", "torch", "dlrover"))
     repetitions = chosen.repetitions or (5 if chosen.quick else 20)
     free = shutil.disk_usage(".").free
     for ranks in (1, 2):

@@ -16,6 +16,8 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+from benchmarks.checkpoint.served import served
+
 from keepstep.wire.secret import RunKey
 
 RUN = RunKey(bytes(range(32)))
@@ -24,7 +26,6 @@ RUN = RunKey(bytes(range(32)))
 def giver(mib: int) -> None:
     """In a process of its own: a state in a cache, given by both ways until standard input ends."""
     import torch
-    from benchmarks.checkpoint.__main__ import served
 
     from keepstep.checkpoint.memory.cached_states import CachedStates
     from keepstep.checkpoint.memory.slots import Key
@@ -62,8 +63,6 @@ def giver(mib: int) -> None:
 
 def pairs(mib: int, repetitions: int) -> dict[str, Any]:
     """Seconds of (ours, raw), one after the other, for a backup and for a fetch into the own cache."""
-    from benchmarks.checkpoint.__main__ import served
-
     from keepstep.checkpoint.memory.cache import Board, Reserve, Slot, ask, backup_of
     from keepstep.checkpoint.memory.incoming import Incoming
     from keepstep.checkpoint.memory.slots import Key, Record, slot_bytes

@@ -19,7 +19,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.checkpoint_faults.warm import Nursery
+from benchmarks.checkpoint_faults.nursery import Nursery
 
 from keepstep import wire
 from keepstep.checkpoint.memory.cache import Backing, Cache, CacheServer

@@ -10,7 +10,7 @@ been told to be backed up before the loss, in the controller's ``status.json`` o
 with storage, with the newest that is whole there. A line of every seed is kept, of failed ones too.
 
 ``node-at-persist`` is ``keepstep run`` on every host: the job ends with the lost node, and a second one goes on from
-storage. In the other cases a stand-in holds the place of the launcher (see ``_checkpoint_node``): it has the nodes that
+storage. In the other cases a stand-in holds the place of the launcher (see ``node.py``): it has the nodes that
 stay wait for the one that returns empty, and forks its workers, which makes a seed cheap; agents, controller and
 workers are the real ones. Needs root.
 """
@@ -18,7 +18,6 @@ workers are the real ones. Needs root.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import re
 import subprocess
@@ -26,12 +25,12 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from benchmarks.checkpoint_faults.agent_sockets import CONTROLLER_PORT, Sockets, states_slowed
 from benchmarks.checkpoint_faults.campaign import (
     JOB,
     NOT_OVER,
@@ -49,6 +48,7 @@ from benchmarks.checkpoint_faults.campaign import (
 )
 from benchmarks.checkpoint_faults.job import Marks, Phase
 from benchmarks.checkpoint_faults.plans import CASES, NODES, LinkFault, Loss, Plan
+from benchmarks.checkpoint_faults.promises import Promises
 from benchmarks.checkpoint_faults.warm import Warm
 from tests.e2e import testbed as beds
 from tests.e2e.testbed import HOURS, Host, Testbed
@@ -58,7 +58,7 @@ from keepstep.faults import SlowLink
 MOST_STEPS = 300
 EVERY = 3  # steps between those that are to be on storage
 PAUSE_S = 0.25  # after each step: backups take longer than these small steps, and several seeds run at once
-_CONTROLLER_PORT, _MASTER_PORT = 29555, 29600
+_MASTER_PORT = 29600
 _PATIENCE_S = 400.0  # for all of a seed: 30 to 60 s where it has two cores to itself
 _AGAIN_S = 30.0  # for a later step to be backed up after the last return
 _LATER_STEPS = 8  # of a second run
@@ -68,116 +68,9 @@ _ENVIRONMENT = {
     "KEEPSTEP_CHECKPOINT_WAIT_S": "2",
     "KEEPSTEP_LINGER_S": "3",
 }
-_STOOD = re.compile(r"step (\d+) \(incarnation (\d+)\) of rank (\d+) stands on another node")
 _RESUMED = re.compile(
     r"keepstep: (?:rank (\d+) )?resumed after step (\d+) from (.*?)(?:; ranks (.*) from elsewhere)?$"
 )
-
-
-@dataclass
-class Promises:
-    """What the product told to be backed up, as read while the job ran; ``told``: and how often workers had begun."""
-
-    folder: Path
-    world: int
-    begun: int = 0
-    told: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
-    """How often workers had begun, incarnation, step."""
-    status: dict[str, Any] = field(default_factory=dict[str, Any])
-    _read: list[int] = field(default_factory=lambda: [0] * NODES)  # bytes of each agent's log
-    _stood: dict[tuple[int, int], set[int]] = field(default_factory=dict[tuple[int, int], set[int]])
-
-    def look(self) -> None:
-        """Read what is told now."""
-        with suppress(OSError, ValueError):
-            self.status = json.loads((self.folder / "run" / "status.json").read_bytes())
-        backups = self.status.get("backups") or {"incarnation": 0, "step": -1}
-        keys = {(backups["incarnation"], backups["step"])}
-        for node in range(NODES):
-            for line in self._new_lines(node):
-                if found := _STOOD.search(line):
-                    step, incarnation, rank = map(int, found.groups())
-                    ranks = self._stood.setdefault((incarnation, step), set())
-                    ranks.add(rank)
-                    keys |= {(incarnation, step)} if len(ranks) == self.world else set()
-        for key in sorted(keys):
-            if key[1] >= 0 and (self.begun, *key) not in self.told:
-                self.told.append((self.begun, *key))
-
-    def lost(self) -> None:
-        """Nodes are: what each rank's agent told before does not add up to what others tell later."""
-        self._stood.clear()
-        for node in range(NODES):
-            self._new_lines(node)
-
-    def newest(self, before: int) -> int:
-        """The newest step told before workers began for the time ``before``, from 0; -1 without."""
-        return max((step for begun, _, step in self.told if begun <= before), default=-1)
-
-    def _new_lines(self, node: int) -> list[str]:
-        try:
-            with (self.folder / "run" / "nodes" / str(node) / "agent.log").open("rb") as log:
-                log.seek(self._read[node])
-                data = log.read()
-        except OSError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read[node] += len(whole)
-        return whole.decode(errors="replace").splitlines()
-
-
-class _Sockets:
-    """The TCP sockets of a host's agent."""
-
-    def __init__(self, host: Host) -> None:
-        self._pid = next(
-            pid
-            for pid, line in host.processes().items()
-            if "keepstep.agent" in line and "nsenter" not in line.split(" ")[0]
-        )
-
-    def rows(self, state: int) -> Iterator[tuple[int, int]]:
-        """Local and remote port of those in a state of the kernel's: 1 established, 10 listening."""
-        mine: set[str] = set()
-        with suppress(OSError):
-            for name in os.listdir(f"/proc/{self._pid}/fd"):
-                with suppress(OSError):
-                    mine.add(os.readlink(f"/proc/{self._pid}/fd/{name}"))
-            for line in Path(f"/proc/{self._pid}/net/tcp").read_text().splitlines()[1:]:
-                words = line.split()
-                if int(words[3], 16) == state and f"socket:[{words[9]}]" in mine:
-                    yield int(words[1].split(":")[1], 16), int(words[2].split(":")[1], 16)
-
-    def listening(self) -> list[int]:
-        """Ports."""
-        return sorted(local for local, _ in self.rows(10))
-
-    @property
-    def in_transfer(self) -> bool:
-        """Whether it is connected to another agent."""
-        return any(remote != _CONTROLLER_PORT for _, remote in self.rows(1))
-
-
-@contextmanager
-def _states_slowed(host: Host, rate: str) -> Generator[None]:
-    """What the host's agent gives to others goes at ``rate``, nothing of it when that is empty."""
-
-    def tc(*words: str) -> None:
-        command = ["tc", "-netns", host.namespace, *words]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-
-    device = ("dev", "eth0")
-    tc("qdisc", "add", *device, "root", "handle", "1:", "htb", "default", "1")
-    tc("class", "add", *device, "parent", "1:", "classid", "1:1", "htb", "rate", "40gbit")
-    tc("class", "add", *device, "parent", "1:", "classid", "1:2", "htb", "rate", rate or "8bit")
-    for port in _Sockets(host).listening():
-        match = ("match", "ip", "sport", str(port), "0xffff", "flowid", "1:2")
-        tc("filter", "add", *device, "protocol", "ip", "parent", "1:", "prio", "1", "u32", *match)
-    try:
-        yield
-    finally:
-        with suppress(subprocess.CalledProcessError):  # the interface went with its host
-            tc("qdisc", "del", *device, "root")
 
 
 class Trial:
@@ -240,7 +133,7 @@ class Trial:
         hosts = [self.hosts[node] for node in loss.nodes]
         ranks = [loss.nodes[0] * self.plan.per_node + local for local in range(self.plan.per_node)]
         found = [Phase(self.mark(rank)[1]).name.lower() for rank in ranks]
-        in_transfer = loss.when != "transfer" or _Sockets(hosts[0]).in_transfer
+        in_transfer = loss.when != "transfer" or Sockets(hosts[0]).in_transfer
         if loss.silent:
             for host in hosts:
                 subprocess.run(["ip", "-netns", host.namespace, "link", "set", "eth0", "down"], check=True)
@@ -268,12 +161,12 @@ class Trial:
                 return lambda: self.mark(loss.rank)[1:] == (loss.phase, incarnation)
             return lambda: self._steps() >= loss.steps and self.mark(loss.rank)[1] == loss.phase
         if loss.when == "transfer":
-            sockets: list[_Sockets] = []
+            sockets: list[Sockets] = []
 
             def begun() -> bool:
                 if self._first_step < 0:
                     return False
-                sockets[:] = sockets or [_Sockets(self.hosts[loss.nodes[0]])]
+                sockets[:] = sockets or [Sockets(self.hosts[loss.nodes[0]])]
                 return sockets[0].in_transfer
 
             return begun
@@ -347,7 +240,7 @@ class Trial:
     def words(self, node: int, number: int = 0) -> list[str]:
         """What ``keepstep run`` is given on a node."""
         words = ["--run-dir", str(self.folder / "run"), "--nnodes", str(NODES), "--node-rank", str(node)]
-        words += ["--master-addr", self.hosts[0].name, "--master-port", str(_CONTROLLER_PORT)]
+        words += ["--master-addr", self.hosts[0].name, "--master-port", str(CONTROLLER_PORT)]
         words += ["--nproc-per-node", str(self.plan.per_node), "--no-validate"]
         words += ["--checkpoint-backup-rate", str(self.plan.rate)] if self.plan.rate else []
         every = EVERY if self.plan.storage else 0
@@ -363,7 +256,7 @@ class Trial:
     def _faulty_link(self, fault: LinkFault) -> Generator[None]:
         host, other = self.hosts[fault.node], self.hosts[(fault.node + 1) % NODES]
         if not fault.all_traffic:
-            with _states_slowed(host, fault.rate):
+            with states_slowed(host, fault.rate):
                 yield
         elif fault.rate:
             with self.bed.links.inject(SlowLink(host.name, other.name, fault.rate)):

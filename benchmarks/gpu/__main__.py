@@ -22,14 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks._intervals import interval
 from benchmarks._report import Line, Report, bench_arguments
+from benchmarks.gpu.judge import TIMED, beside, collectives, goings_back, incomplete, last_words
 
 COMPLETE_GOAL = "events complete and ordered"
 TIMES_GOAL = "GPU times within 2 % of the PyTorch profiler's"
@@ -37,88 +37,10 @@ STEP_GOAL = "iteration overhead ≤ 0.1 % with 95 % confidence interval (A/B alt
 GEMM_GOAL = "GEMM validation ≤ 0.5 s"
 CHECKPOINT_GOAL = "memory checkpoint from GPU through pinned buffers with its GB/s against `cudaMemcpy`"
 TIMES_PERCENT, STEP_PERCENT, GEMM_S = 2.0, 0.1, 0.5
-OF_NCCL = ("Memcpy DtoD", "oneRankReduce", "ncclDevKernel", "ncclKernel")
 JOB = Path(__file__).with_name("job.py")
-COLLECTIVE, FAILED, ENQUEUED, TIMED = 1, 4, 16, 64  # keepstep.core.events: Kind and Flag
 SHARED_FROM = (2, 30)  # NCCL that lets ranks share a GPU
 ONE_RANK = "one rank: NCCL launches nothing for an in-place all-reduce"
 _JOB_S, _END_S = 150.0, 40.0
-
-
-# --- judging, without a GPU ------------------------------------------------------------------------------------------
-
-
-class Call(NamedTuple):
-    """A record of the shim's; times in nanoseconds, 0: none."""
-
-    group: str
-    seq: int
-    stream: str
-    ticket: int
-    start_ns: int
-    wait_ns: int
-    end_ns: int
-    nbytes: int
-    kind: int
-    flags: int
-
-
-def collectives(rows: Iterable[Sequence[Any]]) -> list[Call]:
-    """The shim's among a job's records, in the order of the calls; the probe's describe the same operations again."""
-    calls = (Call(*row) for row in rows)
-    found = (call for call in calls if call.kind == COLLECTIVE and call.flags & ENQUEUED)
-    return sorted(found, key=lambda call: call.ticket)
-
-
-def incomplete(calls: Sequence[Call], made: int) -> dict[str, int]:
-    """What is wrong with the records of ``made`` calls; empty: each has one, ended well, numbered without a gap."""
-    gaps = 0
-    by_group: dict[str, list[int]] = defaultdict(list)
-    for call in calls:
-        by_group[call.group].append(call.seq)
-    for numbers in by_group.values():
-        gaps += sum(b - a != 1 for a, b in zip(sorted(numbers), sorted(numbers)[1:], strict=False))
-    found = {
-        "missing": made - len(calls),
-        "gaps": gaps,
-        "without end": sum(call.end_ns == 0 for call in calls),
-        "failed": sum(bool(call.flags & FAILED) for call in calls),
-    }
-    return {what: count for what, count in found.items() if count}
-
-
-def goings_back(calls: Sequence[Call]) -> list[int]:
-    """By how many nanoseconds the GPU's times of a stream go back; empty: they are ordered as the calls are."""
-    found: list[int] = []
-    latest: dict[str, int] = {}
-    for call in calls:
-        if not call.flags & TIMED or call.end_ns == 0:
-            continue
-        for now_ns in (call.wait_ns, call.end_ns):
-            before_ns = latest.get(call.stream, 0)
-            if now_ns < before_ns:
-                found.append(before_ns - now_ns)
-            latest[call.stream] = max(now_ns, before_ns)
-    return found
-
-
-def beside(
-    calls: Sequence[Call], seen: Iterable[Sequence[Any]], made: int
-) -> list[tuple[float, float, float]]:
-    """For each timed call: the shim's duration, the profiler's, and by how much its start is after ours; ns.
-
-    ``seen`` is (name, start, duration); its last ``made`` of NCCL count. Raises ValueError where the two do not agree.
-    """
-    timed = [call for call in calls if call.flags & TIMED and call.end_ns]
-    named = [event for event in seen if any(name in event[0] for name in OF_NCCL)]
-    events = sorted(named, key=lambda event: event[1])[-made:]
-    if len(timed) != made or len(events) != made:
-        names = dict(Counter(event[0].partition("<")[0] for event in seen))
-        raise ValueError(f"{made} calls: {len(timed)} timed, {len(events)} of the profiler's, in all {names}")
-    return [
-        (float(call.end_ns - call.wait_ns), float(event[2]), event[1] - call.wait_ns)
-        for call, event in zip(timed, events, strict=True)
-    ]
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------
@@ -181,13 +103,6 @@ def end(launcher: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         launcher.kill()
         launcher.wait()
-
-
-def last_words(console: str) -> str:
-    """The last line that names an error, else the last."""
-    lines = [line.strip() for line in console.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line or "error" in line or "Duplicate GPU" in line]
-    return (errors or lines or ["it said nothing"])[-1][:400]
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

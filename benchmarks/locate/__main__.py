@@ -30,7 +30,6 @@ from keepstep import wire
 from keepstep.control.cluster import Cluster
 from keepstep.control.incidents.locators import LibraryLocators
 from keepstep.control.incidents.questions import PACKED_WORLD
-from keepstep.control.profiles import iterations_of
 from keepstep.core.incident import Diagnosis
 from keepstep.core.iteration_table import between
 from keepstep.core.layout import ParallelLayout
@@ -38,7 +37,7 @@ from keepstep.core.summary import BlockSummary, ClockSample, GroupInfo, Iteratio
 from keepstep.locate import locate_hang
 from keepstep.simulate import Fault, Run, Workload
 from keepstep.wire.messages import AgentMessage
-from keepstep.wire.packed import pack
+from keepstep.wire.packed import iterations_of, pack
 
 GOAL_HANG = "hang F1 1.00 and right stage"
 GOAL_SLOW = "slowdown F1 ≥ 0.98"

@@ -15,10 +15,10 @@ from keepstep import wire
 from keepstep.control.__main__ import collect_rarely
 from keepstep.control.cluster import Cluster
 from keepstep.control.incidents.locators import LibraryLocators
-from keepstep.control.profiles import iterations_of
 from keepstep.core.iteration_table import between
 from keepstep.core.summary import GroupInfo
 from keepstep.wire.messages import AgentMessage
+from keepstep.wire.packed import iterations_of
 
 
 def messages(path: Path) -> Iterator[bytes]:

@@ -13,7 +13,7 @@ computed from the emulated times alone, so that all that the machine and keepste
 are DP4 and DP2×PP2, and those of GREYHOUND's figures 14 (2, 4 and 8 replicas, weak to severe) and 15 (1 to 4 slow
 ones of 4). Losses are compared with those of the same training undisturbed.
 
-The moves, S3 and S4 (as root): see `_mitigate_moves`. Iterations before, during and after, and for S3 after it was
+The moves, S3 and S4 (as root): see `moves.py`. Iterations before, during and after, and for S3 after it was
 taken back; the pause is from the last step before the job is formed anew until the first that is new.
 
 With ``--json FILE.json`` each result is written at once, to FILE-trials.jsonl; the same command, given again at the
@@ -22,16 +22,13 @@ same commit of the code, goes on where it was ended.
 
 from __future__ import annotations
 
-import json
 import signal
 import statistics
-import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from benchmarks._report import Line, Report, bench_arguments, code_commit
+from benchmarks._report import Line, Report, bench_arguments
+from benchmarks._trials import Trials
 from benchmarks.mitigate import moves, solver, trial
 
 GOALS_S = {512: ("≤ 2 ms", 0.002), 16384: ("≤ 20 ms", 0.020)}
@@ -43,33 +40,6 @@ PAUSE_GOAL = "pause ≤ 5 s"
 PAPER_S = {16: 0.01, 64: 0.01, 512: 35.93}  # table 5
 PAPER_SPEEDUP = {trial.Case(4, 1, 1, trial.MEDIUM): 1.59}  # figure 15, left: the best of theirs
 EMULATED = "compute emulated by sleeping, Gloo on one machine"
-
-
-class Trials:
-    """The result of each trial: kept in a file, where one is given, and not measured again."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._commit = code_commit()
-        lines = path.read_text().splitlines() if path is not None and path.exists() else []
-        known: list[dict[str, Any]] = [json.loads(line) for line in lines]
-        self._known = {(one["name"], one["seed"]): one for one in known if one["commit"] == self._commit}
-
-    def result(self, name: str, seed: int, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What ``measure`` gives, with "failed" where it did not end well."""
-        found = self._known.get((name, seed))
-        if found is None:
-            try:
-                told = measure()
-            except (TimeoutError, RuntimeError, subprocess.TimeoutExpired) as error:
-                told = {"failed": str(error)}
-            found = {"commit": self._commit, "name": name, "seed": seed, "failed": "", **told}
-            print(json.dumps(found, ensure_ascii=False), file=sys.stderr, flush=True)
-            if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                with self._path.open("a") as file:
-                    file.write(json.dumps(found, ensure_ascii=False) + "\n")
-        return found
 
 
 def solve(report: Report, trials: Trials, quick: bool) -> None:

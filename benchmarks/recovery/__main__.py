@@ -250,7 +250,8 @@ def main() -> int:
     repetitions = 1 if given.quick else given.repetitions
     others = repetitions if given.others is None else min(given.others, repetitions)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the job under way is cleared away
-    report = Report("recovery", packages=("torch", "keepstep"), quick=given.quick)
+    packages = ("torch", "keepstep", *PACKAGES.values())
+    report = Report("recovery", packages=packages, quick=given.quick)
     trials = Trials(given.json and given.json.with_name(f"{given.json.stem}-trials.jsonl"))
     for fault in given.fault or ("kill", "exception", "stop"):
         _measure_all(fault, repetitions, others, report, trials)

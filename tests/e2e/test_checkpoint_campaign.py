@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.campaign.seeds import kept
-from benchmarks.checkpoint_faults.__main__ import CASES, main
+from benchmarks.checkpoint_faults.processes import CASES, main
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 

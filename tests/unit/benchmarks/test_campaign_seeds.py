@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.campaign import __main__ as campaign
-from benchmarks.campaign import seeds
+from benchmarks.campaign import running, seeds
+from benchmarks.campaign.cases import CASES
 from benchmarks.campaign.seeds import NAME, convert, keep, kept
 
 
@@ -63,7 +64,7 @@ def test_folders_of_one_file_a_seed_are_converted_with_equal_content(nested: boo
     for seed, one in results.items():
         (folder / f"seed-{seed:03d}.json").write_text(json.dumps(one, indent=1))
     keep(out, result("z", 0))
-    assert campaign.main(["--convert", str(former), "--out", str(out)]) == 0
+    assert convert(former, out) == 3
     assert kept(out, "a") == results
     assert kept(out, "z")
     assert convert(tmp_path / "nothing", out) == 0
@@ -78,11 +79,10 @@ def test_a_campaign_runs_seeds_without_a_line_and_with_again_all(
         ran.append(int(folder.name.removeprefix("seed-")))
         raise RuntimeError("no job here")
 
-    monkeypatch.setattr(campaign, "run_trial", trial)
-    words = ["--case", "healthy", "--out", str(tmp_path / "out"), "--runs", str(tmp_path / "runs")]
-    for more in (["--seeds", "2"], ["--seeds", "3"], ["--seeds", "2", "--again"]):
-        assert campaign.main([*words, *more]) == 0
+    monkeypatch.setattr(running, "run_trial", trial)
+    out, runs = tmp_path / "out", tmp_path / "runs"
+    for count, again in ((2, False), (3, False), (2, True)):
+        chosen = Namespace(out=out, runs=runs, keep_runs=False, again=again, parallel=1)
+        running.run_case(CASES["healthy"], count, chosen)
     assert ran == [0, 1, 2, 0, 1]
-    assert [one["why"] for one in kept(tmp_path / "out", "healthy").values()] == [
-        ["RuntimeError: no job here"]
-    ] * 3
+    assert [one["why"] for one in kept(out, "healthy").values()] == [["RuntimeError: no job here"]] * 3

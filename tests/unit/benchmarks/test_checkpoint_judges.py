@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from benchmarks.checkpoint_faults import nodes as campaign
-from benchmarks.checkpoint_faults.nodes import Promises, Trial, judge
+from benchmarks.checkpoint_faults.nodes import Trial, judge
 from benchmarks.checkpoint_faults.plans import CASES, NODES, Loss, Plan
+from benchmarks.checkpoint_faults.promises import Promises
 
 PLAN = Plan((Loss((1,), "phase", 0.0, 0.0, silent=False),))
 

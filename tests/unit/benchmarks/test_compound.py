@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 from benchmarks._report import Report
-from benchmarks.compound import __main__ as compound
+from benchmarks._trials import Trials
 from benchmarks.compound import job, optimum
 from benchmarks.compound import schedule as given
-from benchmarks.mitigate.__main__ import Trials
+from benchmarks.compound.simulated import simulate
 
 SCHEDULE = given.load()
 
 
 def test_the_quick_mode_runs_and_nobody_is_better_than_the_optimum() -> None:
     report = Report("compound", quick=True, packages=())
-    compound.simulate(report, Trials(None), True, 1, job.EXCHANGE_S)
+    simulate(report, Trials(None), True, 1, job.EXCHANGE_S)
     lines = {line.name.removeprefix("simulated, "): line for line in report.lines}
     per_minute = [
         lines[f"iterations a minute: {who}"].value

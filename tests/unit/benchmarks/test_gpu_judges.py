@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from benchmarks.gpu.__main__ import (
+from benchmarks.gpu.judge import (
     COLLECTIVE,
     ENQUEUED,
     FAILED,
