@@ -1,25 +1,36 @@
-"""Iterations to the columns of a message and back. Apart from the messages: numpy is not in a controller's start."""
+"""Iterations packed into columns of bytes for a message, and the iterations of such messages, packed or not.
+
+numpy is imported only when something is packed or unpacked: a controller starts without it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from keepstep.core.iteration_table import ROW, STREAM, IterationTable, table_of
 from keepstep.core.summary import IterationSummary
-from keepstep.wire.messages import PackedIterations
+from keepstep.wire.messages import PackedIterations, Profile
+
+if TYPE_CHECKING:
+    from keepstep.core.iteration_table import IterationTable
 
 
 def pack(summaries: Sequence[IterationSummary]) -> PackedIterations:
     """The summaries as a message's columns, little-endian."""
+    from keepstep.core.iteration_table import table_of
+
     table = table_of(summaries)
     _, streams = table.flat()
     return PackedIterations(table.rows.tobytes(), streams.tobytes(), tuple(table.names[:-1]))
 
 
 def unpack(parts: Sequence[PackedIterations]) -> IterationTable:
-    """All parts as one table. What does not fit together is left out, part by part: its sender is broken."""
+    """All parts as one table. Parts whose bytes are no whole number of rows are left out: their sender is faulty."""
+    import numpy as np
+
+    from keepstep.core.iteration_table import ROW, STREAM, IterationTable
+
     good = [
         part
         for part in parts
@@ -31,3 +42,22 @@ def unpack(parts: Sequence[PackedIterations]) -> IterationTable:
         [part.streams for part in good],
         [part.names for part in good],
     )
+
+
+def iterations_of(answers: Sequence[Profile]) -> Sequence[IterationSummary]:
+    """The iterations in these answers whose times are finite and not negative; a table if any came packed."""
+    rows = [row for answer in answers for row in answer.iterations if _is_sane(row)]
+    packed = [answer.packed for answer in answers if answer.packed is not None]
+    if not packed:
+        return rows
+    import numpy as np
+
+    table = unpack(packed)
+    duration, own = table.column("duration_s"), table.column("self_s")
+    sane = np.isfinite(duration) & np.isfinite(own) & (duration >= 0)
+    table = table if sane.all() else table.where(sane)
+    return [*rows, *table] if rows else table
+
+
+def _is_sane(row: IterationSummary) -> bool:
+    return math.isfinite(row.duration_s) and math.isfinite(row.self_s) and row.duration_s >= 0

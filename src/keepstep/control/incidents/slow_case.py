@@ -11,7 +11,6 @@ from statistics import median
 
 from keepstep.control.incidents.desk import Desk, how_to_say, is_traffic, noted, unlocated
 from keepstep.control.incidents.locators import NO_WAITS
-from keepstep.control.profiles import iterations_of
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Diagnosis, Event, Incident, Link
 from keepstep.core.ranges import fold_nodes
@@ -21,6 +20,7 @@ from keepstep.report.validation import in_a_line, of_device, of_link
 from keepstep.validate.judge import cause_of
 from keepstep.validate.suspects import suspicious_groups
 from keepstep.wire.messages import Profile
+from keepstep.wire.packed import iterations_of
 
 NEAR_STEPS = 3  # findings with onsets this close are about one cause
 SHARPEN_STEPS = 3

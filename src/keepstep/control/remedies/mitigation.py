@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 
 from keepstep.control.incidents.desk import Desk, is_traffic
 from keepstep.control.incidents.locators import NO_WAITS
-from keepstep.control.profiles import iterations_of
 from keepstep.control.remedies.device_speeds import Devices
 from keepstep.control.remedies.exchange import TOPOLOGY, Relocation
 from keepstep.control.remedies.moves import Look, Move
@@ -25,6 +24,7 @@ from keepstep.core.incident import Action, Culprit, Incident
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import PathProbe
 from keepstep.wire.messages import Profile
+from keepstep.wire.packed import iterations_of
 
 if TYPE_CHECKING:
     from keepstep.control.incidents.slow_case import SlowCase
