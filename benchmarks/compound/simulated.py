@@ -99,9 +99,9 @@ def _is_it(event: given.Event, culprit: Any, place_of: Sequence[int]) -> bool:
     """Whether this is the device or the link that is slow. Nodes keep their names, ranks move."""
     node = event.stage * given.DP + event.replica
     if event.kind == "link":
-        ends = {job.namespread(node), job.namespread(event.to_stage * given.DP + event.to_replica)}
+        ends = {job.name_of(node), job.name_of(event.to_stage * given.DP + event.to_replica)}
         return culprit.link is not None and set(culprit.link.nodes) == ends
-    if culprit.link is not None or culprit.rank is None or culprit.node != job.namespread(node):
+    if culprit.link is not None or culprit.rank is None or culprit.node != job.name_of(node):
         return False
     return event.tp is None or culprit.rank % given.TP == event.tp
 
