@@ -1,6 +1,6 @@
 """The per-node launcher behind ``keepstep run``: small, steady, without torch and numpy.
 
-``job`` (what was asked for) -> ``placement`` (who plays which rank, with what environment and command) ->
-``launcher`` (the life of it, with ``workers``, ``companions``, ``link``, ``streams``) -> ``root_cause``. ``guard``
-ends what a launcher that was killed left behind.
+``command`` (what was asked for, and who plays which rank) -> ``launcher`` (the life of it: ``orders`` of the
+controller, ``parting`` from the job) with ``workers``, ``node`` (agent, cache, checks) and ``controller`` (its process
+and the connection to it). ``workers.guard`` ends what a launcher that was killed left behind.
 """

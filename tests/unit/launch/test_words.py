@@ -1,0 +1,38 @@
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from keepstep.launch.words import Words
+
+
+def words(folder: Path, *, quiet: bool = False, verbose: bool = False) -> Words:
+    job: Any = SimpleNamespace(quiet=quiet, verbose=verbose)
+    return Words(job, folder, folder / "secret")
+
+
+@pytest.mark.parametrize(
+    ("flags", "heard"),
+    [({"quiet": True}, "w"), ({}, "ws"), ({"verbose": True}, "wsn"), ({"quiet": True, "verbose": True}, "w")],
+)
+def test_how_much_is_said(
+    flags: dict[str, bool], heard: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = words(tmp_path, **flags)
+    told.warn("w")
+    told.say("s")
+    told.note("n")
+    assert capsys.readouterr().err == "".join(f"keepstep: {letter}\n" for letter in heard)
+
+
+def test_the_end_is_written(tmp_path: Path) -> None:
+    words(tmp_path).ended(3, "rank 0: exit code 3")
+    ending = json.loads((tmp_path / "end.json").read_text())
+    assert (ending["exit_code"], ending["reason"]) == (3, "rank 0: exit code 3")
+
+
+def test_a_folder_that_is_gone_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words(tmp_path / "gone", quiet=True).ended(0, "finished")
+    assert capsys.readouterr().err.startswith(f"keepstep: {tmp_path}/gone/end.json: cannot be written: ")
