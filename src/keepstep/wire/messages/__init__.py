@@ -1,6 +1,8 @@
-"""The messages. One connection per agent or launcher; after the handshake both sides send tagged msgpack structs.
+"""The messages: tagged msgpack structs that both ends of a connection send after the handshake.
 
-A message never carries raw events. Unknown fields are ignored, so a newer minor version may add some.
+Each agent and launcher has one connection to the controller. No message carries raw events. Unknown fields
+are ignored, so a newer minor version may add fields. The unions at the end of this file say who sends what;
+a message's tag is the name of its class.
 """
 
 from __future__ import annotations

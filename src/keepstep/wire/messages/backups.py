@@ -1,4 +1,4 @@
-"""Which node holds which snapshots, and which it shall fetch from others."""
+"""Which snapshots a node holds, and which it should fetch from other nodes."""
 
 from __future__ import annotations
 
@@ -21,29 +21,28 @@ from keepstep.wire.messages.limits import (
 
 
 class RankKeys(msgspec.Struct, frozen=True, array_like=True):
-    """The sealed snapshots of a rank that a node holds."""
+    """The sealed snapshots of one rank that a node holds."""
 
     rank: Rank
     keys: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MOST_HELD_KEYS)]
 
 
 class Inventory(Message, frozen=True):
-    """Everything that a node's cache holds; told again when that changes, and to every new controller.
+    """Everything that a node's cache holds. Repeated when that changes, and to every new controller.
 
-    ``keep`` and ``first``: what its workers were told to keep when this was looked at (see `BackUp`).
+    ``keep`` and ``first``: what its workers had been told to keep at that time (see `BackUp`).
     """
 
     node_rank: int
     own: Annotated[tuple[RankKeys, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
-    backups: Annotated[
-        tuple[RankKeys, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)
-    ]  # of other nodes' ranks
+    # snapshots of other nodes' ranks
+    backups: Annotated[tuple[RankKeys, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
     keep: KeyOrNone = 0
     first: KeyOrNone = 0
-    able: bool = True  # its ranks have the slots that it takes to be backed up
-    endpoints: Endpoints = ()  # where its agent gives states to others
-    trouble: Line = ""  # why the last backup could not be had
-    alike: RankKeys | None = None  # of its own, those that are the same on all ranks of the job
+    able: bool = True  # its ranks have enough slots to be backed up
+    endpoints: Endpoints = ()  # where its agent serves snapshots to other nodes
+    trouble: Line = ""  # why the last backup could not be fetched
+    alike: RankKeys | None = None  # those of its own snapshots that are the same on all ranks of the job
 
 
 class Locate(Message, frozen=True):
@@ -54,27 +53,27 @@ class Locate(Message, frozen=True):
 
 
 class Pull(msgspec.Struct, frozen=True, array_like=True):
-    """Ranks whose states of the target are to be brought, and where nodes that have them give them, the best first."""
+    """Ranks whose target snapshot to fetch, and endpoints that serve it, best first."""
 
     ranks: Ranks
     endpoints: Annotated[tuple[Endpoints, ...], msgspec.Meta(max_length=MOST_NODE_ENDPOINTS)]
 
 
 class BackUp(Message, frozen=True):
-    """What a node has to do so that the job's snapshots survive a node's loss. Holds until the next such message."""
+    """What a node must do so that snapshots survive the loss of a node. Applies until the next one."""
 
-    keep: KeyOrNone = 0  # backed up everywhere: nobody gives it up
-    first: KeyOrNone = 0  # workers keep their oldest snapshot from this one on: it may be the next target
-    target: KeyOrNone = 0  # to be backed up now
+    keep: KeyOrNone = 0  # the snapshot backed up everywhere: nobody may discard it
+    first: KeyOrNone = 0  # workers keep their oldest snapshot not older than this: it may be the next target
+    target: KeyOrNone = 0  # the snapshot to back up now
     pulls: Annotated[tuple[Pull, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)] = ()
-    ranks: Ranks = ()  # of other nodes, whose backups belong on this node
-    settled: bool = False  # ``keep`` is where it belongs: backups of other ranks can go
+    ranks: Ranks = ()  # ranks of other nodes whose backups belong on this node
+    settled: bool = False  # ``keep`` is on the right nodes: backups of ranks not in ``ranks`` can be deleted
 
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):
     """A node that holds snapshots of a rank, as its ``own`` or as a backup.
 
-    Of another rank than the one asked for: they are the same on all ranks of the job.
+    A rank that was not asked for is named if its snapshots are the same on all ranks of the job.
     """
 
     rank: Rank
@@ -86,7 +85,7 @@ class Holder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Located(Message, frozen=True):
-    """Answer to `Locate`. ``waits``: nobody knows yet, and why; ask again."""
+    """Answer to `Locate`. ``waits`` says why it is not known yet; ask again."""
 
     request: int
     holders: Annotated[tuple[Holder, ...], msgspec.Meta(max_length=8 * MOST_HELD_RANKS)] = ()

@@ -1,4 +1,4 @@
-"""The root of all messages, the protocol's number, and the bounds of what a message may hold."""
+"""The base class of all messages, the protocol version, and upper bounds on what a message may hold."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import msgspec
 from keepstep.core.summary import Endpoint
 
 PROTOCOL = 2
-MOST_HELD_KEYS = 8  # of one rank on one node
-MOST_HELD_RANKS = 4096  # of which one node holds snapshots
+MOST_HELD_KEYS = 8  # snapshots of one rank that one node holds
+MOST_HELD_RANKS = 4096  # ranks whose snapshots one node holds
 MOST_NODE_ENDPOINTS = 4
-LEAST_HOLD_S, MOST_HOLD_S = 5.0, 20.0  # of a validation
-MOST_LABEL = 100  # characters of a failure domain's name
-MOST_SEATS = 7  # of a council
-MOST_TABLE = 1 << 16  # rows of a rank table: nodes
-MOST_REPLICAS = 1 << 14  # of a model
-MOST_LOAD_BYTES = 64 << 20  # of a probe
+LEAST_HOLD_S, MOST_HOLD_S = 5.0, 20.0  # how long a validation may hold the job
+MOST_LABEL = 100  # characters in a failure domain's name
+MOST_SEATS = 7  # launchers in a council
+MOST_TABLE = 1 << 16  # rows of a rank table, one per node
+MOST_REPLICAS = 1 << 14  # replicas of one model
+MOST_LOAD_BYTES = 64 << 20  # test data that one probe sends
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 Ranks = Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
-Key = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]  # `checkpoint.slots.Key`, packed
-KeyOrNone = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # 0: none
+Key = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]  # a packed `checkpoint.slots.Key`
+KeyOrNone = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # 0: no snapshot
 Endpoints = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MOST_NODE_ENDPOINTS)]
 Label = Annotated[str, msgspec.Meta(max_length=MOST_LABEL)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -34,4 +34,4 @@ Host = Annotated[str, msgspec.Meta(max_length=255)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, omit_defaults=True):
-    """Root of everything that crosses a connection after the handshake."""
+    """Base class of everything that crosses a connection after the handshake."""

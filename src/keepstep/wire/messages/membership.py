@@ -1,4 +1,4 @@
-"""Who takes part and what the job does next: joining, placing, electing, ending and restarting."""
+"""Who takes part in the job and what it does next: joining, placement, elections, restarts and endings."""
 
 from __future__ import annotations
 
@@ -24,59 +24,60 @@ from keepstep.wire.messages.limits import (
 
 
 class Hello(Message, frozen=True):
-    """First message of a connection."""
+    """First message on a connection."""
 
     role: str  # "agent" | "launcher" | "client"
     node: str  # host name
-    node_rank: int  # -1: not yet given one (a launcher that joins)
+    node_rank: int  # -1: a launcher that has not been given one yet
     pid: int
     incarnation: int = 0
     protocol: int = PROTOCOL
-    failure_domain: Label = ""  # of an agent's node
-    launcher: int = 0  # process that started this agent; 0: not told
+    failure_domain: Label = ""  # of the agent's node
+    launcher: int = 0  # process ID of the launcher that started this agent; 0: unknown
 
 
 class Seat(msgspec.Struct, frozen=True, array_like=True):
-    """A launcher that can elect. ``token``: drawn when its process began; one that is started anew is another."""
+    """A launcher that can vote. Its process draws ``token`` when it starts, so a restarted one differs."""
 
     token: Token
     node: Host
     pid: Count
     address: Host  # numeric
-    port: Port  # where it listens to other launchers
+    port: Port  # where it listens for other launchers
 
 
 class Join(Message, frozen=True):
-    """A launcher asks to take part: the rendezvous. Answered by ``Placement`` when all nodes are here, or `Spare`."""
+    """A launcher asks to join. Answered by `Placement` once all nodes have joined, or by `Spare`."""
 
     node: str
     address: str  # where the other nodes reach this one
-    nproc: int  # ranks that it will run
-    free_port: int  # free on this node at the moment: MASTER_PORT if it becomes node 0
-    node_rank: int = -1  # wished for; -1: in order of joining
+    nproc: int  # number of ranks it will run
+    free_port: int  # currently free on this node; becomes MASTER_PORT if this is node 0
+    node_rank: int = -1  # requested node rank; -1: assign in order of joining
     min_nodes: int = 1
     max_nodes: int = 1
-    max_restarts: Count = 0  # of the whole job; the same on all nodes
-    incarnation: int = -1  # of the placement it has; -1: none yet
-    versions: Annotated[tuple[Label, ...], msgspec.Meta(max_length=8)] = ()  # of what all nodes have alike
-    unix_s: float = 0.0  # its clock as it said this; 0: not told
-    checks: Annotated[tuple[Line, ...], msgspec.Meta(max_length=16)] = ()  # what those of its node found
+    max_restarts: Count = 0  # for the whole job; the same on all nodes
+    incarnation: int = -1  # of its current placement; -1: not placed yet
+    # software that must be the same on all nodes
+    versions: Annotated[tuple[Label, ...], msgspec.Meta(max_length=8)] = ()
+    unix_s: float = 0.0  # its clock when it sent this; 0: unknown
+    # problems that its node's checks found
+    checks: Annotated[tuple[Line, ...], msgspec.Meta(max_length=16)] = ()
     hosts_controller: bool = False
-    seat: Seat | None = None  # where it can be asked for its vote
+    seat: Seat | None = None  # its seat in elections, if it can vote
 
 
 class Operate(Message, frozen=True):
-    """An operator orders something by hand. Answered by ``Operated`` when it is done, or refused."""
+    """An operator gives an order by hand. Answered by `Operated` once it is done or refused."""
 
     verb: Literal["start", "stop", "suspend", "resume", "restart", "exchange", "replace"]
     now: bool = False  # do not wait until a step is sealed
-    nodes: Annotated[
-        tuple[Line, ...], msgspec.Meta(max_length=2)
-    ] = ()  # names of those that exchange their ranks, or is replaced
+    # the two nodes that exchange their ranks, or the one to replace
+    nodes: Annotated[tuple[Line, ...], msgspec.Meta(max_length=2)] = ()
 
 
 class Sealed(Message, frozen=True):
-    """Answer to ``Seal``: all ranks of this launcher have sealed ``step`` since; -1: they seal none, and ``why``."""
+    """Answer to `Seal`: all ranks of this launcher have sealed ``step``; -1: they cannot, see ``why``."""
 
     incarnation: int
     step: int
@@ -84,72 +85,72 @@ class Sealed(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Workers of this launcher failed: let all nodes begin again. Answered by ``Halt`` or ``Stop``.
+    """Workers of this launcher failed; all nodes should restart. Answered by `Halt` or `Stop`.
 
-    Those of earlier incarnations are said again to a new controller, for its budgets.
+    Failures of earlier incarnations are repeated to a new controller, whose restart budgets count them.
     """
 
     incarnation: int
     exit_code: int
     message: str = ""
     rank: int = -1
-    step: int = -1  # finished steps of that rank; -1: not known
+    step: int = -1  # number of steps that rank finished; -1: unknown
     unix_s: float = 0.0
     by_keepstep: bool = False  # keepstep ended that process itself
 
 
 class Halted(Message, frozen=True):
-    """No worker of ``incarnation`` or an earlier one runs here, and none will be started. Answer to ``Halt``."""
+    """Answer to `Halt`: no worker of ``incarnation`` or an earlier one runs here or will be started."""
 
     incarnation: int
-    free_port: int  # MASTER_PORT if this becomes node 0
-    suspended: bool = False  # as the ``Halt`` was; for a new controller
-    unfit: Line = ""  # why workers should not begin again on this node
-    rigid: Line = ""  # why they cannot in a job of another size
+    free_port: int  # becomes MASTER_PORT if this is node 0
+    suspended: bool = False  # copied from the `Halt`, so that a new controller knows
+    unfit: Line = ""  # why workers should not restart on this node
+    rigid: Line = ""  # why its workers cannot run in a job of another size
 
 
 class Ended(Message, frozen=True):
-    """A launcher's workers have all ended. ``exit_code`` as the launcher will return it."""
+    """All workers of a launcher have ended. ``exit_code`` is what the launcher will return."""
 
     node_rank: int
     exit_code: int
     message: str = ""
     incarnation: int = 0
-    by_operator: bool = False  # as the ``Stop`` was; for a new controller
+    by_operator: bool = False  # copied from the `Stop`, so that a new controller knows
 
 
 class Kept(Message, frozen=True):
-    """Answer to `Council`: this one and none older counts for this launcher from now on."""
+    """Answer to `Council`: from now on this council, and no older one, counts for this launcher."""
 
     term: Term
     version: Term
 
 
 class Recovered(Message, frozen=True):
-    """A launcher's ranks train again after a restart."""
+    """A launcher's ranks are training again after a restart."""
 
     node_rank: int
     recovery: Recovery
 
 
 class Bye(Message, frozen=True):
-    """The peer goes on purpose; its silence is no sign of death."""
+    """The peer leaves on purpose; its silence does not mean that it died."""
 
     reason: str = ""
-    orphaned: bool = False  # an agent goes because its launcher is gone: the node is lost
+    orphaned: bool = False  # an agent leaves because its launcher is gone: the node is lost
 
 
 class Welcome(Message, frozen=True):
-    """Answer to ``Hello``."""
+    """Answer to `Hello`."""
 
     controller_pid: int
     heartbeat_s: float = 1.0
     protocol: int = PROTOCOL
-    term: Term = 0  # of the controller; 0: elected by nobody
+    term: Term = 0  # the controller's term of office; 0: it was not elected
 
 
 class Placement(Message, frozen=True):
-    """The rank table, as far as a launcher needs it to start its workers. Its size is that of no job."""
+    """The part of the rank table that a launcher needs. Its size does not grow with the job."""
 
     node_rank: int
     first_rank: int
@@ -158,7 +159,7 @@ class Placement(Message, frozen=True):
     master_addr: str
     master_port: int
     incarnation: int = 0
-    pauses: int = 0  # incarnations that are no restarts: an operator ordered them, or they were never placed
+    pauses: int = 0  # incarnations that do not count as restarts: ordered by an operator, or never placed
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -177,13 +178,14 @@ class Stop(Message, frozen=True):
 
     exit_code: int
     reason: str
-    by_operator: bool = False  # nothing is wrong: what is on its way to storage may get there
+    by_operator: bool = False  # nothing is wrong, so a write to storage in progress may finish
 
 
 class Council(Message, frozen=True):
-    """To launchers: who elects the host of the controller, and to those the rank table. Answered by `Kept`.
+    """To launchers: who elects the controller's host; those also get the rank table. Answered by `Kept`.
 
-    Ordered by term and version. Nothing of the table is given out before a quorum has it (`core.quorum`).
+    Councils are ordered by term and version. Nothing in ``table`` is sent out as a `Placement`
+    before a quorum holds the table (`core.quorum`).
     """
 
     term: Term
@@ -191,30 +193,30 @@ class Council(Message, frozen=True):
     leader: Seat  # the launcher beside the controller
     port: Port  # of the controller, on the leader's address
     seats: _Seats
-    former: _Seats = ()  # that have to agree too, until it is known that they cannot act alone any more
+    former: _Seats = ()  # the previous council, which must also agree until it can no longer act alone
     table: Annotated[tuple[Row, ...], msgspec.Meta(max_length=MOST_TABLE)] = ()
-    stop: Stop | None = None  # the job ends with this, under whatever leader
+    stop: Stop | None = None  # how the job ends, whoever leads
 
 
 class Spare(Message, frozen=True):
-    """To a launcher: all places are taken. It waits for one that becomes vacant, or for ``Stop``."""
+    """To a launcher: all places are taken. Wait for a vacant one, or for `Stop`."""
 
-    nodes: int  # that play
+    nodes: int  # number of nodes in the job
 
 
 class Halt(Message, frozen=True):
-    """To launchers: end your workers of ``incarnation``, say `Halted`, and wait for the next placement."""
+    """To launchers: end your workers of ``incarnation``, answer `Halted`, and wait for the next placement."""
 
     incarnation: int
-    suspend: bool = False  # which comes when an operator resumes the job
-    fresh: bool = False  # an operator wants other processes: none goes on with the next one
+    suspend: bool = False  # the next placement comes only when an operator resumes the job
+    fresh: bool = False  # an operator wants new processes: none may stay for the next incarnation
 
 
 class Seal(Message, frozen=True):
-    """To launchers: say `Sealed` as soon as each of your ranks has sealed one more snapshot.
+    """To launchers: answer `Sealed` as soon as each of your ranks has sealed one more snapshot.
 
-    ``alike``: one that is known to be the same on all ranks of the job. ``leave``: your ranks are to play
-    on another node then. ``warm``: there is time to have warm standbys before.
+    ``alike``: it must be a snapshot known to be the same on all ranks of the job. ``leave``: your ranks will
+    then move to another node. ``warm``: there is time to start warm standbys first.
     """
 
     incarnation: int
@@ -224,7 +226,7 @@ class Seal(Message, frozen=True):
 
 
 class Kill(Message, frozen=True):
-    """To a launcher: end this process of a rank, which will not go on by itself, as if it had died."""
+    """To a launcher: end this rank's process, which will not recover by itself, as if it had died."""
 
     rank: Rank
     process: int
@@ -232,13 +234,13 @@ class Kill(Message, frozen=True):
 
 
 class Operated(Message, frozen=True):
-    """Answer to ``Operate``: what was done, or in one line why not."""
+    """Answer to `Operate`: what was done, or one line that says why not."""
 
     done: str = ""
     refused: str = ""
 
 
 class Refused(Message, frozen=True):
-    """The controller will not have this peer; the reason is for its operator."""
+    """The controller rejects this peer; the reason is for the peer's operator."""
 
     reason: str

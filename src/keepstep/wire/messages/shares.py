@@ -11,14 +11,17 @@ from keepstep.wire.messages.limits import MOST_HELD_RANKS, MOST_REPLICAS, Count,
 
 
 class Splits(Message, frozen=True):
-    """How ranks of a node divide micro-batches: told when it has changed."""
+    """How the ranks of a node divide micro-batches. Sent when that has changed."""
 
     node_rank: int
     ranks: Annotated[tuple[Split, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
 
 
 class Shares(Message, frozen=True):
-    """Micro-batches of each replica, for the job's first rank, which tells the others. Numbers of a run only grow."""
+    """Micro-batches per replica, sent to the job's first rank, which tells the others.
+
+    ``number`` only grows during a run.
+    """
 
     number: int
     rank: Rank

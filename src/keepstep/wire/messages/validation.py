@@ -1,4 +1,4 @@
-"""Holding a job's ranks for a moment to test them."""
+"""Holding a job's ranks briefly in order to test them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from keepstep.wire.messages.limits import LEAST_HOLD_S, MOST_HOLD_S, Message
 
 
 class HeldRank(msgspec.Struct, frozen=True, array_like=True):
-    """How one rank stands to a hold. ``state``: ring.orders.State; ``why`` it is unable."""
+    """How far one rank is with a hold. ``state``: a `ring.orders.State`; ``why``: the reason if unable."""
 
     rank: int
     state: int
-    endpoint: TransferEndpoint | None = None  # once it is held
+    endpoint: TransferEndpoint | None = None  # set once it is held
     why: str = ""
 
 
 class Held(Message, frozen=True):
-    """Answer to ``Hold``, and told again whenever it changes: all local ranks."""
+    """Answer to `Hold` for all local ranks, repeated whenever it changes."""
 
     number: int
     node_rank: int
@@ -28,7 +28,7 @@ class Held(Message, frozen=True):
 
 
 class Measured(Message, frozen=True):
-    """The figures of one rank that has run its ``tests`` in hold ``number``."""
+    """The results of one rank that has run its ``tests`` in hold ``number``."""
 
     number: int
     tests: int
@@ -37,7 +37,7 @@ class Measured(Message, frozen=True):
 
 
 class Validate(Message, frozen=True):
-    """An operator asks for a validation of these ranks, or of all. Answered by ``Validated``.
+    """An operator asks to validate these ranks, or all if none is given. Answered by `Validated`.
 
     ``hold_s``: how long the job may be held.
     """
@@ -47,7 +47,7 @@ class Validate(Message, frozen=True):
 
 
 class Hold(Message, frozen=True):
-    """Hold your ranks at the end of ``step`` for as long as this is repeated: each renews the lease by ``lease_s``."""
+    """Hold your ranks at the end of ``step``, until ``lease_s`` pass without a repetition of this message."""
 
     number: int
     step: int
@@ -55,7 +55,7 @@ class Hold(Message, frozen=True):
 
 
 class RunTests(Message, frozen=True):
-    """Let held ranks run these tests. ``tests``: their number, unique like the hold's."""
+    """Let held ranks run these tests. ``tests`` identifies them, as ``number`` identifies the hold."""
 
     number: int
     tests: int
@@ -63,14 +63,14 @@ class RunTests(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Hold ``number`` is over: go on."""
+    """Hold ``number`` is over: continue."""
 
     number: int
 
 
 class Validated(Message, frozen=True):
-    """Answer to ``Validate``: the outcome, or in one line why there is none."""
+    """Answer to `Validate`: the outcome, or one line that says why there is none."""
 
     outcome: Validation | None = None
-    nodes: tuple[tuple[int, str], ...] = ()  # node name by rank, of the ranks that were tested
+    nodes: tuple[tuple[int, str], ...] = ()  # rank and node name of each tested rank
     refused: str = ""

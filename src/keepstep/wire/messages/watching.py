@@ -1,4 +1,4 @@
-"""What agents tell of their ranks and networks, by themselves and on request."""
+"""What agents report about their ranks and the network, unasked and on request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from keepstep.wire.messages.limits import MOST_LOAD_BYTES, Message
 
 
 class Groups(Message, frozen=True):
-    """Process groups that a rank has made since the last such message."""
+    """Process groups that a rank has created since the last such message."""
 
     rank: int
     groups: tuple[GroupInfo, ...]
@@ -36,34 +36,34 @@ class RankBeat(msgspec.Struct, frozen=True, array_like=True, gc=False):
     step: int  # last finished step; -1 before the first
     phase: int  # core.events.Phase
     progress: int
-    iteration_s: float = 0.0  # last finished iteration; 0 before the first
+    iteration_s: float = 0.0  # duration of the last finished iteration; 0 before the first
     self_s: float = 0.0
-    idle_s: float = 0.0  # since the last progress
+    idle_s: float = 0.0  # time since the last progress
     alive: bool = True
-    in_flight: OpInFlight | None = None  # the one entered first
-    overdue_s: float = 0.0  # how long it has waited for others, once that is over the usual; else 0
+    in_flight: OpInFlight | None = None  # of several, the one entered first
+    overdue_s: float = 0.0  # how long it has waited for others, if longer than usual; else 0
 
 
 class Heartbeat(Message, frozen=True, gc=False):
-    """Once a second from every agent."""
+    """Sent once a second by every agent."""
 
     node_rank: int
     sequence: int
-    sent_s: float  # node's CLOCK_MONOTONIC
+    sent_s: float  # by the node's CLOCK_MONOTONIC
     ranks: tuple[RankBeat, ...]
     clock: tuple[ClockSample, ...] = ()
     causes: tuple[HostCause, ...] = ()
-    dropped: int = 0  # ring records that were dropped or lost so far
+    dropped: int = 0  # ring records dropped or lost so far
 
 
 class Found(Message, frozen=True):
-    """A finding, pushed at once."""
+    """A finding, sent as soon as it is made."""
 
     finding: Finding
 
 
 class PackedIterations(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Iterations as columns (`wire.packed`): a tenth of the time to read, for jobs of many thousand ranks."""
+    """Iterations as columns (`wire.packed`), ten times faster to read: for jobs of many thousand ranks."""
 
     rows: bytes
     streams: bytes
@@ -71,7 +71,7 @@ class PackedIterations(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Profile(Message, frozen=True):
-    """Answer to ``ProfileRequest``; ``iterations`` of all local ranks, oldest first, or the same ``packed``."""
+    """Answer to `ProfileRequest`: ``iterations`` of all local ranks, oldest first, or the same ``packed``."""
 
     request: int
     node_rank: int
@@ -79,12 +79,12 @@ class Profile(Message, frozen=True):
     clock: tuple[ClockSample, ...] = ()
     causes: tuple[HostCause, ...] = ()
     traffic: tuple[PeerTraffic, ...] = ()  # around the request's ``onset_step``
-    blocks: tuple[BlockSummary, ...] = ()  # of the ranks in the request's ``blocks_of``
+    blocks: tuple[BlockSummary, ...] = ()  # for the ranks in the request's ``blocks_of``
     packed: PackedIterations | None = None
 
 
 class States(Message, frozen=True):
-    """Answer to ``StateRequest``."""
+    """Answer to `StateRequest`."""
 
     request: int
     node_rank: int
@@ -94,14 +94,14 @@ class States(Message, frozen=True):
 
 
 class Reachable(Message, frozen=True):
-    """Where this node's agent answers probes; said again when that changes, and to every new controller."""
+    """Where this node's agent answers probes. Repeated when that changes, and to every new controller."""
 
     node_rank: int
     endpoints: tuple[Endpoint, ...]
 
 
 class Probed(Message, frozen=True):
-    """Answer to ``ProbeRequest``."""
+    """Answer to `ProbeRequest`."""
 
     request: int
     node_rank: int
@@ -109,11 +109,11 @@ class Probed(Message, frozen=True):
 
 
 class ProfileRequest(Message, frozen=True):
-    """Send the iteration summaries of steps ``first_step`` to ``last_step`` (both included) that you still have.
+    """Send the iteration summaries you still have of steps ``first_step`` to ``last_step`` (inclusive).
 
-    And what your workers sent to whom before and after ``onset_step``, unless that is negative; and of the ranks in
-    ``blocks_of`` what they did one after the other, in the newest of these steps. ``packed``: as columns, without clock
-    samples, because there are very many of you.
+    Unless ``onset_step`` is negative, add what your workers sent to whom before and after it. For the ranks
+    in ``blocks_of``, add what they did, in order, in the newest of these steps. ``packed``: send columns and
+    leave out clock samples, because the job has very many ranks.
     """
 
     request: int
@@ -125,23 +125,23 @@ class ProfileRequest(Message, frozen=True):
 
 
 class StateRequest(Message, frozen=True):
-    """Send where your ranks are now. ``stacks``: with Python stacks where they can be had."""
+    """Report where your ranks are now. ``stacks``: include Python stacks where they can be read."""
 
     request: int
     stacks: bool = False
 
 
 class ProbeTarget(msgspec.Struct, frozen=True, array_like=True):
-    """A node to probe. The agent takes the endpoint to which its workers have connections, else the first."""
+    """A node to probe. The agent uses the endpoint to which its workers are connected, else the first."""
 
     node: str
     endpoints: tuple[Endpoint, ...]
 
 
 class ProbeRequest(Message, frozen=True):
-    """Send a message to each of these nodes' agents and tell what came of it; beyond 16 they are left out.
+    """Send a message to each of these nodes' agents and report the outcome. Targets beyond 16 are ignored.
 
-    ``load_bytes``: of the message, beside its head; at most `MOST_LOAD_BYTES`.
+    ``load_bytes``: size of the message without its header, at most `MOST_LOAD_BYTES`.
     """
 
     request: int
@@ -150,6 +150,6 @@ class ProbeRequest(Message, frozen=True):
 
 
 class SaveRings(Message, frozen=True):
-    """Save the rings of your ranks under the run's folder (they are evidence)."""
+    """Save your ranks' rings in the run's folder, as evidence."""
 
     incident: int = 0
