@@ -444,7 +444,7 @@ def _is_in(rank: int, folded: str) -> bool:
 
 
 CAMPAIGN = Campaign(
-    "checkpoint_node_faults",
+    "checkpoint_faults.nodes",
     __doc__,
     CASES,
     carry_out,

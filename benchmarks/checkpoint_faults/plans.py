@@ -1,4 +1,4 @@
-"""What happens in each seed of `checkpoint_node_faults`, drawn before it runs."""
+"""What happens in each seed of `nodes.py`, drawn before it runs."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def _recoveries(notes: dict[int, list[dict[str, Any]]]) -> list[float]:
 
 
 CAMPAIGN = Campaign(
-    "recovery_faults",
+    "recovery.faults",
     __doc__,
     CASES,
     carry_out,

@@ -5,7 +5,7 @@
 starts the processes of one host and waits for them. nvidia-resiliency-ext: one rank more than are active, in reserve,
 which has imported everything; the store is kept outside the ranks, and collectives end after 10 s: with Gloo that alone
 gets the survivors out. torchft: a lighthouse with the settings of its README, and as many replicas of one rank, each
-under a torchrun that starts it again. The training is that of ``_recovery_job``.
+under a torchrun that starts it again. The training is that of ``job.py``.
 """
 
 from __future__ import annotations

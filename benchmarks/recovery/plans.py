@@ -1,4 +1,4 @@
-"""What happens in each seed of `recovery_faults`, drawn before it runs."""
+"""What happens in each seed of `faults.py`, drawn before it runs."""
 
 from __future__ import annotations
 

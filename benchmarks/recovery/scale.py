@@ -209,7 +209,7 @@ def control_plane(sizes: Iterable[int], repetitions: int, report: Report) -> Non
 
 def main() -> int:
     """Measure, print, write."""
-    parser = bench_arguments("recovery_scale", __doc__ or "")
+    parser = bench_arguments("recovery.scale", __doc__ or "")
     parser.add_argument("--nodes", type=int, action="append", help="default: 1024, 4096 and 16384")
     parser.add_argument("--clients", type=int, action="append", help="default: 64, 256 and 1024")
     parser.add_argument("--part", choices=("control-plane", "stores"), help="only this one")

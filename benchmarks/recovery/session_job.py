@@ -1,6 +1,6 @@
 """The job of the recovery bench as a session: whose process did not fail goes on in it.
 
-Arguments: folder, seconds of a step (emulated by sleeping). The same training as ``_recovery_job``.
+Arguments: folder, seconds of a step (emulated by sleeping). The same training as ``job.py``.
 """
 
 from __future__ import annotations

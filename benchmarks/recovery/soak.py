@@ -292,7 +292,7 @@ def _lines(struck: list[Struck], why: list[str], faults: int, limit: str) -> Ite
 
 def main() -> int:
     """Run the soak."""
-    parser: argparse.ArgumentParser = bench_arguments("recovery_soak", __doc__ or "")
+    parser: argparse.ArgumentParser = bench_arguments("recovery.soak", __doc__ or "")
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--ranks", type=int, default=8)
