@@ -456,7 +456,7 @@ def test_the_timeline_and_the_cost_of_a_slowdown_that_lasts_until_the_job_ends()
     (incident,) = job.open
     assert [event.what for event in incident.events] == ["noticed", "verdict"]
     assert incident.onset_unix_s is not None
-    assert incident.onset_unix_s - job.controller.cases.unix_s(0.0) == pytest.approx(began_s, abs=1.0)
+    assert incident.onset_unix_s - job.controller.cases.desk.unix_s(0.0) == pytest.approx(began_s, abs=1.0)
     measured = incident.actions[0]
     assert measured != ordered
     assert (measured.step, measured.begun_unix_s) == (ordered.step, ordered.begun_unix_s)

@@ -161,7 +161,7 @@ class Assembly:
     # Leaders.
 
     def _lead(self, one: Member, term: int) -> None:
-        one.leader = Councils(one.elector.seat.token, term, lambda: term)
+        one.leader = Councils(one.elector.seat.token, term, term)
         one.elector.serves(term)
         if one.stored is not None:
             one.leader.restore(one.stored)

@@ -56,6 +56,16 @@ class Backups:
     def __post_init__(self) -> None:
         self.plan = BackupPlan(self.copies)
 
+    def begin_again(self) -> None:
+        """Nodes play other ranks: nothing is known any more of what they hold, nor what each is to do."""
+        self.plan = BackupPlan(self.copies)
+        self._told.clear()
+        self._holders.clear()
+        self._away_s.clear()
+        self._lost.clear()
+        self._sent.clear()
+        self._changed, self._next_s, self._looking = True, 0.0, None
+
     def heard(self, node: Node, message: Inventory) -> None:
         """A node's agent says what its cache holds."""
         self.forget(node.rank)

@@ -8,16 +8,13 @@ groups they know and what still holds; incident numbers and open incidents come 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 from keepstep.control.backups import Backups
 from keepstep.control.cases import Cases
-from keepstep.control.cluster import Cluster, Node
+from keepstep.control.cluster import Cluster
 from keepstep.control.effects import (
-    Disconnect,
     Effect,
-    Exit,
     Reach,
     Send,
     StoreCouncil,
@@ -25,28 +22,36 @@ from keepstep.control.effects import (
     StoreStop,
     Tell,
 )
+from keepstep.control.incidents.agent_orders import AgentOrders
+from keepstep.control.incidents.desk import Desk
 from keepstep.control.incidents.locators import LibraryLocators, Locators
+from keepstep.control.incidents.open_cases import OpenCases
+from keepstep.control.incidents.questions import Questions
+from keepstep.control.incidents.register import Register
+from keepstep.control.incidents.validations import Validations
 from keepstep.control.membership.admission import Admission
 from keepstep.control.membership.council import Councils
+from keepstep.control.membership.ending import Ending
 from keepstep.control.membership.growth import Growing
 from keepstep.control.membership.job_state import JobState, JobStates
 from keepstep.control.membership.operator_orders import Operating
+from keepstep.control.membership.peers import Peer, Peers
 from keepstep.control.membership.reforming import (
     End,
     Exclude,
     HaltThese,
+    Lapsed,
     Lost,
     Order,
     Reforming,
     Renew,
     Waiting,
 )
-from keepstep.control.membership.rendezvous import MOST_NODES, MOST_RANKS, Launcher, Placed, Rendezvous
+from keepstep.control.membership.rendezvous import MOST_RANKS, Launcher, Placed, Rendezvous
 from keepstep.control.membership.restart_budget import Spending
 from keepstep.control.settings import Settings
-from keepstep.core.incident import Incident, Recovery
+from keepstep.core.incident import Incident
 from keepstep.wire.messages import (
-    PROTOCOL,
     Bye,
     Council,
     Ended,
@@ -70,33 +75,22 @@ from keepstep.wire.messages import (
     Profile,
     Reachable,
     Recovered,
-    Refused,
     Sealed,
     Spare,
     Splits,
     States,
     Stop,
     Validate,
-    Welcome,
 )
 
 _EXCLUDED = 1  # exit code of a launcher that was excluded
 _MOST_ENDPOINTS = 4
 _MOST_TEXT = 500  # characters of what went wrong
 _FINISHED = Stop(0, "all nodes have finished")
-_STALL_S = 1.0  # a tick this late means that we slept, not the agents
+_NOT_AGREED = "most of the nodes that have to agree on who plays which rank are lost, or cut off from here"
 
-_Handler: TypeAlias = Callable[[Any, "_Peer", Any, float], None]
+_Handler: TypeAlias = Callable[[Any, "Peer", Any, float], None]
 _OrderHandler: TypeAlias = Callable[[Any, Any, float], None]
-
-
-@dataclass(slots=True)
-class _Peer:
-    number: int
-    role: str
-    hello: Hello | None = None
-    node: Node | None = None
-    launcher: Launcher | None = None
 
 
 class Controller:
@@ -113,47 +107,39 @@ class Controller:
         self.settings = settings
         self.cluster = Cluster(max(settings.nodes, 1))
         self.rendezvous = Rendezvous(settings.nodes, join_s=settings.join_s, last_call_s=settings.last_call_s)
+        self.admission = Admission(unix_s)
+        self.councils = Councils(settings.seat, settings.term)
+        self.backups = Backups(settings.backups, settings.lost_s)
+        self.states = JobStates()
+        self.ending = Ending(settings.join_s, settings.grace_s)
+        self._effects: list[Effect] = []  # what is to be done, in this order; every part adds to it
+        self.peers = Peers(settings, self.cluster, self.rendezvous, self._effects, pid)
         waiting = Waiting(
             *(settings.lost_s, settings.away_s, settings.halt_s, settings.join_s),
             shrink_s=settings.shrink_s,
             grows=settings.backups > 0,
         )
-        self.admission = Admission(unix_s)
-        self.spending = Spending(settings.restart_budget, unix_s)
-        self.reforming = Reforming(self.rendezvous, waiting, self._is_heard, self.spending)
-        self.port = 0  # that we listen on
-        self.councils = Councils(settings.seat, settings.term, lambda: self.port)
-        self.backups = Backups(settings.backups, settings.lost_s)
-        self.recovery: Recovery | None = None  # the newest
-        self.states = JobStates()
-        self.ignored = 0  # messages that made no sense in their place
-        self._unix_s, self._pid = unix_s, pid
-        self._peers: dict[int, _Peer] = {}
-        self._effects: list[Effect] = []
-        self._operating = Operating(
-            self.rendezvous,
-            self.reforming,
-            lambda peer, answer: self._effects.append(Send((peer,), answer)),
-            lambda peers, message: self._effects.append(Send(peers, message)),
-            lambda: self.backups.withheld(),
-            lambda why, now_s: self.cases.mitigation.not_moved(why, now_s),
-        )
-        self.cases = Cases(
-            *(settings, self.cluster, locators or LibraryLocators(), self.reforming, unix_s),
-            is_ending=lambda: self._stop is not None or self.over,
-            effect=lambda effect: self._effects.append(effect),
-            operating=self._operating,
-        )
+        spending = Spending(settings.restart_budget, unix_s)
+        self.reforming = Reforming(self.rendezvous, waiting, self.peers.is_heard, spending)
+        self._operating = Operating(self.rendezvous, self.reforming, self.backups, self._effects)
         self._growing = Growing(self.rendezvous, self.reforming, self._operating)
-        self._launchers: dict[Launcher, Ended | Bye | None] = {}
-        self._stop: Stop | None = None
-        self._stop_is_told = False
-        self._over_s: float | None = None
-        self._exited = False
-        self._ticked_s: float | None = None
-        self._quiet_until_s = 0.0
-        self._withheld_since_s: float | None = None  # that a council is not settled
-        self._excluded: list[Exclude] = []  # that may have to vote on it still
+        self.cases = self._made_cases(locators or LibraryLocators(), unix_s)
+
+    def _made_cases(self, locators: Locators, unix_s: Callable[[float], float]) -> Cases:
+        settings, cluster, effects = self.settings, self.cluster, self._effects
+        open_cases = OpenCases(self.ending, self.reforming)
+        orders = AgentOrders(cluster, effects, unix_s)
+        desk = Desk(
+            cluster,
+            locators,
+            Questions(cluster, settings.answer_s, settings.probe_s, effects),
+            orders,
+            Validations(cluster, orders, open_cases, effects, is_wanted=settings.validate),
+            self._operating,
+            Register(settings, cluster, self.reforming, effects, unix_s),
+            unix_s,
+        )
+        return Cases(desk, open_cases, settings, effects)
 
     # --- what the rim calls ---------------------------------------------------------------------------------------
 
@@ -168,12 +154,13 @@ class Controller:
 
         ``council``: that of this host's launcher; its table counts, and when it was led by another, that one is away.
         """
-        self._stop, self._stop_is_told = stop, stop is not None
+        self.ending.restore(stop)
         self.cases.restore(incidents)
         former = None
         if council is not None:
             self.councils.restore(council)
-            self._stop = self._stop or council.stop
+            if self.ending.stop is None and council.stop is not None:
+                self.ending.begin(council.stop)
             placements = [(row.node, row.pid, row.placement) for row in council.table]
             if council.leader.token != self.settings.seat:
                 former = Launcher(council.leader.node, council.leader.pid)
@@ -182,37 +169,29 @@ class Controller:
             self.rendezvous.restore(table)
             self.reforming.restored(former)
             self._placed(table)
-        if self._stop is not None:
-            self.councils.end(self._stop)
+        if self.ending.stop is not None:
+            self.councils.end(self.ending.stop)
             self.reforming.over()
 
     def connected(self, peer: int, role: str) -> None:
         """A peer has proved that it is of ours, in this role."""
-        self._peers[peer] = _Peer(peer, role)
+        self.peers.connected[peer] = Peer(peer, role)
 
     def disconnected(self, peer: int, now_s: float, *, unanswered: bool = False) -> list[Effect]:
         """A connection has gone. ``unanswered``: nothing came from its host any more, no last packet either."""
-        gone = self._peers.pop(peer, None)
-        if gone is None:
-            return []
-        node = gone.node
         since_s = now_s + self.settings.link_s if unanswered else now_s  # a link may be back in a moment
-        if gone.launcher is not None and self.rendezvous.leave(gone.launcher, peer):
+        gone = self.peers.gone(peer, since_s)
+        if gone is None or gone.launcher is None:
+            return self._taken()
+        if self.rendezvous.leave(gone.launcher, peer):
             self.reforming.gone(gone.launcher, since_s)
-        if gone.launcher is not None and self.rendezvous.peer(gone.launcher) is None:
+        if self.rendezvous.peer(gone.launcher) is None:
             self.councils.gone(gone.launcher, now_s)
-        if node is not None:
-            if node.agent == peer:
-                node.agent = None
-            if node.launcher == peer:
-                node.launcher = None
-            if node.agent is None and node.launcher is None:
-                node.lost_s = since_s
         return self._taken()
 
     def reached(self, peer: int) -> list[Effect]:
         """The election port of a launcher's `Reach` answers."""
-        sender = self._peers.get(peer)
+        sender = self.peers.connected.get(peer)
         if (
             sender is not None
             and sender.launcher is not None
@@ -223,7 +202,7 @@ class Controller:
 
     def message(self, peer: int, message: Message, now_s: float) -> list[Effect]:
         """One message from a connected peer."""
-        sender = self._peers.get(peer)
+        sender = self.peers.connected.get(peer)
         if sender is None:
             return []
         if type(message) is Heartbeat:
@@ -232,34 +211,28 @@ class Controller:
         if type(message) is Hello:
             self._hello(sender, message, now_s)
         elif sender.hello is None:
-            self._refuse(peer, "say Hello first")
+            self.peers.refuse(peer, "say Hello first")
         elif handler := self._HANDLERS.get(type(message)):
             handler(self, sender, message, now_s)
         return self._taken()
 
     def tick(self, now_s: float) -> list[Effect]:
         """Time passes; call it about ten times a second."""
-        if self._ticked_s is not None and now_s - self._ticked_s > _STALL_S:
-            self._quiet_until_s = now_s + self.settings.silent_s
-            if self._withheld_since_s is not None:
-                self._withheld_since_s += now_s - self._ticked_s
-        self._ticked_s = now_s
+        self.ending.slept(self.peers.slept_s(now_s))
         self._answer_joins(self.rendezvous.tick(now_s))
         self._watch_nodes(now_s)
         self._reform(self.reforming.tick(now_s), now_s)
-        self._reform(self._operating.tick(self._peers.keys(), now_s), now_s)
+        self._reform(self._operating.tick(self.peers.connected.keys(), now_s), now_s)
         newcomers = self.settings.backups > 0 and bool(self._growing.newcomers)
         if (newcomers or self.reforming.is_untried) and self.state(now_s) is JobState.RUNNING:
             self.reforming.trains()
             self._growing.tick(now_s)
         self._tick_councils(now_s)
-        self.cases.tick(self._peers.keys(), now_s)
+        self.cases.tick(self.peers.connected.keys(), now_s)
         self._tick_backups(now_s)
-        if self._over_s is not None and now_s - self._over_s >= self.settings.grace_s and not self._exited:
+        if (leaving := self.ending.exit(now_s)) is not None:
             self.cases.end(now_s)
-            code = self._stop.exit_code if self._stop else 0
-            self._effects.append(Exit(code, self._stop.reason if self._stop else "all launchers have ended"))
-            self._exited = True
+            self._effects.append(leaving)
         return self._taken()
 
     def end(self, now_s: float) -> list[Effect]:
@@ -270,106 +243,67 @@ class Controller:
     @property
     def over(self) -> bool:
         """All launchers have ended."""
-        return self._over_s is not None
+        return self.ending.over
 
     def state(self, now_s: float) -> JobState:
         """Where the job stands. Looks at every rank until all train."""
-        code = None
-        if self._stop is not None or self.over:
-            code = 0 if self._stop is None or self._stop.by_operator else self._stop.exit_code
-        return self.states.look(self.cluster, self.rendezvous, self.reforming, self.cases.dying, code, now_s)
+        known = (self.cluster, self.rendezvous, self.reforming, self.cases.dying)
+        return self.states.look(*known, self.ending.exit_code, now_s)
 
     # --- what is wrong, and what is done about it ------------------------------------------------------------------
 
-    def _found(self, sender: _Peer, message: Found, now_s: float) -> None:
-        if not self.over:
+    def _found(self, sender: Peer, message: Found, now_s: float) -> None:
+        if not self.ending.over:
             self.cases.found(message.finding, now_s)
 
-    def _groups(self, sender: _Peer, message: Groups, now_s: float) -> None:
+    def _groups(self, sender: Peer, message: Groups, now_s: float) -> None:
         self.cluster.learn_groups(message.groups)
 
-    def _answered(self, sender: _Peer, message: Profile | States | Probed, now_s: float) -> None:
+    def _answered(self, sender: Peer, message: Profile | States | Probed, now_s: float) -> None:
         if sender.node is not None:
             self.cases.answered(sender.node, message, now_s)
 
-    def _reachable(self, sender: _Peer, message: Reachable, now_s: float) -> None:
+    def _reachable(self, sender: Peer, message: Reachable, now_s: float) -> None:
         if sender.node is not None:
             sender.node.endpoints = message.endpoints[:_MOST_ENDPOINTS]
 
-    def _tested(self, sender: _Peer, message: Held | Measured, now_s: float) -> None:
+    def _tested(self, sender: Peer, message: Held | Measured, now_s: float) -> None:
         if sender.node is not None:
-            self.cases.validations.told(sender.node, message, now_s)
+            self.cases.desk.validations.told(sender.node, message, now_s)
 
-    def _validate(self, sender: _Peer, message: Validate, now_s: float) -> None:
-        self.cases.validations.asked(sender.number, message, now_s)
+    def _validate(self, sender: Peer, message: Validate, now_s: float) -> None:
+        self.cases.desk.validations.asked(sender.number, message, now_s)
 
-    def _splits(self, sender: _Peer, message: Splits, now_s: float) -> None:
+    def _splits(self, sender: Peer, message: Splits, now_s: float) -> None:
         if sender.node is not None:
             self.cases.mitigation.shares.told(sender.node, message)
 
-    def _inventory(self, sender: _Peer, message: Inventory, now_s: float) -> None:
+    def _inventory(self, sender: Peer, message: Inventory, now_s: float) -> None:
         if sender.node is not None and message.node_rank == sender.node.rank:
             self.backups.heard(sender.node, message)
 
-    def _locate(self, sender: _Peer, message: Locate, now_s: float) -> None:
+    def _locate(self, sender: Peer, message: Locate, now_s: float) -> None:
         located = self.backups.locate(message, self.cluster, self._expected_nodes, now_s)
         if located is not None:
             self._effects.append(Send((sender.number,), located))
 
-    def _recovered(self, sender: _Peer, message: Recovered, now_s: float) -> None:
-        self.recovery = message.recovery
+    def _recovered(self, sender: Peer, message: Recovered, now_s: float) -> None:
         self.cases.recovered(message.recovery, now_s)
 
     # --- peers ----------------------------------------------------------------------------------------------------
 
-    def _hello(self, sender: _Peer, hello: Hello, now_s: float) -> None:
-        peer = sender.number
-        if hello.protocol != PROTOCOL:
-            self._refuse(
-                peer, f"this controller speaks protocol {PROTOCOL}, {hello.node} speaks {hello.protocol}"
-            )
-            return
-        if sender.role == "agent" and not self._is_ours(hello):
-            self._refuse(peer, f"another launcher plays node {hello.node_rank} now")
-            return
-        if hello.role != sender.role or hello.node_rank >= MOST_NODES:
-            self._refuse(peer, f"{hello.node} said role {hello.role!r} and node rank {hello.node_rank}")
-            return
-        sender.hello = hello
-        if sender.role == "launcher":
-            sender.launcher = Launcher(hello.node, hello.pid)
-            self._launchers.setdefault(sender.launcher, None)
-        self._effects.append(
-            Send((peer,), Welcome(self._pid, self.settings.heartbeat_s, term=self.settings.term))
-        )
-        if hello.node_rank < 0 or sender.role == "client":
-            return
-        if sender.launcher is not None and not self._plays(sender.launcher, hello.node_rank):
-            return
-        node = sender.node = self.cluster.node(hello.node_rank, hello.node)
-        node.back()
-        if sender.role == "launcher":
-            node.launcher = max(peer, node.launcher or 0)
-            return
-        self.backups.forget(node.rank)
-        if node.agent_pid != hello.pid:
-            node.agent_pid, node.agent_starts = hello.pid, node.agent_starts + 1
-        node.agent, node.left, node.failure_domain = peer, False, hello.failure_domain
-        node.heard_s, node.mute, node.silent = now_s, False, False
+    def _hello(self, sender: Peer, hello: Hello, now_s: float) -> None:
+        agent_of = self.peers.hello(sender, hello, now_s)
+        if sender.launcher is not None:
+            self.ending.launchers.setdefault(sender.launcher, None)
+        if agent_of is not None:
+            self.backups.forget(agent_of.rank)
 
-    def _is_ours(self, hello: Hello) -> bool:
-        """Whether this agent's launcher plays its node: one that was cut off may have been replaced."""
-        return not hello.launcher or self._plays(Launcher(hello.node, hello.launcher), hello.node_rank)
-
-    def _plays(self, launcher: Launcher, node_rank: int) -> bool:
-        placement = self.rendezvous.placements.get(launcher)
-        return not self.rendezvous.placements or (placement is not None and placement.node_rank == node_rank)
-
-    def _heartbeat(self, sender: _Peer, beat: Heartbeat, now_s: float) -> None:
+    def _heartbeat(self, sender: Peer, beat: Heartbeat, now_s: float) -> None:
         peer = sender.number
         node = sender.node
         if node is None:
-            self._refuse(peer, "say Hello first")
+            self.peers.refuse(peer, "say Hello first")
         elif (
             node.agent == peer
             and self.cluster.nodes.get(node.rank) is node
@@ -379,15 +313,15 @@ class Controller:
             if node.overdue:
                 self.cases.watch_waiting(now_s)
         else:
-            self.ignored += 1
+            self.peers.ignored += 1
 
-    def _join(self, sender: _Peer, join: Join, now_s: float) -> None:
+    def _join(self, sender: Peer, join: Join, now_s: float) -> None:
         peer = sender.number
         if sender.launcher is None:
-            self._refuse(peer, "only launchers join")
+            self.peers.refuse(peer, "only launchers join")
             return
         if reason := self.admission.objection(join, now_s):
-            self._refuse(peer, reason)
+            self.peers.refuse(peer, reason)
             return
         if not join.max_restarts and join.incarnation > self.reforming.incarnation:
             self.cluster.begin_again({})  # by itself, as the launcher of one node does
@@ -400,9 +334,9 @@ class Controller:
             self._effects.append(Send((peer,), council))
         if placed.is_new:
             self._tick_councils(now_s)
-        if self._stop is not None or self.over:
-            if self._stop_is_told or self.over:
-                self._effects.append(Send((peer,), self._stop or _FINISHED))
+        if self.ending.under_way:
+            if self.ending.is_told or self.over:
+                self._effects.append(Send((peer,), self.ending.stop or _FINISHED))
         elif self.rendezvous.placements and not placed.refusals:
             self._reform(self.reforming.here(sender.launcher, join.incarnation, now_s), now_s)
 
@@ -414,7 +348,7 @@ class Controller:
                 StorePlacement(tuple((one.node, one.pid, placement) for one, placement in table.items()))
             )
         for peer, placement in placed.answers:
-            sender = self._peers.get(peer)
+            sender = self.peers.connected.get(peer)
             if sender is not None and sender.launcher is not None:
                 node = sender.node = self.cluster.node(placement.node_rank, sender.launcher.node)
                 node.launcher = peer
@@ -424,7 +358,7 @@ class Controller:
         if placed.spares:
             self._effects.append(Send(placed.spares, Spare(len(self.rendezvous.placements))))
         for peer, reason in placed.refusals:
-            self._refuse(peer, reason)
+            self.peers.refuse(peer, reason)
 
     def _reform(self, orders: Sequence[Order], now_s: float) -> None:
         for order in orders:
@@ -445,22 +379,25 @@ class Controller:
     def _renew(self, order: Renew, now_s: float) -> None:
         table, before = self.rendezvous.placements, len(self.cluster.nodes)
         self.cluster.begin_again({one.node_rank: launcher.node for launcher, one in table.items()})
-        self._launchers.update(dict.fromkeys(table))
+        self.ending.launchers.update(dict.fromkeys(table))
         how = f"restart {self.reforming.restarts} of {self.rendezvous.max_restarts}"
         if len(table) != before:
             how += f", {len(table)} of {self.rendezvous.most} nodes"
         if len(table) != before or self.reforming.exchanged:  # nodes play other ranks
-            self.backups = Backups(self.settings.backups, self.settings.lost_s)
+            self.backups.begin_again()
         self.cases.mitigation.begin_again(now_s, exchanged=self.reforming.exchanged)
         self.cases.begin_again(how, now_s)
         self._answer_joins(order.placed)
+
+    def _lapsed(self, order: Lapsed, now_s: float) -> None:
+        self.cases.mitigation.not_moved(order.why, now_s)
 
     def _tell(self, order: Tell, now_s: float) -> None:
         self._effects.append(order)
 
     def _exclude(self, order: Exclude, now_s: float) -> None:
         if not self.councils.allows(self.rendezvous.incarnation):
-            self._excluded.append(order)
+            self.councils.excluded.append(order)
             return
         self._effects.append(Tell(order.reason))
         peer = self.rendezvous.peer(order.launcher)
@@ -469,39 +406,33 @@ class Controller:
             self.councils.leaves(order.launcher)
             self._effects.append(Send((peer,), Stop(_EXCLUDED, order.reason[:_MOST_TEXT])))
 
-    def _operate(self, sender: _Peer, message: Operate, now_s: float) -> None:
-        why = "the job is ending" if self._stop is not None or self.over else ""
+    def _operate(self, sender: Peer, message: Operate, now_s: float) -> None:
+        why = "the job is ending" if self.ending.under_way else ""
         self._reform(self._operating.asked(sender.number, message, why, now_s), now_s)
 
-    def _sealed(self, sender: _Peer, message: Sealed, now_s: float) -> None:
+    def _sealed(self, sender: Peer, message: Sealed, now_s: float) -> None:
         if sender.launcher is not None:
             sealed = (message.incarnation, message.step, message.why[:_MOST_TEXT])
             self._reform(self._operating.sealed(sender.launcher, *sealed, now_s), now_s)
 
-    def _halted(self, sender: _Peer, message: Halted, now_s: float) -> None:
+    def _halted(self, sender: Peer, message: Halted, now_s: float) -> None:
         if sender.launcher is not None:
             told = (message.suspended, message.unfit, message.rigid)
             halted = (message.incarnation, message.free_port, now_s, *told)
             self._reform(self.reforming.halted(sender.launcher, *halted), now_s)
 
-    def _failed(self, sender: _Peer, failed: Failed, now_s: float) -> None:
+    def _failed(self, sender: Peer, failed: Failed, now_s: float) -> None:
         if sender.launcher is not None:
-            self.spending.failed(sender.launcher.node, failed, now_s)
+            self.reforming.spending.failed(sender.launcher.node, failed, now_s)
             code, text = failed.exit_code, failed.message[:_MOST_TEXT]
             self._reform(self.reforming.failed(sender.launcher, failed.incarnation, code, text, now_s), now_s)
-
-    def _is_heard(self, node_rank: int, now_s: float) -> bool:
-        node = self.cluster.nodes.get(node_rank)
-        if node is None or node.agent is None or node.heard_s is None:
-            return False
-        return now_s - node.heard_s <= self.settings.silent_s
 
     def _placed(self, table: dict[Launcher, Placement]) -> None:
         ordered = sorted(table.items(), key=lambda item: item[1].first_rank)
         ends = [placement.first_rank for _, placement in ordered[1:]] + [ordered[0][1].world_size]
         self.cluster.resize(ordered[0][1].world_size)
         for (launcher, placement), end in zip(ordered, ends, strict=True):
-            self._launchers.setdefault(launcher, None)
+            self.ending.launchers.setdefault(launcher, None)
             node = self.cluster.node(placement.node_rank, launcher.node)
             self.cluster.plays(node, range(placement.first_rank, end))
 
@@ -511,26 +442,20 @@ class Controller:
         for launcher, seat in self.councils.to_reach(table):
             if (peer := self.rendezvous.peer(launcher)) is not None:
                 self._effects.append(Reach(peer, seat))
-        if not table or (self.councils.is_settled and self.councils.allows(self.rendezvous.incarnation)):
-            self._withheld_since_s = None
-        elif self._withheld_since_s is None:
-            self._withheld_since_s = now_s
-        elif now_s - self._withheld_since_s >= self.settings.join_s and self._stop is None:
-            reason = (
-                "most of the nodes that have to agree on who plays which rank are lost, or cut off from here"
-            )
-            self._end_job(End(1, reason), now_s)
+        is_agreed = self.councils.is_settled and self.councils.allows(self.rendezvous.incarnation)
+        if self.ending.withheld(not table or is_agreed, now_s):
+            self._end_job(End(1, _NOT_AGREED), now_s)
         self._tell_stop(now_s)
         if council is None:
             return
         self._effects.append(StoreCouncil(council))
-        for peer, sender in self._peers.items():
+        for peer, sender in self.peers.connected.items():
             if sender.launcher is not None and self.rendezvous.peer(sender.launcher) in (peer, None):
                 told = self.councils.tells(sender.launcher)
                 if told is not None:
                     self._effects.append(Send((peer,), told))
 
-    def _kept(self, sender: _Peer, kept: Kept, now_s: float) -> None:
+    def _kept(self, sender: Peer, kept: Kept, now_s: float) -> None:
         launcher, incarnation = sender.launcher, self.rendezvous.incarnation
         if launcher is None:
             return
@@ -539,36 +464,25 @@ class Controller:
             return
         self._tell_stop(now_s)
         self._consider_over(now_s)
-        if waited and self._stop is None and self.councils.allows(incarnation):
+        if waited and self.ending.stop is None and self.councils.allows(incarnation):
             for one, placement in self.rendezvous.placements.items():
                 if (peer := self.rendezvous.peer(one)) is not None:
                     self._effects.append(Send((peer,), placement))
-            excluded, self._excluded = self._excluded, []
+            excluded, self.councils.excluded = self.councils.excluded, []
             for order in excluded:
                 if order.launcher not in self.rendezvous.placements:
                     self._exclude(order, now_s)
         self._tick_councils(now_s)
 
-    def _refuse(self, peer: int, reason: str) -> None:
-        self.ignored += 1
-        self._effects += [Send((peer,), Refused(reason)), Disconnect(peer, reason)]
-
     def _watch_nodes(self, now_s: float) -> None:
-        if now_s < self._quiet_until_s:
+        if self.peers.is_quiet(now_s):
             return
-        for node in self.cluster.nodes.values():
-            if node.left:
-                continue
-            if node.heard_s is not None:
-                node.mute = now_s - node.heard_s > self.settings.mute_s
-                node.silent = node.silent or now_s - node.heard_s > self.settings.silent_s
-            if node.lost_s is None or now_s - node.lost_s <= self.settings.lost_s or self.over:
-                continue
-            if self.cases.lost(node, now_s):
+        for node in self.peers.watch(now_s):
+            if not self.over and self.cases.lost(node, now_s):
                 node.lost_s, node.lost = None, True
         lost, waited_s = self.cluster.wait_for_lost()
         begins_again = self.rendezvous.max_restarts > 0
-        if lost and waited_s > self.settings.gone_s and not (begins_again or self.over or self._stop):
+        if lost and waited_s > self.settings.gone_s and not (begins_again or self.ending.under_way):
             reason = f"{lost} lost without a last packet; all other ranks have waited for {waited_s:.0f} s"
             self._end_job(End(1, reason), now_s)
 
@@ -583,24 +497,24 @@ class Controller:
 
     # --- the end of the job ---------------------------------------------------------------------------------------
 
-    def _ended(self, sender: _Peer, ended: Ended, now_s: float) -> None:
+    def _ended(self, sender: Peer, ended: Ended, now_s: float) -> None:
         if sender.launcher is None:
             return
         if self.rendezvous.placements and sender.launcher not in self.rendezvous.placements:
             return  # a spare that goes is no loss
         if ended.exit_code == 0 and ended.incarnation < self.reforming.incarnation:
             return  # it has begun again since
-        self._launchers[sender.launcher] = ended
+        self.ending.launchers[sender.launcher] = ended
         if sender.node is not None:
             sender.node.left = True
         if ended.exit_code == 0:
             self.reforming.ended(sender.launcher)
-        elif self._stop is None:
+        elif self.ending.stop is None:
             who = "" if ended.by_operator else f"node {sender.launcher.node} failed: "
             self._end_job(End(ended.exit_code, who + ended.message, ended.by_operator), now_s)
         self._consider_over(now_s)
 
-    def _bye(self, sender: _Peer, bye: Bye, now_s: float) -> None:
+    def _bye(self, sender: Peer, bye: Bye, now_s: float) -> None:
         node = sender.node
         if node is not None and bye.orphaned:
             # It does not leave: it is lost, and nothing more will be heard of it.
@@ -616,8 +530,8 @@ class Controller:
             node.left = True
         if launcher is None:
             return
-        if self._launchers.get(launcher) is None:
-            self._launchers[launcher] = bye
+        if self.ending.launchers.get(launcher) is None:
+            self.ending.launchers[launcher] = bye
         peer = self.rendezvous.peer(launcher)
         if peer is not None and launcher not in self.rendezvous.placements:
             self.rendezvous.leave(launcher, peer)  # a spare that goes gets no place any more
@@ -628,44 +542,34 @@ class Controller:
     def _end_job(self, end: End, now_s: float) -> None:
         """All nodes end with the exit code of who failed first."""
         code = end.exit_code if end.by_operator else self.cases.exit_code(now_s) or end.exit_code
-        self._stop = Stop(code, end.reason[:_MOST_TEXT], end.by_operator)
+        stop = Stop(code, end.reason[:_MOST_TEXT], end.by_operator)
+        self.ending.begin(stop)
         self.reforming.over()
         self._operating.end()
-        self.councils.end(self._stop)
+        self.councils.end(stop)
         self._tell_stop(now_s)
 
     def _tell_stop(self, now_s: float) -> None:
         """That the job ends, once that holds under any leader, or there can be none."""
-        if self._stop is None or self._stop_is_told:
+        stop = self.ending.to_tell(self.councils.stop, now_s)
+        if stop is None:
             return
-        since_s = self._withheld_since_s
-        if self.councils.stop is None and (since_s is None or now_s - since_s < self.settings.join_s):
-            return
-        self._stop_is_told = True
-        self._stop = self.councils.stop or self._stop
-        self._effects.append(StoreStop(self._stop))
-        self.cases.stopped(self._stop.exit_code)
-        self._tell_launchers(self._stop)
+        self._effects.append(StoreStop(stop))
+        self.cases.stopped(stop.exit_code)
+        self.peers.tell_launchers(stop)
         self._consider_over(now_s)
 
     def _consider_over(self, now_s: float) -> None:
-        expected = self.rendezvous.placements or self._launchers
-        if self._over_s is not None or any(self._launchers.get(one) is None for one in expected):
+        if not self.ending.is_over(self.rendezvous.placements.keys(), self.councils.is_settled, now_s):
             return
-        if not self._stop_is_told and (self._stop is not None or not self.councils.is_settled):
-            return  # another leader may know of a later incarnation, or end it otherwise
-        self._over_s = now_s
         self.reforming.over()
-        if self._stop is None:
+        if self.ending.stop is None:
             self._effects.append(StoreStop(_FINISHED))  # some may not have read it when we are started anew
-            self._tell_launchers(_FINISHED)
-
-    def _tell_launchers(self, stop: Stop) -> None:
-        peers = tuple(number for number, peer in self._peers.items() if peer.launcher is not None)
-        self._effects.append(Send(peers, stop))
+            self.peers.tell_launchers(_FINISHED)
 
     def _taken(self) -> list[Effect]:
-        effects, self._effects = self._effects, []
+        effects = self._effects.copy()
+        self._effects.clear()
         return effects
 
     # --- who handles what -----------------------------------------------------------------------------------------
@@ -698,6 +602,7 @@ class Controller:
         Lost: _lost,
         Exclude: _exclude,
         Renew: _renew,
+        Lapsed: _lapsed,
         Tell: _tell,
         End: _end_job,
     }

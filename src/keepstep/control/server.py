@@ -103,7 +103,7 @@ class ControlServer:
         self._key = wire.RunKey(wire.read_secret(options.secret_file), options.run_id)
         self._server = await self._listen(tls)
         if options.settings.term > 1:  # the first is where the nodes were told to meet
-            self._controller.port = self._server.port
+            self._controller.councils.port = self._server.port
         print(msgspec.json.encode({"ready": True, "port": self._server.port}).decode(), flush=True)
         loop.call_later(_TICK_S, self._tick)
         await self._done.wait()
@@ -138,8 +138,8 @@ class ControlServer:
             logger.warning("%s; numbers go on after it", error)
         newest = self._files.numbers()
         self._controller.restore(incidents, self._placements(), self._stopped(), self._files.council())
-        while self._controller.cases.newest_number < newest:
-            self._controller.cases.next_number()
+        register = self._controller.cases.desk.register
+        register.newest_number = max(register.newest_number, newest)
 
     def _placements(self) -> tuple[tuple[str, int, wire.Placement], ...]:
         try:

@@ -99,11 +99,11 @@ def status_of(controller: Controller, now_s: float, unix_s: float, counters: dic
         RankBeat.__struct_fields__,
         {
             **counters,
-            "ignored": controller.ignored + controller.cases.ignored,
+            "ignored": controller.peers.ignored + controller.cases.ignored,
             "refused_groups": cluster.refused_groups,
         },
         _backups(controller),
-        controller.recovery,
+        controller.cases.recovery,
         controller.reforming.incarnation,
         controller.reforming.restarts,
         controller.rendezvous.max_restarts,

@@ -80,7 +80,7 @@ def test_without_a_spare_an_unfit_node_is_better_than_none() -> None:
 
 def test_a_node_that_has_used_up_its_budget_gives_place_to_a_spare() -> None:
     stage = with_spare()
-    stage.controller.spending._limits = Limits(node=1)
+    stage.controller.reforming.spending._limits = Limits(node=1)
     assert recover(stage) == ["gpu-0", "gpu-1"]
     assert recover(stage) == ["gpu-0", "gpu-2"]
     assert stage.stopped == [(1,)]

@@ -26,7 +26,7 @@ def table(*nodes: int, incarnation: int = 0) -> dict[Launcher, Placement]:
 
 
 def councils(*nodes: int, leader: int = 0, term: int = 1) -> Councils:
-    made = Councils(leader + 1, term, lambda: 29400)
+    made = Councils(leader + 1, term, 29400)
     arrive(made, *nodes)
     return made
 
@@ -224,7 +224,7 @@ def test_of_thousands_a_few_are_reached_and_others_when_those_have_gone() -> Non
 
 
 def test_without_a_seat_beside_it_nothing_is_held_up() -> None:
-    made = Councils(0, 0, lambda: 0)
+    made = Councils(0, 0)
     assert made.tick(table(0, 1), 0.0) is None
     assert made.allows(0)
 
@@ -268,6 +268,6 @@ def test_an_end_is_told_once_it_holds_under_any_leader() -> None:
 
 
 def test_without_elections_an_end_is_told_at_once() -> None:
-    made = Councils(0, 1, lambda: 29400)
+    made = Councils(0, 1, 29400)
     made.end(Stop(1, "rank 3 died"))
     assert made.stop == Stop(1, "rank 3 died")

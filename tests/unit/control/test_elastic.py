@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from test_reforming import Job, kinds
 
-from keepstep.control.effects import Tell
+from keepstep.control.effects import Effect, Send, Tell
 from keepstep.control.membership.growth import Growing
 from keepstep.control.membership.operator_orders import Operating
-from keepstep.control.membership.reforming import End, Order, Reforming, Waiting
+from keepstep.control.membership.reforming import End, Lapsed, Order, Reforming, Waiting
 from keepstep.control.membership.rendezvous import Rendezvous
 from keepstep.wire.messages import Join, Message, Operate, Operated, Seal
 
@@ -21,22 +21,26 @@ class Elastic(Job):
     """``least`` to ``nodes`` nodes of two ranks each."""
 
     def __init__(self, nodes: int = 3, *, least: int = 2, **waiting: float) -> None:
-        self.least, self.withheld = least, ""
+        self.least, self.why_withheld = least, ""
         super().__init__(nodes)
         waits = replace(Waiting(), **waiting)  # type: ignore[arg-type]
         self.reforming = Reforming(self.rendezvous, waits, lambda rank, now_s: False, self.spending)
-        self.sent: list[tuple[tuple[int, ...], Message]] = []
-        self.lapsed: list[str] = []
-        self.answers: list[Operated] = []
-        self.operating = Operating(
-            self.rendezvous,
-            self.reforming,
-            lambda peer, answer: self.answers.append(answer),
-            lambda peers, message: self.sent.append((peers, message)),
-            lambda: self.withheld,
-            lambda why, now_s: self.lapsed.append(why),
-        )
+        self.effects: list[Effect] = []
+        self.operating = Operating(self.rendezvous, self.reforming, self, self.effects)
         self.growing = Growing(self.rendezvous, self.reforming, self.operating)
+
+    def withheld(self) -> str:
+        return self.why_withheld
+
+    @property
+    def sent(self) -> list[tuple[tuple[int, ...], Message]]:
+        sends = [one for one in self.effects if isinstance(one, Send)]
+        return [(one.peers, one.message) for one in sends if not isinstance(one.message, Operated)]
+
+    @property
+    def answers(self) -> list[Operated]:
+        sends = [one for one in self.effects if isinstance(one, Send)]
+        return [one.message for one in sends if isinstance(one.message, Operated)]
 
     def come(self, number: int, incarnation: int = -1, *, ranks: int = 2, now_s: float = 0.0) -> list[Order]:
         join = Join(
@@ -44,7 +48,9 @@ class Elastic(Job):
             self.least, self.nodes, self.max_restarts, incarnation,
         )  # fmt: skip
         self.rendezvous.join(self.launcher(number), join, number, now_s)
-        return self.reforming.here(self.launcher(number), incarnation, now_s) if hasattr(self, "sent") else []
+        return (
+            self.reforming.here(self.launcher(number), incarnation, now_s) if hasattr(self, "effects") else []
+        )
 
     def lose(self, number: int, now_s: float) -> list[Order]:
         self.go(number, now_s)
@@ -310,9 +316,9 @@ def test_what_cannot_be_exchanged_is_refused_in_a_line(nodes: tuple[str, ...], w
 
 def test_where_states_stay_on_their_nodes_none_is_exchanged() -> None:
     job = Elastic()
-    job.withheld = "node 1 gives no states on an address that others reach"
+    job.why_withheld = "node 1 gives no states on an address that others reach"
     job.operating.asked(99, Operate("exchange", nodes=("gpu-0", "gpu-1")), "", 5.0)
-    assert job.answers[0].refused.endswith(f"no state on their new node: {job.withheld}")
+    assert job.answers[0].refused.endswith(f"no state on their new node: {job.why_withheld}")
     assert job.operating.exchange({0: 1, 1: 0}, "a slow link", 6.0) == job.answers[0].refused
 
 
@@ -367,19 +373,20 @@ def test_an_exchange_that_the_controller_ordered_and_that_cannot_be_is_told_to_w
         assert job.operating.exchange({0: 2, 2: 0}, "the link is slow", now_s) == ""
 
     order(5.0)
-    (tell,) = job.operating.sealed(job.launcher(2), 0, -1, "lacks 1.50 GiB", 6.0)
+    lapsed, tell = job.operating.sealed(job.launcher(2), 0, -1, "lacks 1.50 GiB", 6.0)
     assert isinstance(tell, Tell)
     assert tell.text == "the link is slow; the job goes on without: node gpu-2 lacks 1.50 GiB"
+    orders = [lapsed]
     order(7.0)
-    job.operating.tick((), 186.0)
-    job.operating.tick((), 187.0)
+    orders += job.operating.tick((), 186.0)
+    orders += job.operating.tick((), 187.0)
     order(190.0)
-    job.operating.asked(99, Operate("restart"), "", 191.0)
-    job.operating.tick((), 192.0)  # who asked has gone
+    orders += job.operating.asked(99, Operate("restart"), "", 191.0)
+    orders += job.operating.tick((), 192.0)  # who asked has gone
     order(193.0)
     job.fail(1, now_s=194.0)
-    job.operating.tick((), 194.1)
-    assert job.lapsed == [
+    orders += job.operating.tick((), 194.1)
+    assert [one.why for one in orders if isinstance(one, Lapsed)] == [
         "node gpu-2 lacks 1.50 GiB",
         "not all ranks sealed a step",
         "an operator's order came first",

@@ -60,7 +60,7 @@ def test_the_second_death_of_the_same_rank_is_another_incident() -> None:
     job.hear(recovered(1))
     job.hear(crash(1, 1), GATHER_S)
     assert job.told == [(0, "relieved", 1), (1, "open", None)]
-    assert job.controller.recovery is not None
+    assert job.controller.cases.recovery is not None
 
 
 def test_a_death_before_training_began_again_is_another_incident() -> None:

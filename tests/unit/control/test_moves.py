@@ -18,6 +18,7 @@ from keepstep.core.summary import IterationSummary
 from keepstep.wire.messages import Heartbeat, Profile, RankBeat, Shares, Splits
 
 HEALTHY_S, SLOW_S = 0.2, 1.0
+RUNNING: Any = SimpleNamespace(standstill=lambda: "", slow=[])
 
 
 class Case:
@@ -71,7 +72,7 @@ class Job:
         self.desk, self.case = Desk(spares), Case(culprit)
         self.now_s, self.step, self.iteration_s = 100.0, 60, SLOW_S
         self.incarnation, self.closed, self.renewed_s = 0, False, 0.0
-        self.mitigation = Mitigation(self.desk, mode, lambda: self.incarnation, lambda: "")  # type: ignore[arg-type]
+        self.mitigation = Mitigation(self.desk, mode, self, RUNNING)  # type: ignore[arg-type]
 
     def run(self, steps: int, until: Callable[[], bool] = lambda: False) -> None:
         for _ in range(steps):
@@ -127,8 +128,7 @@ class Divided(Job):
         super().__init__(culprit, spares=spares)
         self.seconds, self.link_s = seconds, link_s
         self.orders: list[Shares] = []
-        self.desk.order = self._take  # type: ignore[attr-defined]
-        self.desk.hold_number = lambda _: len(self.orders) + 1  # type: ignore[attr-defined]
+        self.desk.orders = SimpleNamespace(give=self._take, number=lambda _: len(self.orders) + 1)
         self.begin_equal()
 
     def begin_equal(self) -> None:

@@ -53,6 +53,14 @@ class Office:
     ordered: list[Any] = field(default_factory=list[Any])
     asked: list[Any] = field(default_factory=list[Any])
 
+    @property
+    def questions(self) -> Office:
+        return self
+
+    @property
+    def operating(self) -> Office:
+        return self
+
     def ask_probes(self, pairs: Any, now_s: float, load_bytes: int = 0) -> int:
         self.asked.append((list(pairs), load_bytes))
         return len(self.asked)

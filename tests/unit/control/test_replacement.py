@@ -26,6 +26,10 @@ class Office:
         self.spares = spares
         self.ordered: list[tuple[dict[int, str], str]] = []
 
+    @property
+    def operating(self) -> Office:
+        return self
+
     def irreplaceable(self, nodes: Any) -> str:
         return "" if 0 not in nodes and len(nodes) <= self.spares else "no spare waits"
 

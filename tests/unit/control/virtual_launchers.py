@@ -138,7 +138,7 @@ class Job:
         if self.elects:
             settings = replace(settings, seat=site.host.elector.seat.token, term=site.term)
         controller = Controller(settings, locators=stand_ins.PlainLocators(), unix_s=lambda now_s: now_s)
-        controller.port = site.term
+        controller.councils.port = site.term
         controller.restore(
             site.written.values(),  # type: ignore[arg-type]
             site.stored.placements if site.stored else (),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep.control.incidents.desk import Desk, how_to_say, noted, same_culprits, unlocated
+from keepstep.control.incidents.desk import Desk
+from keepstep.control.incidents.wording import how_to_say, noted, same_culprits, unlocated
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Diagnosis, Incident, Recovery
 from keepstep.core.ranges import fold_nodes, fold_ranks
@@ -82,12 +83,12 @@ class CrashCase:
         old = self.incident
         if old is not None and (same_culprits(old, diagnosis) or not diagnosis.culprits):
             self.incident = replace(old, victims=diagnosis.victims or old.victims)
-            desk.publish(self.incident, "")
+            desk.register.publish(self.incident, "")
             return
         step = self._step if self._step >= 0 else desk.cluster.newest_step
         first_unix_s = desk.unix_s(now_s if self._first_s is None else self._first_s)
         incident = Incident(
-            number=old.number if old else desk.next_number(),
+            number=old.number if old else desk.register.next_number(),
             kind="crash",
             onset_step=step,
             detected_step=step,
@@ -108,14 +109,14 @@ class CrashCase:
         )
         say = how_to_say(old, diagnosis)
         self.incident = noted(desk, incident, say, now_s)
-        desk.publish(self.incident, say)
+        desk.register.publish(self.incident, say)
 
     def acted(self, action: Action) -> None:
         """Note what was done about it."""
         if self.incident is not None and action not in self.incident.actions:
-            actions = (*self.incident.actions, self._desk.stamped(action))
+            actions = (*self.incident.actions, self._desk.register.stamped(action))
             self.incident = replace(self.incident, actions=actions)
-            self._desk.publish(self.incident, "")
+            self._desk.register.publish(self.incident, "")
 
     def end(self, now_s: float) -> None:
         """The job ended."""
@@ -123,7 +124,7 @@ class CrashCase:
         self.closed = True
         if self.incident is not None:
             self.incident = replace(self.incident, status="ended", closed_unix_s=self._desk.unix_s(now_s))
-            self._desk.publish(self.incident, "")
+            self._desk.register.publish(self.incident, "")
 
     def restarted(self, recovery: Recovery | None, now_s: float) -> None:
         """The job runs in a later incarnation: that is the end of this death. ``recovery`` None: it died there, too."""
@@ -140,7 +141,7 @@ class CrashCase:
                 closed_unix_s=self._desk.unix_s(now_s),
                 recovery=recovery,
             )
-            self._desk.publish(self.incident, "closes")
+            self._desk.register.publish(self.incident, "closes")
 
     def _began(self, now_s: float) -> None:
         self._dirty = True

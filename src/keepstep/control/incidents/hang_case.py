@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from keepstep.control.incidents.desk import Desk, how_to_say, is_traffic, noted, unlocated
+from keepstep.control.incidents.desk import Desk
 from keepstep.control.incidents.locators import NO_WAITS
+from keepstep.control.incidents.wording import how_to_say, is_traffic, noted, unlocated
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Diagnosis, Event, Incident
 from keepstep.core.ranges import fold_nodes
@@ -99,7 +100,7 @@ class HangCase:
                 return
         diagnosis = self._decide(now_s)
         if diagnosis.paths and self.probing is None and (self.incident is not None or not self._probed):
-            self.probing = self._desk.ask_probes(diagnosis.paths, now_s)
+            self.probing = self._desk.questions.ask_probes(diagnosis.paths, now_s)
             if self.probing is None:
                 self.probed((), now_s)
 
@@ -125,9 +126,9 @@ class HangCase:
     def acted(self, action: Action) -> None:
         """Note what was done about it."""
         if self.incident is not None and action not in self.incident.actions:
-            actions = (*self.incident.actions, self._desk.stamped(action))
+            actions = (*self.incident.actions, self._desk.register.stamped(action))
             self.incident = replace(self.incident, actions=actions)
-            self._desk.publish(self.incident, "")
+            self._desk.register.publish(self.incident, "", self)
 
     def is_reached(self, node: str) -> bool:
         """Whether somebody's probe of that node came back: it is not lost, whatever we hear."""
@@ -159,7 +160,7 @@ class HangCase:
                 stuck_s=self._stuck_for(now_s),
                 closed_unix_s=self._desk.unix_s(now_s),
             )
-            self._desk.publish(self.incident, "closes")
+            self._desk.register.publish(self.incident, "closes", self)
 
     def end(self, now_s: float) -> None:
         """The job ended, or a crash came after it."""
@@ -171,11 +172,11 @@ class HangCase:
                 stuck_s=self._stuck_for(now_s),
                 closed_unix_s=self._desk.unix_s(now_s),
             )
-            self._desk.publish(self.incident, "")
+            self._desk.register.publish(self.incident, "", self)
 
     def _ask(self, *, stacks: bool, now_s: float) -> None:
         self._asked_s = now_s
-        self.question = self._desk.ask_states(stacks, now_s)
+        self.question = self._desk.questions.ask_states(stacks, now_s)
 
     def _pause_s(self) -> float:
         """From one question to the next while nothing is confirmed."""
@@ -227,7 +228,7 @@ class HangCase:
         if self._unanswered:
             missing = (*missing, f"states of {fold_nodes(self._unanswered)}: no answer from there in time")
         incident = Incident(
-            number=old.number if old else desk.next_number(),
+            number=old.number if old else desk.register.next_number(),
             kind="desync" if diagnosis.kind == "desync" else "hang",
             onset_step=old.onset_step if old else self._step + 1,
             detected_step=old.detected_step if old else self._step + 1,
@@ -250,7 +251,7 @@ class HangCase:
             self._verdict_s = now_s
         say = how_to_say(old, diagnosis)
         self.incident = noted(desk, incident, say, now_s)
-        desk.publish(self.incident, say)
+        desk.register.publish(self.incident, say, self)
         return diagnosis
 
     def _first_events(self) -> tuple[Event, ...]:

@@ -5,105 +5,16 @@ Their launchers then begin again as after any death. A verdict may come early, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from keepstep.control.incidents.desk import Desk
 from keepstep.control.incidents.hang_case import HangCase
-from keepstep.core.finding import Finding
-from keepstep.core.incident import Action, Incident
-from keepstep.core.ranges import fold_ranks
+from keepstep.control.incidents.hang_evidence import APART_S, LOOKS_S, blamed_by, evidence, patience_left_s
+from keepstep.core.incident import Action
 from keepstep.core.summary import RankState
-from keepstep.report.wording import who
 from keepstep.wire.messages import Kill, States
 
-_LOOKS_S = (0.5, 0.5, 1.0, 5.0)  # between looks; then as the last
-_MOST = 4  # blamed at once: of more it is not sure who holds up whom
-_APART_S = 0.4  # two looks at a process that sleeps
 _AFTER_S = 0.05  # that a look comes after the moment from which on there may be evidence
-_PAUSE_S = 30.0  # that anybody may take: a slow disk, a compilation
-_LONG = 10.0  # times the longest pause of one that computes
-_NOT_ENDED = {  # by process state
-    "D": "rank {rank} waits in the kernel, where no signal ends it",
-    "t": "a debugger holds rank {rank}",
-}
-
-
-def evidence(first: RankState, last: RankState, limit_s: float) -> str:
-    """Why a process will not go on by itself; "": it may.
-
-    Args:
-        first: where it was one look earlier.
-        last: where it is now.
-        limit_s: beyond the longest pause that it has shown in this phase, as its own finding says.
-    """
-    same = (last.process, last.progress) == (first.process, first.progress)
-    stuck_s = last.now_s - last.last_progress_s
-    if not last.alive or not same or limit_s <= 0 or stuck_s < limit_s:
-        return ""
-    if last.process_state == "T":
-        return "its process is stopped"
-    asleep = first.process_state == last.process_state == "S" and last.now_s - first.now_s >= _APART_S
-    patience_s = max(limit_s, _PAUSE_S)
-    if asleep and stuck_s >= patience_s:
-        return f"asleep, no progress for {stuck_s:.0f} s"
-    computes = last.process_state == "R"
-    return f"no progress for {stuck_s:.0f} s" if computes and stuck_s >= _LONG * patience_s else ""
-
-
-def patience_left_s(state: RankState, limit_s: float) -> float:
-    """How long it will take until there may be evidence, as long as nothing moves."""
-    patience_s = limit_s
-    if state.process_state != "T":
-        patience_s = max(limit_s, _PAUSE_S) * (_LONG if state.process_state == "R" else 1.0)
-    return patience_s - (state.now_s - state.last_progress_s)
-
-
-def blamed_by(
-    incident: Incident, standing: Callable[[int], Finding | None], known_ranks: int
-) -> tuple[dict[int, float], str]:
-    """Whom it would help to end: limits by rank; or nobody, and why not.
-
-    Args:
-        incident: an open hang.
-        standing: what was found of a rank that is stuck still.
-        known_ranks: of the job.
-    """
-    if incident.kind != "hang":
-        return {}, "the program itself has gone astray, and would again"
-    if not incident.culprits:
-        return {}, "it is not known who holds the job up"
-    blamed: dict[int, float] = {}
-    for culprit in incident.culprits:
-        if culprit.link is not None:
-            return {}, "a link is to blame, no process"
-        if culprit.confidence == "low":
-            return {}, "it is not sure enough who holds the job up"
-        finding = standing(culprit.rank) if culprit.rank is not None else None
-        if finding is None:
-            return {}, f"{who(culprit)} has not been still for longer than is usual there"
-        blamed[finding.rank] = finding.limit_s
-    if len(blamed) > min(_MOST, max(known_ranks, 2) // 2):
-        return {}, "of so many ranks it is not sure who holds up whom"
-    return blamed, ""
-
-
-def outlook(blamed: Mapping[int, float], states: Mapping[int, RankState]) -> tuple[str, float | None]:
-    """What will be done about these ranks if nothing moves, and in how many seconds; None: nothing.
-
-    Args:
-        blamed: limits by rank.
-        states: where they are, by rank.
-    """
-    ranks = fold_ranks(blamed)
-    name = f"rank {ranks}" if len(blamed) == 1 else f"ranks {ranks}"
-    known = {rank: states[rank] for rank in blamed if rank in states}
-    for rank, state in known.items():
-        if state.process_state in _NOT_ENDED:
-            return f"none: {_NOT_ENDED[state.process_state].format(rank=rank)}", None
-    if len(known) < len(blamed) or not all(state.process and state.alive for state in known.values()):
-        return f"none: it is not known where {name} {'is' if len(blamed) == 1 else 'are'}", None
-    left_s = max(patience_left_s(state, blamed[rank]) for rank, state in known.items())
-    return f"ends {name}", max(left_s, 0.0) + _LOOKS_S[0]
 
 
 class HangRemedy:
@@ -121,15 +32,15 @@ class HangRemedy:
 
     def tick(self, now_s: float) -> None:
         """Look again when it is time; at the nodes of those that are blamed only."""
-        pause_s = _LOOKS_S[min(self._looked, len(_LOOKS_S) - 1)]
+        pause_s = LOOKS_S[min(self._looked, len(LOOKS_S) - 1)]
         if self._left_s > 0:
-            pause_s = min(pause_s, max(self._left_s + _AFTER_S, _APART_S))
+            pause_s = min(pause_s, max(self._left_s + _AFTER_S, APART_S))
         if self.question is not None or now_s - self._looked_s < pause_s:
             return
         homes = {home.rank for rank in self._blamed() if (home := self._desk.cluster.home(rank)) is not None}
         if homes:
             self._looked, self._looked_s = self._looked + 1, now_s
-            self.question = self._desk.ask_states(False, now_s, homes)
+            self.question = self._desk.questions.ask_states(False, now_s, homes)
 
     def states(self, answers: Sequence[States]) -> None:
         """Order what there is evidence for, again for as long as they live: an order may be lost."""

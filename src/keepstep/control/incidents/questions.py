@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.control.cluster import Cluster, Node
+from keepstep.control.effects import Effect, Send
 from keepstep.core.summary import PathProbe
 from keepstep.wire.messages import (
-    Message,
     Probed,
     ProbeRequest,
     ProbeTarget,
@@ -37,6 +37,7 @@ class Question:
     mute: frozenset[int] = frozenset()  # those of them that are not waited for
     answers: list[Any] = field(default_factory=list[Any])
     rows: int = 0
+    is_decided: bool = False  # nothing more is waited for
 
     def answer(self, node_rank: int, answer: Any, rows: int) -> bool:
         """Take one node's answer; a second one, or one beyond the bound, is ignored."""
@@ -55,45 +56,53 @@ class Question:
 
 
 class Questions:
-    """The open ones. ``send``: a message to some peers."""
+    """The open ones. ``effects``: what the controller is about to do."""
 
     def __init__(
         self,
         cluster: Cluster,
         answer_s: float,
         probe_s: float,
-        send: Callable[[tuple[int, ...], Message], None],
+        effects: list[Effect],
     ) -> None:
         self._cluster = cluster
         self._answer_s, self._probe_s = answer_s, probe_s
-        self._send = send
+        self._effects = effects
         self._newest = 0
         self._open: dict[int, Question] = {}
 
     def ask_profiles(
-        self, first_step: int, last_step: int, now_s: float, onset_step: int, blocks_of: tuple[int, ...]
+        self,
+        first_step: int,
+        last_step: int,
+        now_s: float,
+        onset_step: int = -1,
+        blocks_of: tuple[int, ...] = (),
     ) -> int:
-        """See `keepstep.control.incidents.desk.Desk`."""
+        """Ask all agents for iterations and traffic around the onset; the number the answers will come under."""
         agents = self._cluster.agents()
-        number = self._new(Profile, agents, now_s + self._answer_s)
         packed = self._cluster.known_ranks > PACKED_WORLD
+        number = self._new(Profile, agents, now_s + self._answer_s)
         request = ProfileRequest(number, first_step, last_step, onset_step, blocks_of, packed)
-        self._send(tuple(agents.values()), request)
+        self._effects.append(Send(tuple(agents.values()), request))
         return number
 
     def ask_states(self, stacks: bool, now_s: float, nodes: Collection[int] | None = None) -> int:
-        """See `keepstep.control.incidents.desk.Desk`."""
+        """Ask all agents, or those of some nodes, where their ranks are; the number the answers will come under."""
         agents = self._cluster.agents()
         if nodes is not None:
             agents = {rank: peer for rank, peer in agents.items() if rank in nodes}
         names = self._cluster.mute_nodes()
         mute = frozenset(rank for rank in agents if self._cluster.nodes[rank].name in names)
         number = self._new(States, agents, now_s + self._answer_s, mute)
-        self._send(tuple(agents.values()), StateRequest(number, stacks))
+        self._effects.append(Send(tuple(agents.values()), StateRequest(number, stacks)))
         return number
 
     def ask_probes(self, pairs: Sequence[tuple[str, str]], now_s: float, load_bytes: int = 0) -> int | None:
-        """See `keepstep.control.incidents.desk.Desk`."""
+        """Have the agents of these pairs of nodes probe each other; the number of the answers, None if none can.
+
+        ``load_bytes`` go along, which shows how fast the path is.
+        """
         by_name = {node.name: node for node in self._cluster.nodes.values()}
         wanted: dict[int, list[ProbeTarget]] = {}
         for pair in pairs:
@@ -110,11 +119,11 @@ class Questions:
         agents = self._cluster.agents()
         number = self._new(Probed, wanted, now_s + self._probe_s)
         for rank, targets in wanted.items():
-            self._send((agents[rank],), ProbeRequest(number, tuple(targets), load_bytes))
+            self._effects.append(Send((agents[rank],), ProbeRequest(number, tuple(targets), load_bytes)))
         return number
 
     def answered(self, node: Node, answer: Profile | States | Probed, now_s: float) -> Question | None:
-        """One node's answer; the question, while it is open and the answer was taken."""
+        """One node's answer; the question, if the answer was taken: it is decided when all have come."""
         question = self._open.get(answer.request)
         if question is None:
             return None
@@ -125,14 +134,21 @@ class Questions:
             rows = len(answer.states) if isinstance(answer, States) else _rows(answer)
         if isinstance(answer, Profile) and answer.causes:
             node.causes, node.causes_s = answer.causes, now_s
-        return question if question.answer(node.rank, answer, rows) else None
+        if not question.answer(node.rank, answer, rows):
+            return None
+        if question.due(now_s):
+            self._close(question)
+        return question
 
     def due(self, now_s: float) -> list[Question]:
         """Those to decide now."""
-        return [question for question in self._open.values() if question.due(now_s)]
+        due = [question for question in self._open.values() if question.due(now_s)]
+        for question in due:
+            self._close(question)
+        return due
 
-    def close(self, question: Question) -> None:
-        """It is decided."""
+    def _close(self, question: Question) -> None:
+        question.is_decided = True
         del self._open[question.number]
 
     def _new(

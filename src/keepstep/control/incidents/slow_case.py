@@ -9,8 +9,9 @@ from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 
-from keepstep.control.incidents.desk import Desk, how_to_say, is_traffic, noted, unlocated
+from keepstep.control.incidents.desk import Desk
 from keepstep.control.incidents.locators import NO_WAITS
+from keepstep.control.incidents.wording import how_to_say, is_traffic, noted, unlocated
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Diagnosis, Event, Incident, Link
 from keepstep.core.ranges import fold_nodes
@@ -143,12 +144,12 @@ class SlowCase:
             action = (
                 replace(action, step=old.step, begun_unix_s=old.begun_unix_s)
                 if old is not None
-                else self._desk.stamped(action)
+                else self._desk.register.stamped(action)
             )
             actions = tuple(one for one in self.incident.actions if one not in (action, instead))
             kept = (*actions[:_FIRST_ACTIONS], *actions[_FIRST_ACTIONS:][-_LAST_ACTIONS:], action)
             self.incident = replace(self.incident, actions=kept)
-            self._desk.publish(self.incident, "acts" if say else "")
+            self._desk.register.publish(self.incident, "acts" if say else "")
 
     def treated_for(self, steps: int, paces: tuple[float, float] | None) -> None:
         """So many steps more were made with a remedy in force.
@@ -184,7 +185,9 @@ class SlowCase:
         surely = between(before, 0, onset - _EDGE_STEPS)
         if len(distinct(column(surely, "step"))) >= _LEAST_BEFORE:
             before = surely
-        until = self._desk.next_change(onset + NEAR_STEPS)  # later ones are slow for another cause, too
+        until = self._desk.register.next_change(
+            onset + NEAR_STEPS
+        )  # later ones are slow for another cause, too
         after = between(rows, onset, until)
         if self.incident is None and not self._confirmed(before, after):
             self._tries += 1
@@ -208,7 +211,7 @@ class SlowCase:
         say = how_to_say(old, diagnosis)
         sharper = replace(old, culprits=diagnosis.culprits, evidence=diagnosis.evidence)
         self.incident = noted(self._desk, sharper, say, now_s)
-        self._desk.publish(self.incident, say)
+        self._desk.register.publish(self.incident, say)
 
     def tick(self, now_s: float) -> None:
         """Ask again when it is time; notice relief that no finding told of."""
@@ -222,7 +225,7 @@ class SlowCase:
             self._ask_for_relief(now_s)
             return
         if self._looks and not self._validated and self._suspects and self._in_doubt():
-            self._validated = self._desk.validate(self, self._suspects, now_s)
+            self._validated = self._desk.validations.begin(self, self._suspects, now_s)
         waited = newest >= self._asked_step + SHARPEN_STEPS or now_s - self._asked_s >= _SHARPEN_S
         if waited and not self._settled:
             self._looks += self.incident is not None
@@ -238,7 +241,7 @@ class SlowCase:
         if outcome is None:
             without = replace(old, missing=(*old.missing, f"a validation: {refused}"))
             self.incident = noted(self._desk, without, "validation", now_s, f"validation not done: {refused}")
-            self._desk.publish(self.incident, "")
+            self._desk.register.publish(self.incident, "")
             return
         self._proof = (in_a_line(outcome),)
         culprits = self._measured_culprits(outcome, old.culprits)
@@ -255,7 +258,7 @@ class SlowCase:
         )
         self.incident = noted(self._desk, sharper, "sharper", now_s) if culprits else sharper
         self._settled = self._settled or bool(culprits)
-        self._desk.publish(self.incident, "sharper" if culprits else "")
+        self._desk.register.publish(self.incident, "sharper" if culprits else "")
 
     def end(self, now_s: float) -> None:
         """The job ended, or a crash came after it."""
@@ -267,7 +270,7 @@ class SlowCase:
                 closed_unix_s=self._desk.unix_s(now_s),
                 lost_s=self._lost_s(self.incident, max(self._desk.cluster.newest_step, self._detected_step)),
             )
-            self._desk.publish(self.incident, "")
+            self._desk.register.publish(self.incident, "")
 
     def _suspicious(
         self, after: Sequence[IterationSummary], culprits: Sequence[Culprit], slowdown_s: float
@@ -312,13 +315,13 @@ class SlowCase:
         onset = self.onset_step
         reach = BEFORE_STEPS if self._desk.cluster.known_ranks <= _LARGE_WORLD else _BEFORE_STEPS_LARGE
         first = max(onset - reach, 0)
-        changed = self._desk.previous_change(onset - NEAR_STEPS)
+        changed = self._desk.register.previous_change(onset - NEAR_STEPS)
         if changed < onset:
             first = max(first, min(changed + 1, onset - NEAR_STEPS))
         newest = max(self._desk.cluster.newest_step, self._detected_step)
         last = max(newest, onset) if newest < onset + 4 * reach else onset + 4 * reach
         self._asked_step, self._asked_s = newest, now_s
-        self.question = self._desk.ask_profiles(first, last + 1, now_s, onset, self._blocks_of)
+        self.question = self._desk.questions.ask_profiles(first, last + 1, now_s, onset, self._blocks_of)
 
     def _ask_for_relief(self, now_s: float) -> None:
         """Some ranks say that it is over: look at the newest steps of all."""
@@ -326,7 +329,7 @@ class SlowCase:
             return
         self._checks_relief, self._checked_step = True, self._desk.cluster.newest_step
         last = max(self._checked_step, *self._relief_steps) + 1
-        self.question = self._desk.ask_profiles(_middle(self._relief_steps), last, now_s)
+        self.question = self._desk.questions.ask_profiles(_middle(self._relief_steps), last, now_s)
 
     def _check_relief(self, rows: Sequence[IterationSummary], now_s: float) -> None:
         pace = _pace(rows)
@@ -371,7 +374,7 @@ class SlowCase:
         if unanswered:
             missing = (*missing, f"profiles of {fold_nodes(unanswered)}: no answer from there in time")
         incident = Incident(
-            number=old.number if old else desk.next_number(),
+            number=old.number if old else desk.register.next_number(),
             kind="slow",
             onset_step=self.onset_step,
             detected_step=old.detected_step if old else self._detected_step,
@@ -398,10 +401,10 @@ class SlowCase:
         with suppress(Exception):  # without them the verdict is as sharp as it is
             wanted = desk.locators.blocks_wanted(incident.culprits, after, desk.cluster.groups)
             self._blocks_of = wanted or self._blocks_of
-        desk.publish(incident, say)
+        desk.register.publish(incident, say)
         links = [culprit.link.nodes for culprit in diagnosis.culprits if culprit.link is not None]
         if links and not self._probes and self.probing is None:
-            self.probing = desk.ask_probes(links, now_s)
+            self.probing = desk.questions.ask_probes(links, now_s)
 
     def _locate(
         self,
@@ -449,13 +452,13 @@ class SlowCase:
             closed_unix_s=self._desk.unix_s(now_s),
             lost_s=self._lost_s(old, relief_step),
         )
-        self._desk.publish(self.incident, "closes")
+        self._desk.register.publish(self.incident, "closes")
 
     def _transient(self, now_s: float) -> Incident:
         desk = self._desk
         before_s, after_s = _middle_s(self._before), _middle_s(self._after)
         return Incident(
-            number=desk.next_number(),
+            number=desk.register.next_number(),
             kind="slow",
             onset_step=self.onset_step,
             detected_step=self._detected_step,
@@ -497,7 +500,7 @@ class SlowCase:
         if self.incident is not None and self._desk.cluster.newest_step > (self.incident.detected_step or 0):
             lost_s = self._lost_s(self.incident, self._desk.cluster.newest_step)
             self.incident = replace(self.incident, lost_s=lost_s)
-            self._desk.publish(self.incident, "")
+            self._desk.register.publish(self.incident, "")
 
     def _watch_pace(self, now_s: float) -> None:
         """Relief by heartbeats alone, for agents that began anew and do not know that it was slow."""

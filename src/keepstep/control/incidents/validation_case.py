@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from keepstep.control.cluster import Node
-from keepstep.control.incidents.desk import Desk
+from keepstep.control.cluster import Cluster, Node
+from keepstep.control.incidents.agent_orders import AgentOrders
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.validation import (
     RankFigures,
@@ -48,10 +48,15 @@ class ValidationCase:
     """``outcome`` or ``refused`` is set once ``closed``."""
 
     def __init__(
-        self, desk: Desk, groups: Sequence[Sequence[int]], now_s: float, hold_s: float = LEAST_HOLD_S
+        self,
+        cluster: Cluster,
+        orders: AgentOrders,
+        groups: Sequence[Sequence[int]],
+        now_s: float,
+        hold_s: float = LEAST_HOLD_S,
     ) -> None:
         """``groups``: members (global ranks) of the groups to test. ``hold_s``: how long the job may be held."""
-        self._desk = desk
+        self._cluster, self._orders = cluster, orders
         self._tests_s = hold_s - _OTHER_S
         self._groups = tuple(tuple(members) for members in groups)
         self.tested = tuple(sorted({rank for members in self._groups for rank in members}))
@@ -95,7 +100,7 @@ class ValidationCase:
             if self._held_s is None and self._ready:
                 self._held_s = now_s
                 self._deadline_s = now_s + self._gather_s
-            if not self._tests and len(self._ready) == len(self._desk.cluster.node_of):
+            if not self._tests and len(self._ready) == len(self._cluster.node_of):
                 held_s = self._held_s if self._held_s is not None else now_s
                 self._tests_until_s = max(held_s + self._tests_s, now_s + _LEAST_TESTS_S)
                 self._test(self.tested, transfers(self._groups), now_s)
@@ -122,7 +127,7 @@ class ValidationCase:
             if self._tests:
                 self._judge(now_s)
             else:
-                late = [rank for rank in self._desk.cluster.node_of if rank not in self._ready]
+                late = [rank for rank in self._cluster.node_of if rank not in self._ready]
                 self._refuse(f"ranks {fold_ranks(late)} did not come to the step to hold at")
         elif now_s - self._renewed_s >= RENEW_S:
             self._order(now_s)
@@ -135,7 +140,7 @@ class ValidationCase:
     def _begin(self, now_s: float) -> None:
         """Order a hold far enough ahead that no rank can be past it when it hears of it."""
         self._tries += 1
-        desk, cluster = self._desk, self._desk.cluster
+        cluster = self._cluster
         beats = list(cluster.beats())
         times = [beat.iteration_s for beat in beats if beat.iteration_s > 0]
         silent = sorted(
@@ -153,7 +158,7 @@ class ValidationCase:
             iteration_s = max(median(times), 1e-4)
             ahead = _AHEAD_STEPS * self._tries + math.ceil(_AHEAD_S * 2 ** (self._tries - 1) / iteration_s)
             step = max(beat.step for beat in beats) + ahead
-            self.number = desk.hold_number(now_s)
+            self.number = self._orders.number(now_s)
             self._hold = Hold(self.number, step, LEASE_S)
             self._ready.clear()
             self._held_s = None
@@ -165,10 +170,10 @@ class ValidationCase:
         """Say again what is ordered: renews the lease, and repairs what was lost on the way."""
         assert self._hold is not None
         self._renewed_s = now_s
-        self._desk.order(self._hold)
+        self._orders.give(self._hold)
         for node, tests in self._tests.items():
             if any(one.rank in self._awaited for one in tests.ranks):
-                self._desk.order(tests, node)
+                self._orders.give(tests, node)
 
     def _test(self, tested: Iterable[int], planned: Iterable[Transfer], now_s: float) -> None:
         """All are held: some test their devices and the links between them."""
@@ -177,10 +182,10 @@ class ValidationCase:
         for one in planned:
             own[one.source].append(one)
             own[one.target].append(one)
-        self._tests_number = self._desk.hold_number(now_s)
+        self._tests_number = self._orders.number(now_s)
         limit_s = self._tests_until_s - now_s - (_LEAST_ROUND_S if self._rounds == 1 else 0.0)
         self._tests.clear()
-        for node in self._desk.cluster.nodes.values():
+        for node in self._cluster.nodes.values():
             ranks = tuple(self._tests_of(rank, own[rank], limit_s) for rank in node.ranks if rank in own)
             if ranks:
                 self._tests[node.rank] = RunTests(self.number, self._tests_number, ranks)
@@ -195,7 +200,7 @@ class ValidationCase:
     def _judge(self, now_s: float) -> None:
         held_s = now_s - self._held_s if self._held_s is not None else 0.0
         figures = [self._figures[rank] for rank in sorted(self._figures)]
-        outcome = judge(self.tested, figures, self._desk.cluster.node_of, held_s=held_s)
+        outcome = judge(self.tested, figures, self._cluster.node_of, held_s=held_s)
         pairs = {(slow.source, slow.target) for slow in outcome.links}
         again = {slow.figure.rank for slow in outcome.devices if not _is_proven(slow)}
         again |= {rank for pair in pairs for rank in pair}
@@ -226,7 +231,7 @@ class ValidationCase:
 
     def _release(self) -> None:
         if self._hold is not None:
-            self._desk.order(Release(self.number))
+            self._orders.give(Release(self.number))
             self._hold = None
         self._tests.clear()
 

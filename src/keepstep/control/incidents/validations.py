@@ -2,46 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
-from keepstep.control.cluster import Node
-from keepstep.control.incidents.desk import Desk
-from keepstep.control.incidents.slow_case import SlowCase
+from keepstep.control.cluster import Cluster, Node
+from keepstep.control.effects import Effect, Send
+from keepstep.control.incidents.agent_orders import AgentOrders
 from keepstep.control.incidents.validation_case import ValidationCase
+from keepstep.core.validation import Validation
 from keepstep.wire.messages import Held, Measured, Validate, Validated
 
 
+class Asker(Protocol):
+    """A slowdown's case that wants ranks tested."""
+
+    closed: bool
+
+    def validated(self, outcome: Validation | None, refused: str, now_s: float) -> None:
+        """What was measured, or why nothing was."""
+        ...
+
+
+class Running(Protocol):
+    """What a validation must know of the job."""
+
+    def standstill(self) -> str:
+        """Why nobody can be held, "" when the job runs."""
+        ...
+
+
 class Validations:
-    """One at a time; whoever asks meanwhile is refused."""
+    """One at a time; whoever asks meanwhile is refused. ``is_wanted``: cases may ask, and not operators alone."""
 
     def __init__(
-        self, desk: Desk, standstill: Callable[[], str], answer: Callable[[int, Validated], None]
+        self,
+        cluster: Cluster,
+        orders: AgentOrders,
+        running: Running,
+        effects: list[Effect],
+        *,
+        is_wanted: bool,
     ) -> None:
-        """``standstill``: why nobody can be held, "" when the job runs. ``answer``: send to a peer."""
-        self._desk, self._standstill, self._answer = desk, standstill, answer
+        self._cluster, self._orders, self._running = cluster, orders, running
+        self._effects, self._is_wanted = effects, is_wanted
         self._case: ValidationCase | None = None
-        self._asker: SlowCase | int | None = None  # a case, or the number of an operator's peer
+        self._asker: Asker | int | None = None  # a case, or the number of an operator's peer
 
     @property
     def under_way(self) -> bool:
         """Whether ranks are, or will be, held."""
         return self._case is not None
 
-    def begin(self, asker: SlowCase, groups: Sequence[Sequence[int]], now_s: float) -> bool:
+    def begin(self, asker: Asker, groups: Sequence[Sequence[int]], now_s: float) -> bool:
         """Test these groups for a case, which hears of it by ``validated``; False: not now."""
-        if self.under_way or self._standstill():
+        if not self._is_wanted or self.under_way or self._running.standstill():
             return False
-        self._case, self._asker = ValidationCase(self._desk, groups, now_s), asker
+        self._case, self._asker = ValidationCase(self._cluster, self._orders, groups, now_s), asker
         self._finish(now_s)
         return True
 
     def asked(self, peer: int, message: Validate, now_s: float) -> None:
         """An operator's wish; the answer goes to this peer."""
-        if why := "one is under way already" if self.under_way else self._standstill():
-            self._answer(peer, Validated(refused=why))
+        if why := "one is under way already" if self.under_way else self._running.standstill():
+            self._effects.append(Send((peer,), Validated(refused=why)))
             return
-        ranks = tuple(sorted(set(message.ranks))) or tuple(sorted(self._desk.cluster.node_of))
-        self._case, self._asker = ValidationCase(self._desk, (ranks,), now_s, message.hold_s), peer
+        ranks = tuple(sorted(set(message.ranks))) or tuple(sorted(self._cluster.node_of))
+        self._case, self._asker = (
+            ValidationCase(self._cluster, self._orders, (ranks,), now_s, message.hold_s),
+            peer,
+        )
         self._finish(now_s)
 
     def told(self, node: Node, message: Held | Measured, now_s: float) -> None:
@@ -58,11 +87,11 @@ class Validations:
         """Time passes. ``peers``: those that are connected."""
         if self._case is None:
             return
-        if isinstance(self._asker, SlowCase) and self._asker.closed:
+        if self._asker is not None and not isinstance(self._asker, int) and self._asker.closed:
             self._case.call_off("the slowness has gone away")
         elif isinstance(self._asker, int) and self._asker not in peers:
             self._case.call_off("who asked for it has gone")
-        elif why := self._standstill():
+        elif why := self._running.standstill():
             self._case.call_off(why)
         else:
             self._case.tick(now_s)
@@ -79,8 +108,8 @@ class Validations:
         if case is None or not case.closed:
             return
         self._case, self._asker = None, None
-        if isinstance(asker, SlowCase):
+        if asker is not None and not isinstance(asker, int):
             asker.validated(case.outcome, case.refused, now_s)
         elif asker is not None:
-            nodes = tuple((rank, self._desk.cluster.node_of.get(rank, "")) for rank in case.tested)
-            self._answer(asker, Validated(case.outcome, nodes, case.refused))
+            nodes = tuple((rank, self._cluster.node_of.get(rank, "")) for rank in case.tested)
+            self._effects.append(Send((asker,), Validated(case.outcome, nodes, case.refused)))

@@ -7,10 +7,11 @@ launcher. The other half is `keepstep.launch.controller.lease`; see docs/design/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from msgspec import structs
 
+from keepstep.control.membership.reforming import Exclude
 from keepstep.control.membership.rendezvous import Launcher
 from keepstep.core.quorum import is_quorum
 from keepstep.wire.messages import MOST_SEATS, Council, Kept, Placement, Row, Seat, Stop
@@ -25,10 +26,11 @@ class Councils:
     ``token``: of the launcher beside us, 0 when nobody is ever elected: then everything is settled at once.
     """
 
-    def __init__(self, token: int, term: int, port: Callable[[], int]) -> None:
+    def __init__(self, token: int, term: int, port: int = 0) -> None:
         self.term = term
         self._token = token
-        self._port = port
+        self.port = port  # that this controller listens on
+        self.excluded: list[Exclude] = []  # who is out of a table on which electors have not agreed yet
         self._seats: dict[
             Launcher, Seat
         ] = {}  # of launchers that can be reached, and are here or were a moment ago
@@ -156,11 +158,11 @@ class Councils:
             self._rows = tuple(Row(one.node, one.pid, placement) for one, placement in table.items())
         rows = self._rows
         if newest is None:
-            return self._propose(Council(self.term, 1, own, self._port(), self._wanted(own, table), (), rows))
+            return self._propose(Council(self.term, 1, own, self.port, self._wanted(own, table), (), rows))
         if self._inherited is not None:
             # As it is, and nothing else before it is settled in our term: it may have been, or not.
             self._inherited, self._is_ours = None, False
-            return self._propose(structs.replace(newest, term=self.term, leader=own, port=self._port()))
+            return self._propose(structs.replace(newest, term=self.term, leader=own, port=self.port))
         wanted = self._wanted(own, table)
         differ = set(wanted) != set(newest.seats) or wanted[0] != newest.seats[0]
         if not self._is_settled:

@@ -5,14 +5,15 @@ Pure: orders for the recovery's core come out, which ends and begins workers as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from keepstep.control.effects import Tell
-from keepstep.control.membership.reforming import End, Order, Reforming
+from keepstep.control.effects import Effect, Send, Tell
+from keepstep.control.membership.reforming import End, Lapsed, Order, Reforming
 from keepstep.control.membership.rendezvous import Launcher, Rendezvous
 from keepstep.core.ranges import fold_nodes
-from keepstep.wire.messages import Message, Operate, Operated, Seal
+from keepstep.wire.messages import Operate, Operated, Seal
 
 STOPPED = 79  # exit code of a job that an operator stopped
 _SUSPENDED = "it is suspended; say resume"
@@ -41,24 +42,25 @@ class _Wish:
         return bool(self.exchange or self.unfit)
 
 
+class Sharing(Protocol):
+    """What must be known of backups."""
+
+    def withheld(self) -> str:
+        """Why nodes cannot have each other's states; "": they can."""
+        ...
+
+
 class Operating:
     """See the module.
 
-    ``answer``: to who asked; ``send``: to some peers; ``withheld``: why nodes cannot have each other's states;
-    ``lapsed``: why an `exchange` or `replace` that nobody waits for will not be, and when.
+    ``effects``: what the controller is about to do; ``backups``: whether nodes can have each other's states.
     """
 
     def __init__(
-        self,
-        rendezvous: Rendezvous,
-        reforming: Reforming,
-        answer: Callable[[int, Operated], None],
-        send: Callable[[tuple[int, ...], Message], None],
-        withheld: Callable[[], str],
-        lapsed: Callable[[str, float], None] = lambda why, now_s: None,
+        self, rendezvous: Rendezvous, reforming: Reforming, backups: Sharing, effects: list[Effect]
     ) -> None:
         self._rendezvous, self._reforming = rendezvous, reforming
-        self._answer, self._send, self._withheld, self._lapsed = answer, send, withheld, lapsed
+        self._backups, self._effects = backups, effects
         self._wish: _Wish | None = None
         self._declined = -1  # incarnation whose ranks seal nothing that more nodes can begin with
 
@@ -67,8 +69,10 @@ class Operating:
         if message.verb == "stop" and not standstill:
             self._answer(peer, Operated("the job ends"))
             return [End(STOPPED, "stopped by an operator", by_operator=True)]
-        if self.is_growing:
-            self._lapse("an operator's order came first", now_s)
+        lapsed = self._lapse("an operator's order came first") if self.is_growing else []
+        return [*lapsed, *self._take_on(peer, message, standstill, now_s)]
+
+    def _take_on(self, peer: int, message: Operate, standstill: str, now_s: float) -> list[Order]:
         if why := standstill or self._objection(message.verb):
             self._answer(peer, Operated(refused=why))
             return []
@@ -99,7 +103,7 @@ class Operating:
         if self._objection("restart") or incarnation == self._declined:
             return
         wish = self._wish = _Wish(None, "grow", now_s + _GROW_S, set(self._rendezvous.placements), why=why)
-        self._send(self._peers(wish.unsealed), Seal(incarnation, alike=True, warm=True))
+        self._effects.append(Send(self._peers(wish.unsealed), Seal(incarnation, alike=True, warm=True)))
 
     def exchange(self, takers: Mapping[int, int], why: str, now_s: float) -> str:
         """Have nodes take others' ranks when all have sealed a step; why not, or "".
@@ -148,8 +152,11 @@ class Operating:
             none = why or "keeps no checkpoint in memory, so no step is sealed"
             if wish.peer is None:
                 self._declined = self._declined if wish.moves else incarnation
-                self._lapse(f"node {launcher.node} {none}", now_s)
-                return [Tell(f"{wish.why}; the job goes on without: node {launcher.node} {none}")]
+                lapsed = self._lapse(f"node {launcher.node} {none}")
+                return [
+                    *lapsed,
+                    Tell(f"{wish.why}; the job goes on without: node {launcher.node} {none}"),
+                ]
             hint = "; --now ends the workers at once, and the script begins as after any restart"
             self._refuse(wish, f"node {launcher.node} {none}{'' if wish.moves else hint}")
             return []
@@ -166,9 +173,9 @@ class Operating:
             self._look(wish)
         elif wish.peer is None:
             if self._reforming.under_way:
-                self._lapse("a failure was faster", now_s)  # and takes in who has come
-            elif now_s >= wish.until_s:
-                self._lapse("not all ranks sealed a step", now_s)  # or somebody never heard of it
+                return self._lapse("a failure was faster")  # and takes in who has come
+            if now_s >= wish.until_s:
+                return self._lapse("not all ranks sealed a step")  # or somebody never heard of it
         elif wish.peer not in peers:
             self._wish = None  # nobody waits for it any more
         elif self._reforming.under_way:
@@ -197,7 +204,7 @@ class Operating:
             return "no worker has been started yet"
         if suspended:
             return "it is suspended already" if verb == "suspend" else _SUSPENDED
-        if verb in ("exchange", "replace") and (why := self._withheld()):
+        if verb in ("exchange", "replace") and (why := self._backups.withheld()):
             return f"ranks that move would find no state on their new node: {why}"
         if len(placed) > 1 and not self._rendezvous.max_restarts:
             return "its nodes cannot begin again together: that takes --max-restarts when the job is started"
@@ -239,11 +246,13 @@ class Operating:
             self._answer(wish.peer, Operated(text))
         self._wish = None
 
-    def _lapse(self, why: str, now_s: float) -> None:
+    def _lapse(self, why: str) -> list[Order]:
         """What nobody waits for will not be."""
         wish, self._wish = self._wish, None
-        if wish is not None and wish.moves:
-            self._lapsed(why, now_s)
+        return [Lapsed(why)] if wish is not None and wish.moves else []
+
+    def _answer(self, peer: int, answer: Operated) -> None:
+        self._effects.append(Send((peer,), answer))
 
     def _refuse(self, wish: _Wish, why: str) -> None:
         if wish.peer is not None:
@@ -254,9 +263,9 @@ class Operating:
         leaving = set(wish.exchange)
         incarnation, warm = self._reforming.incarnation, wish.peer is None  # an operator waits for an answer
         if leaving:
-            self._send(self._peers(leaving), Seal(incarnation, leave=True, warm=warm))
+            self._effects.append(Send(self._peers(leaving), Seal(incarnation, leave=True, warm=warm)))
         if staying := wish.unsealed - leaving:
-            self._send(self._peers(staying), Seal(incarnation, warm=warm))
+            self._effects.append(Send(self._peers(staying), Seal(incarnation, warm=warm)))
 
     def _have_done(
         self,

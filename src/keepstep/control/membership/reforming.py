@@ -79,7 +79,14 @@ class End:
     by_operator: bool = False
 
 
-Order = HaltThese | Lost | Exclude | Renew | End | Tell
+@dataclass(frozen=True, slots=True)
+class Lapsed:
+    """An exchange or replacement that nobody waits for will not be: tell who ordered it why."""
+
+    why: str
+
+
+Order = HaltThese | Lost | Exclude | Renew | Lapsed | End | Tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,7 @@ class Reforming:
     ) -> None:
         self._rendezvous = rendezvous
         self._waiting = waiting
-        self._spending = spending
+        self.spending = spending
         self._heard = heard
         self._state: Literal["running", "halting", "waiting", "suspended", "over"] = "running"
         self._hold = False  # an operator wants it suspended
@@ -357,7 +364,7 @@ class Reforming:
         if self._cause is None:
             self._cause = _Cause(_LOST_CODE, f"{_nodes(lost)} lost")
         for launcher in lost:
-            self._spending.lost(launcher.node, self.incarnation, now_s)
+            self.spending.lost(launcher.node, self.incarnation, now_s)
         orders = self._begin(now_s)
         self._lost.update(lost)
         self._open.difference_update(lost)
@@ -375,12 +382,12 @@ class Reforming:
         cause = self._cause or _Cause(_LOST_CODE, "a recovery was under way when the controller began again")
         if self._asked:
             cause = _Cause(_LOST_CODE, self._asked)
-            self._spending.forget(self.incarnation)
+            self.spending.forget(self.incarnation)
         elif self.restarts >= rendezvous.max_restarts:
             return self._end(
                 cause.exit_code, f"{cause.text}; --max-restarts {rendezvous.max_restarts} are used up"
             )
-        elif refused := self._spending.refused(self.incarnation):
+        elif refused := self.spending.refused(self.incarnation):
             blamed = [
                 one for one in rendezvous.placements if one.node == refused.node and one not in self._lost
             ]

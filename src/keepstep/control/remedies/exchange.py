@@ -232,7 +232,7 @@ class Relocation(Move):
             del self._done[-len(due) :]
             return None
         why = "; ".join(dict.fromkeys(one.gone for one in due))
-        refused = self._desk.exchange(takers, why, now_s)
+        refused = self._desk.operating.exchange(takers, why, now_s)
         self.back, self._ordered_s = (0, None) if refused else (len(due), now_s)
         for one in due:
             one.fast = 0
@@ -254,7 +254,7 @@ class Relocation(Move):
         left.next_s = now_s + left.every_s
         left.every_s = min(1.5 * left.every_s, _SELDOM_S)
         self._others_s, self._tries = None, 0
-        self._question = self._desk.ask_probes(self._others(left.link), now_s, left.load_bytes)
+        self._question = self._desk.questions.ask_probes(self._others(left.link), now_s, left.load_bytes)
 
     def probed(self, question: int, probes: Sequence[PathProbe], now_s: float) -> None:
         """How fast loads went: first between other nodes, then over the link."""
@@ -277,7 +277,7 @@ class Relocation(Move):
                     last.next_s = min(last.next_s, now_s + last.every_s)
                 return
         assert last.link is not None
-        self._question = self._desk.ask_probes([last.link], now_s, last.load_bytes)
+        self._question = self._desk.questions.ask_probes([last.link], now_s, last.load_bytes)
 
     def _stands(self, one: _Done) -> bool:
         """Whether the job still has the places that were exchanged, and both ends of the link."""
@@ -300,7 +300,7 @@ class Relocation(Move):
         why = (
             f"the link {' ↔ '.join(link)} is slow" if link else "slow nodes are in several replicas or stages"
         )
-        return self._desk.exchange(_takers(exchange.swaps), why, now_s)
+        return self._desk.operating.exchange(_takers(exchange.swaps), why, now_s)
 
     def _blamed(self, cases: Sequence[SlowCase]) -> tuple[str, str] | None:
         """The first link between nodes of the job that is blamed."""

@@ -8,12 +8,16 @@ to do and what it did, and takes it back when the cause is gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from keepstep.control.incidents.desk import Desk, is_traffic
+from keepstep.control.incidents.desk import Desk
 from keepstep.control.incidents.locators import NO_WAITS
+from keepstep.control.incidents.open_cases import OpenCases
+from keepstep.control.incidents.slow_case import SlowCase
+from keepstep.control.incidents.wording import is_traffic, noted
+from keepstep.control.membership.reforming import Reforming
 from keepstep.control.remedies.device_speeds import Devices
 from keepstep.control.remedies.exchange import TOPOLOGY, Relocation
 from keepstep.control.remedies.moves import Look, Move
@@ -27,7 +31,6 @@ from keepstep.wire.messages import Profile
 from keepstep.wire.packed import iterations_of
 
 if TYPE_CHECKING:
-    from keepstep.control.incidents.slow_case import SlowCase
     from keepstep.mitigate import Planner, Remedy, Replicas
 
 Mode = Literal["off", "advise", "auto"]
@@ -71,14 +74,12 @@ class _Moved:
 
 
 class Mitigation:
-    """Of one job. ``incarnation``: the job's; ``standstill``: why nothing can be ordered now, "" when it can."""
+    """Of one job. ``open_cases``: those that are followed, whose ``standstill`` says why nothing can be ordered."""
 
-    def __init__(
-        self, desk: Desk, mode: Mode, incarnation: Callable[[], int], standstill: Callable[[], str]
-    ) -> None:
+    def __init__(self, desk: Desk, mode: Mode, reforming: Reforming, open_cases: OpenCases) -> None:
         self.question: int | None = None  # that is open
         self._desk, self._mode = desk, mode
-        self._standstill, self.shares = standstill, OrderedShares(desk, incarnation)
+        self._open, self.shares = open_cases, OrderedShares(desk, reforming)
         self._planner: Planner | None = None
         self._expected: Action | None = None  # its effect is to be seen
         self._counted_step: int | None = None  # up to which savings are
@@ -130,7 +131,7 @@ class Mitigation:
         self._tick_order(now_s)
         self._tick_moves(now_s)
         ordered = self.shares.is_ordered or any(move.is_ordered for move in self._moves.values())
-        if ordered or self.question is not None or now_s < self._next_s or self._standstill():
+        if ordered or self.question is not None or now_s < self._next_s or self._open.standstill():
             return
         self._next_s = now_s + _BETWEEN_S  # what follows looks at every rank
         missing = self.shares.missing()
@@ -154,7 +155,7 @@ class Mitigation:
             self._ask(now_s)
 
     def _tick_moves(self, now_s: float) -> None:
-        if self._moved is not None and not self._moved.halted and self._standstill():
+        if self._moved is not None and not self._moved.halted and self._open.standstill():
             self._moved.since_s, self._moved.halted = now_s, True  # until now all have trained
         self._time_move(now_s)
         self._deal_after_move(now_s)
@@ -173,7 +174,7 @@ class Mitigation:
             return
         self._looked_s, self._looked_step = now_s, newest
         since = max(first, newest - _MOST_STEPS + 1)
-        self.question = self._desk.ask_profiles(since, newest, now_s, since)
+        self.question = self._desk.questions.ask_profiles(since, newest, now_s, since)
 
     def profiles(self, answers: Sequence[Profile], now_s: float) -> None:
         """What the agents were asked for."""
@@ -286,7 +287,7 @@ class Mitigation:
         moved = self._moved
         if moved is None or not moved.done or moved.devices is None:
             return
-        if self.shares.missing() or self._standstill():
+        if self.shares.missing() or self._open.standstill():
             return
         expected = moved.devices.replicas(self._desk.cluster.nodes.values(), self.shares.splits)
         moved.devices = None
@@ -406,7 +407,7 @@ class Mitigation:
             return
         in_force = Action(MICROBATCHES, 0.0, _told(replicas.shares), None, None, look.iteration_s)
         incident = Incident(
-            number=self._desk.next_number(),
+            number=self._desk.register.next_number(),
             kind="slow",
             onset_step=min(self._slow_ranks.since[one.rank] for one in culprits if one.rank is not None),
             detected_step=cluster.newest_step,
@@ -426,7 +427,11 @@ class Mitigation:
             detected_unix_s=self._desk.unix_s(now_s),
             actions=(in_force,) if self.shares.in_force else (),
         )
-        self._cases = [*self._cases, self._desk.open_slow(incident, now_s)]
+        incident = noted(self._desk, incident, "verdict", now_s)
+        case = SlowCase(self._desk, incident)
+        self._open.slow.append(case)
+        self._desk.register.publish(incident, "verdict")
+        self._cases = [*self._cases, case]
 
     def _count(self, step: int) -> None:
         """What shares that are in force have cost and saved up to this step: it is on the first slowdown's account."""

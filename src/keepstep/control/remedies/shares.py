@@ -5,11 +5,12 @@ An order goes to rank 0 and is given again until all ranks tell that they follow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from keepstep.control.cluster import Node
 from keepstep.control.incidents.desk import Desk
+from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.rendezvous import MOST_RANKS
 from keepstep.core.microbatches import Split, equal_shares, objection
 from keepstep.core.ranges import fold_ranks
@@ -24,10 +25,10 @@ _AGAIN_S = 1.0  # an order that shows no effect is given again
 
 
 class OrderedShares:
-    """``incarnation``: the job's."""
+    """Of one job."""
 
-    def __init__(self, desk: Desk, incarnation: Callable[[], int]) -> None:
-        self._desk, self._incarnation = desk, incarnation
+    def __init__(self, desk: Desk, reforming: Reforming) -> None:
+        self._desk, self._reforming = desk, reforming
         self._splits: dict[int, Split] = {}
         self._told_of = 0  # the incarnation that they are of
         self._ordered: Shares | None = None  # that has not been seen in force
@@ -48,7 +49,7 @@ class OrderedShares:
     def in_force(self) -> bool:
         """Whether replicas have shares that were ordered, and are not equal."""
         split = next(iter(self._splits.values()), None)
-        if split is None or not split.number or self._told_of != self._incarnation():
+        if split is None or not split.number or self._told_of != self._reforming.incarnation:
             return False
         equal = dict(enumerate(equal_shares(split.count, split.replicas, split.multiple_of)))
         return any(one.share != equal.get(one.replica) for one in self._splits.values())
@@ -64,7 +65,7 @@ class OrderedShares:
         absent = [rank for rank in cluster.node_of if rank not in splits]
         if absent:
             return f"ranks {fold_ranks(absent)} do not divide micro-batches by a session"
-        if not splits or self._told_of != self._incarnation():
+        if not splits or self._told_of != self._reforming.incarnation:
             return "no rank has told yet how it divides micro-batches"
         first = next(iter(splits.values()))
         alike = {
@@ -98,14 +99,14 @@ class OrderedShares:
 
     def begin_again(self) -> None:
         """The job was formed anew: its shares are equal."""
-        if self._told_of < self._incarnation():
+        if self._told_of < self._reforming.incarnation:
             self._splits.clear()
         self._ordered = None
 
     def order(self, shares: Sequence[int], now_s: float) -> None:
         """Have each replica take so many micro-batches."""
-        number = self._desk.hold_number(now_s)
-        self._ordered = Shares(number, 0, self._incarnation(), tuple(shares))
+        number = self._desk.orders.number(now_s)
+        self._ordered = Shares(number, 0, self._reforming.incarnation, tuple(shares))
         self._ordered_s, self._ordered_step = now_s, self._desk.cluster.newest_step
         self._send(self._ordered, now_s)
 
@@ -129,4 +130,4 @@ class OrderedShares:
         self._again_s = now_s
         home = self._desk.cluster.home(order.rank)
         if home is not None:
-            self._desk.order(order, home.rank)
+            self._desk.orders.give(order, home.rank)

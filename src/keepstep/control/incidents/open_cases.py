@@ -1,0 +1,44 @@
+"""The cases that are open, and what they mean for the rest of the controller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from keepstep.control.incidents.crash_case import CrashCase
+from keepstep.control.incidents.hang_case import HangCase
+from keepstep.control.incidents.slow_case import SlowCase
+from keepstep.control.membership.ending import Ending
+from keepstep.control.membership.reforming import Reforming
+
+
+@dataclass(slots=True)
+class OpenCases:
+    """Several slowdowns at once, one hang, one death."""
+
+    ending: Ending
+    reforming: Reforming
+    slow: list[SlowCase] = field(default_factory=list[SlowCase])
+    hang: HangCase | None = None
+    crash: CrashCase | None = None
+
+    def all(self) -> list[SlowCase | HangCase | CrashCase]:
+        """Those that are not closed: slowdowns, the hang, the death."""
+        cases = (*self.slow, self.hang, self.crash)
+        return [case for case in cases if case is not None and not case.closed]
+
+    def sweep(self) -> None:
+        """Forget those that are closed."""
+        if any(case.closed for case in self.slow):
+            self.slow[:] = [case for case in self.slow if not case.closed]
+        if self.hang is not None and self.hang.closed:
+            self.hang = None
+        if self.crash is not None and self.crash.closed:
+            self.crash = None
+
+    def standstill(self) -> str:
+        """Why no rank can be held, and nothing be ordered, now; "" while the job runs."""
+        if self.crash is not None or self.ending.under_way:
+            return "the job is ending"
+        if self.reforming.under_way:
+            return "its workers are being ended" if not self.reforming.suspended else "the job is suspended"
+        return "the job hangs" if self.hang is not None else ""

@@ -1,0 +1,131 @@
+"""The register of a job's incidents: their numbers, when each began or ended, and the one place to publish them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Literal, Protocol
+
+from keepstep.control.cluster import Cluster
+from keepstep.control.effects import Effect, Say, Send, WriteIncident
+from keepstep.control.incidents.hang_evidence import blamed_by, outlook
+from keepstep.control.membership.reforming import Reforming
+from keepstep.control.settings import Settings
+from keepstep.core.finding import Finding
+from keepstep.core.incident import Action, Incident
+from keepstep.core.summary import RankState
+from keepstep.wire.messages import SaveRings
+
+_NO_STEP = 1 << 62
+_SAVE_ALL_RANKS = 1024
+_OUTLOOK = {  # of a slowdown, by what may be done about one
+    "auto": "none yet: a remedy is applied once one pays",
+    "advise": "none: a remedy that pays is only advised (--mitigate advise)",
+    "off": "none (--mitigate off)",
+}
+
+
+class Hanging(Protocol):
+    """A hang's case, as far as what will be done about it depends on it."""
+
+    def standing(self, rank: int) -> Finding | None:
+        """What was found of a rank that is stuck still."""
+        ...
+
+    @property
+    def last_states(self) -> Mapping[int, RankState]:
+        """Where ranks were when it was last decided, by rank."""
+        ...
+
+
+class Register:
+    """Of one job. ``effects``: what the controller is about to do; ``now_s``: when time was last looked at."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        cluster: Cluster,
+        reforming: Reforming,
+        effects: list[Effect],
+        unix_s: Callable[[float], float],
+    ) -> None:
+        self.newest_number = 0  # the highest incident number given out in this run
+        self.now_s = 0.0
+        self._settings, self._cluster, self._reforming = settings, cluster, reforming
+        self._effects, self._unix_s = effects, unix_s
+        self._changes: deque[int] = deque(maxlen=64)  # steps at which a slowdown began or ended
+
+    def restore(self, incident: Incident) -> None:
+        """An earlier controller of this run published it."""
+        self.newest_number = max(self.newest_number, incident.number)
+        if incident.onset_step is not None:
+            self._changes.append(incident.onset_step)
+
+    def next_number(self) -> int:
+        """A number for a new incident, never given out before in this run."""
+        self.newest_number += 1
+        return self.newest_number
+
+    def previous_change(self, step: int) -> int:
+        """The last step before ``step`` at which another incident began or ended; -1 when there is none."""
+        return max((change for change in self._changes if change < step), default=-1)
+
+    def next_change(self, step: int) -> int:
+        """The first step after ``step`` at which another incident began or ended; beyond all steps if there is none."""
+        return min((change for change in self._changes if change > step), default=_NO_STEP)
+
+    def stamped(self, action: Action) -> Action:
+        """It was begun now."""
+        step = self._cluster.newest_step
+        return replace(action, step=step if step >= 0 else None, begun_unix_s=self._unix_s(self.now_s))
+
+    def publish(
+        self,
+        incident: Incident,
+        say: Literal["verdict", "sharper", "acts", "closes", ""],
+        hang: Hanging | None = None,
+    ) -> None:
+        """Write the incident, with what will be done next about an open one, and, if wanted, print it.
+
+        ``hang``: the case of the hang that it is.
+        """
+        waits = incident.status == "open" and not incident.actions
+        what, in_s = self._outlook(incident, hang) if waits else ("", None)
+        at_unix_s = None if in_s is None else self._unix_s(self.now_s + in_s)
+        incident = replace(incident, next_action=what, next_unix_s=at_unix_s)
+        self._effects.append(WriteIncident(incident))
+        if say:
+            self._effects.append(Say(incident, say))
+        if say == "verdict":
+            self._save_rings(incident)
+        if incident.onset_step is not None and incident.kind == "slow":
+            change = incident.onset_step if incident.relief_step is None else incident.relief_step
+            if change not in self._changes:
+                self._changes.append(change)
+
+    def _outlook(self, incident: Incident, hang: Hanging | None) -> tuple[str, float | None]:
+        """What will be done about an open incident if nothing changes, and in how many seconds."""
+        settings = self._settings
+        if incident.kind == "slow":
+            return _OUTLOOK[settings.mitigate], None
+        if incident.kind == "crash" or hang is None:
+            return "", None
+        if not settings.restart_hangs:
+            return (
+                "none: hangs are reported, not ended (--on-hang restart with --max-restarts ends them)",
+                None,
+            )
+        if self._reforming.restarts >= settings.max_restarts:
+            return "none: no restart is left", None
+        blamed, why_not = blamed_by(incident, hang.standing, self._cluster.known_ranks)
+        return outlook(blamed, hang.last_states) if blamed else (f"none: {why_not}", None)
+
+    def _save_rings(self, incident: Incident) -> None:
+        agents = self._cluster.agents()
+        if self._cluster.known_ranks > _SAVE_ALL_RANKS:
+            named = {culprit.node for culprit in incident.culprits}
+            named |= {node for one in incident.culprits if one.link for node in one.link.nodes}
+            agents = {rank: peer for rank, peer in agents.items() if self._cluster.nodes[rank].name in named}
+        if agents:
+            self._effects.append(Send(tuple(agents.values()), SaveRings(incident.number)))

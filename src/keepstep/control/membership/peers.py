@@ -1,0 +1,136 @@
+"""Who is connected: what each peer said it is, whether that may be, and which nodes are heard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from keepstep.control.cluster import Cluster, Node
+from keepstep.control.effects import Disconnect, Effect, Send
+from keepstep.control.membership.rendezvous import MOST_NODES, Launcher, Rendezvous
+from keepstep.control.settings import Settings
+from keepstep.wire.messages import PROTOCOL, Hello, Refused, Stop, Welcome
+
+_STALL_S = 1.0  # a tick this late means that we slept, not the agents
+
+
+@dataclass(slots=True)
+class Peer:
+    """One connection. ``node`` and ``launcher`` are known once it has said Hello, or has been placed."""
+
+    number: int
+    role: str
+    hello: Hello | None = None
+    node: Node | None = None
+    launcher: Launcher | None = None
+
+
+class Peers:
+    """``effects``: what the controller is about to do; ``pid``: its process."""
+
+    def __init__(
+        self, settings: Settings, cluster: Cluster, rendezvous: Rendezvous, effects: list[Effect], pid: int
+    ) -> None:
+        self.connected: dict[int, Peer] = {}  # by number
+        self.ignored = 0  # messages that made no sense in their place
+        self._settings, self._cluster, self._rendezvous = settings, cluster, rendezvous
+        self._effects, self._pid = effects, pid
+        self._ticked_s: float | None = None
+        self._quiet_until_s = 0.0  # nobody is thought silent before
+
+    def refuse(self, peer: int, reason: str) -> None:
+        """Say why, and close the connection."""
+        self.ignored += 1
+        self._effects += [Send((peer,), Refused(reason)), Disconnect(peer, reason)]
+
+    def tell_launchers(self, stop: Stop) -> None:
+        """The job ends with this."""
+        peers = tuple(number for number, peer in self.connected.items() if peer.launcher is not None)
+        self._effects.append(Send(peers, stop))
+
+    def hello(self, sender: Peer, hello: Hello, now_s: float) -> Node | None:
+        """It says what it is; the node, if it is now that node's agent."""
+        peer = sender.number
+        if hello.protocol != PROTOCOL:
+            self.refuse(
+                peer, f"this controller speaks protocol {PROTOCOL}, {hello.node} speaks {hello.protocol}"
+            )
+            return None
+        if sender.role == "agent" and not self._is_ours(hello):
+            self.refuse(peer, f"another launcher plays node {hello.node_rank} now")
+            return None
+        if hello.role != sender.role or hello.node_rank >= MOST_NODES:
+            self.refuse(peer, f"{hello.node} said role {hello.role!r} and node rank {hello.node_rank}")
+            return None
+        sender.hello = hello
+        if sender.role == "launcher":
+            sender.launcher = Launcher(hello.node, hello.pid)
+        welcome = Welcome(self._pid, self._settings.heartbeat_s, term=self._settings.term)
+        self._effects.append(Send((peer,), welcome))
+        if hello.node_rank < 0 or sender.role == "client":
+            return None
+        if sender.launcher is not None and not self._plays(sender.launcher, hello.node_rank):
+            return None
+        node = sender.node = self._cluster.node(hello.node_rank, hello.node)
+        node.back()
+        if sender.role == "launcher":
+            node.launcher = max(peer, node.launcher or 0)
+            return None
+        if node.agent_pid != hello.pid:
+            node.agent_pid, node.agent_starts = hello.pid, node.agent_starts + 1
+        node.agent, node.left, node.failure_domain = peer, False, hello.failure_domain
+        node.heard_s, node.mute, node.silent = now_s, False, False
+        return node
+
+    def gone(self, peer: int, since_s: float) -> Peer | None:
+        """A connection has gone. ``since_s``: from when on its node counts as lost, if no other is there."""
+        gone = self.connected.pop(peer, None)
+        node = gone.node if gone is not None else None
+        if node is not None:
+            if node.agent == peer:
+                node.agent = None
+            if node.launcher == peer:
+                node.launcher = None
+            if node.agent is None and node.launcher is None:
+                node.lost_s = since_s
+        return gone
+
+    def slept_s(self, now_s: float) -> float:
+        """How long this process did not run before this tick; then nobody can be thought silent for a while."""
+        before_s, self._ticked_s = self._ticked_s, now_s
+        if before_s is None or now_s - before_s <= _STALL_S:
+            return 0.0
+        self._quiet_until_s = now_s + self._settings.silent_s
+        return now_s - before_s
+
+    def is_quiet(self, now_s: float) -> bool:
+        """Whether nobody may be thought silent now."""
+        return now_s < self._quiet_until_s
+
+    def watch(self, now_s: float) -> Iterator[Node]:
+        """Look at when each node was heard; those without agent and launcher for so long that they are lost."""
+        settings = self._settings
+        for node in self._cluster.nodes.values():
+            if node.left:
+                continue
+            if node.heard_s is not None:
+                node.mute = now_s - node.heard_s > settings.mute_s
+                node.silent = node.silent or now_s - node.heard_s > settings.silent_s
+            if node.lost_s is not None and now_s - node.lost_s > settings.lost_s:
+                yield node
+
+    def is_heard(self, node_rank: int, now_s: float) -> bool:
+        """Whether the node's agent speaks."""
+        node = self._cluster.nodes.get(node_rank)
+        if node is None or node.agent is None or node.heard_s is None:
+            return False
+        return now_s - node.heard_s <= self._settings.silent_s
+
+    def _is_ours(self, hello: Hello) -> bool:
+        """Whether this agent's launcher plays its node: one that was cut off may have been replaced."""
+        return not hello.launcher or self._plays(Launcher(hello.node, hello.launcher), hello.node_rank)
+
+    def _plays(self, launcher: Launcher, node_rank: int) -> bool:
+        placements = self._rendezvous.placements
+        placement = placements.get(launcher)
+        return not placements or (placement is not None and placement.node_rank == node_rank)
