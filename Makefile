@@ -11,7 +11,6 @@ READY  := $(VENV)/.ready
 DEV    := $(VENV)/.ready-dev
 NCCL   := $(VENV)/nccl/.ready
 PYTEST := $(BIN)/python -m pytest -q
-WITHOUT_NATIVE := $(addprefix tests/unit/checkpoint/test_,slots.py snapshot.py restore.py transfer.py)
 NATIVE := $(wildcard native/*.hpp native/*.cpp native/*.map)
 
 .PHONY: help setup demo nccl test test-fast lint types docs format check soak bench clean
@@ -61,7 +60,6 @@ test: $(DEV)
 	stage $(PYTEST) -n $(JOBS) -m "not e2e and not soak"; \
 	stage $(PYTEST) -n $(JOBS) --dist loadfile -m "e2e and not quiet and not soak"; \
 	stage $(PYTEST) -m "quiet and not soak"; \
-	stage $(PYTEST) -n $(JOBS) -p tests.without_native tests/unit/ring $(WITHOUT_NATIVE); \
 	exit $$failed
 
 test-fast: $(DEV)

@@ -93,23 +93,6 @@ def test_a_killed_rank_costs_no_bit(
         assert set(found) == set(undisturbed[kind][name]), name
 
 
-def test_where_the_native_part_is_missing_plain_python_loses_no_bit_either(
-    tmp_path: Path, undisturbed: dict[str, dict[str, list[str]]]
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        Path(__file__).parents[1].joinpath("without_native.py").read_text()
-    )
-    folder = tmp_path / "job"
-    folder.mkdir()
-    code, said = run(
-        folder, "1", "6", "backward", flags=("--max-restarts", "1", "--no-validate"), PYTHONPATH=str(tmp_path)
-    )
-    assert code == 0, said
-    assert said.count("the native part cannot be loaded") == 1
-    assert "watched" in said
-    assert same(folder, undisturbed["ddp"])
-
-
 def same(folder: Path, undisturbed: dict[str, list[str]]) -> bool:
     losses = losses_of(folder)
     return losses.keys() == undisturbed.keys() and all(

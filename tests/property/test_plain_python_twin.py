@@ -1,4 +1,4 @@
-"""Native parts and what stands in for them in plain Python: the same bytes, whichever side writes and which reads."""
+"""Native parts and their twins in plain Python: the same bytes, whichever side writes and which reads."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.twins.checkpoint import python_native
+from tests.twins.ring import python_format, python_reader, python_writer
 
 from keepstep.checkpoint import native as checkpoint_native
 from keepstep.ring import native as ring_native
-from keepstep.ring import python_format, python_reader, python_writer
-from keepstep.ring.reader import RECORD, STREAM
-
-pytestmark = pytest.mark.skipif(bool(ring_native.MISSING), reason="the native part is missing")
+from keepstep.ring.layout import RECORD, STREAM
 
 MAKERS = {"native": ring_native.create, "python": python_format.create}
 WRITERS: dict[str, Any] = {"native": ring_native.RingWriter, "python": python_writer.RingWriter}

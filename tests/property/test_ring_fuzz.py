@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tests.twins.ring.python_format import record_check
 
 from keepstep.core.errors import RingError
 from keepstep.ring import RECORD, RingReader, RingWriter, create
-from keepstep.ring.python_format import record_check
 
 QUIET = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 CHECKED = [name for name in RECORD.names or () if name not in ("end_ns", "wait_ns", "flags")]

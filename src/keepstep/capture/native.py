@@ -1,4 +1,6 @@
-"""What runs in the middle of a training step: native, or in plain Python where that is missing."""
+"""What runs in the middle of a training step, compiled from ``native/capture.cpp``."""
+
+from keepstep.core.compiled_part import not_loaded
 
 try:
     from keepstep.capture._native import (  # pyright: ignore[reportMissingModuleSource]
@@ -7,7 +9,7 @@ try:
         Hidden,
         Oldest,
     )
-except ImportError:
-    from keepstep.capture.python_native import Buckets, Here, Hidden, Oldest  # type: ignore[assignment]
+except ImportError as error:
+    raise not_loaded(error) from error
 
 __all__ = ["Buckets", "Here", "Hidden", "Oldest"]

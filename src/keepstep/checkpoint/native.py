@@ -1,4 +1,6 @@
-"""The copy engine: the native one, or the one in plain Python where that is missing (``keepstep.ring.native``)."""
+"""The copy engine and its checksums, compiled from ``native/``."""
+
+from keepstep.core.compiled_part import not_loaded
 
 try:
     from keepstep.checkpoint._native import (  # pyright: ignore[reportMissingModuleSource]
@@ -16,22 +18,8 @@ try:
         populate,
         slot_bytes,
     )
-except ImportError:
-    from tests.twins.checkpoint.python_native import (  # type: ignore[assignment]
-        DATA_OFFSET,
-        MAGIC,
-        ON_DEVICE,
-        URGENT,
-        Snapshot,
-        checksum,
-        checksums,
-        clear,
-        combine,
-        copy_out,
-        has_cuda,
-        populate,
-        slot_bytes,
-    )
+except ImportError as error:
+    raise not_loaded(error) from error
 
 __all__ = [
     "DATA_OFFSET",

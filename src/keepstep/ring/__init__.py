@@ -14,7 +14,8 @@ from keepstep.ring.native import (
 )
 
 if TYPE_CHECKING:
-    from keepstep.ring.reader import RECORD, STREAM, Batch, RingHeader, RingReader
+    from keepstep.ring.layout import RECORD, STREAM
+    from keepstep.ring.reader import Batch, RingHeader, RingReader
 
 __all__ = ["RECORD", "STREAM", "Batch", "Operation", "RingHeader", "RingReader", "RingWriter", "create"]
 
@@ -22,6 +23,6 @@ __all__ = ["RECORD", "STREAM", "Batch", "Operation", "RingHeader", "RingReader",
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from keepstep.ring import reader
+    from keepstep.ring import layout, reader
 
-    return getattr(reader, name)
+    return getattr(layout if name in ("RECORD", "STREAM") else reader, name)

@@ -1,6 +1,7 @@
-"""The ring's writer and scans: the native ones, or those in plain Python where they are missing."""
+"""The ring's writer and scans, compiled from ``native/``."""
 
-_why = ""
+from keepstep.core.compiled_part import not_loaded
+
 try:
     from keepstep.ring._native import (  # pyright: ignore[reportMissingModuleSource]
         Operation,
@@ -9,13 +10,6 @@ try:
         create,
     )
 except ImportError as error:
-    from keepstep.ring.python_format import create
-    from keepstep.ring.python_reader import Reader  # type: ignore[assignment]
-    from keepstep.ring.python_writer import Operation, RingWriter  # type: ignore[assignment]
+    raise not_loaded(error) from error
 
-    _why = str(error)
-
-MISSING = _why
-"""Why the native part cannot be loaded; empty: it can."""
-
-__all__ = ["MISSING", "Operation", "Reader", "RingWriter", "create"]
+__all__ = ["Operation", "Reader", "RingWriter", "create"]

@@ -1,7 +1,6 @@
-"""The copy engine in plain Python and numpy: what stands in for ``_native`` where that could not be built or loaded.
+"""The copy engine in plain Python and numpy: the twin that ``keepstep.checkpoint._native`` is tested against.
 
-The same bytes and checksums (``native/snapshot.hpp``, ``native/crc64.hpp``), ten times slower; and the twin that the
-native one is tested against.
+The same bytes and checksums (``native/snapshot.hpp``, ``native/crc64.hpp``), ten times slower.
 """
 
 from __future__ import annotations

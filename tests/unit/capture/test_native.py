@@ -10,10 +10,19 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+from tests.twins.capture import python_native
 
 from keepstep.capture._native import Buckets, Here, Hidden, Oldest
 from keepstep.capture.patches import Patches
 from keepstep.capture.phases import Phases
+
+
+@pytest.fixture(params=["native", "twin"])
+def capture_part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which ``Here``, ``Hidden`` and ``Oldest`` a test means: the compiled ones, or their twins in plain Python."""
+    if request.param == "twin":
+        for name in ("Here", "Hidden", "Oldest"):
+            monkeypatch.setattr(request.module, name, getattr(python_native, name))
 
 
 class FakeOperation:
@@ -280,6 +289,7 @@ def test_a_call_holds_nothing_of_its_caller() -> None:
     assert sys.getrefcount(native) == held
 
 
+@pytest.mark.usefixtures("capture_part")
 def test_here_asks_once_about_a_file_and_a_line() -> None:
     judged: list[str] = []
     entered: list[int] = []
@@ -303,6 +313,7 @@ def test_here_asks_once_about_a_file_and_a_line() -> None:
     assert judged == [__file__]
 
 
+@pytest.mark.usefixtures("capture_part")
 def test_here_knows_no_line_among_strangers_and_passes_errors_on() -> None:
     def enter(_: types.FrameType) -> int:
         raise ValueError("no room")
@@ -317,6 +328,7 @@ def test_here_knows_no_line_among_strangers_and_passes_errors_on() -> None:
         operation(failing)
 
 
+@pytest.mark.usefixtures("capture_part")
 def test_only_collections_of_the_oldest_generation_are_passed_on() -> None:
     seen: list[Any] = []
     callback = Oldest(lambda when, info: seen.append((when, info["generation"])))
@@ -334,6 +346,7 @@ class OurGroup(Group):
     pass
 
 
+@pytest.mark.usefixtures("capture_part")
 def test_hidden_binds_to_its_owner_only_and_switches_the_compiler_off() -> None:
     states: list[Any] = ["callback"]
 
@@ -360,6 +373,7 @@ def test_hidden_binds_to_its_owner_only_and_switches_the_compiler_off() -> None:
         Group.size = original  # type: ignore[method-assign]
 
 
+@pytest.mark.usefixtures("capture_part")
 def test_hidden_leaves_a_callable_that_does_not_bind_as_it_is() -> None:
     original = functools.partial(int, "7")
     hidden = Hidden(lambda group: 0, lambda: "callback", None, original, Group)

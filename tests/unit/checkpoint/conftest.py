@@ -1,4 +1,4 @@
-"""A cache served as the launcher serves it, from an event loop of its own."""
+"""A cache served as the launcher serves it, from an event loop of its own; and the copy engine or its twin."""
 
 from __future__ import annotations
 
@@ -9,10 +9,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
+from tests.twins.checkpoint import python_native
 
+from keepstep.checkpoint import native
 from keepstep.checkpoint.memory.cache import Backing, Cache, CacheServer
 from keepstep.checkpoint.memory.cached_states import CachedStates
 from keepstep.checkpoint.restore.restore_service import RestoreServer, RestoreService, restore_address
+
+
+@pytest.fixture(params=["native", "twin"])
+def copy_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What copies and sums in this test: the compiled module, or its twin in plain Python."""
+    if request.param == "twin":
+        for name in native.__all__:
+            monkeypatch.setattr(native, name, getattr(python_native, name))
 
 
 @dataclass

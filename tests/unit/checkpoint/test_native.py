@@ -11,6 +11,8 @@ import torch
 
 from keepstep.checkpoint import native
 
+pytestmark = pytest.mark.usefixtures("copy_engine")
+
 POLYNOMIAL = 0x9A6C9329AC4BC9B5
 
 

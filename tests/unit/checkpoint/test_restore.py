@@ -18,6 +18,8 @@ from keepstep.checkpoint.snapshot import with_state_dicts
 from keepstep.checkpoint.state import StateHeader, encode_header, flatten
 from keepstep.core.errors import CheckpointError
 
+pytestmark = pytest.mark.usefixtures("copy_engine")
+
 
 def sealed(state: Any) -> tuple[StateHeader, mmap.mmap]:
     header, spans = flatten(with_state_dicts(state), step=1)

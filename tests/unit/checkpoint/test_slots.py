@@ -29,6 +29,8 @@ from keepstep.checkpoint.memory.slots import (
 from keepstep.checkpoint.state import StateHeader, encode_header, flatten
 from keepstep.core.errors import CheckpointError
 
+pytestmark = pytest.mark.usefixtures("copy_engine")
+
 
 def k(step: int, incarnation: int = 0) -> Key:
     return Key(incarnation, step)
@@ -205,6 +207,7 @@ WRITER = """
 """
 
 
+@pytest.mark.parametrize("copy_engine", ["native"], indirect=True)
 def test_a_writer_killed_at_any_moment_leaves_the_snapshot_before() -> None:
     cache, chance, nbytes = Cache(1 << 30), random.Random(3), 16 << 20
     cache.reserve(0, native.slot_bytes(nbytes, 4096, 4), 2)

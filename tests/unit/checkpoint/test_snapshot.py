@@ -18,6 +18,8 @@ from keepstep.checkpoint.snapshot import Seat, Snapshots
 from keepstep.checkpoint.storage.cadence import Storing
 from keepstep.core.errors import CheckpointError
 
+pytestmark = pytest.mark.usefixtures("copy_engine")
+
 
 def alone(row: list[int]) -> list[list[int]]:
     return [row]

@@ -7,15 +7,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from keepstep.core.errors import RingError
 from keepstep.ring import RingReader, RingWriter, create
 
+pytestmark = pytest.mark.usefixtures("ring_part")
+
+ROOT = Path(__file__).parents[3]
+MODULES = {"native": "keepstep.ring", "twin": "tests.twins.ring.python_writer"}
 WRITE_AND_WAIT = """
 import sys
-from keepstep.ring import RingWriter
+from importlib import import_module
+RingWriter = import_module(sys.argv[3]).RingWriter
 writer = RingWriter(sys.argv[1], rank=1, world_size=2, incarnation=int(sys.argv[2]))
 writer.begins_at(7)
 group = writer.group("old", [0, 1], "gloo", "")
@@ -35,10 +41,12 @@ def ring_fd() -> Iterator[int]:
 
 
 @pytest.fixture
-def other(ring_fd: int) -> Iterator[subprocess.Popen[str]]:
+def other(ring_fd: int, ring_part: str) -> Iterator[subprocess.Popen[str]]:
     """Another process that has claimed the ring and written ten records without ends."""
     argv = [sys.executable, "-c", WRITE_AND_WAIT, f"/proc/{os.getpid()}/fd/{ring_fd}", "4"]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    argv.append(MODULES[ring_part])
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process

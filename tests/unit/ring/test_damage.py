@@ -13,6 +13,8 @@ import pytest
 from keepstep.core.errors import RingError
 from keepstep.ring import RingReader, RingWriter, create
 
+pytestmark = pytest.mark.usefixtures("ring_part")
+
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:

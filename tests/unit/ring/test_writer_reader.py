@@ -13,6 +13,8 @@ import pytest
 from keepstep.core.events import Flag, Kind, Op, Phase
 from keepstep.ring import RECORD, Operation, RingReader, RingWriter, create
 
+pytestmark = pytest.mark.usefixtures("ring_part")
+
 
 @pytest.fixture
 def ring_fd() -> Iterator[int]:

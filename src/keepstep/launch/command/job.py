@@ -28,7 +28,6 @@ from keepstep.launch.command.rendezvous import (
 )
 from keepstep.launch.command.settings import SETTINGS
 from keepstep.launch.command.worker_count import worker_count
-from keepstep.ring.native import MISSING
 
 Number = TypeVar("Number", int, float)
 
@@ -369,11 +368,6 @@ def _warnings(given: argparse.Namespace) -> tuple[str, ...]:
     found: list[str] = []
     if given.numa_binding:
         found.append(f"--numa-binding {given.numa_binding} is not carried out: workers run unbound")
-    if MISSING:
-        found.append(
-            f"the native part cannot be loaded ({MISSING}): plain Python records and copies in its place, slower; "
-            "install keepstep anew, where there is a C++ compiler"
-        )
     return tuple(found)
 
 

@@ -1,4 +1,4 @@
-"""Reader of the event ring in plain Python, with numpy: see `python_writer`. Trusts no word of the ring."""
+"""The event ring's reader in plain Python, with numpy: see `python_writer`. Trusts no word of the ring."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from keepstep.core.errors import RingError
-from keepstep.ring.python_format import (
+from tests.twins.ring.python_format import (
     ARENA_BYTES,
     BASE,
     CLAIM,
@@ -48,6 +46,9 @@ from keepstep.ring.python_format import (
     claim_lives,
     fnv1a,
 )
+
+from keepstep.core.errors import RingError
+from keepstep.ring.layout import RECORD, STREAM
 
 Words = npt.NDArray[np.uint64]
 
@@ -160,8 +161,6 @@ class Reader:
 
     def _read(self, indices: Sequence[int]) -> tuple[npt.NDArray[np.void], list[int]]:
         """The records that are there, whole and undamaged, and the tickets that are not published yet."""
-        from keepstep.ring.reader import RECORD
-
         index = np.fromiter(indices, np.uint64, len(indices))
         place = index & np.uint64(self._layout.records - 1)
         words = self._slots[place]  # a copy; the ticket is looked at again after it
@@ -210,8 +209,6 @@ class Reader:
 
     def streams(self) -> bytearray:
         """See ``_native``."""
-        from keepstep.ring.reader import STREAM
-
         begin = self._layout.streams
         table = self._words[begin : begin + STREAMS * 8].reshape(-1, 8).copy()
         table = table[(table[:, 0] >> np.uint64(63) == 1) & (table[:, 1] != 0)]

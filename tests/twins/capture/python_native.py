@@ -1,8 +1,4 @@
-"""What stands in for ``_native`` where that could not be built or loaded; see there. Slower, and it sees less.
-
-DDP's reducer is not waited for, so its operations end when their Works do; what a compiled module calls may be looked
-at by the compiler.
-"""
+"""``Here``, ``Oldest`` and ``Hidden`` of ``keepstep.capture._native`` in plain Python: what they are tested against."""
 
 from __future__ import annotations
 
@@ -36,33 +32,6 @@ class Here:
         return 0
 
 
-class Buckets:
-    """See ``_native``. Every all-reduce is recorded in the general way."""
-
-    def __init__(self, *_: object) -> None:
-        self.plain = False
-
-    def begin(self) -> None:
-        """See ``_native``."""
-
-    def call(
-        self, whole: Callable[..., Any], direct: Callable[..., Any], group: int, general: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        """See ``_native``."""
-        del whole, direct, group
-        return general
-
-    def add(self, work: Any, operation: Any) -> None:
-        """See ``_native``."""
-        work.get_future().add_done_callback(operation)
-
-    def computed(self) -> None:
-        """See ``_native``."""
-
-    def over(self) -> None:
-        """See ``_native``."""
-
-
 class Oldest:
     """See ``_native``."""
 
@@ -90,17 +59,17 @@ class Hidden:
         self.__name__, self.__doc__ = getattr(ours, "__name__", ""), ours.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._compiling is None or self._set_compiling is None or self._compiling() is None:
+        callback = self._compiling() if self._compiling and self._set_compiling else None
+        if callback is None or self._set_compiling is None:
             return self._ours(*args, **kwargs)
-        before = self._set_compiling(None)
+        self._set_compiling(None)
         try:
             return self._ours(*args, **kwargs)
         finally:
-            self._set_compiling(before)
+            self._set_compiling(callback)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        if instance is None:
-            return self
         if self._owner is not None and type(instance) is not self._owner:
-            return self._original.__get__(instance, owner)
-        return MethodType(self, instance)
+            bind = getattr(type(self._original), "__get__", None)
+            return bind(self._original, instance, owner) if bind else self._original
+        return self if instance is None else MethodType(self, instance)

@@ -1,7 +1,7 @@
-"""The event ring in plain Python: what stands in for ``_native`` where that could not be built or loaded.
+"""The event ring's writer in plain Python: the twin that ``keepstep.ring._native`` is tested against.
 
-The same format (``native/ring_format.hpp``), the same names, slower by far; and the twin that the native one is tested
-against. Threads of the writing process wait for each other here. `python_reader` is the other side.
+The same format (``native/ring_format.hpp``) and the same names, slower by far. Threads of the writing process wait for
+each other here. `python_reader` is the other side.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, final
 
-from keepstep.core.errors import RingError
-from keepstep.ring.python_format import (
+from tests.twins.ring.python_format import (
     ARENA_BYTES,
     ARENA_USED,
     BASE,
@@ -55,6 +54,8 @@ from keepstep.ring.python_format import (
     own_claim,
     record_check,
 )
+
+from keepstep.core.errors import RingError
 
 _LIMITS = (
     (0, 0xFF),

@@ -1,4 +1,5 @@
-"""The ring's format, and how a ring is made, checked and claimed, in plain Python: see `python_writer`."""
+"""The ring's format, and how a ring is made, checked and claimed, in plain Python:
+the twin of ``native/ring_format.hpp``."""
 
 from __future__ import annotations
 
