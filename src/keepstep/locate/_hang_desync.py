@@ -1,4 +1,4 @@
-"""Ranks that left the common order of operations, told by who waits for whom in which operation."""
+"""Diagnoses a desync: ranks that left the common order of operations, found by who waits for whom."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keepstep.locate._waiting import Pending
 
 
 def diagnose_desync(known: HangEvidence, mixed: Pending) -> Diagnosis:
-    """Different operations under one sequence number: the fewer are the culprits."""
+    """Ranks entered different operations under one sequence number: the minority are the culprits."""
     entered: dict[int, list[int]] = {}
     for rank, state in known.states.items():
         for flight in state.in_flight:
@@ -39,7 +39,7 @@ def diagnose_desync(known: HangEvidence, mixed: Pending) -> Diagnosis:
 
 
 def ranks_in_a_circle(known: HangEvidence) -> list[int]:
-    """Ranks that told something and wait, directly or through others, in a circle: no silent rank explains that."""
+    """Ranks that reported and wait for each other in a circle, which no silent rank can explain."""
     waits = [p for p in known.pending if p.absent and not p.one_sided]
     inside = {rank for p in waits for rank in p.waiting}
     while True:
@@ -51,7 +51,7 @@ def ranks_in_a_circle(known: HangEvidence) -> list[int]:
 
 
 def diagnose_circle(known: HangEvidence, circle: Sequence[int]) -> Diagnosis:
-    """Ranks that wait for each other have left the common order of operations: who is it?"""
+    """Ranks wait for each other, so one has left the common order of operations: find which."""
     open_operations = [p for p in known.pending if p.absent]
     told = f"ranks {fold_ranks(circle)} wait for each other: {'; '.join(str(p) for p in open_operations[:2])}"
     odd = _fewer_than_its_company(known, open_operations)
@@ -68,7 +68,7 @@ def diagnose_circle(known: HangEvidence, circle: Sequence[int]) -> Diagnosis:
 
 
 def _called_at(known: HangEvidence, ranks: Sequence[int], p: Pending | None = None) -> str:
-    """The user's line that most of these ranks called ``p`` from (by default what each entered first)."""
+    """The line of user code where most of these ranks called ``p`` (default: what each entered first)."""
     sites = Counter(
         flight.site
         for rank in ranks
@@ -79,7 +79,7 @@ def _called_at(known: HangEvidence, ranks: Sequence[int], p: Pending | None = No
 
 
 def _fewer_than_its_company(known: HangEvidence, pending: Sequence[Pending]) -> int | None:
-    """The only rank that has started another number of collectives than all that wait in the same one."""
+    """The one rank that has started more or fewer collectives than all others that wait in the same one."""
     for p in pending:
         if not p.collective or len(p.waiting) < 3:
             continue
@@ -94,7 +94,7 @@ def _fewer_than_its_company(known: HangEvidence, pending: Sequence[Pending]) -> 
 
 
 def _most_missed(pending: Sequence[Pending]) -> int | None:
-    """One that skipped an operation is alone absent from it, while where it went many are absent."""
+    """The rank that most others wait for: one that skipped an operation is often alone absent from it."""
     blame: dict[int, float] = {}
     for p in pending:
         for rank in p.absent:

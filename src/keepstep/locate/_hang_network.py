@@ -1,4 +1,4 @@
-"""All members have entered an operation and nobody gets out: a path, a link or a member that does not move."""
+"""Diagnoses stuck transfers, where all members are in and nobody gets out, and silent ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from keepstep.locate._hang_words import culprit_of, diagnosis_of
 from keepstep.locate._paths import Pair, common_node
 from keepstep.locate._waiting import Pending
 
-_MOST_LINKS = 4
-_MOST_PATHS = 1024  # to be probed at once
-_PROBERS = (
-    2  # of a silent node, and as many whose data it does not take: one path alone says nothing of the node
-)
+_MOST_LINKS = 4  # named in one diagnosis
+_MOST_PATHS = 1024  # probed at once
+# Further nodes that probe a silent node: a single bad path would not prove that the node is at fault.
+_PROBERS = 2
 
 
 def diagnose_silent(known: HangEvidence, p: Pending) -> Diagnosis:
-    """Everybody who told something waits; only those who told nothing are left."""
+    """All ranks that reported are waiting, so the culprit is among those that did not."""
     awaited = {rank for one in known.pending for rank in one.unknown}
     order = [rank for rank in known.silent if rank in awaited]
     silent = list(dict.fromkeys(known.nodes.get(rank, "") for rank in order))[:MAX_CULPRITS]
@@ -41,14 +40,14 @@ def diagnose_silent(known: HangEvidence, p: Pending) -> Diagnosis:
 
 
 def _probers(known: HangEvidence, p: Pending, node: str, others: Sequence[str]) -> list[str]:
-    """Who is to probe a silent node: those that work with it, and two more."""
+    """Nodes that should probe a silent node: those that exchange data with it, and `_PROBERS` more."""
     partners = {one for pair in known.pairs(p) if node in pair for one in pair}
     near = [other for other in others if other in partners or known.paths.holds_up((other, node))]
     return near[:_MOST_LINKS] + [other for other in others if other not in near][:_PROBERS]
 
 
 def _silent_culprit(known: HangEvidence, rank: int, p: Pending, pairs: Sequence[Pair]) -> Culprit:
-    """What is known of a rank that told nothing: whether its node can be reached from others."""
+    """A rank that did not report, as a culprit; what matters is whether other nodes reach its node."""
     node = known.nodes.get(rank, "")
     detail = f"told nothing; all others wait, last of all for {p}"
     confidence: Confidence = "medium" if node in known.silent_nodes else "low"
@@ -62,7 +61,7 @@ def _silent_culprit(known: HangEvidence, rank: int, p: Pending, pairs: Sequence[
 
 
 def diagnose_transfer(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnosis:
-    """All are in and nobody gets out: a path, or a member that does not move though all paths are sound."""
+    """All members are in and nobody gets out: a path is bad, or a member hangs though all are sound."""
     pairs = list(dict.fromkeys(pair for p in stuck for pair in known.pairs(p)))[:_MOST_PATHS]
     bad = known.paths.bad(pairs)
     waiting = {rank for p in stuck for rank in p.waiting}
@@ -82,7 +81,7 @@ def diagnose_transfer(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnosi
 
 
 def _diagnose_cut_links(known: HangEvidence, stuck: Sequence[Pending], cut: Sequence[Flow]) -> Diagnosis:
-    """NCCL's proxies tell which sends the network does not complete: no probe is needed."""
+    """NCCL's proxy threads know which sends the network does not complete, so no probe is needed."""
     pairs = list(dict.fromkeys((flow.rank, flow.link.peer) for flow in cut))
     hub = common_node([_nodes_of(known, pair) for pair in pairs])
     culprits = tuple(
@@ -99,7 +98,7 @@ def _nodes_of(known: HangEvidence, ranks: tuple[int, int]) -> Pair:
 
 
 def _diagnose_still_gpus(known: HangEvidence, stuck: Sequence[Pending], gpus: Sequence[int]) -> Diagnosis:
-    """The network is done with what it was given; these ranks' GPUs give it no more, and wait for nothing."""
+    """The network has sent all it was given; these ranks' GPUs give it no more and wait for nobody."""
     main = next((p for p in stuck if not set(gpus).isdisjoint(p.waiting)), stuck[0])
     quiet_s = max(link.quiet_s for rank in gpus for link in known.states[rank].links)
     culprits = tuple(
@@ -114,7 +113,7 @@ def _diagnose_still_gpus(known: HangEvidence, stuck: Sequence[Pending], gpus: Se
 
 
 def _diagnose_bad_paths(known: HangEvidence, stuck: Sequence[Pending], bad: Sequence[Pair]) -> Diagnosis:
-    """The pairs of nodes between which nothing, or too little, comes through."""
+    """Pairs of nodes between which nothing, or too little, comes through."""
     condition = known.paths.condition(bad[0])
     probed = all(known.paths.between(pair) for pair in bad)
     confidence: Confidence = "high" if condition == "broken" else "medium"
@@ -142,17 +141,18 @@ def _diagnose_bad_paths(known: HangEvidence, stuck: Sequence[Pending], bad: Sequ
 
 
 def _goes_over(known: HangEvidence, p: Pending, pair: Pair) -> bool:
+    """Whether the operation has members on both nodes of the pair."""
     return {known.nodes.get(rank, "") for rank in members_of(p)}.issuperset(pair)
 
 
 def _end_at(known: HangEvidence, p: Pending, node: str) -> int:
-    """A rank of the operation on that node, any rank there if it has none."""
+    """The lowest rank on the node that is in the operation, or the lowest on the node if none is."""
     ranks = [rank for rank in members_of(p) if known.nodes.get(rank) == node]
     return min(ranks or [rank for rank, its in known.nodes.items() if its == node])
 
 
 def _not_reading(known: HangEvidence, stuck: Sequence[Pending]) -> list[int]:
-    """The few members for which data came that they do not read; those that are through have read theirs."""
+    """Members that leave received data unread, if they are a minority; none otherwise."""
     inside = {rank for p in stuck for rank in p.waiting}
     members = {rank for p in stuck for rank in members_of(p)}
     found = sorted(rank for rank in inside if known.states[rank].unread_bytes > 0)
@@ -160,7 +160,7 @@ def _not_reading(known: HangEvidence, stuck: Sequence[Pending]) -> list[int]:
 
 
 def _diagnose_software(known: HangEvidence, stuck: Sequence[Pending], readers: Sequence[int]) -> Diagnosis:
-    """The paths carry messages: a member does not move, one of those that do not read where there are such."""
+    """The paths carry messages, so a member hangs: one of ``readers``, which do not read, if any."""
     first = next((p for p in stuck if not set(readers).isdisjoint(p.waiting)), stuck[0])
     pairs = {pair for p in stuck for pair in known.pairs(p)}
     sound = bool(pairs) and all(known.paths.condition(pair) == "sound" for pair in pairs)
@@ -185,6 +185,7 @@ def _diagnose_software(known: HangEvidence, stuck: Sequence[Pending], readers: S
 
 
 def _entered(p: Pending) -> str:
+    """A line of evidence: all members are in, and how many are through."""
     members = len(p.waiting) + p.through if p.collective else 2
     through = (
         f"{p.through} are through" if p.through > 1 else "one is through" if p.through else "none is through"
@@ -193,7 +194,7 @@ def _entered(p: Pending) -> str:
 
 
 def _diagnose_untested(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnosis:
-    """Before any probe: the network, between two nodes where there are only two."""
+    """Nothing was probed yet: suspect the network, and the link if only two nodes or ranks are involved."""
     first = min(stuck, key=lambda p: (not p.collective, -p.stuck_s)) if stuck[0].collective else stuck[0]
     ranks = first.waiting if first.collective else (first.source, first.target)
     names = sorted({known.nodes.get(rank, "") for rank in ranks})

@@ -1,4 +1,4 @@
-"""How a diagnosis of a hang and its culprits are put into words."""
+"""Puts the diagnosis of a hang and its culprits into words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keepstep.core.summary import RankState
 from keepstep.locate._hang_evidence import STOPPED, UNKNOWN_PROCESS, Confidence, HangEvidence, waits_in
 from keepstep.locate._waiting import Pending
 
-_LONGEST_CHAIN = 256  # pipeline stages
+_LONGEST_CHAIN = 256  # most pipeline stages that are followed
 
 
 def diagnosis_of(
@@ -23,6 +23,10 @@ def diagnosis_of(
     missing: tuple[str, ...] = (),
     kind: IncidentKind = "hang",
 ) -> Diagnosis:
+    """The diagnosis with its victims, and with evidence that applies to every hang.
+
+    ``blamed``: the ranks at fault. ``main``: the operation for the summary. ``missing``: what is not known.
+    """
     victims = tuple(sorted({rank for p in known.pending for rank in p.waiting} - blamed))
     lines = [f"{len(known.states)}/{max(len(known.nodes), len(known.states))} ranks reporting"]
     if main is not None and blamed:
@@ -40,11 +44,12 @@ def diagnosis_of(
 def culprit_of(
     known: HangEvidence, rank: int, p: Pending | None, confidence: Confidence, cause: str = ""
 ) -> Culprit:
+    """The rank as a culprit. ``p``: the operation it holds up. ``cause``: default from its process state."""
     state = known.states[rank]
     phase = phase_title(state)
     detail: list[str] = []
     overtaken = next((o for o in known.pending if rank in o.waiting and o.collective and o.through > 0), None)
-    # of a live process more is known, and the end of an asynchronous operation only when it waits for it
+    # A live process may have finished an asynchronous operation unseen, unless it was seen to wait for it.
     if overtaken is not None and (state.process_state == UNKNOWN_PROCESS or waits_in(known, rank, overtaken)):
         cause = cause or "did not finish"
         detail.append(f"has not finished {overtaken}, which {overtaken.through} members are through")
@@ -73,7 +78,7 @@ def culprit_of(
 
 
 def _pipeline_stage(known: HangEvidence, rank: int) -> int | None:
-    """Its place in the chain of ranks that send to each other, lower ranks first, as frameworks number them."""
+    """The rank's place in the chain of ranks that send to each other, numbered from the lowest rank."""
     chain: dict[int, set[int]] = {}
     todo = [rank]
     while todo and len(chain) <= _LONGEST_CHAIN:
@@ -82,7 +87,7 @@ def _pipeline_stage(known: HangEvidence, rank: int) -> int | None:
             streams = known.states[one].streams
             sends = {stream.peer for stream in streams if stream.op == Op.SEND}
             if sends != {stream.peer for stream in streams if stream.op == Op.RECV} or len(sends) > 2:
-                return None  # a ring that sends one way, or no pipeline at all
+                return None  # a one-way ring, or no pipeline at all
             chain[one] = sends
             todo += sends
     return sorted(chain).index(rank) if 1 < len(chain) <= _LONGEST_CHAIN else None
@@ -98,6 +103,7 @@ def _cause(state: RankState, phase: str) -> str:
 
 
 def phase_title(state: RankState) -> str:
+    """The name of the phase that the rank is in, "" if unknown."""
     try:
         return Phase(state.phase).title
     except ValueError:
@@ -105,7 +111,7 @@ def phase_title(state: RankState) -> str:
 
 
 def _innermost_frame(stack: str) -> str:
-    """The first line of a stack that names a place; py-spy and faulthandler both print the innermost first."""
+    """The first line that names a Python file: py-spy and faulthandler print the innermost frame first."""
     for line in stack.splitlines():
         text = line.strip()
         if ".py" in text:
@@ -114,6 +120,8 @@ def _innermost_frame(stack: str) -> str:
 
 
 def _direct(known: HangEvidence, blamed: set[int]) -> int:
+    """How many ranks wait in an operation that a blamed rank itself holds up."""
+
     def holds_up(p: Pending) -> bool:
         return not blamed.isdisjoint(p.absent + p.unknown + (p.waiting if p.entered_by_all else ()))
 
@@ -121,7 +129,7 @@ def _direct(known: HangEvidence, blamed: set[int]) -> int:
 
 
 def last_progress_s(known: HangEvidence, ranks: Sequence[int]) -> dict[int, float]:
-    """When these ranks last did something, on one clock where clocks are known."""
+    """When each rank last made progress: on a common clock if clocks are known, else before its own now."""
     states = [known.states[rank] for rank in ranks]
     offsets = known.clocks and known.clocks.among({known.nodes.get(rank, "") for rank in ranks})
     if offsets is None:
@@ -133,11 +141,12 @@ def last_progress_s(known: HangEvidence, ranks: Sequence[int]) -> dict[int, floa
 
 
 def progress_lines(known: HangEvidence, order: Sequence[int]) -> tuple[str, ...]:
+    """A line on when it last made progress, for each of the first three ranks."""
     lines: list[str] = []
     for rank in order[:3]:
         state = known.states[rank]
         if state.process_state == UNKNOWN_PROCESS:
-            continue  # a trace tells when operations were enqueued, not when it was written
+            continue  # a trace says when operations were enqueued, not when the trace was written
         ago = max(state.now_s - state.last_progress_s, 0.0)
         phase, process = phase_title(state), state.process_state
         told = [f"last progress {ago:.1f} s ago"]
@@ -148,6 +157,7 @@ def progress_lines(known: HangEvidence, order: Sequence[int]) -> tuple[str, ...]
 
 
 def roots_text(order: Sequence[int]) -> str:
+    """How many roots the wait-for graph has, and which."""
     return (
         f"one root, rank {order[0]}" if len(order) == 1 else f"{len(order)} roots, ranks {fold_ranks(order)}"
     )

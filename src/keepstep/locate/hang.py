@@ -1,7 +1,8 @@
 """Who holds everybody up: the roots of the wait-for graph (MegaTrace §III-C, "Locate hang issue").
 
-A rank in an operation waits for the members that have not entered it. The culprit waits for nobody: it is in no
-operation, or its process is stopped or dead. Where all members are in and none gets out, the transfer is stuck.
+A rank in an operation waits for the members that have not entered it. The culprit waits for nobody: it is in
+no operation, or its process is stopped or dead. If all members are in and none gets out, the transfer is
+stuck (`_hang_network`). If ranks wait for each other, one has skipped an operation (`_hang_desync`).
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ def locate_hang(
     probes: Sequence[PathProbe] = (),
     addresses: Mapping[str, str] | None = None,
 ) -> Diagnosis:
-    """Name who never entered, stopped, died or entered something else; a stuck transfer when all have entered.
+    """Name who never entered, stopped, died or entered another operation, or the transfer that is stuck.
 
     Args:
-        states: where the ranks are; those that did not tell may be missing.
+        states: where the ranks are; ranks that did not report may be missing.
         groups: the process groups by name.
         nodes: node name by rank, of all ranks of the job.
         silent_nodes: nodes whose agent does not answer.
-        clocks: of the nodes; used to order ranks that stopped, not needed.
-        traffic: what nodes sent to each other over TCP before and after they stopped.
-        probes: what came of probes of the paths between nodes; which are wanted, ``Diagnosis.paths`` says.
-        addresses: node name by address, of nodes that told nothing.
+        clocks: the nodes' clocks, if known: they put ranks that stopped in order.
+        traffic: what nodes sent to each other over TCP before and after the ranks stopped.
+        probes: outcomes of probes between nodes; ``Diagnosis.paths`` says which ones to make.
+        addresses: node name by address, of nodes that did not report.
     """
     by_rank = {state.rank: state for state in states}
     pending = pending_operations([state for state in states if state.alive], groups)
@@ -79,7 +80,7 @@ def locate_hang(
 
 
 def _with_dead(pending: Sequence[Pending], by_rank: Mapping[int, RankState]) -> list[Pending]:
-    """A dead process enters nothing: its place in ``unknown`` (its state was left out) is among the absent."""
+    """Dead ranks move from ``unknown``, where ranks without a state are, to ``absent``: they never enter."""
     dead = {rank for rank, state in by_rank.items() if not state.alive}
     if not dead:
         return list(pending)
@@ -96,8 +97,8 @@ def _with_dead(pending: Sequence[Pending], by_rank: Mapping[int, RankState]) -> 
 def _find_roots(known: HangEvidence) -> Roots:
     """Ranks that others wait for and that wait for nobody themselves.
 
-    An asynchronous operation in flight looks like a wait. When that leaves nobody to blame (everybody waits for
-    somebody), the doubtful waits are left out: first sends, then what a rank entered before it went on to other things.
+    An asynchronous operation in flight looks like a wait. If that leaves nobody to blame (everybody waits for
+    somebody), doubtful waits are ignored: first sends, then operations after which a rank did other things.
     """
     blocking = [p for p in known.pending if not p.entered_by_all]
     in_transfer = [p for p in known.pending if p.entered_by_all and p.through == 0]
@@ -105,7 +106,7 @@ def _find_roots(known: HangEvidence) -> Roots:
     awaited = {rank for p in blocking for rank in p.absent}
     told_by_all = not any(p.unknown for p in blocking)
     blocked: frozenset[int] = frozenset()
-    # a silent rank or a stuck transfer explains why nobody is left: then only sends are doubted
+    # If a silent rank or a stuck transfer explains why nobody is left to blame, only sends are doubted.
     for level in range(3 if told_by_all and not in_transfer else 2):
         waits = [p for p in blocking if level == 0 or not p.one_sided] + in_transfer
         blocked = frozenset(rank for p in waits for rank in (p.firm if level == 2 else p.waiting)) | senders
@@ -116,7 +117,7 @@ def _find_roots(known: HangEvidence) -> Roots:
 
 
 def _still_sends(known: HangEvidence, message: Pending) -> bool:
-    """The sender of a message that its receiver waits for has not seen the end of its send, either."""
+    """Whether the sender still has this message in flight, which the receiver is waiting for."""
     if message.collective or message.source not in known.states:
         return False
     return any(
@@ -127,6 +128,7 @@ def _still_sends(known: HangEvidence, message: Pending) -> bool:
 
 
 def _diagnose_never_entered(known: HangEvidence, roots: Roots) -> Diagnosis:
+    """The roots have not entered operations in which others wait; the most awaited one is named first."""
     waited_for: dict[int, int] = {}
     for p in known.pending:
         for rank in p.absent:
@@ -147,7 +149,7 @@ def _diagnose_never_entered(known: HangEvidence, roots: Roots) -> Diagnosis:
 
 
 def _left_in(known: HangEvidence, ranks: Sequence[int]) -> list[Pending]:
-    """The operations that others are through and these ranks are not, when each of them waits in one."""
+    """Operations that others have completed, if every one of these ranks waits in one of them."""
     found = [
         p
         for p in known.pending
@@ -159,7 +161,7 @@ def _left_in(known: HangEvidence, ranks: Sequence[int]) -> list[Pending]:
 
 
 def _diagnose_left_behind(known: HangEvidence, roots: Roots, left: Sequence[Pending]) -> Diagnosis:
-    """Others got what they needed and went on: a path to the last ones is bad, or these do not move themselves."""
+    """Others completed an operation and went on: a path to those left is bad, or they hang themselves."""
     network = diagnose_transfer(known, left)
     if network.culprits:
         return network
@@ -172,15 +174,16 @@ def _diagnose_left_behind(known: HangEvidence, roots: Roots, left: Sequence[Pend
 
 
 def _diagnose_hardly_any_entered(known: HangEvidence, order: Sequence[int], first: Pending) -> Diagnosis:
-    """Most ranks are on their way and a few wait: nobody is singled out."""
+    """Most ranks have yet to enter and only a few wait, so nobody is singled out."""
     phases = sorted({phase_title(known.states[rank]) for rank in order} - {""})
-    told = f"ranks {fold_ranks(order)} have not entered {first}; they are in {', '.join(phases) or 'no known phase'}"
+    where = ", ".join(phases) or "no known phase"
+    told = f"ranks {fold_ranks(order)} have not entered {first}; they are in {where}"
     missing = ("what most ranks are busy with: none of it goes through a process group",)
     return diagnosis_of(known, (), set(), first, (told,), missing)
 
 
 def _diagnose_gone(known: HangEvidence, gone: Sequence[int]) -> Diagnosis:
-    """Dead and stopped processes explain what waits for them, whatever they were in."""
+    """Dead and stopped processes explain all waits for them, whatever operation they were in."""
     first = next((p for p in known.pending if set(gone) & {*p.absent, *p.waiting}), None)
     last = last_progress_s(known, gone)
     order = sorted(gone, key=lambda rank: (last[rank], rank))
@@ -189,9 +192,10 @@ def _diagnose_gone(known: HangEvidence, gone: Sequence[int]) -> Diagnosis:
 
 
 def _diagnose_no_root(known: HangEvidence, roots: Roots) -> Diagnosis:
+    """Every rank that others wait for waits itself: a stuck transfer, a silent rank or a circle of waits."""
     stuck = [p for p in known.pending if p.entered_by_all and p.through == 0]
     certain = [p for p in stuck if p.firm == p.waiting]
-    if certain:  # all of its members told that they are in it: silent ranks elsewhere do not matter
+    if certain:  # all members report to be in it: silent ranks elsewhere do not matter
         return diagnose_transfer(known, certain)
     for p in known.pending:
         if p.unknown:

@@ -26,7 +26,7 @@ def pack(summaries: Sequence[IterationSummary]) -> PackedIterations:
 
 
 def unpack(parts: Sequence[PackedIterations]) -> IterationTable:
-    """All parts as one table. Parts whose bytes are no whole number of rows are left out: their sender is faulty."""
+    """All parts as one table, without parts that hold no whole number of rows: their sender is faulty."""
     import numpy as np
 
     from keepstep.core.iteration_table import ROW, STREAM, IterationTable
