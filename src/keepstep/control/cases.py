@@ -6,18 +6,23 @@ Whatever is wrong with the job is decided here; who is there and who plays which
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 
-from keepstep.control.cluster import Node
+from keepstep.control.cluster import Cluster, Node
 from keepstep.control.effects import Effect, Send
+from keepstep.control.incidents.agent_orders import AgentOrders
 from keepstep.control.incidents.crash_case import CrashCase
 from keepstep.control.incidents.desk import Desk
 from keepstep.control.incidents.hang_case import HangCase
 from keepstep.control.incidents.hang_remedy import HangRemedy
+from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.open_cases import OpenCases
-from keepstep.control.incidents.questions import Question, probes_of
+from keepstep.control.incidents.questions import Question, Questions, probes_of
+from keepstep.control.incidents.register import Register
 from keepstep.control.incidents.slow_case import SlowCase
+from keepstep.control.incidents.validations import Validations
+from keepstep.control.membership.operator_orders import Operating
 from keepstep.control.membership.rendezvous import MOST_RANKS
 from keepstep.control.remedies.mitigation import Mitigation
 from keepstep.control.settings import Settings
@@ -39,6 +44,31 @@ class Cases:
         self._open = open_cases
         self._remedy: HangRemedy | None = None
         self._waiting_again_s = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        cluster: Cluster,
+        locators: Locators,
+        open_cases: OpenCases,
+        operating: Operating,
+        effects: list[Effect],
+        unix_s: Callable[[float], float],
+    ) -> Cases:
+        """Those of one job, with a desk to work at. ``effects``: what the controller is about to do."""
+        orders = AgentOrders(cluster, effects, unix_s)
+        desk = Desk(
+            cluster,
+            locators,
+            Questions(cluster, settings.answer_s, settings.probe_s, effects),
+            orders,
+            Validations(cluster, orders, open_cases, effects, is_wanted=settings.validate),
+            operating,
+            Register(settings, cluster, open_cases.reforming, effects, unix_s),
+            unix_s,
+        )
+        return cls(desk, open_cases, settings, effects)
 
     def restore(self, incidents: Iterable[Incident]) -> None:
         """Go on where an earlier controller was."""

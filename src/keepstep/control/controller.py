@@ -13,22 +13,9 @@ from typing import Any, ClassVar, TypeAlias
 from keepstep.control.backups import Backups
 from keepstep.control.cases import Cases
 from keepstep.control.cluster import Cluster
-from keepstep.control.effects import (
-    Effect,
-    Reach,
-    Send,
-    StoreCouncil,
-    StorePlacement,
-    StoreStop,
-    Tell,
-)
-from keepstep.control.incidents.agent_orders import AgentOrders
-from keepstep.control.incidents.desk import Desk
+from keepstep.control.effects import Effect, Send, StoreStop, Tell
 from keepstep.control.incidents.locators import LibraryLocators, Locators
 from keepstep.control.incidents.open_cases import OpenCases
-from keepstep.control.incidents.questions import Questions
-from keepstep.control.incidents.register import Register
-from keepstep.control.incidents.validations import Validations
 from keepstep.control.membership.admission import Admission
 from keepstep.control.membership.council import Councils
 from keepstep.control.membership.ending import Ending
@@ -36,6 +23,7 @@ from keepstep.control.membership.growth import Growing
 from keepstep.control.membership.job_state import JobState, JobStates
 from keepstep.control.membership.operator_orders import Operating
 from keepstep.control.membership.peers import Peer, Peers
+from keepstep.control.membership.placing import Placing
 from keepstep.control.membership.reforming import (
     End,
     Exclude,
@@ -47,7 +35,7 @@ from keepstep.control.membership.reforming import (
     Renew,
     Waiting,
 )
-from keepstep.control.membership.rendezvous import MOST_RANKS, Launcher, Placed, Rendezvous
+from keepstep.control.membership.rendezvous import Launcher, Rendezvous
 from keepstep.control.membership.restart_budget import Spending
 from keepstep.control.settings import Settings
 from keepstep.core.incident import Incident
@@ -76,14 +64,12 @@ from keepstep.wire.messages import (
     Reachable,
     Recovered,
     Sealed,
-    Spare,
     Splits,
     States,
     Stop,
     Validate,
 )
 
-_EXCLUDED = 1  # exit code of a launcher that was excluded
 _MOST_ENDPOINTS = 4
 _MOST_TEXT = 500  # characters of what went wrong
 _FINISHED = Stop(0, "all nodes have finished")
@@ -114,32 +100,22 @@ class Controller:
         self.ending = Ending(settings.join_s, settings.grace_s)
         self._effects: list[Effect] = []  # what is to be done, in this order; every part adds to it
         self.peers = Peers(settings, self.cluster, self.rendezvous, self._effects, pid)
-        waiting = Waiting(
-            *(settings.lost_s, settings.away_s, settings.halt_s, settings.join_s),
-            shrink_s=settings.shrink_s,
-            grows=settings.backups > 0,
+        self.placing = Placing(
+            *(self.cluster, self.rendezvous, self.councils, self.peers, self.ending, self._effects)
         )
         spending = Spending(settings.restart_budget, unix_s)
-        self.reforming = Reforming(self.rendezvous, waiting, self.peers.is_heard, spending)
+        self.reforming = Reforming(self.rendezvous, Waiting.of(settings), self.peers.is_heard, spending)
         self._operating = Operating(self.rendezvous, self.reforming, self.backups, self._effects)
         self._growing = Growing(self.rendezvous, self.reforming, self._operating)
-        self.cases = self._made_cases(locators or LibraryLocators(), unix_s)
-
-    def _made_cases(self, locators: Locators, unix_s: Callable[[float], float]) -> Cases:
-        settings, cluster, effects = self.settings, self.cluster, self._effects
-        open_cases = OpenCases(self.ending, self.reforming)
-        orders = AgentOrders(cluster, effects, unix_s)
-        desk = Desk(
-            cluster,
-            locators,
-            Questions(cluster, settings.answer_s, settings.probe_s, effects),
-            orders,
-            Validations(cluster, orders, open_cases, effects, is_wanted=settings.validate),
+        self.cases = Cases.of(
+            settings,
+            self.cluster,
+            locators or LibraryLocators(),
+            OpenCases(self.ending, self.reforming),
             self._operating,
-            Register(settings, cluster, self.reforming, effects, unix_s),
+            self._effects,
             unix_s,
         )
-        return Cases(desk, open_cases, settings, effects)
 
     # --- what the rim calls ---------------------------------------------------------------------------------------
 
@@ -168,7 +144,7 @@ class Controller:
             table = {Launcher(node, pid): placement for node, pid, placement in placements}
             self.rendezvous.restore(table)
             self.reforming.restored(former)
-            self._placed(table)
+            self.placing.take(table)
         if self.ending.stop is not None:
             self.councils.end(self.ending.stop)
             self.reforming.over()
@@ -219,7 +195,7 @@ class Controller:
     def tick(self, now_s: float) -> list[Effect]:
         """Time passes; call it about ten times a second."""
         self.ending.slept(self.peers.slept_s(now_s))
-        self._answer_joins(self.rendezvous.tick(now_s))
+        self.placing.answer(self.rendezvous.tick(now_s))
         self._watch_nodes(now_s)
         self._reform(self.reforming.tick(now_s), now_s)
         self._reform(self._operating.tick(self.peers.connected.keys(), now_s), now_s)
@@ -300,20 +276,9 @@ class Controller:
             self.backups.forget(agent_of.rank)
 
     def _heartbeat(self, sender: Peer, beat: Heartbeat, now_s: float) -> None:
-        peer = sender.number
-        node = sender.node
-        if node is None:
-            self.peers.refuse(peer, "say Hello first")
-        elif (
-            node.agent == peer
-            and self.cluster.nodes.get(node.rank) is node
-            and (not beat.ranks or 0 <= beat.ranks[0].rank < MOST_RANKS)
-        ):
-            self.cluster.heard(node, beat, now_s)
-            if node.overdue:
-                self.cases.watch_waiting(now_s)
-        else:
-            self.peers.ignored += 1
+        node = self.peers.heartbeat(sender, beat, now_s)
+        if node is not None and node.overdue:
+            self.cases.watch_waiting(now_s)
 
     def _join(self, sender: Peer, join: Join, now_s: float) -> None:
         peer = sender.number
@@ -329,7 +294,7 @@ class Controller:
         placed = self.rendezvous.join(sender.launcher, join, peer, now_s)
         if not placed.refusals:
             self.councils.here(sender.launcher, join.seat)
-        self._answer_joins(placed)
+        self.placing.answer(placed)
         if not placed.refusals and (council := self.councils.told(sender.launcher)) is not None:
             self._effects.append(Send((peer,), council))
         if placed.is_new:
@@ -339,26 +304,6 @@ class Controller:
                 self._effects.append(Send((peer,), self.ending.stop or _FINISHED))
         elif self.rendezvous.placements and not placed.refusals:
             self._reform(self.reforming.here(sender.launcher, join.incarnation, now_s), now_s)
-
-    def _answer_joins(self, placed: Placed) -> None:
-        if placed.is_new:
-            table = self.rendezvous.placements
-            self._placed(table)
-            self._effects.append(
-                StorePlacement(tuple((one.node, one.pid, placement) for one, placement in table.items()))
-            )
-        for peer, placement in placed.answers:
-            sender = self.peers.connected.get(peer)
-            if sender is not None and sender.launcher is not None:
-                node = sender.node = self.cluster.node(placement.node_rank, sender.launcher.node)
-                node.launcher = peer
-                node.back()
-            if self.councils.allows(placement.incarnation):
-                self._effects.append(Send((peer,), placement))
-        if placed.spares:
-            self._effects.append(Send(placed.spares, Spare(len(self.rendezvous.placements))))
-        for peer, reason in placed.refusals:
-            self.peers.refuse(peer, reason)
 
     def _reform(self, orders: Sequence[Order], now_s: float) -> None:
         for order in orders:
@@ -387,7 +332,7 @@ class Controller:
             self.backups.begin_again()
         self.cases.mitigation.begin_again(now_s, exchanged=self.reforming.exchanged)
         self.cases.begin_again(how, now_s)
-        self._answer_joins(order.placed)
+        self.placing.answer(order.placed)
 
     def _lapsed(self, order: Lapsed, now_s: float) -> None:
         self.cases.mitigation.not_moved(order.why, now_s)
@@ -396,15 +341,7 @@ class Controller:
         self._effects.append(order)
 
     def _exclude(self, order: Exclude, now_s: float) -> None:
-        if not self.councils.allows(self.rendezvous.incarnation):
-            self.councils.excluded.append(order)
-            return
-        self._effects.append(Tell(order.reason))
-        peer = self.rendezvous.peer(order.launcher)
-        if peer is not None:
-            self.rendezvous.leave(order.launcher, peer)
-            self.councils.leaves(order.launcher)
-            self._effects.append(Send((peer,), Stop(_EXCLUDED, order.reason[:_MOST_TEXT])))
+        self.placing.exclude(order)
 
     def _operate(self, sender: Peer, message: Operate, now_s: float) -> None:
         why = "the job is ending" if self.ending.under_way else ""
@@ -427,33 +364,16 @@ class Controller:
             code, text = failed.exit_code, failed.message[:_MOST_TEXT]
             self._reform(self.reforming.failed(sender.launcher, failed.incarnation, code, text, now_s), now_s)
 
-    def _placed(self, table: dict[Launcher, Placement]) -> None:
-        ordered = sorted(table.items(), key=lambda item: item[1].first_rank)
-        ends = [placement.first_rank for _, placement in ordered[1:]] + [ordered[0][1].world_size]
-        self.cluster.resize(ordered[0][1].world_size)
-        for (launcher, placement), end in zip(ordered, ends, strict=True):
-            self.ending.launchers.setdefault(launcher, None)
-            node = self.cluster.node(placement.node_rank, launcher.node)
-            self.cluster.plays(node, range(placement.first_rank, end))
-
     def _tick_councils(self, now_s: float) -> None:
         table = self.rendezvous.placements if self.rendezvous.max_restarts and not self.over else {}
         council = self.councils.tick(table, now_s)
-        for launcher, seat in self.councils.to_reach(table):
-            if (peer := self.rendezvous.peer(launcher)) is not None:
-                self._effects.append(Reach(peer, seat))
+        self.placing.reach(table)
         is_agreed = self.councils.is_settled and self.councils.allows(self.rendezvous.incarnation)
         if self.ending.withheld(not table or is_agreed, now_s):
             self._end_job(End(1, _NOT_AGREED), now_s)
         self._tell_stop(now_s)
-        if council is None:
-            return
-        self._effects.append(StoreCouncil(council))
-        for peer, sender in self.peers.connected.items():
-            if sender.launcher is not None and self.rendezvous.peer(sender.launcher) in (peer, None):
-                told = self.councils.tells(sender.launcher)
-                if told is not None:
-                    self._effects.append(Send((peer,), told))
+        if council is not None:
+            self.placing.tell(council)
 
     def _kept(self, sender: Peer, kept: Kept, now_s: float) -> None:
         launcher, incarnation = sender.launcher, self.rendezvous.incarnation
@@ -465,13 +385,7 @@ class Controller:
         self._tell_stop(now_s)
         self._consider_over(now_s)
         if waited and self.ending.stop is None and self.councils.allows(incarnation):
-            for one, placement in self.rendezvous.placements.items():
-                if (peer := self.rendezvous.peer(one)) is not None:
-                    self._effects.append(Send((peer,), placement))
-            excluded, self.councils.excluded = self.councils.excluded, []
-            for order in excluded:
-                if order.launcher not in self.rendezvous.placements:
-                    self._exclude(order, now_s)
+            self.placing.agreed()
         self._tick_councils(now_s)
 
     def _watch_nodes(self, now_s: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,15 +10,24 @@ from statistics import median
 
 from keepstep.control.incidents.desk import Desk
 from keepstep.control.incidents.locators import NO_WAITS
+from keepstep.control.incidents.slow_evidence import (
+    LARGE_WORLD,
+    firmness,
+    is_block,
+    measured_culprits,
+    middle,
+    middle_s,
+    pace,
+    ratios,
+    suspects_of,
+)
 from keepstep.control.incidents.wording import how_to_say, is_traffic, noted, unlocated
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Action, Culprit, Diagnosis, Event, Incident, Link
+from keepstep.core.incident import Action, Diagnosis, Event, Incident
 from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import BlockSummary, IterationSummary, PathProbe, PeerTraffic
 from keepstep.core.validation import Validation
-from keepstep.report.validation import in_a_line, of_device, of_link
-from keepstep.validate.judge import cause_of
-from keepstep.validate.suspects import suspicious_groups
+from keepstep.report.validation import in_a_line
 from keepstep.wire.messages import Profile
 from keepstep.wire.packed import iterations_of
 
@@ -28,7 +36,6 @@ SHARPEN_STEPS = 3
 BEFORE_STEPS = 16
 _EDGE_STEPS = 2  # right before the onset, which ranks tell to within these: they may be slow already,
 _LEAST_BEFORE = 8  # and do not count as healthy where so many others are there
-_LARGE_WORLD = 4096
 _BEFORE_STEPS_LARGE = 4
 _ENOUGH_RANKS = 256
 _CONFIRM_RATIO = 1.08  # of all ranks' iteration times, when fewer than half of the ranks have said anything
@@ -92,7 +99,7 @@ class SlowCase:
     @property
     def onset_step(self) -> int:
         """Median of what the ranks say."""
-        return _middle(self._onsets)
+        return middle(self._onsets)
 
     def takes(self, finding: Finding) -> bool:
         """A ``slow`` finding about this cause: near the onset, or while the change is still being felt out."""
@@ -133,7 +140,7 @@ class SlowCase:
         if len(self._relief_steps) < _MOST_ONSETS:
             self._relief_steps[finding.onset_step] += 1
         if 2 * len(self._relieved) > max(len(self._slow), 1):
-            self._close(_middle(self._relief_steps), now_s)
+            self._close(middle(self._relief_steps), now_s)
         elif self.question is None:
             self._ask_for_relief(now_s)
 
@@ -194,7 +201,7 @@ class SlowCase:
             self.closed = self._tries >= _UNCONFIRMED_TRIES
             return
         traffic = [one for answer in answers for one in answer.traffic if is_traffic(one)]
-        blocks = [one for answer in answers for one in answer.blocks if _is_block(one)][:_MOST_BLOCKS]
+        blocks = [one for answer in answers for one in answer.blocks if is_block(one)][:_MOST_BLOCKS]
         self._decide(before, after, traffic, blocks, unanswered, now_s)
         complete = self.incident is not None and bool(self.incident.culprits) and not unanswered
         self._settled = self._looks >= (1 if complete else _MOST_LOOKS)
@@ -244,7 +251,7 @@ class SlowCase:
             self._desk.register.publish(self.incident, "")
             return
         self._proof = (in_a_line(outcome),)
-        culprits = self._measured_culprits(outcome, old.culprits)
+        culprits = measured_culprits(outcome, old.culprits, self._desk.cluster.node_of)
         blamed = {one.rank for one in culprits} | {
             rank for one in culprits if one.link for rank in one.link.ranks
         }
@@ -272,48 +279,12 @@ class SlowCase:
             )
             self._desk.register.publish(self.incident, "")
 
-    def _suspicious(
-        self, after: Sequence[IterationSummary], culprits: Sequence[Culprit], slowdown_s: float
-    ) -> tuple[tuple[int, ...], ...]:
-        cluster = self._desk.cluster
-        if cluster.known_ranks > _LARGE_WORLD:
-            newest = max((row.step for row in after), default=0)
-            after = [row for row in after if row.step == newest]
-        return suspicious_groups(after, cluster.groups, culprits, sorted(cluster.node_of), slowdown_s)
-
     def _in_doubt(self) -> bool:
-        return self.incident is not None and _firmness(self.incident.culprits) <= 1
-
-    def _measured_culprits(self, outcome: Validation, suspected: Sequence[Culprit]) -> tuple[Culprit, ...]:
-        """Devices and links that stand out; surely to blame where the profiles had suspected them."""
-        nodes = self._desk.cluster.node_of
-        ranks = {one.rank for one in suspected if one.rank is not None}
-        pairs = {frozenset(one.link.ranks) for one in suspected if one.link}
-        found: list[Culprit] = []
-        for device in outcome.devices:
-            rank, sure = device.figure.rank, "high" if device.figure.rank in ranks else "medium"
-            found.append(
-                Culprit(
-                    rank,
-                    None,
-                    nodes.get(rank, ""),
-                    "",
-                    1 / device.share,
-                    sure,
-                    cause_of(device),
-                    of_device(device),
-                )
-            )
-        for slow in outcome.links:
-            ends = (slow.source, slow.target)
-            link = Link(ends, (nodes.get(ends[0], ""), nodes.get(ends[1], "")))
-            sure = "high" if frozenset(ends) in pairs else "medium"
-            found.append(Culprit(None, link, "", "transfer", 1 / slow.share, sure, "network", of_link(slow)))
-        return tuple(found)
+        return self.incident is not None and firmness(self.incident.culprits) <= 1
 
     def _ask(self, now_s: float) -> None:
         onset = self.onset_step
-        reach = BEFORE_STEPS if self._desk.cluster.known_ranks <= _LARGE_WORLD else _BEFORE_STEPS_LARGE
+        reach = BEFORE_STEPS if self._desk.cluster.known_ranks <= LARGE_WORLD else _BEFORE_STEPS_LARGE
         first = max(onset - reach, 0)
         changed = self._desk.register.previous_change(onset - NEAR_STEPS)
         if changed < onset:
@@ -329,20 +300,20 @@ class SlowCase:
             return
         self._checks_relief, self._checked_step = True, self._desk.cluster.newest_step
         last = max(self._checked_step, *self._relief_steps) + 1
-        self.question = self._desk.questions.ask_profiles(_middle(self._relief_steps), last, now_s)
+        self.question = self._desk.questions.ask_profiles(middle(self._relief_steps), last, now_s)
 
     def _check_relief(self, rows: Sequence[IterationSummary], now_s: float) -> None:
-        pace = _pace(rows)
-        if pace is not None and self._before and pace < (median(self._before) + median(self._after)) / 2:
-            self._close(_middle(self._relief_steps), now_s)
+        pace_s = pace(rows)
+        if pace_s is not None and self._before and pace_s < (median(self._before) + median(self._after)) / 2:
+            self._close(middle(self._relief_steps), now_s)
 
     def _confirmed(self, before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> bool:
-        ratios = _ratios(before, after)
-        if not ratios:
+        grown = ratios(before, after)
+        if not grown:
             return self._many()
-        if median(ratios.values()) >= _CONFIRM_RATIO:
+        if median(grown.values()) >= _CONFIRM_RATIO:
             return True
-        own = [ratios[rank] for rank in self._slow if rank in ratios]
+        own = [grown[rank] for rank in self._slow if rank in grown]
         return self._tries > 0 and bool(own) and min(own) >= _OWN_RATIO
 
     def _many(self) -> bool:
@@ -362,12 +333,12 @@ class SlowCase:
         if self.incident is None:
             self._told_cost_s = now_s
         diagnosis = self._locate(before, after, traffic, blocks, now_s)
-        before_s, after_s = _pace(before) or _middle_s(self._before), _pace(after) or _middle_s(self._after)
-        if not self._validated and _firmness(diagnosis.culprits) <= 1:
+        before_s, after_s = pace(before) or middle_s(self._before), pace(after) or middle_s(self._after)
+        if not self._validated and firmness(diagnosis.culprits) <= 1:
             slowdown_s = after_s - before_s if after_s and before_s else 0.0
-            self._suspects = self._suspicious(after, diagnosis.culprits, slowdown_s)
+            self._suspects = suspects_of(desk.cluster, after, diagnosis.culprits, slowdown_s)
         old = self.incident
-        firmer = old is not None and _firmness(old.culprits) > _firmness(diagnosis.culprits)
+        firmer = old is not None and firmness(old.culprits) > firmness(diagnosis.culprits)
         if firmer and not self._cleared:
             return  # what was known is better: the newest steps may hold a part that is over already
         missing = diagnosis.missing
@@ -456,7 +427,7 @@ class SlowCase:
 
     def _transient(self, now_s: float) -> Incident:
         desk = self._desk
-        before_s, after_s = _middle_s(self._before), _middle_s(self._after)
+        before_s, after_s = middle_s(self._before), middle_s(self._after)
         return Incident(
             number=desk.register.next_number(),
             kind="slow",
@@ -524,43 +495,3 @@ class SlowCase:
             self._pace_since = (step, now_s)
         elif step - self._pace_since[0] >= _QUIET_STEPS and now_s - self._pace_since[1] >= _QUIET_STEPS:
             self._close(self._pace_since[0], now_s)
-
-
-def _firmness(culprits: Sequence[Culprit]) -> int:
-    """How sure the first culprit is; 0 without one."""
-    return 1 + ("low", "medium", "high").index(culprits[0].confidence) if culprits else 0
-
-
-def _is_block(one: BlockSummary) -> bool:
-    times = (one.start_s, one.duration_s, one.own_s)
-    return all(0 <= time_s < math.inf for time_s in times) and one.index >= 0
-
-
-def _pace(rows: Sequence[IterationSummary]) -> float | None:
-    """Median over ranks of the ranks' median iteration time."""
-    from keepstep.core.iteration_table import medians
-
-    return median(medians(rows, "duration_s").values()) if len(rows) else None
-
-
-def _ratios(before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> dict[int, float]:
-    from keepstep.core.iteration_table import medians
-
-    if not len(before) or not len(after):
-        return {}
-    old, new = medians(before, "duration_s"), medians(after, "duration_s")
-    return {rank: new[rank] / old[rank] for rank in old if rank in new and old[rank] > 0}
-
-
-def _middle(steps: Counter[int]) -> int:
-    """The median of counted steps; -1 for none."""
-    half, seen = sum(steps.values()) / 2, 0
-    for step in sorted(steps):
-        seen += steps[step]
-        if seen >= half:
-            return step
-    return -1
-
-
-def _middle_s(times: Sequence[float]) -> float | None:
-    return median(times) if times else None

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from keepstep.control.cluster import Cluster, Node
 from keepstep.control.effects import Disconnect, Effect, Send
-from keepstep.control.membership.rendezvous import MOST_NODES, Launcher, Rendezvous
+from keepstep.control.membership.rendezvous import MOST_NODES, MOST_RANKS, Launcher, Rendezvous
 from keepstep.control.settings import Settings
-from keepstep.wire.messages import PROTOCOL, Hello, Refused, Stop, Welcome
+from keepstep.wire.messages import PROTOCOL, Heartbeat, Hello, Refused, Stop, Welcome
 
 _STALL_S = 1.0  # a tick this late means that we slept, not the agents
 
@@ -80,6 +80,19 @@ class Peers:
             node.agent_pid, node.agent_starts = hello.pid, node.agent_starts + 1
         node.agent, node.left, node.failure_domain = peer, False, hello.failure_domain
         node.heard_s, node.mute, node.silent = now_s, False, False
+        return node
+
+    def heartbeat(self, sender: Peer, beat: Heartbeat, now_s: float) -> Node | None:
+        """The agent of a node is heard; the node, None if it does not count."""
+        node = sender.node
+        if node is None:
+            self.refuse(sender.number, "say Hello first")
+            return None
+        is_agent = node.agent == sender.number and self._cluster.nodes.get(node.rank) is node
+        if not is_agent or (beat.ranks and not 0 <= beat.ranks[0].rank < MOST_RANKS):
+            self.ignored += 1
+            return None
+        self._cluster.heard(node, beat, now_s)
         return node
 
     def gone(self, peer: int, since_s: float) -> Peer | None:

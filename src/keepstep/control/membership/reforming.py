@@ -15,6 +15,7 @@ from typing import Literal
 from keepstep.control.effects import Tell
 from keepstep.control.membership.rendezvous import Launcher, Placed, Rendezvous
 from keepstep.control.membership.restart_budget import Spending
+from keepstep.control.settings import Settings
 from keepstep.core.ranges import fold_nodes
 
 _STALL_S = 1.0  # a tick this late means that we slept, not the launchers
@@ -36,6 +37,12 @@ class Waiting:
     join_s: float = 600.0  # for a spare
     shrink_s: float = 30.0  # the same where the job may go on with fewer nodes
     grows: bool = True  # nodes that come later can be given the state of others
+
+    @classmethod
+    def of(cls, settings: Settings) -> Waiting:
+        """As the command line says."""
+        times = (settings.lost_s, settings.away_s, settings.halt_s, settings.join_s, settings.shrink_s)
+        return cls(*times, grows=settings.backups > 0)
 
 
 @dataclass(frozen=True, slots=True)

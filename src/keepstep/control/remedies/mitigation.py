@@ -9,7 +9,7 @@ to do and what it did, and takes it back when the cause is gone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from keepstep.control.incidents.desk import Desk
@@ -19,13 +19,13 @@ from keepstep.control.incidents.slow_case import SlowCase
 from keepstep.control.incidents.wording import is_traffic, noted
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.remedies.device_speeds import Devices
+from keepstep.control.remedies.effect import Moved, evidence_of, shares_in_words
 from keepstep.control.remedies.exchange import TOPOLOGY, Relocation
 from keepstep.control.remedies.moves import Look, Move
 from keepstep.control.remedies.replacement import RESTART, Replacement
 from keepstep.control.remedies.shares import LATE_STEPS, OrderedShares
 from keepstep.control.remedies.slow_ranks import SlowRanks
-from keepstep.core.incident import Action, Culprit, Incident
-from keepstep.core.ranges import fold_ranks
+from keepstep.core.incident import Action, Incident
 from keepstep.core.summary import PathProbe
 from keepstep.wire.messages import Profile
 from keepstep.wire.packed import iterations_of
@@ -53,26 +53,6 @@ _CHECK_UPS = 6  # looks at whether the job began again with slow ranks: until ag
 _MOST_CASES = 16  # that are open, where the pace does not show them
 
 
-@dataclass(slots=True)
-class _Moved:
-    """A move that was ordered for a slowdown, and when.
-
-    ``since_s``: of the order, and from when the job was halted for it. ``step``: the last before it. ``agent``: that
-    watched rank 0 until then. ``devices``: until the shares that follow from them were ordered.
-    """
-
-    move: Move
-    case: SlowCase
-    action: Action
-    since_s: float
-    devices: Devices | None = None
-    halted: bool = False
-    step: int = -1
-    agent: int | None = None
-    done: bool = False
-    pause_s: float | None = None
-
-
 class Mitigation:
     """Of one job. ``open_cases``: those that are followed, whose ``standstill`` says why nothing can be ordered."""
 
@@ -96,7 +76,7 @@ class Mitigation:
         self._slow_ranks, self._check_ups = SlowRanks(), 0
         self._relocation, self._replacement = Relocation(desk), Replacement(desk)
         self._moves: dict[str, Move] = {one.name: one for one in (self._relocation, self._replacement)}
-        self._moved: _Moved | None = None  # whose effect is to be seen
+        self._moved: Moved | None = None  # whose effect is to be seen
         self._exchanged_for: SlowCase | None = None  # the last time
 
     def begin_again(self, now_s: float, *, exchanged: bool = False) -> None:
@@ -211,7 +191,7 @@ class Mitigation:
                 look = replace(look, seconds=rank_seconds(rows, self.shares.splits), stages=stages)
             self._decide(look, now_s)
 
-    def _awaits_shares(self, moved: _Moved, replicas: Replicas | None) -> bool:
+    def _awaits_shares(self, moved: Moved, replicas: Replicas | None) -> bool:
         """Whether the effect of a move shows only once shares fit again: it made them equal."""
         if (
             replicas is None
@@ -258,7 +238,7 @@ class Mitigation:
         if move := self._moves.get(chosen.name):
             self._move(move, chosen, look, now_s)
             return
-        action = Action(MICROBATCHES, chosen.cost_s, _told(best), iteration_s, best_s)
+        action = Action(MICROBATCHES, chosen.cost_s, shares_in_words(best), iteration_s, best_s)
         if self._mode == "advise":
             planner.refused(MICROBATCHES)
             self._note(replace(action, name=f"advised: {MICROBATCHES}"))
@@ -279,7 +259,7 @@ class Mitigation:
             relieved = move is self._relocation and self._relocation.blames_link(look.cases)
             saved_s = look.iteration_s - remedy.iteration_s if relieved else 0.0
             devices = Devices.of(look, self._desk.cluster.nodes.values(), saved_s)
-            self._moved = _Moved(move, case, action, now_s, devices)
+            self._moved = Moved(move, case, action, now_s, devices)
             case.acted(action, say=True)
 
     def _deal_after_move(self, now_s: float) -> None:
@@ -294,7 +274,7 @@ class Mitigation:
         equal, best = self.shares.fitting(expected)
         equal_s, best_s = expected.iteration_s(equal), expected.iteration_s(best)
         if best_s < (1 - _HELPED) * equal_s:
-            self._treat(best, Action(MICROBATCHES, 0.0, _told(best), equal_s, best_s), now_s)
+            self._treat(best, Action(MICROBATCHES, 0.0, shares_in_words(best), equal_s, best_s), now_s)
 
     def _take_back(self, now_s: float) -> None:
         """Nothing is wrong: nodes go back to places that they left for a cause that is gone."""
@@ -327,7 +307,7 @@ class Mitigation:
             stays = f"the nodes keep their places: {failed}"
             self._note(Action(f"{move.name.split(',')[0]} has failed", None, stays))
 
-    def _saw(self, moved: _Moved, iteration_s: float) -> None:
+    def _saw(self, moved: Moved, iteration_s: float) -> None:
         """The effect of a move."""
         self._moved = None
         action = replace(moved.action, measured_iteration_s=iteration_s)
@@ -379,7 +359,7 @@ class Mitigation:
             self._note(Action("S2 is taken back", 0.0, why))
         elif self._unfit_looks >= (_LOOKS if all(case.treated for case in self._cases) else 1):
             before_s = replicas.iteration_s(replicas.shares)
-            self._treat(best, Action(MICROBATCHES, 0.0, _told(best), before_s, best_s), now_s)
+            self._treat(best, Action(MICROBATCHES, 0.0, shares_in_words(best), before_s, best_s), now_s)
 
     def _name_slow_ranks(self, look: Look, replicas: Replicas, now_s: float) -> None:
         """An incident for slow ranks of which the pace says nothing.
@@ -405,7 +385,7 @@ class Mitigation:
         healthy_s = open_ones[0].iteration_before_s if open_ones else replicas.alike_s(equal)
         if not open_ones and equal_s < _SLOWER * (healthy_s or 0.0):
             return
-        in_force = Action(MICROBATCHES, 0.0, _told(replicas.shares), None, None, look.iteration_s)
+        in_force = Action(MICROBATCHES, 0.0, shares_in_words(replicas.shares), None, None, look.iteration_s)
         incident = Incident(
             number=self._desk.register.next_number(),
             kind="slow",
@@ -415,7 +395,7 @@ class Mitigation:
             job_slowdown=equal_s / healthy_s if healthy_s else None,
             culprits=culprits,
             victims=(),
-            evidence=(_evidence(culprits, look),),
+            evidence=(evidence_of(culprits, look),),
             missing=(),
             summary="replicas have unequal shares of micro-batches: the pace does not show it"
             if self.shares.in_force
@@ -512,22 +492,3 @@ class Mitigation:
         """The first step that says how fast replicas are now: with these shares, and in this slowdown."""
         onsets = [case.incident.onset_step or 0 for case in self._cases if case.incident is not None]
         return max([self.shares.since_step + 1, self._formed_step + 1, *(onset + 1 for onset in onsets)])
-
-
-def _evidence(culprits: Sequence[Culprit], look: Look) -> str:
-    told = [
-        f"rank {one.rank} {1000 * look.seconds[one.rank]:.3g} ms" for one in culprits if one.rank is not None
-    ]
-    return f"a micro-batch takes {', '.join(told)}; {culprits[0].slowdown:.2g} × the middle rank of its stage"
-
-
-def _told(shares: Sequence[int]) -> str:
-    """Shares in a line: ``13 to replicas 0-2, 7 to replica 3``."""
-    by_share: dict[int, list[int]] = {}
-    for replica, share in enumerate(shares):
-        by_share.setdefault(share, []).append(replica)
-    told = [
-        f"{share} to replica{'s' if len(those) > 1 else ''} {fold_ranks(those)}"
-        for share, those in sorted(by_share.items(), reverse=True)
-    ]
-    return ", ".join(told[:6]) + (", …" if len(told) > 6 else "")
