@@ -15,13 +15,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keepstep.checkpoint.api import RandomState, load, register, save, wait
+    from keepstep.checkpoint.storage.dcp import DcpReader, DcpWriter
+    from keepstep.core.errors import CheckpointError
 
-__all__ = ["RandomState", "load", "register", "save", "wait"]
+__all__ = [
+    "CheckpointError",
+    "DcpReader",
+    "DcpWriter",
+    "RandomState",
+    "load",
+    "register",
+    "save",
+    "wait",
+]
+
+# Of all other names the home is api, which needs torch; launcher and agent do not load torch.
+_HOMES = {
+    "CheckpointError": "keepstep.core.errors",
+    "DcpReader": "keepstep.checkpoint.storage.dcp",
+    "DcpWriter": "keepstep.checkpoint.storage.dcp",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from keepstep.checkpoint import api as door  # needs torch, which launcher and agent do not load
+    from importlib import import_module
 
-    return getattr(door, name)
+    return getattr(import_module(_HOMES.get(name, "keepstep.checkpoint.api")), name)
