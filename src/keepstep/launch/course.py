@@ -63,6 +63,12 @@ class Course:
         if not self.outcome.done():
             self.outcome.set_result(outcome)
 
+    def signal_outcome(self) -> Outcome:
+        """The end that the first signal brings; only after one."""
+        number = self.signalled
+        assert number is not None
+        return Outcome("signal", 128 + number, f"signal {number.name}", number)
+
     def renew(self) -> None:
         """Another incarnation may follow: nobody knows how it ends."""
         self.outcome = asyncio.get_running_loop().create_future()

@@ -275,7 +275,8 @@ class Launcher:
             if not (course.outcome.done() and course.outcome.result().kind == "halted"):
                 return outcome
         elif outcome.kind not in ("failed", "halted") or course.signalled:
-            return outcome
+            # A signal that comes while workers are halted for the next incarnation ends the job all the same.
+            return course.signal_outcome() if outcome.kind == "halted" else outcome
         course.renew()
         course.has_parted = False
         if outcome.kind == "failed":
@@ -340,7 +341,7 @@ class Launcher:
         if course.outcome.done() and number == signal.SIGINT:
             course.kill_now.set()  # the second Ctrl-C, or one while the job is ending anyway
         course.signalled = course.signalled or number
-        course.settle(Outcome("signal", 128 + number, f"signal {number.name}", number))
+        course.settle(course.signal_outcome())
 
     def _on_failure(self, failure: root_cause.Failure) -> None:
         course, link = self._course, self._course.link

@@ -1,4 +1,5 @@
 import asyncio
+import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import wraps
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from keepstep.launch.course import Course, EndedEarly, Outcome
+from keepstep.launch.launcher import Launcher
 from keepstep.launch.orders import Orders
 from keepstep.wire import Kill, Stop
 
@@ -115,3 +117,14 @@ async def test_what_is_waited_for_ends_with_the_incarnation() -> None:
         await course.until(asyncio.sleep(3600))
     course.renew()
     assert await course.until(asyncio.sleep(0, "came")) == "came"
+
+
+@in_a_loop
+async def test_a_signal_while_workers_are_halted_for_the_next_incarnation_ends_the_job() -> None:
+    """A scheduler that cancels a job signals workers and launcher at once: it must not end with 0."""
+    launcher: Any = object.__new__(Launcher)
+    launcher._course = course = Course()
+    course.link = SimpleNamespace()  # type: ignore[assignment]
+    course.signalled = signal.SIGTERM
+    ended = await launcher._begin_again_with_all(Outcome("halted", 0, "all nodes begin again"))
+    assert (ended.kind, ended.code) == ("signal", 143)

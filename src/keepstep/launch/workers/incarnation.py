@@ -213,9 +213,10 @@ class Workers:
 
     def _fail(self, failure: Failure, failed_s: float) -> None:
         self.failures.append(failure)
-        if len(self.failures) == 1 and not self._asked:
+        if len(self.failures) == 1:
             self.failed_s = failed_s
-            self._failed(failure)
+            if not self._asked:
+                self._failed(failure)
 
     def _ended_by_us(self, child: Child) -> bool:
         return any(child.status in (-number, 128 + number) for number in self._asked)
