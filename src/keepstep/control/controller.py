@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 from keepstep.control.backups import Backups
 from keepstep.control.cases import Cases
 from keepstep.control.cluster import Cluster
+from keepstep.control.dispatch import FOR_ONE_PART, Handler
 from keepstep.control.effects import Effect, Send, StoreStop, Tell
 from keepstep.control.incidents.locators import LibraryLocators, Locators
 from keepstep.control.incidents.open_cases import OpenCases
@@ -45,37 +46,27 @@ from keepstep.wire.messages import (
     Ended,
     Failed,
     Found,
-    Groups,
     Halt,
     Halted,
     Heartbeat,
-    Held,
     Hello,
-    Inventory,
     Join,
     Kept,
     Locate,
-    Measured,
     Message,
     Operate,
     Placement,
     Probed,
     Profile,
-    Reachable,
-    Recovered,
     Sealed,
-    Splits,
     States,
     Stop,
-    Validate,
 )
 
-_MOST_ENDPOINTS = 4
 _MOST_TEXT = 500  # characters of what went wrong
 _FINISHED = Stop(0, "all nodes have finished")
 _NOT_AGREED = "most of the nodes that have to agree on who plays which rank are lost, or cut off from here"
 
-_Handler: TypeAlias = Callable[[Any, "Peer", Any, float], None]
 _OrderHandler: TypeAlias = Callable[[Any, Any, float], None]
 
 
@@ -232,39 +223,14 @@ class Controller:
         if not self.ending.over:
             self.cases.found(message.finding, now_s)
 
-    def _groups(self, sender: Peer, message: Groups, now_s: float) -> None:
-        self.cluster.learn_groups(message.groups)
-
     def _answered(self, sender: Peer, message: Profile | States | Probed, now_s: float) -> None:
         if sender.node is not None:
             self.cases.answered(sender.node, message, now_s)
-
-    def _reachable(self, sender: Peer, message: Reachable, now_s: float) -> None:
-        if sender.node is not None:
-            sender.node.endpoints = message.endpoints[:_MOST_ENDPOINTS]
-
-    def _tested(self, sender: Peer, message: Held | Measured, now_s: float) -> None:
-        if sender.node is not None:
-            self.cases.desk.validations.told(sender.node, message, now_s)
-
-    def _validate(self, sender: Peer, message: Validate, now_s: float) -> None:
-        self.cases.desk.validations.asked(sender.number, message, now_s)
-
-    def _splits(self, sender: Peer, message: Splits, now_s: float) -> None:
-        if sender.node is not None:
-            self.cases.mitigation.shares.told(sender.node, message)
-
-    def _inventory(self, sender: Peer, message: Inventory, now_s: float) -> None:
-        if sender.node is not None and message.node_rank == sender.node.rank:
-            self.backups.heard(sender.node, message)
 
     def _locate(self, sender: Peer, message: Locate, now_s: float) -> None:
         located = self.backups.locate(message, self.cluster, self._expected_nodes, now_s)
         if located is not None:
             self._effects.append(Send((sender.number,), located))
-
-    def _recovered(self, sender: Peer, message: Recovered, now_s: float) -> None:
-        self.cases.recovered(message.recovery, now_s)
 
     # --- peers ----------------------------------------------------------------------------------------------------
 
@@ -488,20 +454,13 @@ class Controller:
 
     # --- who handles what -----------------------------------------------------------------------------------------
 
-    _HANDLERS: ClassVar[Mapping[type, _Handler]] = {
+    _HANDLERS: ClassVar[Mapping[type, Handler]] = {
+        **FOR_ONE_PART,
         Found: _found,
-        Groups: _groups,
         Profile: _answered,
         States: _answered,
         Probed: _answered,
-        Reachable: _reachable,
-        Held: _tested,
-        Measured: _tested,
-        Validate: _validate,
-        Splits: _splits,
-        Inventory: _inventory,
         Locate: _locate,
-        Recovered: _recovered,
         Operate: _operate,
         Join: _join,
         Sealed: _sealed,
