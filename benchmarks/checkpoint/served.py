@@ -11,7 +11,8 @@ from collections.abc import Iterator
 @contextlib.contextmanager
 def served() -> Iterator[str]:
     """A cache, served as the launcher does; gives its address."""
-    from keepstep.checkpoint.memory.cache import Cache, CacheServer
+    from keepstep.checkpoint.memory.cache import Cache
+    from keepstep.checkpoint.memory.cache_server import CacheServer
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)

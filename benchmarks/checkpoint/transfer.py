@@ -63,8 +63,9 @@ def giver(mib: int) -> None:
 
 def pairs(mib: int, repetitions: int) -> dict[str, Any]:
     """Seconds of (ours, raw), one after the other, for a backup and for a fetch into the own cache."""
-    from keepstep.checkpoint.memory.cache import Board, Reserve, Slot, ask, backup_of
+    from keepstep.checkpoint.memory.cache_server import Reserve, ask
     from keepstep.checkpoint.memory.incoming import Incoming
+    from keepstep.checkpoint.memory.slot import Board, Slot, backup_of
     from keepstep.checkpoint.memory.slots import Key, Record, slot_bytes
     from keepstep.checkpoint.peers.fetch import Fetch
     from keepstep.core.summary import Endpoint

@@ -22,7 +22,8 @@ from pathlib import Path
 from benchmarks.checkpoint_faults.nursery import Nursery
 
 from keepstep import wire
-from keepstep.checkpoint.memory.cache import Backing, Cache, CacheServer
+from keepstep.checkpoint.memory.cache import Backing, Cache
+from keepstep.checkpoint.memory.cache_server import CacheServer
 from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job, job_from_command_line
 from keepstep.launch.command.placement import CACHE, INCARNATION, RING, RUN_DIR, Place, worker_plans

@@ -27,9 +27,11 @@ from tests.unit.checkpoint.sealed_slots import seal_state, stands
 
 from keepstep import wire
 from keepstep.agent.services.backups import NeighbourSource, NodeBackups
-from keepstep.checkpoint.memory.cache import Backing, Board, Cache, CacheServer, Reserve, Slot, ask
+from keepstep.checkpoint.memory.cache import Backing, Cache
+from keepstep.checkpoint.memory.cache_server import CacheServer, Reserve, ask
 from keepstep.checkpoint.memory.incoming import Incoming
 from keepstep.checkpoint.memory.rank_slots import RankSlots
+from keepstep.checkpoint.memory.slot import Board, Slot
 from keepstep.checkpoint.memory.slots import Key, Record, slot_bytes
 from keepstep.core.errors import CheckpointError
 from keepstep.core.own_address import address_towards

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import keepstep.checkpoint
-from keepstep.checkpoint.memory.cache import ADDRESS, Open, ask
+from keepstep.checkpoint.memory.cache_server import ADDRESS, Open, ask
 
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
 dying, dies_at, where = (

@@ -52,7 +52,7 @@ def die(step: int, here: str) -> None:
 
 def damage() -> None:
     from keepstep.checkpoint import native
-    from keepstep.checkpoint.memory.cache import ADDRESS
+    from keepstep.checkpoint.memory.cache_server import ADDRESS
     from keepstep.checkpoint.memory.rank_slots import RankSlots
 
     rank_slots = RankSlots(os.environ[ADDRESS], dist.get_rank())

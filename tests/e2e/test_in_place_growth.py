@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from tests.alone import alone
 
-from keepstep.checkpoint.memory.cache import ADDRESS, Cache, CacheServer
+from keepstep.checkpoint.memory.cache import Cache
+from keepstep.checkpoint.memory.cache_server import ADDRESS, CacheServer
 from keepstep.launch.command.addresses import free_port
 from keepstep.launch.command.placement import WorkerPlan
 from keepstep.launch.workers.guard import Guard

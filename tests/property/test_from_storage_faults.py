@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tests.unit.checkpoint.stored_states import sample_state, taken
 
 from keepstep.checkpoint import native
-from keepstep.checkpoint.memory.cache import Board, Cache, Slot
+from keepstep.checkpoint.memory.cache import Cache
 from keepstep.checkpoint.memory.incoming import Incoming
+from keepstep.checkpoint.memory.slot import Board, Slot
 from keepstep.checkpoint.memory.slots import Key, Record, read_header
 from keepstep.checkpoint.storage.backend import LocalStorage
 from keepstep.checkpoint.storage.manifest import folder_name

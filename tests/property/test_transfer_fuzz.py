@@ -15,7 +15,7 @@ from tests.unit.checkpoint.conftest import Served, serving
 from tests.unit.checkpoint.sealed_slots import seal_state, stands
 from tests.unit.checkpoint.test_transfer import KEY, RUN, fetch, giving, room_in
 
-from keepstep.checkpoint.memory.cache import backup_of
+from keepstep.checkpoint.memory.slot import backup_of
 from keepstep.checkpoint.peers.fetch import Fetch
 from keepstep.checkpoint.peers.state_server import StateServer
 from keepstep.core.errors import CheckpointError

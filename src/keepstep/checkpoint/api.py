@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from keepstep import capture
-from keepstep.checkpoint.memory.cache import ADDRESS, NO_CACHE
+from keepstep.checkpoint.memory.cache_server import ADDRESS, NO_CACHE
 from keepstep.checkpoint.snapshot import NoSnapshots, Seat, Snapshots
 from keepstep.checkpoint.storage.cadence import Storing
 from keepstep.core.errors import CheckpointError

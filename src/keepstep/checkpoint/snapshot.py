@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from keepstep.checkpoint import native
-from keepstep.checkpoint.memory.cache import gib
+from keepstep.checkpoint.memory.limits import gib
 from keepstep.checkpoint.memory.pages import Trace
 from keepstep.checkpoint.memory.rank_slots import RankSlots
 from keepstep.checkpoint.memory.slots import Key, Record, newest_common, slot_bytes

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from keepstep import checkpoint
-from keepstep.checkpoint.memory.cache import ADDRESS, Open, ask
+from keepstep.checkpoint.memory.cache_server import ADDRESS, Open, ask
 from keepstep.core.errors import CheckpointError
 from keepstep.integrations.deepspeed_values import from_plain, pack, to_plain, unpack
 

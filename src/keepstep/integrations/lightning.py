@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from keepstep import checkpoint
-from keepstep.checkpoint.memory.cache import ADDRESS, NO_CACHE
+from keepstep.checkpoint.memory.cache_server import ADDRESS, NO_CACHE
 from keepstep.core.errors import CheckpointError
 from keepstep.integrations.lightning_state import Rest, note_random_states, set_random_states
 

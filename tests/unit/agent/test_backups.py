@@ -18,9 +18,11 @@ from tests.unit.checkpoint.sealed_slots import seal_state, stands
 
 from keepstep.agent.services.backups import NeighbourSource, NodeBackups
 from keepstep.agent.services.checkpoints import FILE, Checkpoints, Place
-from keepstep.checkpoint.memory.cache import Backing, Board, Open, Reserve, Slot, ask, backup_of
+from keepstep.checkpoint.memory.cache import Backing
+from keepstep.checkpoint.memory.cache_server import Open, Reserve, ask
 from keepstep.checkpoint.memory.incoming import Incoming
 from keepstep.checkpoint.memory.rank_slots import RankSlots
+from keepstep.checkpoint.memory.slot import Board, Slot, backup_of
 from keepstep.checkpoint.memory.slots import Key, Record, slot_bytes
 from keepstep.control.backups import Backups
 from keepstep.control.cluster import Cluster

@@ -12,7 +12,8 @@ import pytest
 from tests.twins.checkpoint import python_native
 
 from keepstep.checkpoint import native
-from keepstep.checkpoint.memory.cache import Backing, Cache, CacheServer
+from keepstep.checkpoint.memory.cache import Backing, Cache
+from keepstep.checkpoint.memory.cache_server import CacheServer
 from keepstep.checkpoint.memory.cached_states import CachedStates
 from keepstep.checkpoint.restore.restore_service import RestoreServer, RestoreService, restore_address
 

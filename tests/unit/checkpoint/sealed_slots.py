@@ -11,8 +11,9 @@ from tests.unit.checkpoint.stored_states import taken
 
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import encode_header
-from keepstep.checkpoint.memory.cache import Board, Open, Reserve, Slot, ask
+from keepstep.checkpoint.memory.cache_server import Open, Reserve, ask
 from keepstep.checkpoint.memory.incoming import Incoming
+from keepstep.checkpoint.memory.slot import Board, Slot
 from keepstep.checkpoint.memory.slots import Key, Record, slot_bytes
 
 

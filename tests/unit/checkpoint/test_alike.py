@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.checkpoint.memory.cache import Board, Cache, Slot, backup_of, backups_on
+from keepstep.checkpoint.memory.cache import Cache
 from keepstep.checkpoint.memory.cached_states import CachedStates
+from keepstep.checkpoint.memory.slot import Board, Slot, backup_of, backups_on
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.snapshot import Seat, Snapshots
 from keepstep.core.errors import CheckpointError

@@ -9,19 +9,10 @@ from tests.unit.checkpoint.conftest import Served, serving
 from tests.unit.checkpoint.sealed_slots import seal_state, stands
 from tests.unit.checkpoint.stored_states import sample_state
 
-from keepstep.checkpoint.memory.cache import (
-    MOST_RANKS,
-    Backing,
-    Board,
-    GiveUp,
-    Open,
-    Reserve,
-    Slot,
-    ask,
-    backup_of,
-    backups_on,
-)
+from keepstep.checkpoint.memory.cache import Backing
+from keepstep.checkpoint.memory.cache_server import GiveUp, Open, Reserve, ask
 from keepstep.checkpoint.memory.rank_slots import RankSlots
+from keepstep.checkpoint.memory.slot import MOST_RANKS, Board, Slot, backup_of, backups_on
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.snapshot import Seat, Snapshots
 from keepstep.core.errors import CheckpointError

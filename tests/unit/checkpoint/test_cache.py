@@ -12,8 +12,10 @@ import textwrap
 import pytest
 
 from keepstep.checkpoint.memory import cache as caches
-from keepstep.checkpoint.memory.cache import Board, Cache, Open, Reserve, Slot, ask
+from keepstep.checkpoint.memory.cache import Cache
+from keepstep.checkpoint.memory.cache_server import Open, Reserve, ask
 from keepstep.checkpoint.memory.rank_slots import RankSlots
+from keepstep.checkpoint.memory.slot import Board, Slot
 from keepstep.checkpoint.memory.slots import Key, Record, write_record
 from keepstep.core.errors import CheckpointError
 
@@ -197,6 +199,9 @@ def test_descriptors_do_not_pass_to_other_programs() -> None:
 
 
 def test_the_launchers_side_loads_neither_torch_nor_numpy() -> None:
-    script = "import sys, keepstep.checkpoint.memory.cache; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    script = (
+        "import sys, keepstep.checkpoint.memory.cache_server; "
+        "print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout == "[]\n"

@@ -10,8 +10,9 @@ from tests.unit.checkpoint.conftest import Served
 from tests.unit.checkpoint.stored_states import same, sample_state
 
 from keepstep.checkpoint import native
-from keepstep.checkpoint.memory.cache import Board, Open, Reserve, Slot, ask, backup_of
+from keepstep.checkpoint.memory.cache_server import Open, Reserve, ask
 from keepstep.checkpoint.memory.incoming import Incoming
+from keepstep.checkpoint.memory.slot import Board, Slot, backup_of
 from keepstep.checkpoint.memory.slots import Key, Record
 from keepstep.checkpoint.snapshot import Seat, Snapshots
 from keepstep.core.errors import CheckpointError

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from keepstep.checkpoint import native
-from keepstep.checkpoint.memory.cache import Cache, Slot
+from keepstep.checkpoint.memory.cache import Cache
+from keepstep.checkpoint.memory.slot import Slot
 from keepstep.checkpoint.memory.slots import (
     Key,
     agree,

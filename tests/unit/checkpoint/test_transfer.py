@@ -15,9 +15,10 @@ from tests.certificates import certificates
 from tests.unit.checkpoint.conftest import Served, serving
 from tests.unit.checkpoint.sealed_slots import seal_state, stands
 
-from keepstep.checkpoint.memory.cache import Board, Reserve, Slot, ask, backup_of
+from keepstep.checkpoint.memory.cache_server import Reserve, ask
 from keepstep.checkpoint.memory.cached_states import CachedStates
 from keepstep.checkpoint.memory.incoming import Incoming
+from keepstep.checkpoint.memory.slot import Board, Slot, backup_of
 from keepstep.checkpoint.memory.slots import Key, Record, slot_bytes
 from keepstep.checkpoint.peers import fetch as fetching
 from keepstep.checkpoint.peers import state_server

@@ -15,7 +15,7 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _Prefet
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from keepstep.checkpoint.memory.cache import NO_CACHE
+from keepstep.checkpoint.memory.cache_server import NO_CACHE
 from keepstep.core.errors import CheckpointError
 from keepstep.integrations import lightning, lightning_state
 from keepstep.integrations.lightning import Recovery

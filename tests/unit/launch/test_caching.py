@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.checkpoint.memory import cache
+from keepstep.checkpoint.memory import cache_server
 from keepstep.launch.command.job import job_from_command_line
 from keepstep.launch.command.placement import Place
 from keepstep.launch.node.cache import Caching
@@ -22,7 +22,7 @@ def test_a_cache_that_cannot_be_made_is_told_to_workers(
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patched:
-        patched.setattr(cache, "CacheServer", fails)
+        patched.setattr(cache_server, "CacheServer", fails)
         found = caching.environment(PLACE)
     why = "[Errno 24] Too many open files"
     assert found == {"KEEPSTEP_NO_CACHE": f"gpu-7 has no cache, none could be made: {why}"}

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from keepstep.checkpoint.memory.cache import SLOTS_PER_BACKUP, Open, Slot, ask, backup_of, backups_on
+from keepstep.checkpoint.memory.cache_server import Open, ask
 from keepstep.checkpoint.memory.cached_states import CachedStates
 from keepstep.checkpoint.memory.incoming import Incoming, Room
+from keepstep.checkpoint.memory.slot import SLOTS_PER_BACKUP, Slot, backup_of, backups_on
 from keepstep.checkpoint.memory.slots import Key, Record
 from keepstep.checkpoint.peers.fetch import Cancelled, Fetch
 from keepstep.checkpoint.peers.peer_connection import Rate

@@ -11,8 +11,9 @@ from functools import partial
 
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import StateHeader
-from keepstep.checkpoint.memory.cache import SLOTS_PER_RANK, Answer, Board, GiveUp, Open, Reserve, Slot, ask
+from keepstep.checkpoint.memory.cache_server import Answer, GiveUp, Open, Reserve, ask
 from keepstep.checkpoint.memory.incoming import Incoming, Room
+from keepstep.checkpoint.memory.slot import SLOTS_PER_RANK, Board, Slot
 from keepstep.checkpoint.memory.slots import Key, Record, free_slots, read_header, slot_bytes
 from keepstep.checkpoint.storage.manifest import key_text
 from keepstep.checkpoint.storage.persist import Persister

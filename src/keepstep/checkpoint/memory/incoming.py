@@ -8,7 +8,7 @@ from typing import Protocol
 
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import StateHeader
-from keepstep.checkpoint.memory.cache import Board, Slot
+from keepstep.checkpoint.memory.slot import Board, Slot
 from keepstep.checkpoint.memory.slots import (
     Key,
     Record,

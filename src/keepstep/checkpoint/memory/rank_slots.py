@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import StateHeader
-from keepstep.checkpoint.memory.cache import Board, Open, Reserve, Slot, ask
+from keepstep.checkpoint.memory.cache_server import Open, Reserve, ask
+from keepstep.checkpoint.memory.slot import Board, Slot
 from keepstep.checkpoint.memory.slots import Key, kept_slots, next_slot, read_header
 from keepstep.core.errors import CheckpointError
 

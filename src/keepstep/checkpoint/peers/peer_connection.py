@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 
-from keepstep.checkpoint.memory.cache import Slot
+from keepstep.checkpoint.memory.slot import Slot
 from keepstep.wire.address import end_name, notice_dead_host
 from keepstep.wire.channel import ClientChannel, Ends, ServerChannel
 from keepstep.wire.framing import LENGTH_BYTES

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 
 from keepstep.checkpoint import native
-from keepstep.checkpoint.memory.cache import Slot
+from keepstep.checkpoint.memory.slot import Slot
 from keepstep.checkpoint.memory.slots import Key, Record, slot_bytes
 from keepstep.checkpoint.peers.peer_connection import HANDSHAKE_S, MOST_ENDPOINTS, PeerConnection, Rate
 from keepstep.core.errors import CheckpointError

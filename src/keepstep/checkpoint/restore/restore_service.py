@@ -20,8 +20,9 @@ from typing import Annotated
 
 import msgspec
 
-from keepstep.checkpoint.memory.cache import MOST_RANKS, SLOTS_PER_RANK, peer_uid
+from keepstep.checkpoint.memory.cache_server import peer_uid
 from keepstep.checkpoint.memory.incoming import Room, StateSource
+from keepstep.checkpoint.memory.slot import MOST_RANKS, SLOTS_PER_RANK
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.storage.source import MOST_OFFERED, StorageSource
 from keepstep.core.errors import CheckpointError

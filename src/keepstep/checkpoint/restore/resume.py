@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
-from keepstep.checkpoint.memory.cache import SLOTS_PER_RANK
+from keepstep.checkpoint.memory.slot import SLOTS_PER_RANK
 from keepstep.checkpoint.memory.slots import Key, agree
 from keepstep.core.errors import CheckpointError
 from keepstep.core.ranges import fold_ranks

@@ -22,7 +22,8 @@ from keepstep.launch.command.placement import (
 )
 
 if TYPE_CHECKING:
-    from keepstep.checkpoint.memory.cache import Cache, CacheServer
+    from keepstep.checkpoint.memory.cache import Cache
+    from keepstep.checkpoint.memory.cache_server import CacheServer
     from keepstep.checkpoint.memory.slots import Key
 
 _POLL_S = 0.1
@@ -89,7 +90,7 @@ class Caching:
         """The newest snapshot that a rank of this node has sealed."""
         if self._made is None:
             return None
-        from keepstep.checkpoint.memory.cache import newest_on
+        from keepstep.checkpoint.memory.slot import newest_on
 
         return newest_on(self._made[0].board, rank)
 
@@ -111,7 +112,7 @@ class Caching:
         """Why this node cannot have other ranks while it keeps what these leave for who plays them then."""
         if self._made is None:
             return ""
-        from keepstep.checkpoint.memory.cache import gib
+        from keepstep.checkpoint.memory.limits import gib
 
         lacks = self._made[0].lacks(ranks)
         there = "lacks {} to keep what its ranks leave there until others have it; raise KEEPSTEP_CHECKPOINT_BYTES"
@@ -132,7 +133,7 @@ class Caching:
         """The job has another size, or this node plays other ranks."""
         if self._made is None:
             return
-        from keepstep.checkpoint.memory.cache import backup_of
+        from keepstep.checkpoint.memory.slot import backup_of
 
         ranks = range(before.first_rank, before.first_rank + self._job.nproc)
         if after.world_size == before.world_size:
@@ -150,7 +151,9 @@ class Caching:
             self._made = None
 
     def _make(self, place: Place) -> tuple[Cache, CacheServer]:
-        from keepstep.checkpoint.memory.cache import Backing, Cache, CacheServer, default_limit_bytes
+        from keepstep.checkpoint.memory.cache import Backing, Cache
+        from keepstep.checkpoint.memory.cache_server import CacheServer
+        from keepstep.checkpoint.memory.limits import default_limit_bytes
 
         copies = self._job.checkpoint_backups if self._job.watch else 0
         nodes = self._job.max_nodes if self._job.elastic else place.node_count
