@@ -12,18 +12,16 @@ from keepstep.control.incidents.desk import Desk
 from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.slow_evidence import (
     LARGE_WORLD,
-    firmness,
     is_block,
+    lost_s,
     measured_culprits,
-    middle,
-    middle_s,
-    pace,
-    ratios,
+    newest_pace_s,
     suspects_of,
+    with_measured,
 )
-from keepstep.control.incidents.wording import how_to_say, is_traffic, noted, unlocated
+from keepstep.control.incidents.wording import how_to_say, is_traffic, noted, unlocated, with_action
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Action, Diagnosis, Event, Incident
+from keepstep.core.incident import Action, Culprit, Diagnosis, Event, Incident
 from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import BlockSummary, IterationSummary, PathProbe, PeerTraffic
 from keepstep.core.validation import Validation
@@ -44,11 +42,9 @@ _SHARPEN_S = 60.0  # sharpen after this long when steps do not come
 _UNCONFIRMED_TRIES = 3
 _MOST_LOOKS = 5  # after the verdict, while answers or culprits are missing
 _QUIET_STEPS = 10  # steps at the old pace that prove relief when no finding says so
-_PACE_NODES = 64
 _MOST_ONSETS = 4096
 _MOST_BLOCKS = 500_000
 _TELL_COST_S = 60.0  # what it has cost so far is told so often
-_FIRST_ACTIONS, _LAST_ACTIONS = 4, 12  # that are kept
 _IN_FORCE = "S2,"  # when an action was begun so; the mitigation finds out whether it still is
 
 
@@ -99,7 +95,7 @@ class SlowCase:
     @property
     def onset_step(self) -> int:
         """Median of what the ranks say."""
-        return middle(self._onsets)
+        return _middle(self._onsets)
 
     def takes(self, finding: Finding) -> bool:
         """A ``slow`` finding about this cause: near the onset, or while the change is still being felt out."""
@@ -130,7 +126,10 @@ class SlowCase:
         """A ``relief`` finding that speaks of this slowdown: back below the middle between before and after."""
         if finding.onset_step <= self.onset_step or not self._before:
             return False
-        return finding.after_s < (median(self._before) + median(self._after)) / 2
+        return finding.after_s < self._middle_pace_s()
+
+    def _middle_pace_s(self) -> float:
+        return (median(self._before) + median(self._after)) / 2
 
     def relief(self, finding: Finding, now_s: float) -> None:
         """One rank is relieved. A majority of those that were slow closes the case, or the pace of all ranks does."""
@@ -140,22 +139,14 @@ class SlowCase:
         if len(self._relief_steps) < _MOST_ONSETS:
             self._relief_steps[finding.onset_step] += 1
         if 2 * len(self._relieved) > max(len(self._slow), 1):
-            self._close(middle(self._relief_steps), now_s)
+            self._close(_middle(self._relief_steps), now_s)
         elif self.question is None:
             self._ask_for_relief(now_s)
 
     def acted(self, action: Action, instead: Action | None = None, *, say: bool) -> None:
         """Note what was done about it, ``instead`` of what was noted before, which began when that did."""
         if self.incident is not None:
-            old = next((one for one in self.incident.actions if one == instead), None)
-            action = (
-                replace(action, step=old.step, begun_unix_s=old.begun_unix_s)
-                if old is not None
-                else self._desk.register.stamped(action)
-            )
-            actions = tuple(one for one in self.incident.actions if one not in (action, instead))
-            kept = (*actions[:_FIRST_ACTIONS], *actions[_FIRST_ACTIONS:][-_LAST_ACTIONS:], action)
-            self.incident = replace(self.incident, actions=kept)
+            self.incident = with_action(self._desk, self.incident, action, instead)
             self._desk.register.publish(self.incident, "acts" if say else "")
 
     def treated_for(self, steps: int, paces: tuple[float, float] | None) -> None:
@@ -182,8 +173,9 @@ class SlowCase:
         onset = self.onset_step
         rows = iterations_of(answers)
         if self._checks_relief:
-            self._checks_relief = False
-            self._check_relief(rows, now_s)
+            self._checks_relief, pace_s = False, _pace(rows)
+            if pace_s is not None and self._before and pace_s < self._middle_pace_s():
+                self._close(_middle(self._relief_steps), now_s)
             return
         # numpy is not in the controller's start
         from keepstep.core.iteration_table import between, column, distinct
@@ -231,7 +223,8 @@ class SlowCase:
         if self._relieved and newest > self._checked_step:
             self._ask_for_relief(now_s)
             return
-        if self._looks and not self._validated and self._suspects and self._in_doubt():
+        in_doubt = self.incident is not None and _firmness(self.incident.culprits) <= 1
+        if self._looks and not self._validated and self._suspects and in_doubt:
             self._validated = self._desk.validations.begin(self, self._suspects, now_s)
         waited = newest >= self._asked_step + SHARPEN_STEPS or now_s - self._asked_s >= _SHARPEN_S
         if waited and not self._settled:
@@ -252,17 +245,8 @@ class SlowCase:
             return
         self._proof = (in_a_line(outcome),)
         culprits = measured_culprits(outcome, old.culprits, self._desk.cluster.node_of)
-        blamed = {one.rank for one in culprits} | {
-            rank for one in culprits if one.link for rank in one.link.ranks
-        }
         tested = noted(self._desk, old, "validation", now_s, self._proof[0])
-        sharper = replace(
-            tested,
-            culprits=culprits or old.culprits,
-            victims=tuple(rank for rank in old.victims if rank not in blamed),
-            evidence=(*self._proof, *old.evidence),
-            missing=(*(() if culprits else old.missing), *outcome.missing[:4]),
-        )
+        sharper = with_measured(tested, outcome, culprits, self._proof)
         self.incident = noted(self._desk, sharper, "sharper", now_s) if culprits else sharper
         self._settled = self._settled or bool(culprits)
         self._desk.register.publish(self.incident, "sharper" if culprits else "")
@@ -278,9 +262,6 @@ class SlowCase:
                 lost_s=self._lost_s(self.incident, max(self._desk.cluster.newest_step, self._detected_step)),
             )
             self._desk.register.publish(self.incident, "")
-
-    def _in_doubt(self) -> bool:
-        return self.incident is not None and firmness(self.incident.culprits) <= 1
 
     def _ask(self, now_s: float) -> None:
         onset = self.onset_step
@@ -300,15 +281,10 @@ class SlowCase:
             return
         self._checks_relief, self._checked_step = True, self._desk.cluster.newest_step
         last = max(self._checked_step, *self._relief_steps) + 1
-        self.question = self._desk.questions.ask_profiles(middle(self._relief_steps), last, now_s)
-
-    def _check_relief(self, rows: Sequence[IterationSummary], now_s: float) -> None:
-        pace_s = pace(rows)
-        if pace_s is not None and self._before and pace_s < (median(self._before) + median(self._after)) / 2:
-            self._close(middle(self._relief_steps), now_s)
+        self.question = self._desk.questions.ask_profiles(_middle(self._relief_steps), last, now_s)
 
     def _confirmed(self, before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> bool:
-        grown = ratios(before, after)
+        grown = _ratios(before, after)
         if not grown:
             return self._many()
         if median(grown.values()) >= _CONFIRM_RATIO:
@@ -333,12 +309,12 @@ class SlowCase:
         if self.incident is None:
             self._told_cost_s = now_s
         diagnosis = self._locate(before, after, traffic, blocks, now_s)
-        before_s, after_s = pace(before) or middle_s(self._before), pace(after) or middle_s(self._after)
-        if not self._validated and firmness(diagnosis.culprits) <= 1:
+        before_s, after_s = _pace(before) or _middle_s(self._before), _pace(after) or _middle_s(self._after)
+        if not self._validated and _firmness(diagnosis.culprits) <= 1:
             slowdown_s = after_s - before_s if after_s and before_s else 0.0
             self._suspects = suspects_of(desk.cluster, after, diagnosis.culprits, slowdown_s)
         old = self.incident
-        firmer = old is not None and firmness(old.culprits) > firmness(diagnosis.culprits)
+        firmer = old is not None and _firmness(old.culprits) > _firmness(diagnosis.culprits)
         if firmer and not self._cleared:
             return  # what was known is better: the newest steps may hold a part that is over already
         missing = diagnosis.missing
@@ -365,7 +341,7 @@ class SlowCase:
             lost_s=old.lost_s if old else None,
             saved_s=old.saved_s if old else 0.0,
             onset_unix_s=self._onset_unix_s(after_s),
-            events=old.events if old else self._first_events(),
+            events=old.events if old else (self._noticed,) if self._noticed else (),
         )
         say = how_to_say(old, diagnosis)
         self.incident = incident = noted(desk, incident, say, now_s)
@@ -427,7 +403,7 @@ class SlowCase:
 
     def _transient(self, now_s: float) -> Incident:
         desk = self._desk
-        before_s, after_s = middle_s(self._before), middle_s(self._after)
+        before_s, after_s = _middle_s(self._before), _middle_s(self._after)
         return Incident(
             number=desk.register.next_number(),
             kind="slow",
@@ -445,11 +421,8 @@ class SlowCase:
             world_size=desk.cluster.known_ranks,
             detected_unix_s=desk.unix_s(now_s),
             onset_unix_s=self._onset_unix_s(after_s),
-            events=self._first_events(),
+            events=(self._noticed,) if self._noticed else (),
         )
-
-    def _first_events(self) -> tuple[Event, ...]:
-        return () if self._noticed is None else (self._noticed,)
 
     def _onset_unix_s(self, after_s: float | None) -> float | None:
         """From when it was noticed, and the slow steps until then."""
@@ -460,11 +433,7 @@ class SlowCase:
 
     def _lost_s(self, incident: Incident, until_step: int) -> float | None:
         """Seconds of training that it has cost until this step; None: its pace is not known."""
-        before_s, after_s = incident.iteration_before_s, incident.iteration_after_s
-        if not before_s or not after_s or incident.onset_step is None:
-            return None
-        untreated = max(until_step - incident.onset_step - self._treated_steps, 0)
-        return max(untreated * (after_s - before_s) + self._treated_lost_s, 0.0)
+        return lost_s(incident, until_step, self._treated_steps, self._treated_lost_s)
 
     def _tell_cost(self) -> None:
         """What it has cost so far, once a step after its detection is known."""
@@ -476,22 +445,54 @@ class SlowCase:
     def _watch_pace(self, now_s: float) -> None:
         """Relief by heartbeats alone, for agents that began anew and do not know that it was slow."""
         incident = self.incident
-        if (
-            self.treated
-            or incident is None
-            or not incident.iteration_before_s
-            or not incident.iteration_after_s
-        ):
+        if self.treated or incident is None:
             return
-        times: list[float] = []
-        for node in list(self._desk.cluster.nodes.values())[:_PACE_NODES]:
-            if node.beat is not None and not node.silent:
-                times += [one.iteration_s for one in node.beat.ranks[:1] if one.iteration_s > 0]
+        before_s, after_s = incident.iteration_before_s, incident.iteration_after_s
+        if not before_s or not after_s:
+            return
+        pace_s = newest_pace_s(self._desk.cluster)
         step = self._desk.cluster.newest_step
-        bar_s = incident.iteration_before_s + 0.3 * (incident.iteration_after_s - incident.iteration_before_s)
-        if not times or median(times) > bar_s:
+        bar_s = before_s + 0.3 * (after_s - before_s)
+        if pace_s is None or pace_s > bar_s:
             self._pace_since = None
         elif self._pace_since is None:
             self._pace_since = (step, now_s)
         elif step - self._pace_since[0] >= _QUIET_STEPS and now_s - self._pace_since[1] >= _QUIET_STEPS:
             self._close(self._pace_since[0], now_s)
+
+
+def _firmness(culprits: Sequence[Culprit]) -> int:
+    """How sure the first culprit is; 0 without one."""
+    return 1 + ("low", "medium", "high").index(culprits[0].confidence) if culprits else 0
+
+
+def _pace(rows: Sequence[IterationSummary]) -> float | None:
+    """Median over ranks of the ranks' median iteration time."""
+    from keepstep.core.iteration_table import medians
+
+    return median(medians(rows, "duration_s").values()) if len(rows) else None
+
+
+def _ratios(before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> dict[int, float]:
+    """How many times as long iterations take after as before, by rank."""
+    from keepstep.core.iteration_table import medians
+
+    if not len(before) or not len(after):
+        return {}
+    old, new = medians(before, "duration_s"), medians(after, "duration_s")
+    return {rank: new[rank] / old[rank] for rank in old if rank in new and old[rank] > 0}
+
+
+def _middle(steps: Counter[int]) -> int:
+    """The median of counted steps; -1 for none."""
+    half, seen = sum(steps.values()) / 2, 0
+    for step in sorted(steps):
+        seen += steps[step]
+        if seen >= half:
+            return step
+    return -1
+
+
+def _middle_s(times: Sequence[float]) -> float | None:
+    """Their median; None without any."""
+    return median(times) if times else None

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 
 from keepstep.control.cluster import Cluster
-from keepstep.core.incident import Culprit, Link
+from keepstep.core.incident import Culprit, Incident, Link
 from keepstep.core.summary import BlockSummary, IterationSummary
 from keepstep.core.validation import Validation
 from keepstep.report.validation import of_device, of_link
 from keepstep.validate.judge import cause_of
 from keepstep.validate.suspects import suspicious_groups
 
+_PACE_NODES = 64  # of large jobs no more are looked at
 LARGE_WORLD = 4096  # ranks; in larger jobs less is asked for and looked at
 
 
@@ -60,44 +61,44 @@ def suspects_of(
     return suspicious_groups(after, cluster.groups, culprits, sorted(cluster.node_of), slowdown_s)
 
 
-def firmness(culprits: Sequence[Culprit]) -> int:
-    """How sure the first culprit is; 0 without one."""
-    return 1 + ("low", "medium", "high").index(culprits[0].confidence) if culprits else 0
-
-
 def is_block(one: BlockSummary) -> bool:
     """Possible numbers."""
     times = (one.start_s, one.duration_s, one.own_s)
     return all(0 <= time_s < math.inf for time_s in times) and one.index >= 0
 
 
-def pace(rows: Sequence[IterationSummary]) -> float | None:
-    """Median over ranks of the ranks' median iteration time."""
-    from keepstep.core.iteration_table import medians
-
-    return median(medians(rows, "duration_s").values()) if len(rows) else None
-
-
-def ratios(before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> dict[int, float]:
-    """How many times as long iterations take after as before, by rank."""
-    from keepstep.core.iteration_table import medians
-
-    if not len(before) or not len(after):
-        return {}
-    old, new = medians(before, "duration_s"), medians(after, "duration_s")
-    return {rank: new[rank] / old[rank] for rank in old if rank in new and old[rank] > 0}
-
-
-def middle(steps: Counter[int]) -> int:
-    """The median of counted steps; -1 for none."""
-    half, seen = sum(steps.values()) / 2, 0
-    for step in sorted(steps):
-        seen += steps[step]
-        if seen >= half:
-            return step
-    return -1
+def with_measured(
+    incident: Incident, outcome: Validation, culprits: Sequence[Culprit], proof: Sequence[str]
+) -> Incident:
+    """The incident with what was measured; ``culprits``: who stood out; ``proof``: that, in words."""
+    blamed = {one.rank for one in culprits} | {
+        rank for one in culprits if one.link for rank in one.link.ranks
+    }
+    return replace(
+        incident,
+        culprits=tuple(culprits) or incident.culprits,
+        victims=tuple(rank for rank in incident.victims if rank not in blamed),
+        evidence=(*proof, *incident.evidence),
+        missing=(*(() if culprits else incident.missing), *outcome.missing[:4]),
+    )
 
 
-def middle_s(times: Sequence[float]) -> float | None:
-    """Their median; None without any."""
+def lost_s(incident: Incident, until_step: int, treated_steps: int, treated_lost_s: float) -> float | None:
+    """Seconds of training that it has cost until this step; None: its pace is not known.
+
+    ``treated_steps``: made with a remedy in force, which have cost ``treated_lost_s``.
+    """
+    before_s, after_s = incident.iteration_before_s, incident.iteration_after_s
+    if not before_s or not after_s or incident.onset_step is None:
+        return None
+    untreated = max(until_step - incident.onset_step - treated_steps, 0)
+    return max(untreated * (after_s - before_s) + treated_lost_s, 0.0)
+
+
+def newest_pace_s(cluster: Cluster) -> float | None:
+    """How long iterations take by the heartbeats of the first nodes; None: nothing is known."""
+    times: list[float] = []
+    for node in list(cluster.nodes.values())[:_PACE_NODES]:
+        if node.beat is not None and not node.silent:
+            times += [one.iteration_s for one in node.beat.ranks[:1] if one.iteration_s > 0]
     return median(times) if times else None

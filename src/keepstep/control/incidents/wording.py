@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Literal
 
 from keepstep.control.incidents.desk import Desk
-from keepstep.core.incident import Diagnosis, Event, Incident, IncidentKind
+from keepstep.core.incident import Action, Diagnosis, Event, Incident, IncidentKind
 from keepstep.core.summary import PeerTraffic
 from keepstep.report.wording import named
 
 _MOST_EVENTS = 32
+_FIRST_ACTIONS, _LAST_ACTIONS = 4, 12  # that are kept
 
 
 def noted(
@@ -27,6 +28,19 @@ def noted(
     step = max(desk.cluster.newest_step, incident.detected_step or 0)
     event = Event(what, desk.unix_s(now_s), step, detail or named(incident))
     return replace(incident, events=(*incident.events, event))
+
+
+def with_action(desk: Desk, incident: Incident, action: Action, instead: Action | None) -> Incident:
+    """With what was done about it, ``instead`` of what was noted before, which began when that did."""
+    old = next((one for one in incident.actions if one == instead), None)
+    action = (
+        replace(action, step=old.step, begun_unix_s=old.begun_unix_s)
+        if old is not None
+        else desk.register.stamped(action)
+    )
+    actions = tuple(one for one in incident.actions if one not in (action, instead))
+    kept = (*actions[:_FIRST_ACTIONS], *actions[_FIRST_ACTIONS:][-_LAST_ACTIONS:], action)
+    return replace(incident, actions=kept)
 
 
 def unlocated(kind: IncidentKind, error: Exception) -> Diagnosis:
