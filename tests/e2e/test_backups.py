@@ -141,6 +141,6 @@ def test_keepstep_run_backs_up_what_its_workers_save(tmp_path: Path) -> None:
         results = beds.collect(running, PATIENCE_S)
     assert [one.returncode for one in results.values()] == [0, 0], results
     assert "4 snapshots of rank 0 take" in results["node-a"].stderr
-    assert "is not kept" not in "".join(one.stderr for one in results.values())
+    assert "was not saved" not in "".join(one.stderr for one in results.values())
     for node in (0, 1):
         assert "is backed up here after" in (tmp_path / f"run/nodes/{node}/agent.log").read_text()

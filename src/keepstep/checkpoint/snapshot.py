@@ -178,9 +178,8 @@ class Snapshots:
         index = self._slot()
         if index is None:
             self._say(
-                f"step {step} is not kept: {f'after {PATIENCE_S:g} s ' if self._seat.one_node else ''}not all ranks "
-                "hold a newer snapshot than the oldest of this rank, or it is being read; do all ranks save the same "
-                "steps?"
+                f"step {step} was not saved: no free slot{f' after {PATIENCE_S:g} s' if self._seat.one_node else ''}. "
+                "Another rank is behind, or the slot is being read. Do all ranks save the same steps?"
             )
             return
         if self._cache.slots[index].nbytes < nbytes:
@@ -428,7 +427,7 @@ class Snapshots:
             flight.native.wait(urgent)
         except RuntimeError as error:
             self._cache.slots[flight.index].unlock()
-            self._say(f"step {flight.step} is not kept: the device did not give its bytes: {error}")
+            self._say(f"step {flight.step} was not saved: the device did not give its bytes: {error}")
 
     def _before_step(self, parameters: Iterator[int]) -> None:
         flight = self._flight

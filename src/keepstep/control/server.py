@@ -265,9 +265,7 @@ class ControlServer:
                 await asyncio.wait_for(answered.wait(), _REACH_S)
             except asyncio.TimeoutError:
                 where = one_line(f"{seat.node} does not answer at {seat.address}, port {seat.port}")
-                self._print(
-                    f"keepstep: {where}: while that is so, it does not elect another host for the controller"
-                )
+                self._print(f"keepstep: {where}: it cannot vote in a controller election until it does")
                 await answered.wait()
             self._guarded(lambda: self._controller.reached(effect.peer))
         finally:

@@ -44,8 +44,8 @@ _STALL = 5
 _WANDER_Z = 3.5
 # Residuals by which noise can be told at all.
 _TOLD = 8
-# A step among the first iterations of so many times their mean deviation is none of the noise. So many lie before it
-# at least, and beyond it: two spikes make no step.
+# During warm-up a jump of 8 mean deviations is a level change, not noise, if 3 iterations precede and 5 follow it:
+# two spikes are none.
 _PARTED, _BEFORE, _BEYOND = 8, 3, 5
 # Noise scales below the level of a slow regime from which on iterations may be the first of a relief.
 _DOUBT = 2

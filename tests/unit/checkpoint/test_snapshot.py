@@ -383,7 +383,7 @@ def test_a_rank_that_saves_alone_is_told_and_keeps_what_all_may_need(
         return sorted(key.step for key in snapshots._cache.held() if key)
 
     assert Ranks(2).run(served, save)[0] == [1, 2]
-    assert "step 3 is not kept" in capsys.readouterr().err
+    assert "step 3 was not saved" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
@@ -548,7 +548,7 @@ def test_a_device_that_does_not_give_its_bytes_is_said_and_training_goes_on(
             snapshots.save(state, number)
             snapshots.wait()
     said = (
-        "step 3 is not kept: the device did not give its bytes: cuMemcpyDtoHAsync: CUDA_ERROR_LAUNCH_FAILED"
+        "step 3 was not saved: the device did not give its bytes: cuMemcpyDtoHAsync: CUDA_ERROR_LAUNCH_FAILED"
     )
     assert capsys.readouterr().err.count(said) == 1
     assert snapshots.load(state) == 5

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 _KNOWN = 3
 _SEQUENCES = 8
-_SHARE = 0.05  # of the usual time: a shorter excess is a log line's all-reduce, which the script's clock counts too
+_SHARE = 0.05  # excess below 5 % is ignored: usually the all-reduce of a logged metric, which the script times, too
 
 
 class UsualSequence:

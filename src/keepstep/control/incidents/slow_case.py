@@ -32,8 +32,8 @@ from keepstep.wire.packed import iterations_of
 NEAR_STEPS = 3  # findings with onsets this close are about one cause
 SHARPEN_STEPS = 3
 BEFORE_STEPS = 16
-_EDGE_STEPS = 2  # right before the onset, which ranks tell to within these: they may be slow already,
-_LEAST_BEFORE = 8  # and do not count as healthy where so many others are there
+_EDGE_STEPS = 2  # onsets are accurate to ± this many steps, so the last ones before may be slow already
+_LEAST_BEFORE = 8  # where this many steps lie before those, they alone count as healthy
 _BEFORE_STEPS_LARGE = 4
 _ENOUGH_RANKS = 256
 _CONFIRM_RATIO = 1.08  # of all ranks' iteration times, when fewer than half of the ranks have said anything

@@ -122,13 +122,13 @@ class Reforming:
         self._heard = heard
         self._state: Literal["running", "halting", "waiting", "suspended", "over"] = "running"
         self._hold = False  # an operator wants it suspended
-        self._asked = ""  # this recovery is none: who ordered it
+        self._asked = ""  # set if this re-forming was ordered, not caused by a failure: by whom
         self._exchange: Mapping[
             Launcher, Launcher
         ] = {}  # and who is to take whose place in it, by who has it
         self.exchanged = False  # the last recovery did that
-        self._newest = 0  # incarnation that anybody has told of
-        self._ended = 0  # and up to which somebody has none of, and will not start any
+        self._newest = 0  # highest incarnation that a launcher has told of
+        self._ended = 0  # highest incarnation that some launcher has confirmed stopped
         self._away: dict[Launcher, float] = {}  # members without a connection, since when
         self._unheard: set[Launcher] = set()  # of them, those that this controller has never heard
         self._missing: set[Launcher] = set()  # members when this controller began, until they come

@@ -1,8 +1,8 @@
 """Remedy S3: nodes exchange their ranks, and take them back when the cause is gone.
 
-So that a slow link carries little: what goes over which link, and how fast, is what agents read from the kernel's TCP
-counters. Where little goes they show no speed: then agents send each other a load now and then, as large as the slow
-link would take a tenth of a second for. Or so that slow nodes are in few replicas and stages.
+The exchange makes a slow link carry little, or brings slow nodes together in few replicas and stages. What goes over
+which link, and how fast, agents read from the kernel's TCP counters. An idle link gives no speed reading, so agents
+occasionally send a test load, sized to take 0.1 s on the slow link.
 """
 
 from __future__ import annotations
