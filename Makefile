@@ -69,7 +69,7 @@ test-fast: $(DEV)
 lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/lint-imports
+	PATH="$(abspath $(BIN)):$$PATH" PYTHONPATH=. $(BIN)/lint-imports
 	$(BIN)/python tools/import_circles.py src benchmarks tests
 
 types: $(DEV)

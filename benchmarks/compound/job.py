@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.compound import schedule as given
+from benchmarks.simulate import Workload
 
 from keepstep import wire
 from keepstep.agent.ranks.iterations import WARM_UP_STEPS
@@ -23,7 +24,6 @@ from keepstep.core.incident import Incident
 from keepstep.core.microbatches import Split, equal_shares, fits
 from keepstep.core.summary import ClockSample, IterationSummary, PeerTraffic
 from keepstep.launch.controller.membership import Membership
-from keepstep.simulate import Workload
 
 NODES = given.DP * given.PP
 COUNT = given.DP * given.MICRO_BATCHES

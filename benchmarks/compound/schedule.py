@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from benchmarks.simulate import Durations, Fault, Workload
+
 from keepstep.core.layout import ParallelLayout
-from keepstep.simulate import Durations, Fault, Workload
 
 FILE = Path(__file__).with_name("schedule.json")
 PAPER_HEALTHY, PAPER_SLOWED, PAPER_TREATED = 37.4, 18.9, 29.8  # iterations a minute, GREYHOUND §7.5

@@ -1,6 +1,6 @@
 """Does the locator name the right rank or link, and the right stage? How long does it take, in how much memory?
 
-Jobs are simulated (`keepstep.simulate`), their jitter and some of their block durations recorded. Each case goes the
+Jobs are simulated (`benchmarks.simulate`), their jitter and some of their block durations recorded. Each case goes the
 way of a live one: the agents' messages are encoded and decoded, then judged by the locators, which know no layout. What
 compares the verdict with the fault sees names only.
 """
@@ -25,6 +25,7 @@ from benchmarks._report import Line, Report, bench_arguments
 from benchmarks.locate import baselines
 from benchmarks.locate.cases import ABSORBED, FELT, Case, draw, effects, meant, recorded_blocks
 from benchmarks.locate.judge import Judged, Score, judge
+from benchmarks.simulate import Fault, Run, Workload
 
 from keepstep import wire
 from keepstep.control.cluster import Cluster
@@ -35,7 +36,6 @@ from keepstep.core.iteration_table import between
 from keepstep.core.layout import ParallelLayout
 from keepstep.core.summary import BlockSummary, ClockSample, GroupInfo, IterationSummary, RankState
 from keepstep.locate import locate_hang
-from keepstep.simulate import Fault, Run, Workload
 from keepstep.wire.messages import AgentMessage
 from keepstep.wire.packed import iterations_of, pack
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 from benchmarks.locate.judge import Meant
+from benchmarks.simulate import BlockTimes, Fault, Schedule, Workload
 
 from keepstep.core.layout import ParallelLayout
-from keepstep.simulate import BlockTimes, Fault, Schedule, Workload
 
 # TP, PP, DP, micro-batches, weight
 LAYOUTS = (

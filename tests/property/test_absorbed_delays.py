@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from benchmarks.simulate import Durations, Fault, Workload
 
 from keepstep.core.incident import Culprit, Diagnosis, Link
 from keepstep.core.layout import ParallelLayout
 from keepstep.locate import blocks_wanted, infer_layout, sharpen
-from keepstep.simulate import Durations, Fault, Workload
 
 ONSET, STEPS = 5, 7
 WORKLOAD = Workload(

@@ -6,11 +6,11 @@ import random
 from dataclasses import replace
 
 import pytest
+from benchmarks.simulate import Fault, Workload
 
 from keepstep.core.iteration_table import table_of
 from keepstep.core.layout import ParallelLayout
 from keepstep.locate import _candidates, locate_slow
-from keepstep.simulate import Fault, Workload
 
 LAYOUT = ParallelLayout(tp=2, pp=4, dp=4)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 
 import numpy as np
+from benchmarks.simulate import SCHEDULES, Fault, Workload
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from keepstep.core.events import Kind, Op, Phase
 from keepstep.core.layout import ParallelLayout
-from keepstep.simulate import SCHEDULES, Fault, Workload
 
 SLACK_NS = 2  # times are rounded
 

@@ -65,6 +65,6 @@ def test_scores():
 
 def test_what_draws_and_simulates_knows_no_locator():
     code = (
-        "import benchmarks.locate.cases, keepstep.simulate, sys; sys.exit('keepstep.locate' in sys.modules)"
+        "import benchmarks.locate.cases, benchmarks.simulate, sys; sys.exit('keepstep.locate' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

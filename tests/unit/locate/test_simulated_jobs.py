@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+from benchmarks.simulate import Fault, Workload
 
 from keepstep.core.iteration_table import table_of
 from keepstep.core.layout import ParallelLayout
 from keepstep.locate import infer_layout, locate_hang, locate_slow
-from keepstep.simulate import Fault, Workload
 
 LAYOUT = ParallelLayout(tp=2, pp=4, dp=4)
 SILENT = "gpu-00003"

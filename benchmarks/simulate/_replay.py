@@ -15,11 +15,11 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.simulate._faults import Fault
+from benchmarks.simulate._jitter import Jitter
+from benchmarks.simulate._schedules import CHUNKS, Block, Schedule, blocks_of
 from keepstep.core.events import Flag, Op, Phase
 from keepstep.core.layout import ParallelLayout
-from keepstep.simulate._faults import Fault
-from keepstep.simulate._jitter import Jitter
-from keepstep.simulate._schedules import CHUNKS, Block, Schedule, blocks_of
 
 Floats = NDArray[np.float64]
 Role = Literal["world", "pp", "dp", "tp"]

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from benchmarks.simulate import SCHEDULES, BlockTimes, Durations, Fault, Workload
 
 from keepstep.agent.ranks.events import Rows
 from keepstep.agent.ranks.states import rank_state
@@ -13,7 +14,6 @@ from keepstep.core.events import Kind, Op, Phase
 from keepstep.core.layout import ParallelLayout
 from keepstep.core.summary import IterationSummary, RankState
 from keepstep.ring import STREAM
-from keepstep.simulate import SCHEDULES, BlockTimes, Durations, Fault, Workload
 
 EXACT = Durations(message_s=0.0, tp_s=0.0)
 ENDS_S = 0.002 + 0.010 + 0.020 + 0.0005  # data, optimizer, gradients, norm

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.simulate._replay import Role
 from keepstep.core.events import Flag, Kind, Op, Phase
-from keepstep.simulate._replay import Role
 
 Floats = NDArray[np.float64]
 Stream = tuple[Role, Op, int]  # role, operation, peer's stage (-1 for collectives)

@@ -15,6 +15,21 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.simulate._faults import Fault
+from benchmarks.simulate._jitter import Jitter
+from benchmarks.simulate._replay import BYTES, BlockTimes, Durations, Replay, Role, Sink
+from benchmarks.simulate._schedules import Schedule
+from benchmarks.simulate._sinks import (
+    Blocks,
+    Log,
+    Progress,
+    RecordAt,
+    StageSums,
+    Stream,
+    Sums,
+    joined,
+    per_rank,
+)
 from keepstep.core.errors import UsageError
 from keepstep.core.events import Kind, Op, Phase
 from keepstep.core.layout import ParallelLayout
@@ -31,21 +46,6 @@ from keepstep.core.summary import (
     StreamSummary,
 )
 from keepstep.ring import RECORD
-from keepstep.simulate._faults import Fault
-from keepstep.simulate._jitter import Jitter
-from keepstep.simulate._replay import BYTES, BlockTimes, Durations, Replay, Role, Sink
-from keepstep.simulate._schedules import Schedule
-from keepstep.simulate._sinks import (
-    Blocks,
-    Log,
-    Progress,
-    RecordAt,
-    StageSums,
-    Stream,
-    Sums,
-    joined,
-    per_rank,
-)
 
 Floats = NDArray[np.float64]
 MOST_RANKS = 131_072
