@@ -39,7 +39,7 @@ _PAGE_BYTES = 4096
 class Backing:
     """What backups between nodes add to a node's cache. ``copies``: nodes that back up each rank, 0 without backups."""
 
-    ranks: int = 1  # of this node
+    ranks: int = 1  # how many this node plays
     copies: int = 0
 
     def fit(self, nbytes: int, slots: int, limit_bytes: int) -> bool:
@@ -176,9 +176,11 @@ class Cache:
                 if index not in kept:
                     os.close(descriptor)
             if not kept:
-                continue  # it has not restored here yet: what there is of it stays
+                continue  # this rank has not restored here yet, so its snapshots stay
             left = [(held[index], slots[index]) for index in sorted(kept)]
-            for index, descriptor in enumerate(self._slots.pop(backup_of(rank), [])):  # of an earlier time
+            for index, descriptor in enumerate(
+                self._slots.pop(backup_of(rank), [])
+            ):  # backups from an earlier incarnation
                 if (key := board.at(backup_of(rank), index)) == backed_up and key and key not in held:
                     left.append((key, descriptor))
                 else:

@@ -13,7 +13,7 @@ from keepstep.report.wording import who
 LOOKS_S = (0.5, 0.5, 1.0, 5.0)  # between looks at who is blamed; then as the last
 APART_S = 0.4  # two looks at a process that sleeps
 _MOST = 4  # blamed at once: of more it is not sure who holds up whom
-_PAUSE_S = 30.0  # that anybody may take: a slow disk, a compilation
+_PAUSE_S = 30.0  # any rank may pause this long: a slow disk, a compilation
 _LONG = 10.0  # times the longest pause of one that computes
 _NOT_ENDED = {  # by process state
     "D": "rank {rank} waits in the kernel, where no signal ends it",

@@ -19,7 +19,7 @@ from keepstep.wire.messages import SaveRings
 
 _NO_STEP = 1 << 62
 _SAVE_ALL_RANKS = 1024
-_OUTLOOK = {  # of a slowdown, by what may be done about one
+_OUTLOOK = {  # what a slowdown's verdict says comes next, by --mitigate
     "auto": "none yet: a remedy is applied once one pays",
     "advise": "none: a remedy that pays is only advised (--mitigate advise)",
     "off": "none (--mitigate off)",

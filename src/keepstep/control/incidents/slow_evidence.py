@@ -15,7 +15,7 @@ from keepstep.report.validation import of_device, of_link
 from keepstep.validate.judge import cause_of
 from keepstep.validate.suspects import suspicious_groups
 
-_PACE_NODES = 64  # of large jobs no more are looked at
+_PACE_NODES = 64  # most nodes whose heartbeats are looked at
 LARGE_WORLD = 4096  # ranks; in larger jobs less is asked for and looked at
 
 

@@ -12,7 +12,7 @@ from keepstep.core.summary import PeerTraffic
 from keepstep.report.wording import named
 
 _MOST_EVENTS = 32
-_FIRST_ACTIONS, _LAST_ACTIONS = 4, 12  # that are kept
+_FIRST_ACTIONS, _LAST_ACTIONS = 4, 12  # an incident keeps its first and its last actions
 
 
 def noted(

@@ -29,8 +29,10 @@ class Councils:
     def __init__(self, token: int, term: int, port: int = 0) -> None:
         self.term = term
         self._token = token
-        self.port = port  # that this controller listens on
-        self.excluded: list[Exclude] = []  # who is out of a table on which electors have not agreed yet
+        self.port = port  # this controller listens on it
+        self.excluded: list[
+            Exclude
+        ] = []  # launchers left out of a table on which electors have not agreed yet
         self._seats: dict[
             Launcher, Seat
         ] = {}  # of launchers that can be reached, and are here or were a moment ago

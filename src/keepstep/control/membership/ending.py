@@ -20,12 +20,14 @@ class Ending:
         self.stop: Stop | None = None  # what the job is to end with
         self.is_told = False  # launchers have been told, so that it holds
         self.over = False  # all launchers have ended
-        self.under_way = False  # there is a stop, or all have ended
+        self.under_way = False  # true once a stop was ordered or all launchers have ended
         self.launchers: dict[Launcher, Ended | Bye | None] = {}  # all that were placed; with what each ended
         self._join_s, self._grace_s = join_s, grace_s
         self._over_s: float | None = None
         self._exited = False
-        self._withheld_since_s: float | None = None  # that the nodes which have to agree have not
+        self._withheld_since_s: float | None = (
+            None  # since when a council waits for the nodes that have to agree
+        )
 
     @property
     def exit_code(self) -> int | None:

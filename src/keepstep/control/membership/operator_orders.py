@@ -173,7 +173,7 @@ class Operating:
             self._look(wish)
         elif wish.peer is None:
             if self._reforming.under_way:
-                return self._lapse("a failure was faster")  # and takes in who has come
+                return self._lapse("a failure was faster")  # its re-forming takes in the newcomers
             if now_s >= wish.until_s:
                 return self._lapse("not all ranks sealed a step")  # or somebody never heard of it
         elif wish.peer not in peers:
