@@ -178,9 +178,8 @@ class Cache:
             if not kept:
                 continue  # this rank has not restored here yet, so its snapshots stay
             left = [(held[index], slots[index]) for index in sorted(kept)]
-            for index, descriptor in enumerate(
-                self._slots.pop(backup_of(rank), [])
-            ):  # backups from an earlier incarnation
+            backups = self._slots.pop(backup_of(rank), [])  # from an earlier incarnation
+            for index, descriptor in enumerate(backups):
                 if (key := board.at(backup_of(rank), index)) == backed_up and key and key not in held:
                     left.append((key, descriptor))
                 else:
