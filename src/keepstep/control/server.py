@@ -236,7 +236,8 @@ class ControlServer:
         self._keep(lambda: self._files.write_stop(effect.stop))
 
     def _store_council(self, effect: StoreCouncil) -> None:
-        self._files.write_council(effect.council)  # or nobody is told: it must not be said twice
+        # If this fails nobody is told: a council must not be said twice.
+        self._files.write_council(effect.council)
 
     def _begin_to_reach(self, effect: Reach) -> None:
         self._reaching[effect.peer] = asyncio.get_running_loop().create_task(self._reach(effect))

@@ -36,6 +36,6 @@ class Settings:
     mitigate: Literal["off", "advise", "auto"] = "auto"  # what is done about slowdowns that last
     restart_budget: Limits = field(default_factory=Limits)
     restart_hangs: bool = False  # have processes ended that hang for sure: the launchers begin again
-    max_restarts: int = 0  # of the job
+    max_restarts: int = 0  # how often the job may begin again after failures
     seat: int = 0  # token of the launcher beside us; 0: the controller stays where it is
     term: int = 0  # in which that launcher was elected; 1: it was there first

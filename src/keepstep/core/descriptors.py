@@ -38,7 +38,7 @@ def give_limit(soft: int) -> None:
 def open_now() -> int:
     """Descriptors that this process has open; 0: it cannot be seen."""
     try:
-        return len(os.listdir("/proc/self/fd")) - 1  # that of the folder itself
+        return len(os.listdir("/proc/self/fd")) - 1  # less the one that lists the folder
     except OSError:
         return 0
 

@@ -126,5 +126,5 @@ class Incident:
     onset_unix_s: float | None = None  # estimated
     events: tuple[Event, ...] = ()
     next_action: str = ""  # what is done about it next, as long as nothing changes
-    next_unix_s: float | None = None  # and when
+    next_unix_s: float | None = None  # when `next_action` is due; None: it has no time
     schema: int = INCIDENT_SCHEMA

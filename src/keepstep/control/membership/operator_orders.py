@@ -175,7 +175,7 @@ class Operating:
             if self._reforming.under_way:
                 return self._lapse("a failure was faster")  # its re-forming takes in the newcomers
             if now_s >= wish.until_s:
-                return self._lapse("not all ranks sealed a step")  # or somebody never heard of it
+                return self._lapse("not all ranks sealed a step")  # some node may not have heard
         elif wish.peer not in peers:
             self._wish = None  # nobody waits for it any more
         elif self._reforming.under_way:

@@ -76,7 +76,7 @@ class Mitigation:
         self._slow_ranks, self._check_ups = SlowRanks(), 0
         self._relocation, self._replacement = Relocation(desk), Replacement(desk)
         self._moves: dict[str, Move] = {one.name: one for one in (self._relocation, self._replacement)}
-        self._moved: Moved | None = None  # whose effect is to be seen
+        self._moved: Moved | None = None  # a move that was ordered, until its effect was seen
         self._exchanged_for: SlowCase | None = None  # the last time
 
     def begin_again(self, now_s: float, *, exchanged: bool = False) -> None:

@@ -92,7 +92,7 @@ def is_taken(address: str, port: int) -> bool:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
-            probe.listen()  # which tells what binding alone does not where both allow the address to be used again
+            probe.listen()  # binding alone succeeds where both sides allow the address to be used again
         except OSError as error:
             return error.errno == errno.EADDRINUSE
     return False

@@ -210,7 +210,7 @@ class Link:
                     or f"controller {self._controller}: {self._trouble}: the job is gone, or out of reach"
                 )
             met_stranger = self._stranger and _now_s() - self._stranger_since_s > _STRANGER_S
-            if met_stranger and not self.member.is_spare:  # which may be wanted where the job goes on
+            if met_stranger and not self.member.is_spare:  # a spare stays: the job may go on elsewhere
                 raise RunError(self._stranger)
             await self._change(_REREAD_SECRET_S)
 
@@ -363,7 +363,7 @@ class Link:
     def _meet(self, error: Exception) -> None:
         """Note whether it is another job's controller that keeps ours away. Workers that run do not mind."""
         if not isinstance(error, wire.AnotherJob):
-            if self._controller == self._stranger_at:  # and not at another address that is tried meanwhile
+            if self._controller == self._stranger_at:  # another address may be tried meanwhile
                 self._stranger = ""
             return
         if not self._stranger:

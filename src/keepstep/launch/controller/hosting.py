@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from keepstep.launch.controller.connection import Link
 
 _READY_S = 30.0
-_ASK_S = 3.0  # who listens where the controller was to
+_ASK_S = 3.0  # most seconds for finding out who has taken the port
 
 
 class Hosting:
@@ -98,7 +98,8 @@ class Hosting:
         from keepstep import wire
         from keepstep.launch.controller.connection import another_job, contexts
 
-        logging.getLogger("keepstep.wire").addHandler(logging.NullHandler())  # it is told once, by the error
+        # The error that is raised tells it; the log would say it a second time.
+        logging.getLogger("keepstep.wire").addHandler(logging.NullHandler())
         answers: asyncio.Queue[Exception | None] = asyncio.Queue()
         other = "another program"
         try:
@@ -128,7 +129,7 @@ class Hosting:
                     "(--node-rank 0, or is_host in --rdzv-conf)"
                 )
         except (KeepstepError, OSError, asyncio.TimeoutError):
-            pass  # there is no secret yet, or nobody speaks
+            pass  # no secret exists yet, or nothing answers there
         return (
             f"{taken} is in use by {other}, the nodes cannot meet there: "
             "give another --rdzv-endpoint, or end what uses it"
