@@ -23,6 +23,7 @@ from keepstep.checkpoint.restore.restore_service import (
     RestoreService,
     restore_address,
 )
+from keepstep.core import local_socket
 from keepstep.core.errors import CheckpointError
 
 OLD, NEW = Key(0, 5), Key(1, 9)
@@ -203,6 +204,6 @@ def test_an_answer_that_cannot_be_read_is_an_error(address: str, data: bytes) ->
 def test_a_service_of_another_user_is_not_asked(
     served: Node, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "peer_uid", lambda connection: os.getuid() + 1)
+    monkeypatch.setattr(local_socket, "_peer", lambda connection: (1, os.getuid() + 1))
     with pytest.raises(CheckpointError, match="belongs to another user"):
         RestoreClient(address).offers(0)

@@ -1,15 +1,10 @@
-"""Hands the descriptors of a node's cache to workers and agent, over a Unix socket, and asks for them.
-
-Only processes of the cache's own user are answered.
-"""
+"""Both ends of the socket on which a node's launcher gives its workers and agent the descriptors of its cache."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import socket
-import struct
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -18,11 +13,15 @@ from keepstep.checkpoint.header import MOST_BYTES
 from keepstep.checkpoint.memory.cache import Cache
 from keepstep.checkpoint.memory.slot import MOST_OWNERS, MOST_RANKS, SLOTS_PER_RANK
 from keepstep.core.errors import CheckpointError
+from keepstep.core.local_socket import LocalServer, connect
 
-ADDRESS = "KEEPSTEP_CACHE"  # environment of the workers: name of the socket
-NO_CACHE = "KEEPSTEP_NO_CACHE"  # environment of the workers where no cache could be made: why
+ADDRESS = "KEEPSTEP_CACHE"
+"""Environment variable of the workers with the address of the cache."""
+
+NO_CACHE = "KEEPSTEP_NO_CACHE"
+"""Environment variable of the workers that says why there is no cache, where none could be made."""
+
 _MOST_MESSAGE_BYTES = 4096
-_MOST_CONNECTIONS = 4096
 _PATIENCE_S = 30.0
 
 _Owner = Annotated[int, msgspec.Meta(ge=0, lt=MOST_OWNERS)]
@@ -30,13 +29,13 @@ _Index = Annotated[int, msgspec.Meta(ge=0, lt=SLOTS_PER_RANK)]
 
 
 class Open(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The slots of a rank as they are."""
+    """Asks for the slots of a rank as they are."""
 
     rank: _Owner
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Give the rank ``slots`` slots of at least ``nbytes`` each; those in ``keep`` stay as they are, whatever size."""
+    """Asks for ``slots`` slots of at least ``nbytes`` each for a rank; those in ``keep`` stay, whatever their size."""
 
     rank: _Owner
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=MOST_BYTES)]
@@ -45,15 +44,18 @@ class Reserve(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class GiveUp(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Take back the slots of a rank of another node; nobody reads or writes them."""
+    """Gives back the slots with the backups of another node's rank, which nobody reads or writes any more."""
 
     rank: Annotated[int, msgspec.Meta(ge=MOST_RANKS, lt=MOST_OWNERS)]
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
-    """Comes with the descriptors of the board and of the rank's slots, in this order. Bytes, of the whole node.
+    """Answer that comes with the descriptors of the board and of the rank's slots, in this order.
 
-    ``backed``: the rank has the slots more that backups take.
+    Attributes:
+        used_bytes: size of all slots of the node.
+        limit_bytes: the most that these may take together.
+        backed: whether the rank has the additional slots that backups need.
     """
 
     used_bytes: int
@@ -62,7 +64,7 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Nothing was changed; the reason is for the job's operator."""
+    """Answer to a request that changed nothing; the reason is for the job's operator."""
 
     reason: str
 
@@ -71,50 +73,17 @@ _requests = msgspec.json.Decoder(Open | Reserve | GiveUp)
 _answers = msgspec.json.Decoder(Granted | Refused)
 
 
-class CacheServer:
-    """Hands out a cache's descriptors; lives on the launcher's event loop."""
+class CacheServer(LocalServer):
+    """Hands out a cache's descriptors; lives on the launcher's event loop. Closing it leaves the cache open."""
 
     def __init__(self, cache: Cache) -> None:
-        self.address = f"keepstep-cache-{secrets.token_hex(16)}"
+        super().__init__(f"keepstep-cache-{secrets.token_hex(16)}", self._serve, _MOST_MESSAGE_BYTES)
         self._cache = cache
-        self._connections: set[socket.socket] = set()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self._listener.bind(f"\0{self.address}")
-        self._listener.listen(128)
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._listener, self._accept)
 
-    def close(self) -> None:
-        """Stop serving; the cache is the owner's to close."""
-        for connection in (*self._connections, self._listener):
-            self._loop.remove_reader(connection)
-            connection.close()
-        self._connections.clear()
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return
-        if len(self._connections) >= _MOST_CONNECTIONS or peer_uid(connection) != os.getuid():
-            connection.close()
-            return
-        connection.setblocking(False)
-        self._connections.add(connection)
-        self._loop.add_reader(connection, self._serve, connection)
-
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            data = connection.recv(_MOST_MESSAGE_BYTES)
-            if data:
-                answer, descriptors = self._answer(data)
-                socket.send_fds(connection, [msgspec.json.encode(answer)], descriptors)
-                return
-        except OSError:
-            pass
-        self._loop.remove_reader(connection)
-        self._connections.discard(connection)
-        connection.close()
+    def _serve(self, connection: socket.socket, _process: int, data: bytes) -> None:
+        if data:
+            answer, descriptors = self._answer(data)
+            socket.send_fds(connection, [msgspec.json.encode(answer)], descriptors)
 
     def _answer(self, data: bytes) -> tuple[Granted | Refused, list[int]]:
         try:
@@ -132,7 +101,7 @@ class CacheServer:
 
 
 class Answer(NamedTuple):
-    """What a client got: descriptors, which it closes, and the node's figures."""
+    """What `ask` returns: descriptors, which the caller closes, and the figures of `Granted`."""
 
     board: int
     slots: list[int]
@@ -141,29 +110,25 @@ class Answer(NamedTuple):
     backed: bool
 
     def close(self) -> None:
-        """Close all of it."""
+        """Close all descriptors."""
         for descriptor in (self.board, *self.slots):
             os.close(descriptor)
 
 
 def ask(address: str, request: Open | Reserve | GiveUp) -> Answer:
-    """Ask the cache at ``address`` (the value of `ADDRESS`).
+    """Send one request to the cache at ``address``, which workers find in the variable `ADDRESS`.
 
     Raises:
         CheckpointError: it refused, is not there, or is not of this user.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(_PATIENCE_S)
-        try:
-            connection.connect(f"\0{address}")
-            if peer_uid(connection) != os.getuid():
-                raise CheckpointError(f"the cache {address} belongs to another user")
+    try:
+        with connect(address, "cache", _PATIENCE_S) as connection:
             connection.send(msgspec.json.encode(request))
             data, descriptors, _, _ = socket.recv_fds(connection, _MOST_MESSAGE_BYTES, 1 + SLOTS_PER_RANK)
-        except OSError as error:
-            raise CheckpointError(
-                f"the cache of this node does not answer ({error}): is `keepstep run` still there?"
-            ) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"the cache of this node does not answer ({error}): is `keepstep run` still there?"
+        ) from None
     try:
         answer = _answers.decode(data)
         if isinstance(answer, Refused):
@@ -175,9 +140,3 @@ def ask(address: str, request: Open | Reserve | GiveUp) -> Answer:
             os.close(descriptor)
         raise CheckpointError(str(error)) from None
     return Answer(descriptors[0], list(descriptors[1:]), answer.used_bytes, answer.limit_bytes, answer.backed)
-
-
-def peer_uid(connection: socket.socket) -> int:
-    """The user of the process at the other end of a Unix socket."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", raw)[1]

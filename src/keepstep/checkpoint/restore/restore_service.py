@@ -1,7 +1,7 @@
 """The agent's restore service: workers ask what states there are elsewhere, and have one brought into the cache.
 
-A Unix socket whose name follows from the cache's, so that a new agent is found where the old one was. A message is one
-datagram of JSON, bounded and checked on both sides; a peer of another user is turned away.
+The address of its socket follows from the cache's, so that a new agent is found where the old one was. A message is
+JSON, bounded and checked on both sides.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import socket
 import threading
 import time
@@ -20,12 +19,12 @@ from typing import Annotated
 
 import msgspec
 
-from keepstep.checkpoint.memory.cache_server import peer_uid
 from keepstep.checkpoint.memory.incoming import Room, StateSource
 from keepstep.checkpoint.memory.slot import MOST_RANKS, SLOTS_PER_RANK
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.storage.source import MOST_OFFERED, StorageSource
 from keepstep.core.errors import CheckpointError
+from keepstep.core.local_socket import accept, connect, listen
 
 log = logging.getLogger(__name__)
 
@@ -193,65 +192,63 @@ class RestoreService:
 
 
 class RestoreServer:
-    """Answers at a socket, a thread for each connection."""
+    """Answers at a socket, in a thread for each connection: bringing a state may take minutes."""
 
     def __init__(self, address: str, service: RestoreService) -> None:
         self._address, self._service = address, service
         self._stopped = threading.Event()
         self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener: socket.socket | None = None
 
     def start(self) -> None:
-        """Begin to serve, as soon as the one before has left the address."""
+        """Begin to serve as soon as the agent before this one has left the address."""
         threading.Thread(target=self._run, name="keepstep-restore", daemon=True).start()
 
     def stop(self) -> None:
         """Take no more requests. Those at hand end with the process."""
         self._stopped.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        if self._listener:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread that accepts
+            self._listener.close()
 
     def _run(self) -> None:
-        if not self._bind():
-            return
-        while not self._stopped.is_set():
+        self._listener = listener = self._listen()
+        while listener and not self._stopped.is_set():
             try:
-                connection, _ = self._listener.accept()
+                accepted = accept(listener)
             except OSError as error:
-                if self._stopped.wait(_AGAIN_S):  # ended, or out of descriptors for a while
-                    return
-                log.warning("restore service: %s", error)
+                if not self._stopped.wait(_AGAIN_S):  # the process may be out of descriptors for a while
+                    log.warning("restore service: %s", error)
                 continue
-            if not self._places.acquire(blocking=False):
+            if accepted is None:
+                continue
+            connection, _ = accepted
+            if self._places.acquire(blocking=False):
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="keepstep-restore", daemon=True
+                ).start()
+            else:
                 connection.close()
-                continue
-            threading.Thread(
-                target=self._serve, args=(connection,), name="keepstep-restore", daemon=True
-            ).start()
+        if listener:
+            listener.close()
 
-    def _bind(self) -> bool:
+    def _listen(self) -> socket.socket | None:
         while not self._stopped.is_set():
             try:
-                self._listener.bind(f"\0{self._address}")
-                self._listener.listen(128)
-                return True
+                return listen(self._address)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
-                    if not self._stopped.is_set():
-                        log.warning(
-                            "the restore service is closed, states come from this node's cache only: %s",
-                            error,
-                        )
-                    return False
+                    log.warning(
+                        "the restore service is closed, states come from this node's cache only: %s", error
+                    )
+                    return None
             self._stopped.wait(_BIND_AGAIN_S)
-        return False
+        return None
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                if peer_uid(connection) != os.getuid():
-                    return
                 connection.settimeout(_PATIENCE_S)
                 while data := connection.recv(MOST_MESSAGE_BYTES):
                     connection.send(self._service.answer(data))
@@ -314,11 +311,7 @@ class RestoreClient:
 
     def _exchange(self, request: bytes) -> tuple[bytes, bool]:
         """The answer, empty when the agent ended meanwhile; and whether there was an agent."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(_PATIENCE_S)
-            connection.connect(f"\0{self.address}")
-            if peer_uid(connection) != os.getuid():
-                raise CheckpointError(f"the restore service {self.address} belongs to another user")
+        with connect(self.address, "restore service", _PATIENCE_S) as connection:
             connection.send(request)
             connection.settimeout(None)  # a state may take long; an agent that dies closes the connection
             try:

@@ -117,9 +117,7 @@ class Standbys:
         taken, seat.standby = seat.standby, None
         asyncio.get_running_loop().remove_reader(taken.socket)
         try:
-            message = json.dumps({**environ, **plan.environment}).encode()
-            streams = [1 if stdout is None else stdout, 2 if stderr is None else stderr]
-            socket.send_fds(taken.socket, [message], streams)
+            hand_over(taken.socket, plan, environ, stdout, stderr)
         except OSError:
             signal_group(taken.child.pid, signal.SIGKILL)
             return None
@@ -224,3 +222,18 @@ class Standbys:
                 "a restart begins it as a fresh process"
             )
         asyncio.get_running_loop().call_soon(self._next)
+
+
+def hand_over(
+    connection: socket.socket,
+    plan: WorkerPlan,
+    environ: Mapping[str, str],
+    stdout: int | None,
+    stderr: int | None,
+) -> None:
+    """Tell the process that waits at the other end to be this worker. Raises OSError: it has ended.
+
+    ``stdout`` and ``stderr`` None: the launcher's own.
+    """
+    streams = [1 if stdout is None else stdout, 2 if stderr is None else stderr]
+    socket.send_fds(connection, [json.dumps({**environ, **plan.environment}).encode()], streams)

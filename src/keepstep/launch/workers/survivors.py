@@ -7,25 +7,23 @@ refuses, is killed, and a standby or a fresh process begins in its place.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import secrets
 import signal
 import socket
-import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from keepstep.core.local_socket import LocalServer
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.staying import ADDRESS, LEAVE, LEFT, MOST_BYTES, REFUSED, STAYS
 from keepstep.launch.command.placement import WorkerPlan
 from keepstep.launch.workers.guard import Guard
 from keepstep.launch.workers.processes import Child, Processes, signal_group
+from keepstep.launch.workers.standbys import hand_over
 
 _UNKILLABLE_S = 10.0
-_MOST_WAITING = 128
 _PREFIX = "survivor, "
 _NO_SESSION = "no @keepstep.resilient training runs in it"
 
@@ -50,21 +48,17 @@ class Survivors:
         self, processes: Processes, guard: Guard, patience_s: float, *, warn: Callable[[str], None]
     ) -> None:
         self._processes, self._guard, self._patience_s, self._warn = processes, guard, patience_s, warn
-        self._address = f"keepstep-staying-{secrets.token_hex(16)}"
         self._connections: dict[int, socket.socket] = {}  # by process
         self._reasons: dict[int, str] = {}  # why a process cannot stay; "": its connection has ended
         self._survivors: dict[int, _Survivor] = {}  # by local rank
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self._listener.bind(f"\0{self._address}")
-        self._listener.listen(_MOST_WAITING)
-        self._loop.add_reader(self._listener, self._accept)
+        self._server = LocalServer(f"keepstep-staying-{secrets.token_hex(16)}", self._heard, MOST_BYTES)
 
     @property
     def environment(self) -> dict[str, str]:
         """What a worker says by that it can stay."""
-        return {ADDRESS: self._address}
+        return {ADDRESS: self._server.address}
 
     @property
     def pids(self) -> frozenset[int]:
@@ -124,10 +118,8 @@ class Survivors:
         one = self._survivors.get(plan.local_rank)
         if one is None or one.state != "left":
             return None
-        message = json.dumps({**environ, **plan.environment}).encode()
-        streams = [1 if stdout is None else stdout, 2 if stderr is None else stderr]
         try:
-            socket.send_fds(one.connection, [message], streams)
+            hand_over(one.connection, plan, environ, stdout, stderr)
         except OSError:
             self._kill(one)
             return None
@@ -138,10 +130,7 @@ class Survivors:
         """Kill those that wait, and hear nobody any more."""
         for one in self._survivors.values():
             self._kill(one)
-        for connection in (self._listener, *self._connections.values()):
-            self._loop.remove_reader(connection)
-            connection.close()
-        self._connections.clear()
+        self._server.close()
 
     def _kill(self, one: _Survivor) -> None:
         one.state = "killed"
@@ -153,31 +142,13 @@ class Survivors:
         self._survivors = {local: one for local, one in self._survivors.items() if one.child is not child}
         self._changed.set()
 
-    # Connections.
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return
-        pid, uid = _peer(connection)
-        if uid != os.getuid() or pid in self._connections:
-            connection.close()
-            return
-        connection.setblocking(False)
-        self._connections[pid] = connection
-        self._loop.add_reader(connection, self._heard, pid, connection)
-
-    def _heard(self, pid: int, connection: socket.socket) -> None:
-        try:
-            said = connection.recv(MOST_BYTES).decode(errors="replace")
-        except OSError:
-            said = ""
-        if said == STAYS:
-            return
+    def _heard(self, connection: socket.socket, pid: int, message: bytes) -> None:
+        word, _, why = message.decode(errors="replace").partition(" ")
         one = next((one for one in self._survivors.values() if one.child.pid == pid), None)
-        word, _, why = said.partition(" ")
-        if word == LEFT and one is not None:
+        if word == STAYS:
+            if self._connections.setdefault(pid, connection) is not connection:
+                self._server.drop(connection)  # one for each process is enough
+        elif word == LEFT and one is not None:
             one.state = "left"
             self._changed.set()
         elif word == REFUSED and one is not None:
@@ -185,13 +156,5 @@ class Survivors:
             self._kill(one)
         else:
             self._reasons[pid] = why if word == REFUSED else ""
-            self._loop.remove_reader(connection)
-            connection.close()
+            self._server.drop(connection)
             self._connections.pop(pid, None)
-
-
-def _peer(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end."""
-    size = struct.calcsize("3i")
-    pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return pid, uid
