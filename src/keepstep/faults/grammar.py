@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from keepstep.core.errors import FaultError
 
@@ -17,26 +17,37 @@ Place = Literal["forward", "backward", "optimizer", "data"]
 PLACES: tuple[Place, ...] = ("forward", "backward", "optimizer", "data")
 
 
+class _Sentence:
+    """A fault as a sentence: the words of ``pattern``, in which ``{name}`` stands for a part that varies (`_PARTS`)."""
+
+    __slots__ = ()
+    pattern: ClassVar[str]  # names the fields in their order
+
+    def __str__(self) -> str:
+        said = (_PARTS[word][1](self) if word in _PARTS else word for word in self.pattern.split())
+        return " ".join(filter(None, said))
+
+
 @dataclass(frozen=True, slots=True)
-class Slow:
+class Slow(_Sentence):
     """``slow rank 2 by 2x at step 30 for 15 steps``: the rank's compute takes ``factor`` times as long."""
 
+    pattern = "slow rank {rank} by {factor} {at_step} {for_steps}"
     rank: int
     factor: float
     step: int
     steps: int | None = None  # None: to the end
 
-    def __str__(self) -> str:
-        return f"slow rank {self.rank} by {_number(self.factor)}x at step {self.step}{_for_steps(self.steps)}"
-
 
 @dataclass(frozen=True, slots=True)
-class Delay:
-    """``delay rank 2 by 0.06 s in forward 3 at step 20 for 12 steps``: each time, that much later.
+class Delay(_Sentence):
+    """``delay rank 2 by 0.06 s in forward 3 at step 20 for 12 steps``: one pass of each step comes that much later.
 
-    ``entry``: the how-manyth time in a step that it enters the phase, from 0: a micro-batch of a stage of one layer.
+    ``entry`` counts, from 0, how often the rank has entered the phase in the step: the micro-batch, where a stage has
+    one layer.
     """
 
+    pattern = "delay rank {rank} by {seconds} {place} {entry} {at_step} {for_steps}"
     rank: int
     seconds: float
     place: Place
@@ -44,113 +55,89 @@ class Delay:
     step: int
     steps: int | None = None
 
-    def __str__(self) -> str:
-        where = f"in {self.place} {self.entry} at step {self.step}{_for_steps(self.steps)}"
-        return f"delay rank {self.rank} by {_number(self.seconds)} s {where}"
-
 
 @dataclass(frozen=True, slots=True)
-class SlowData:
+class SlowData(_Sentence):
     """``slow data loader of rank 2 by 0.5 s at step 10 for 5 steps``: every batch comes that much later."""
 
+    pattern = "slow data loader of rank {rank} by {seconds} {at_step} {for_steps}"
     rank: int
     seconds: float
     step: int
     steps: int | None = None
 
-    def __str__(self) -> str:
-        delay = f"{_number(self.seconds)} s at step {self.step}{_for_steps(self.steps)}"
-        return f"slow data loader of rank {self.rank} by {delay}"
-
 
 @dataclass(frozen=True, slots=True)
-class Hang:
+class Hang(_Sentence):
     """``hang rank 1 at step 40 in backward``: the rank sleeps there, for ever or for ``seconds``."""
 
+    pattern = "hang rank {rank} {at_step} {place} {for_seconds}"
     rank: int
     step: int
     place: Place
     seconds: float | None = None
 
-    def __str__(self) -> str:
-        duration = "" if self.seconds is None else f" for {_number(self.seconds)} s"
-        return f"hang rank {self.rank} at step {self.step} in {self.place}{duration}"
-
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(_Sentence):
     """``stop rank 1 at step 5 for 10 s``: SIGSTOP; SIGCONT after ``seconds``, or never."""
 
+    pattern = "stop rank {rank} {at_step} {for_seconds}"
     rank: int
     step: int
     seconds: float | None = None
 
-    def __str__(self) -> str:
-        duration = "" if self.seconds is None else f" for {_number(self.seconds)} s"
-        return f"stop rank {self.rank} at step {self.step}{duration}"
-
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class Kill(_Sentence):
     """``kill rank 3 at step 9``: SIGKILL."""
 
+    pattern = "kill rank {rank} {at_step}"
     rank: int
     step: int
 
-    def __str__(self) -> str:
-        return f"kill rank {self.rank} at step {self.step}"
-
 
 @dataclass(frozen=True, slots=True)
-class Raise:
+class Raise(_Sentence):
     """``raise in rank 0 at step 7``: the script raises :class:`keepstep.faults.InjectedError`."""
 
+    pattern = "raise in rank {rank} {at_step}"
     rank: int
     step: int
 
-    def __str__(self) -> str:
-        return f"raise in rank {self.rank} at step {self.step}"
-
 
 @dataclass(frozen=True, slots=True)
-class Skip:
+class Skip(_Sentence):
     """``skip in rank 2 at step 20``: leaves out the next collective that the script itself calls, from that step on."""
 
+    pattern = "skip in rank {rank} {at_step}"
     rank: int
     step: int
 
-    def __str__(self) -> str:
-        return f"skip in rank {self.rank} at step {self.step}"
-
 
 @dataclass(frozen=True, slots=True)
-class SlowLink:
+class SlowLink(_Sentence):
     """``slow link from hostA to hostB to 20mbit at 5 s for 10 s``: both ways between the two hosts, nothing else.
 
     ``slow link of hostA to 20mbit …`` slows all of the host's traffic. Seconds count from the injection's start.
     """
 
+    pattern = "slow link {ends} to {rate} {at_seconds} {for_seconds}"
     host: str
     peer: str | None  # None: everybody
     rate: str  # as tc writes it: 20mbit, 500kbit, 1gbit
     at_s: float = 0.0
     seconds: float | None = None
 
-    def __str__(self) -> str:
-        ends = f"of {self.host}" if self.peer is None else f"from {self.host} to {self.peer}"
-        return f"slow link {ends} to {self.rate} at {_number(self.at_s)} s{_for_seconds(self.seconds)}"
-
 
 @dataclass(frozen=True, slots=True)
-class LinkDown:
+class LinkDown(_Sentence):
     """``link down of hostA at 5 s for 3 s``: the host's interface is taken down."""
 
+    pattern = "link down of {host} {at_seconds} {for_seconds}"
     host: str
     at_s: float = 0.0
     seconds: float | None = None
-
-    def __str__(self) -> str:
-        return f"link down of {self.host} at {_number(self.at_s)} s{_for_seconds(self.seconds)}"
 
 
 RankFault = Slow | Delay | SlowData | Hang | Stop | Kill | Raise | Skip
@@ -170,18 +157,18 @@ EXAMPLES = (
     "skip in rank 2 at step 20",
     "delay rank 2 by 0.06 s in forward 3 at step 20 for 12 steps",
 )
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else repr(value)
-
-
-def _for_steps(steps: int | None) -> str:
-    return "" if steps is None else f" for {steps} step{'' if steps == 1 else 's'}"
-
-
-def _for_seconds(seconds: float | None) -> str:
-    return "" if seconds is None else f" for {_number(seconds)} s"
+_KINDS: dict[str, type[Fault]] = {  # by how a sentence begins
+    "slow rank": Slow,
+    "slow data": SlowData,
+    "slow link": SlowLink,
+    "hang": Hang,
+    "stop": Stop,
+    "kill": Kill,
+    "raise": Raise,
+    "link": LinkDown,
+    "skip": Skip,
+    "delay": Delay,
+}
 
 
 class _Words:
@@ -232,7 +219,7 @@ class _Words:
             self.words("s")
         return float(word.rstrip("s"))
 
-    def steps(self) -> int | None:
+    def for_steps(self) -> int | None:
         if not self.has("for"):
             return None
         steps = self.count("a number of steps")
@@ -240,15 +227,9 @@ class _Words:
             self.words("steps")
         return steps
 
-    def duration(self) -> float | None:
-        return self.seconds() if self.has("for") else None
-
     def at_step(self) -> int:
         self.words("at step")
         return self.count("a step")
-
-    def at_seconds(self) -> float:
-        return self.seconds() if self.has("at") else 0.0
 
     def place(self) -> Place:
         self.words("in")
@@ -257,95 +238,59 @@ class _Words:
             raise self.refuse("one of " + ", ".join(PLACES))
         return place
 
+    def at_seconds(self) -> float:
+        return self.seconds() if self.has("at") else 0.0
+
+    def for_seconds(self) -> float | None:
+        return self.seconds() if self.has("for") else None
+
+    def host(self) -> str:
+        return self.take(r"[A-Za-z0-9][A-Za-z0-9._-]*", "a host name")
+
+    def ends(self) -> tuple[str, str | None]:
+        if self.has("of"):
+            return self.host(), None
+        self.words("from")
+        host = self.host()
+        self.words("to")
+        return host, self.host()
+
     def end(self) -> None:
         if self._next < len(self._words):
             raise self.refuse("the end")
 
 
-_HOST = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def _for_steps(fault: Any) -> str:
+    return "" if fault.steps is None else f"for {fault.steps} step{'' if fault.steps == 1 else 's'}"
+
+
+def _for_seconds(fault: Any) -> str:
+    return "" if fault.seconds is None else f"for {_number(fault.seconds)} s"
+
+
 _RATE = r"\d{1,6}(\.\d+)?[kmg]?bit"
-
-
-def _slow_rank(words: _Words) -> Fault:
-    words.words("slow rank")
-    rank = words.count("a rank")
-    words.words("by")
-    return Slow(rank, words.factor(), words.at_step(), words.steps())
-
-
-def _slow_data(words: _Words) -> Fault:
-    words.words("slow data loader of rank")
-    rank = words.count("a rank")
-    words.words("by")
-    return SlowData(rank, words.seconds(), words.at_step(), words.steps())
-
-
-def _hang(words: _Words) -> Fault:
-    words.words("hang rank")
-    rank, step = words.count("a rank"), words.at_step()
-    return Hang(rank, step, words.place(), words.duration())
-
-
-def _delay(words: _Words) -> Fault:
-    words.words("delay rank")
-    rank = words.count("a rank")
-    words.words("by")
-    seconds, place = words.seconds(), words.place()
-    entry = words.count("the how-manyth time in a step, from 0")
-    return Delay(rank, seconds, place, entry, words.at_step(), words.steps())
-
-
-def _stop(words: _Words) -> Fault:
-    words.words("stop rank")
-    return Stop(words.count("a rank"), words.at_step(), words.duration())
-
-
-def _kill(words: _Words) -> Fault:
-    words.words("kill rank")
-    return Kill(words.count("a rank"), words.at_step())
-
-
-def _raise(words: _Words) -> Fault:
-    words.words("raise in rank")
-    return Raise(words.count("a rank"), words.at_step())
-
-
-def _skip(words: _Words) -> Fault:
-    words.words("skip in rank")
-    return Skip(words.count("a rank"), words.at_step())
-
-
-def _slow_link(words: _Words) -> Fault:
-    words.words("slow link")
-    peer: str | None = None
-    if words.has("of"):
-        host = words.take(_HOST, "a host name")
-    else:
-        words.words("from")
-        host = words.take(_HOST, "a host name")
-        words.words("to")
-        peer = words.take(_HOST, "a host name")
-    words.words("to")
-    rate = words.take(_RATE, 'a rate such as "20mbit"')
-    return SlowLink(host, peer, rate, words.at_seconds(), words.duration())
-
-
-def _link_down(words: _Words) -> Fault:
-    words.words("link down of")
-    return LinkDown(words.take(_HOST, "a host name"), words.at_seconds(), words.duration())
-
-
-_SENTENCES: dict[str, tuple[Callable[[_Words], Fault], str]] = {
-    "slow rank": (_slow_rank, EXAMPLES[0]),
-    "slow data": (_slow_data, EXAMPLES[1]),
-    "slow link": (_slow_link, EXAMPLES[6]),
-    "hang": (_hang, EXAMPLES[2]),
-    "stop": (_stop, EXAMPLES[3]),
-    "kill": (_kill, EXAMPLES[4]),
-    "raise": (_raise, EXAMPLES[5]),
-    "link": (_link_down, EXAMPLES[8]),
-    "skip": (_skip, EXAMPLES[9]),
-    "delay": (_delay, EXAMPLES[10]),
+_ENTRY = "the how-manyth time in a step, from 0"
+# The varying parts of sentences: how the fields of a fault are read (several: a tuple), and how they are written.
+_PARTS: dict[str, tuple[Callable[[_Words], Any], Callable[[Any], str]]] = {
+    "{rank}": (lambda words: words.count("a rank"), lambda fault: str(fault.rank)),
+    "{factor}": (_Words.factor, lambda fault: f"{_number(fault.factor)}x"),
+    "{seconds}": (_Words.seconds, lambda fault: f"{_number(fault.seconds)} s"),
+    "{place}": (_Words.place, lambda fault: f"in {fault.place}"),
+    "{entry}": (lambda words: words.count(_ENTRY), lambda fault: str(fault.entry)),
+    "{at_step}": (_Words.at_step, lambda fault: f"at step {fault.step}"),
+    "{for_steps}": (_Words.for_steps, _for_steps),
+    "{at_seconds}": (_Words.at_seconds, lambda fault: f"at {_number(fault.at_s)} s"),
+    "{for_seconds}": (_Words.for_seconds, _for_seconds),
+    "{host}": (_Words.host, lambda fault: fault.host),
+    "{ends}": (
+        _Words.ends,
+        lambda fault: f"of {fault.host}" if fault.peer is None else f"from {fault.host} to {fault.peer}",
+    ),
+    "{rate}": (lambda words: words.take(_RATE, 'a rate such as "20mbit"'), lambda fault: fault.rate),
 }
 
 
@@ -356,12 +301,18 @@ def parse_one(sentence: str) -> Fault:
         FaultError: names the word that does not fit, what was expected there, and an example.
     """
     beginning = " ".join(sentence.lower().split())
-    for start, (read, example) in _SENTENCES.items():
-        if beginning == start or beginning.startswith(start + " "):
-            words = _Words(sentence.strip(), example)
-            fault = read(words)
+    for start, kind in _KINDS.items():
+        if f"{beginning} ".startswith(f"{start} "):
+            words = _Words(sentence.strip(), next(one for one in EXAMPLES if one.startswith(start)))
+            values: list[Any] = []
+            for word in kind.pattern.split():
+                if word in _PARTS:
+                    found = _PARTS[word][0](words)
+                    values += found if isinstance(found, tuple) else (found,)
+                else:
+                    words.words(word)
             words.end()
-            return fault
+            return kind(*values)
     raise FaultError(
         f'fault "{sentence.strip()}": expected a sentence such as one of\n  ' + "\n  ".join(EXAMPLES)
     )

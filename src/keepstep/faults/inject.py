@@ -1,7 +1,7 @@
 """Real injection inside a training process: the script calls the hooks, the faults of its rank happen.
 
-Without the sentences of this rank every hook returns at once. What was done is logged, one JSON line each, to the file
-named by ``KEEPSTEP_FAULT_LOG`` (nothing that judges reads it).
+Where no sentence names this rank, every hook returns at once. Each fault that strikes is logged as a JSON line in the
+file named by ``KEEPSTEP_FAULT_LOG``, which keepstep's own judgement never reads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from keepstep.faults.grammar import (
 
 _FOREVER_S = 10 * 365 * 86400.0
 
-# Runs in a process of its own: the stopped one cannot wake itself. Ends early when the target is gone.
+# This program runs in a process of its own, as a stopped process cannot wake itself. It ends early when the target ends.
 _STOPPER = """
 import os, signal, sys, time
 pid, seconds = int(sys.argv[1]), float(sys.argv[2])
@@ -48,15 +48,15 @@ except ProcessLookupError:
 
 
 class InjectedError(RuntimeError):
-    """What ``raise in rank ...`` raises: not one of keepstep's own errors, it plays the user's."""
+    """What ``raise in rank ...`` raises. It stands for an error of the user, so it is none of keepstep's own errors."""
 
 
 class Injector:
     """Carries out the faults of one rank.
 
-    The script calls :meth:`begin_step` at the begin of each step, :meth:`at` when it enters a phase (``forward``,
-    ``backward``, ``optimizer``, ``data``; any number of times), :meth:`fetch` inside its data loader, and asks
-    :meth:`compute_factor` how much longer its compute is to take.
+    The script calls :meth:`begin_step` when a step begins, :meth:`at` each time it enters a phase (``forward``,
+    ``backward``, ``optimizer``, ``data``), :meth:`fetch` inside its data loader, and asks :meth:`compute_factor` how
+    much longer its compute is to take.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Injector:
         send_signal: Callable[[int, int], None] = os.kill,
         log_path: str | None = None,
     ) -> None:
-        """``faults``: of all ranks; those of other ranks are ignored.
+        """Take from ``faults`` those of this rank.
 
         Raises:
             FaultError: a link fault, which no training process can carry out (see :mod:`keepstep.faults.link`).
@@ -87,13 +87,13 @@ class Injector:
         self._faults = tuple(mine)
         self._done: set[RankFault] = set()
         self._factor = 1.0
-        self._entries = dict.fromkeys(PLACES, 0)  # in the present step
+        self._entries = dict.fromkeys(PLACES, 0)  # how often each phase was entered in this step
         self._helpers: list[subprocess.Popen[bytes]] = []
         self._sleep, self._signal = sleep, send_signal
         self._log_path = log_path if log_path is not None else os.environ.get("KEEPSTEP_FAULT_LOG")
 
     def begin_step(self, step: int) -> None:
-        """Step ``step`` begins: stop, kill and raise happen here; slowness starts and ends here.
+        """Note that ``step`` begins: stop, kill and raise strike here; slowness starts and ends here.
 
         Raises:
             InjectedError: on ``raise in rank ...``.
@@ -111,7 +111,7 @@ class Injector:
         self._factor = factor
 
     def at(self, phase: str) -> None:
-        """The script enters ``phase``: a hang in it happens here, once, and what delays its entries."""
+        """Note that the script enters ``phase``: a hang in that phase strikes here, once, and so do delays of its entries."""
         if phase not in PLACES:
             raise FaultError(f'no such phase: "{phase}"; expected one of {", ".join(PLACES)}')
         entry = self._entries[phase]
@@ -132,7 +132,7 @@ class Injector:
                 self._sleep(_FOREVER_S if fault.seconds is None else fault.seconds)
 
     def fetch(self) -> None:
-        """The data loader makes a batch: a slow loader is slow here."""
+        """Note that the data loader makes a batch: where the loader is to be slow, this sleeps."""
         for fault in self._faults:
             if isinstance(fault, SlowData) and self._covers(fault.step, fault.steps):
                 if self._first(fault):
@@ -180,6 +180,6 @@ class Injector:
 
 
 def stop_for(pid: int, seconds: float) -> subprocess.Popen[bytes]:
-    """SIGSTOP process ``pid`` and SIGCONT it ``seconds`` later, by a process of its own, which is returned."""
+    """Stop process ``pid`` (SIGSTOP) for ``seconds``; returns the helper process that does it and wakes it (SIGCONT)."""
     command = [sys.executable, "-I", "-S", "-c", _STOPPER, str(pid), str(seconds)]
     return subprocess.Popen(command, start_new_session=True, close_fds=True)

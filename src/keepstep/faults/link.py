@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from keepstep.core.errors import FaultError
 from keepstep.faults.grammar import LinkFault, SlowLink
 
-_UNLIMITED = "40gbit"  # what htb needs as a rate for everything that is not to be slowed
+_UNLIMITED = "40gbit"  # a rate for the traffic that is not slowed, because htb requires one
 _DEFAULT_CLASS = 1
 
 
@@ -42,7 +42,7 @@ def run_command(command: Sequence[str]) -> None:
 
 @dataclass
 class _Shaping:
-    """What is on one interface now."""
+    """The limits in force on one interface: on all of its traffic, or on classes for single destinations."""
 
     whole: bool = False
     classes: set[int] = field(default_factory=set[int])
@@ -76,25 +76,18 @@ class LinkInjector:
 
     @contextmanager
     def inject(self, fault: LinkFault) -> Generator[None, None, None]:
-        """The fault is in force while the context is; its own times are not looked at (see :meth:`play`)."""
+        """Keep the fault in force for as long as the context lasts; the times in the fault itself are ignored."""
         with ExitStack() as undo:
             self._apply(fault, undo)
             yield
-
-    def begin(self, fault: LinkFault) -> None:
-        """The fault is in force until this injector's context ends."""
-        self._apply(fault, self._active)
 
     def play(self, faults: Sequence[LinkFault], sleep: Callable[[float], None] = time.sleep) -> None:
         """Carry out the faults at their times, counted from this call; returns after the last one is undone.
 
         A fault without an end stays in force until the injector's context ends.
         """
-        due: list[tuple[float, int, LinkFault]] = []
-        for fault in faults:
-            due.append((fault.at_s, 1, fault))
-            if fault.seconds is not None:
-                due.append((fault.at_s + fault.seconds, 0, fault))
+        due = [(fault.at_s, 1, fault) for fault in faults]
+        due += [(fault.at_s + fault.seconds, 0, fault) for fault in faults if fault.seconds is not None]
         running: dict[LinkFault, ExitStack] = {}
         now = 0.0
         with ExitStack() as stack:
@@ -102,7 +95,7 @@ class LinkInjector:
                 sleep(moment - now)
                 now = moment
                 if begins and fault.seconds is None:
-                    self.begin(fault)
+                    self._apply(fault, self._active)
                 elif begins:
                     running[fault] = stack.enter_context(ExitStack())
                     self._apply(fault, running[fault])
@@ -125,79 +118,68 @@ class LinkInjector:
             self._slow_towards(fault.host, interface, peer.address, fault.rate, undo)
             self._slow_towards(fault.peer, peer, interface.address, fault.rate, undo)
         else:
-            self._run(_ip(interface, "link", "set", "dev", interface.name, "down"))
-            undo.callback(self._run, _ip(interface, "link", "set", "dev", interface.name, "up"))
+            self._call("ip", interface, "link", "set", "dev", interface.name, "down")
+            undo.callback(self._call, "ip", interface, "link", "set", "dev", interface.name, "up")
 
     def _slow_host(self, host: str, interface: Interface, rate: str, undo: ExitStack) -> None:
         with self._lock:
-            shaping = self._shaping.setdefault(host, _Shaping())
-            if shaping.whole or shaping.classes:
-                raise FaultError(f"the link of {host} is slowed already; wait for that to end")
+            shaping = self._shaping_of(host)
+            if shaping.classes:
+                raise _slowed(host)
             limits = ("rate", rate, "burst", "64kb", "latency", "400ms")
-            self._run(_tc(interface, "qdisc", "add", "dev", interface.name, "root", "tbf", *limits))
+            self._tc(interface, "qdisc", "add", "root", "tbf", *limits)
             shaping.whole = True
         undo.callback(self._clear, host, interface, None)
 
     def _slow_towards(
         self, host: str, interface: Interface, destination: str, rate: str, undo: ExitStack
     ) -> None:
-        device = ("dev", interface.name)
         with self._lock:
-            shaping = self._shaping.setdefault(host, _Shaping())
-            if shaping.whole:
-                raise FaultError(f"the link of {host} is slowed already; wait for that to end")
+            shaping = self._shaping_of(host)
             if not shaping.classes:
-                root = ("root", "handle", "1:", "htb", "default", str(_DEFAULT_CLASS))
-                self._run(_tc(interface, "qdisc", "add", *device, *root))
-                undo_root = ("qdisc", "del", *device, "root")
+                default = str(_DEFAULT_CLASS)
+                self._tc(interface, "qdisc", "add", "root", "handle", "1:", "htb", "default", default)
                 try:
-                    everything = ("parent", "1:", "classid", f"1:{_DEFAULT_CLASS}", "htb", "rate", _UNLIMITED)
-                    self._run(_tc(interface, "class", "add", *device, *everything))
+                    everything = ("parent", "1:", "classid", f"1:{default}", "htb", "rate", _UNLIMITED)
+                    self._tc(interface, "class", "add", *everything)
                 except FaultError:
-                    self._run(_tc(interface, *undo_root))
+                    self._tc(interface, "qdisc", "del", "root")
                     raise
             number = max(shaping.classes, default=9) + 1
             shaping.classes.add(number)
         undo.callback(self._clear, host, interface, number)
         slow = ("parent", "1:", "classid", f"1:{number}", "htb", "rate", rate, "ceil", rate)
-        self._run(_tc(interface, "class", "add", *device, *slow))
+        self._tc(interface, "class", "add", *slow)
         match = ("u32", "match", "ip", "dst", f"{destination}/32", "flowid", f"1:{number}")
-        self._run(
-            _tc(
-                interface,
-                "filter",
-                "add",
-                *device,
-                "protocol",
-                "ip",
-                "parent",
-                "1:",
-                "prio",
-                str(number),
-                *match,
-            )
-        )
+        self._tc(interface, "filter", "add", "protocol", "ip", "parent", "1:", "prio", str(number), *match)
+
+    def _shaping_of(self, host: str) -> _Shaping:
+        """What is in force on a host, of whose link a part may still be slowed."""
+        shaping = self._shaping.setdefault(host, _Shaping())
+        if shaping.whole:
+            raise _slowed(host)
+        return shaping
 
     def _clear(self, host: str, interface: Interface, number: int | None) -> None:
-        device = ("dev", interface.name)
         with self._lock:
             shaping = self._shaping[host]
             if number is not None:
                 shaping.classes.discard(number)
             if shaping.classes and number is not None:
                 of_filter = ("parent", "1:", "protocol", "ip", "prio", str(number))
-                self._run(_tc(interface, "filter", "del", *device, *of_filter))
-                self._run(_tc(interface, "class", "del", *device, "classid", f"1:{number}"))
+                self._tc(interface, "filter", "del", *of_filter)
+                self._tc(interface, "class", "del", "classid", f"1:{number}")
                 return
             shaping.whole = False
-            self._run(_tc(interface, "qdisc", "del", *device, "root"))
+            self._tc(interface, "qdisc", "del", "root")
+
+    def _tc(self, interface: Interface, kind: str, verb: str, *arguments: str) -> None:
+        self._call("tc", interface, kind, verb, "dev", interface.name, *arguments)
+
+    def _call(self, program: str, interface: Interface, *arguments: str) -> None:
+        where = ["-netns", interface.namespace] if interface.namespace else []
+        self._run([program, *where, *arguments])
 
 
-def _tc(interface: Interface, *arguments: str) -> list[str]:
-    where = ["-netns", interface.namespace] if interface.namespace else []
-    return ["tc", *where, *arguments]
-
-
-def _ip(interface: Interface, *arguments: str) -> list[str]:
-    where = ["-netns", interface.namespace] if interface.namespace else []
-    return ["ip", *where, *arguments]
+def _slowed(host: str) -> FaultError:
+    return FaultError(f"the link of {host} is slowed already; wait for that to end")
