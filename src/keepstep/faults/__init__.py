@@ -1,4 +1,4 @@
-"""Faults injected on purpose, described in sentences that read like English: ``slow rank 2 by 2x at step 30 for 15 steps``."""
+"""Faults on purpose, in sentences that read like English: ``slow rank 2 by 2x at step 30 for 15 steps``."""
 
 from keepstep.faults.grammar import (
     Delay,

@@ -31,7 +31,7 @@ from keepstep.faults.grammar import (
 
 _FOREVER_S = 10 * 365 * 86400.0
 
-# This program runs in a process of its own, as a stopped process cannot wake itself. It ends early when the target ends.
+# This program runs in its own process: a stopped process cannot wake itself. It ends when the target ends.
 _STOPPER = """
 import os, signal, sys, time
 pid, seconds = int(sys.argv[1]), float(sys.argv[2])
@@ -111,7 +111,7 @@ class Injector:
         self._factor = factor
 
     def at(self, phase: str) -> None:
-        """Note that the script enters ``phase``: a hang in that phase strikes here, once, and so do delays of its entries."""
+        """Note that the script enters ``phase``: hangs in that phase, and delays of it, strike here."""
         if phase not in PLACES:
             raise FaultError(f'no such phase: "{phase}"; expected one of {", ".join(PLACES)}')
         entry = self._entries[phase]
@@ -180,6 +180,6 @@ class Injector:
 
 
 def stop_for(pid: int, seconds: float) -> subprocess.Popen[bytes]:
-    """Stop process ``pid`` (SIGSTOP) for ``seconds``; returns the helper process that does it and wakes it (SIGCONT)."""
+    """Stop process ``pid`` (SIGSTOP) for ``seconds``; returns the helper that stops and wakes it (SIGCONT)."""
     command = [sys.executable, "-I", "-S", "-c", _STOPPER, str(pid), str(seconds)]
     return subprocess.Popen(command, start_new_session=True, close_fds=True)
