@@ -87,9 +87,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         layout = self.layout
-        if layout.tp * layout.dp * layout.pp != layout.world_size or layout.rank_of(
-            {"tp": layout.tp - 1, "dp": layout.dp - 1}
-        ) != (layout.tp * layout.dp - 1):
+        inner = layout.tp * layout.dp
+        if inner * layout.pp != layout.world_size or layout.group_of(0, "pp")[1:2] not in ((), (inner,)):
             raise UsageError(f"layout {layout}: simulated jobs have tp, dp and pp, dealt in this order")
         if layout.world_size > MOST_RANKS:
             raise UsageError(

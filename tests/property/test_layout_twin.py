@@ -29,18 +29,16 @@ def test_coordinates(layout):
     arrays = layout.all_coordinates()
     for rank, coordinates in enumerate(expected):
         assert layout.coordinates(rank) == coordinates
-        assert layout.rank_of(coordinates) == rank
         assert {name: int(array[rank]) for name, array in arrays.items()} == coordinates
 
 
-@given(layouts, st.sets(st.sampled_from(DIMENSIONS), min_size=1))
+@given(layouts, st.sampled_from(DIMENSIONS))
 def test_groups(layout, inside):
-    token = "-".join(sorted(inside))
     groups: dict[tuple[int, ...], list[int]] = {}
-    outer = [name for name in reversed(layout.order.split("-")) if name not in inside]
+    outer = [name for name in reversed(layout.order.split("-")) if name != inside]
     for rank, coordinates in enumerate(dealt_out(layout)):
         groups.setdefault(tuple(coordinates[name] for name in outer), []).append(rank)
     expected = [members for _, members in sorted(groups.items())]
-    assert layout.groups(token).tolist() == expected
+    assert layout.groups(inside).tolist() == expected
     for members in expected:
-        assert list(layout.group_of(members[-1], token)) == members
+        assert list(layout.group_of(members[-1], inside)) == members

@@ -29,7 +29,7 @@ def slow_in_calls(log: CallLog) -> tuple[tuple[Incident, ...], tuple[str, ...]]:
         if period is None:
             missing.append(f"rank {rank}: its {len(calls)} calls show no steady step")
         else:
-            periods[rank] = calls[-period.length :]
+            periods[rank] = calls[-period:]
     at = boundaries(periods)
     if at is None:
         raise TraceError("no call comes once in every step of every rank: steps cannot be told apart")

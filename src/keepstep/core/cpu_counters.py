@@ -1,4 +1,4 @@
-"""What the kernel counts for a worker: time it waited for a CPU, and time its cgroup was kept from running."""
+"""What the kernel counts for a worker: time it waited for a CPU, and time its control group was kept from running."""
 
 from __future__ import annotations
 
@@ -12,34 +12,27 @@ from keepstep.core.control_groups import PROC, folders
 class CpuCounters:
     """Counters of one worker; all only grow."""
 
-    running_ns: int  # main thread on a CPU
-    runnable_ns: int  # main thread ready, waiting for a CPU
-    periods: int = 0  # cgroup quota periods that passed
-    throttled_periods: int = 0  # those in which the quota ran out
-    throttled_us: int = 0  # time the cgroup was kept off its CPUs, summed over these
+    runnable_ns: int  # the main thread was ready to run and waited for a CPU
+    throttled_periods: int = 0  # periods in which the quota of the control group ran out
+    throttled_us: int = 0  # time the control group was kept off its CPUs, summed over these
 
 
 def cpu_counters(pid: int, quota: Path | None, proc: Path = PROC) -> CpuCounters | None:
     """The counters of ``pid`` now; ``quota`` is its ``cpu.stat`` file (``quota_file``). None when it is gone."""
-    try:
-        words = (proc / str(pid) / "schedstat").read_text().split()
-        running_ns, runnable_ns = int(words[0]), int(words[1])
-    except (OSError, ValueError, IndexError):
+    runnable_ns = _runnable_ns(proc / str(pid))
+    if runnable_ns is None:
         return None
-    throttling = _throttling(quota) if quota is not None else (0, 0, 0)
-    return CpuCounters(running_ns, runnable_ns, *throttling)
+    _, throttled_periods, throttled_us = _throttling(quota) if quota is not None else (0, 0, 0)
+    return CpuCounters(runnable_ns, throttled_periods, throttled_us)
 
 
-def queued_ns(proc: Path = PROC) -> int:
+def queued_ns() -> int:
     """How long the calling thread has waited for a CPU since it began; 0 where the kernel does not count it."""
-    try:
-        return int((proc / "thread-self" / "schedstat").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
+    return _runnable_ns(PROC / "thread-self") or 0
 
 
 def quota_file(pid: int, proc: Path = PROC, mounts: Path | None = None) -> Path | None:
-    """The ``cpu.stat`` of the cgroup (v2, or v1's cpu controller) that limits ``pid``; None when none does.
+    """The ``cpu.stat`` of the control group (v2, or v1's cpu controller) that limits ``pid``; None when none does.
 
     A quota may be set on any ancestor; the nearest one that counts periods is taken.
     """
@@ -50,12 +43,19 @@ def quota_file(pid: int, proc: Path = PROC, mounts: Path | None = None) -> Path 
     return None
 
 
+def _runnable_ns(process: Path) -> int | None:
+    """The second field of ``schedstat``; None where it cannot be read."""
+    try:
+        return int((process / "schedstat").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def _throttling(file: Path) -> tuple[int, int, int]:
     """(periods, throttled periods, throttled microseconds) of a ``cpu.stat``; zeros where it cannot be read."""
     try:
-        counts = {
-            name: int(value) for name, value in (line.split() for line in file.read_text().splitlines())
-        }
+        lines = (line.split() for line in file.read_text().splitlines())
+        counts = {name: int(value) for name, value in lines}
     except (OSError, ValueError):
         return 0, 0, 0
     throttled_us = counts.get("throttled_usec", counts.get("throttled_time", 0) // 1000)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,6 @@ import numpy.typing as npt
 from keepstep.core.errors import LayoutError
 
 DIMENSIONS = ("tp", "cp", "ep", "dp", "pp")
-DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 Ranks = npt.NDArray[np.int64]
 
@@ -23,8 +21,8 @@ class ParallelLayout:
     """Sizes of tensor, context, expert, data and pipeline parallelism, and the order of dealing ranks.
 
     ``order`` names dimensions, the first varies fastest with the rank (Megatron's convention); dimensions
-    of size 1 may be left out of it. The world size is the product of the sizes. Raises `LayoutError` when
-    sizes or order cannot be.
+    of size 1 may be left out of it. The world size is the product of the sizes. Raises `LayoutError` for a
+    size below 1, and for an order that names no dimension, names one twice or forgets one.
     """
 
     tp: int = 1
@@ -32,7 +30,7 @@ class ParallelLayout:
     ep: int = 1
     dp: int = 1
     pp: int = 1
-    order: str = DEFAULT_ORDER
+    order: str = "-".join(DIMENSIONS)
 
     def __post_init__(self) -> None:
         for dimension in DIMENSIONS:
@@ -52,22 +50,19 @@ class ParallelLayout:
             )
 
     @classmethod
-    def parse(cls, text: str, order: str = DEFAULT_ORDER) -> ParallelLayout:
-        """The layout of ``"tp2-pp4-dp8"``; sizes not named are 1. Raises `LayoutError`."""
+    def declared(cls, text: str) -> ParallelLayout:
+        """The layout of ``"tp2-pp4-dp8"``: sizes not named are 1, ranks are dealt in the order of the names.
+
+        Raises:
+            LayoutError: the text is no such list.
+        """
         sizes: dict[str, int] = {}
         for part in text.split("-"):
             match = re.fullmatch(r"([a-z]+)=?(\d+)", part.strip(), re.ASCII)
             if match is None or match[1] not in DIMENSIONS or match[1] in sizes:
                 raise LayoutError(f"layout {text!r}: cannot read {part!r}; write it like tp2-pp4-dp8")
             sizes[match[1]] = int(match[2])
-        return cls(order=order, **sizes)
-
-    @classmethod
-    def declared(cls, text: str) -> ParallelLayout:
-        """As ``parse``, but the ranks are dealt in the order in which the sizes are named. Raises `LayoutError`."""
-        named = re.findall(r"[a-z]+", text)
-        rest = [name for name in DIMENSIONS if name not in named]
-        return cls.parse(text, "-".join([*(name for name in named if name in DIMENSIONS), *rest]))
+        return cls(order="-".join(sizes), **sizes)
 
     def __str__(self) -> str:
         return "-".join(f"{name}{self.size(name)}" for name in DIMENSIONS if self.size(name) != 1) or "dp1"
@@ -78,7 +73,7 @@ class ParallelLayout:
         return math.prod(self.size(name) for name in DIMENSIONS)
 
     def size(self, dimension: str) -> int:
-        """Size of one dimension. Raises `LayoutError` for a name that is none."""
+        """Size of one dimension. Raises `LayoutError` for an unknown name."""
         if dimension not in DIMENSIONS:
             raise LayoutError(f"no dimension {dimension!r}; there are {', '.join(DIMENSIONS)}")
         return int(getattr(self, dimension))
@@ -93,8 +88,11 @@ class ParallelLayout:
             )
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's index in every dimension."""
-        self._check_rank(rank)
+        """The rank's index in every dimension. Raises `LayoutError` for a rank that the layout does not have."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(
+                f"rank {rank} is outside the layout {self}, which has ranks 0 to {self.world_size - 1}"
+            )
         return {name: rank // stride % self.size(name) for name, stride in self._strides().items()}
 
     def all_coordinates(self) -> dict[str, Ranks]:
@@ -102,63 +100,24 @@ class ParallelLayout:
         ranks = np.arange(self.world_size, dtype=np.int64)
         return {name: ranks // stride % self.size(name) for name, stride in self._strides().items()}
 
-    def rank_of(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at ``coordinates``; dimensions left out count as index 0."""
-        strides = self._strides()
-        rank = 0
-        for name, index in coordinates.items():
-            if not 0 <= index < self.size(name):
-                raise LayoutError(
-                    f"{name}={index} is outside the layout {self}, whose {name} is {self.size(name)}"
-                )
-            rank += index * strides[name]
-        return rank
+    def groups(self, dimension: str) -> Ranks:
+        """All groups over one dimension: array (groups, members), both in ascending order of ranks."""
+        members = np.arange(self.size(dimension)) * self._strides()[dimension]
+        firsts = np.flatnonzero(self.all_coordinates()[dimension] == 0)
+        return firsts[:, None] + members[None, :]
 
-    def groups(self, dimensions: str) -> Ranks:
-        """All groups over one dimension (``"dp"``) or several (``"dp-cp"``): array (groups, members).
-
-        Members and groups are in the layout's order, as Megatron numbers them.
-        """
-        inside = self._split(dimensions)
-        outside = [name for name in self._ordered() if name not in inside]
-        return self._offsets(outside)[:, None] + self._offsets(inside)[None, :]
-
-    def group_of(self, rank: int, dimensions: str) -> tuple[int, ...]:
-        """The members of the rank's own group over ``dimensions``."""
-        inside = self._split(dimensions)
-        here, strides = self.coordinates(rank), self._strides()
-        first = rank - sum(here[name] * strides[name] for name in inside)
-        return tuple(int(member) for member in self._offsets(inside) + first)
-
-    def _split(self, dimensions: str) -> list[str]:
-        wanted = dimensions.split("-")
-        for name in wanted:
-            self.size(name)
-        return [name for name in self._ordered() if name in wanted]
-
-    def _offsets(self, names: list[str]) -> Ranks:
-        """Ranks with every combination of indices of ``names`` and 0 elsewhere, the first varying fastest."""
-        strides = self._strides()
-        offsets = np.zeros(1, dtype=np.int64)
-        for name in names:
-            steps = np.arange(self.size(name), dtype=np.int64) * strides[name]
-            offsets = (steps[:, None] + offsets[None, :]).ravel()
-        return offsets
-
-    def _ordered(self) -> list[str]:
-        named = self.order.split("-")
-        return named + [name for name in DIMENSIONS if name not in named]
+    def group_of(self, rank: int, dimension: str) -> tuple[int, ...]:
+        """The members of the rank's own group over one dimension, ascending."""
+        size, stride = self.size(dimension), self._strides()[dimension]
+        first = rank - self.coordinates(rank)[dimension] * stride
+        return tuple(range(first, first + size * stride, stride))
 
     def _strides(self) -> dict[str, int]:
+        """Per dimension, in the order of dealing, how far apart the ranks of neighbouring indices are."""
+        named = self.order.split("-")
         strides: dict[str, int] = {}
         stride = 1
-        for name in self._ordered():
+        for name in [*named, *(name for name in DIMENSIONS if name not in named)]:
             strides[name] = stride
             stride *= self.size(name)
         return strides
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
-            raise LayoutError(
-                f"rank {rank} is outside the layout {self}, which has ranks 0 to {self.world_size - 1}"
-            )

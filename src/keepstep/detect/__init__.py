@@ -2,19 +2,15 @@
 
 from keepstep.detect.changepoint import ChangeKind, ChangePoint, ChangePointDetector, change_points
 from keepstep.detect.hang import HangDetector, NoProgress
-from keepstep.detect.host import HostCause, HostCauseKind, HostSample, host_cause
-from keepstep.detect.period import Period, find_period
+from keepstep.detect.host import host_cause
+from keepstep.detect.period import find_period
 
 __all__ = [
     "ChangeKind",
     "ChangePoint",
     "ChangePointDetector",
     "HangDetector",
-    "HostCause",
-    "HostCauseKind",
-    "HostSample",
     "NoProgress",
-    "Period",
     "change_points",
     "find_period",
     "host_cause",

@@ -20,26 +20,19 @@ NESTED = [
 )
 @pytest.mark.parametrize("cut", [0, 3])
 def test_clean_sequences(pattern: list[Hashable], cut: int) -> None:
-    period = find_period((pattern * 20)[cut:])
-    assert period is not None
-    assert (period.length, period.start) == (len(pattern), 0)
-    assert period.confidence > 0.9
+    assert find_period((pattern * 20)[cut:]) == len(pattern)
 
 
 def test_a_warm_up_prefix_is_left_out() -> None:
     prefix = [("broadcast", "world", size) for size in range(50)]
-    period = find_period(prefix + DDP * 20)
-    assert period is not None
-    assert (period.length, period.start) == (5, 50)
+    assert find_period(prefix + DDP * 20) == 5
 
 
 def test_half_a_percent_of_wrong_records_does_no_harm() -> None:
     rng = random.Random(3)
     for pattern in (DDP, STEP, NESTED):
         symbols = [rng.choice(pattern) if rng.random() < 0.005 else symbol for symbol in pattern * 40]
-        period = find_period(symbols)
-        assert period is not None
-        assert period.length == len(pattern)
+        assert find_period(symbols) == len(pattern)
 
 
 @pytest.mark.parametrize("symbols", [[], [1], [1, 2, 3, 1, 2, 3, 1], list(range(1000))])
@@ -69,50 +62,9 @@ def test_lost_records_do_not_pass_a_micro_batch_for_a_step() -> None:
     assert find_period([symbol for symbol in step * 60 if rng.random() > 0.005]) is None
 
 
-def test_markers_make_it_the_whole_step() -> None:
-    pattern = MICRO * 8  # nothing in the calls themselves tells the step from the micro-batch
-    markers = list(range(24, 24 * 20, 24))
-    inner, whole = find_period(pattern * 20), find_period(pattern * 20, markers)
-    assert inner is not None
-    assert whole is not None
-    assert (inner.length, whole.length, whole.start) == (3, 24, 24)
-
-
-def test_markers_see_past_interleaved_evaluation() -> None:
-    symbols: list[Hashable] = []
-    markers: list[int] = []
-    for step in range(40):
-        markers.append(len(symbols))
-        symbols += STEP
-        if step % 5 == 4:
-            symbols += [("all_reduce", "dp", 7)] * 6
-    period = find_period(symbols, markers)
-    assert period is not None
-    assert period.length == len(STEP)
-
-
-def test_markers_with_sizes_that_vary_count_calls() -> None:
-    rng = random.Random(8)
-    symbols = [("all_to_all", "ep", rng.random()) for _ in range(200)]
-    period = find_period(symbols, list(range(0, 201, 10)))
-    assert period is not None
-    assert period.length == 10
-    assert find_period(symbols, sorted(rng.sample(range(200), 20))) is None
-
-
 def test_the_rhythm_of_now_counts() -> None:
-    period = find_period(DDP * 100 + NESTED * 60)
-    assert period is not None
-    assert (period.length, period.start) == (len(NESTED), 500)
+    assert find_period(DDP * 100 + NESTED * 60) == len(NESTED)
 
 
 def test_a_long_sequence() -> None:
-    period = find_period([("op", place % 37, place) for place in range(900)] * 112)
-    assert period is not None
-    assert (period.length, period.start) == (900, 0)
-
-
-@pytest.mark.parametrize("markers", [[3, 2], [-1, 4], [0, 99]])
-def test_markers_that_make_no_sense_are_refused(markers: list[int]) -> None:
-    with pytest.raises(ValueError, match="markers must be sorted"):
-        find_period([1] * 20, markers)
+    assert find_period([("op", place % 37, place) for place in range(900)] * 112) == 900

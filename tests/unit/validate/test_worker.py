@@ -131,7 +131,7 @@ def test_time_of_others_on_the_core_leaves_the_figure_alone_and_time_beyond_the_
     host = BusyHost()
 
     def counters(pid: int, quota: Any) -> CpuCounters:
-        return CpuCounters(0, 0, throttled_us=int(host.busy_s * 1e9) if throttled else 0)
+        return CpuCounters(0, throttled_us=int(host.busy_s * 1e9) if throttled else 0)
 
     monkeypatch.setattr(devices, "time", host)
     monkeypatch.setattr(devices, "cpu_counters", counters)

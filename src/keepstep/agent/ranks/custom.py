@@ -49,10 +49,9 @@ class CustomLoop:
         if len(rows) < _FIRST_LOOK or int(rows["start_ns"][-1]) - int(rows["start_ns"][0]) < _SPAN_NS:
             return False
         numbers = symbols(rows)
-        period = find_period(numbers.tolist())
-        if period is None or len(rows) < _PERIODS * period.length:
+        length = find_period(numbers.tolist())
+        if length is None or len(rows) < _PERIODS * length:
             return False
-        length = period.length
         settled = numbers[
             len(numbers) // 4 :
         ]  # micro-batches repeat inside a step, but not through all of it

@@ -9,7 +9,7 @@ from pathlib import Path
 from keepstep.agent.sensors.processes import ProcessId
 from keepstep.core.cpu_counters import CpuCounters, cpu_counters, quota_file
 from keepstep.core.summary import HostCause
-from keepstep.detect import HostSample, host_cause
+from keepstep.detect import host_cause
 
 _WINDOW = 11  # looks, hence ten seconds at one a second
 _QUOTA_LOOKS = 10  # a quota may be set while the job runs
@@ -43,23 +43,10 @@ class HostSensors:
         """What the host took from each worker lately, where it is enough to matter."""
         found: list[HostCause] = []
         for rank, looks in sorted(self._looks.items()):
-            sample = _sample(rank, looks)
-            judged = host_cause([sample]) if sample is not None else None
-            if judged is not None:
-                found.append(HostCause(rank, judged.kind.replace("-", " "), judged.share))
+            if len(looks) < 2 or looks[-1][0] - looks[0][0] < _LEAST_S:
+                continue
+            (begin_s, first), (end_s, last) = looks[0], looks[-1]
+            cause = host_cause(rank, end_s - begin_s, first, last)
+            if cause is not None:
+                found.append(cause)
         return tuple(found)
-
-
-def _sample(rank: int, looks: deque[tuple[float, CpuCounters]]) -> HostSample | None:
-    if len(looks) < 2 or looks[-1][0] - looks[0][0] < _LEAST_S:
-        return None
-    (begin_s, first), (end_s, last) = looks[0], looks[-1]
-    return HostSample(
-        rank,
-        end_s - begin_s,
-        periods=max(0, last.periods - first.periods),
-        throttled_periods=max(0, last.throttled_periods - first.throttled_periods),
-        throttled_us=max(0, last.throttled_us - first.throttled_us),
-        queue_wait_ns=max(0, last.runnable_ns - first.runnable_ns),
-        on_cpu_ns=max(0, last.running_ns - first.running_ns),
-    )
