@@ -1,6 +1,6 @@
 """The compound run's job in virtual time, with the real controller's core, launchers' core and change detectors.
 
-What runs of keepstep: `Controller` and everything behind it, each launcher's `Membership`, each rank's `RankWatch`.
+What runs of keepstep: `Controller` and everything behind it, each launcher's `Member`, each rank's `RankWatch`.
 Simulated are the 256 ranks, what their agents measure (iterations, traffic, clock samples), time, and the network.
 Nothing of keepstep is told what is slow.
 """
@@ -18,12 +18,14 @@ from keepstep import wire
 from keepstep.agent.ranks.iterations import WARM_UP_STEPS
 from keepstep.agent.ranks.track import HISTORY
 from keepstep.agent.ranks.watch import RankWatch
-from keepstep.control import Controller, Effect, Send, Settings, WriteIncident
+from keepstep.control.controller import Controller
+from keepstep.control.effects import Effect, Send, WriteIncident
+from keepstep.control.settings import Settings
 from keepstep.core.events import Phase
 from keepstep.core.incident import Incident
 from keepstep.core.microbatches import Split, equal_shares, fits
 from keepstep.core.summary import ClockSample, IterationSummary, PeerTraffic
-from keepstep.launch.controller.membership import Membership
+from keepstep.launch.controller.member import Member
 
 NODES = given.DP * given.PP
 COUNT = given.DP * given.MICRO_BATCHES
@@ -161,7 +163,7 @@ class Treated:
         self.controller = Controller(Settings(nodes=NODES, backups=1, validate=False))
         self._agent_of = [_AGENTS + node for node in range(NODES)]
         self._members = [
-            Membership(
+            Member(
                 wire.Join(
                     *(name, f"10.0.0.{node}", given.TP, 29500, node, NODES, NODES, _RESTARTS),
                 ),

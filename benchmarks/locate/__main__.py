@@ -29,7 +29,7 @@ from benchmarks.simulate import Fault, Run, Workload
 
 from keepstep import wire
 from keepstep.control.cluster import Cluster
-from keepstep.control.incidents.locators import LibraryLocators
+from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.questions import PACKED_WORLD
 from keepstep.core.incident import Diagnosis
 from keepstep.core.iteration_table import between
@@ -125,7 +125,7 @@ def locate_profiles(
 
     ``blocks_of`` is asked for the blocks that would tell more of the culprits, as the agents are.
     """
-    locators = LibraryLocators()
+    locators = Locators()
     names = list(dict.fromkeys(nodes.values()))
     cluster = Cluster(len(names))
     answers: list[wire.Profile] = []

@@ -14,7 +14,7 @@ import keepstep.locate  # noqa: F401  # the first verdict's import is not what i
 from keepstep import wire
 from keepstep.control.__main__ import collect_rarely
 from keepstep.control.cluster import Cluster
-from keepstep.control.incidents.locators import LibraryLocators
+from keepstep.control.incidents.locators import Locators
 from keepstep.core.iteration_table import between
 from keepstep.core.summary import GroupInfo
 from keepstep.wire.messages import AgentMessage
@@ -43,7 +43,7 @@ def main() -> None:
         cluster.heard(cluster.node(beat.node_rank, names[beat.node_rank]), beat, 0.0)
     frames = list(messages(folder / "answers"))[::-1]  # as received
     collect_rarely()
-    locators = LibraryLocators()
+    locators = Locators()
     began, cpu = time.perf_counter(), time.process_time()
     answers = [decode(frames.pop()) for _ in range(len(frames))]
     decoded = time.perf_counter()

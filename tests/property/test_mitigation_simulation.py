@@ -14,7 +14,9 @@ from collections import deque
 import pytest
 
 from keepstep.agent.ranks.watch import RankWatch
-from keepstep.control import Controller, Effect, Send, Settings, WriteIncident
+from keepstep.control.controller import Controller
+from keepstep.control.effects import Effect, Send, WriteIncident
+from keepstep.control.settings import Settings
 from keepstep.core.incident import Incident
 from keepstep.core.microbatches import Split, equal_shares, fits
 from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary

@@ -36,7 +36,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "unit" / "control"))
 
 import control_stand_ins as stand_ins
 
-from keepstep.control import Controller, Effect, Send, Settings, StorePlacement, WriteIncident
+from keepstep.control.controller import Controller
+from keepstep.control.effects import Effect, Send, StorePlacement, WriteIncident
+from keepstep.control.settings import Settings
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Incident
 from keepstep.core.ranges import expand_ranks

@@ -15,7 +15,7 @@ from keepstep.control.cases import Cases
 from keepstep.control.cluster import Cluster
 from keepstep.control.dispatch import FOR_ONE_PART, Handler
 from keepstep.control.effects import Effect, Send, StoreStop, Tell
-from keepstep.control.incidents.locators import LibraryLocators, Locators
+from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.open_cases import OpenCases
 from keepstep.control.membership.admission import Admission
 from keepstep.control.membership.council import Councils
@@ -101,7 +101,7 @@ class Controller:
         self.cases = Cases.of(
             settings,
             self.cluster,
-            locators or LibraryLocators(),
+            locators or Locators(),
             OpenCases(self.ending, self.reforming),
             self._operating,
             self._effects,

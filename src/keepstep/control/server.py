@@ -33,7 +33,7 @@ from keepstep.control.effects import (
     WriteIncident,
 )
 from keepstep.control.files import RunFiles, spoken
-from keepstep.control.incidents.locators import LibraryLocators
+from keepstep.control.incidents.locators import Locators
 from keepstep.control.settings import Settings
 from keepstep.control.status import interval_s, status_of
 from keepstep.core.errors import RunError
@@ -77,7 +77,7 @@ class ControlServer:
         self._wall_offset_s = time.time() - time.monotonic()
         self._controller = Controller(
             options.settings,
-            locators=LibraryLocators(options.layout),
+            locators=Locators(options.layout),
             unix_s=self._unix_s,
             pid=os.getpid(),
         )

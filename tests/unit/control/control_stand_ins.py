@@ -10,7 +10,16 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from keepstep.control import Disconnect, Effect, Exit, Say, Send, StorePlacement, StoreStop, WriteIncident
+from keepstep.control.effects import (
+    Disconnect,
+    Effect,
+    Exit,
+    Say,
+    Send,
+    StorePlacement,
+    StoreStop,
+    WriteIncident,
+)
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis, Link
 from keepstep.core.ranges import fold_ranks

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import control_stand_ins as stand_ins
 
-from keepstep.control import Controller, Effect, Send, Settings, StorePlacement
+from keepstep.control.controller import Controller
+from keepstep.control.effects import Effect, Send, StorePlacement
+from keepstep.control.settings import Settings
 from keepstep.wire import Halted, Hello, Join, Message, Operate, Operated
 
 OPERATOR = 20

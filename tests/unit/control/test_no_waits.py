@@ -8,7 +8,9 @@ import control_stand_ins as stand_ins
 import pytest
 from tests.scenarios.test_control_scenarios import Stage
 
-from keepstep.control import Controller, Send, Settings
+from keepstep.control.controller import Controller
+from keepstep.control.effects import Send
+from keepstep.control.settings import Settings
 from keepstep.core.incident import Incident
 from keepstep.wire.messages import Kill
 

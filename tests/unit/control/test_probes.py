@@ -10,7 +10,9 @@ import control_stand_ins as stand_ins
 import pytest
 from tests.scenarios.test_control_scenarios import Stage
 
-from keepstep.control import Controller, Effect, Say, Send, Settings
+from keepstep.control.controller import Controller
+from keepstep.control.effects import Effect, Say, Send
+from keepstep.control.settings import Settings
 from keepstep.core.incident import Culprit, Diagnosis, Link
 from keepstep.core.summary import Endpoint, PathProbe
 from keepstep.locate import with_probes

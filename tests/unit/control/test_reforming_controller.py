@@ -5,7 +5,9 @@ from __future__ import annotations
 import control_stand_ins as stand_ins
 import pytest
 
-from keepstep.control import Controller, Disconnect, Effect, Send, Settings, StoreStop
+from keepstep.control.controller import Controller
+from keepstep.control.effects import Disconnect, Effect, Send, StoreStop
+from keepstep.control.settings import Settings
 from keepstep.core.finding import Finding
 from keepstep.wire import (
     Bye,

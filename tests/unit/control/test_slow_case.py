@@ -9,7 +9,8 @@ import control_stand_ins as stand_ins
 import pytest
 from tests.scenarios.test_control_scenarios import Stage
 
-from keepstep.control import Controller, Settings
+from keepstep.control.controller import Controller
+from keepstep.control.settings import Settings
 from keepstep.core.incident import Diagnosis
 from keepstep.core.summary import IterationSummary
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 
 import control_stand_ins as stand_ins
 
-from keepstep.control import Controller, Effect, Say, Send, Settings, StorePlacement, WriteIncident
+from keepstep.control.controller import Controller
+from keepstep.control.effects import Effect, Say, Send, StorePlacement, WriteIncident
+from keepstep.control.settings import Settings
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Incident
 from keepstep.core.validation import TransferEndpoint

@@ -19,20 +19,20 @@ from virtual_checks import check, check_end, check_given, check_start, describe
 from virtual_parts import ATTEMPT_S, RANKS, Connection, Host, Site
 
 from keepstep import wire
-from keepstep.control import (
-    Controller,
+from keepstep.control.controller import Controller
+from keepstep.control.effects import (
     Effect,
     Reach,
     Send,
-    Settings,
     StoreCouncil,
     StorePlacement,
     StoreStop,
     Tell,
     WriteIncident,
 )
+from keepstep.control.settings import Settings
 from keepstep.launch.controller.lease import Elector, ToSeat
-from keepstep.launch.controller.membership import LEASE_S, Membership
+from keepstep.launch.controller.member import LEASE_S, Member
 
 TICK_S = 0.4
 BEAT_S = 1.4
@@ -235,7 +235,7 @@ class Job:
             *(name, f"10.0.0.{number}", RANKS, 29500, -1, self.least, self.nodes, self.max_restarts),
             hosts_controller=self.elects and pid == 100,
         )
-        part = Membership(join, pid, lambda: self.random.randrange(20000, 60000))
+        part = Member(join, pid, lambda: self.random.randrange(20000, 60000))
         host = Host(name, pid, part, Elector(seat, self.random.random))
         host.elector.learned(wire.Leads(1, "10.0.0.0", 1))
         self.at(BEAT_S, lambda: self._beat(host))

@@ -7,9 +7,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from keepstep import wire
-from keepstep.control import Controller, StorePlacement
+from keepstep.control.controller import Controller
+from keepstep.control.effects import StorePlacement
 from keepstep.launch.controller.lease import Elector
-from keepstep.launch.controller.membership import Membership
+from keepstep.launch.controller.member import Member
 
 DEAD_HOST_S = 3.0  # until the kernel closes a connection to a host that does not answer
 ATTEMPT_S = 5.0
@@ -54,7 +55,7 @@ class Host:
 
     name: str
     pid: int
-    part: Membership
+    part: Member
     elector: Elector  # idle where the controller stays where it is
     alive: bool = True
     cut: bool = False
