@@ -27,7 +27,7 @@ from keepstep.checkpoint.memory.cache_server import CacheServer
 from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job, job_from_command_line
 from keepstep.launch.command.placement import CACHE, INCARNATION, RING, RUN_DIR, Place, worker_plans
-from keepstep.launch.command.rendezvous import Endpoint
+from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.node.programs import agent_command, controller_command, environment
 from keepstep.ring import create
 

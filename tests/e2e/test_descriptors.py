@@ -17,7 +17,7 @@ from tests.e2e.test_run_watched import free_port
 
 from keepstep import wire
 from keepstep.launch.command.job import job_from_command_line
-from keepstep.launch.command.rendezvous import Endpoint
+from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.node.programs import controller_command
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]

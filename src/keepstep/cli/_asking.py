@@ -11,7 +11,7 @@ from typing import TypeVar
 from keepstep import wire
 from keepstep.core.config import config_path, resolve
 from keepstep.core.errors import RunError
-from keepstep.launch.command.settings import SETTINGS
+from keepstep.launch.command.run_settings import SETTINGS
 from keepstep.traces import open_run
 
 Answer = TypeVar("Answer", bound=wire.Message)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from keepstep.cli._parsing import Parser, choose
 from keepstep.core.config import config_path, resolve
-from keepstep.launch.command.settings import SETTINGS
+from keepstep.launch.command.run_settings import SETTINGS
 
 _SHOW = "Print every setting: default < file < environment < flag."
 

@@ -17,8 +17,8 @@ from keepstep.core.home import home_folder
 from keepstep.core.own_folders import open_to_all
 from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job, job_from_command_line
+from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import COOKIE, Place, worker_plans
-from keepstep.launch.command.rendezvous import Endpoint
 from keepstep.launch.workers.guard import Guard
 
 

@@ -22,16 +22,16 @@ from keepstep.core.home import home_folder
 from keepstep.core.incident import Recovery
 from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job
+from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import COOKIE, Place
-from keepstep.launch.command.rendezvous import Endpoint
 from keepstep.launch.controller.hosting import Hosting
+from keepstep.launch.controller_orders import Orders
 from keepstep.launch.course import Course, EndedEarly, Outcome
-from keepstep.launch.node.agent import FAILURES, Watching
-from keepstep.launch.node.cache import Caching
+from keepstep.launch.local_run import Words
+from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.node_checks import NodeChecks, versions
-from keepstep.launch.orders import Orders
+from keepstep.launch.node.watching import FAILURES, Watching
 from keepstep.launch.parting import Parting
-from keepstep.launch.words import Words
 from keepstep.launch.workers import root_cause
 from keepstep.launch.workers.crew import Crew
 from keepstep.launch.workers.guard import Guard
@@ -55,7 +55,7 @@ class Launcher:
         self._secret = run_folder.secret_path(job, folder, home_folder(environ))
         self._words = words = Words(job, folder, self._secret)
         self._course = course = Course()
-        self._caching = Caching(job, words.warn)
+        self._caching = NodeCache(job, words.warn)
         self._watching = Watching(
             *(job, folder, self._secret, self._processes, guard, self._caching),
             where=lambda: (course.place, self._controller.at),

@@ -10,9 +10,9 @@ from typing import Any
 from keepstep.launch.command.job import Job
 from keepstep.launch.controller.hosting import Hosting
 from keepstep.launch.course import Course, Outcome
-from keepstep.launch.node.agent import Watching
-from keepstep.launch.node.cache import Caching
-from keepstep.launch.words import Words
+from keepstep.launch.local_run import Words
+from keepstep.launch.node.node_cache import NodeCache
+from keepstep.launch.node.watching import Watching
 
 _EXIT_BARRIER_S = 300.0
 _DRAIN_S = 1.0
@@ -30,7 +30,7 @@ class Parting:
         course: Course,
         controller: Hosting,
         watching: Watching,
-        caching: Caching,
+        caching: NodeCache,
         words: Words,
         *,
         sweep: Callable[[], Awaitable[None]],

@@ -9,7 +9,7 @@ from virtual_parts import ATTEMPT_S, DEAD_HOST_S, RANKS, Host, Site
 
 from keepstep import wire
 from keepstep.launch.controller.lease import UNREACHED_S
-from keepstep.launch.controller.membership import LEASE_S
+from keepstep.launch.controller.member import LEASE_S
 
 if TYPE_CHECKING:
     from virtual_launchers import Job

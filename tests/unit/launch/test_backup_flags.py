@@ -9,7 +9,7 @@ import pytest
 from keepstep.agent.arguments import parse
 from keepstep.core.errors import UsageError
 from keepstep.launch.command.job import Job, job_from_command_line
-from keepstep.launch.command.rendezvous import Endpoint
+from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.node.programs import agent_command, controller_command
 
 MEETING = Endpoint("10.0.0.1", 29400)

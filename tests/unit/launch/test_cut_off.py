@@ -5,7 +5,7 @@ import pytest
 from keepstep import wire
 from keepstep.launch.controller.cut_off import LONG_STILL_S, CutOff, Standstill
 from keepstep.launch.controller.lease import Elector
-from keepstep.launch.controller.membership import LEASE_S, Membership
+from keepstep.launch.controller.member import LEASE_S, Member
 
 
 def test_it_is_told_once_it_is_longer_than_the_job_ever_paused() -> None:
@@ -35,7 +35,7 @@ def test_without_the_controllers_host_workers_end_once_they_may_be_replaced_or_s
     restarts: int,
 ) -> None:
     join = wire.Join("gpu-1", "10.0.0.1", 2, 29500, -1, 2, 2, restarts)
-    member = Membership(join, 7, lambda: 4711)
+    member = Member(join, 7, lambda: 4711)
     member.received(wire.Placement(0, 0, 2, 2, "10.0.0.1", 29500, 0))
     member.started()
     cut_off = CutOff(member)
@@ -57,7 +57,7 @@ def test_a_controllers_node_without_a_majority_ends_what_runs_and_is_away_like_t
     def seat(n: int) -> wire.Seat:
         return wire.Seat(n, f"gpu-{n}", n, f"10.0.0.{n}", 7000)
 
-    member = Membership(wire.Join("gpu-1", "10.0.0.1", 2, 29500, -1, 3, 3, 3), 1, lambda: 4711)
+    member = Member(wire.Join("gpu-1", "10.0.0.1", 2, 29500, -1, 3, 3, 3), 1, lambda: 4711)
     elector = Elector(seat(1), lambda: 0.5)
     member.vote(seat(1), elector)
     member.received(wire.Placement(0, 0, 6, 3, "10.0.0.1", 29500, 0))

@@ -11,9 +11,9 @@ from keepstep.checkpoint.memory.slots import Key
 from keepstep.control.__main__ import parse
 from keepstep.core.errors import UsageError
 from keepstep.launch.command.job import Job, job_from_command_line
+from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import Place
-from keepstep.launch.command.rendezvous import Endpoint
-from keepstep.launch.node.cache import Caching, next_sealed
+from keepstep.launch.node.node_cache import NodeCache, next_sealed
 from keepstep.launch.node.programs import controller_command
 
 PLACE = Place(1, 6, 12, 2, "10.0.0.1", 29500)
@@ -46,7 +46,7 @@ def test_without_watching_there_is_nobody_to_give_newcomers_the_state() -> None:
     assert "--backups" not in controller_command(job, Path("run"), Path("secret"), Endpoint("10.0.0.1", 1))
 
 
-class Caches(Caching):
+class Caches(NodeCache):
     """Two ranks that seal a step at each look."""
 
     def __init__(self, alike: int) -> None:
@@ -61,7 +61,7 @@ class Caches(Caching):
         return Key(0, min(self.step - 1, self.until)) if self.until else None
 
 
-def sealed(caching: Caching, *, alike: bool) -> int | None:
+def sealed(caching: NodeCache, *, alike: bool) -> int | None:
     return asyncio.run(next_sealed(caching, (0, 1), lambda: False, alike=alike))
 
 
@@ -73,14 +73,14 @@ def test_a_step_that_all_have_alike_is_waited_for_and_not_for_ever() -> None:
 
 
 def test_ranks_that_saved_nothing_or_all_the_same_go_on_in_any_job() -> None:
-    assert Caching(job_of(), lambda line: None).rigid(None) == ""
+    assert NodeCache(job_of(), lambda line: None).rigid(None) == ""
     assert Caches(100).rigid(PLACE) == ""
     assert Caches(0).rigid(PLACE).startswith("what rank 6 saves is not known to be the same on all ranks")
 
 
 def test_workers_are_told_that_their_job_may_have_another_size() -> None:
     async def environment(*words: str) -> dict[str, str]:
-        caching = Caching(job_of(*words), lambda line: None)
+        caching = NodeCache(job_of(*words), lambda line: None)
         try:
             return caching.environment(PLACE)
         finally:

@@ -5,8 +5,8 @@ import pytest
 
 from keepstep.core.errors import UsageError
 from keepstep.launch.command.job import job_from_command_line, stream_masks
+from keepstep.launch.command.meeting import Endpoint, node_range, parse_endpoint
 from keepstep.launch.command.persisting import Persisting
-from keepstep.launch.command.rendezvous import Endpoint, node_range, parse_endpoint
 from keepstep.launch.command.worker_count import gpu_count, worker_count
 
 BARE = {"HOME": "/nowhere"}

@@ -6,7 +6,7 @@ from msgspec import structs
 
 from keepstep import wire
 from keepstep.launch.controller.lease import TTL_S, UNREACHED_S, Elector, ToSeat
-from keepstep.launch.controller.membership import Membership
+from keepstep.launch.controller.member import Member
 
 SEATS = tuple(wire.Seat(n + 1, f"gpu-{n}", 100 + n, f"10.0.0.{n}", 7000) for n in range(3))
 COUNCIL = wire.Council(1, 1, SEATS[0], 0, SEATS)
@@ -118,7 +118,7 @@ def test_how_long_a_leader_has_been_without_the_lease() -> None:
 
 def test_who_hosts_the_controller_is_told_as_it_moves() -> None:
     join = wire.Join("gpu-1", "10.0.0.1", 2, 29500, max_restarts=2)
-    part = Membership(join, 101, lambda: 30000)
+    part = Member(join, 101, lambda: 30000)
 
     def told() -> list[bool]:
         return [one.hosts_controller for one in part.greet() if isinstance(one, wire.Join)]

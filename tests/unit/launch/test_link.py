@@ -13,10 +13,10 @@ from keepstep import wire
 from keepstep.core.errors import RunError
 from keepstep.core.finding import Finding
 from keepstep.launch.command.job import job_from_command_line
-from keepstep.launch.command.rendezvous import Endpoint
+from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.controller import connection as linking
 from keepstep.launch.controller.connection import Link
-from keepstep.launch.controller.membership import LEASE_S, Membership
+from keepstep.launch.controller.member import LEASE_S, Member
 
 JOIN = wire.Join("gpu-1", "10.0.0.1", 2, 29500, -1, 2, 2, 3)
 
@@ -25,14 +25,14 @@ def placement(incarnation: int) -> wire.Placement:
     return wire.Placement(1, 2, 4, 2, "10.0.0.0", 29500, incarnation)
 
 
-def member(*received: wire.Message) -> Membership:
-    made = Membership(JOIN, 7, lambda: 4711)
+def member(*received: wire.Message) -> Member:
+    made = Member(JOIN, 7, lambda: 4711)
     for message in received:
         made.received(message)
     return made
 
 
-def running(incarnation: int = 0) -> Membership:
+def running(incarnation: int = 0) -> Member:
     made = member(placement(incarnation))
     made.started()
     return made
@@ -154,7 +154,7 @@ def test_a_controller_that_is_away_ends_no_worker_but_a_dead_network_does() -> N
 
 
 def test_a_job_that_never_begins_again_has_no_lease() -> None:
-    made = Membership(wire.Join("gpu-1", "10.0.0.1", 2, 29500), 7, lambda: 4711)
+    made = Member(wire.Join("gpu-1", "10.0.0.1", 2, 29500), 7, lambda: 4711)
     made.received(placement(0))
     made.started()
     made.disconnected(0.0)

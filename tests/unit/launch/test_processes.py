@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.launch.command import addresses
-from keepstep.launch.command.rendezvous import Endpoint
+from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.workers.processes import exit_code, failing_status, low_priority, usual_priority
 
 

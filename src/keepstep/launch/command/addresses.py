@@ -12,7 +12,7 @@ from pathlib import Path
 
 from keepstep.core.errors import RunError
 from keepstep.core.own_address import ANYWHERE, address_towards
-from keepstep.launch.command.rendezvous import Endpoint
+from keepstep.launch.command.meeting import Endpoint
 
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # to connections, by the kernel
 _LEAST_PORT = 10_000

@@ -17,8 +17,7 @@ from keepstep.core.budgets import Limits, limits_of
 from keepstep.core.config import Resolved, config_path, resolve
 from keepstep.core.errors import UsageError
 from keepstep.launch.command import flags
-from keepstep.launch.command.persisting import Persisting, persisting_from
-from keepstep.launch.command.rendezvous import (
+from keepstep.launch.command.meeting import (
     DEFAULT_MASTER_PORT,
     Endpoint,
     Rendezvous,
@@ -26,7 +25,8 @@ from keepstep.launch.command.rendezvous import (
     parse_endpoint,
     rendezvous_from,
 )
-from keepstep.launch.command.settings import SETTINGS
+from keepstep.launch.command.persisting import Persisting, persisting_from
+from keepstep.launch.command.run_settings import SETTINGS
 from keepstep.launch.command.worker_count import worker_count
 
 Number = TypeVar("Number", int, float)

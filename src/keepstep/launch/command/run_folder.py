@@ -14,8 +14,8 @@ from keepstep import __version__
 from keepstep.core.errors import AuthenticationError, RunError, UnsafePathError, UsageError
 from keepstep.core.own_folders import make_folder, make_new_folder, real_path, write_whole
 from keepstep.launch.command.job import Job
+from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import Place
-from keepstep.launch.command.rendezvous import Endpoint
 
 _REACH_S = 2.0
 

@@ -20,10 +20,10 @@ from keepstep.core.incident import Recovery
 from keepstep.core.own_folders import write_whole
 from keepstep.launch.command import addresses
 from keepstep.launch.command.job import Job
+from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import Place
-from keepstep.launch.command.rendezvous import Endpoint
 from keepstep.launch.controller.elections import Elections
-from keepstep.launch.controller.membership import Membership
+from keepstep.launch.controller.member import Member
 from keepstep.launch.node.programs import stop_file
 
 PATIENCE_S = 60.0  # without a connection and with no worker running: nobody will begin again with us
@@ -71,7 +71,7 @@ class Link:
         self._elected, self._known, self._warn = elected, known, warn
         self.address = addresses.resolve(join.address)[0] if token else ""
         self._elections: Elections | None = None
-        self.member = Membership(join, os.getpid(), free_port, time.time)
+        self.member = Member(join, os.getpid(), free_port, time.time)
         if token:
             self._elections = Elections(
                 *(token, join.node, os.getpid(), self.address),

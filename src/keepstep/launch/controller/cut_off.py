@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from keepstep.launch.controller.membership import Membership
+    from keepstep.launch.controller.member import Member
 
 LONG_STILL_S = 60.0
 _USUAL_TIMES = 4
@@ -40,7 +40,7 @@ class CutOff:
     stand still, too.
     """
 
-    def __init__(self, member: Membership) -> None:
+    def __init__(self, member: Member) -> None:
         self._member = member
         self._standstill = Standstill()
 

@@ -14,7 +14,7 @@ from keepstep.core import descriptors
 from keepstep.core.errors import KeepstepError, RunError
 from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job
-from keepstep.launch.command.rendezvous import Endpoint
+from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.node.programs import Companion, controller_command, council_file
 from keepstep.launch.workers.guard import Guard
 from keepstep.launch.workers.processes import Processes

@@ -17,8 +17,8 @@ from keepstep.core.budgets import as_text
 from keepstep.core.errors import RunError, UnsafePathError
 from keepstep.core.own_folders import make_folder, open_file
 from keepstep.launch.command.job import Job
+from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import COOKIE, OURS
-from keepstep.launch.command.rendezvous import Endpoint
 from keepstep.launch.node.preloaded import Waiting
 from keepstep.launch.workers.guard import Guard
 from keepstep.launch.workers.processes import (

@@ -32,7 +32,7 @@ _UNANSWERED = frozenset(
 )
 
 
-class Membership:
+class Member:
     """See the module. ``free_port``: a port of this node that nobody listens on."""
 
     def __init__(

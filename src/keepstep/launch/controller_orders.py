@@ -11,9 +11,9 @@ from keepstep.launch.command.job import Job
 from keepstep.launch.controller.cut_off import CutOff
 from keepstep.launch.controller.hosting import Hosting
 from keepstep.launch.course import Course, Outcome
-from keepstep.launch.node.agent import Watching
-from keepstep.launch.node.cache import Caching
-from keepstep.launch.words import Words
+from keepstep.launch.local_run import Words
+from keepstep.launch.node.node_cache import NodeCache
+from keepstep.launch.node.watching import Watching
 from keepstep.launch.workers.crew import Crew
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Orders:
         crew: Crew,
         controller: Hosting,
         watching: Watching,
-        caching: Caching,
+        caching: NodeCache,
         words: Words,
     ) -> None:
         self._job, self._course, self._crew = job, course, crew

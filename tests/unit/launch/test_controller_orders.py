@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from keepstep.launch.controller_orders import Orders
 from keepstep.launch.course import Course, EndedEarly, Outcome
 from keepstep.launch.launcher import Launcher
-from keepstep.launch.orders import Orders
 from keepstep.wire import Kill, Stop
 
 

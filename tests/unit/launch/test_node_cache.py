@@ -7,7 +7,7 @@ import pytest
 from keepstep.checkpoint.memory import cache_server
 from keepstep.launch.command.job import job_from_command_line
 from keepstep.launch.command.placement import Place
-from keepstep.launch.node.cache import Caching
+from keepstep.launch.node.node_cache import NodeCache
 
 PLACE = Place(0, 0, 1, 1, "127.0.0.1", 29500, incarnation=3)
 
@@ -16,7 +16,7 @@ def test_a_cache_that_cannot_be_made_is_told_to_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []
-    caching = Caching(job_from_command_line(["train.py"], {"KEEPSTEP_NODE_NAME": "gpu-7"}), said.append)
+    caching = NodeCache(job_from_command_line(["train.py"], {"KEEPSTEP_NODE_NAME": "gpu-7"}), said.append)
 
     def fails(loop: object = None) -> None:
         raise OSError(24, "Too many open files")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from keepstep.core.errors import KeepstepError
 from keepstep.launch.command.job import Job
+from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import Place
-from keepstep.launch.command.rendezvous import Endpoint
-from keepstep.launch.node.cache import Caching
+from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.preloaded import Waiting
 from keepstep.launch.node.programs import Companion, agent_command, environment
 from keepstep.launch.workers.guard import Guard
@@ -33,7 +33,7 @@ class Watching:
         secret: Path,
         processes: Processes,
         guard: Guard,
-        caching: Caching,
+        caching: NodeCache,
         where: Callable[[], tuple[Place | None, Endpoint | None]],
         warn: Callable[[str], None],
     ) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.launch.words import Words
+from keepstep.launch.local_run import Words
 
 
 def words(folder: Path, *, quiet: bool = False, verbose: bool = False) -> Words:

@@ -32,7 +32,7 @@ _LOOK_S = 0.02
 _MOST_UNLIKE = 4  # steps: whether one was the same on all ranks is known a step later
 
 
-class Caching:
+class NodeCache:
     """A cache that outlives the workers, from the first start on. ``warn``: a line for the operator."""
 
     def __init__(self, job: Job, warn: Callable[[str], None]) -> None:
@@ -167,7 +167,7 @@ class Caching:
 
 
 async def next_sealed(
-    caching: Caching, ranks: Iterable[int], over: Callable[[], bool], *, alike: bool = False
+    caching: NodeCache, ranks: Iterable[int], over: Callable[[], bool], *, alike: bool = False
 ) -> int | None:
     """The step that all ``ranks`` have sealed since now; None once ``over``.
 
