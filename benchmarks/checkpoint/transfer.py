@@ -29,15 +29,15 @@ def giver(mib: int) -> None:
 
     from keepstep.checkpoint.memory.cached_states import CachedStates
     from keepstep.checkpoint.memory.slots import Key
-    from keepstep.checkpoint.peers.state_server import StateServer
-    from keepstep.checkpoint.snapshot import Seat, Snapshots
+    from keepstep.checkpoint.peers.state_server import state_server
+    from keepstep.checkpoint.snapshot import Snapshots, Worker
 
     with served() as address:
-        snapshots = Snapshots(address, Seat(), lambda row: [row])
+        snapshots = Snapshots(address, Worker(), lambda row: [row])
         state = {f"layer.{i}": torch.rand((mib << 20) // 4 // 16) for i in range(16)}
         snapshots.save(state, 1, overlap=False)
         states = CachedStates(address, [0])
-        server = StateServer(RUN, states.reading)
+        server = state_server(RUN, states.reading)
         server.listen(["127.0.0.1"])
         listener = socket.create_server(("127.0.0.1", 0))
         with states.reading(Key(0, 1), 0) as (slot, record):

@@ -18,11 +18,12 @@ from keepstep.agent.sensors.gpus import Gpus
 from keepstep.agent.sensors.processes import alive, identify, kill_carriers
 from keepstep.agent.services.backups import NodeBackups
 from keepstep.agent.services.checkpoints import Checkpoints, Place
-from keepstep.agent.services.path_probes import Echo, is_elsewhere, probe_paths
+from keepstep.agent.services.path_probes import echo_server, is_elsewhere, probe_paths
 from keepstep.core.errors import KeepstepError
 from keepstep.core.log_lines import log_into
 from keepstep.core.own_address import address_towards
 from keepstep.core.own_folders import make_folder
+from keepstep.wire.blocking import BlockingServer
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -53,7 +54,7 @@ class Program:
         self._failure: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._key = wire.RunKey(b"")
-        self._echo: Echo | None = None
+        self._echo: BlockingServer | None = None
         self._probing = False
         self._checkpoints: Checkpoints | None = None
         self._backups: NodeBackups | None = None
@@ -78,7 +79,7 @@ class Program:
             loop.add_signal_handler(number, self._stop.set)
         tls = wire.client_context(wire.TlsPaths(*arguments.tls)) if arguments.tls is not None else None
         self._key = wire.RunKey(wire.read_secret(arguments.secret_file), arguments.run_id)
-        self._echo = Echo(self._key.secret)
+        self._echo = echo_server(self._key)
         self._start_backups()
         self._client = wire.connect(
             arguments.controller,
@@ -131,12 +132,16 @@ class Program:
             tls=(wire.server_context(paths), wire.client_context(paths)) if paths else None,
             bytes_per_s=arguments.backup_rate,
         )
-        self._give_states_on({address_towards(arguments.controller[0])})
+        self._backups.use_addresses(filter(is_elsewhere, {address_towards(arguments.controller[0])}))
         self._backups.start()
 
-    def _give_states_on(self, addresses: set[str]) -> None:
+    def _listen(self, addresses: set[str]) -> None:
+        """Answer probes and give states on these addresses, too, as far as other nodes can reach them."""
+        reachable = sorted(filter(is_elsewhere, addresses))
+        if self._echo is not None and self._echo.listen(reachable):
+            self._send(wire.Reachable(self._arguments.node_rank, self._echo.endpoints))
         if self._backups is not None:
-            self._backups.use_addresses(filter(is_elsewhere, addresses))
+            self._backups.use_addresses(reachable)
 
     def _send(self, message: wire.Message) -> None:
         if self._client is not None:
@@ -196,14 +201,10 @@ class Program:
         try:
             arguments = self._arguments
             used = self._agent.addresses()[1]
-            probes = await probe_paths(request, arguments.node, self._key.secret, used)
+            probes = await probe_paths(request, arguments.node, self._key, used)
             self._send(wire.Probed(request.request, arguments.node_rank, probes))
         finally:
             self._probing = False
-
-    async def _listen(self, echo: Echo, addresses: set[str]) -> None:
-        if await echo.listen(addresses):
-            self._send(wire.Reachable(self._arguments.node_rank, echo.endpoints))
 
     def _tick(self) -> None:
         """One look at the rings; comes again by itself until the end."""
@@ -235,10 +236,7 @@ class Program:
 
     def _beat(self, now_s: float) -> None:
         self._send(self._agent.heartbeat(time.monotonic_ns()))
-        own, _ = self._agent.addresses()
-        if self._echo is not None and own:
-            self._later(self._listen(self._echo, own))
-            self._give_states_on(own)
+        self._listen(self._agent.addresses()[0])
         if now_s >= self._next_beat_s:
             self._next_beat_s = max(self._next_beat_s + self._heartbeat_s, now_s)
         cpu_s = time.process_time()

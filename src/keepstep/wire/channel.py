@@ -21,12 +21,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+import socket
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from keepstep.wire.address import end_name
 from keepstep.wire.election import FromElector, ToElector
 from keepstep.wire.framing import LENGTH_BYTES, FrameBuffer, frame
 from keepstep.wire.messages import (
@@ -38,11 +40,12 @@ from keepstep.wire.messages import (
     ToNode,
 )
 from keepstep.wire.secret import MOST_NAME, TAG_BYTES, RunKey
-from keepstep.wire.transfer import FromHolder, ToHolder
+from keepstep.wire.transfer import Echo, FromHolder, Ping, ToHolder
 from keepstep.wire.violation import AnotherJob, Unproven, Violation
 
-Role = Literal["agent", "launcher", "client", "peer", "elector"]
+Role = Literal["agent", "launcher", "client", "peer", "elector", "prober"]
 
+HANDSHAKE_S = 5.0  # from the connection to the proof
 HANDSHAKE_LIMIT = 1024
 NONCE_BYTES = 32
 CODE_BYTES = 16
@@ -57,9 +60,11 @@ LIMITS: dict[str, int] = {
     "client": 64 << 10,
     "peer": 4 << 10,
     "elector": 4 << 10,
+    "prober": 4 << 10,
 }
 SERVER_LIMIT = 16 * MIB  # what the controller may send: a placement that names every node
-# Roles; an agent that asks another's is a "peer", a launcher that asks another one an "elector".
+# An agent that asks another one for a state is a "peer", one that measures the path a "prober"; a launcher that asks
+# another one is an "elector".
 TO_CONTROLLER = frozenset({"agent", "launcher", "client"})
 TO_ELECTOR = frozenset({"elector"})
 
@@ -69,11 +74,13 @@ _DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "client": msgspec.msgpack.Decoder(ClientMessage),
     "peer": msgspec.msgpack.Decoder(ToHolder),
     "elector": msgspec.msgpack.Decoder(ToElector),
+    "prober": msgspec.msgpack.Decoder(Ping),
 }
 _FROM_SERVER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToNode)
 _FROM: dict[str, msgspec.msgpack.Decoder[Any]] = {  # others are answered by the controller
     "peer": msgspec.msgpack.Decoder(FromHolder),
     "elector": msgspec.msgpack.Decoder(FromElector),
+    "prober": msgspec.msgpack.Decoder(Echo),
 }
 _encoder = msgspec.msgpack.Encoder()
 
@@ -131,6 +138,11 @@ class Ends:
 
     local: str
     remote: str
+
+    @staticmethod
+    def of(connection: socket.socket) -> Ends:
+        """The ends of a connected socket."""
+        return Ends(end_name(connection.getsockname()), end_name(connection.getpeername()))
 
 
 def random_nonce() -> bytes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from keepstep.wire.address import end_host, end_name, notice_dead_host
-from keepstep.wire.channel import ClientChannel, Ends, Role
+from keepstep.wire.channel import HANDSHAKE_S, ClientChannel, Ends, Role
 from keepstep.wire.counters import Counters
 from keepstep.wire.messages import Heartbeat, Message, Profile, States
 from keepstep.wire.secret import RunKey
@@ -28,7 +28,7 @@ _LASTING_S = 1.0  # a connection that is over sooner was as good as refused
 class ClientLimits:
     """Waiting and bounds of a client."""
 
-    handshake_s: float = 5.0
+    handshake_s: float = HANDSHAKE_S
     first_wait_s: float = 0.05  # before the second attempt; doubles, with jitter
     longest_wait_s: float = 5.0
     heartbeats: int = 4  # kept while unconnected, newest

@@ -12,7 +12,7 @@ from typing import cast
 
 from keepstep.core import descriptors
 from keepstep.wire.address import end_host, end_name, notice_dead_host
-from keepstep.wire.channel import TO_CONTROLLER, Ends, ServerChannel
+from keepstep.wire.channel import HANDSHAKE_S, TO_CONTROLLER, Ends, ServerChannel
 from keepstep.wire.counters import Counters
 from keepstep.wire.messages import Message
 from keepstep.wire.secret import RunKey
@@ -26,7 +26,7 @@ logger = logging.getLogger("keepstep.wire")
 class ServerLimits:
     """Bounds against peers that misbehave."""
 
-    handshake_s: float = 5.0  # from the connection to the proof
+    handshake_s: float = HANDSHAKE_S
     unproven: int = 2048  # connections without proof at most; the oldest makes room for the next
     descriptors: int | None = None  # that the process may have open; None: as many as its soft limit says
     unsent_bytes: int = 32 << 20  # to one peer, before it counts as a slow reader

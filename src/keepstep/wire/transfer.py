@@ -1,4 +1,4 @@
-"""What agents say to each other to bring a rank's state from one node to another.
+"""What agents say to each other to bring a rank's state from one node to another, and to measure the path.
 
 The node that wants it connects and asks; bytes of the state's storages follow a `Following` on the same connection,
 outside the frames, as they stand in the slot. Headers and checksums go in frames, so they are authenticated.
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from keepstep.wire.messages import Message
+from keepstep.wire.messages import MOST_LOAD_BYTES, Message
 
 MOST_RANGE_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
@@ -69,6 +69,16 @@ class Following(Message, frozen=True):
 
     offset: _Count
     nbytes: _Range
+
+
+class Ping(Message, frozen=True):
+    """As many bytes of load follow this frame. Answered by `Echo` once all of them are there."""
+
+    load_bytes: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOAD_BYTES)] = 0
+
+
+class Echo(Message, frozen=True):
+    """Answer to `Ping`."""
 
 
 ToHolder = Want | SendHeader | SendRange

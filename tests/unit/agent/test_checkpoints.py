@@ -24,9 +24,9 @@ from keepstep.core.errors import KeepstepError
 WORKER = """
     import sys, torch
     from keepstep.checkpoint.storage.cadence import Storing
-    from keepstep.checkpoint.snapshot import Seat, Snapshots
+    from keepstep.checkpoint.snapshot import Snapshots, Worker
     where, every = sys.argv[2:]
-    snapshots = Snapshots(sys.argv[1], Seat(), lambda row: [row], storing=Storing(where, int(every)))
+    snapshots = Snapshots(sys.argv[1], Worker(), lambda row: [row], storing=Storing(where, int(every)))
     state = {"w": torch.zeros(1000), "step": 0}
     for line in sys.stdin:
         word, step = line.split()

@@ -13,11 +13,13 @@ import pytest
 
 from keepstep import wire
 from keepstep.agent.services import path_probes as paths
-from keepstep.agent.services.path_probes import Echo, is_elsewhere, probe_paths
+from keepstep.agent.services.path_probes import echo_server, is_elsewhere, probe_paths
 from keepstep.core.summary import Endpoint
+from keepstep.wire import blocking
+from keepstep.wire.blocking import BlockingServer
 from keepstep.wire.messages import MOST_LOAD_BYTES, ProbeRequest, ProbeTarget
 
-SECRET = b"s" * 32
+KEY = wire.RunKey(b"s" * 32, "job-a")
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +33,13 @@ def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, Any]], 
     return asyncio.run if request.param == "asyncio" else wire.run
 
 
-def with_echo(test: Callable[[Echo], Coroutine[Any, Any, None]], run: Callable[..., Any] = wire.run) -> None:
+def with_echo(
+    test: Callable[[BlockingServer], Coroutine[Any, Any, None]], run: Callable[..., Any] = wire.run
+) -> None:
     async def main() -> None:
-        echo = Echo(SECRET)
+        echo = echo_server(KEY)
         try:
-            await echo.listen(["127.0.0.2"])
+            echo.listen(["127.0.0.2"])
             await test(echo)
         finally:
             echo.close()
@@ -47,51 +51,45 @@ def request(*endpoints: Endpoint, load_bytes: int = 0) -> ProbeRequest:
     return ProbeRequest(1, (ProbeTarget("there", endpoints),), load_bytes)
 
 
-async def outcome(*endpoints: Endpoint, secret: bytes = SECRET, timeout_s: float = 5.0) -> str:
-    (probe,) = await probe_paths(request(*endpoints), "here", secret, (), timeout_s)
+async def outcome(*endpoints: Endpoint, key: wire.RunKey = KEY, timeout_s: float = 5.0) -> str:
+    (probe,) = await probe_paths(request(*endpoints), "here", key, (), timeout_s)
     assert (probe.source, probe.target) == ("here", "there")
     assert probe.round_trip_s >= 0
     return probe.outcome
 
 
 def test_an_empty_message_comes_back(run: Callable[..., Any]) -> None:
-    async def test(echo: Echo) -> None:
+    async def test(echo: BlockingServer) -> None:
         assert [await outcome(*echo.endpoints) for _ in range(3)] == ["echo"] * 3
 
     with_echo(test, run)
 
 
 def test_the_address_that_the_workers_use_is_probed() -> None:
-    async def test(echo: Echo) -> None:
+    async def test(echo: BlockingServer) -> None:
         dead = Endpoint("127.0.0.9", echo.endpoints[0].port)
         assert await outcome(dead, *echo.endpoints) == "refused"
-        (probe,) = await probe_paths(request(dead, *echo.endpoints), "here", SECRET, {"127.0.0.2"})
+        (probe,) = await probe_paths(request(dead, *echo.endpoints), "here", KEY, {"127.0.0.2"})
         assert probe.outcome == "echo"
 
     with_echo(test)
 
 
-def test_without_the_secret_there_is_no_answer() -> None:
-    async def test(echo: Echo) -> None:
-        assert await outcome(*echo.endpoints, secret=b"x" * 32) == "silent"
-        (endpoint,) = echo.endpoints
-        for sent in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(31), bytes(32), bytes(100_000)):
-            reader, writer = await asyncio.open_connection(endpoint.address, endpoint.port)
-            writer.write(sent)
-            with contextlib.suppress(ConnectionError):
-                assert await reader.read(100) == b""
-            writer.close()
-        assert await outcome(endpoint) == "echo"
+@pytest.mark.parametrize("key", [wire.RunKey(b"x" * 32, "job-a"), wire.RunKey(KEY.secret, "job-b")])
+def test_another_run_gets_no_echo(key: wire.RunKey) -> None:
+    async def test(echo: BlockingServer) -> None:
+        assert await outcome(*echo.endpoints, key=key) == "silent"
+        assert await outcome(*echo.endpoints) == "echo"
 
     with_echo(test)
 
 
 def test_a_load_takes_its_time() -> None:
-    async def test(echo: Echo) -> None:
+    async def test(echo: BlockingServer) -> None:
         took_s: list[float] = []
         for load_bytes in (0, 1, 1 << 16, MOST_LOAD_BYTES):
             asked = request(*echo.endpoints, load_bytes=load_bytes)
-            (probe,) = await probe_paths(asked, "here", SECRET, ())
+            (probe,) = await probe_paths(asked, "here", KEY, ())
             assert probe.outcome == "echo"
             took_s.append(probe.load_s)
         assert took_s[0] == 0.0
@@ -101,26 +99,11 @@ def test_a_load_takes_its_time() -> None:
 
 
 def test_a_load_that_does_not_come_in_time_took_at_least_so_long() -> None:
-    async def test(echo: Echo) -> None:
+    async def test(echo: BlockingServer) -> None:
         with socket.create_server(("127.0.0.4", 0)) as server:  # that reads nothing
             asked = request(Endpoint("127.0.0.4", server.getsockname()[1]), load_bytes=MOST_LOAD_BYTES)
-            (probe,) = await probe_paths(asked, "here", SECRET, (), timeout_s=0.3)
+            (probe,) = await probe_paths(asked, "here", KEY, (), timeout_s=0.3)
             assert (probe.outcome, probe.load_s >= 0.2) == ("silent", True)
-
-    with_echo(test)
-
-
-def test_more_than_was_said_is_no_load() -> None:
-    async def test(echo: Echo) -> None:
-        (endpoint,) = echo.endpoints
-        question = bytes(16) + (10).to_bytes(4, "big")
-        ping = question + paths.code(SECRET, b"keepstep ping", question)
-        for sent, answered in ((ping + bytes(10), 16), (ping + bytes(11), 0)):
-            reader, writer = await asyncio.open_connection(endpoint.address, endpoint.port)
-            writer.write(sent)
-            with contextlib.suppress(ConnectionError):
-                assert len(await reader.read(100)) == answered
-            writer.close()
 
     with_echo(test)
 
@@ -128,9 +111,9 @@ def test_more_than_was_said_is_no_load() -> None:
 def test_a_ping_is_no_echo() -> None:
     """What comes back must prove that the other end knows the secret, not that it repeats."""
 
-    async def test(echo: Echo) -> None:
+    async def test(echo: BlockingServer) -> None:
         async def parrot(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(await reader.readexactly(32))
+            writer.write(await reader.read(1000))
             writer.close()
 
         server = await asyncio.start_server(parrot, "127.0.0.3", 0)
@@ -143,22 +126,18 @@ def test_a_ping_is_no_echo() -> None:
 
 
 def test_guests_are_few_and_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "_GUEST_S", 0.2)
+    monkeypatch.setattr(blocking, "HANDSHAKE_S", 0.2)
 
-    async def test(echo: Echo) -> None:
+    async def test(echo: BlockingServer) -> None:
         (endpoint,) = echo.endpoints
-        idle = [await asyncio.open_connection(endpoint.address, endpoint.port) for _ in range(40)]
-        closed = await asyncio.gather(*(ended(reader) for reader, _ in idle))
-        assert all(closed)
-        for _, writer in idle:
+        idle = [await asyncio.open_connection(endpoint.address, endpoint.port) for _ in range(100)]
+        for reader, writer in idle:
+            with contextlib.suppress(ConnectionError):
+                await reader.read()  # until the other end closes
             writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
         assert await outcome(endpoint) == "echo"
-
-    async def ended(reader: asyncio.StreamReader) -> bool:
-        try:
-            return await reader.read(1) == b""
-        except ConnectionError:
-            return True
 
     with_echo(test)
 
@@ -171,8 +150,8 @@ def test_a_prober_that_stood_still_blames_no_path(run: Callable[..., Any]) -> No
             await asyncio.sleep(0)
             time.sleep(0.5)
 
-    async def test(echo: Echo) -> None:
-        asked = probe_paths(request(*echo.endpoints), "here", SECRET, (), timeout_s=0.4)
+    async def test(echo: BlockingServer) -> None:
+        asked = probe_paths(request(*echo.endpoints), "here", KEY, (), timeout_s=0.4)
         (probe,), _ = await asyncio.gather(asked, stand_still())
         assert probe.outcome == "echo"
         assert probe.round_trip_s < 0.4
@@ -181,7 +160,7 @@ def test_a_prober_that_stood_still_blames_no_path(run: Callable[..., Any]) -> No
 
 
 def test_a_host_that_takes_connections_and_says_nothing_is_silent() -> None:
-    async def test(echo: Echo) -> None:
+    async def test(echo: BlockingServer) -> None:
         with socket.create_server(("127.0.0.4", 0)) as server:
             endpoint = Endpoint("127.0.0.4", server.getsockname()[1])
             assert await outcome(endpoint, timeout_s=0.2) == "silent"
@@ -190,7 +169,7 @@ def test_a_host_that_takes_connections_and_says_nothing_is_silent() -> None:
 
 
 def test_a_full_backlog_is_no_answer() -> None:
-    async def test(echo: Echo) -> None:
+    async def test(echo: BlockingServer) -> None:
         with socket.create_server(("127.0.0.4", 0), backlog=0) as server:
             where = server.getsockname()
             clients = [socket.socket() for _ in range(4)]
@@ -209,23 +188,23 @@ def test_a_full_backlog_is_no_answer() -> None:
 @pytest.mark.parametrize("endpoint", [Endpoint("127.0.0.2", 0), Endpoint("127.0.0.2", 1 << 17),
                                       Endpoint("127.0.0.2", 80, "rdma"), Endpoint("example.org", 80)])  # fmt: skip
 def test_what_cannot_be_probed_is_left_out(endpoint: Endpoint) -> None:
-    assert asyncio.run(probe_paths(request(endpoint), "here", SECRET, ())) == ()
+    assert asyncio.run(probe_paths(request(endpoint), "here", KEY, ())) == ()
 
 
 def test_targets_beyond_the_bound_are_left_out() -> None:
-    async def test(echo: Echo) -> None:
+    async def test(echo: BlockingServer) -> None:
         many = ProbeRequest(1, tuple(ProbeTarget(str(n), echo.endpoints) for n in range(50)))
-        assert len(await probe_paths(many, "here", SECRET, ())) == paths.MOST_TARGETS
+        assert len(await probe_paths(many, "here", KEY, ())) == paths.MOST_TARGETS
 
     with_echo(test)
 
 
 def test_an_address_of_no_interface_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "keepstep.agent")
+    caplog.set_level("INFO", "keepstep.wire")
 
-    async def test(echo: Echo) -> None:
-        assert not await echo.listen(["127.0.0.2", "203.0.113.1"])
-        assert not await echo.listen(["127.0.0.2", "203.0.113.1"])
+    async def test(echo: BlockingServer) -> None:
+        assert not echo.listen(["127.0.0.2", "203.0.113.1"])
+        assert not echo.listen(["127.0.0.2", "203.0.113.1"])
         assert len(echo.endpoints) == 1
         assert len(caplog.records) == 1
 

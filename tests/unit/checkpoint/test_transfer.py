@@ -21,12 +21,14 @@ from keepstep.checkpoint.memory.incoming import Incoming
 from keepstep.checkpoint.memory.slot import Board, Slot, backup_of
 from keepstep.checkpoint.memory.slots import Key, Record, slot_bytes
 from keepstep.checkpoint.peers import fetch as fetching
-from keepstep.checkpoint.peers import state_server
+from keepstep.checkpoint.peers import state_server as states_module
 from keepstep.checkpoint.peers.fetch import Cancelled, Fetch
-from keepstep.checkpoint.peers.peer_connection import MOST_ENDPOINTS, PeerConnection, Rate
-from keepstep.checkpoint.peers.state_server import StateServer
+from keepstep.checkpoint.peers.state_server import Rate, state_server
 from keepstep.core.errors import CheckpointError
 from keepstep.core.summary import Endpoint
+from keepstep.wire import blocking
+from keepstep.wire.blocking import BlockingConnection, BlockingServer
+from keepstep.wire.messages import MOST_NODE_ENDPOINTS
 from keepstep.wire.secret import RunKey
 from keepstep.wire.tls import client_context, server_context
 
@@ -47,9 +49,9 @@ def other() -> Iterator[Served]:
 
 
 @contextmanager
-def giving(address: str, **options: object) -> Iterator[StateServer]:
+def giving(address: str, **options: object) -> Iterator[BlockingServer]:
     states = CachedStates(address, [0])
-    server = StateServer(RUN, states.reading, **options)  # type: ignore[arg-type]
+    server = state_server(RUN, states.reading, **options)  # type: ignore[arg-type]
     server.listen(["127.0.0.1"])
     try:
         yield server
@@ -75,7 +77,7 @@ def room_in(address: str, owner: int = backup_of(0)) -> Iterator[Callable[[Recor
         yield room
 
 
-def fetch(server: StateServer, other: Served, key: Key = KEY, **options: object) -> Fetch:
+def fetch(server: BlockingServer, other: Served, key: Key = KEY, **options: object) -> Fetch:
     one = Fetch(key, 0, lambda: server.endpoints, RUN, **options)  # type: ignore[arg-type]
     with room_in(other.address) as room:
         one.run(room)
@@ -152,7 +154,7 @@ def test_what_is_damaged_at_the_source_never_counts(served: Served, other: Serve
 class Cutter:
     """A relay in front of a server that cuts each connection after so many bytes, as long as it is told to."""
 
-    def __init__(self, server: StateServer, after: int, times: int) -> None:
+    def __init__(self, server: BlockingServer, after: int, times: int) -> None:
         self.server, self.after, self.times = server, after, times
         self.cuts = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -190,16 +192,16 @@ def test_a_connection_that_breaks_costs_only_what_was_under_way(
     served: Served, other: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Addresses are relayed here, which the handshake refuses otherwise."""
-    monkeypatch.setattr(state_server, "ServerChannel", _unbound(state_server.ServerChannel))
+    monkeypatch.setattr(blocking, "ServerChannel", _unbound(blocking.ServerChannel))
     data = seal_state(served.address, 0, STATE, KEY)
     sent: list[int] = []
-    whole = PeerConnection.send_slot
+    whole = states_module.send_slot
 
-    def counted(self: object, slot: Slot, offset: int, nbytes: int, rate: Rate) -> None:
+    def counted(to: BlockingConnection, slot: Slot, offset: int, nbytes: int, rate: Rate) -> None:
         sent.append(nbytes)
-        whole(self, slot, offset, nbytes, rate)  # type: ignore[arg-type]
+        whole(to, slot, offset, nbytes, rate)
 
-    monkeypatch.setattr(PeerConnection, "send_slot", counted)
+    monkeypatch.setattr(states_module, "send_slot", counted)
     with giving(served.address) as server:
         cutter = Cutter(server, 250_000, 4)
         one = Fetch(KEY, 0, lambda: cutter.endpoints, RUN)
@@ -288,7 +290,7 @@ def test_every_address_of_the_source_is_used(
         served.address, rate=Rate(1_000_000)
     ) as server:  # else one may bring all before the next connects
         server.listen(["127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"])
-        assert len(server.endpoints) == MOST_ENDPOINTS
+        assert len(server.endpoints) == MOST_NODE_ENDPOINTS
         fetch(server, other)
         gone = Endpoint("127.0.0.1", 1)
         one = Fetch(KEY, 0, lambda: (gone, *server.endpoints), RUN)

@@ -22,8 +22,7 @@ from keepstep.checkpoint.memory.incoming import Incoming, Room
 from keepstep.checkpoint.memory.slot import SLOTS_PER_BACKUP, Slot, backup_of, backups_on
 from keepstep.checkpoint.memory.slots import Key, Record
 from keepstep.checkpoint.peers.fetch import Cancelled, Fetch
-from keepstep.checkpoint.peers.peer_connection import Rate
-from keepstep.checkpoint.peers.state_server import StateServer
+from keepstep.checkpoint.peers.state_server import Rate, state_server
 from keepstep.checkpoint.storage.manifest import key_text
 from keepstep.core.errors import CheckpointError
 from keepstep.core.summary import Endpoint
@@ -81,13 +80,11 @@ class NodeBackups:
         self._node, self._node_rank, self._run_key, self._send = node, node_rank, run, send
         self._fetch_tls = tls[1] if tls else None
         self.states = CachedStates(address, self._ranks)
-        self._server = StateServer(run, self._reading, tls=tls[0] if tls else None, rate=Rate(bytes_per_s))
+        self._server = state_server(run, self._reading, tls=tls[0] if tls else None, rate=Rate(bytes_per_s))
         self._guard = threading.Lock()
         self._wake = threading.Event()
         self._stopped = False
         self._order: BackUp | None = None
-        self._wanted_addresses: set[str] = set()
-        self._failed_addresses: set[str] = set()
         self._told: Inventory | None = None
         self._told_s = 0.0
         self._backed: set[int] | None = None  # ranks of other nodes of which there may be something here
@@ -133,8 +130,7 @@ class NodeBackups:
 
     def use_addresses(self, addresses: Iterable[str]) -> None:
         """Give states on these addresses of this node, too."""
-        with self._guard:
-            self._wanted_addresses |= set(addresses)
+        self._server.listen(addresses)
 
     # From any other thread; these wait.
 
@@ -217,7 +213,6 @@ class NodeBackups:
     def _look(self) -> None:
         if self._backed is None:
             self._backed = self._find_backups()
-        self._listen()
         with self._guard:
             order = self._order
         if order is not None:
@@ -230,19 +225,6 @@ class NodeBackups:
             return set(backups_on(answer.board))
         finally:
             answer.close()
-
-    def _listen(self) -> None:
-        with self._guard:
-            wanted = self._wanted_addresses - self._failed_addresses
-        for address in sorted(wanted):
-            self._listen_on(address)
-
-    def _listen_on(self, address: str) -> None:
-        try:
-            self._server.listen([address])
-        except OSError as error:
-            self._failed_addresses.add(address)
-            log.info("no states are given on %s: %s", address, error)
 
     def _inventory(self, backed: set[int]) -> Inventory:
         keep, first = self.states.board.kept()

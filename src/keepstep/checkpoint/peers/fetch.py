@@ -19,12 +19,12 @@ from keepstep.checkpoint import native
 from keepstep.checkpoint.header import MOST_HEADER_BYTES
 from keepstep.checkpoint.memory.incoming import Incoming, Room
 from keepstep.checkpoint.memory.slots import Key, Record
-from keepstep.checkpoint.peers.peer_connection import HANDSHAKE_S, MOST_ENDPOINTS, PeerConnection
 from keepstep.checkpoint.storage.manifest import key_text
 from keepstep.core.errors import CheckpointError
 from keepstep.core.summary import Endpoint
-from keepstep.wire.channel import ClientChannel
-from keepstep.wire.messages import Message
+from keepstep.wire.blocking import BlockingConnection
+from keepstep.wire.channel import HANDSHAKE_S, ClientChannel
+from keepstep.wire.messages import MOST_NODE_ENDPOINTS, Message
 from keepstep.wire.secret import RunKey
 from keepstep.wire.transfer import (
     Following,
@@ -68,7 +68,7 @@ class Fetch:
         self._key, self._rank, self._where, self._run_key = key, rank, where, run
         self._tls, self._patience_s = tls, patience_s
         self._changed = threading.Condition()
-        self._connections: set[PeerConnection] = set()
+        self._connections: set[BlockingConnection] = set()
         self._missing: deque[tuple[int, int]] = deque()  # offset and bytes
         self._left = 0  # bytes that have not come
         self._receiving = 0  # threads that may write into the slot
@@ -107,7 +107,7 @@ class Fetch:
                 connection.shut()
             self._changed.notify_all()
 
-    def _patiently(self, *, ranges: bool = False) -> PeerConnection | None:
+    def _patiently(self, *, ranges: bool = False) -> BlockingConnection | None:
         """A connection, tried again until the patience is over; None: for ``ranges`` none is needed any more."""
         wait_s = _FIRST_WAIT_S
         while True:
@@ -131,22 +131,21 @@ class Fetch:
                 f"{key_text(self._key)} of rank {self._rank} does not come: {error}"
             ) from None
 
-    def _ask(self) -> PeerConnection:
+    def _ask(self) -> BlockingConnection:
         """A proven connection to who has the state. CheckpointError: it lacks it. OSError, Violation: no connection."""
-        endpoints = [one for one in self._where()[:MOST_ENDPOINTS] if is_usable(one)]
+        endpoints = [one for one in self._where()[:MOST_NODE_ENDPOINTS] if is_usable(one)]
         if not endpoints:
             raise ConnectionError("the node that has it does not say where it listens")
         with self._changed:
             endpoint = endpoints[self._attempts % len(endpoints)]
             self._attempts += 1
         plain = socket.create_connection((endpoint.address, endpoint.port), timeout=_CONNECT_S)
-        connection = PeerConnection(plain)
+        connection = BlockingConnection(plain)
         try:
             plain.settimeout(None)
             connection.patience(HANDSHAKE_S)
             if self._tls is not None:
-                connection = PeerConnection(self._tls.wrap_socket(plain))
-                connection.patience(HANDSHAKE_S)
+                connection.encrypt(self._tls, server_side=False)
             with self._changed:
                 if self._failure is not None:
                     raise self._failure
@@ -180,7 +179,9 @@ class Fetch:
             elif record != self._record:
                 raise CheckpointError(f"{key_text(self._key)} of rank {self._rank} is another one by now")
 
-    def _take_header(self, connection: PeerConnection, incoming: Incoming, record: Record) -> PeerConnection:
+    def _take_header(
+        self, connection: BlockingConnection, incoming: Incoming, record: Record
+    ) -> BlockingConnection:
         """Header and checksums; the connection that brought them."""
         while True:
             try:
@@ -196,7 +197,7 @@ class Fetch:
             self.resumed += 1
 
     @staticmethod
-    def _receive_header(connection: PeerConnection, incoming: Incoming, record: Record) -> None:
+    def _receive_header(connection: BlockingConnection, incoming: Incoming, record: Record) -> None:
         at = record.header_at - native.DATA_OFFSET
         connection.send(SendHeader())
         while at < len(incoming.body):
@@ -206,10 +207,10 @@ class Fetch:
             incoming.body[at : at + len(piece.data)] = piece.data
             at += len(piece.data)
 
-    def _take(self, first: PeerConnection, incoming: Incoming, record: Record) -> None:
+    def _take(self, first: BlockingConnection, incoming: Incoming, record: Record) -> None:
         total = record.data_bytes
         self._missing = deque((at, min(RANGE_BYTES, total - at)) for at in range(0, total, RANGE_BYTES))
-        count = min(len(self._missing), max(CONNECTIONS, len(self._where()[:MOST_ENDPOINTS])))
+        count = min(len(self._missing), max(CONNECTIONS, len(self._where()[:MOST_NODE_ENDPOINTS])))
         for number in range(count):
             threading.Thread(
                 target=self._work,
@@ -223,7 +224,7 @@ class Fetch:
                 assert self._failure
                 raise self._failure
 
-    def _work(self, body: memoryview, connection: PeerConnection | None) -> None:
+    def _work(self, body: memoryview, connection: BlockingConnection | None) -> None:
         """Take ranges until all have come, over as many connections as it takes."""
         again = False
         try:
@@ -250,7 +251,7 @@ class Fetch:
             log.exception("a transfer ends")
             self.stop(CheckpointError(f"the transfer failed: {type(error).__name__}: {error}"))
 
-    def _ranges(self, connection: PeerConnection, body: memoryview) -> Exception | None:
+    def _ranges(self, connection: BlockingConnection, body: memoryview) -> Exception | None:
         """Until no more is missing, or the connection breaks (why): what it did not bring is missing again."""
         asked: deque[tuple[int, int]] = deque()
         with self._changed:
@@ -286,7 +287,7 @@ class Fetch:
                 self._receiving -= 1
                 self._changed.notify_all()
 
-    def _leave(self, connection: PeerConnection) -> None:
+    def _leave(self, connection: BlockingConnection) -> None:
         with self._changed:
             self._connections.discard(connection)
         connection.close()

@@ -1,30 +1,23 @@
 """Gives the sealed states of this node to the agents of others that ask for them.
 
-Who asks proves that it holds the secret and belongs to this run, as to the controller (`keepstep.wire`). Header and
-checksums go in sealed frames; the storages' bytes go between frames, out of the slot by ``sendfile``.
+Header and checksums go in sealed frames; the storages' bytes go between frames, out of the slot by ``sendfile``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import socket
+import os
 import ssl
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 
 from keepstep.checkpoint import native
 from keepstep.checkpoint.memory.slot import Slot
 from keepstep.checkpoint.memory.slots import Key, Record, slot_bytes
-from keepstep.checkpoint.peers.peer_connection import HANDSHAKE_S, MOST_ENDPOINTS, PeerConnection, Rate
 from keepstep.core.errors import CheckpointError
-from keepstep.core.summary import Endpoint
-from keepstep.wire.address import end_host
-from keepstep.wire.channel import ServerChannel
-from keepstep.wire.counters import Counters
+from keepstep.wire.blocking import BlockingConnection, BlockingServer
 from keepstep.wire.secret import RunKey
 from keepstep.wire.transfer import (
     PIECE_BYTES,
@@ -38,157 +31,97 @@ from keepstep.wire.transfer import (
 )
 from keepstep.wire.violation import Violation
 
-log = logging.getLogger(__name__)
-
-_IDLE_S = 120.0  # of a peer that may ask again
-_MOST_GUESTS = 64  # connections, proven and not, each
-_PEER = frozenset({"peer"})
+_IDLE_S = 120.0
+_SENT_AT_ONCE = 4 << 20
 
 Reading = Callable[[Key, int], AbstractContextManager[tuple[Slot, Record]]]
 """Gives the slot that holds a rank's state, and its record; it stays as it is while the context is open."""
 
 
-class StateServer:
-    """Gives states to the agents of other nodes. Threads of its own, at most 64 peers at a time."""
+class Rate:
+    """Shares ``bytes_per_s`` (0: no limit) among threads that send."""
 
-    def __init__(
-        self,
-        run: RunKey,
-        reading: Reading,
-        *,
-        tls: ssl.SSLContext | None = None,
-        rate: Rate | None = None,
-    ) -> None:
-        self.counters = Counters()
-        self._run, self._reading, self._tls = run, reading, tls
-        self._rate = rate or Rate(0)
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
         self._guard = threading.Lock()
-        self._listeners: dict[str, socket.socket] = {}
-        self._unproven: OrderedDict[int, PeerConnection] = OrderedDict()
-        self._proven: dict[int, PeerConnection] = {}
-        self._numbers = 0
-        self._closed = False
+        self._free_s = 0.0  # when everything let through so far will have been sent at this rate
 
     @property
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """Where it listens."""
-        return tuple(Endpoint(address, one.getsockname()[1]) for address, one in self._listeners.items())
+    def at_once(self) -> int:
+        """Bytes to send between two calls of `wait`: at most a tenth of a second's worth."""
+        if self.bytes_per_s <= 0:
+            return _SENT_AT_ONCE
+        return max(1024, min(_SENT_AT_ONCE, int(self.bytes_per_s / 10)))
 
-    def listen(self, addresses: Iterable[str]) -> None:
-        """Listen on these addresses, too, four in all. Raises OSError: on one of them that is not possible."""
-        for address in addresses:
-            if address in self._listeners or len(self._listeners) >= MOST_ENDPOINTS:
-                continue
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listener = socket.create_server((address, 0), family=family, backlog=128)
-            self._listeners[address] = listener
-            threading.Thread(
-                target=self._accept, args=(listener,), name="keepstep-states", daemon=True
-            ).start()
-
-    def close(self) -> None:
-        """End all transfers; threads end by themselves."""
+    def delay_s(self, nbytes: int, now_s: float) -> float:
+        """How long to wait before sending ``nbytes``, which count as sent from now on."""
+        if self.bytes_per_s <= 0:
+            return 0.0
         with self._guard:
-            self._closed = True
-            for listener in self._listeners.values():
-                with contextlib.suppress(OSError):
-                    listener.shutdown(socket.SHUT_RDWR)
-                listener.close()
-            for guest in (*self._unproven.values(), *self._proven.values()):
-                guest.shut()
+            begin_s = max(self._free_s, now_s)
+            self._free_s = begin_s + nbytes / self.bytes_per_s
+            return begin_s - now_s
 
-    def _accept(self, listener: socket.socket) -> None:
-        while not self._closed:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(0.1)  # out of descriptors: others will end
-                continue
-            threading.Thread(
-                target=self._guest, args=(connection,), name="keepstep-states", daemon=True
-            ).start()
-
-    def _guest(self, plain: socket.socket) -> None:
-        connection = PeerConnection(plain)
-        number = self._enter(connection)
-        peer = "?"
-        try:
-            connection.patience(HANDSHAKE_S)
-            peer = connection.ends().remote
-            if self._tls is not None:
-                plain = self._tls.wrap_socket(plain, server_side=True)
-                connection = PeerConnection(plain)
-                connection.patience(HANDSHAKE_S)
-                with self._guard:
-                    self._unproven[number] = connection
-            connection.prove(ServerChannel(self._run, connection.ends(), roles=_PEER))
-            if self._prove(number, connection):
-                connection.patience(_IDLE_S)
-                self._serve(connection)
-        except Violation as violation:
-            connection.refuse(violation)
-            if self.counters.refuse(violation.reason, end_host(peer), time.monotonic()):
-                log.warning("refused %s (%s): %s", peer, violation.reason, violation)
-        except OSError as error:
-            log.debug("%s has gone: %s", peer, error)
-        except Exception:
-            log.exception("a transfer to %s ends", peer)
-        finally:
-            with self._guard:
-                self._unproven.pop(number, None)
-                self._proven.pop(number, None)
-            connection.close()
-
-    def _enter(self, connection: PeerConnection) -> int:
-        with self._guard:
-            self._numbers += 1
-            self.counters.connections += 1
-            self._unproven[self._numbers] = connection
-            if len(self._unproven) > _MOST_GUESTS or self._closed:
-                self._unproven.popitem(last=False)[1].shut()
-            return self._numbers
-
-    def _prove(self, number: int, connection: PeerConnection) -> bool:
-        with self._guard:
-            self._unproven.pop(number, None)
-            if self._closed or len(self._proven) >= _MOST_GUESTS:
-                return False
-            self._proven[number] = connection
-            return True
-
-    def _serve(self, connection: PeerConnection) -> None:
-        with ExitStack() as stack:
-            slot: Slot | None = None
-            record = Record(0, 0, 0, 0, 0, 0)
-            while True:
-                message = connection.receive()
-                if isinstance(message, Want):
-                    stack.close()
-                    slot = None
-                    try:
-                        key = Key.unpack(message.key)
-                        assert key
-                        slot, record = stack.enter_context(self._reading(key, message.rank))
-                    except CheckpointError as error:
-                        connection.send(Lacks(str(error)[:500]))
-                        continue
-                    connection.send(Have(*record))
-                elif slot is None:
-                    raise Violation("malformed", "a request for parts of nothing")
-                elif isinstance(message, SendHeader):
-                    _send_header(connection, slot, record)
-                elif isinstance(message, SendRange):
-                    if message.offset + message.nbytes > record.data_bytes:
-                        raise Violation("malformed", f"bytes beyond the {record.data_bytes} that there are")
-                    connection.send(Following(message.offset, message.nbytes))
-                    connection.send_slot(
-                        slot, native.DATA_OFFSET + message.offset, message.nbytes, self._rate
-                    )
+    def wait(self, nbytes: int) -> None:
+        """Wait until ``nbytes`` may be sent."""
+        delay_s = self.delay_s(nbytes, time.monotonic())
+        if delay_s > 0:
+            time.sleep(delay_s)
 
 
-def _send_header(connection: PeerConnection, slot: Slot, record: Record) -> None:
-    end = slot_bytes(record)
-    for at in range(record.header_at, end, PIECE_BYTES):
-        connection.send(Piece(bytes(slot.memory[at : min(at + PIECE_BYTES, end)])))
+def state_server(
+    run: RunKey, reading: Reading, *, tls: ssl.SSLContext | None = None, rate: Rate | None = None
+) -> BlockingServer:
+    """A server that gives states to the agents of other nodes, once it listens. ``rate`` limits all peers together."""
+    serve = partial(_serve, reading=reading, rate=rate or Rate(0))
+    return BlockingServer(run, "peer", serve, purpose="states are given", idle_s=_IDLE_S, tls=tls)
+
+
+def _serve(connection: BlockingConnection, reading: Reading, rate: Rate) -> None:
+    """Answer the requests of one agent."""
+    with ExitStack() as stack:
+        slot: Slot | None = None
+        record = Record(0, 0, 0, 0, 0, 0)
+        while True:
+            message = connection.receive()
+            if isinstance(message, Want):
+                stack.close()
+                slot = None
+                try:
+                    key = Key.unpack(message.key)
+                    assert key
+                    slot, record = stack.enter_context(reading(key, message.rank))
+                except CheckpointError as error:
+                    connection.send(Lacks(str(error)[:500]))
+                    continue
+                connection.send(Have(*record))
+            elif slot is None:
+                raise Violation("malformed", "a request for parts of nothing")
+            elif isinstance(message, SendHeader):
+                end = slot_bytes(record)
+                for at in range(record.header_at, end, PIECE_BYTES):
+                    connection.send(Piece(bytes(slot.memory[at : min(at + PIECE_BYTES, end)])))
+            elif isinstance(message, SendRange):
+                if message.offset + message.nbytes > record.data_bytes:
+                    raise Violation("malformed", f"bytes beyond the {record.data_bytes} that there are")
+                connection.send(Following(message.offset, message.nbytes))
+                send_slot(connection, slot, native.DATA_OFFSET + message.offset, message.nbytes, rate)
+
+
+def send_slot(connection: BlockingConnection, slot: Slot, offset: int, nbytes: int, rate: Rate) -> None:
+    """Send bytes of a slot outside the frames; without TLS the kernel copies them."""
+    behind = offset + nbytes
+    while offset < behind:
+        count = min(behind - offset, rate.at_once)
+        rate.wait(count)
+        if isinstance(connection.socket, ssl.SSLSocket):
+            with memoryview(slot.memory) as view, view[offset : offset + count] as part:
+                connection.socket.sendall(part)
+            offset += count
+            continue
+        end = offset + count
+        while offset < end:
+            sent = os.sendfile(connection.socket.fileno(), slot.fileno(), offset, end - offset)
+            if not sent:
+                raise OSError("the slot ended early")
+            offset += sent

@@ -8,7 +8,7 @@ import msgspec
 
 from keepstep.core.summary import Endpoint
 
-PROTOCOL = 2
+PROTOCOL = 3
 MOST_HELD_KEYS = 8  # snapshots of one rank that one node holds
 MOST_HELD_RANKS = 4096  # ranks whose snapshots one node holds
 MOST_NODE_ENDPOINTS = 4
