@@ -30,7 +30,7 @@ from benchmarks.simulate import Fault, Run, Workload
 from keepstep import wire
 from keepstep.control.cluster import Cluster
 from keepstep.control.incidents.locators import Locators
-from keepstep.control.incidents.questions import PACKED_WORLD
+from keepstep.control.incidents.agents import PACKED_WORLD
 from keepstep.core.incident import Diagnosis
 from keepstep.core.iteration_table import between
 from keepstep.core.layout import ParallelLayout

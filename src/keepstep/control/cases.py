@@ -1,6 +1,6 @@
-"""The incidents of a job that are open: findings and answers go to their cases, and what these ask for goes out.
+"""The open incidents of a job: findings and answers go to their cases, and the remedies follow from these.
 
-Whatever is wrong with the job is decided here; who is there and who plays which rank is the controller's.
+What is wrong with the job is decided here; who is there and who plays which rank is decided in the controller.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from dataclasses import fields
 
 from keepstep.control.cluster import Cluster, Node
 from keepstep.control.effects import Effect, Send
-from keepstep.control.incidents.agent_orders import AgentOrders
+from keepstep.control.incidents.agents import Agents, Question, probes_of
+from keepstep.control.incidents.case import Desk
 from keepstep.control.incidents.crash_case import CrashCase
-from keepstep.control.incidents.desk import Desk
 from keepstep.control.incidents.hang_case import HangCase
 from keepstep.control.incidents.hang_remedy import HangRemedy
 from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.open_cases import OpenCases
-from keepstep.control.incidents.questions import Question, Questions, probes_of
 from keepstep.control.incidents.register import Register
 from keepstep.control.incidents.slow_case import SlowCase
 from keepstep.control.incidents.validations import Validations
@@ -34,20 +33,13 @@ _MOST_SLOW_CASES = 16
 
 
 class Cases:
-    """Those of one job: opens them, hands them what comes, forgets them when they are closed."""
+    """Opens cases, hands them what concerns them, and forgets them when they are closed.
 
-    def __init__(self, desk: Desk, open_cases: OpenCases, settings: Settings, effects: list[Effect]) -> None:
-        self.ignored = 0  # findings that made no sense
-        self.recovery: Recovery | None = None  # the newest
-        self.mitigation = Mitigation(desk, settings.mitigate, open_cases.reforming, open_cases)
-        self.desk, self._settings, self._effects = desk, settings, effects
-        self._open = open_cases
-        self._remedy: HangRemedy | None = None
-        self._waiting_again_s = 0.0
+    ``effects``: what the controller is about to do; ``unix_s``: Unix time of a moment on the controller's clock.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         settings: Settings,
         cluster: Cluster,
         locators: Locators,
@@ -55,23 +47,20 @@ class Cases:
         operating: Operating,
         effects: list[Effect],
         unix_s: Callable[[float], float],
-    ) -> Cases:
-        """Those of one job, with a desk to work at. ``effects``: what the controller is about to do."""
-        orders = AgentOrders(cluster, effects, unix_s)
-        desk = Desk(
-            cluster,
-            locators,
-            Questions(cluster, settings.answer_s, settings.probe_s, effects),
-            orders,
-            Validations(cluster, orders, open_cases, effects, is_wanted=settings.validate),
-            operating,
-            Register(settings, cluster, open_cases.reforming, effects, unix_s),
-            unix_s,
-        )
-        return cls(desk, open_cases, settings, effects)
+    ) -> None:
+        agents = Agents(cluster, settings, effects, unix_s)
+        validations = Validations(cluster, agents, open_cases, effects, is_wanted=settings.validate)
+        register = Register(settings, cluster, open_cases.reforming, effects, unix_s)
+        self.desk = Desk(cluster, locators, agents, validations, operating, register, unix_s)
+        self.mitigation = Mitigation(self.desk, settings.mitigate, open_cases.reforming, open_cases)
+        self.ignored = 0  # findings that made no sense
+        self.recovery: Recovery | None = None  # the newest
+        self._open, self._settings, self._effects = open_cases, settings, effects
+        self._remedy: HangRemedy | None = None
+        self._waiting_again_s = 0.0  # until then ranks that all wait open no case
 
     def restore(self, incidents: Iterable[Incident]) -> None:
-        """Go on where an earlier controller was."""
+        """Continue the incidents that an earlier controller of this run left open."""
         for incident in incidents:
             self.desk.register.restore(incident)
             if incident.status != "open":
@@ -84,10 +73,10 @@ class Cases:
                 self._open.hang = HangCase(self.desk, incident)
 
     def tick(self, peers: Collection[int], now_s: float) -> None:
-        """Time passes. ``peers``: those that are connected."""
+        """Let time pass. ``peers``: the numbers of those that are connected."""
         self.desk.register.now_s = now_s
         self.watch_waiting(now_s)
-        for question in self.desk.questions.due(now_s):
+        for question in self.desk.agents.due(now_s):
             self._decide(question, now_s)
         for case in self._open.all():
             case.tick(now_s)
@@ -98,7 +87,7 @@ class Cases:
         self._open.sweep()
 
     def end(self, now_s: float) -> None:
-        """Decide what waits, close what is open."""
+        """Decide what is undecided, and close all cases."""
         self.desk.validations.end(now_s)
         for case in self._open.all():
             case.end(now_s)
@@ -107,19 +96,19 @@ class Cases:
 
     @property
     def incidents(self) -> list[Incident]:
-        """Those without an end."""
+        """The incidents that are open."""
         found = [case.incident for case in self._open.all() if case.incident is not None]
         return sorted(found, key=lambda incident: incident.number)
 
     @property
     def dying(self) -> int:
-        """The incarnation in which there is a death; -1 when there is none."""
+        """The incarnation in which a rank died; -1 while none is known to have."""
         return self._open.crash.incarnation if self._open.crash is not None else -1
 
     # --- findings -------------------------------------------------------------------------------------------------
 
     def found(self, finding: Finding, now_s: float) -> None:
-        """What an agent or a launcher has found."""
+        """Take what an agent or a launcher has found."""
         if not 0 <= finding.rank < MOST_RANKS or not _is_finite(finding):
             self.ignored += 1
             return
@@ -160,9 +149,9 @@ class Cases:
         case.found(finding, now_s)
 
     def watch_waiting(self, now_s: float) -> None:
-        """When all ranks wait for others, and longer than usual, none of them is in a pause: they have locked up.
+        """Open a hang's case when all ranks wait for others longer than usual: then none of them is in a pause.
 
-        Of a few nodes that are not heard any more that cannot be known; they may be what the others wait for.
+        Less than half of the nodes may be silent: they may be the ones that the others wait for.
         """
         cluster = self.desk.cluster
         if not cluster.overdue_nodes or self.desk.validations.under_way or self._open.standstill():
@@ -176,63 +165,63 @@ class Cases:
             and 2 * heard >= len(nodes)
             and sum(len(node.ranks) for node in nodes) == cluster.known_ranks
         ):
-            # by the next time the heartbeats are new ones
+            # By then every node has sent a new heartbeat.
             self._waiting_again_s = now_s + 2 * self._settings.heartbeat_s
             self._open.hang = HangCase(self.desk)
             self._open.hang.all_wait(now_s)
 
     def _crash_found(self, finding: Finding, now_s: float) -> None:
         if self._open.crash is not None and finding.incarnation < self._open.crash.incarnation:
-            return  # said again to a controller that began anew
+            return  # repeated to a controller that was restarted
         self._death_in(finding.incarnation, now_s).found(finding, now_s)
         for case in [*self._open.slow, *([self._open.hang] if self._open.hang else [])]:
             case.end(now_s)
         self._open.sweep()
 
     def lost(self, node: Node, now_s: float) -> bool:
-        """Neither agent nor launcher of a node is there; False: a hang's probes reach it, so it is."""
+        """Note that a node's agent and launcher are gone; False: a hang's probes reach it, so it is not lost."""
         if self._open.hang is not None and self._open.hang.is_reached(node.name):
             return False
         self._crash_case().lost(node.name, node.ranks, now_s)
         return True
 
     def lost_in(self, incarnation: int, node: Node, now_s: float) -> None:
-        """A node of a job whose nodes begin again together is lost in this incarnation."""
+        """Note that a node is lost in this incarnation, of a job that re-forms without it."""
         self._death_in(incarnation, now_s).lost(node.name, node.ranks, now_s, incarnation)
 
     def halted(self, now_s: float) -> None:
-        """Workers are told to end: they hang no more."""
+        """Close the hang, as the workers are being ended."""
         if self._open.hang is not None:
             self._open.hang.end(now_s)
             self._open.sweep()
 
     def begin_again(self, how: str, now_s: float) -> None:
-        """All nodes do; that is what was done about a death."""
+        """Note at the open crash that all nodes begin again: that is what was done about it."""
         if self._open.crash is not None:
             self._open.crash.decide(now_s)
             self._open.crash.acted(Action("all nodes begin again", None, how))
 
     def exit_code(self, now_s: float) -> int:
-        """That of the death which came first; 0 when there is none."""
+        """The exit code of the first death; 0 without one."""
         if self._open.crash is None:
             return 0
         self._open.crash.decide(now_s)
         return self._open.crash.exit_code or 0
 
     def stopped(self, code: int) -> None:
-        """The job was told to end."""
+        """Note at the open crash that the job was told to end."""
         if self._open.crash is not None:
             self._open.crash.acted(Action("stop the job", None, f"exit code {code}"))
 
     def recovered(self, recovery: Recovery, now_s: float) -> None:
-        """The job trains again."""
+        """Note that the job trains again."""
         self.recovery = recovery
         if self._open.crash is not None and 0 <= self._open.crash.incarnation < recovery.incarnation:
             self._open.crash.restarted(recovery, now_s)
             self._open.sweep()
 
     def _death_in(self, incarnation: int, now_s: float) -> CrashCase:
-        """The case of a death in this incarnation; that of an earlier one is over."""
+        """The case of a crash in this incarnation; a crash in an earlier one is over."""
         case = self._crash_case()
         if incarnation > case.incarnation >= 0:
             case.restarted(None, now_s)
@@ -267,8 +256,8 @@ class Cases:
     # --- answers --------------------------------------------------------------------------------------------------
 
     def answered(self, node: Node, answer: Profile | States | Probed, now_s: float) -> None:
-        """What a node's agent was asked for."""
-        question = self.desk.questions.answered(node, answer, now_s)
+        """Take a node's answer, and decide its question once all have answered."""
+        question = self.desk.agents.answered(node, answer, now_s)
         if question is None:
             return
         if question.is_decided:

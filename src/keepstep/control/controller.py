@@ -98,7 +98,7 @@ class Controller:
         self.reforming = Reforming(self.rendezvous, Waiting.of(settings), self.peers.is_heard, spending)
         self._operating = Operating(self.rendezvous, self.reforming, self.backups, self._effects)
         self._growing = Growing(self.rendezvous, self.reforming, self._operating)
-        self.cases = Cases.of(
+        self.cases = Cases(
             settings,
             self.cluster,
             locators or Locators(),

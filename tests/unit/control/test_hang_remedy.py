@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from keepstep.control.cluster import Cluster
-from keepstep.control.incidents.desk import Desk
+from keepstep.control.incidents.case import Desk
 from keepstep.control.incidents.hang_case import HangCase
 from keepstep.control.incidents.hang_evidence import blamed_by, evidence, outlook
 from keepstep.control.incidents.hang_remedy import HangRemedy
@@ -81,7 +81,7 @@ class Stand:
         self.incident: Any = Incident(1, "hang", 7, 7, None, None, culprits, (), (), (), "")
         self.stuck = {rank: Finding("hang", rank, "node-0", 0.0, 7, limit_s=LIMIT_S) for rank in ranks}
         self.actions: list[Action] = []
-        self.questions = self
+        self.agents = self
         self.remedy = HangRemedy(cast("Desk", self), cast("HangCase", self), self.send)
 
     def ask_states(self, stacks: bool, now_s: float, nodes: Collection[int] | None = None) -> int:

@@ -128,7 +128,8 @@ class Divided(Job):
         super().__init__(culprit, spares=spares)
         self.seconds, self.link_s = seconds, link_s
         self.orders: list[Shares] = []
-        self.desk.orders = SimpleNamespace(give=self._take, number=lambda _: len(self.orders) + 1)
+        self.desk.order = self._take
+        self.desk.order_number = lambda _: len(self.orders) + 1
         self.begin_equal()
 
     def begin_equal(self) -> None:

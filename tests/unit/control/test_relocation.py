@@ -54,7 +54,7 @@ class Office:
     asked: list[Any] = field(default_factory=list[Any])
 
     @property
-    def questions(self) -> Office:
+    def agents(self) -> Office:
         return self
 
     @property

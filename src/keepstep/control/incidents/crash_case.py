@@ -1,42 +1,36 @@
-"""A death: the first crash finding opens it, those of the next moments join it, the verdict names who died first."""
+"""Crashes: the first finding opens a case, those of the next moments join it, the verdict names who died first."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep.control.incidents.desk import Desk
-from keepstep.control.incidents.wording import how_to_say, noted, same_culprits, unlocated
+from keepstep.control.incidents.case import Case, Desk, same_culprits, unlocated
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Action, Culprit, Diagnosis, Incident, Recovery
+from keepstep.core.incident import Culprit, Diagnosis, Incident, Recovery
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.core.summary import RankState
 
-GATHER_S = 0.2  # findings of one crash come together; more are needed than the first
-_SHARPEN_S = 2.0
+GATHER_S = 0.2  # wait from the first finding to the verdict: the findings of one crash come together
+_SHARPEN_S = 2.0  # wait from the verdict to a sharper one, if more ranks died meanwhile
 _MOST_FINDINGS = 1024
 _MOST_STATES = 65_536
 
 
-class CrashCase:
-    """One death and what it drew with it."""
-
-    kind = "crash"
+class CrashCase(Case):
+    """The first death of a job's incarnation, and the deaths that followed from it."""
 
     def __init__(self, desk: Desk, incident: Incident | None = None) -> None:
-        self._desk = desk
-        self.incident = incident
-        self.closed = False
-        self.question: int | None = None
+        self._desk, self.incident = desk, incident
         self._findings: dict[int, Finding] = {}
-        self._lost: dict[str, tuple[int, ...]] = {}
+        self._lost: dict[str, tuple[int, ...]] = {}  # ranks by the name of their lost node
         self._first_s: float | None = None
         self._step = -1
-        self.incarnation = incident.incarnation if incident else -1  # of the job; -1: nobody told
-        self._dirty = False
+        self.incarnation = incident.incarnation if incident else -1  # of the job; -1: not known
+        self._dirty = False  # something has come since the last decision
         self._decided_s: float | None = None
 
     def found(self, finding: Finding, now_s: float) -> None:
-        """One more rank died."""
+        """Take one more death into the case."""
         if finding.rank in self._findings or len(self._findings) >= _MOST_FINDINGS:
             return
         if finding.step < 0:  # launchers do not know steps
@@ -47,14 +41,14 @@ class CrashCase:
         self._began(now_s)
 
     def lost(self, node: str, ranks: tuple[int, ...], now_s: float, incarnation: int = -1) -> None:
-        """A whole node is gone: neither its agent nor its launcher is connected."""
+        """Take the loss of a whole node into the case: neither its agent nor its launcher is connected."""
         self._lost[node] = ranks
         self.incarnation = max(self.incarnation, incarnation)
         self._began(now_s)
 
     @property
     def exit_code(self) -> int | None:
-        """Of the rank to blame, else of the first that died; None when nobody told."""
+        """The exit code of the rank to blame, else of the first rank that died; None when it is not known."""
         blamed = [culprit.rank for culprit in self.incident.culprits] if self.incident else []
         for rank in [*blamed, *self._findings]:
             finding = self._findings.get(rank) if rank is not None else None
@@ -63,7 +57,7 @@ class CrashCase:
         return None
 
     def tick(self, now_s: float) -> None:
-        """Decide when the first moment is over, and once more a little later; notice that they run again."""
+        """Decide when the first moment is over, and once more a little later; notice when the ranks run again."""
         if self.closed or self._first_s is None:
             return
         if not self._dirty:
@@ -74,74 +68,41 @@ class CrashCase:
             self.decide(now_s)
 
     def decide(self, now_s: float) -> None:
-        """Verdict now, with what has come."""
+        """Publish a verdict on what has come so far."""
         if not self._dirty:
             return
         self._dirty, self._decided_s = False, now_s
-        desk = self._desk
+        cluster, old = self._desk.cluster, self.incident
         diagnosis = self._locate()
-        old = self.incident
         if old is not None and (same_culprits(old, diagnosis) or not diagnosis.culprits):
             self.incident = replace(old, victims=diagnosis.victims or old.victims)
-            desk.register.publish(self.incident, "")
+            self._publish("")
             return
-        step = self._step if self._step >= 0 else desk.cluster.newest_step
-        first_unix_s = desk.unix_s(now_s if self._first_s is None else self._first_s)
-        incident = Incident(
-            number=old.number if old else desk.register.next_number(),
-            kind="crash",
+        step = self._step if self._step >= 0 else cluster.newest_step
+        first_s = now_s if self._first_s is None else self._first_s
+        self._conclude(
+            diagnosis,
+            now_s,
+            {"onset_unix_s": self._desk.unix_s(first_s)},
             onset_step=step,
             detected_step=step,
-            relief_step=None,
-            job_slowdown=None,
-            culprits=diagnosis.culprits,
-            victims=diagnosis.victims,
-            evidence=diagnosis.evidence,
-            missing=diagnosis.missing,
-            actions=old.actions if old else (),
-            summary=diagnosis.summary,
-            ranks_reporting=desk.cluster.reporting_ranks,
-            world_size=desk.cluster.known_ranks,
-            detected_unix_s=old.detected_unix_s if old else desk.unix_s(now_s),
+            ranks_reporting=cluster.reporting_ranks,
             incarnation=max(self.incarnation, 0),
-            onset_unix_s=old.onset_unix_s if old else first_unix_s,
-            events=old.events if old else (),
         )
-        say = how_to_say(old, diagnosis)
-        self.incident = noted(desk, incident, say, now_s)
-        desk.register.publish(self.incident, say)
-
-    def acted(self, action: Action) -> None:
-        """Note what was done about it."""
-        if self.incident is not None and action not in self.incident.actions:
-            actions = (*self.incident.actions, self._desk.register.stamped(action))
-            self.incident = replace(self.incident, actions=actions)
-            self._desk.register.publish(self.incident, "")
 
     def end(self, now_s: float) -> None:
-        """The job ended."""
+        """Close the case, as the job has ended."""
         self.decide(now_s)
-        self.closed = True
-        if self.incident is not None:
-            self.incident = replace(self.incident, status="ended", closed_unix_s=self._desk.unix_s(now_s))
-            self._desk.register.publish(self.incident, "")
+        self._finish("ended", now_s, "")
 
     def restarted(self, recovery: Recovery | None, now_s: float) -> None:
-        """The job runs in a later incarnation: that is the end of this death. ``recovery`` None: it died there, too."""
+        """Close the case, as the job runs in a later incarnation; without a ``recovery`` that died, too."""
         self.decide(now_s)
         self._close(recovery, now_s)
 
     def _close(self, recovery: Recovery | None, now_s: float) -> None:
-        self.closed = True
-        if self.incident is not None:
-            self.incident = replace(
-                self.incident,
-                status="relieved",
-                relief_step=self._desk.cluster.newest_step,
-                closed_unix_s=self._desk.unix_s(now_s),
-                recovery=recovery,
-            )
-            self._desk.register.publish(self.incident, "closes")
+        step = self._desk.cluster.newest_step
+        self._finish("relieved", now_s, "closes", relief_step=step, recovery=recovery)
 
     def _began(self, now_s: float) -> None:
         self._dirty = True
@@ -149,7 +110,7 @@ class CrashCase:
             self._first_s = now_s
 
     def _watch_restart(self, now_s: float) -> None:
-        """The launchers started the workers anew: what comes after that is another incident."""
+        """Close the case once the workers run again: what comes after that is another incident."""
         if self.incident is None or self._decided_s is None:
             return
         nodes = self._desk.cluster.nodes.values()
@@ -164,7 +125,7 @@ class CrashCase:
             for one in node.beat.ranks
             if one.alive and one.step >= 0
         }
-        ranks = self._desk.cluster.known_ranks  # of a job that goes on with fewer nodes, fewer
+        ranks = self._desk.cluster.known_ranks  # fewer than before, where the job goes on with fewer nodes
         if all(rank in alive or 0 < ranks <= rank for rank in self._findings):
             self._close(None, now_s)
 
@@ -180,7 +141,7 @@ class CrashCase:
             return unlocated("crash", error)
 
     def _states(self) -> list[RankState]:
-        """What the heartbeats say of the ranks that did not die."""
+        """The states of the ranks that did not die, by their heartbeats."""
         states: list[RankState] = []
         for one in self._desk.cluster.beats():
             if one.rank not in self._findings and len(states) < _MOST_STATES:
@@ -190,7 +151,7 @@ class CrashCase:
         return states
 
     def _lost_nodes(self) -> Diagnosis:
-        """More than a tenth of the nodes at once is the network or us: nobody is blamed."""
+        """Blame the lost nodes; but where over a tenth are lost at once, the network or the controller has failed."""
         cluster = self._desk.cluster
         lost_ranks = {rank for ranks in self._lost.values() for rank in ranks}
         others = tuple(sorted(set(cluster.node_of) - lost_ranks))

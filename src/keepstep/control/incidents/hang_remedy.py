@@ -1,37 +1,37 @@
-"""What is done about a hang: processes that are to blame, and will not go on by themselves, are ended.
+"""The remedy of a hang: processes that are to blame, and will not go on by themselves, are ended.
 
-Their launchers then begin again as after any death. A verdict may come early, so a kill needs evidence of its own.
+Their launchers then restart the job as after any crash. A verdict may come early, so a kill needs evidence of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from keepstep.control.incidents.desk import Desk
+from keepstep.control.incidents.case import Desk
 from keepstep.control.incidents.hang_case import HangCase
 from keepstep.control.incidents.hang_evidence import APART_S, LOOKS_S, blamed_by, evidence, patience_left_s
 from keepstep.core.incident import Action
 from keepstep.core.summary import RankState
 from keepstep.wire.messages import Kill, States
 
-_AFTER_S = 0.05  # that a look comes after the moment from which on there may be evidence
+_AFTER_S = 0.05  # delay of a look after the moment at which there may be evidence
 
 
 class HangRemedy:
-    """Of one hang. ``send``: an order to the launcher of its rank; False: it is not there now."""
+    """The remedy of one hang. ``send`` gives an order to the launcher of its rank; False: that is not connected."""
 
     def __init__(self, desk: Desk, case: HangCase, send: Callable[[Kill], bool]) -> None:
         self.case = case
         self.question: int | None = None
         self._desk = desk
         self._send = send
-        self._looks: dict[int, RankState] = {}  # the last ones, by rank
+        self._looks: dict[int, RankState] = {}  # states at the last look, by rank
         self._looked = 0
         self._looked_s = 0.0
-        self._left_s = 0.0  # from the last look on, until there may be evidence against all
+        self._left_s = 0.0  # time from the last look until there may be evidence against all
 
     def tick(self, now_s: float) -> None:
-        """Look again when it is time; at the nodes of those that are blamed only."""
+        """Ask for the states of the blamed ranks again when it is time."""
         pause_s = LOOKS_S[min(self._looked, len(LOOKS_S) - 1)]
         if self._left_s > 0:
             pause_s = min(pause_s, max(self._left_s + _AFTER_S, APART_S))
@@ -40,10 +40,10 @@ class HangRemedy:
         homes = {home.rank for rank in self._blamed() if (home := self._desk.cluster.home(rank)) is not None}
         if homes:
             self._looked, self._looked_s = self._looked + 1, now_s
-            self.question = self._desk.questions.ask_states(False, now_s, homes)
+            self.question = self._desk.agents.ask_states(False, now_s, homes)
 
     def states(self, answers: Sequence[States]) -> None:
-        """Order what there is evidence for, again for as long as they live: an order may be lost."""
+        """Have processes ended against which there is evidence; repeatedly while they live, as an order may be lost."""
         self.question = None
         before, blamed = self._looks, self._blamed()
         self._looks = {one.rank: one for answer in answers for one in answer.states if one.rank in blamed}
@@ -63,7 +63,7 @@ class HangRemedy:
                 )
 
     def _blamed(self) -> dict[int, float]:
-        """Limits by rank; empty when a kill would not help, or it is not sure enough who is to blame."""
+        """Limits of blamed ranks; empty when a kill would not help, or it is not sure enough who is to blame."""
         incident = self.case.incident
         if incident is None or self.case.closed:
             return {}

@@ -1,4 +1,4 @@
-"""The cases that are open, and what they mean for the rest of the controller."""
+"""The cases that are open, and whether the job stands still because of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keepstep.control.membership.reforming import Reforming
 
 @dataclass(slots=True)
 class OpenCases:
-    """Several slowdowns at once, one hang, one death."""
+    """There may be several slowdowns at once, but only one hang and one crash."""
 
     ending: Ending
     reforming: Reforming
@@ -22,12 +22,12 @@ class OpenCases:
     crash: CrashCase | None = None
 
     def all(self) -> list[SlowCase | HangCase | CrashCase]:
-        """Those that are not closed: slowdowns, the hang, the death."""
+        """All cases that are not closed."""
         cases = (*self.slow, self.hang, self.crash)
         return [case for case in cases if case is not None and not case.closed]
 
     def sweep(self) -> None:
-        """Forget those that are closed."""
+        """Forget cases that are closed."""
         if any(case.closed for case in self.slow):
             self.slow[:] = [case for case in self.slow if not case.closed]
         if self.hang is not None and self.hang.closed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from keepstep.control.cluster import Cluster
 from keepstep.control.effects import Effect, Say, Send, WriteIncident
@@ -17,8 +17,10 @@ from keepstep.core.incident import Action, Incident
 from keepstep.core.summary import RankState
 from keepstep.wire.messages import SaveRings
 
+Saying = Literal["verdict", "sharper", "acts", "closes", ""]  # what of an incident is printed
+
 _NO_STEP = 1 << 62
-_SAVE_ALL_RANKS = 1024
+_SAVE_ALL_RANKS = 1024  # in larger jobs only the rings of blamed nodes are saved
 _OUTLOOK = {  # what a slowdown's verdict says comes next, by --mitigate
     "auto": "none yet: a remedy is applied once one pays",
     "advise": "none: a remedy that pays is only advised (--mitigate advise)",
@@ -26,21 +28,11 @@ _OUTLOOK = {  # what a slowdown's verdict says comes next, by --mitigate
 }
 
 
-class Hanging(Protocol):
-    """A hang's case, as far as what will be done about it depends on it."""
-
-    def standing(self, rank: int) -> Finding | None:
-        """What was found of a rank that is stuck still."""
-        ...
-
-    @property
-    def last_states(self) -> Mapping[int, RankState]:
-        """Where ranks were when it was last decided, by rank."""
-        ...
-
-
 class Register:
-    """Of one job. ``effects``: what the controller is about to do; ``now_s``: when time was last looked at."""
+    """The incidents of one job.
+
+    ``effects``: what the controller is about to do; ``now_s``: the time of the last tick.
+    """
 
     def __init__(
         self,
@@ -57,13 +49,13 @@ class Register:
         self._changes: deque[int] = deque(maxlen=64)  # steps at which a slowdown began or ended
 
     def restore(self, incident: Incident) -> None:
-        """An earlier controller of this run published it."""
+        """Take over an incident that an earlier controller of this run published."""
         self.newest_number = max(self.newest_number, incident.number)
         if incident.onset_step is not None:
             self._changes.append(incident.onset_step)
 
     def next_number(self) -> int:
-        """A number for a new incident, never given out before in this run."""
+        """A number for a new incident that no incident of this run has had."""
         self.newest_number += 1
         return self.newest_number
 
@@ -76,22 +68,24 @@ class Register:
         return min((change for change in self._changes if change > step), default=_NO_STEP)
 
     def stamped(self, action: Action) -> Action:
-        """It was begun now."""
+        """The action with the present step and time as its beginning."""
         step = self._cluster.newest_step
         return replace(action, step=step if step >= 0 else None, begun_unix_s=self._unix_s(self.now_s))
 
     def publish(
         self,
         incident: Incident,
-        say: Literal["verdict", "sharper", "acts", "closes", ""],
-        hang: Hanging | None = None,
+        say: Saying,
+        standing: Callable[[int], Finding | None] | None = None,
+        states: Mapping[int, RankState] | None = None,
     ) -> None:
         """Write the incident, with what will be done next about an open one, and, if wanted, print it.
 
-        ``hang``: the case of the hang that it is.
+        A hang's next action depends on ``standing`` (the finding of a rank that is still stuck) and on the last known
+        ``states`` of ranks.
         """
         waits = incident.status == "open" and not incident.actions
-        what, in_s = self._outlook(incident, hang) if waits else ("", None)
+        what, in_s = self._outlook(incident, standing, states or {}) if waits else ("", None)
         at_unix_s = None if in_s is None else self._unix_s(self.now_s + in_s)
         incident = replace(incident, next_action=what, next_unix_s=at_unix_s)
         self._effects.append(WriteIncident(incident))
@@ -104,12 +98,17 @@ class Register:
             if change not in self._changes:
                 self._changes.append(change)
 
-    def _outlook(self, incident: Incident, hang: Hanging | None) -> tuple[str, float | None]:
+    def _outlook(
+        self,
+        incident: Incident,
+        standing: Callable[[int], Finding | None] | None,
+        states: Mapping[int, RankState],
+    ) -> tuple[str, float | None]:
         """What will be done about an open incident if nothing changes, and in how many seconds."""
         settings = self._settings
         if incident.kind == "slow":
             return _OUTLOOK[settings.mitigate], None
-        if incident.kind == "crash" or hang is None:
+        if incident.kind == "crash" or standing is None:
             return "", None
         if not settings.restart_hangs:
             return (
@@ -118,8 +117,8 @@ class Register:
             )
         if self._reforming.restarts >= settings.max_restarts:
             return "none: no restart is left", None
-        blamed, why_not = blamed_by(incident, hang.standing, self._cluster.known_ranks)
-        return outlook(blamed, hang.last_states) if blamed else (f"none: {why_not}", None)
+        blamed, why_not = blamed_by(incident, standing, self._cluster.known_ranks)
+        return outlook(blamed, states) if blamed else (f"none: {why_not}", None)
 
     def _save_rings(self, incident: Incident) -> None:
         agents = self._cluster.agents()

@@ -1,4 +1,4 @@
-"""A slowdown from the first finding to relief: tracking, profiling, verdict, sharpened, relieved or transient."""
+"""Slowdowns from the first finding to relief: tracked, profiled, judged, judged again, relieved or transient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 
-from keepstep.control.incidents.desk import Desk
+from keepstep.control.incidents.case import (
+    Case,
+    Desk,
+    is_traffic,
+    new_incident,
+    noted,
+    unlocated,
+    with_action,
+)
 from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.slow_evidence import (
     LARGE_WORLD,
@@ -19,7 +27,6 @@ from keepstep.control.incidents.slow_evidence import (
     suspects_of,
     with_measured,
 )
-from keepstep.control.incidents.wording import how_to_say, is_traffic, noted, unlocated, with_action
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Diagnosis, Event, Incident
 from keepstep.core.ranges import fold_nodes
@@ -30,62 +37,56 @@ from keepstep.wire.messages import Profile
 from keepstep.wire.packed import iterations_of
 
 NEAR_STEPS = 3  # findings with onsets this close are about one cause
-SHARPEN_STEPS = 3
-BEFORE_STEPS = 16
+SHARPEN_STEPS = 3  # new steps before iterations are asked for again
+BEFORE_STEPS = 16  # steps before the onset that are asked for
 _EDGE_STEPS = 2  # onsets are accurate to ± this many steps, so the last ones before may be slow already
 _LEAST_BEFORE = 8  # where this many steps lie before those, they alone count as healthy
-_BEFORE_STEPS_LARGE = 4
-_ENOUGH_RANKS = 256
-_CONFIRM_RATIO = 1.08  # of all ranks' iteration times, when fewer than half of the ranks have said anything
-_OWN_RATIO = 1.10
-_SHARPEN_S = 60.0  # sharpen after this long when steps do not come
+_BEFORE_STEPS_LARGE = 4  # the same in large jobs
+_ENOUGH_RANKS = 256  # slow ranks that need no other proof, however large the job is
+_CONFIRM_RATIO = 1.08  # a growth of all ranks' iteration times that confirms what a few ranks have reported
+_OWN_RATIO = 1.10  # a growth of the slow ranks' own iteration times that confirms it at a second look
+_SHARPEN_S = 60.0  # ask for iterations again after this long when no new steps come
 _UNCONFIRMED_TRIES = 3
-_MOST_LOOKS = 5  # after the verdict, while answers or culprits are missing
+_MOST_LOOKS = 5  # looks after the verdict, while answers or culprits are missing
 _QUIET_STEPS = 10  # steps at the old pace that prove relief when no finding says so
 _MOST_ONSETS = 4096
 _MOST_BLOCKS = 500_000
-_TELL_COST_S = 60.0  # what it has cost so far is told so often
-_IN_FORCE = "S2,"  # when an action was begun so; the mitigation finds out whether it still is
+_TELL_COST_S = 60.0  # how often the incident is published with what it has cost so far
+_IN_FORCE = "S2,"  # how the name of an action begins that may still be in force after a restart
 
 
-class SlowCase:
-    """One slowdown. ``incident`` is None until it is confirmed; ``closed`` when nothing more can come of it."""
-
-    kind = "slow"
+class SlowCase(Case):
+    """One slowdown. Ranks with a similar onset belong to the same one."""
 
     def __init__(self, desk: Desk, incident: Incident | None = None) -> None:
-        self._desk = desk
-        self.incident = incident
-        self.closed = False
-        # A remedy is in force: the pace says nothing of the cause.
+        self._desk, self.incident = desk, incident
+        # While a remedy is in force, the pace says nothing of the cause.
         self.treated = any(one.name.startswith(_IN_FORCE) for one in incident.actions) if incident else False
         self._treated_steps, self._treated_lost_s = 0, 0.0  # while a remedy was in force
-        self.question: int | None = None
-        self.probing: int | None = None  # the open question about paths
         self._probes: Sequence[PathProbe] = ()
-        self._slow: dict[int, int] = {}  # rank: the onset it told
+        self._slow: dict[int, int] = {}  # onset by slow rank
         self._relieved: set[int] = set()
         self._onsets: Counter[int] = Counter()
         self._relief_steps: Counter[int] = Counter()
         self._before: list[float] = []
         self._after: list[float] = []
         self._tries = 0
-        self._looks = 0  # after the verdict
-        self._blocks_of: tuple[int, ...] = ()  # ranks to be asked for their blocks at the next look
+        self._looks = 0  # questions asked after the verdict
+        self._blocks_of: tuple[int, ...] = ()  # ranks that are asked for their blocks at the next look
         self._waits_recorded = True
-        self._cleared = False  # their blocks have shown that the delays of all culprits cost nothing
-        self._settled = incident is not None  # nothing more to learn by asking
+        self._cleared = False  # blocks have shown that the delays of all culprits cost nothing
+        self._settled = incident is not None  # asking again would tell nothing more
         self._asked_s = 0.0
         self._asked_step = -1
-        self._checks_relief = False  # the question that is open asks whether the old pace is back
+        self._checks_relief = False  # the open question asks whether the old pace is back
         self._checked_step = -1
         self._detected_step = -1
         self._noticed: Event | None = incident.events[0] if incident and incident.events else None
         self._told_cost_s = 0.0
         self._pace_since: tuple[int, float] | None = None
         self._suspects: tuple[tuple[int, ...], ...] = ()  # groups that a validation would test
-        self._validated = incident is not None  # once per incident, and not again by a later controller
-        self._proof: tuple[str, ...] = ()  # what it showed
+        self._validated = incident is not None  # at most once per incident, also under a later controller
+        self._proof: tuple[str, ...] = ()  # what the validation showed
         if incident is not None:
             self._onsets[incident.onset_step or 0] += 1
             self._detected_step = incident.detected_step or 0
@@ -94,19 +95,19 @@ class SlowCase:
 
     @property
     def onset_step(self) -> int:
-        """Median of what the ranks say."""
+        """The median of the onsets that the ranks have reported."""
         return _middle(self._onsets)
 
     def takes(self, finding: Finding) -> bool:
-        """A ``slow`` finding about this cause: near the onset, or while the change is still being felt out."""
+        """Whether a ``slow`` finding is about this slowdown: it has a similar onset, or one until the detection."""
         onset = finding.onset_step
         if abs(onset - self._slow.get(finding.rank, onset)) > NEAR_STEPS:
-            return False  # this rank has told of this change; it became slow once more
+            return False  # the rank was slow before, and has become slow once more
         latest = max(self.onset_step, self._detected_step if self._detected_step >= 0 else onset)
         return self.onset_step - NEAR_STEPS <= onset <= latest + NEAR_STEPS
 
     def found(self, finding: Finding, now_s: float) -> None:
-        """One more rank says that it is slow; the first begins the profiling."""
+        """Take one more slow rank into the case; the first one begins the profiling."""
         if finding.rank in self._slow:
             return
         first = not self._slow
@@ -123,7 +124,7 @@ class SlowCase:
             self._ask(now_s)
 
     def relieved_by(self, finding: Finding) -> bool:
-        """A ``relief`` finding that speaks of this slowdown: back below the middle between before and after."""
+        """Whether a ``relief`` finding ends this slowdown: the rank is back below the mean of both paces."""
         if finding.onset_step <= self.onset_step or not self._before:
             return False
         return finding.after_s < self._middle_pace_s()
@@ -132,7 +133,7 @@ class SlowCase:
         return (median(self._before) + median(self._after)) / 2
 
     def relief(self, finding: Finding, now_s: float) -> None:
-        """One rank is relieved. A majority of those that were slow closes the case, or the pace of all ranks does."""
+        """Note that one rank is fast again. Most slow ranks being so closes the case, or the pace of all ranks does."""
         if finding.rank in self._relieved or self.treated:
             return
         self._relieved.add(finding.rank)
@@ -143,16 +144,17 @@ class SlowCase:
         elif self.question is None:
             self._ask_for_relief(now_s)
 
-    def acted(self, action: Action, instead: Action | None = None, *, say: bool) -> None:
-        """Note what was done about it, ``instead`` of what was noted before, which began when that did."""
+    def acted(self, action: Action, instead: Action | None = None, *, say: bool = False) -> None:
+        """Note what was done about the slowdown; with ``instead``, that replaces an action noted before."""
         if self.incident is not None:
             self.incident = with_action(self._desk, self.incident, action, instead)
-            self._desk.register.publish(self.incident, "acts" if say else "")
+            self._publish("acts" if say else "")
 
     def treated_for(self, steps: int, paces: tuple[float, float] | None) -> None:
-        """So many steps more were made with a remedy in force.
+        """Count more steps that were made with a remedy in force.
 
-        ``paces``: what each has taken, and would have taken without it; None: another slowdown accounts for them.
+        ``paces``: what each of these steps took, and would have taken without the remedy; None: they are counted in
+        another slowdown.
         """
         old = self.incident
         if old is not None:
@@ -163,7 +165,7 @@ class SlowCase:
             self._tell_cost()
 
     def cured(self, step: int, now_s: float) -> None:
-        """What was done about it was taken back at this step, for its cause is gone."""
+        """Close the case: the remedy was taken back at this step, as the cause is gone."""
         if not self.closed:
             self._close(step, now_s)
 
@@ -184,9 +186,8 @@ class SlowCase:
         surely = between(before, 0, onset - _EDGE_STEPS)
         if len(distinct(column(surely, "step"))) >= _LEAST_BEFORE:
             before = surely
-        until = self._desk.register.next_change(
-            onset + NEAR_STEPS
-        )  # later ones are slow for another cause, too
+        # Steps after another incident's onset are slow for another cause, too.
+        until = self._desk.register.next_change(onset + NEAR_STEPS)
         after = between(rows, onset, until)
         if self.incident is None and not self._confirmed(before, after):
             self._tries += 1
@@ -199,7 +200,7 @@ class SlowCase:
         self._settled = self._looks >= (1 if complete else _MOST_LOOKS)
 
     def probed(self, probes: Sequence[PathProbe], now_s: float) -> None:
-        """What the agents have learned of the paths that are blamed sharpens the verdict."""
+        """Sharpen the verdict with probes of the links that are blamed."""
         self.probing = None
         self._probes = probes
         old = self.incident
@@ -207,13 +208,11 @@ class SlowCase:
             return
         said = Diagnosis("slow", old.culprits, old.victims, old.evidence, old.missing, old.summary)
         diagnosis = self._as_sure_as_may_be(self._desk.locators.probed(said, probes))
-        say = how_to_say(old, diagnosis)
         sharper = replace(old, culprits=diagnosis.culprits, evidence=diagnosis.evidence)
-        self.incident = noted(self._desk, sharper, say, now_s)
-        self._desk.register.publish(self.incident, say)
+        self._tell(sharper, diagnosis, now_s)
 
     def tick(self, now_s: float) -> None:
-        """Ask again when it is time; notice relief that no finding told of."""
+        """Ask again when it is time; notice relief that no finding has reported."""
         if not self.closed and now_s - self._told_cost_s >= _TELL_COST_S:
             self._told_cost_s = now_s
             self._tell_cost()
@@ -234,14 +233,14 @@ class SlowCase:
             self._watch_pace(now_s)
 
     def validated(self, outcome: Validation | None, refused: str, now_s: float) -> None:
-        """Sharpen the incident with what devices and links measured while the job was held."""
+        """Sharpen the incident with what a validation has measured, or note why it was not done."""
         old = self.incident
         if old is None or self.closed:
             return
         if outcome is None:
             without = replace(old, missing=(*old.missing, f"a validation: {refused}"))
             self.incident = noted(self._desk, without, "validation", now_s, f"validation not done: {refused}")
-            self._desk.register.publish(self.incident, "")
+            self._publish("")
             return
         self._proof = (in_a_line(outcome),)
         culprits = measured_culprits(outcome, old.culprits, self._desk.cluster.node_of)
@@ -249,19 +248,12 @@ class SlowCase:
         sharper = with_measured(tested, outcome, culprits, self._proof)
         self.incident = noted(self._desk, sharper, "sharper", now_s) if culprits else sharper
         self._settled = self._settled or bool(culprits)
-        self._desk.register.publish(self.incident, "sharper" if culprits else "")
+        self._publish("sharper" if culprits else "")
 
     def end(self, now_s: float) -> None:
-        """The job ended, or a crash came after it."""
-        self.closed = True
-        if self.incident is not None:
-            self.incident = replace(
-                self.incident,
-                status="ended",
-                closed_unix_s=self._desk.unix_s(now_s),
-                lost_s=self._lost_s(self.incident, max(self._desk.cluster.newest_step, self._detected_step)),
-            )
-            self._desk.register.publish(self.incident, "")
+        """Close the case, as the job has ended or a crash came after the slowdown."""
+        until_step = max(self._desk.cluster.newest_step, self._detected_step)
+        self._finish("ended", now_s, "", lost_s=self._lost_s(until_step))
 
     def _ask(self, now_s: float) -> None:
         onset = self.onset_step
@@ -273,15 +265,15 @@ class SlowCase:
         newest = max(self._desk.cluster.newest_step, self._detected_step)
         last = max(newest, onset) if newest < onset + 4 * reach else onset + 4 * reach
         self._asked_step, self._asked_s = newest, now_s
-        self.question = self._desk.questions.ask_profiles(first, last + 1, now_s, onset, self._blocks_of)
+        self.question = self._desk.agents.ask_profiles(first, last + 1, now_s, onset, self._blocks_of)
 
     def _ask_for_relief(self, now_s: float) -> None:
-        """Some ranks say that it is over: look at the newest steps of all."""
+        """Look at the newest steps of all ranks, as some ranks report relief."""
         if self.incident is None:
             return
         self._checks_relief, self._checked_step = True, self._desk.cluster.newest_step
         last = max(self._checked_step, *self._relief_steps) + 1
-        self.question = self._desk.questions.ask_profiles(_middle(self._relief_steps), last, now_s)
+        self.question = self._desk.agents.ask_profiles(_middle(self._relief_steps), last, now_s)
 
     def _confirmed(self, before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> bool:
         grown = _ratios(before, after)
@@ -293,7 +285,7 @@ class SlowCase:
         return self._tries > 0 and bool(own) and min(own) >= _OWN_RATIO
 
     def _many(self) -> bool:
-        """So many ranks say it that it needs no other proof."""
+        """Whether so many ranks are slow that no other proof is needed."""
         return len(self._slow) >= min(max(self._desk.cluster.known_ranks / 2, 1), _ENOUGH_RANKS)
 
     def _decide(
@@ -316,42 +308,27 @@ class SlowCase:
         old = self.incident
         firmer = old is not None and _firmness(old.culprits) > _firmness(diagnosis.culprits)
         if firmer and not self._cleared:
-            return  # what was known is better: the newest steps may hold a part that is over already
+            return  # the earlier diagnosis is firmer: the newest steps may be healthy again in part
         missing = diagnosis.missing
         if unanswered:
             missing = (*missing, f"profiles of {fold_nodes(unanswered)}: no answer from there in time")
-        incident = Incident(
-            number=old.number if old else desk.register.next_number(),
-            kind="slow",
+        self._conclude(
+            replace(diagnosis, evidence=(*self._proof, *diagnosis.evidence), missing=missing),
+            now_s,
+            {"detected_step": self._detected_step, "events": (self._noticed,) if self._noticed else ()},
             onset_step=self.onset_step,
-            detected_step=old.detected_step if old else self._detected_step,
-            relief_step=None,
             job_slowdown=after_s / before_s if before_s and after_s else None,
-            culprits=diagnosis.culprits,
-            victims=diagnosis.victims,
-            evidence=(*self._proof, *diagnosis.evidence),
-            missing=missing,
-            summary=diagnosis.summary,
             iteration_before_s=before_s,
             iteration_after_s=after_s,
             ranks_reporting=len({row.rank for row in after}),
-            world_size=desk.cluster.known_ranks,
-            detected_unix_s=old.detected_unix_s if old else desk.unix_s(now_s),
-            actions=old.actions if old else (),
-            lost_s=old.lost_s if old else None,
-            saved_s=old.saved_s if old else 0.0,
             onset_unix_s=self._onset_unix_s(after_s),
-            events=old.events if old else (self._noticed,) if self._noticed else (),
         )
-        say = how_to_say(old, diagnosis)
-        self.incident = incident = noted(desk, incident, say, now_s)
-        with suppress(Exception):  # without them the verdict is as sharp as it is
-            wanted = desk.locators.blocks_wanted(incident.culprits, after, desk.cluster.groups)
+        with suppress(Exception):  # without blocks the verdict stays as it is
+            wanted = desk.locators.blocks_wanted(diagnosis.culprits, after, desk.cluster.groups)
             self._blocks_of = wanted or self._blocks_of
-        desk.register.publish(incident, say)
         links = [culprit.link.nodes for culprit in diagnosis.culprits if culprit.link is not None]
         if links and not self._probes and self.probing is None:
-            self.probing = desk.questions.ask_probes(links, now_s)
+            self.probing = desk.agents.ask_probes(links, now_s)
 
     def _locate(
         self,
@@ -381,69 +358,60 @@ class SlowCase:
             return unlocated("slow", error)
 
     def _as_sure_as_may_be(self, diagnosis: Diagnosis) -> Diagnosis:
-        """Nobody is blamed for sure where it was not recorded who waits for whom."""
+        """The diagnosis with nobody blamed for sure, where it was not recorded who waits for whom."""
         return diagnosis if self._waits_recorded else diagnosis.doubted(NO_WAITS)
 
     def _close(self, relief_step: int, now_s: float) -> None:
-        self.closed = True
-        old = self.incident
-        if old is None:
+        if self.incident is None:
+            self.closed = True
             if not self._many():
-                return  # a lone rank's slowdown that went by itself
-            old = self._transient(now_s)
-        status = "transient" if not old.culprits and not self._looks else "relieved"
-        self.incident = replace(
-            old,
-            relief_step=relief_step,
-            status=status,
-            closed_unix_s=self._desk.unix_s(now_s),
-            lost_s=self._lost_s(old, relief_step),
-        )
-        self._desk.register.publish(self.incident, "closes")
+                return  # the slowdown of few ranks has gone away by itself
+            self.incident = self._transient(now_s)
+        status = "transient" if not self.incident.culprits and not self._looks else "relieved"
+        self._finish(status, now_s, "closes", relief_step=relief_step, lost_s=self._lost_s(relief_step))
 
     def _transient(self, now_s: float) -> Incident:
-        desk = self._desk
+        """The incident of a slowdown that was over before it could be profiled."""
         before_s, after_s = _middle_s(self._before), _middle_s(self._after)
-        return Incident(
-            number=desk.register.next_number(),
-            kind="slow",
+        return new_incident(
+            self._desk,
+            "slow",
+            now_s,
             onset_step=self.onset_step,
             detected_step=self._detected_step,
-            relief_step=None,
             job_slowdown=after_s / before_s if before_s and after_s else None,
-            culprits=(),
-            victims=(),
             evidence=(f"{len(self._slow)} ranks slowed down together",),
             missing=("profiles: it was over before they came",),
             iteration_before_s=before_s,
             iteration_after_s=after_s,
             ranks_reporting=len(self._slow),
-            world_size=desk.cluster.known_ranks,
-            detected_unix_s=desk.unix_s(now_s),
+            world_size=self._desk.cluster.known_ranks,
             onset_unix_s=self._onset_unix_s(after_s),
             events=(self._noticed,) if self._noticed else (),
         )
 
     def _onset_unix_s(self, after_s: float | None) -> float | None:
-        """From when it was noticed, and the slow steps until then."""
+        """When the slowdown began: the time of its first finding, less the slow steps until then."""
         if self._noticed is None or not after_s:
             return None
         steps = max((self._noticed.step or 0) - self.onset_step + 1, 0)
         return self._noticed.unix_s - steps * after_s
 
-    def _lost_s(self, incident: Incident, until_step: int) -> float | None:
-        """Seconds of training that it has cost until this step; None: its pace is not known."""
-        return lost_s(incident, until_step, self._treated_steps, self._treated_lost_s)
+    def _lost_s(self, until_step: int) -> float | None:
+        """Seconds of training that the slowdown has cost until this step; None: its pace is not known."""
+        if self.incident is None:
+            return None
+        return lost_s(self.incident, until_step, self._treated_steps, self._treated_lost_s)
 
     def _tell_cost(self) -> None:
-        """What it has cost so far, once a step after its detection is known."""
-        if self.incident is not None and self._desk.cluster.newest_step > (self.incident.detected_step or 0):
-            lost_s = self._lost_s(self.incident, self._desk.cluster.newest_step)
-            self.incident = replace(self.incident, lost_s=lost_s)
-            self._desk.register.publish(self.incident, "")
+        """Publish what the slowdown has cost so far, once a step after its detection is known."""
+        newest = self._desk.cluster.newest_step
+        if self.incident is not None and newest > (self.incident.detected_step or 0):
+            self.incident = replace(self.incident, lost_s=self._lost_s(newest))
+            self._publish("")
 
     def _watch_pace(self, now_s: float) -> None:
-        """Relief by heartbeats alone, for agents that began anew and do not know that it was slow."""
+        """Notice relief by heartbeats alone: agents that were restarted do not know that the job was slow."""
         incident = self.incident
         if self.treated or incident is None:
             return
@@ -462,19 +430,19 @@ class SlowCase:
 
 
 def _firmness(culprits: Sequence[Culprit]) -> int:
-    """How sure the first culprit is; 0 without one."""
+    """How sure the first culprit is, from 1 (low) to 3; 0 without a culprit."""
     return 1 + ("low", "medium", "high").index(culprits[0].confidence) if culprits else 0
 
 
 def _pace(rows: Sequence[IterationSummary]) -> float | None:
-    """Median over ranks of the ranks' median iteration time."""
+    """The median over all ranks of each rank's median iteration time."""
     from keepstep.core.iteration_table import medians
 
     return median(medians(rows, "duration_s").values()) if len(rows) else None
 
 
 def _ratios(before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> dict[int, float]:
-    """How many times as long iterations take after as before, by rank."""
+    """How many times as long iterations take after the onset as before it, by rank."""
     from keepstep.core.iteration_table import medians
 
     if not len(before) or not len(after):
@@ -494,5 +462,5 @@ def _middle(steps: Counter[int]) -> int:
 
 
 def _middle_s(times: Sequence[float]) -> float | None:
-    """Their median; None without any."""
+    """The median of some times; None without any."""
     return median(times) if times else None

@@ -12,7 +12,7 @@ from dataclasses import replace
 from statistics import median
 
 from keepstep.control.cluster import Cluster, Node
-from keepstep.control.incidents.agent_orders import AgentOrders
+from keepstep.control.incidents.agents import Agents
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.validation import (
     RankFigures,
@@ -27,36 +27,36 @@ from keepstep.validate.judge import best_of, cause_of, judge
 from keepstep.validate.plan import transfers
 from keepstep.wire.messages import LEAST_HOLD_S, Held, Hold, Measured, Release, RunTests
 
-LEASE_S = 3.0
-RENEW_S = 0.5
-_OTHER_S = 1.2  # of a hold: not for tests, but for orders and figures on their way
-_LEAST_TESTS_S = 1.2  # where the last rank came late
-_ROUNDS = 3
-_LEAST_ROUND_S = 1.0  # left for a further one
-_ANSWER_S = 0.8  # beyond that, for the figures to come
+LEASE_S = 3.0  # a hold that is not renewed for so long ends by itself
+RENEW_S = 0.5  # how often a hold is renewed
+_OTHER_S = 1.2  # the part of a hold that goes into orders and figures on their way, not into tests
+_LEAST_TESTS_S = 1.2  # time for tests where the last rank came late
+_ROUNDS = 3  # most rounds of tests
+_LEAST_ROUND_S = 1.0  # no further round begins with less time left
+_ANSWER_S = 0.8  # time for figures to come after the tests
 _AHEAD_S = 1.5  # how old a heartbeat may be, and how long an order may take; doubled at each further try
-_AHEAD_STEPS = 2
-_GATHER_S = 2.5  # and an iteration: from the first rank that is held to the last
-_TRIES = 3
-MOST_RANKS = 8192  # tested at once
+_AHEAD_STEPS = 2  # least steps from the newest known one to the step of the hold
+_GATHER_S = 2.5  # longest wait, besides an iteration, from the first held rank to the last
+_TRIES = 3  # most tries to hold all ranks at one step
+MOST_RANKS = 8192  # most ranks that are tested at once
 
-# As ring.orders.State has them; the pages themselves are the agents' affair.
+# The states of a rank's hold, as in `ring.orders.State`.
 HELD, MISSED, RELEASED, UNABLE = 2, 3, 4, 5
 
 
 class ValidationCase:
-    """``outcome`` or ``refused`` is set once ``closed``."""
+    """One validation. Either ``outcome`` or ``refused`` is set once it is ``closed``."""
 
     def __init__(
         self,
         cluster: Cluster,
-        orders: AgentOrders,
+        agents: Agents,
         groups: Sequence[Sequence[int]],
         now_s: float,
         hold_s: float = LEAST_HOLD_S,
     ) -> None:
         """``groups``: members (global ranks) of the groups to test. ``hold_s``: how long the job may be held."""
-        self._cluster, self._orders = cluster, orders
+        self._cluster, self._agents = cluster, agents
         self._tests_s = hold_s - _OTHER_S
         self._groups = tuple(tuple(members) for members in groups)
         self.tested = tuple(sorted({rank for members in self._groups for rank in members}))
@@ -68,9 +68,8 @@ class ValidationCase:
         self._tests: dict[int, RunTests] = {}  # by node rank, once all are held
         self._ready: dict[int, TransferEndpoint] = {}  # ranks that are held
         self._figures: dict[int, RankFigures] = {}  # the best of the rounds so far
-        self._looks: Counter[int | tuple[int, int]] = (
-            Counter()
-        )  # rounds in which a device or link was measured
+        # Rounds in which each device (by its rank) and link was measured.
+        self._looks: Counter[int | tuple[int, int]] = Counter()
         self._awaited: set[int] = set()  # ranks whose figures of this round have not come
         self._rounds = 0
         self._tests_until_s = now_s
@@ -82,7 +81,7 @@ class ValidationCase:
         self._begin(now_s)
 
     def held(self, message: Held, node: Node, now_s: float) -> None:
-        """A node says how its ranks stand to the hold."""
+        """Take a node's message about the hold of its ranks."""
         if self.closed or message.number != self.number:
             return
         told = [one for one in message.ranks if one.rank in node.ranks]
@@ -106,7 +105,7 @@ class ValidationCase:
                 self._test(self.tested, transfers(self._groups), now_s)
 
     def measured(self, message: Measured, node: Node, now_s: float) -> None:
-        """The figures of one rank."""
+        """Take the figures of one rank."""
         rank = message.figures.rank
         if self.closed or message.number != self.number or rank not in node.ranks:
             return
@@ -120,7 +119,7 @@ class ValidationCase:
                 self._judge(now_s)
 
     def tick(self, now_s: float) -> None:
-        """Renew the lease; decide when the time is up."""
+        """Renew the hold; decide when the time is up."""
         if self.closed or self._hold is None:
             return
         if now_s >= self._deadline_s:
@@ -133,7 +132,7 @@ class ValidationCase:
             self._order(now_s)
 
     def call_off(self, why: str) -> None:
-        """What it was wanted for is over: all go on."""
+        """End the validation without an outcome: all ranks go on."""
         if not self.closed:
             self._refuse(why)
 
@@ -158,7 +157,7 @@ class ValidationCase:
             iteration_s = max(median(times), 1e-4)
             ahead = _AHEAD_STEPS * self._tries + math.ceil(_AHEAD_S * 2 ** (self._tries - 1) / iteration_s)
             step = max(beat.step for beat in beats) + ahead
-            self.number = self._orders.number(now_s)
+            self.number = self._agents.order_number(now_s)
             self._hold = Hold(self.number, step, LEASE_S)
             self._ready.clear()
             self._held_s = None
@@ -167,22 +166,22 @@ class ValidationCase:
             self._order(now_s)
 
     def _order(self, now_s: float) -> None:
-        """Say again what is ordered: renews the lease, and repairs what was lost on the way."""
+        """Repeat the orders: that renews the hold, and replaces messages that were lost."""
         assert self._hold is not None
         self._renewed_s = now_s
-        self._orders.give(self._hold)
+        self._agents.order(self._hold)
         for node, tests in self._tests.items():
             if any(one.rank in self._awaited for one in tests.ranks):
-                self._orders.give(tests, node)
+                self._agents.order(tests, node)
 
     def _test(self, tested: Iterable[int], planned: Iterable[Transfer], now_s: float) -> None:
-        """All are held: some test their devices and the links between them."""
+        """Have some of the held ranks test their devices and the links between them."""
         self._rounds += 1
         own: dict[int, list[Transfer]] = {rank: [] for rank in tested}
         for one in planned:
             own[one.source].append(one)
             own[one.target].append(one)
-        self._tests_number = self._orders.number(now_s)
+        self._tests_number = self._agents.order_number(now_s)
         limit_s = self._tests_until_s - now_s - (_LEAST_ROUND_S if self._rounds == 1 else 0.0)
         self._tests.clear()
         for node in self._cluster.nodes.values():
@@ -213,7 +212,7 @@ class ValidationCase:
         self.outcome, self.closed = self._confirmed(outcome), True
 
     def _confirmed(self, outcome: Validation) -> Validation:
-        """Nobody is accused on a single look at a clock."""
+        """The outcome without devices and links that were slow in one round only."""
         devices = tuple(
             slow for slow in outcome.devices if self._looks[slow.figure.rank] > 1 or _is_proven(slow)
         )
@@ -231,7 +230,7 @@ class ValidationCase:
 
     def _release(self) -> None:
         if self._hold is not None:
-            self._orders.give(Release(self.number))
+            self._agents.order(Release(self.number))
             self._hold = None
         self._tests.clear()
 

@@ -1,4 +1,4 @@
-"""The validation that is under way, if one is, and who asked for it: a slowdown's case, or an operator."""
+"""The validation that is under way, if any, and who asked for it: a slowdown's case, or an operator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from keepstep.control.cluster import Cluster, Node
 from keepstep.control.effects import Effect, Send
-from keepstep.control.incidents.agent_orders import AgentOrders
+from keepstep.control.incidents.agents import Agents
 from keepstep.control.incidents.validation_case import ValidationCase
 from keepstep.core.validation import Validation
 from keepstep.wire.messages import Held, Measured, Validate, Validated
@@ -27,54 +27,52 @@ class Running(Protocol):
     """What a validation must know of the job."""
 
     def standstill(self) -> str:
-        """Why nobody can be held, "" when the job runs."""
+        """Why no rank can be held now; "" while the job runs."""
         ...
 
 
 class Validations:
-    """One at a time; whoever asks meanwhile is refused. ``is_wanted``: cases may ask, and not operators alone."""
+    """Runs one validation at a time, and refuses others meanwhile. ``is_wanted``: cases may ask, not only operators."""
 
     def __init__(
         self,
         cluster: Cluster,
-        orders: AgentOrders,
+        agents: Agents,
         running: Running,
         effects: list[Effect],
         *,
         is_wanted: bool,
     ) -> None:
-        self._cluster, self._orders, self._running = cluster, orders, running
+        self._cluster, self._agents, self._running = cluster, agents, running
         self._effects, self._is_wanted = effects, is_wanted
         self._case: ValidationCase | None = None
         self._asker: Asker | int | None = None  # a case, or the number of an operator's peer
 
     @property
     def under_way(self) -> bool:
-        """Whether ranks are, or will be, held."""
+        """Whether ranks are held, or will be."""
         return self._case is not None
 
     def begin(self, asker: Asker, groups: Sequence[Sequence[int]], now_s: float) -> bool:
-        """Test these groups for a case, which hears of it by ``validated``; False: not now."""
+        """Test these groups for a case, whose ``validated`` is called with the outcome; False: not now."""
         if not self._is_wanted or self.under_way or self._running.standstill():
             return False
-        self._case, self._asker = ValidationCase(self._cluster, self._orders, groups, now_s), asker
+        self._case, self._asker = ValidationCase(self._cluster, self._agents, groups, now_s), asker
         self._finish(now_s)
         return True
 
     def asked(self, peer: int, message: Validate, now_s: float) -> None:
-        """An operator's wish; the answer goes to this peer."""
+        """Begin a validation that an operator asks for; the answer goes to this peer."""
         if why := "one is under way already" if self.under_way else self._running.standstill():
             self._effects.append(Send((peer,), Validated(refused=why)))
             return
         ranks = tuple(sorted(set(message.ranks))) or tuple(sorted(self._cluster.node_of))
-        self._case, self._asker = (
-            ValidationCase(self._cluster, self._orders, (ranks,), now_s, message.hold_s),
-            peer,
-        )
+        self._case = ValidationCase(self._cluster, self._agents, (ranks,), now_s, message.hold_s)
+        self._asker = peer
         self._finish(now_s)
 
     def told(self, node: Node, message: Held | Measured, now_s: float) -> None:
-        """A node says how its ranks stand to the hold, or what was measured there."""
+        """Take a node's message about the hold of its ranks, or what was measured there."""
         if self._case is None:
             return
         if isinstance(message, Held):
@@ -84,13 +82,14 @@ class Validations:
         self._finish(now_s)
 
     def tick(self, peers: Collection[int], now_s: float) -> None:
-        """Time passes. ``peers``: those that are connected."""
+        """Let time pass. ``peers``: the numbers of those that are connected."""
         if self._case is None:
             return
-        if self._asker is not None and not isinstance(self._asker, int) and self._asker.closed:
-            self._case.call_off("the slowness has gone away")
-        elif isinstance(self._asker, int) and self._asker not in peers:
+        asker = self._asker
+        if isinstance(asker, int) and asker not in peers:
             self._case.call_off("who asked for it has gone")
+        elif asker is not None and not isinstance(asker, int) and asker.closed:
+            self._case.call_off("the slowness has gone away")
         elif why := self._running.standstill():
             self._case.call_off(why)
         else:
@@ -98,7 +97,7 @@ class Validations:
         self._finish(now_s)
 
     def end(self, now_s: float) -> None:
-        """The job has ended."""
+        """Call off the validation that is under way, as the job has ended."""
         if self._case is not None:
             self._case.call_off("the job ended")
             self._finish(now_s)

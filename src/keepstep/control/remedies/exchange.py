@@ -14,7 +14,7 @@ from itertools import takewhile
 from statistics import median
 from typing import TYPE_CHECKING
 
-from keepstep.control.incidents.desk import Desk
+from keepstep.control.incidents.case import Desk
 from keepstep.control.remedies.moves import Look, Move
 from keepstep.core.errors import UsageError
 from keepstep.core.incident import Culprit
@@ -254,7 +254,7 @@ class Relocation(Move):
         left.next_s = now_s + left.every_s
         left.every_s = min(1.5 * left.every_s, _SELDOM_S)
         self._others_s, self._tries = None, 0
-        self._question = self._desk.questions.ask_probes(self._others(left.link), now_s, left.load_bytes)
+        self._question = self._desk.agents.ask_probes(self._others(left.link), now_s, left.load_bytes)
 
     def probed(self, question: int, probes: Sequence[PathProbe], now_s: float) -> None:
         """How fast loads went: first between other nodes, then over the link."""
@@ -277,7 +277,7 @@ class Relocation(Move):
                     last.next_s = min(last.next_s, now_s + last.every_s)
                 return
         assert last.link is not None
-        self._question = self._desk.questions.ask_probes([last.link], now_s, last.load_bytes)
+        self._question = self._desk.agents.ask_probes([last.link], now_s, last.load_bytes)
 
     def _stands(self, one: _Done) -> bool:
         """Whether the job still has the places that were exchanged, and both ends of the link."""

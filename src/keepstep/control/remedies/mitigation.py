@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from keepstep.control.incidents.desk import Desk
+from keepstep.control.incidents.case import Desk, is_traffic, new_incident, noted
 from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.open_cases import OpenCases
 from keepstep.control.incidents.slow_case import SlowCase
-from keepstep.control.incidents.wording import is_traffic, noted
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.remedies.device_speeds import Devices
 from keepstep.control.remedies.effect import Moved, evidence_of, shares_in_words
@@ -25,7 +24,7 @@ from keepstep.control.remedies.moves import Look, Move
 from keepstep.control.remedies.replacement import RESTART, Replacement
 from keepstep.control.remedies.shares import LATE_STEPS, OrderedShares
 from keepstep.control.remedies.slow_ranks import SlowRanks
-from keepstep.core.incident import Action, Incident
+from keepstep.core.incident import Action
 from keepstep.core.summary import PathProbe
 from keepstep.wire.messages import Profile
 from keepstep.wire.packed import iterations_of
@@ -154,7 +153,7 @@ class Mitigation:
             return
         self._looked_s, self._looked_step = now_s, newest
         since = max(first, newest - _MOST_STEPS + 1)
-        self.question = self._desk.questions.ask_profiles(since, newest, now_s, since)
+        self.question = self._desk.agents.ask_profiles(since, newest, now_s, since)
 
     def profiles(self, answers: Sequence[Profile], now_s: float) -> None:
         """What the agents were asked for."""
@@ -386,17 +385,15 @@ class Mitigation:
         if not open_ones and equal_s < _SLOWER * (healthy_s or 0.0):
             return
         in_force = Action(MICROBATCHES, 0.0, shares_in_words(replicas.shares), None, None, look.iteration_s)
-        incident = Incident(
-            number=self._desk.register.next_number(),
-            kind="slow",
+        incident = new_incident(
+            self._desk,
+            "slow",
+            now_s,
             onset_step=min(self._slow_ranks.since[one.rank] for one in culprits if one.rank is not None),
             detected_step=cluster.newest_step,
-            relief_step=None,
             job_slowdown=equal_s / healthy_s if healthy_s else None,
             culprits=culprits,
-            victims=(),
             evidence=(evidence_of(culprits, look),),
-            missing=(),
             summary="replicas have unequal shares of micro-batches: the pace does not show it"
             if self.shares.in_force
             else "since the job began again: its pace before is that of other processes",
@@ -404,7 +401,6 @@ class Mitigation:
             iteration_after_s=equal_s,
             ranks_reporting=len(look.seconds),
             world_size=cluster.known_ranks,
-            detected_unix_s=self._desk.unix_s(now_s),
             actions=(in_force,) if self.shares.in_force else (),
         )
         incident = noted(self._desk, incident, "verdict", now_s)

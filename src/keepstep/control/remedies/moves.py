@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from keepstep.control.incidents.desk import Desk
+from keepstep.control.incidents.case import Desk
 from keepstep.core.summary import PeerTraffic
 
 if TYPE_CHECKING:

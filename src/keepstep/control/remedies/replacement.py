@@ -13,7 +13,7 @@ from keepstep.core.incident import Culprit
 from keepstep.core.ranges import fold_nodes
 
 if TYPE_CHECKING:
-    from keepstep.control.incidents.desk import Desk
+    from keepstep.control.incidents.case import Desk
     from keepstep.control.incidents.slow_case import SlowCase
     from keepstep.mitigate import Remedy
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from keepstep.control.cluster import Node
-from keepstep.control.incidents.desk import Desk
+from keepstep.control.incidents.case import Desk
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.rendezvous import MOST_RANKS
 from keepstep.core.microbatches import Split, equal_shares, objection
@@ -105,7 +105,7 @@ class OrderedShares:
 
     def order(self, shares: Sequence[int], now_s: float) -> None:
         """Have each replica take so many micro-batches."""
-        number = self._desk.orders.number(now_s)
+        number = self._desk.agents.order_number(now_s)
         self._ordered = Shares(number, 0, self._reforming.incarnation, tuple(shares))
         self._ordered_s, self._ordered_step = now_s, self._desk.cluster.newest_step
         self._send(self._ordered, now_s)
@@ -130,4 +130,4 @@ class OrderedShares:
         self._again_s = now_s
         home = self._desk.cluster.home(order.rank)
         if home is not None:
-            self._desk.orders.give(order, home.rank)
+            self._desk.agents.order(order, home.rank)

@@ -1,0 +1,154 @@
+"""What the cases of all kinds of incidents have in common: what they work with, and how a verdict is published."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from keepstep.control.cluster import Cluster
+from keepstep.control.incidents.agents import Agents
+from keepstep.control.incidents.locators import Locators
+from keepstep.control.incidents.register import Register, Saying
+from keepstep.control.incidents.validations import Validations
+from keepstep.control.membership.operator_orders import Operating
+from keepstep.core.incident import Action, Diagnosis, Event, Incident, IncidentKind
+from keepstep.core.summary import PeerTraffic
+from keepstep.report.wording import named
+
+Status = Literal["relieved", "transient", "ended"]
+
+_CONCLUDED = (
+    "kind",
+    "culprits",
+    "victims",
+    "evidence",
+    "missing",
+    "summary",
+)  # fields taken from a diagnosis
+_MOST_EVENTS = 32
+_FIRST_ACTIONS, _LAST_ACTIONS = 4, 12  # an incident keeps its first and its last actions
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What every case works with; made once for a job, before its first case."""
+
+    cluster: Cluster
+    locators: Locators
+    agents: Agents
+    validations: Validations
+    operating: Operating  # has ranks play on other nodes
+    register: Register  # gives incidents their numbers, and publishes them
+    unix_s: Callable[[float], float]  # Unix time of a moment on the controller's clock
+
+    def clocks(self) -> Any:
+        """The nodes' clock offsets for the locators; None where they cannot be estimated."""
+        try:
+            return self.locators.offsets(self.cluster.clock_samples())
+        except Exception:  # without clocks the locators still have durations
+            return None
+
+
+class Case:
+    """One incident while the controller works on it."""
+
+    _desk: Desk
+    incident: Incident | None  # None until it is confirmed
+    closed: bool = False  # nothing more can come of it
+    question: int | None = None  # the open question to agents about iterations or states
+    probing: int | None = None  # the open question to agents about paths between nodes
+
+    def acted(self, action: Action) -> None:
+        """Note what was done about the incident."""
+        if self.incident is not None and action not in self.incident.actions:
+            actions = (*self.incident.actions, self._desk.register.stamped(action))
+            self.incident = replace(self.incident, actions=actions)
+            self._publish("")
+
+    def _conclude(self, diagnosis: Diagnosis, now_s: float, began: Mapping[str, Any], **known: Any) -> None:
+        """Publish a diagnosis.
+
+        ``began``: fields of a new incident that later diagnoses leave as they are; ``known``: further fields.
+        """
+        incident = self.incident or new_incident(self._desk, diagnosis.kind, now_s, **began)
+        known["world_size"] = self._desk.cluster.known_ranks
+        known |= {name: getattr(diagnosis, name) for name in _CONCLUDED}
+        self._tell(replace(incident, **known), diagnosis, now_s)
+
+    def _tell(self, incident: Incident, diagnosis: Diagnosis, now_s: float) -> None:
+        """Publish the incident, and print it if the diagnosis is news."""
+        say = how_to_say(self.incident, diagnosis)
+        self.incident = noted(self._desk, incident, say, now_s)
+        self._publish(say)
+
+    def _finish(self, status: Status, now_s: float, say: Literal["closes", ""], **known: Any) -> None:
+        """Close the case, and its incident with these further fields."""
+        self.closed = True
+        if self.incident is not None:
+            closed_unix_s = self._desk.unix_s(now_s)
+            self.incident = replace(self.incident, status=status, closed_unix_s=closed_unix_s, **known)
+            self._publish(say)
+
+    def _publish(self, say: Saying) -> None:
+        if self.incident is not None:
+            self._desk.register.publish(self.incident, say)
+
+
+def new_incident(desk: Desk, kind: IncidentKind, now_s: float, **known: Any) -> Incident:
+    """An incident with a number of its own, detected now, with these fields."""
+    empty = Incident(desk.register.next_number(), kind, None, None, None, None, (), (), (), ())
+    return replace(empty, detected_unix_s=desk.unix_s(now_s), **known)
+
+
+def noted(
+    desk: Desk,
+    incident: Incident,
+    what: Literal["verdict", "sharper", "validation", ""],
+    now_s: float,
+    detail: str = "",
+) -> Incident:
+    """The incident with one more event on its timeline, unless ``what`` is empty."""
+    if not what or len(incident.events) >= _MOST_EVENTS:
+        return incident
+    step = max(desk.cluster.newest_step, incident.detected_step or 0)
+    event = Event(what, desk.unix_s(now_s), step, detail or named(incident))
+    return replace(incident, events=(*incident.events, event))
+
+
+def with_action(desk: Desk, incident: Incident, action: Action, instead: Action | None) -> Incident:
+    """The incident with an action added; one that stands ``instead`` of another began when that one did."""
+    old = next((one for one in incident.actions if one == instead), None)
+    action = (
+        replace(action, step=old.step, begun_unix_s=old.begun_unix_s)
+        if old is not None
+        else desk.register.stamped(action)
+    )
+    actions = tuple(one for one in incident.actions if one not in (action, instead))
+    kept = (*actions[:_FIRST_ACTIONS], *actions[_FIRST_ACTIONS:][-_LAST_ACTIONS:], action)
+    return replace(incident, actions=kept)
+
+
+def unlocated(kind: IncidentKind, error: Exception) -> Diagnosis:
+    """The diagnosis when a locator fails: an incident without a culprit is better than none."""
+    return Diagnosis(kind, (), (), (), (f"a location: it failed with {type(error).__name__}: {error}"[:200],))
+
+
+def is_traffic(one: PeerTraffic) -> bool:
+    """Whether the numbers are possible: impossible ones, which an agent may send, would break the locators."""
+    times = (one.before_s, one.before_busy_s, one.after_s, one.after_busy_s)
+    return all(0 <= time_s < math.inf for time_s in times) and min(one.before_bytes, one.after_bytes) >= 0
+
+
+def how_to_say(old: Incident | None, diagnosis: Diagnosis) -> Literal["verdict", "sharper", ""]:
+    """What to print: the first verdict, and a later one only if it blames somebody else or with more confidence."""
+    if old is None:
+        return "verdict"
+    return "" if same_culprits(old, diagnosis) else "sharper"
+
+
+def same_culprits(one: Incident, other: Diagnosis) -> bool:
+    """Whether both blame the same ranks and links with the same confidence."""
+    blamed = {(culprit.rank, culprit.link, culprit.confidence) for culprit in one.culprits}
+    return blamed == {(culprit.rank, culprit.link, culprit.confidence) for culprit in other.culprits}
