@@ -19,7 +19,7 @@ from msgspec import structs
 from keepstep import wire
 from keepstep.control.membership import council
 from keepstep.control.membership.council import Councils
-from keepstep.control.membership.reforming import Reforming
+from keepstep.control.membership.incarnations import Incarnations
 from keepstep.control.membership.rendezvous import Launcher
 from keepstep.core.quorum import is_majority
 from keepstep.launch.controller import lease
@@ -159,13 +159,13 @@ def keeps_what_it_cannot_use(patch: Patch) -> None:
 
 def uses_a_number_again(patch: Patch) -> None:
     """An incarnation gets the number of one that was ended before it was placed."""
-    renew = Reforming._renew
+    following = Incarnations.following
 
-    def again(self: Reforming, *lost: Any, **how: Any) -> Any:
-        self._ended = -1
-        return renew(self, *lost, **how)
+    def again(self: Incarnations, *, is_pause: bool) -> tuple[int, int]:
+        self._stopped = -1
+        return following(self, is_pause=is_pause)
 
-    patch(Reforming, "_renew", again)
+    patch(Incarnations, "following", again)
 
 
 ELECTIONS = (

@@ -21,23 +21,23 @@ from keepstep.control.membership.admission import Admission
 from keepstep.control.membership.council import Councils
 from keepstep.control.membership.ending import Ending
 from keepstep.control.membership.growth import Growing
-from keepstep.control.membership.job_state import JobState, JobStates
+from keepstep.control.membership.job_state import JobStates
 from keepstep.control.membership.operator_orders import Operating
 from keepstep.control.membership.peers import Peer, Peers
 from keepstep.control.membership.placing import Placing
-from keepstep.control.membership.reforming import (
+from keepstep.control.membership.reforming import Reforming
+from keepstep.control.membership.reforming_orders import (
     End,
     Exclude,
     HaltThese,
     Lapsed,
     Lost,
     Order,
-    Reforming,
     Renew,
-    Waiting,
 )
 from keepstep.control.membership.rendezvous import Launcher, Rendezvous
 from keepstep.control.membership.restart_budget import Spending
+from keepstep.control.membership.transitions import JobState
 from keepstep.control.settings import Settings
 from keepstep.core.incident import Incident
 from keepstep.wire.messages import (
@@ -95,7 +95,7 @@ class Controller:
             *(self.cluster, self.rendezvous, self.councils, self.peers, self.ending, self._effects)
         )
         spending = Spending(settings.restart_budget, unix_s)
-        self.reforming = Reforming(self.rendezvous, Waiting.of(settings), self.peers.is_heard, spending)
+        self.reforming = Reforming(self.rendezvous, settings, self.peers.is_heard, spending)
         self._operating = Operating(self.rendezvous, self.reforming, self.backups, self._effects)
         self._growing = Growing(self.rendezvous, self.reforming, self._operating)
         self.cases = Cases(

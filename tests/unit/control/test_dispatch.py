@@ -6,7 +6,7 @@ from typing import get_args
 
 from keepstep.control.controller import Controller
 from keepstep.control.effects import Effect
-from keepstep.control.membership.reforming import Order
+from keepstep.control.membership.reforming_orders import Order
 from keepstep.control.server import ControlServer
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_reforming import Job, kinds
+from test_reforming import SETTINGS, Job, kinds
 
 from keepstep.control.effects import Effect, Send, Tell
 from keepstep.control.membership.growth import Growing
 from keepstep.control.membership.operator_orders import Operating
-from keepstep.control.membership.reforming import End, Lapsed, Order, Reforming, Waiting
+from keepstep.control.membership.reforming import Reforming
+from keepstep.control.membership.reforming_orders import End, Lapsed, Order
 from keepstep.control.membership.rendezvous import Rendezvous
 from keepstep.wire.messages import Join, Message, Operate, Operated, Seal
 
@@ -20,11 +21,11 @@ RIGID = "what rank 0 saves is not known to be the same on all ranks"
 class Elastic(Job):
     """``least`` to ``nodes`` nodes of two ranks each."""
 
-    def __init__(self, nodes: int = 3, *, least: int = 2, **waiting: float) -> None:
+    def __init__(self, nodes: int = 3, *, least: int = 2, **how: float) -> None:
         self.least, self.why_withheld = least, ""
         super().__init__(nodes)
-        waits = replace(Waiting(), **waiting)  # type: ignore[arg-type]
-        self.reforming = Reforming(self.rendezvous, waits, lambda rank, now_s: False, self.spending)
+        settings = replace(SETTINGS, **how)  # type: ignore[arg-type]
+        self.reforming = Reforming(self.rendezvous, settings, lambda rank, now_s: False, self.spending)
         self.effects: list[Effect] = []
         self.operating = Operating(self.rendezvous, self.reforming, self, self.effects)
         self.growing = Growing(self.rendezvous, self.reforming, self.operating)
@@ -137,7 +138,7 @@ def test_ranks_whose_states_are_not_known_to_be_the_same_are_waited_for() -> Non
 
 
 def shrunk(*, backups: bool = True) -> Elastic:
-    job = Elastic(shrink_s=0.0, grows=backups)
+    job = Elastic(shrink_s=0.0, backups=int(backups))
     job.lose(1, 5.0)
     job.halt(0, 2, now_s=9.0)
     assert len(job.places()) == 2

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.control.membership.job_state import FOLLOWING, Facts, JobState, JobStates, state_of, way
+from keepstep.control.membership.job_state import Facts, JobStates, state_of, way
+from keepstep.control.membership.transitions import FOLLOWING, JobState
 
 FACTS = st.builds(
     Facts,

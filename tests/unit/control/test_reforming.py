@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from keepstep.control.membership.reforming import End, HaltThese, Lost, Order, Reforming, Renew, Waiting
+from keepstep.control.membership.reforming import Reforming
+from keepstep.control.membership.reforming_orders import End, HaltThese, Lost, Order, Renew
 from keepstep.control.membership.rendezvous import Launcher, Rendezvous
 from keepstep.control.membership.restart_budget import Spending
+from keepstep.control.settings import Settings
 from keepstep.core.budgets import Limits
 from keepstep.wire import encode
 from keepstep.wire.messages import Failed, Join, Placement, Seat
+
+SETTINGS = Settings(backups=1)
 
 
 class Job:
@@ -22,7 +26,7 @@ class Job:
         self.nodes = nodes
         self.spending = Spending(Limits(), lambda now_s: now_s)
         self.reforming = Reforming(
-            self.rendezvous, Waiting(), lambda rank, now_s: rank in self.heard, self.spending
+            self.rendezvous, SETTINGS, lambda rank, now_s: rank in self.heard, self.spending
         )
         for number in range(nodes + spares):
             self.come(number)
@@ -182,7 +186,7 @@ def test_restarts_are_counted_on_by_a_new_controller() -> None:
     anew = Job(2, max_restarts=1)
     anew.rendezvous = Rendezvous(2)
     anew.rendezvous.restore(dict(job.rendezvous.placements))
-    anew.reforming = Reforming(anew.rendezvous, Waiting(), lambda rank, now_s: False, anew.spending)
+    anew.reforming = Reforming(anew.rendezvous, SETTINGS, lambda rank, now_s: False, anew.spending)
     anew.reforming.restored()
     for number in range(2):
         assert anew.come(number, 1) == []
@@ -285,7 +289,7 @@ def test_a_new_controller_waits_longer_for_those_it_never_heard() -> None:
     table = dict(job.rendezvous.placements)
     job.rendezvous = Rendezvous(2)
     job.rendezvous.restore(table)
-    job.reforming = Reforming(job.rendezvous, Waiting(), lambda rank, now_s: False, job.spending)
+    job.reforming = Reforming(job.rendezvous, SETTINGS, lambda rank, now_s: False, job.spending)
     job.reforming.restored()
     job.come(0, 0, now_s=100.0)
     assert job.wait(100, 109.9) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import reforming_invariants
 from virtual_parts import ATTEMPT_S, DEAD_HOST_S, RANKS, Host, Site
 
 from keepstep import wire
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 def check(job: Job) -> None:
     """What holds at every moment."""
+    for site in job.sites:
+        reforming_invariants.check(site.controller.reforming)
     assert job.newest - job.pauses <= job.max_restarts, "more restarts than --max-restarts"
     leader = job.leader()
     if leader is not None and leader.controller.reforming.suspended:
@@ -140,9 +143,9 @@ def describe(job: Job) -> str:
         for h in job.hosts
     )
     sites = "; ".join(
-        f"controller {site.term} on {site.host.name} up={site.up} {site.controller.reforming._state} "
+        f"controller {site.term} on {site.host.name} up={site.up} {site.controller.reforming.state.value} "
         f"{site.controller.reforming.incarnation} "
-        f"open={[o.node for o in site.controller.reforming._open]} "
+        f"open={[o.node for o in site.controller.reforming._roll.awaited]} "
         f"council={site.controller.councils.is_settled}"
         for site in job.sites
     )

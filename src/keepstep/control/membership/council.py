@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from msgspec import structs
 
-from keepstep.control.membership.reforming import Exclude
+from keepstep.control.membership.reforming_orders import Exclude
 from keepstep.control.membership.rendezvous import Launcher
 from keepstep.core.quorum import is_quorum
 from keepstep.wire.messages import MOST_SEATS, Council, Kept, Placement, Row, Seat, Stop

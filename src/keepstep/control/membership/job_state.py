@@ -7,42 +7,14 @@ that nothing is ever published that the table does not name.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 from keepstep.control.cluster import Cluster
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.rendezvous import Rendezvous
+from keepstep.control.membership.transitions import FOLLOWING, JobState
 
 _UNSEEN_STEPS_S = 60.0  # of progress without an optimizer step that we would see: it trains, too
-
-
-class JobState(Enum):
-    """Where a job stands. The value is what is written and shown."""
-
-    CREATED = "created"  # not all nodes are here
-    WARMING_UP = "warming up"  # workers have been started, not all have made a step
-    RUNNING = "running"
-    SUSPENDED = "suspended"  # by an operator: no workers; standbys and caches are kept
-    CHECKING = "checking"  # workers are being ended, or it is not known yet with which nodes to go on
-    RECOVERING = "recovering"  # the next incarnation has been placed, not all its ranks have made a step
-    DONE = "done"  # well, or stopped by an operator
-    FAILED = "failed"
-
-
-_S = JobState
-FOLLOWING: Mapping[JobState, frozenset[JobState]] = {
-    _S.CREATED: frozenset((_S.WARMING_UP, _S.DONE, _S.FAILED)),
-    _S.WARMING_UP: frozenset((_S.RUNNING, _S.CHECKING, _S.DONE, _S.FAILED)),
-    _S.RUNNING: frozenset((_S.CHECKING, _S.DONE, _S.FAILED)),
-    _S.CHECKING: frozenset((_S.SUSPENDED, _S.RECOVERING, _S.DONE, _S.FAILED)),
-    _S.SUSPENDED: frozenset((_S.CHECKING, _S.RECOVERING, _S.DONE, _S.FAILED)),
-    _S.RECOVERING: frozenset((_S.RUNNING, _S.CHECKING, _S.DONE, _S.FAILED)),
-    _S.DONE: frozenset(),
-    _S.FAILED: frozenset(),
-}
-"""What may follow a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +32,16 @@ class Facts:
 def state_of(facts: Facts) -> JobState:
     """The state that these facts amount to."""
     if facts.exit_code is not None:
-        return _S.FAILED if facts.exit_code else _S.DONE
+        return JobState.FAILED if facts.exit_code else JobState.DONE
     if not facts.placed:
-        return _S.CREATED
+        return JobState.CREATED
     if facts.suspended:
-        return _S.SUSPENDED
+        return JobState.SUSPENDED
     if facts.ending:
-        return _S.CHECKING
+        return JobState.CHECKING
     if facts.trains:
-        return _S.RUNNING
-    return _S.RECOVERING if facts.incarnation else _S.WARMING_UP
+        return JobState.RUNNING
+    return JobState.RECOVERING if facts.incarnation else JobState.WARMING_UP
 
 
 def way(here: JobState, there: JobState) -> tuple[JobState, ...]:

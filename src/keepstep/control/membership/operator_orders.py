@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from keepstep.control.effects import Effect, Send, Tell
-from keepstep.control.membership.reforming import End, Lapsed, Order, Reforming
+from keepstep.control.membership.reforming import Reforming
+from keepstep.control.membership.reforming_orders import End, Lapsed, Order
 from keepstep.control.membership.rendezvous import Launcher, Rendezvous
 from keepstep.core.ranges import fold_nodes
 from keepstep.wire.messages import Operate, Operated, Seal

@@ -7,7 +7,7 @@ from keepstep.control.effects import Effect, Reach, Send, StoreCouncil, StorePla
 from keepstep.control.membership.council import Councils
 from keepstep.control.membership.ending import Ending
 from keepstep.control.membership.peers import Peers
-from keepstep.control.membership.reforming import Exclude
+from keepstep.control.membership.reforming_orders import Exclude
 from keepstep.control.membership.rendezvous import Launcher, Placed, Rendezvous
 from keepstep.wire.messages import Council, Placement, Spare, Stop
 

@@ -201,17 +201,17 @@ class Rendezvous:
             return Placed()
         return self._place()
 
-    def renew(
+    def next_table(
         self,
         lost: Collection[Launcher],
         halted: Mapping[Launcher, int],
         incarnation: int,
-        pauses: int = 0,
+        pauses: int,
         *,
-        shrink: bool = False,
-        grow: bool = False,
-        exchange: Mapping[Launcher, Launcher] | None = None,
-    ) -> Placed | None:
+        shrink: bool,
+        grow: bool,
+        exchange: Mapping[Launcher, Launcher],
+    ) -> dict[Launcher, Placement] | None:
         """The table of ``incarnation``; None while there are not enough spares.
 
         Each lost node's ranks are taken by a spare with as many. Nodes that live keep their order, and their ranks
@@ -224,7 +224,7 @@ class Rendezvous:
         if left and not (shrink and len(self._table) - len(left) >= self.least):
             return None
         ranked = sorted(self._table.items(), key=lambda item: item[1].node_rank)
-        heirs.update(exchange or {})
+        heirs.update(exchange)
         playing = [
             (heirs.get(launcher, launcher), self._sizes[one.node_rank])
             for launcher, one in ranked
@@ -243,11 +243,13 @@ class Rendezvous:
             place = (node_rank, next_rank, world, len(playing), address, halted[first], incarnation, pauses)
             table[launcher] = Placement(*place)
             next_rank += size
+        return table
+
+    def renew(self, table: dict[Launcher, Placement]) -> Placed:
+        """This rank table counts now."""
         self._set(table)
         answers = [
-            (joined.peer, placement)
-            for launcher, placement in self._table.items()
-            if (joined := self._joined.get(launcher)) is not None
+            (peer, one) for launcher, one in table.items() if (peer := self.peer(launcher)) is not None
         ]
         return Placed(answers=tuple(answers), is_new=True)
 
