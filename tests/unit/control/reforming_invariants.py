@@ -13,8 +13,12 @@ from keepstep.control.membership.transitions import State
 
 def check(reforming: Reforming) -> None:
     """Assert all of them; tests call it after each step."""
-    for number, holds in INVARIANTS.items():
-        assert holds(reforming), f"{number} is broken: {describe(reforming)}"
+    assert not broken(reforming), f"{broken(reforming)} broken: {describe(reforming)}"
+
+
+def broken(reforming: Reforming) -> list[str]:
+    """The numbers of those that do not hold."""
+    return [number for number, holds in INVARIANTS.items() if not holds(reforming)]
 
 
 def describe(reforming: Reforming) -> str:

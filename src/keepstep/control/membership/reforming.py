@@ -325,7 +325,7 @@ class Reforming:
         self._roll.deadline_s, self._waits_since_s = math.inf, None
         return [Tell("all nodes are suspended by an operator")]
 
-    def _go_on(self, _: Any, now_s: float) -> list[Order]:
+    def _release(self, _: Any, now_s: float) -> list[Order]:
         self._occasion.is_held = False
         self._roll.deadline_s = now_s + self._settings.halt_s
         return []
@@ -389,7 +389,7 @@ class Reforming:
         Action.HALT_ALL: _halt_all,
         Action.HALT_ONE: _halt_one,
         Action.SAY_SUSPENDED: _say_suspended,
-        Action.GO_ON: _go_on,
+        Action.RELEASE: _release,
         Action.LOOK_AGAIN: _look_again,
         Action.SAY_WAITING: _say_waiting,
         Action.GIVE_PLACES: _give_places,

@@ -29,17 +29,17 @@ class Event(Enum):
     FAILED = "workers of a member fail"
     LOST = "members are lost"
     HALTED = "a member has ended its workers unasked"
-    AHEAD = "a member plays a later incarnation than the table's"
+    AHEAD = "a member plays a later incarnation"
     RETURNED = "a member connects again"
     ORDERED = "a pause is ordered"
     SUSPEND = "a suspension is ordered"
     RESUME = "the operator resumes the job"
     END = "the job ends"
-    HELD = "all have halted, and the job is to be suspended"
-    AWAITED = "all have halted, but a spare has not answered yet"
-    PLACED = "all have halted, and every place can be filled"
-    SHORT = "all have halted, but a place stays vacant"
-    REFUSED = "all have halted, and nothing may begin again"
+    HELD = "all halted, to be suspended"
+    AWAITED = "all halted, a spare has yet to answer"
+    PLACED = "all halted, every place can be filled"
+    SHORT = "all halted, a place stays vacant"
+    REFUSED = "all halted, nothing may begin again"
 
 
 CONCLUSIONS = frozenset((Event.HELD, Event.AWAITED, Event.PLACED, Event.SHORT, Event.REFUSED))
@@ -52,11 +52,11 @@ class Action(Enum):
     CALL_ROLL = "call the roll"
     VACATE = "vacate their places"
     HALT_ALL = "halt everyone"
-    HALT_ONE = "halt it"
+    HALT_ONE = "halt it again"
     SAY_SUSPENDED = "say so"
-    GO_ON = "stop holding"
-    LOOK_AGAIN = "look again"
-    SAY_WAITING = "say so, start the patience"
+    RELEASE = "drop the suspension"
+    LOOK_AGAIN = "look again soon"
+    SAY_WAITING = "say for how long"
     GIVE_PLACES = "give out the next rank table"
     END_JOB = "end the job"
 
@@ -114,7 +114,7 @@ TRANSITIONS: Mapping[State, Mapping[Event, Transition]] = {
     State.SUSPENDED: {
         **_under_way(State.SUSPENDED),
         Event.HELD: Transition(State.SUSPENDED),
-        Event.RESUME: Transition(State.HALTING, (Action.GO_ON,)),
+        Event.RESUME: Transition(State.HALTING, (Action.RELEASE,)),
     },
     State.OVER: {},
 }
