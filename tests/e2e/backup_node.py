@@ -98,7 +98,7 @@ class Node:
 
         async def begin() -> None:
             client.append(
-                wire.connect(
+                wire.Client(
                     (host, port),
                     key,
                     role="agent",

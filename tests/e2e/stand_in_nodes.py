@@ -66,7 +66,7 @@ class Nodes:
         self.agents.append(self._connect("agent", hellos[1]))
 
     def _connect(self, role: wire.Role, *greeting: wire.Message) -> wire.Client:
-        return wire.connect(
+        return wire.Client(
             self._address, self._key, role=role, greet=lambda: greeting, message=self._received
         )
 

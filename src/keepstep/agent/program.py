@@ -81,7 +81,7 @@ class Program:
         self._key = wire.RunKey(wire.read_secret(arguments.secret_file), arguments.run_id)
         self._echo = echo_server(self._key)
         self._start_backups()
-        self._client = wire.connect(
+        self._client = wire.Client(
             arguments.controller,
             self._key,
             role="agent",

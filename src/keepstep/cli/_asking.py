@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -16,7 +18,6 @@ from keepstep.traces import open_run
 
 Answer = TypeVar("Answer", bound=wire.Message)
 
-_FEW = 100
 _LOOK_S = 0.5
 
 
@@ -37,35 +38,49 @@ def ask(
         raise RunError(f"{name}: the run has ended or is not watched; {only}")
     options = resolve(SETTINGS, environ=os.environ, path=config_path(os.environ))
     paths = wire.TlsPaths.of(*(str(options[key].value) or None for key in ("tls_cert", "tls_key", "tls_ca")))
-    trouble: list[Exception] = []
+    key = wire.RunKey(wire.read_secret(Path(str(run["secret_file"]))), str(run.get("run_id", wire.UNNAMED)))
+    tls = wire.client_context(paths) if paths else None
     hello = wire.Hello("client", os.uname().nodename, -1, os.getpid())
-    client = wire.BackgroundClient(
-        wire.parse_address(str(run["controller"])),
-        wire.RunKey(wire.read_secret(Path(str(run["secret_file"]))), str(run.get("run_id", wire.UNNAMED))),
-        role="client",
-        greet=lambda: [hello],
-        trouble=lambda error, attempt: trouble.append(error) if attempt < _FEW else None,
-        tls=wire.client_context(paths) if paths else None,
-    )
-    try:
-        client.send(question)
-        until_s = time.monotonic() + timeout_s
-        connected = False
-        while time.monotonic() < until_s:
-            answer = client.receive(_LOOK_S)
-            if isinstance(answer, kind):
-                return answer
-            if isinstance(answer, wire.Refused):
-                raise RunError(f"{name}: the controller refuses: {answer.reason}")
-            if trouble and isinstance(trouble[-1], wire.AnotherJob):
-                raise RunError(
-                    f"{name}: its controller is not at {run['controller']} any more, which runs "
-                    f"{wire.job_named(trouble[-1].theirs)}; {gone}"
-                )
-            if connected and not client.connected:
-                raise RunError(f"{name}: the controller went away; {gone}")
-            connected = client.connected
-    finally:
-        client.close()
-    seen = str(trouble[-1]) if trouble else "connected, but no outcome came"
-    raise RunError(f"{name}: no answer from the controller at {run['controller']} in {timeout_s:g} s: {seen}")
+    trouble: list[Exception] = []  # the newest
+
+    def note(error: Exception, attempt: int) -> None:
+        trouble[:] = [error]
+
+    async def answer() -> Answer:
+        said: asyncio.Queue[wire.Message] = asyncio.Queue()
+        client = wire.Client(
+            wire.parse_address(str(run["controller"])),
+            key,
+            role="client",
+            greet=lambda: [hello],
+            message=said.put_nowait,
+            trouble=note,
+            tls=tls,
+        )
+        try:
+            client.send(question)
+            until_s = time.monotonic() + timeout_s
+            connected = False
+            while time.monotonic() < until_s:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    message = await asyncio.wait_for(said.get(), _LOOK_S)
+                    if isinstance(message, kind):
+                        return message
+                    if isinstance(message, wire.Refused):
+                        raise RunError(f"{name}: the controller refuses: {message.reason}")
+                if trouble and isinstance(trouble[-1], wire.AnotherJob):
+                    raise RunError(
+                        f"{name}: its controller is not at {run['controller']} any more, which runs "
+                        f"{wire.job_named(trouble[-1].theirs)}; {gone}"
+                    )
+                if connected and not client.connected:
+                    raise RunError(f"{name}: the controller went away; {gone}")
+                connected = client.connected
+        finally:
+            await client.close()
+        seen = str(trouble[-1]) if trouble else "connected, but no outcome came"
+        raise RunError(
+            f"{name}: no answer from the controller at {run['controller']} in {timeout_s:g} s: {seen}"
+        )
+
+    return wire.run(answer())

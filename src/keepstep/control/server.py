@@ -253,7 +253,7 @@ class ControlServer:
 
     async def _reach(self, effect: Reach) -> None:
         seat, answered = effect.seat, asyncio.Event()
-        client = wire.connect(
+        client = wire.Client(
             (seat.address, seat.port),
             self._key,
             role="elector",

@@ -99,16 +99,19 @@ class _Attempt(asyncio.Protocol):
 
 
 class Client:
-    """A connection that is made again whenever it breaks. Made by ``connect``; all calls on its event loop.
+    """A connection that is made again whenever it breaks, until ``close``. All calls on its event loop.
 
     ``greet()`` is asked for the first messages of every connection: Hello, and whatever the controller must hear again
     because it may be a new process (Join; Groups; findings that still hold).
+
+    ``trouble(error, attempt)`` is told of every failed attempt (``attempt`` counts from 1 since the last connection):
+    a launcher may give up after some; an agent never does. ``AnotherJob`` is the one error that is proven: the
+    controller holds the secret, and its run has another id than ``key``.
     """
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        address: tuple[str, int],
         key: RunKey,
         *,
         role: Role,
@@ -123,7 +126,8 @@ class Client:
     ) -> None:
         self.limits = limits or ClientLimits()
         self.counters = Counters()
-        self._host, self._port, self._key = host, port, key
+        self._host, self._port = address
+        self._key = key
         self._role: Role = role
         self._greet, self._message = greet, message
         self._connected, self._disconnected, self._trouble = connected, disconnected, trouble
@@ -132,9 +136,9 @@ class Client:
         self._attempt: _Attempt | None = None
         self._heartbeats: deque[Message] = deque(maxlen=self.limits.heartbeats)
         self._queue: deque[Message] = deque()
-        self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._redirected = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._run())
 
     @property
     def connected(self) -> bool:
@@ -145,10 +149,6 @@ class Client:
     def queued(self) -> int:
         """Messages that wait for the connection."""
         return len(self._queue) + len(self._heartbeats)
-
-    def start(self) -> None:
-        """Begin to connect (``connect`` does it)."""
-        self._task = asyncio.get_running_loop().create_task(self._run())
 
     def send(self, message: Message) -> None:
         """Send now, or when connected again. Never blocks, never raises.
@@ -204,9 +204,8 @@ class Client:
             self.flush()
             attempt.transport.close()
             await asyncio.wait([attempt.closed], timeout=1.0)
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
     # Called by attempts.
 
@@ -296,39 +295,3 @@ class Client:
         peer = f"{self._host}:{self._port}"
         if self.counters.refuse(reason, end_host(peer), asyncio.get_running_loop().time()):
             logger.warning("no connection to the controller at %s: %s; trying again", peer, error)
-
-
-def connect(
-    address: tuple[str, int],
-    key: RunKey,
-    *,
-    role: Role,
-    greet: Callable[[], Iterable[Message]],
-    message: Callable[[Message], None],
-    connected: Callable[[], None] = _nothing,
-    disconnected: Callable[[], None] = _nothing,
-    trouble: Callable[[Exception, int], None] = _no_trouble,
-    tls: ssl.SSLContext | None = None,
-    limits: ClientLimits | None = None,
-) -> Client:
-    """Begin to connect to the controller, and go on for ever; returns at once. See :class:`Client`.
-
-    ``trouble(error, attempt)`` is told of every failed attempt (``attempt`` counts from 1 since the last connection):
-    a launcher may give up after some; an agent never does. ``AnotherJob`` is the one error that is proven: the
-    controller holds the secret, and its run has another id than ``key``.
-    """
-    client = Client(
-        address[0],
-        address[1],
-        key,
-        role=role,
-        greet=greet,
-        message=message,
-        connected=connected,
-        disconnected=disconnected,
-        trouble=trouble,
-        tls=tls,
-        limits=limits,
-    )
-    client.start()
-    return client

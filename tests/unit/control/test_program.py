@@ -61,7 +61,7 @@ class Node:
         join = wire.Join("gpu-0", "127.0.0.1", 2, 29500, 0)
         address = ("127.0.0.1", port)
         quick = wire.ClientLimits(first_wait_s=0.01, longest_wait_s=0.05)
-        self.launcher = wire.connect(
+        self.launcher = wire.Client(
             address,
             key,
             role="launcher",
@@ -69,7 +69,7 @@ class Node:
             message=self.heard.append,
             limits=quick,
         )
-        self.agent = wire.connect(
+        self.agent = wire.Client(
             address,
             key,
             role="agent",

@@ -35,7 +35,7 @@ def test_a_launcher_of_another_job_has_no_part_in_an_election() -> None:
         assert one.elector is not None
         one.elector.received(wire.Council(1, 1, seat, 0, (seat,)), asyncio.get_running_loop().time())
         ask = wire.Ask(1, 1, 2, 5, 0, (1, 1))
-        stranger = wire.connect(
+        stranger = wire.Client(
             ("127.0.0.1", seat.port),
             wire.RunKey(KEY.secret, "job-b"),
             role="elector",

@@ -41,7 +41,7 @@ class Hub:
 
 def client(port: int, heard: list[wire.Message] | None = None, **options: Any) -> wire.Client:
     key = options.pop("key", KEY)
-    return wire.connect(
+    return wire.Client(
         ("127.0.0.1", port),
         key,
         role="agent",
@@ -232,38 +232,6 @@ async def test_one_bad_connection_among_many_does_no_harm() -> None:
     for one in clients:
         await one.close()
     await server.close()
-
-
-def test_background_client_for_programs_that_poll() -> None:
-    async def serve(ready: list[int], stop: asyncio.Event) -> None:
-        hub = Hub()
-        server = await hub.serve()
-        ready.append(server.port)
-        await until(lambda: hub.heard)
-        hub.peers[0].send(wire.Stop(3, "told"))
-        await stop.wait()
-        await server.close()
-
-    import threading
-
-    ready: list[int] = []
-    loop = wire.loop_factory()()
-    stop = asyncio.Event()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(ready, stop)))
-    thread.start()
-    while not ready:
-        thread.join(0.005)
-    one = wire.BackgroundClient(
-        ("127.0.0.1", ready[0]), KEY, role="launcher", greet=lambda: [wire.Hello("launcher", "n", 0, 1)]
-    )
-    assert one.receive(20.0) == wire.Stop(3, "told")
-    assert one.receive() is None
-    one.send(wire.Bye())
-    assert one.drained(5.0)
-    one.close()
-    loop.call_soon_threadsafe(stop.set)
-    thread.join()
-    loop.close()
 
 
 @in_loop

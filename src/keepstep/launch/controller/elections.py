@@ -109,7 +109,7 @@ class Elections:
             self._leave(token)
         for token, seat in seats.items():
             if token not in self._clients:
-                self._clients[token] = wire.connect(
+                self._clients[token] = wire.Client(
                     (seat.address, seat.port),
                     self._key,
                     role="elector",
