@@ -1,8 +1,9 @@
-"""The run's folder as the controller writes it: every file appears whole, by renaming."""
+"""The files of a run that the controller writes: each appears whole, as it is written beside and renamed."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -15,13 +16,14 @@ from keepstep.wire.messages import Council, Placement, Stop
 
 Placements = tuple[tuple[str, int, Placement], ...]
 
-_placements = msgspec.json.Decoder(Placements)
-_stop = msgspec.json.Decoder(Stop)
-_council = msgspec.json.Decoder(Council)
+T = TypeVar("T")
 
 
 class RunFiles:
-    """Reads and writes the controller's part of a run's folder. Raises OSError when it cannot write."""
+    """The controller's part of a run's folder. What writes raises OSError when it cannot.
+
+    ``council``: the file of the elected host's council, for a controller that can move to another node.
+    """
 
     def __init__(self, folder: Path, council: Path | None = None) -> None:
         self.folder = folder
@@ -30,54 +32,37 @@ class RunFiles:
         self._incidents = folder / "incidents"
 
     def incidents(self) -> list[Incident]:
-        """What an earlier controller of this run wrote. Raises RunError for files that are none of ours."""
+        """The incidents that earlier controllers of this run wrote. Raises RunError where a file is no incident."""
         return read_incidents(self._incidents)
 
     def numbers(self) -> int:
-        """The highest incident number there is, readable or not: numbers are never used twice."""
+        """The highest number of an incident file, readable or not: numbers are never used twice."""
         taken = [int(path.stem) for path in self._incidents.glob("[0-9]*.json") if path.stem.isdigit()]
         return max(taken, default=0)
 
     def placements(self) -> Placements:
         """The rank table that an earlier controller of this run gave out; empty when there is none."""
-        path = self.folder / "placement.json"
-        try:
-            return _placements.decode(path.read_bytes())
-        except FileNotFoundError:
-            return ()
-        except msgspec.MsgspecError as error:
-            raise RunError(f"{path}: is no rank table of keepstep: {error}") from error
+        return _read(self.folder / "placement.json", Placements, "is no rank table of keepstep") or ()
 
     def stop(self) -> Stop | None:
         """What an earlier controller of this run was ending the job with."""
-        path = self._stop
-        try:
-            return _stop.decode(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except msgspec.MsgspecError as error:
-            raise RunError(f"{path}: says nothing of how the job ends: {error}") from error
+        return _read(self._stop, Stop, "says nothing of how the job ends")
 
     def write_stop(self, stop: Stop) -> None:
-        """``stop.json``; that of a controller that can move is of its term alone."""
+        """Write ``stop.json``; the file of a controller that can move is used in its term alone."""
         write_whole(self._stop, msgspec.json.encode(stop))
 
     def council(self) -> Council | None:
-        """Who elected this host, or what an earlier controller on it proposed last. Raises RunError when broken."""
-        try:
-            return _council.decode(self._council.read_bytes()) if self._council is not None else None
-        except FileNotFoundError:
-            return None
-        except msgspec.MsgspecError as error:
-            raise RunError(f"{self._council}: is no council of keepstep: {error}") from error
+        """The council that elected this host, or that an earlier controller on it proposed last."""
+        return _read(self._council, Council, "is no council of keepstep") if self._council else None
 
     def write_council(self, council: Council) -> None:
-        """The newest, before anybody is told."""
+        """Write the newest council. Call it before anybody is told of that."""
         if self._council is not None:
             write_whole(self._council, msgspec.json.encode(council))
 
     def write_incident(self, incident: Incident) -> None:
-        """``incidents/NNNN.json`` and ``NNNN.txt``."""
+        """Write ``incidents/NNNN.json`` and ``NNNN.txt``."""
         make_folder(self._incidents)
         name = f"{incident.number:04d}"
         text = render(incident, run=spoken(self.folder), timeline=True) + "\n"
@@ -85,14 +70,24 @@ class RunFiles:
         write_whole(self._incidents / f"{name}.json", incident_to_json(incident))
 
     def write_placements(self, placements: Placements) -> None:
-        """``placement.json``."""
+        """Write ``placement.json``."""
         write_whole(self.folder / "placement.json", msgspec.json.encode(placements))
 
     def write_status(self, status: msgspec.Struct) -> None:
-        """``status.json``."""
+        """Write ``status.json``."""
         write_whole(self.folder / "status.json", msgspec.json.encode(status))
 
 
+def _read(path: Path, kind: type[T], otherwise: str) -> T | None:
+    """The content of a file; None without one. Raises RunError with ``otherwise`` for another content."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as error:
+        raise RunError(f"{path}: {otherwise}: {error}") from error
+
+
 def spoken(folder: Path) -> str:
-    """How an operator names the run: short for one under ./runs, where the verbs look; its path elsewhere."""
+    """How an operator names the run: by its name under ./runs, where the verbs look, by its path elsewhere."""
     return folder.name if folder.parent == Path("runs").resolve() else str(folder)

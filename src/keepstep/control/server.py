@@ -1,4 +1,4 @@
-"""The rim around the core: sockets, files, time and signals."""
+"""The controller as a process: sockets, files, time and signals around its core without I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import msgspec
 
@@ -37,7 +37,6 @@ from keepstep.control.incidents.locators import Locators
 from keepstep.control.settings import Settings
 from keepstep.control.status import interval_s, status_of
 from keepstep.core.errors import RunError
-from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
 from keepstep.report.verdict import render, render_action, render_closing
 
@@ -45,21 +44,22 @@ logger = logging.getLogger("keepstep.control")
 
 _TICK_S = 0.1
 _UNANSWERED = tuple(f"[Errno {one}]" for one in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH))
-_REACH_S = 5.0  # that an election port is given before it is said that it cannot be reached
+_REACH_S = 5.0  # after so long without an answer an election port is reported as unreachable
 
 _EffectHandler: TypeAlias = Callable[[Any, Any], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line says."""
+    """What the command line of a controller says."""
 
     run_dir: Path
     host: str
     port: int
     secret_file: Path
-    run_id: str
     settings: Settings
+    run_id: str = wire.UNNAMED
     council: Path | None = None
     layout: str = ""
     tls: wire.TlsPaths | None = None
@@ -68,7 +68,7 @@ class Options:
 
 
 class ControlServer:
-    """One controller process. ``main`` runs until the job is over, SIGTERM, or the parent's death."""
+    """One controller process. ``main`` runs until the job is over, SIGTERM comes, or the parent dies."""
 
     def __init__(self, options: Options, *, parent: int) -> None:
         self._options = options
@@ -85,7 +85,7 @@ class ControlServer:
         self._connections: dict[int, wire.Connection] = {}
         self._reaching: dict[int, asyncio.Task[None]] = {}
         self._key = wire.RunKey(b"")
-        self._tls: ssl.SSLContext | None = None  # of a client
+        self._tls: ssl.SSLContext | None = None  # for connections that this process opens
         self._done = asyncio.Event()
         self._next_status_s = 0.0
         self._failures = 0
@@ -102,7 +102,7 @@ class ControlServer:
         self._tls = wire.client_context(options.tls) if options.tls is not None else None
         self._key = wire.RunKey(wire.read_secret(options.secret_file), options.run_id)
         self._server = await self._listen(tls)
-        if options.settings.term > 1:  # the first is where the nodes were told to meet
+        if options.settings.term > 1:  # the first leader listens where the nodes were told to meet
             self._controller.councils.port = self._server.port
         print(msgspec.json.encode({"ready": True, "port": self._server.port}).decode(), flush=True)
         loop.call_later(_TICK_S, self._tick)
@@ -131,31 +131,16 @@ class ControlServer:
             ) from error
 
     def _restore(self) -> None:
-        incidents: list[Incident] = []
-        try:
-            incidents = self._files.incidents()
-        except RunError as error:
-            logger.warning("%s; numbers go on after it", error)
-        newest = self._files.numbers()
-        self._controller.restore(incidents, self._placements(), self._stopped(), self._files.council())
+        files = self._files
+        incidents = _tried(files.incidents, [], "numbers go on after it")
+        newest = files.numbers()
+        placements = _tried(files.placements, (), "the launchers join anew")
+        stop = _tried(files.stop, None, "it goes on")
+        self._controller.restore(incidents, placements, stop, files.council())
         register = self._controller.cases.desk.register
         register.newest_number = max(register.newest_number, newest)
 
-    def _placements(self) -> tuple[tuple[str, int, wire.Placement], ...]:
-        try:
-            return self._files.placements()
-        except RunError as error:
-            logger.warning("%s; the launchers join anew", error)
-            return ()
-
-    def _stopped(self) -> wire.Stop | None:
-        try:
-            return self._files.stop()
-        except RunError as error:
-            logger.warning("%s; it goes on", error)
-            return None
-
-    # From the wire. An error in the core must not end the server: it is logged, counted, and the next message comes.
+    # Events from the wire. An error in the core is logged and counted, and must not end the server.
 
     def _opened(self, connection: wire.Connection) -> None:
         self._connections[connection.number] = connection
@@ -172,25 +157,15 @@ class ControlServer:
         )
 
     def _message(self, connection: wire.Connection, message: wire.Message) -> None:
-        try:
-            effects = self._controller.message(connection.number, message, time.monotonic())
-            if effects:
-                self._carry_out(effects)
-        except Exception:
-            self._failed()
+        self._guarded(lambda: self._controller.message(connection.number, message, time.monotonic()))
 
     def _guarded(self, call: Callable[[], list[Effect]]) -> None:
         try:
             self._carry_out(call())
         except Exception:
-            self._failed()
-
-    def _failed(self) -> None:
-        self._failures += 1
-        if self._failures <= 100:
-            logger.exception("an error of keepstep itself; going on")
-
-    # By time.
+            self._failures += 1
+            if self._failures <= 100:
+                logger.exception("an error of keepstep itself; going on")
 
     def _tick(self) -> None:
         if self._done.is_set():
@@ -217,7 +192,7 @@ class ControlServer:
     def _unix_s(self, now_s: float) -> float:
         return now_s + self._wall_offset_s
 
-    # Effects.
+    # Effects of the core, one method each.
 
     def _carry_out(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
@@ -236,7 +211,7 @@ class ControlServer:
         self._keep(lambda: self._files.write_stop(effect.stop))
 
     def _store_council(self, effect: StoreCouncil) -> None:
-        # If this fails nobody is told: a council must not be said twice.
+        # A failure is raised, so that nobody is told: no two councils may be told for one term.
         self._files.write_council(effect.council)
 
     def _begin_to_reach(self, effect: Reach) -> None:
@@ -303,7 +278,7 @@ class ControlServer:
         try:
             print(text, file=sys.stderr, flush=True)
         except OSError:
-            return  # nobody reads it any more; it is in the run's folder
+            return  # nobody reads stderr any more; incidents are in the run's folder
 
     _EFFECTS: ClassVar[Mapping[type, _EffectHandler]] = {
         Send: _send,
@@ -317,3 +292,12 @@ class ControlServer:
         Disconnect: _disconnect,
         Exit: _exit,
     }
+
+
+def _tried(read: Callable[[], T], otherwise: T, then: str) -> T:
+    """What ``read`` returns; if its file cannot be used, a warning that ends with ``then``, and ``otherwise``."""
+    try:
+        return read()
+    except RunError as error:
+        logger.warning("%s; %s", error, then)
+        return otherwise

@@ -1,4 +1,4 @@
-"""What ``RUN/status.json`` says, once a second: every node, every rank, what is open, what was refused."""
+"""The content of ``RUN/status.json``: every node and rank, open incidents, and counts of what was refused."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from keepstep.core.incident import Recovery
 from keepstep.wire.messages import RankBeat
 
 STATUS_SCHEMA = 1
-_FEW_NODES = 1024
+_FEW_NODES = 1024  # with more nodes the file is written rarely
 _RARELY_S = 5.0
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """One node. ``agent`` and ``launcher``: ``ok``, ``silent``, ``gone`` or ``none`` (never seen)."""
+    """The status of a node. ``agent`` and ``launcher``: ``ok``, ``silent``, ``gone`` or ``none`` (never seen)."""
 
     node_rank: int
     node: str
@@ -27,17 +27,17 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
 
 class BackupStatus(msgspec.Struct, frozen=True):
-    """Snapshots that survive a node's loss. Steps are -1 when there is none."""
+    """The snapshots that survive the loss of a node. Steps are -1 when there is none."""
 
     copies: int
-    step: int  # newest one that is backed up
+    step: int  # newest step that is backed up
     incarnation: int
-    target: int  # the one that is being backed up
-    trouble: str  # why it does not get on
+    target: int  # the step that is being backed up
+    trouble: str  # why that does not get on
 
 
 class Status(msgspec.Struct, frozen=True):
-    """The whole file."""
+    """The whole content of ``RUN/status.json``."""
 
     schema: int
     unix_s: float
@@ -51,30 +51,23 @@ class Status(msgspec.Struct, frozen=True):
     backups: BackupStatus | None = None
     recovery: Recovery | None = None  # the newest
     incarnation: int = 0  # how often the job has begun again
-    restarts: int = 0  # of these; the others an operator has ordered
+    restarts: int = 0  # restarts among these; the others are pauses
     max_restarts: int = 0
     spares: tuple[str, ...] = ()  # nodes that wait for a place
-    checks: dict[str, tuple[str, ...]] = {}  # what those of each node found before the start
+    checks: dict[str, tuple[str, ...]] = {}  # by node: what the checks before the start found
     state_s: float = 0.0  # how long the job has been in its state
-    most_nodes: int = 0  # that the job may have; it has fewer after losing some, and takes in those that come
+    most_nodes: int = 0  # nodes that the job may have; it has fewer after it has lost some
 
 
 def status_of(controller: Controller, now_s: float, unix_s: float, counters: dict[str, int]) -> Status:
-    """The controller's view at ``now_s``."""
+    """The status as the controller sees it at ``now_s``."""
     cluster = controller.cluster
     nodes: list[NodeStatus] = []
     for rank, node in sorted(cluster.nodes.items()):
-        seen = node.heard_s
-        agent = (
-            "silent"
-            if node.silent
-            else "ok"
-            if node.agent is not None
-            else "gone"
-            if node.agent_pid
-            else "none"
-        )
-        beat = node.beat
+        seen, beat = node.heard_s, node.beat
+        agent = "gone" if node.agent_pid else "none"
+        if node.silent or node.agent is not None:
+            agent = "silent" if node.silent else "ok"
         nodes.append(
             NodeStatus(
                 rank,
