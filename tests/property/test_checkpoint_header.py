@@ -11,14 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.state import (
-    decode_header,
-    encode_header,
-    flatten,
-    references,
-    tensor_paths,
-    unflatten,
-)
+from keepstep.checkpoint.header import decode_header, encode_header, references, tensor_paths
+from keepstep.checkpoint.state import flatten, unflatten
 from keepstep.core.errors import CheckpointError
 
 PLAIN = (

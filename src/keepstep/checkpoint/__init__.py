@@ -1,4 +1,4 @@
-"""Checkpoints in memory: a rank's state kept in its node's cache, outliving the rank.
+"""Checkpoints in memory: a rank's state is kept in its node's cache and outlives the rank's process.
 
     step = keepstep.checkpoint.load(state) or 0        # all ranks; None: nothing to go on from
     for step in range(step, steps):
@@ -8,7 +8,7 @@
 
 ``state`` is a dict of models, optimizers and other objects with ``state_dict``, tensors and plain values. Under
 ``keepstep run`` snapshots outlive the process; without it ``save`` keeps nothing and ``load`` finds nothing, so the
-same script runs anywhere. See ``docs/howto/checkpoint.md`` and, for what is where, ``docs/design/checkpoint.md``.
+same script runs anywhere. ``docs/howto/checkpoint.md`` is the guide, ``docs/design/checkpoint.md`` describes the parts.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ __all__ = [
     "wait",
 ]
 
-# Of all other names the home is api, which needs torch; launcher and agent do not load torch.
+# The modules of names that are not in api. All is imported late, because launcher and agent must not load torch.
 _HOMES = {
     "CheckpointError": "keepstep.core.errors",
     "DcpReader": "keepstep.checkpoint.storage.dcp",

@@ -1,4 +1,4 @@
-"""The functions that a training script calls. Each process has one seat in its job and one set of snapshots."""
+"""The functions that a training script calls to save and load its state. Each process has one set of snapshots."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ import torch
 
 from keepstep import capture
 from keepstep.checkpoint.memory.cache_server import ADDRESS, NO_CACHE
-from keepstep.checkpoint.snapshot import NoSnapshots, Seat, Snapshots
+from keepstep.checkpoint.snapshot import Snapshots, Worker, refused
 from keepstep.checkpoint.storage.cadence import Storing
 from keepstep.core.errors import CheckpointError
 from keepstep.worker import milestones as _milestones
 
-_open: list[Snapshots | NoSnapshots] = []
+_open: list[Snapshots] = []  # empty until the first use, then one
+_no_cache: list[str] = []  # why this node has no cache
 _told: list[bool] = []
-_left: list[torch.UntypedStorage] = []  # by the incarnation before, for what the next one restores
+_left: list[torch.UntypedStorage] = []  # memory of the last incarnation's state, to restore into
 
 
 def save(state: dict[Any, Any], step: int, *, overlap: bool = True, persist: bool | None = None) -> None:
     """Take a snapshot of ``state`` as it is now, after ``step`` steps. Called by all ranks with the same steps.
 
-    With ``overlap`` parameters and optimizer states are copied during the next forward and backward and waited for
-    before the optimizer steps; whatever else changes them must call `wait` first. Without, all is copied on return.
+    With ``overlap`` parameters and optimizer states are copied during the next forward and backward, and the optimizer
+    does not step before they are; whatever else changes them must call `wait` first. Without ``overlap`` everything is
+    copied before the call returns.
 
-    ``persist`` has the snapshot brought to storage (``keepstep run --checkpoint-dir``), behind training; None: when it
-    is due (``--checkpoint-every``). Ranks give the same.
+    ``persist`` brings the snapshot to storage (``keepstep run --checkpoint-dir``) while training goes on; None does so
+    when it is due (``--checkpoint-every``). All ranks give the same value.
 
     Raises:
         CheckpointError: the state cannot be saved or does not fit into the node's memory; ``persist`` without storage.
@@ -44,14 +46,14 @@ def save(state: dict[Any, Any], step: int, *, overlap: bool = True, persist: boo
 def load(state: dict[Any, Any]) -> int | None:
     """Bring the newest snapshot that all ranks can have into ``state``. Called by all ranks, once, before training.
 
-    It comes from the node's cache, else from another node's backup or from storage, as the node's agent finds it.
+    The snapshot comes from the node's cache, else from another node's backup or from storage, as the agent finds it.
 
-    Gives the step that it was saved with; None when there is none, and ``state`` is as it was. Tensors and models are
-    filled in place, other objects get ``load_state_dict``, plain values are replaced.
+    Returns the step that it was saved with, or None when there is no snapshot, and then ``state`` is as it was. Tensors
+    and models are filled in place, other objects get ``load_state_dict``, plain values are replaced.
 
     Raises:
-        CheckpointError: there are snapshots, but none that all ranks can have; it cannot be told whether there are
-            any; or the state has another structure.
+        CheckpointError: there are snapshots, but none that all ranks can have; a source that may have one does not
+            answer; or the state has another structure.
     """
     snapshots = _snapshots()
     try:
@@ -65,29 +67,30 @@ def load(state: dict[Any, Any]) -> int | None:
 
 
 def register(state: dict[Any, Any]) -> None:
-    """Get memory for snapshots of ``state`` now, so that the first `save` need not.
+    """Reserve memory for snapshots of ``state`` now, so that the first `save` is faster.
 
     Raises:
         CheckpointError: the state cannot be saved, or does not fit into the node's memory.
     """
-    snapshots = _snapshots()
+    snapshots = _snapshots(collective=False)
     if snapshots:
         snapshots.register(state)
 
 
 def wait() -> None:
-    """Return when the last snapshot is sealed: from then on it outlives this process."""
+    """Return when the last snapshot is sealed, from when on it outlives this process."""
     for snapshots in _open:
         snapshots.wait()
 
 
 def keep_memory() -> None:
-    """Keep the memory of what was saved last, without its owners, for the next `load`."""
+    """Keep the memory of the state that was saved last for the next `load`, also after its owners are gone."""
     _left[:] = [one for snapshots in _open for one in snapshots.memory()]
 
 
 def forget() -> None:
-    """Let go of the snapshots of an incarnation that is over; the next one's are opened anew. The cache keeps them."""
+    """Unmap the snapshots of an incarnation that is over, which the cache keeps; the next one opens its own."""
+    _no_cache.clear()
     while _open:
         snapshots = _open.pop()
         atexit.unregister(snapshots.end)
@@ -95,10 +98,9 @@ def forget() -> None:
 
 
 class RandomState:
-    """The random states of Python, numpy and torch, CUDA's included, to be put into a state."""
+    """An object for a state that saves and restores the random states of Python, numpy and torch, CUDA's included."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All of them now."""
         return {
             "python": random.getstate(),
             "numpy": np.random.get_state(),
@@ -107,7 +109,6 @@ class RandomState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set all of them."""
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
@@ -115,7 +116,12 @@ class RandomState:
             torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def _snapshots() -> Snapshots | NoSnapshots | None:
+def _snapshots(*, collective: bool = True) -> Snapshots | None:
+    """The snapshots of this process; None without ``keepstep run``.
+
+    Where the node has no cache, a ``collective`` call raises CheckpointError together with all ranks; any other call
+    returns None.
+    """
     if _open:
         return _open[0]
     address, why = os.environ.get(ADDRESS), os.environ.get(NO_CACHE)
@@ -128,23 +134,26 @@ def _snapshots() -> Snapshots | NoSnapshots | None:
                 flush=True,
             )
         return None
-    seat = _seat()
-    elsewhere = not seat.one_node and "KEEPSTEP_RING" in os.environ
+    worker = _worker()
+    elsewhere = not worker.one_node and "KEEPSTEP_RING" in os.environ
     try:
-        if not address:
-            raise CheckpointError(why or "")
-        _open.append(Snapshots(address, seat, _gather, storing=_storing(), elsewhere=elsewhere, left=_left))
+        if _no_cache or not address:
+            raise CheckpointError(_no_cache[0] if _no_cache else why or "")
+        _open.append(Snapshots(address, worker, _gather, storing=_storing(), elsewhere=elsewhere, left=_left))
     except CheckpointError as error:
-        _open.append(NoSnapshots(str(error), _gather))
+        _no_cache[:] = [str(error)]
+        if collective:
+            refused(_no_cache[0], _gather)
+        return None
     atexit.register(_open[0].end)
     return _open[0]
 
 
-def _seat() -> Seat:
+def _worker() -> Worker:
     def number(name: str, default: int) -> int:
         return int(os.environ.get(name, default))
 
-    return Seat(
+    return Worker(
         rank=number("RANK", 0),
         world_size=number("WORLD_SIZE", 1),
         local_world_size=number("LOCAL_WORLD_SIZE", 1),
@@ -166,7 +175,7 @@ def _storing() -> Storing | None:
 
 
 def _gather(row: list[int]) -> list[list[int]]:
-    """What every rank gives, over the default process group. Plain numbers: nothing is unpickled."""
+    """The rows of all ranks, by rank, over the default process group; as tensors, so that nothing is unpickled."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return [row]
     import torch.distributed as dist

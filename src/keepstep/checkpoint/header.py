@@ -1,19 +1,19 @@
-"""What stands before the bytes of a snapshot: a tree of plain values, and where each tensor's bytes are.
+"""The header of a snapshot: a tree of plain values, and the place of each tensor's bytes.
 
 A state is any nesting of dicts, lists, tuples, plain Python values and tensors. Its bytes are the storages of its
-tensors, one behind the other (each begins at a multiple of 64); everything else is a `StateHeader`, kept as JSON, which
-claims no lengths: reading one allocates in proportion to its bytes, whatever it says. Nothing in it names code to run.
+tensors, one behind the other (each begins at a multiple of 64). Everything else is a `StateHeader`, kept as JSON. The
+JSON claims no lengths, so reading it allocates in proportion to its own size, whatever it says; and it names no code.
 
-In the tree None, bool, str, finite floats, 64-bit integers and dicts whose keys are strings stand for themselves; all
-else is a list that begins with a tag::
+In the tree None, bool, str, finite floats, 64-bit integers and dicts whose keys are strings stand for themselves; any
+other value is a list that begins with a tag::
 
     ["list", ...] ["tuple", ...] ["set", ...] ["frozenset", ...]     ["dict", [key, value], ...]
     ["ordered", metadata, [key, value], ...]                          an OrderedDict and its ``_metadata``
     ["int", "-0x1f"] ["float", "nan"] ["complex", real, imag] ["bytes", "base64"]
     ["tensor", i] ["array", i] ["scalar", i]                          entry i of ``tensors``; numpy's array and scalar
-    ["dtype", "bfloat16"] ["size", 2, 3] ["device", "cuda:0"]         of torch
+    ["dtype", "bfloat16"] ["size", 2, 3] ["device", "cuda:0"]         values of torch
 
-This module needs no torch: launcher and agent read headers, too.
+This module does not import torch, because launcher and agent read headers, too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, cast
 
@@ -33,7 +34,7 @@ ALIGNMENT = 64
 MOST_HEADER_BYTES = 1 << 28
 MOST_DEPTH = 100
 MOST_DIMENSIONS = 64
-MOST_BYTES = 1 << 56  # of one storage, and of all
+MOST_BYTES = 1 << 56  # limit for one storage, and for all together
 
 ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
@@ -46,44 +47,55 @@ ITEM_BYTES = {
 }
 """Bytes of one element by dtype, as torch names it."""
 
+_PLACEMENT = re.compile(r"R|(_?)S\((\d{1,2})(?:, (\d{1,9}))?\)", re.ASCII)
+
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_BYTES)]
 Word = Annotated[int, msgspec.Meta(ge=0)]
 Counts = tuple[Count, ...]
 
 
 class StorageEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """The bytes of one storage that its tensors reach. ``checksum``: CRC-64/NVME of them; 0 until they are copied."""
+    """The bytes of one storage that its tensors reach, and their CRC-64/NVME, which is 0 until they are copied."""
 
-    offset: Count  # from the beginning of the data
+    offset: Count  # offset in the data of the snapshot
     nbytes: Count
     checksum: Word = 0
 
 
 class ShardEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a DTensor is beyond its local part."""
+    """Describes the whole tensor that a rank's tensor is the local part of (a DTensor).
+
+    Attributes:
+        global_shape: shape of the whole tensor.
+        offset: first index of the local part in the whole; () when the local part is not one block of it.
+        mesh_shape: shape of the device mesh.
+        mesh_names: names of the mesh's dimensions; () when it has none.
+        coordinate: this rank's place in the mesh.
+        placements: one word per mesh dimension: "R", "S(dim)" or "_S(dim, split_factor)".
+    """
 
     global_shape: Counts
-    offset: Counts  # of the local part in the whole; () where it is no block of the whole
+    offset: Counts
     mesh_shape: Counts
-    mesh_names: tuple[str, ...]  # () when the mesh has none
-    coordinate: Counts  # of this rank in the mesh
-    placements: tuple[str, ...]  # one per mesh dimension: "R", "S(dim)" or "_S(dim, split_factor)"
+    mesh_names: tuple[str, ...]
+    coordinate: Counts
+    placements: tuple[str, ...]
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One tensor in a storage. ``shape``, ``stride`` and ``offset`` count elements; of a DTensor, its local part."""
+    """One tensor in a storage, or a DTensor's local part. ``shape``, ``stride`` and ``offset`` count elements."""
 
     storage: Count
     dtype: str
     shape: Counts
     stride: Counts
-    offset: Count  # from the beginning of the storage entry
-    device: str = "cpu"  # where it was when it was saved
+    offset: Count  # offset in the storage entry
+    device: str = "cpu"  # the tensor's device when it was saved
     shard: ShardEntry | None = None
 
     @property
     def reach_bytes(self) -> int:
-        """Bytes from the beginning of the storage entry to behind the last element; 0 without elements."""
+        """Bytes from the beginning of the storage entry to the end of the last element; 0 without elements."""
         if 0 in self.shape:
             return 0
         last = self.offset + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
@@ -91,26 +103,26 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class StateHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that a snapshot of one rank is, but for the bytes of its storages."""
+    """Everything in a snapshot of one rank but the bytes of its storages."""
 
     step: Count
     incarnation: Count
     rank: Count
     world_size: Count
-    layout: str  # as ``ParallelLayout`` writes it; "" when not known
+    layout: str  # the job's layout as ``ParallelLayout`` writes it; "" when not known
     data_bytes: Count  # length of all storages with the gaps between them
     tree: Any
     storages: tuple[StorageEntry, ...]
     tensors: tuple[TensorEntry, ...]
     version: int = VERSION
-    first: bool = False  # of a training: before it none was whole on all ranks
+    first: bool = False  # whether no snapshot of this training was whole on all ranks before
 
 
 def encode_header(header: StateHeader) -> bytes:
     """The header as JSON.
 
     Raises:
-        CheckpointError: it would be longer than any reader takes.
+        CheckpointError: the JSON would be longer than any reader accepts.
     """
     data = msgspec.json.encode(header)
     if len(data) > MOST_HEADER_BYTES:
@@ -128,7 +140,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> StateHeader:
     """The header that `encode_header` wrote, checked: whatever it refers to is there and inside ``data_bytes``.
 
     Raises:
-        CheckpointError: it is anything else.
+        CheckpointError: ``data`` is anything else.
     """
     if len(data) > MOST_HEADER_BYTES:
         raise CheckpointError(f"a header of {len(data)} bytes; at most {MOST_HEADER_BYTES} are possible")
@@ -153,7 +165,7 @@ def with_checksums(header: StateHeader, checksums: tuple[int, ...]) -> StateHead
     """The header with the checksums of its storages, in their order.
 
     Raises:
-        CheckpointError: there are not as many.
+        CheckpointError: there are fewer or more checksums than storages.
     """
     if len(checksums) != len(header.storages):
         raise CheckpointError(f"{len(checksums)} checksums for {len(header.storages)} storages")
@@ -165,18 +177,18 @@ def with_checksums(header: StateHeader, checksums: tuple[int, ...]) -> StateHead
 
 
 def references(header: StateHeader) -> Iterator[tuple[str, str, int]]:
-    """(path, tag, index) of each tensor, array and scalar in the tree, in its order.
+    """(path, tag, index) of each tensor, array and scalar, in the order of the tree.
 
     A path is written as the keys that lead there, joined by dots: ``model.layers.0.weight``.
 
     Raises:
-        CheckpointError: the tree is not as this module describes it.
+        CheckpointError: the tree breaks the format that this module describes.
     """
     yield from _references(header.tree, "", len(header.tensors), 0)
 
 
 def tensor_paths(header: StateHeader) -> tuple[str, ...]:
-    """One name for each entry of ``tensors``: the first path that leads to it; made unique with ``#2``, ``#3``…
+    """A unique name for each entry of ``tensors``: the first path that leads to it, with ``#2``, ``#3``… if taken.
 
     Raises:
         CheckpointError: the tree is not sound.
@@ -219,7 +231,9 @@ def _check_tensor(header: StateHeader, index: int, tensor: TensorEntry) -> None:
         raise refuse(f"refers to storage {tensor.storage} of {len(header.storages)}")
     if len(tensor.shape) != len(tensor.stride) or len(tensor.shape) > MOST_DIMENSIONS:
         raise refuse(f"has {len(tensor.shape)} sizes and {len(tensor.stride)} strides")
-    numel = math.prod(size or 1 for size in tensor.shape)  # torch multiplies the others also where one is 0
+    numel = math.prod(
+        size or 1 for size in tensor.shape
+    )  # without zeros, because torch computes strides so, too
     if numel > MOST_BYTES or tensor.reach_bytes > header.storages[tensor.storage].nbytes:
         raise refuse("reaches behind its storage")
     shard = tensor.shard
@@ -258,7 +272,7 @@ def _references(node: Any, path: str, tensors: int, depth: int) -> Iterator[tupl
     elif tag in ("dict", "ordered"):
         for pair in _pairs(tag, items, path):
             for _ in _references(pair[0], path, 0, depth + 1):
-                raise AssertionError  # a key that refers to a tensor was refused
+                raise AssertionError  # cannot happen: with 0 tensors any reference in a key was refused
             yield from _references(pair[1], join(path, key_text(pair[0])), tensors, depth + 1)
         if tag == "ordered":
             yield from _references(items[0], join(path, "_metadata"), 0, depth + 1)
@@ -281,10 +295,10 @@ def _pairs(tag: str, items: list[Any], path: str) -> list[tuple[Any, Any]]:
 
 
 def plain_value(tag: str, items: list[Any], path: str) -> Any:
-    """The value of an ``int``, ``float``, ``complex`` or ``bytes`` tag; the words of ``dtype``, ``size``, ``device``.
+    """The value behind an ``int``, ``float``, ``complex`` or ``bytes`` tag; for torch's tags the name or sizes.
 
     Raises:
-        CheckpointError: there is no such tag, or what follows it is wrong.
+        CheckpointError: the tag is not known, or its items are wrong.
     """
     try:
         match tag, items:
@@ -318,13 +332,25 @@ def _part(node: Any) -> float:
     return plain_value(tag, items, "")
 
 
+def split_of(word: str) -> tuple[int, int]:
+    """The axis that a word of ``ShardEntry.placements`` splits, -1 for none, and its split factor, 0 without one.
+
+    Raises:
+        CheckpointError: the word is no placement.
+    """
+    found = _PLACEMENT.fullmatch(word)
+    if found is None or bool(found[1]) != bool(int(found[3] or 0)):
+        raise CheckpointError(f"a placement {word[:40]!r}, which this keepstep does not know")
+    return (-1, 0) if word == "R" else (int(found[2]), int(found[3] or 0))
+
+
 def join(path: str, key: str) -> str:
-    """The path of what stands under ``key``."""
+    """The path of the value under ``key`` in the dict at ``path``."""
     return f"{path}.{key}" if path else key
 
 
 def key_text(node: Any) -> str:
-    """A key of a dict, as the tree has it, as a word in a path."""
+    """The word in a path for a dict's key, given as a node of the tree."""
     if isinstance(node, list):
         items = cast("list[Any]", node)[1:]
         return "(" + ",".join(key_text(item) for item in items) + ")"

@@ -1,4 +1,7 @@
-"""Which tensors only an optimizer's step changes, and a call before any does: what overlapped copying rests on."""
+"""Knows which tensors only an optimizer's step changes, and calls back before such a step.
+
+A snapshot may copy these tensors in the background until then.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +19,33 @@ from keepstep.checkpoint.state import identity
 
 
 class OptimizerWatch:
-    """Sees every `torch.optim.Optimizer` of this process step.
+    """Notices the steps of every `torch.optim.Optimizer` of this process.
 
-    ``before_step`` gets the storages of the optimizer's tensors, lazily and parameters first, before each step; of
-    one of PyTorch's own that is given a closure (forward and backward), as Lightning does, after its first call. An
-    optimizer is known once it has stepped, when its state is there. One that steps inside a backward pass makes its
-    tensors unsafe to copy in the background for good: between two steps of it there is hardly a moment.
+    ``before_step`` gets the storages of the optimizer's tensors, lazily and parameters first, before each step. When
+    an optimizer of PyTorch's own is given a closure (forward and backward), as Lightning does, it is called after the
+    closure's first call. An optimizer is known once it has stepped, because its state exists only then. Once an
+    optimizer has stepped inside a backward pass, no tensors are copied in the background any more: the time between
+    two such steps is too short.
     """
 
     def __init__(self, before_step: Callable[[Iterator[int]], None]) -> None:
         self._before_step = before_step
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.in_backward = False
-        unseen = cast(
-            "Any", torch.compiler
-        ).disable  # a compiled step calls the hooks, and must not trace them
+        unseen = cast("Any", torch.compiler).disable  # torch.compile must not trace the hooks
         self._hooks = (
             register_optimizer_step_pre_hook(unseen(self._before)),
             register_optimizer_step_post_hook(unseen(self._after)),
         )
 
     def owned(self) -> set[int]:
-        """The storages (`state.identity`) that nothing but a known optimizer's step is expected to change."""
+        """The storages (by `state.identity`) that only a known optimizer's step is expected to change."""
         if self.in_backward:
             return set()
         return {found for optimizer in self._known for found in _identities(_tensors(optimizer))}
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -59,7 +61,7 @@ class OptimizerWatch:
         return None
 
     def _after_first(self, loss: Any, optimizer: torch.optim.Optimizer) -> Any:
-        """``loss``, when the tensors may be changed: until the closure has been called they have not been."""
+        """Call ``before_step`` once the closure has returned ``loss``: no tensor has been changed until then."""
         self._before_step(_identities(_tensors(optimizer)))
         return loss
 
@@ -78,6 +80,6 @@ def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 def _identities(values: Iterable[Any]) -> Iterator[int]:
     for value in values:
         if isinstance(value, torch.Tensor):
-            local = getattr(value, "_local_tensor", value)  # a DTensor's own part
+            local = getattr(value, "_local_tensor", value)  # the local part of a DTensor
             if type(local) in (torch.Tensor, torch.nn.Parameter):
                 yield identity(local.untyped_storage())

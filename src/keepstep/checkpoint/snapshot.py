@@ -1,10 +1,10 @@
 """A rank's snapshots: taken at a step boundary, copied at once or during the next forward and backward.
 
-Overlapped, the main thread takes references to the tensors and copies at once what no known optimizer owns (buffers,
-random states, averages, plain values); the parameters and optimizer states, which nothing but the optimizer's step
-changes, are copied by threads of the native part while training goes on, and waited for just before an optimizer that
-owns one of them steps. The threads seal the slot themselves, as soon as the last byte is there, and from then on others
-may read it.
+When copying overlaps with training, the main thread takes references to the tensors and copies at once what no known
+optimizer owns (buffers, random states, averages, plain values). Parameters and optimizer states, which only the
+optimizer's step changes, are copied by native threads while training goes on; just before an optimizer that owns one of
+them steps, the main thread waits for these copies. The native threads seal the slot themselves as soon as the last byte
+is there, and from then on other processes may read it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
-import msgspec
 import torch
 
 from keepstep.checkpoint import native
-from keepstep.checkpoint.memory.limits import gib
+from keepstep.checkpoint.header import StateHeader, encode_header
+from keepstep.checkpoint.memory.cache import gib
 from keepstep.checkpoint.memory.pages import Trace
 from keepstep.checkpoint.memory.rank_slots import RankSlots
 from keepstep.checkpoint.memory.slots import Key, Record, newest_common, slot_bytes
@@ -30,26 +30,26 @@ from keepstep.checkpoint.optimizers import OptimizerWatch
 from keepstep.checkpoint.restore.restore_service import RestoreClient, restore_address
 from keepstep.checkpoint.restore.restoring import Restoring
 from keepstep.checkpoint.restore.resume import Agreed, Row, Rows, begin, keys_of, refuse, resume, row_of
-from keepstep.checkpoint.state import Span, StateHeader, encode_header, flatten, identity
+from keepstep.checkpoint.state import Span, flatten, identity
 from keepstep.checkpoint.storage.cadence import Cadence, Storing
 from keepstep.core.errors import CheckpointError
 from keepstep.core.log_lines import one_line
 from keepstep.core.ranges import fold_ranks
 
 Gather = Callable[[Row], Rows]
-"""What every rank of the job gave, by rank; each gives as many numbers."""
+"""Exchanges rows of equal length: takes this rank's row, returns those of all ranks, by rank."""
 
 PATIENCE_S = 30.0
-_TURNS = 2
-_MOST_THREADS = 4  # that copy
-_ALONE_S = 120.0
-_MOST_TOLD = 256  # lines that are not said again
+_TURNS = 2  # slots that snapshots are taken into by turns
+_MOST_THREADS = 4  # threads that copy
+_ALONE_S = 120.0  # after which a step that not all ranks have waiting for storage is given up
+_MOST_TOLD = 256  # lines that are remembered, so as not to be printed again
 _POLL_S = 0.001
 _STORED_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Worker:
     """Which rank of which job this process plays."""
 
     rank: int = 0
@@ -57,23 +57,23 @@ class Seat:
     local_world_size: int = 1
     incarnation: int = 0
     layout: str = ""
-    elastic: bool = False  # the job may go on with more ranks or fewer
+    elastic: bool = False  # whether the job may go on with more ranks or fewer
 
     @property
     def one_node(self) -> bool:
-        """Whether the node's board tells of every rank of the job."""
+        """Whether all ranks of the job run on this node, so that its board shows what each of them holds."""
         return self.world_size == self.local_world_size
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A snapshot that is being copied, and all that must stay as it is meanwhile."""
+    """A snapshot that is being copied, and the tensors that must not change meanwhile."""
 
     native: native.Snapshot
     step: int
-    index: int  # of the slot
+    index: int  # index of the slot
     spans: list[Span]
-    moving: set[int]  # storages that are copied in the background
+    moving: set[int]  # storages that are copied in the background, by identity
 
 
 class Snapshots:
@@ -82,11 +82,10 @@ class Snapshots:
     def __init__(
         self,
         address: str,
-        seat: Seat,
+        worker: Worker,
         gather: Gather,
         *,
         slots: int = 0,
-        threads: int = 0,
         storing: Storing | None = None,
         elsewhere: bool = False,
         left: list[torch.UntypedStorage] | None = None,
@@ -94,31 +93,29 @@ class Snapshots:
         """Opens the cache.
 
         Args:
-            address: of the node's cache.
-            seat: of this process.
+            address: address of the node's cache.
+            worker: the rank that this process plays.
             gather: called by all ranks together.
-            slots: of the rank; 0: two that take turns, and one for what is on its way to storage.
-            threads: that copy; 0: by the CPUs there are.
-            storing: what becomes of steps beyond the cache; None: nothing.
+            slots: how many slots the rank gets; 0: two that take turns, and with storage one more for a step that is
+                on its way there.
+            storing: where and how often steps go to storage; None: never.
             elsewhere: whether the node's agent is asked for states that the cache lacks.
-            left: memory that nobody uses any more, for what `load` brings back.
+            left: memory that nobody uses any more; `load` may put it under what it brings back.
 
         Raises:
             CheckpointError: there is no cache at ``address``.
         """
-        self._seat, self._gather, self._process = seat, gather, os.getpid()
+        self._worker, self._gather, self._process = worker, gather, os.getpid()
         self._slots = slots or (_TURNS if storing is None else _TURNS + 1)
-        self._cache = RankSlots(address, seat.rank, count=self._slots)
-        self._threads = threads or max(
-            1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // seat.local_world_size)
-        )
-        self._incarnation = seat.incarnation
+        self._cache = RankSlots(address, worker.rank, count=self._slots)
+        self._threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // worker.local_world_size))
+        self._incarnation = worker.incarnation
         self._storing = storing
         self._cadence = Cadence(storing) if storing else None
         self._service = RestoreClient(restore_address(address)) if elsewhere or storing else None
         self._blocked_s = 0.0
-        self._unkept: Key | None = None  # was to go to storage, and was not even saved
-        self._alone: dict[Key, float] = {}  # waits for storage here and not with all others, since when
+        self._unkept: Key | None = None  # the step that was to go to storage but could not be saved here
+        self._alone: dict[Key, float] = {}  # since when a step waits for storage here, but not on all ranks
         self._begun = self._saved = False
         self._last: Key | None = None
         self._flight: _Flight | None = None
@@ -127,7 +124,7 @@ class Snapshots:
         self._watch = OptimizerWatch(self._before_step)
 
     def register(self, state: Any) -> None:
-        """Get memory for snapshots of a state as large as this one; the kernel gives it in the background.
+        """Reserve memory for snapshots of a state as large as this one; the kernel provides it in the background.
 
         Raises:
             CheckpointError: the state cannot be saved, or does not fit into the node's memory.
@@ -137,33 +134,32 @@ class Snapshots:
             self._make_first_room(_slot_bytes(header, text), header.data_bytes)
 
     def save(self, state: Any, step: int, *, overlap: bool = True, persist: bool | None = None) -> None:
-        """Take a snapshot of ``state`` as it is now: ``step`` steps are done. All ranks save the same steps.
+        """Take a snapshot of ``state`` as it is now, after ``step`` steps. All ranks save the same steps.
 
-        The first call of an incarnation that has not restored is collective, and so are those for storage. When a slot
-        is not free, because other ranks do not save or it is being read, the snapshot is left out and that is said; on
-        one node it is waited for, 30 s at most.
+        The first call of an incarnation that has not restored is collective, and so are calls that may bring the step
+        to storage. When no slot is free, because other ranks do not save or it is being read, the snapshot is left out
+        and a line says so; where all ranks are on one node, up to 30 s are spent waiting for a slot.
 
         Args:
             state: a dict.
-            step: above the one before.
+            step: steps done; must be above the step saved before.
             overlap: copy what optimizers own during the next step.
-            persist: bring it to storage; None: when it is due. While the one before is on its way there, the next step
-                takes the place of one that is due; one that is asked for waits up to 30 s, and then is not brought,
-                which is said.
+            persist: whether to bring the step to storage; None: when it is due. While an earlier step is on its way
+                there, a step that is due is left to a later save; True waits up to 30 s, then leaves it out and says
+                so.
 
         Raises:
-            CheckpointError: the state cannot be saved or does not fit; ``step`` is not above the last one; it is to be
-                brought to storage, and there is none.
+            CheckpointError: the state cannot be saved or does not fit; ``step`` is not above the last one; ``persist``
+                is given without a storage.
         """
         if self._process != os.getpid():
             raise CheckpointError("a forked process cannot save: only the one that began to save can")
         self.wait()
         begun_s = time.monotonic()
         blocked_s, self._blocked_s = self._blocked_s, 0.0
-        header, spans, text = self._flatten(state, step)
         if not self._begun:
             self._begin_anew()
-            header, spans, text = self._flatten(state, step)  # of the incarnation that was agreed on
+        header, spans, text = self._flatten(state, step)
         key = Key(self._incarnation, step)
         key.pack()
         if self._last is not None and key <= self._last:
@@ -177,8 +173,9 @@ class Snapshots:
             self._make_first_room(nbytes, header.data_bytes)
         index = self._slot()
         if index is None:
+            after = f" after {PATIENCE_S:g} s" if self._worker.one_node else ""
             self._say(
-                f"step {step} was not saved: no free slot{f' after {PATIENCE_S:g} s' if self._seat.one_node else ''}. "
+                f"step {step} was not saved: no free slot{after}. "
                 "Another rank is behind, or the slot is being read. Do all ranks save the same steps?"
             )
             return
@@ -197,25 +194,27 @@ class Snapshots:
     def wait(self) -> None:
         """Return when the last snapshot is sealed. Call it before changing saved tensors other than by an optimizer."""
         flight = self._flight
-        if flight is not None and self._process == os.getpid():  # a forked child has none of the threads
+        if (
+            flight is not None and self._process == os.getpid()
+        ):  # a forked child has none of the copying threads
             begun_s = time.monotonic()
             self._await(flight)
             self._flight = None
             self._blocked_s += time.monotonic() - begun_s
 
     def load(self, state: Any) -> int | None:
-        """Bring back the newest snapshot that every rank can have, into ``state``; its step, or None when none has any.
+        """Bring the newest snapshot that every rank can have into ``state``; its step, or None when no rank has any.
 
-        Collective. See `restore.Filling` for what becomes of ``state``.
+        Collective. `Filling` describes what becomes of the values in ``state``.
 
         Raises:
-            CheckpointError: there are snapshots, but none that all ranks have whole; or one does not fit ``state``,
-                which may be half restored then.
+            CheckpointError: there are snapshots, but none that all ranks have whole; or the snapshot does not fit
+                ``state``, which may be half restored then.
         """
         self.wait()
         rank = self._restoring().into(state)
         try:
-            agreed = talk(resume(rank, self._seat.incarnation), self._gather)
+            agreed = talk(resume(rank, self._worker.incarnation), self._gather)
         except CheckpointError as error:
             raise rank.error or error from None
         if agreed.key is not None:
@@ -225,8 +224,8 @@ class Snapshots:
             if agreed.given_up:
                 self._say(agreed.given_up, every_rank=False)
             return None
-        own, moved = self._seat.rank, agreed.moved
-        if own == 0 or (own in moved and len(moved) < self._seat.world_size):
+        own, moved = self._worker.rank, agreed.moved
+        if own == 0 or (own in moved and len(moved) < self._worker.world_size):
             others = [other for other in moved if other != own]
             besides = f"; ranks {fold_ranks(others)} from elsewhere" if others and own not in moved else ""
             who = f"rank {own} " if own else ""
@@ -234,17 +233,17 @@ class Snapshots:
         return agreed.key.step
 
     def memory(self) -> list[torch.UntypedStorage]:
-        """What was saved last is in, as far as it is large and still there. Not to be changed before `wait`."""
+        """The large storages of the last saved state that still exist. They must not change before `wait`."""
         return self._trace.take()
 
     def end(self) -> None:
-        """Wait, and stop all threads: one that is in native code while the interpreter ends brings the process down."""
+        """Wait, and stop all threads: a thread in native code while the interpreter ends would crash the process."""
         self.wait()
         if self._process == os.getpid():
             self._cache.stop_populating()
 
     def close(self) -> None:
-        """Wait, and let go of the cache, which keeps what it has."""
+        """Wait, and unmap the cache, which keeps its snapshots."""
         self.wait()
         self._watch.close()
         self._cache.close()
@@ -252,13 +251,15 @@ class Snapshots:
     def _restoring(self) -> Restoring:
         return Restoring(
             self._cache,
-            self._seat.rank,
-            self._seat.world_size,
+            self._worker.rank,
+            self._worker.world_size,
             slots=self._slots,
             service=self._service,
             required=self._storing is not None,
-            elastic=self._seat.elastic,
-            threads=max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)))),  # nobody trains meanwhile
+            elastic=self._worker.elastic,
+            threads=max(
+                1, min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+            ),  # no rank trains during a restore
             left=self._left,
             say=self._say,
         )
@@ -267,14 +268,14 @@ class Snapshots:
         self._cache.make_room(nbytes)
         total = sum(slot.nbytes for slot in self._cache.slots)
         self._say(
-            f"{len(self._cache.slots)} snapshots of rank {self._seat.rank} take {gib(total)} "
+            f"{len(self._cache.slots)} snapshots of rank {self._worker.rank} take {gib(total)} "
             f"({total / max(1, data_bytes):.1f} × its state) of the {gib(self._cache.limit_bytes)} that the node gives",
             every_rank=False,
         )
 
     def _begin_anew(self) -> None:
-        """Agree with all ranks on what to keep until there is something newer."""
-        agreed = talk(begin(self._restoring(), self._seat.incarnation), self._gather)
+        """Agree with all ranks on which snapshot to keep until there is a newer one."""
+        agreed = talk(begin(self._restoring(), self._worker.incarnation), self._gather)
         if agreed.given_up:
             self._say(agreed.given_up, every_rank=False)
         self._settle(agreed)
@@ -288,7 +289,7 @@ class Snapshots:
             self._cadence.begin(agreed.key.step if agreed.key else 0)
 
     def _is_wanted(self, step: int, persist: bool | None) -> bool:
-        """Whether all ranks bring the step to storage: it is to be, and each has room for it beside those under way."""
+        """Whether all ranks bring the step to storage: it is due or asked for, and each rank has a slot to spare."""
         if self._cadence is None:
             if persist:
                 raise CheckpointError(
@@ -323,7 +324,7 @@ class Snapshots:
             time.sleep(_STORED_POLL_S)
 
     def _let_go(self, rows: Rows) -> None:
-        """What some rank could not save cannot become whole on storage."""
+        """Give up steps on their way to storage that cannot become whole there, because a rank lacks its part."""
         for number, row in enumerate(rows):
             key = Key.unpack(row[3])
             if key is not None:
@@ -338,7 +339,9 @@ class Snapshots:
         now_s = time.monotonic()
         self._alone = {key: self._alone.get(key, now_s) for key in alone}
         for key, since_s in self._alone.items():
-            if now_s - since_s > _ALONE_S:  # on storage all ranks let it go, within seconds
+            if (
+                now_s - since_s > _ALONE_S
+            ):  # ranks learn within seconds of each other that a step is on storage
                 self._cache.let_go(key)
                 self._say(
                     f"step {key.step} is not brought to {self._storing_where}: not all ranks have it any more"
@@ -349,8 +352,8 @@ class Snapshots:
         return f"storage {self._storing.where}" if self._storing else "storage"
 
     def _slot(self) -> int | None:
-        if not self._seat.one_node or self._seat.elastic:
-            digest = self._cache.digest(self._last) if self._seat.elastic and self._last else 0
+        if not self._worker.one_node or self._worker.elastic:
+            digest = self._cache.digest(self._last) if self._worker.elastic and self._last else 0
             rows = self._gather(row_of((key for key in self._cache.held() if key), digest))
             if digest and self._last and all(row[0] == digest for row in rows):
                 self._cache.say_alike(self._last)
@@ -363,19 +366,19 @@ class Snapshots:
             time.sleep(_POLL_S)
 
     def _complete(self) -> Key | None:
-        return newest_common(self._cache.board.held(rank) for rank in range(self._seat.world_size))
+        return newest_common(self._cache.board.held(rank) for rank in range(self._worker.world_size))
 
     def _flatten(self, state: Any, step: int) -> tuple[StateHeader, list[Span], bytes]:
-        seat = self._seat
+        worker = self._worker
         header, spans = flatten(
             with_state_dicts(state),
             step=step,
             incarnation=self._incarnation,
-            rank=seat.rank,
-            world_size=seat.world_size,
-            layout=seat.layout,
+            rank=worker.rank,
+            world_size=worker.world_size,
+            layout=worker.layout,
+            first=self._last is None,
         )
-        header = msgspec.structs.replace(header, first=self._last is None)
         return header, spans, encode_header(header)
 
     def _start(
@@ -411,7 +414,7 @@ class Snapshots:
             incarnation=key.incarnation,
             lock=self._cache.slots[index].fileno(),
             board=self._cache.board.memory,
-            board_index=self._cache.board.index(self._seat.rank, index),
+            board_index=self._cache.board.index(self._worker.rank, index),
             board_value=key.pack(),
             threads=self._threads,
             stream=torch.cuda.current_stream().cuda_stream if gpu >= 0 else 0,
@@ -435,44 +438,18 @@ class Snapshots:
             self.wait()
 
     def _say(self, text: str, *, every_rank: bool = True) -> None:
-        if text not in self._told and (every_rank or self._seat.rank == 0):
+        if text not in self._told and (every_rank or self._worker.rank == 0):
             self._told.append(text)
             print(f"keepstep: {one_line(text)}", file=sys.stderr, flush=True)
 
 
-class NoSnapshots:
-    """In place of `Snapshots` where the node has no cache: refuses, together with all ranks, so that none waits."""
-
-    def __init__(self, why: str, gather: Gather) -> None:
-        self._why, self._gather = why, gather
-
-    def register(self, state: Any) -> None:
-        """Left to the first `save` or `load`, which all ranks call."""
-
-    def save(self, state: Any, step: int, *, overlap: bool = True, persist: bool | None = None) -> None:
-        """Collective. Raises CheckpointError on every rank."""
-        talk(refuse(self._why), self._gather)
-
-    def load(self, state: Any) -> int | None:
-        """Collective. Raises CheckpointError on every rank."""
-        talk(refuse(self._why), self._gather)
-
-    def wait(self) -> None:
-        """There is nothing to wait for."""
-
-    def memory(self) -> list[torch.UntypedStorage]:
-        """Nothing was saved."""
-        return []
-
-    def end(self) -> None:
-        """There is nothing to end."""
-
-    def close(self) -> None:
-        """There is nothing to let go of."""
+def refused(why: str, gather: Gather) -> None:
+    """In place of a save or load on a node without a cache. Collective; raises CheckpointError on every rank."""
+    talk(refuse(why), gather)
 
 
 def talk(steps: Generator[Row, Rows, Agreed], gather: Gather) -> Agreed:
-    """Carry out what all ranks do together."""
+    """Run a generator of `resume`: gather each row that it yields over all ranks, and send it the rows of all."""
     row = next(steps)
     while True:
         try:
@@ -482,7 +459,7 @@ def talk(steps: Generator[Row, Rows, Agreed], gather: Gather) -> Agreed:
 
 
 def with_state_dicts(state: Any) -> Any:
-    """``state`` with the ``state_dict()`` of every object in it that has one, in dicts, lists and tuples."""
+    """``state`` with every object in its dicts, lists and tuples that has a ``state_dict()`` replaced by it."""
     if hasattr(state, "state_dict") and hasattr(state, "load_state_dict"):
         return state.state_dict()
     if type(state) is dict:
@@ -493,6 +470,6 @@ def with_state_dicts(state: Any) -> Any:
 
 
 def _slot_bytes(header: StateHeader, text: bytes) -> int:
-    """Of a slot for this state and later ones."""
+    """Size of a slot for this state, with some spare for later ones."""
     record = Record(header.step, header.incarnation, header.data_bytes, len(text), len(header.storages), 0)
     return slot_bytes(record, spare=True)

@@ -1,19 +1,19 @@
-"""A state taken apart into a `StateHeader` and the storages of its tensors, and put together again.
+"""Takes a state apart into a `StateHeader` and the storages of its tensors, and puts it together again.
 
-Storages, not tensors, are what is copied: tensors that share memory share it again after a restore. Of a storage only
-the bytes between the first and the last that its tensors reach are kept.
+Storages, not tensors, are what is copied, so tensors that share memory share it again after a restore. Only the bytes
+of a storage between the first and the last that its tensors reach are kept.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -26,44 +26,25 @@ from keepstep.checkpoint.header import (
     StateHeader,
     StorageEntry,
     TensorEntry,
-    decode_header,
-    encode_header,
     join,
     key_text,
     plain_value,
-    references,
-    tensor_paths,
-    with_checksums,
+    split_of,
 )
 from keepstep.core.errors import CheckpointError
-
-__all__ = [
-    "ShardEntry",
-    "Span",
-    "StateHeader",
-    "StorageEntry",
-    "TensorEntry",
-    "decode_header",
-    "encode_header",
-    "flatten",
-    "references",
-    "tensor_paths",
-    "unflatten",
-    "with_checksums",
-]
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_SMALL = range(-(1 << 63), 1 << 64)
+_WORDS = range(-(1 << 63), 1 << 64)  # integers that JSON readers keep exactly
 
 
 @dataclass(slots=True)
 class Span:
-    """The bytes of a live storage that a `StorageEntry` stands for. Holding it keeps them alive."""
+    """The bytes of a live storage that a `StorageEntry` describes. A span keeps its storage alive."""
 
     storage: torch.UntypedStorage
-    start: int  # bytes, from the beginning of the storage
+    start: int  # offset in the storage, in bytes
     nbytes: int
 
     @property
@@ -78,15 +59,22 @@ class Span:
 
 
 def flatten(
-    state: Any, *, step: int, incarnation: int = 0, rank: int = 0, world_size: int = 1, layout: str = ""
+    state: Any,
+    *,
+    step: int,
+    incarnation: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    layout: str = "",
+    first: bool = False,
 ) -> tuple[StateHeader, list[Span]]:
     """The header of ``state`` and the spans of its storages, in the order of ``header.storages``. Copies no tensor.
 
-    Values are taken by their exact type: a subclass would come back as something else. Tensors lose autograd
-    (a parameter comes back as a plain tensor); of a DTensor the local part is taken.
+    Values must be of exactly the types that a header knows: a value of a subclass would come back as something else.
+    Tensors lose autograd (a parameter comes back as a plain tensor); a DTensor is represented by its local part.
 
     Raises:
-        CheckpointError: something in the state cannot be said safely; names its path.
+        CheckpointError: a value in the state cannot be saved without running code; the message names its path.
     """
     taken = _Taken()
     tree = taken.node(state, "", 0)
@@ -96,16 +84,10 @@ def flatten(
         storages.append(StorageEntry(offset, span.nbytes))
         offset = -(-(offset + span.nbytes) // ALIGNMENT) * ALIGNMENT
     tensors = tuple(
-        TensorEntry(
-            storage=found.storage,
-            dtype=found.dtype,
-            shape=found.shape,
-            stride=found.stride,
-            offset=found.offset - spans[found.storage].start // ITEM_BYTES[found.dtype],
-            device=found.device,
-            shard=found.shard,
+        msgspec.structs.replace(
+            entry, offset=entry.offset - spans[entry.storage].start // ITEM_BYTES[entry.dtype]
         )
-        for found in taken.tensors
+        for entry in taken.tensors
     )
     header = StateHeader(
         step=step,
@@ -117,15 +99,24 @@ def flatten(
         tree=tree,
         storages=tuple(storages),
         tensors=tensors,
+        first=first,
     )
     return header, spans
+
+
+def laid_out(header: StateHeader, spans: Sequence[Span]) -> torch.Tensor:
+    """A copy of the spans' bytes, placed as ``header.storages`` says: uint8 of shape (data_bytes,), on the CPU."""
+    data = torch.zeros(header.data_bytes, dtype=torch.uint8)
+    for entry, span in zip(header.storages, spans, strict=True):
+        data[entry.offset : entry.offset + entry.nbytes].copy_(span.view())
+    return data
 
 
 def unflatten(header: StateHeader, storages: Sequence[torch.Tensor]) -> Any:
     """The state whose bytes ``storages`` holds: one uint8 tensor of shape (nbytes,) per storage entry.
 
-    The tensors of the result share memory with ``storages``, and are on their devices. Of a DTensor it has the local
-    part; ``header.tensors[i].shard`` says the rest. ``header`` must come from `flatten` or `decode_header`.
+    The tensors of the result share memory with ``storages``, and are on their devices. In place of a DTensor stands its
+    local part; ``header.tensors[i].shard`` describes the whole. ``header`` must come from `flatten` or `decode_header`.
 
     Raises:
         CheckpointError: a storage is too short for its entry, or a dtype is unknown to this torch.
@@ -138,10 +129,10 @@ def unflatten(header: StateHeader, storages: Sequence[torch.Tensor]) -> Any:
 
 
 def tensor_of(entry: TensorEntry, storage: torch.Tensor) -> torch.Tensor:
-    """The tensor of an entry in its storage (uint8), sharing its memory.
+    """The tensor that an entry describes; it shares memory with ``storage``, a uint8 tensor.
 
     Raises:
-        CheckpointError: its dtype is unknown to this torch.
+        CheckpointError: the dtype is unknown to this torch.
     """
     if entry.dtype not in DTYPES:
         raise CheckpointError(f"dtype {entry.dtype} is unknown to torch {torch.__version__}: use a newer one")
@@ -151,10 +142,10 @@ def tensor_of(entry: TensorEntry, storage: torch.Tensor) -> torch.Tensor:
 
 
 def build(node: Any, tensors: Sequence[Any], path: str) -> Any:
-    """The value that a node of a header's tree stands for, with ``tensors`` in their places.
+    """The value that a node of a header's tree stands for; ``tensors`` are those of ``header.tensors``.
 
     Raises:
-        CheckpointError: the tree is not sound, or has a value that this torch does not know.
+        CheckpointError: the tree is not sound, or holds a value that this torch does not know.
     """
     try:
         return _build(node, tensors, path)
@@ -210,34 +201,28 @@ def _built_pairs(pairs: list[Any], tensors: Sequence[Any], path: str) -> list[tu
 
 
 @dataclass(slots=True)
-class _FoundTensor:
-    storage: int
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int  # elements, from the beginning of the live storage
-    device: str
-    shard: ShardEntry | None
-
-
-@dataclass(slots=True)
 class _Reach:
+    """The part of a live storage that the tensors met so far reach, in bytes; ``last`` is the end, exclusive."""
+
     storage: torch.UntypedStorage
     first: int
-    last: int  # bytes; behind the last one
+    last: int
 
 
 @dataclass(slots=True)
 class _Taken:
-    """What was met so far on the way through a state."""
+    """The tensors and storages met so far on the way through a state.
 
-    tensors: list[_FoundTensor] = field(default_factory=list[_FoundTensor])
+    The offsets of ``tensors`` count from the beginning of the live storage, until all of its reach is known.
+    """
+
+    tensors: list[TensorEntry] = field(default_factory=list[TensorEntry])
     _reaches: list[_Reach] = field(default_factory=list[_Reach])
-    _storages: dict[int, int] = field(default_factory=dict[int, int])  # index by identity
+    _storages: dict[int, int] = field(default_factory=dict[int, int])  # index in _reaches, by identity
     _seen: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict[int, tuple[torch.Tensor, int]])
 
     def spans(self) -> list[Span]:
-        """One per storage, from the first byte that is reached (a multiple of 64) to the last."""
+        """One span per storage, from the first byte that is reached (rounded down to 64) to the last."""
         found: list[Span] = []
         for reach in self._reaches:
             start = reach.first // ALIGNMENT * ALIGNMENT if reach.last else 0
@@ -251,7 +236,7 @@ class _Taken:
         if kind is str:
             return _text(value, path)
         if kind is int:
-            return value if value in _SMALL else ["int", hex(value)]
+            return value if value in _WORDS else ["int", hex(value)]
         if kind is float:
             return value if math.isfinite(value) else ["float", repr(value)]
         if depth >= MOST_DEPTH:
@@ -323,7 +308,7 @@ class _Taken:
 
     def _array(self, array: Any, path: str) -> int:
         try:
-            # A private copy: numpy's arrays may be read-only or step backwards, which torch does not take.
+            # The array is copied because torch takes none that is read-only or has negative strides.
             return self._tensor(torch.as_tensor(np.array(array, copy=True, order="C")), path)
         except TypeError:
             raise CheckpointError(
@@ -368,12 +353,12 @@ class _Taken:
             last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
             reach.first = min(reach.first, offset * size)
             reach.last = max(reach.last, (last + 1) * size)
-        self.tensors.append(_FoundTensor(place, name, shape, stride, offset, str(tensor.device), shard))
+        self.tensors.append(TensorEntry(place, name, shape, stride, offset, str(tensor.device), shard))
         return len(self.tensors) - 1
 
 
 def identity(storage: torch.UntypedStorage) -> int:
-    """The same number for all tensors of a storage, for as long as it lives."""
+    """A number that all tensors of a storage share, and no tensor of another storage, while the storage lives."""
     return cast("Any", storage)._cdata
 
 
@@ -386,10 +371,10 @@ def _text(value: str, path: str) -> str:
 
 
 def shard_entry(tensor: DTensor, path: str) -> ShardEntry:
-    """What ``tensor`` is beyond its local part.
+    """Describes the whole tensor that the local part of ``tensor`` belongs to.
 
     Raises:
-        CheckpointError: it is a partial sum, or on a mesh without this rank.
+        CheckpointError: ``tensor`` is a partial sum, or on a mesh without this rank.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -401,7 +386,7 @@ def shard_entry(tensor: DTensor, path: str) -> ShardEntry:
         )
     words: list[str] = []
     for placement in tensor.placements:
-        # _StridedShard is a Shard in some versions of torch and stands beside it in others.
+        # _StridedShard is a subclass of Shard in some versions of torch only.
         strided = getattr(placement, "split_factor", None)
         if isinstance(placement, Replicate):
             words.append("R")
@@ -430,15 +415,13 @@ def placement_of(word: str) -> Placement:
     """The placement that a word of ``ShardEntry.placements`` stands for.
 
     Raises:
-        CheckpointError: it stands for none.
+        CheckpointError: the word is none that `shard_entry` writes.
     """
-    found = re.fullmatch(r"R|(_?)S\((\d{1,2})(?:, (\d{1,9}))?\)", word, re.ASCII)
-    if found is None or bool(found[1]) != bool(found[3]):
-        raise CheckpointError(f"a placement {word[:40]!r}, which this keepstep does not know")
-    if word == "R":
+    axis, factor = split_of(word)
+    if axis < 0:
         return Replicate()
-    if not found[1]:
-        return Shard(int(found[2]))
+    if not factor:
+        return Shard(axis)
     from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 
-    return _StridedShard(int(found[2]), split_factor=int(found[3]))
+    return _StridedShard(axis, split_factor=factor)

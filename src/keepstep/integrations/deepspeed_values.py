@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from keepstep.checkpoint.header import MOST_DEPTH, decode_header, encode_header, join
-from keepstep.checkpoint.state import flatten, unflatten
+from keepstep.checkpoint.state import flatten, laid_out, unflatten
 from keepstep.core.errors import CheckpointError
 
 MARK = "keepstep.object"
@@ -88,14 +88,8 @@ def pack(state: Any) -> torch.Tensor:
     """
     header, spans = flatten(to_plain(state), step=0)
     text = bytearray(encode_header(header))
-    begin = _LENGTH_BYTES + len(text)
-    packed = torch.zeros(begin + header.data_bytes, dtype=torch.uint8)
     length = bytearray(len(text).to_bytes(_LENGTH_BYTES, "little"))
-    packed[:begin] = torch.frombuffer(length + text, dtype=torch.uint8)
-    for entry, span in zip(header.storages, spans, strict=True):
-        first = begin + entry.offset
-        packed[first : first + entry.nbytes] = span.view()
-    return packed
+    return torch.cat([torch.frombuffer(length + text, dtype=torch.uint8), laid_out(header, spans)])
 
 
 def unpack(packed: Any) -> Any:

@@ -13,7 +13,7 @@ from keepstep.checkpoint.memory.cache import Cache
 from keepstep.checkpoint.memory.cached_states import CachedStates
 from keepstep.checkpoint.memory.slot import Board, Slot, backup_of, backups_on
 from keepstep.checkpoint.memory.slots import Key
-from keepstep.checkpoint.snapshot import Seat, Snapshots
+from keepstep.checkpoint.snapshot import Snapshots, Worker
 from keepstep.core.errors import CheckpointError
 
 
@@ -41,8 +41,8 @@ class Ranks:
         results: dict[int, Any] = {}
 
         def one(rank: int) -> None:
-            seat = Seat(rank, len(self.numbers), len(self.numbers), self.incarnation, elastic=True)
-            snapshots = Snapshots(self.served.address, seat, lambda row: self.gather(rank, row), threads=1)
+            worker = Worker(rank, len(self.numbers), len(self.numbers), self.incarnation, elastic=True)
+            snapshots = Snapshots(self.served.address, worker, lambda row: self.gather(rank, row))
             try:
                 results[rank] = work(rank, snapshots)
             except CheckpointError as error:

@@ -14,7 +14,7 @@ from keepstep.checkpoint.memory.cache_server import GiveUp, Open, Reserve, ask
 from keepstep.checkpoint.memory.rank_slots import RankSlots
 from keepstep.checkpoint.memory.slot import MOST_RANKS, Board, Slot, backup_of, backups_on
 from keepstep.checkpoint.memory.slots import Key
-from keepstep.checkpoint.snapshot import Seat, Snapshots
+from keepstep.checkpoint.snapshot import Snapshots, Worker
 from keepstep.core.errors import CheckpointError
 
 
@@ -23,7 +23,7 @@ def board_of(served: Served) -> Board:
 
 
 def snapshots(served: Served) -> Snapshots:
-    return Snapshots(served.address, Seat(), lambda row: [row])
+    return Snapshots(served.address, Worker(), lambda row: [row])
 
 
 def test_a_rank_gets_two_slots_more_where_there_is_room_for_all_of_it() -> None:

@@ -22,8 +22,8 @@ from keepstep.core.errors import CheckpointError
 
 WORKER = """
     import sys, torch
-    from keepstep.checkpoint.snapshot import Seat, Snapshots
-    snapshots = Snapshots(sys.argv[1], Seat(), lambda row: [row], slots=3)
+    from keepstep.checkpoint.snapshot import Snapshots, Worker
+    snapshots = Snapshots(sys.argv[1], Worker(), lambda row: [row], slots=3)
     for line in sys.stdin:
         step = int(line)
         snapshots.save({"w": torch.full((100,), float(step)), "step": step}, step, overlap=False)

@@ -18,7 +18,7 @@ from tests.unit.checkpoint.stored_states import same, sample_state, taken
 from keepstep.checkpoint.memory.cached_states import CachedStates
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.restore.restore_service import Brought, RestoreService
-from keepstep.checkpoint.snapshot import Seat, Snapshots
+from keepstep.checkpoint.snapshot import Snapshots, Worker
 from keepstep.checkpoint.storage.backend import LocalStorage, Readable
 from keepstep.checkpoint.storage.manifest import data_file, folder_name, header_file
 from keepstep.checkpoint.storage.persist import conclude, write_shard
@@ -50,8 +50,8 @@ def bring(source: StorageSource, states: CachedStates, key: Key, rank: int, slot
 def loaded(served: Served, rank: int, world_size: int = 2) -> dict[str, Any]:
     """What stands in a rank's cache."""
     found = {name: None for name in sample_state() if name != "rng"}
-    seat = Seat(rank=rank, world_size=world_size, local_world_size=world_size)
-    with closing(Snapshots(served.address, seat, lambda row: [row] * world_size)) as snapshots:
+    worker = Worker(rank=rank, world_size=world_size, local_world_size=world_size)
+    with closing(Snapshots(served.address, worker, lambda row: [row] * world_size)) as snapshots:
         assert snapshots.load(found) is not None
     return found
 
@@ -69,8 +69,8 @@ def test_every_bit_comes_back(served: Served, states: CachedStates, tmp_path: Pa
 def test_slots_that_hold_something_are_left_alone(
     served: Served, states: CachedStates, tmp_path: Path
 ) -> None:
-    seat = Seat(rank=0, world_size=2, local_world_size=2)
-    with closing(Snapshots(served.address, seat, lambda row: [row] * 2)) as snapshots:
+    worker = Worker(rank=0, world_size=2, local_world_size=2)
+    with closing(Snapshots(served.address, worker, lambda row: [row] * 2)) as snapshots:
         for step in (1, 2):
             snapshots.save({"w": torch.ones(10)}, step)
             snapshots._cache.board.put(1, 0, Key(0, step))  # the other rank keeps up

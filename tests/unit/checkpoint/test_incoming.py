@@ -14,7 +14,7 @@ from keepstep.checkpoint.memory.cache_server import Open, Reserve, ask
 from keepstep.checkpoint.memory.incoming import Incoming
 from keepstep.checkpoint.memory.slot import Board, Slot, backup_of
 from keepstep.checkpoint.memory.slots import Key, Record
-from keepstep.checkpoint.snapshot import Seat, Snapshots
+from keepstep.checkpoint.snapshot import Snapshots, Worker
 from keepstep.core.errors import CheckpointError
 
 KEY = Key(0, 7)
@@ -22,7 +22,7 @@ KEY = Key(0, 7)
 
 def _saved(served: Served, rank: int = 0) -> tuple[Record, bytes]:
     """Record and body of a snapshot of rank 0 in the cache."""
-    with closing(Snapshots(served.address, Seat(rank=rank), lambda row: [row])) as snapshots:
+    with closing(Snapshots(served.address, Worker(rank=rank), lambda row: [row])) as snapshots:
         snapshots.save(sample_state(1), KEY.step, overlap=False)
     answer = ask(served.address, Open(rank))
     Board(answer.board).close()
@@ -59,7 +59,7 @@ def test_what_was_saved_elsewhere_is_restored_bit_by_bit(served: Served) -> None
     board.close()
     found = {name: torch.zeros(0) if name == "rng" else None for name in sample_state(1)}
     found.pop("rng")
-    with closing(Snapshots(served.address, Seat(), lambda row: [row])) as snapshots:
+    with closing(Snapshots(served.address, Worker(), lambda row: [row])) as snapshots:
         assert snapshots.load(found) == KEY.step
     assert same(found, sample_state(1))
 

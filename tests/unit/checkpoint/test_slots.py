@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from keepstep.checkpoint import native
+from keepstep.checkpoint.header import StateHeader, encode_header
 from keepstep.checkpoint.memory.cache import Cache
 from keepstep.checkpoint.memory.slot import Slot
 from keepstep.checkpoint.memory.slots import (
@@ -27,7 +28,7 @@ from keepstep.checkpoint.memory.slots import (
     read_header,
     read_record,
 )
-from keepstep.checkpoint.state import StateHeader, encode_header, flatten
+from keepstep.checkpoint.state import flatten
 from keepstep.core.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("copy_engine")

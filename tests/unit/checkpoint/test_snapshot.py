@@ -14,7 +14,7 @@ from keepstep.checkpoint import snapshot as module
 from keepstep.checkpoint.api import RandomState
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.restore.restore_service import RestoreClient
-from keepstep.checkpoint.snapshot import Seat, Snapshots
+from keepstep.checkpoint.snapshot import Snapshots, Worker
 from keepstep.checkpoint.storage.cadence import Storing
 from keepstep.core.errors import CheckpointError
 
@@ -52,7 +52,7 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_what_is_restored_is_what_was_there_at_the_boundary(served: Any, overlap: bool) -> None:
     state, step = training()
-    snapshots = Snapshots(served.address, Seat(), alone)
+    snapshots = Snapshots(served.address, Worker(), alone)
     for number in range(1, 5):
         step()
         state["position"] = number
@@ -66,7 +66,7 @@ def test_what_is_restored_is_what_was_there_at_the_boundary(served: Any, overlap
     snapshots.close()
 
     fresh, _ = training(seed=1)
-    snapshots = Snapshots(served.address, Seat(incarnation=1), alone)
+    snapshots = Snapshots(served.address, Worker(incarnation=1), alone)
     assert snapshots.load(fresh) == 4
     assert fresh["position"] == 4
     assert same(hashes(fresh), before)
@@ -78,7 +78,7 @@ def test_what_is_restored_is_what_was_there_at_the_boundary(served: Any, overlap
 def test_only_what_optimizers_own_is_copied_later_and_before_they_step(served: Any) -> None:
     state, step = training()
     state["average"] = [p.detach().clone() for p in state["model"].parameters()]
-    snapshots = Snapshots(served.address, Seat(), alone)
+    snapshots = Snapshots(served.address, Worker(), alone)
     snapshots.save(state, 0)  # nothing has stepped: all is copied at once
     assert snapshots._flight is None
     step()
@@ -106,7 +106,7 @@ def test_a_closure_runs_beside_the_copy_where_it_comes_before_any_change(served:
 
     model = torch.nn.Linear(64, 64)
     optimizer = (torch.optim.SGD if own else Sharpness)(model.parameters(), lr=0.1)
-    snapshots, under_way = Snapshots(served.address, Seat(), alone), []
+    snapshots, under_way = Snapshots(served.address, Worker(), alone), []
 
     def closure() -> torch.Tensor:
         under_way.append(snapshots._flight is not None)
@@ -125,7 +125,7 @@ def test_a_closure_runs_beside_the_copy_where_it_comes_before_any_change(served:
 def test_an_optimizer_whose_groups_are_empty_waits_for_its_states(served: Any) -> None:
     """As DeepSpeed's ZeRO-3 leaves the one inside it between steps."""
     state, step = training()
-    snapshots = Snapshots(served.address, Seat(), alone)
+    snapshots = Snapshots(served.address, Worker(), alone)
     step()
     optimizer = state["optimizer"]
     for group in optimizer.param_groups:
@@ -144,7 +144,7 @@ def test_optimizers_that_step_in_backward_are_copied_at_the_boundary_and_that_is
     optimizers = {p: torch.optim.SGD([p], momentum=0.9) for p in model.parameters()}
     for p in optimizers:
         p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
-    snapshots = Snapshots(served.address, Seat(), alone)
+    snapshots = Snapshots(served.address, Worker(), alone)
     state = {"model": model, "optimizers": list(optimizers.values())}
     for number in range(1, 4):
         model(torch.ones(2, 4)).sum().backward()
@@ -158,7 +158,7 @@ def test_optimizers_that_step_in_backward_are_copied_at_the_boundary_and_that_is
 
 
 def test_a_growing_state_gets_larger_slots_and_keeps_the_last_snapshot(served: Any) -> None:
-    snapshots = Snapshots(served.address, Seat(), alone)
+    snapshots = Snapshots(served.address, Worker(), alone)
     for number in range(1, 7):
         snapshots.save({"w": torch.full((number * 100_000,), float(number))}, number)
         held = {key.step for key in snapshots._cache.held() if key}
@@ -170,13 +170,13 @@ def test_a_growing_state_gets_larger_slots_and_keeps_the_last_snapshot(served: A
 
 
 def test_a_state_that_does_not_fit_is_refused_and_the_last_snapshot_stays(served: Any) -> None:
-    snapshots = Snapshots(served.address, Seat(), alone)
+    snapshots = Snapshots(served.address, Worker(), alone)
     snapshots.save({"w": torch.ones(10)}, 1)
     served.cache.limit_bytes = 1 << 20
     with pytest.raises(CheckpointError, match=r"whose limit is 0\.00 GiB"):
         snapshots.save({"w": torch.zeros(1 << 20)}, 2)
     with pytest.raises(CheckpointError, match="whose limit is"):
-        Snapshots(served.address, Seat(rank=1, world_size=2), alone).register({"w": torch.zeros(1 << 20)})
+        Snapshots(served.address, Worker(rank=1, world_size=2), alone).register({"w": torch.zeros(1 << 20)})
     snapshots.save({"w": torch.ones(1)}, 3)
     state = {"w": torch.zeros(1)}
     assert snapshots.load(state) == 3
@@ -184,7 +184,7 @@ def test_a_state_that_does_not_fit_is_refused_and_the_last_snapshot_stays(served
 
 
 def test_steps_must_grow(served: Any) -> None:
-    snapshots = Snapshots(served.address, Seat(), alone)
+    snapshots = Snapshots(served.address, Worker(), alone)
     snapshots.save({"a": 1}, 5)
     with pytest.raises(CheckpointError, match="step 5 after step 5: steps must grow"):
         snapshots.save({"a": 1}, 5)
@@ -194,7 +194,7 @@ def test_steps_must_grow(served: Any) -> None:
 def test_a_damaged_snapshot_is_told_and_the_one_before_is_restored(
     served: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    snapshots = Snapshots(served.address, Seat(), alone)
+    snapshots = Snapshots(served.address, Worker(), alone)
     for number in (1, 2):
         snapshots.save({"w": torch.full((5000,), float(number))}, number)
     snapshots._cache.slots[1].memory[8000] ^= 1
@@ -211,10 +211,10 @@ def test_a_damaged_snapshot_is_told_and_the_one_before_is_restored(
 
 
 def test_another_jobs_shape_is_not_restored(served: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    snapshots = Snapshots(served.address, Seat(), alone)
+    snapshots = Snapshots(served.address, Worker(), alone)
     snapshots.save({"w": 1}, 1)
     snapshots.close()
-    snapshots = Snapshots(served.address, Seat(world_size=2, local_world_size=2), lambda row: [row, row])
+    snapshots = Snapshots(served.address, Worker(world_size=2, local_world_size=2), lambda row: [row, row])
     assert snapshots.load({"w": 0}) is None
     assert "it is of rank 0 of 1" in capsys.readouterr().err
     snapshots.close()
@@ -240,11 +240,9 @@ class Ranks:
         results: list[Any] = [None] * self.count
 
         def one(rank: int) -> None:
-            seat = Seat(rank, self.count, self.count if one_node else 1, incarnation)
+            worker = Worker(rank, self.count, self.count if one_node else 1, incarnation)
             storing = None if every is None else Storing("/ckpt", every)
-            snapshots = Snapshots(
-                served.address, seat, lambda row: self.gather(rank, row), threads=1, storing=storing
-            )
+            snapshots = Snapshots(served.address, worker, lambda row: self.gather(rank, row), storing=storing)
             try:
                 results[rank] = work(rank, snapshots)
             except CheckpointError as error:
@@ -287,7 +285,7 @@ def test_ranks_on_several_nodes_tell_each_other_what_they_hold(served: Any) -> N
 
 
 def test_a_forked_child_neither_waits_nor_saves(served: Any) -> None:
-    snapshots = Snapshots(served.address, Seat(), alone)
+    snapshots = Snapshots(served.address, Worker(), alone)
     parameter = torch.nn.Parameter(torch.zeros(20_000_000))
     optimizer = torch.optim.SGD([parameter])
     parameter.grad = torch.ones(1).expand(20_000_000)
@@ -309,7 +307,7 @@ def test_a_forked_child_neither_waits_nor_saves(served: Any) -> None:
 
 def test_others_may_read_a_snapshot_from_its_seal_on(served: Any) -> None:
     state, step = training()
-    snapshots = Snapshots(served.address, Seat(), alone)
+    snapshots = Snapshots(served.address, Worker(), alone)
     step()
     snapshots.save(state, 1)
     assert snapshots._flight is not None
@@ -391,7 +389,7 @@ def test_a_compiled_optimizer_step_waits_too(served: Any) -> None:
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.Adam(model.parameters())
     compiled = torch.compile(lambda: optimizer.step(), backend="eager")
-    snapshots = Snapshots(served.address, Seat(), alone)
+    snapshots = Snapshots(served.address, Worker(), alone)
     for number in range(1, 4):
         model(torch.ones(2, 64)).sum().backward()
         compiled()
@@ -404,14 +402,14 @@ def test_a_compiled_optimizer_step_waits_too(served: Any) -> None:
 def test_a_step_that_waits_for_storage_outlasts_later_saves_and_a_restart(
     served: Any, empty_service: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    snapshots = Snapshots(served.address, Seat(), alone, storing=Storing("/ckpt", every=0))
+    snapshots = Snapshots(served.address, Worker(), alone, storing=Storing("/ckpt", every=0))
     for number in range(1, 8):
         snapshots.save({"w": torch.full((50,), float(number))}, number, persist=number == 2)
         assert snapshots._cache.wanted() == ({Key(0, 2)} if number > 1 else set())
     assert {key.step for key in snapshots._cache.held() if key} == {2, 6, 7}
     assert "3 snapshots of rank 0 take" in capsys.readouterr().err
     snapshots.close()
-    snapshots = Snapshots(served.address, Seat(incarnation=1), alone, storing=Storing("/ckpt", every=0))
+    snapshots = Snapshots(served.address, Worker(incarnation=1), alone, storing=Storing("/ckpt", every=0))
     state = {"w": torch.zeros(50)}
     assert snapshots.load(state) == 7
     assert snapshots._cache.wanted() == {Key(0, 2)}
@@ -423,7 +421,7 @@ def test_a_step_that_waits_for_storage_outlasts_later_saves_and_a_restart(
 
 
 def test_what_is_to_be_brought_to_storage_without_one_is_refused(served: Any) -> None:
-    snapshots = Snapshots(served.address, Seat(), alone)
+    snapshots = Snapshots(served.address, Worker(), alone)
     with pytest.raises(CheckpointError, match="step 1 is to be brought to storage, and there is none"):
         snapshots.save({"w": 1}, 1, persist=True)
     snapshots.close()
@@ -482,7 +480,7 @@ def test_without_an_agent_nobody_begins_as_if_storage_were_empty(
 ) -> None:
     monkeypatch.setattr(RestoreClient, "_ask", lambda *_: (_ for _ in ()).throw(CheckpointError("no agent")))
     for what in (lambda s: s.load({"w": 1}), lambda s: s.save({"w": 1}, 1)):
-        snapshots = Snapshots(served.address, Seat(), alone, storing=Storing("/ckpt"))
+        snapshots = Snapshots(served.address, Worker(), alone, storing=Storing("/ckpt"))
         with pytest.raises(CheckpointError, match=r"it is not known what other sources have \(no agent\)"):
             what(snapshots)
         snapshots.close()
@@ -492,7 +490,7 @@ def test_on_several_nodes_without_an_agent_the_own_cache_is_looked_at_and_that_i
     served: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(RestoreClient, "_ask", lambda *_: (_ for _ in ()).throw(CheckpointError("no agent")))
-    snapshots = Snapshots(served.address, Seat(), alone, elsewhere=True)
+    snapshots = Snapshots(served.address, Worker(), alone, elsewhere=True)
     assert snapshots.load({"w": 1}) is None
     assert "no agent; only this node's cache is looked at" in capsys.readouterr().err
     snapshots.close()
@@ -517,6 +515,7 @@ def test_without_a_cache_all_ranks_are_told_and_nothing_is_taken_for_a_beginning
     monkeypatch.delenv("KEEPSTEP_CACHE", raising=False)
     monkeypatch.setenv(name, value)
     monkeypatch.setattr(door, "_open", [])
+    monkeypatch.setattr(door, "_no_cache", [])
     monkeypatch.setattr(door, "_gather", gather)
     state = {"step": 1}
     door.register(state)
@@ -533,7 +532,7 @@ def test_a_device_that_does_not_give_its_bytes_is_said_and_training_goes_on(
 ) -> None:
     """What native code says of a GPU that is lost; that it seals nothing then is tested there."""
     state, step = training()
-    snapshots = Snapshots(served.address, Seat(), alone)
+    snapshots = Snapshots(served.address, Worker(), alone)
 
     class Broken(module.native.Snapshot):
         def wait(self, urgent: bool = False) -> None:

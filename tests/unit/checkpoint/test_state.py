@@ -11,16 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from keepstep.checkpoint.header import ITEM_BYTES
-from keepstep.checkpoint.state import (
-    DTYPES,
-    decode_header,
-    encode_header,
-    flatten,
-    placement_of,
-    tensor_paths,
-    unflatten,
-)
+from keepstep.checkpoint.header import ITEM_BYTES, decode_header, encode_header, tensor_paths
+from keepstep.checkpoint.state import DTYPES, flatten, placement_of, unflatten
 from keepstep.core.errors import CheckpointError
 
 

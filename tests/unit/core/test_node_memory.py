@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.checkpoint.memory.limits import default_limit_bytes
+from keepstep.checkpoint.memory.cache import default_limit_bytes
 from keepstep.core.control_groups import folders
 from keepstep.core.node_memory import available_bytes, bounds, total_bytes
 
@@ -145,7 +145,7 @@ def test_a_real_nested_group(nested: Path) -> None:
     script = """
         import os, sys
         open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
-        from keepstep.checkpoint.memory.limits import default_limit_bytes
+        from keepstep.checkpoint.memory.cache import default_limit_bytes
         from keepstep.core.node_memory import available_bytes
         before = available_bytes()
         held = bytearray(os.urandom(1 << 20) * 64)

@@ -1,16 +1,15 @@
 """The node's cache: memory for snapshots that outlives workers and agent, because the launcher keeps it.
 
 Each slot is a memfd whose size is sealed (`slot`); workers get descriptors over a Unix socket (`cache_server`).
-When the last process that holds one is gone, so is the memory: nothing of the node is left taken.
+The kernel frees the memory when the last process that holds a descriptor is gone, so nothing has to be cleaned up.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from keepstep.checkpoint.memory.limits import gib
 from keepstep.checkpoint.memory.slot import (
     BACKING_SLOTS,
     BOARD_BYTES,
@@ -18,38 +17,52 @@ from keepstep.checkpoint.memory.slot import (
     SLOTS_PER_BACKUP,
     SLOTS_PER_RANK,
     Board,
-    alike_key,
+    Slot,
     backup_of,
     mapped,
     sealed_memfd,
     size_of,
-    wanted_key,
 )
 from keepstep.checkpoint.memory.slots import Key, kept_slots
 from keepstep.core.errors import CheckpointError
-from keepstep.core.node_memory import available_bytes
+from keepstep.core.node_memory import available_bytes, total_bytes
 
 _MOST_LEFT = SLOTS_PER_BACKUP + BACKING_SLOTS
-"""Slots of a rank that plays elsewhere: the newest, and what backups need."""
+"""Slots that are kept of a rank that plays elsewhere now: the newest, and those that backups need."""
 
 _PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Backing:
-    """What backups between nodes add to a node's cache. ``copies``: nodes that back up each rank, 0 without backups."""
+    """The slots that backups between nodes add to a node's cache.
 
-    ranks: int = 1  # how many this node plays
+    Attributes:
+        ranks: ranks that this node plays.
+        copies: nodes that back up each rank; 0 without backups.
+    """
+
+    ranks: int = 1
     copies: int = 0
 
     def fit(self, nbytes: int, slots: int, limit_bytes: int) -> bool:
-        """Whether the node has room for them when each of its ranks has ``slots`` slots of ``nbytes`` of its own."""
+        """Whether they fit beside ``slots`` slots of ``nbytes`` for each of the node's own ranks."""
         per_rank = slots + BACKING_SLOTS + SLOTS_PER_BACKUP * self.copies
         return self.copies > 0 and self.ranks * per_rank * nbytes <= limit_bytes
 
 
+def default_limit_bytes() -> int:
+    """Half of the memory of this machine, or of the tightest control group around this process."""
+    return total_bytes() // 2
+
+
+def gib(nbytes: int) -> str:
+    """Bytes as people read them."""
+    return f"{nbytes / (1 << 30):.2f} GiB"
+
+
 class Cache:
-    """The slots of all ranks of a node, by rank. ``limit_bytes``: most that all slots together may take."""
+    """The slots of all ranks of a node, which together may take ``limit_bytes``."""
 
     def __init__(self, limit_bytes: int, backing: Backing | None = None) -> None:
         self.limit_bytes = limit_bytes
@@ -60,7 +73,7 @@ class Cache:
 
     @property
     def used_bytes(self) -> int:
-        """Size of all slots, whether their pages are there yet or not."""
+        """Size of all slots, including pages that the kernel has not provided yet."""
         return sum(size_of(descriptor) for slots in self._slots.values() for descriptor in slots)
 
     def slots(self, rank: int) -> list[int]:
@@ -68,11 +81,13 @@ class Cache:
         return self._slots.get(rank, [])
 
     def backed(self, rank: int) -> bool:
-        """Whether a rank was given the slots more that backups take."""
+        """Whether a rank has the extra slots that backups need."""
         return rank in self._backed
 
     def reserve(self, rank: int, nbytes: int, slots: int, keep: Collection[int] = ()) -> None:
-        """Make the rank's slots so large; a slot that is replaced loses what it held.
+        """Give a rank at least ``slots`` slots of ``nbytes``, replacing smaller ones, which lose what they held.
+
+        Slots in ``keep`` are not replaced. A rank without slots gets those that backups need as well, if they fit.
 
         Raises:
             CheckpointError: the node's limit or memory does not allow it; nothing was changed.
@@ -83,7 +98,7 @@ class Cache:
                 self._backed.add(rank)
                 return
             except CheckpointError:
-                pass  # not backed up, then
+                pass  # too little memory for backups of this rank
         self._reserve(rank, nbytes, slots, keep)
 
     def _reserve(self, rank: int, nbytes: int, slots: int, keep: Collection[int]) -> None:
@@ -110,22 +125,25 @@ class Cache:
 
     def wanted(self) -> list[Key]:
         """The keys that all ranks which run here have sealed and that wait for storage, oldest first."""
-        held = [
-            {key for key in map(wanted_key, slots) if key}
-            for owner, slots in self._slots.items()
-            if owner < MOST_RANKS
-        ]
-        return sorted(set[Key].intersection(*held)) if held else []
+        held = [self._marked(rank, Slot.wanted) for rank in self._slots if rank < MOST_RANKS]
+        return sorted(frozenset[Key].intersection(*held)) if held else []
 
     def alike(self, rank: int) -> frozenset[Key]:
-        """What a rank holds that is the same on all ranks of the job."""
-        return frozenset(key for key in map(alike_key, self.slots(rank)) if key)
+        """The keys of a rank's snapshots that are the same on all ranks of the job."""
+        return self._marked(rank, Slot.alike)
+
+    def _marked(self, rank: int, mark: Callable[[Slot], Key | None]) -> frozenset[Key]:
+        found: set[Key] = set()
+        for descriptor in self.slots(rank):
+            with mapped(descriptor) as slot:
+                found.update(filter(None, [mark(slot)]))
+        return frozenset(found)
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
-        """The job has another size: give each rank of this node, by its old number, its new one.
+        """Give each rank of this node, by its old number, its new one, because the job has another size now.
 
-        Kept is what is the same on all ranks of the job; nothing else is any rank's state now, and backups are of ranks
-        of the old numbers.
+        Only snapshots that are the same on all ranks of the job are kept: no other is the state of a new rank, and
+        backups are of ranks with their old numbers.
         """
         same = frozenset(key for rank in ranks for key in self.alike(rank))
         board, old = Board(os.dup(self.board)), self._slots
@@ -150,7 +168,7 @@ class Cache:
         board.close()
 
     def lacks(self, ranks: Iterable[int]) -> int:
-        """Bytes that are missing here to keep what these ranks `leave`, and have as many other ranks in their place."""
+        """Bytes that this node lacks to keep what these ranks `leave` while as many other ranks take their place."""
         left = 0
         for rank in ranks:
             sizes = sorted(size_of(descriptor) for descriptor in self.slots(rank))
@@ -159,9 +177,10 @@ class Cache:
         return max(self.used_bytes + left - self.limit_bytes, left - available_bytes(), 0)
 
     def leave(self, ranks: Iterable[int]) -> None:
-        """These ranks play elsewhere from now on: of what they have sealed here the newest are backups.
+        """Turn the newest snapshots of these ranks into backups, because they play on another node from now on.
 
-        What is backed up, too, or about to be: the job goes on with it when a node is lost before all have the newest.
+        A snapshot that is backed up, or about to be, is kept as well: the job goes on with it if a node is lost before
+        all ranks have the newest.
         """
         board = Board(os.dup(self.board))
         backed_up, first = board.kept()
@@ -176,9 +195,9 @@ class Cache:
                 if index not in kept:
                     os.close(descriptor)
             if not kept:
-                continue  # this rank has not restored here yet, so its snapshots stay
+                continue  # the rank sealed nothing here, so the backups of it that are here stay
             left = [(held[index], slots[index]) for index in sorted(kept)]
-            backups = self._slots.pop(backup_of(rank), [])  # from an earlier incarnation
+            backups = self._slots.pop(backup_of(rank), [])  # backups from an earlier incarnation
             for index, descriptor in enumerate(backups):
                 if (key := board.at(backup_of(rank), index)) == backed_up and key and key not in held:
                     left.append((key, descriptor))
@@ -190,12 +209,12 @@ class Cache:
         board.close()
 
     def give_up(self, rank: int) -> None:
-        """Have no slots for a rank any more; what a process still maps stays until it lets go of it."""
+        """Close a rank's slots; the memory stays while another process maps it."""
         for descriptor in self._slots.pop(rank, []):
             os.close(descriptor)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close all descriptors."""
         for descriptor in (self.board, *(d for slots in self._slots.values() for d in slots)):
             os.close(descriptor)
         self._slots = {}

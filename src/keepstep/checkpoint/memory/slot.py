@@ -1,7 +1,7 @@
-"""A slot of the node's cache, and the board that says what every rank of the node holds.
+"""A slot of the node's cache, and the board that shows which snapshots every rank of the node holds.
 
-The board is a row of `SLOTS_PER_RANK` words (`Key.pack`) by rank, set when a slot is sealed and cleared before it is
-overwritten.
+The board has a row of `SLOTS_PER_RANK` words (`Key.pack`) for each rank. A word is set when its slot is sealed and
+cleared before the slot is overwritten.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from keepstep.core.errors import CheckpointError
 
 SLOTS_PER_RANK = 8
 MOST_RANKS = 1 << 20
-MOST_OWNERS = 2 * MOST_RANKS  # a rank that runs here, or the backup of one that runs elsewhere
-SLOTS_PER_BACKUP = 2  # in another node's cache; they take turns
+MOST_OWNERS = 2 * MOST_RANKS  # an owner is a rank that runs here, or the backup of one that runs elsewhere
+SLOTS_PER_BACKUP = 2  # slots of a backup in another node's cache, which take turns
 BACKING_SLOTS = 2
-"""More, of each rank, where nodes back each other up: what is backed up, and what is to be next."""
+"""Extra slots of each rank where nodes back each other up: for the snapshot backed up now, and for the next one."""
 
-_KEEP = MOST_OWNERS * SLOTS_PER_RANK  # first of the board's last words
+_KEEP = MOST_OWNERS * SLOTS_PER_RANK  # index of the board's word that `Board.keep` writes first
 BOARD_BYTES = (_KEEP + SLOTS_PER_RANK) * 8
-_WISH_OFFSET = 64  # behind the commit record
-_ALIKE_OFFSET = 72
+_WISH_OFFSET = (
+    64  # place in a slot of the key that is to be brought to storage; the commit record ends before it
+)
+_ALIKE_OFFSET = 72  # place in a slot of the key that all ranks have saved alike
 _POPULATED_AT_ONCE = 64 << 20
 
 
@@ -37,17 +39,18 @@ def backup_of(rank: int) -> int:
 
 
 class Slot:
-    """A slot, mapped. Owns its descriptor.
+    """A slot, mapped into memory. Owns its descriptor.
 
-    A lock is the process's: one process should map a slot once, closing any map ends its locks. ``apart`` the lock is
-    this map's own, for processes in which several parts read slots; it would outlive a process in its forked children.
+    A lock belongs to the process: a process should map a slot only once, because closing any of its maps ends the lock.
+    With ``apart`` the lock belongs to this map alone, for processes in which several parts read slots; such a lock
+    survives its process if that has forked.
     """
 
     def __init__(self, descriptor: int, *, apart: bool = False) -> None:
-        """Raises `CheckpointError` when the size of the file is not sealed: it could vanish under a reader."""
+        """Raises CheckpointError when the file's size is not sealed: it could shrink while somebody reads it."""
         if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise CheckpointError("a slot of the cache whose size is not sealed")
-        if apart:  # locks belong to the open file: one that no other process shares
+        if apart:  # such a lock belongs to the open file, so it must be one that no other process shares
             own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
             os.close(descriptor)
             descriptor = own
@@ -61,43 +64,49 @@ class Slot:
             return read_record(view)
 
     def clear(self) -> None:
-        """Forget what it holds."""
+        """Make the slot say that it holds nothing."""
         native.clear(self.memory)
 
     def wanted(self) -> Key | None:
-        """The key it holds, when that is to be brought to storage: then nobody overwrites it."""
-        record = self.record()
-        with memoryview(self.memory)[_WISH_OFFSET : _WISH_OFFSET + 8].cast("Q") as word:
-            return record.key if record is not None and word[0] == record.key.pack() else None
+        """The slot's key, if it is to be brought to storage; nobody overwrites such a slot."""
+        return self._marked(_WISH_OFFSET)
 
     def want(self, key: Key | None) -> None:
-        """Say which key is to be brought to storage from here, None: none.
+        """Mark the key that is to be brought to storage from here, None: no key.
 
-        Said before the slot is filled, it counts from the moment at which that very key is sealed, and not before.
+        The mark may be set before the slot is filled: it counts only while the slot holds that key, sealed.
         """
-        with memoryview(self.memory)[_WISH_OFFSET : _WISH_OFFSET + 8].cast("Q") as word:
-            word[0] = key.pack() if key else 0
+        self._mark(_WISH_OFFSET, key)
 
     def alike(self) -> Key | None:
-        """The key it holds, when all ranks of the job are known to have saved the very same then."""
-        record = self.record()
-        with memoryview(self.memory)[_ALIKE_OFFSET : _ALIKE_OFFSET + 8].cast("Q") as word:
-            return record.key if record is not None and word[0] == record.key.pack() else None
+        """The slot's key, if all ranks of the job are known to have saved the same bytes under it."""
+        return self._marked(_ALIKE_OFFSET)
 
     def say_alike(self, key: Key) -> None:
-        """All ranks have saved the very same under this key; it counts while that is here."""
-        with memoryview(self.memory)[_ALIKE_OFFSET : _ALIKE_OFFSET + 8].cast("Q") as word:
-            word[0] = key.pack()
+        """Mark that all ranks have saved the same bytes under this key; it counts only while the slot holds the key."""
+        self._mark(_ALIKE_OFFSET, key)
+
+    def _marked(self, offset: int) -> Key | None:
+        record = self.record()
+        with memoryview(self.memory)[offset : offset + 8].cast("Q") as word:
+            return record.key if record is not None and word[0] == record.key.pack() else None
+
+    def _mark(self, offset: int, key: Key | None) -> None:
+        with memoryview(self.memory)[offset : offset + 8].cast("Q") as word:
+            word[0] = key.pack() if key else 0
 
     def populate(self, until: Collection[object] = ()) -> None:
-        """Have the kernel give it all its pages now; stops early when something is in ``until``."""
+        """Have the kernel provide all pages of the slot now; stops early when something is in ``until``."""
         for begin in range(0, self.nbytes, _POPULATED_AT_ONCE):
             if until:
                 return
             native.populate(self.memory, begin, min(_POPULATED_AT_ONCE, self.nbytes - begin))
 
     def lock(self, *, shared: bool = False) -> bool:
-        """Take it for writing, or ``shared`` for reading, until `unlock` or the end of this process; False: taken."""
+        """Lock the slot for writing, or ``shared`` for reading, until `unlock` or the process ends.
+
+        Returns False when another process, or another map, holds a lock that excludes this one.
+        """
         try:
             if self._apart:
                 self._lock_file(fcntl.F_RDLCK if shared else fcntl.F_WRLCK)
@@ -108,14 +117,14 @@ class Slot:
             return False
 
     def unlock(self) -> None:
-        """Let others have it."""
+        """Give the lock back."""
         if self._apart:
             self._lock_file(fcntl.F_UNLCK)
         else:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
 
     def fileno(self) -> int:
-        """Its descriptor, to send from."""
+        """The slot's descriptor."""
         return self._descriptor
 
     def _lock_file(self, kind: int) -> None:
@@ -123,14 +132,14 @@ class Slot:
         fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))
 
     def close(self) -> None:
-        """Unmap it. A view of ``memory`` that is still in use keeps it mapped."""
+        """Unmap the slot, unless a view of ``memory`` is still in use, and close its descriptor."""
         with contextlib.suppress(BufferError):
             self.memory.close()
         os.close(self._descriptor)
 
 
 class Board:
-    """What each rank of the node holds."""
+    """The table of what each rank of the node holds, mapped into memory."""
 
     def __init__(self, descriptor: int) -> None:
         """Maps the board and closes the descriptor."""
@@ -143,55 +152,58 @@ class Board:
         self._words = memoryview(self.memory).cast("Q")
 
     def index(self, rank: int, slot: int) -> int:
-        """Which word stands for a slot."""
+        """Index of the word that belongs to a slot."""
         return rank * SLOTS_PER_RANK + slot
 
     def held(self, rank: int) -> frozenset[Key]:
-        """What the rank holds now."""
+        """The keys of all snapshots that a rank holds now."""
         words = self._words[self.index(rank, 0) : self.index(rank, SLOTS_PER_RANK)]
         return frozenset(key for key in map(Key.unpack, words) if key is not None)
 
     def at(self, rank: int, slot: int) -> Key | None:
-        """What a slot holds now."""
+        """The key of the snapshot in a slot; None when there is none."""
         return Key.unpack(self._words[self.index(rank, slot)])
 
     def put(self, rank: int, slot: int, key: Key | None) -> None:
-        """Say what a slot holds."""
+        """Set the key of the snapshot in a slot."""
         self._words[self.index(rank, slot)] = key.pack() if key else 0
 
     def keep(self, backed_up: Key | None, first: Key | None) -> None:
         """Have the node's workers keep the snapshot ``backed_up`` and, of those from ``first`` on, the oldest."""
-        # In this order, and read in the other: what moves from the second word to the first is always in one.
+        # `kept` reads the words in reverse order, so a key that moves from the second to the first is never missed.
         self._words[_KEEP] = backed_up.pack() if backed_up else 0
         self._words[_KEEP + 1] = first.pack() if first else 0
 
     def kept(self) -> tuple[Key | None, Key | None]:
-        """What `keep` was told last; it outlives who told it."""
+        """The arguments of the last `keep`, even when the process that called it is gone."""
         first = Key.unpack(self._words[_KEEP + 1])
         return Key.unpack(self._words[_KEEP]), first
 
     def close(self) -> None:
-        """Unmap it."""
+        """Unmap the board."""
         self._words.release()
         with contextlib.suppress(BufferError):
             self.memory.close()
 
 
 def newest_on(board: int, rank: int) -> Key | None:
-    """The newest snapshot of a rank on the board (a descriptor)."""
+    """The newest snapshot of a rank, read from the board behind a descriptor."""
     row = 8 * SLOTS_PER_RANK
     words = memoryview(os.pread(board, row, rank * row)).cast("Q")
     return max((key for key in map(Key.unpack, words) if key is not None), default=None)
 
 
 def backups_on(board: int) -> list[int]:
-    """Ranks of other nodes of which there may be a backup: where the board (a descriptor) has pages at all."""
+    """Ranks of other nodes that may have a backup here, read from the board behind a descriptor.
+
+    Only parts of the file that have pages are read, because nearly all of the board is a hole.
+    """
     ranks: list[int] = []
     at, end = MOST_RANKS * SLOTS_PER_RANK * 8, _KEEP * 8
     while at < end:
         try:
             at = os.lseek(board, at, os.SEEK_DATA)
-        except OSError:  # nothing behind
+        except OSError:  # the rest of the file is a hole
             return ranks
         stop = min(os.lseek(board, at, os.SEEK_HOLE), end)
         words = memoryview(os.pread(board, stop - at, at)).cast("Q") if stop > at else memoryview(b"")
@@ -206,7 +218,7 @@ def backups_on(board: int) -> list[int]:
 
 
 def sealed_memfd(name: str, nbytes: int) -> int:
-    """A new memory file whose size nobody can change; OSError where none can be made."""
+    """The descriptor of a new memory file whose size nobody can change. Raises OSError."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)
@@ -221,7 +233,7 @@ def sealed_memfd(name: str, nbytes: int) -> int:
 
 @contextlib.contextmanager
 def mapped(descriptor: int) -> Generator[Slot]:
-    """The slot behind a descriptor, which stays the caller's."""
+    """Map the slot behind a descriptor for a while; the descriptor stays open."""
     slot = Slot(os.dup(descriptor))
     try:
         yield slot
@@ -229,18 +241,6 @@ def mapped(descriptor: int) -> Generator[Slot]:
         slot.close()
 
 
-def wanted_key(descriptor: int) -> Key | None:
-    """`Slot.wanted` of the slot behind a descriptor."""
-    with mapped(descriptor) as slot:
-        return slot.wanted()
-
-
-def alike_key(descriptor: int) -> Key | None:
-    """`Slot.alike` of the slot behind a descriptor."""
-    with mapped(descriptor) as slot:
-        return slot.alike()
-
-
 def size_of(descriptor: int) -> int:
-    """Bytes of the file behind a descriptor."""
+    """Size in bytes of the file behind a descriptor."""
     return os.fstat(descriptor).st_size

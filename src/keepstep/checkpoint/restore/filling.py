@@ -13,19 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint import native
-from keepstep.checkpoint.header import TensorEntry, join
+from keepstep.checkpoint.header import ITEM_BYTES, ShardEntry, StateHeader, TensorEntry, join
 from keepstep.checkpoint.memory.pages import Pages
-from keepstep.checkpoint.state import (
-    DTYPES,
-    ITEM_BYTES,
-    ShardEntry,
-    StateHeader,
-    build,
-    identity,
-    placement_of,
-    shard_entry,
-    tensor_of,
-)
+from keepstep.checkpoint.state import DTYPES, build, identity, placement_of, shard_entry, tensor_of
 from keepstep.core.errors import CheckpointError
 
 

@@ -1,11 +1,11 @@
-"""``torch.distributed.checkpoint`` on keepstep's storage: its StorageWriter and StorageReader.
+"""A StorageWriter and a StorageReader of ``torch.distributed.checkpoint`` (DCP) on keepstep's storage.
 
     dcp.save(state, storage_writer=DcpWriter("/checkpoints/run", step))
     dcp.load(state, storage_reader=DcpReader("/checkpoints/run"))
 
 Each rank's items are one safetensors file, as in any step of keepstep, so that ``keepstep checkpoint`` lists, verifies
-and exports them; ``dcp.json`` says where DCP finds what. Planning and resharding are DCP's. What DCP pickles (plain
-values) passes through as bytes: they are verified, and it is DCP that loads them.
+and exports them; ``dcp.json`` says which file holds which of DCP's entries. DCP itself plans and reshards. Plain values
+are pickled by DCP and stored as bytes: keepstep verifies them, and only DCP unpickles them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torch.futures import Future
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import ShardEntry, StateHeader, TensorEntry, tensor_paths, with_checksums
 from keepstep.checkpoint.memory.slots import Key
-from keepstep.checkpoint.state import DTYPES, flatten, tensor_of
+from keepstep.checkpoint.state import DTYPES, flatten, laid_out, tensor_of
 from keepstep.checkpoint.storage.backend import Storage, open_storage
 from keepstep.checkpoint.storage.manifest import Count, Manifest, folder_name, key_of, key_text
 from keepstep.checkpoint.storage.persist import Incomplete, conclude, remove, write_checked, write_shard
@@ -51,10 +51,10 @@ from keepstep.checkpoint.storage.read import (
     check_file,
     header_of,
     look,
-    look_again,
     read_storages,
     read_whole,
     scan,
+    why,
 )
 from keepstep.core.errors import CheckpointError
 
@@ -67,7 +67,7 @@ Path = str | os.PathLike[str]
 
 
 class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A block of a tensor and where it is: a tensor of that name in a rank's state."""
+    """A block of a tensor, stored as the tensor ``name`` in the state of ``rank``."""
 
     offsets: Counts
     sizes: Counts
@@ -87,7 +87,7 @@ class _Object(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``dcp.json``. ``paths``: the keys that lead to each entry in the state that was given to DCP."""
+    """Content of ``dcp.json``; ``paths``: the keys that lead to each entry in the state that DCP was given."""
 
     tensors: dict[str, _Tensor]
     objects: dict[str, _Object]
@@ -96,12 +96,12 @@ class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DcpWriter(StorageWriter):
-    """Writes one step.
+    """Writes one step to storage.
 
     Args:
-        where: path or URL of the storage; steps are folders in it.
-        step: of the training.
-        incarnation: of the job.
+        where: path or URL of the storage, in which each step is a folder.
+        step: number of the training step.
+        incarnation: number of the job's incarnation.
     """
 
     def __init__(self, where: Path, step: int, incarnation: int = 0) -> None:
@@ -120,9 +120,9 @@ class DcpWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if look_again(self._storage, self._key).whole:
+        if look(self._storage, self._key).whole:
             raise CheckpointError(f"{self._storage.where}: {key_text(self._key)} is there already")
-        remove(self._storage, self._key)  # what a save that was cut off left
+        remove(self._storage, self._key)  # files of an earlier save that was cut off
         return [dataclasses.replace(plan, storage_data=(rank, len(plans))) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -151,7 +151,7 @@ class DcpWriter(StorageWriter):
             try:
                 conclude(self._storage, self._key, (), len(results), leader=True, besides={DCP_FILE: stored})
                 return
-            except Incomplete:  # a listing of NFS may be a few seconds old
+            except Incomplete:  # NFS may return a listing that is a few seconds old
                 if tries == _TRIES - 1:
                     raise
             time.sleep(_TRY_AGAIN_S)
@@ -169,7 +169,7 @@ class DcpReader(StorageReader):
 
     Args:
         where: path or URL of the storage.
-        step: which; None: the newest whole one (rank 0 chooses it for all).
+        step: number of the step to read; None: the newest whole one, which rank 0 chooses for all ranks.
     """
 
     def __init__(self, where: Path, step: int | None = None) -> None:
@@ -180,7 +180,7 @@ class DcpReader(StorageReader):
 
     @property
     def key(self) -> Key | None:
-        """The step that was read; None before."""
+        """The key of the step that was read; None before."""
         return self._manifest.key if self._manifest else None
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
@@ -232,13 +232,15 @@ class DcpReader(StorageReader):
             if distributed.is_initialized() and distributed.get_world_size() > 1:
                 distributed.broadcast_object_list(choice, src=0)
             key = choice[0]
-        found = look(self._storage, key) if key else None
+        problem, found = "no whole step saved through DCP is there", None
+        try:
+            found = look(self._storage, key) if key else None
+            problem = next(iter(found.problems if found else ()), problem)
+        except OSError as error:
+            problem = f"{folder_name(key)}: cannot be read: {why(error)}" if key else problem
         if found is None or found.manifest is None or found.problems:
             wanted = "the newest step" if self._step is None else f"step {self._step}"
-            why = (
-                found.problems[0] if found and found.problems else "no whole step saved through DCP is there"
-            )
-            raise CheckpointError(f"{self._storage.where}: {wanted} cannot be loaded: {why}")
+            raise CheckpointError(f"{self._storage.where}: {wanted} cannot be loaded: {problem}")
         if DCP_FILE not in found.manifest.files:
             raise CheckpointError(
                 f"{self._storage.where}: {key_text(found.key)} was not saved through DCP; "
@@ -289,7 +291,7 @@ def _give(tensor: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
 
 
 def _names(items: list[WriteItem]) -> list[str]:
-    """A name for each item in the rank's state; a second block of a tensor gets its offsets behind."""
+    """A unique name for each item in the rank's state; further blocks of a tensor get their offsets as a suffix."""
     used: set[str] = set()
     found: list[str] = []
     for item in items:
@@ -306,7 +308,7 @@ def _names(items: list[WriteItem]) -> list[str]:
 def _resolved(value: torch.Tensor | io.BytesIO) -> torch.Tensor:
     if isinstance(value, io.BytesIO):
         return torch.frombuffer(bytearray(value.getbuffer()) or bytearray(1), dtype=torch.uint8)
-    # A private copy where it is a part of something larger: a storage is kept whole.
+    # A view of something larger is copied, because `flatten` takes all of a storage that its tensors reach.
     value = value.detach().cpu().contiguous()
     return value.clone() if value.untyped_storage().nbytes() != value.nbytes else value
 
@@ -317,18 +319,13 @@ def _taken(
     header, spans = flatten(
         state, step=key.step, incarnation=key.incarnation, rank=rank, world_size=world_size
     )
-    data = torch.zeros(header.data_bytes, dtype=torch.uint8)
-    for entry, span in zip(header.storages, spans, strict=True):
-        source: Any = torch.empty(0, dtype=torch.uint8)
-        source.set_(span.storage, span.start, (span.nbytes,))
-        data[entry.offset : entry.offset + entry.nbytes].copy_(source)
-    view = memoryview(cast("Any", data.numpy()))
+    view = memoryview(cast("Any", laid_out(header, spans).numpy()))
     sums = [native.checksum(view[one.offset : one.offset + one.nbytes]) for one in header.storages]
     return with_checksums(header, tuple(sums)), view
 
 
 def _placed(header: StateHeader, items: dict[str, WriteItem]) -> StateHeader:
-    """The header with each block's place in its tensor."""
+    """The header with the place of each block in the tensor that it is a part of."""
     tensors: list[TensorEntry] = []
     for name, entry in zip(tensor_paths(header), header.tensors, strict=True):
         data = items[name].tensor_data

@@ -1,4 +1,4 @@
-"""A step on storage written for other tools: one safetensors file, or a ``torch.distributed.checkpoint`` folder.
+"""Exports a step on storage as one safetensors file, in which the tensors of all ranks are put together.
 
 Each rank's files are read twice, the first time to compare what ranks hold in common; one rank's state is in memory
 at a time. Every byte that is read is verified.
@@ -30,9 +30,9 @@ Array = np.ndarray[Any, Any]
 
 
 def export_safetensors(storage: Storage, manifest: Manifest, target: Path) -> int:
-    """Write all tensors of the job into one file, sharded ones put together. Returns their number.
+    """Write all tensors of the job into one file, sharded ones put together. Returns the number of tensors.
 
-    Plain values have no place in safetensors and are left out.
+    Plain values are left out, because safetensors cannot hold them.
 
     Raises:
         CheckpointError: the step cannot be read, or the file cannot be written.
@@ -65,7 +65,11 @@ def export_safetensors(storage: Storage, manifest: Manifest, target: Path) -> in
 
 
 def view(storage: Storage, manifest: Manifest) -> dict[str, WholeTensor]:
-    """The tensors of the whole job. Raises CheckpointError: a rank's state cannot be read or contradicts others'."""
+    """The tensors of the whole job, by name.
+
+    Raises:
+        CheckpointError: a rank's state cannot be read, or contradicts that of another rank.
+    """
     headers: list[StateHeader] = []
     prints: list[dict[int, bytes]] = []
     for rank in range(manifest.world_size):
@@ -82,10 +86,10 @@ def view(storage: Storage, manifest: Manifest) -> dict[str, WholeTensor]:
 
 
 def array_of(shard: StoredShard, tensor: TensorEntry) -> Array:
-    """A tensor's local part, sharing memory with the shard; elements are opaque, of the dtype's size.
+    """A tensor's local part, sharing memory with the shard; its elements are opaque bytes of the dtype's size.
 
     Raises:
-        CheckpointError: it is far larger than its storage, as no state of use is.
+        CheckpointError: its strides repeat its storage so often that only a hostile file can mean it.
     """
     size, storage = ITEM_BYTES[tensor.dtype], shard.header.storages[tensor.storage]
     nbytes = math.prod(tensor.shape) * size
@@ -106,7 +110,7 @@ def array_of(shard: StoredShard, tensor: TensorEntry) -> Array:
 
 
 def block_of(array: Array, block: Block) -> Array:
-    """The block's elements in a rank's part."""
+    """The elements of the block in ``array``, a rank's local part of the tensor."""
     return array[tuple(slice(at, at + size) for at, size in zip(block.local, block.sizes, strict=True))]
 
 

@@ -1,6 +1,6 @@
-"""A step on storage written as a ``torch.distributed.checkpoint`` folder, which any number of ranks can load.
+"""Exports a step on storage as a ``torch.distributed.checkpoint`` (DCP) folder, which any number of ranks can load.
 
-What DCP would gather from the ranks of a job is handed to its writer one rank at a time, in one process.
+One process gives DCP's writer the items of each rank in turn, as the ranks of a job would.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from keepstep.core.errors import CheckpointError
 def export_dcp(storage: Storage, manifest: Manifest, target: Path) -> int:
     """Write a folder that ``torch.distributed.checkpoint.load`` reads. Returns the number of its entries.
 
-    Entries are named as DCP names them: the keys that lead there, joined by dots. What differs between ranks without
-    being sharded is there under its name from the lowest rank, and as ``NAME@rank3`` from others.
+    Entries are named as DCP names them: the keys that lead there, joined by dots. An entry that is not sharded and
+    differs between ranks stands under its own name for the lowest rank, and as ``NAME@rank3`` for others.
 
     Raises:
         CheckpointError: the step cannot be read, or the folder cannot be written or is not empty.
@@ -83,7 +83,7 @@ _Items = list[tuple[WriteItem, torch.Tensor | io.BytesIO]]
 
 
 class _Resolver:
-    """What DCP's writer asks a planner."""
+    """The part of DCP's planner that its writer calls."""
 
     def __init__(self, items: _Items) -> None:
         self._values = {item.index: value for item, value in items}
@@ -93,7 +93,7 @@ class _Resolver:
 
 
 class _Collected:
-    """The metadata of what was met so far, rank by rank."""
+    """Collects DCP's metadata while the states of the ranks are read one after the other."""
 
     def __init__(self, tensors: dict[str, WholeTensor]) -> None:
         self.entries: dict[str, Any] = {}
@@ -105,7 +105,7 @@ class _Collected:
         self._plain: dict[str, list[bytes]] = {}
 
     def items(self, shard: StoredShard) -> _Items:
-        """What a rank writes, with its content."""
+        """The items that a rank writes, with their content."""
         rank = shard.header.rank
         state, tensors = torch_state(shard)
         index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
@@ -122,7 +122,7 @@ class _Collected:
                 self._add_plain(found, rank, name, places[name], value)
                 continue
             for whole, block in self._owned.get((rank, index), ()):
-                # Another name of a tensor: the suffix that says whose it is stays.
+                # The tensor may have several names in the state; each keeps the suffix ("@rank3") of the first.
                 shown = name + whole.name[len(paths[index]) :]
                 self.places[shown] = places[name] if shown == name else (shown,)
                 self._add_block(found, shown, whole, block, tensors[index])

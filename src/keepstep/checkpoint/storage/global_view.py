@@ -1,29 +1,36 @@
-"""The tensors of the whole job, out of the headers of all ranks: which rank's bytes go where in which tensor."""
+"""Puts the tensors of the whole job together from the headers of all ranks: which bytes of a rank go where."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from keepstep.checkpoint.header import ShardEntry, StateHeader, TensorEntry, tensor_paths
+from keepstep.checkpoint.header import ShardEntry, StateHeader, TensorEntry, split_of, tensor_paths
 from keepstep.core.errors import CheckpointError
 
 MOST_RUNS = 4096
 MOST_BLOCKS = 1 << 20
 
-Run = tuple[int, int]  # first index and count
-_PLACEMENT = re.compile(r"R|S\((\d{1,2})\)|_S\((\d{1,2}), (\d{1,7})\)")
+Run = tuple[int, int]
+"""First index and count of neighbouring indices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of a tensor: ``sizes`` elements from ``local`` on in the rank's part, from ``whole`` on in the whole."""
+    """A block of a sharded tensor that one rank holds.
+
+    Attributes:
+        rank: the rank that holds it.
+        tensor: index of the tensor in the rank's header.
+        local: first index of the block in the rank's local part, by dimension.
+        whole: first index of the block in the whole tensor.
+        sizes: number of elements in each dimension.
+    """
 
     rank: int
-    tensor: int  # index in the rank's header
+    tensor: int
     local: tuple[int, ...]
     whole: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -44,13 +51,13 @@ def whole_tensors(
 ) -> dict[str, WholeTensor]:
     """All tensors of the job by name, in the order in which ranks name them.
 
-    Of parts that several ranks hold the lowest rank's is taken. A tensor that is not sharded and differs between
-    ranks (random number states, say) is there once for each different content: the lowest rank's under its own
-    name, the others' as ``NAME@rank3``.
+    A part that several ranks hold is taken from the lowest of them. A tensor that is not sharded and differs between
+    ranks (random number states, say) is there once for each different content: that of the lowest rank under its own
+    name, those of others as ``NAME@rank3``.
 
     Args:
-        headers: of all ranks, in order.
-        fingerprint: of a tensor's content, by rank and its index in the rank's header.
+        headers: the headers of all ranks, in order.
+        fingerprint: gives a hash of a tensor's content, from a rank and the tensor's index in the rank's header.
 
     Raises:
         CheckpointError: parts of one tensor contradict each other, or do not cover it.
@@ -91,7 +98,9 @@ def _all_of(rank: int, index: int, shape: tuple[int, ...]) -> Block:
 
 
 def _blocks(rank: int, index: int, tensor: TensorEntry, shard: ShardEntry) -> Iterator[Block]:
-    if shard.offset and not shard.placements:  # a block that needs no mesh to say where it lies
+    if (
+        shard.offset and not shard.placements
+    ):  # the block's place is given without a mesh, as `DcpWriter` does
         yield Block(rank, index, (0,) * len(tensor.shape), shard.offset, tensor.shape)
         return
     axes = local_runs(shard)
@@ -115,13 +124,14 @@ def _blocks(rank: int, index: int, tensor: TensorEntry, shard: ShardEntry) -> It
 
 
 def local_runs(shard: ShardEntry) -> list[list[Run]]:
-    """For each dimension the indices of the whole that the local part holds, in its order, as runs without gaps.
+    """The indices of the whole tensor that the local part holds: for each dimension, runs in the local part's order.
 
-    ``_S(axis, factor)`` stands for a split made after later ones of the same axis, as FSDP2 does with what tensor
-    parallelism left it; where no later splits make up the factor, for every part of ``factor`` split alike.
+    ``_S(axis, factor)`` means that this mesh dimension splits the axis after later mesh dimensions have, as FSDP2
+    splits what tensor parallelism left it. Where no later splits make up the factor, it means that each of ``factor``
+    equal parts of the axis is split.
 
     Raises:
-        CheckpointError: a placement that is not known, or does not fit the shape.
+        CheckpointError: a placement is not known, or does not fit the shape.
     """
     axes: list[list[Run]] = [[(0, size)] if size else [] for size in shard.global_shape]
     splits = [_split_of(word, len(axes)) for word in shard.placements]
@@ -131,7 +141,7 @@ def local_runs(shard: ShardEntry) -> list[list[Run]]:
             for (own, factor), count, at in zip(splits, shard.mesh_shape, shard.coordinate, strict=True)
             if own == axis
         ]
-        # Splits that were made last first, as all factors say then, are made in that order here.
+        # When all factors equal the later splits, the mesh dimensions split the axis in reverse order.
         later = [math.prod(count for _, count, _ in cuts[index + 1 :]) for index in range(len(cuts))]
         reverse = all(factor in (1, parts) for (factor, _, _), parts in zip(cuts, later, strict=True))
         for factor, count, at in [cut for cut in cuts if cut[0] == 1 or not reverse]:
@@ -142,20 +152,17 @@ def local_runs(shard: ShardEntry) -> list[list[Run]]:
 
 
 def _split_of(word: str, dimensions: int) -> tuple[int, int]:
-    """Axis and factor of a placement; axis -1 for a replica."""
-    match = _PLACEMENT.fullmatch(word)
-    if not match:
-        raise CheckpointError(f"placement {word[:40]!r} is none that this keepstep knows")
-    if word == "R":
-        return -1, 1
-    axis, factor = int(match[1] or match[2]), int(match[3] or 1)
+    """The axis that a placement splits (-1: none, for a replica) and its factor, 1 for an ordinary split."""
+    axis, factor = split_of(word)
+    if not word.startswith("_"):
+        factor = 1
     if axis >= dimensions or not 0 < factor <= MOST_RUNS:
         raise CheckpointError(f"placement {word!r} does not fit a tensor of {dimensions} dimensions")
     return axis, factor
 
 
 def _part(runs: list[Run], factor: int, count: int, at: int) -> list[Run]:
-    """Of each of ``factor`` chunks the ``at``-th of ``count`` chunks."""
+    """Cut the runs into ``factor`` chunks and each of these into ``count``; the ``at``-th of each, joined."""
     if at >= count:
         raise CheckpointError(f"coordinate {at} on a mesh dimension of {count}")
     found = _joined(

@@ -1,4 +1,4 @@
-"""What says that a step is on storage: one JSON manifest a step, written last, with size and checksum of every file.
+"""The manifest, which says that a step is whole on storage: JSON, written last, with size and checksum of every file.
 
 A step's folder ``step-0000018422-i0003`` (step 18422 as incarnation 3 of the job reached it) holds for every rank
 ``rank-00003.safetensors`` and ``rank-00003.json``, and ``manifest.json``. The checksums are those of ``sha256sum``.
@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
-from typing import Annotated, Protocol
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from keepstep.checkpoint.memory.slots import Key
-from keepstep.checkpoint.storage.backend import Bytes, safe_name
+from keepstep.checkpoint.storage.backend import safe_name
 from keepstep.core.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 MOST_RANKS = 1 << 20
-MOST_STEP = (1 << 47) - 2  # what a key holds
+MOST_STEP = (1 << 47) - 2  # the largest step that a key can hold
 MOST_INCARNATION = (1 << 15) - 1
-MOST_MANIFEST_BYTES = 256 << 20  # a million ranks'
+MOST_MANIFEST_BYTES = 256 << 20  # the manifest of a million ranks is smaller
 VERSION = 1
 FORMAT = "keepstep-checkpoint"
 
@@ -29,6 +29,8 @@ _FOLDER = re.compile(r"step-(\d{10,15})-i(\d{4,5})")
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 HexDigest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,7 +41,10 @@ class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All files of one step but the manifest itself, by name; ``checksum``: of the manifest while that is empty."""
+    """All files of one step but the manifest itself, by name.
+
+    ``checksum`` is the SHA-256 of the manifest with an empty ``checksum``.
+    """
 
     step: Annotated[int, msgspec.Meta(ge=0, le=MOST_STEP)]
     incarnation: Annotated[int, msgspec.Meta(ge=0, le=MOST_INCARNATION)]
@@ -51,17 +56,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def key(self) -> Key:
-        """The step and incarnation."""
         return Key(self.incarnation, self.step)
 
     @property
     def nbytes(self) -> int:
-        """Size of all files."""
+        """Size of all files of the step but the manifest."""
         return sum(one.nbytes for one in self.files.values())
 
 
 def key_of(folder: str) -> Key | None:
-    """The step that a folder is named after; None for other folders."""
+    """The key of the step that a folder is named after; None for other folders."""
     match = _FOLDER.fullmatch(folder)
     if not match:
         return None
@@ -70,7 +74,7 @@ def key_of(folder: str) -> Key | None:
 
 
 def folder_name(key: Key) -> str:
-    """Of the folder of a step: ``step-0000018422-i0003``."""
+    """Name of a step's folder: ``step-0000018422-i0003``."""
     return f"step-{key.step:010d}-i{key.incarnation:04d}"
 
 
@@ -85,13 +89,13 @@ def data_file(rank: int) -> str:
 
 
 def header_file(rank: int) -> str:
-    """Name of what is said of a rank's tensors: ``rank-00003.json``."""
+    """Name of the JSON file that describes a rank's tensors: ``rank-00003.json``."""
     return f"rank-{rank:05d}.json"
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest as JSON, files in order, with its checksum."""
-    return _text(msgspec.structs.replace(manifest, checksum=_checksum(manifest)))
+    return _text(with_own_checksum(manifest, _text))
 
 
 def _text(manifest: Manifest) -> bytes:
@@ -99,29 +103,41 @@ def _text(manifest: Manifest) -> bytes:
     return msgspec.json.format(msgspec.json.encode(ordered), indent=1) + b"\n"
 
 
-def _checksum(manifest: Manifest) -> str:
-    found = digest()
-    found.update(_text(msgspec.structs.replace(manifest, checksum="")))
-    return found.hexdigest()
+def with_own_checksum(content: _Struct, text: Callable[[_Struct], bytes]) -> _Struct:
+    """``content`` with the SHA-256 of its own text, as ``text`` writes it while ``checksum`` is empty."""
+    empty = msgspec.structs.replace(content, checksum="")
+    return msgspec.structs.replace(content, checksum=stored_file(text(empty)).sha256)
+
+
+def decode_own(data: bytes, kind: type[_Struct], text: Callable[[_Struct], bytes], where: str) -> _Struct:
+    """A file of keepstep's that names its format and version and holds its own checksum (`with_own_checksum`).
+
+    Raises:
+        CheckpointError: the file cannot be read, is of another format, or was changed; ``where`` names it.
+    """
+    try:
+        found: Any = msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{where}: cannot be read: {str(error)[:200]}") from None
+    known = {one.name: one.default for one in msgspec.structs.fields(kind)}
+    if (found.format, found.version) != (known["format"], known["version"]):
+        raise CheckpointError(
+            f"{where}: has format {found.format[:40]!r} {found.version}, "
+            f"this keepstep reads {known['format']!r} {known['version']}"
+        )
+    if found.checksum != with_own_checksum(found, text).checksum:
+        raise CheckpointError(f"{where}: was changed since it was written: its own checksum does not fit")
+    return found
 
 
 def decode_manifest(data: bytes, folder: str) -> Manifest:
-    """A manifest from outside, checked: sizes bounded, names harmless, all ranks there, and of this folder.
+    """The manifest in a file from outside, checked: names harmless, files of all ranks listed, and of this folder.
 
     Raises:
-        CheckpointError: says what is wrong.
+        CheckpointError: the message says what is wrong.
     """
     where = f"{folder}/{MANIFEST}"
-    try:
-        found = msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{where}: cannot be read: {str(error)[:200]}") from None
-    if (found.format, found.version) != (FORMAT, VERSION):
-        raise CheckpointError(
-            f"{where}: has format {found.format[:40]!r} {found.version}, this keepstep reads {FORMAT!r} {VERSION}"
-        )
-    if found.checksum != _checksum(found):
-        raise CheckpointError(f"{where}: was changed since it was written: its own checksum does not fit")
+    found = decode_own(data, Manifest, _text, where)
     if key_of(folder) != found.key:
         raise CheckpointError(f"{where}: is that of {key_text(found.key)}, not of its folder")
     for name in found.files:
@@ -138,7 +154,7 @@ def decode_manifest(data: bytes, folder: str) -> Manifest:
 
 
 def differences(manifest: Manifest, files: Mapping[str, int]) -> list[str]:
-    """What a folder's listing (sizes by name) holds otherwise than the manifest says, a line each."""
+    """A line for each file of a folder's listing (sizes by name) that is not as the manifest says."""
     folder = folder_name(manifest.key)
     found = [f"{folder}/{name}: foreign, the manifest does not name it" for name in sorted(files)
              if name not in manifest.files and name != MANIFEST]  # fmt: skip
@@ -150,18 +166,6 @@ def differences(manifest: Manifest, files: Mapping[str, int]) -> list[str]:
     return found
 
 
-class Digest(Protocol):
-    """A running SHA-256."""
-
-    def update(self, data: Bytes, /) -> None:
-        """Take more bytes."""
-        ...
-
-    def hexdigest(self) -> str:
-        """The checksum of all bytes so far."""
-        ...
-
-
-def digest() -> Digest:
-    """The checksum of a file that is about to be read or written."""
-    return hashlib.sha256(usedforsecurity=False)
+def stored_file(content: bytes) -> StoredFile:
+    """Size and checksum of a file with this content."""
+    return StoredFile(len(content), hashlib.sha256(content, usedforsecurity=False).hexdigest())

@@ -1,7 +1,8 @@
-"""Steps from the node's cache to storage, behind training: the rim around ``PersistPlan``."""
+"""Brings steps from the node's cache to storage while training goes on, as a ``PersistPlan`` says."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from array import array
@@ -20,13 +21,14 @@ from keepstep.checkpoint.storage.manifest import (
     Manifest,
     StoredFile,
     data_file,
-    digest,
     encode_manifest,
     folder_name,
     header_file,
+    stored_file,
 )
 from keepstep.checkpoint.storage.persist_plan import Conclude, PersistPlan, Task, WriteShard
-from keepstep.checkpoint.storage.read import CHUNK_BYTES, check_file, look_again, read_whole, scan_again
+from keepstep.checkpoint.storage.read import CHUNK_BYTES, check_file, look, read_whole, stored_keys
+from keepstep.checkpoint.storage.rereading import look_until_sure
 from keepstep.checkpoint.storage.shard_file import (
     cut,
     decode_shard,
@@ -43,7 +45,7 @@ log = logging.getLogger(__name__)
 _LIST_AGAIN_S = 5.0
 
 Source = Callable[[Key, int], AbstractContextManager[tuple[StateHeader, memoryview]]]
-"""Gives a rank's sealed state of a step out of the cache, where it stays while the context is open."""
+"""Opens a rank's sealed state of a step in the cache; it is not overwritten while the context is open."""
 
 
 class Incomplete(Exception):
@@ -51,19 +53,15 @@ class Incomplete(Exception):
 
 
 class Damaged(CheckpointError):
-    """Parts that were written are not on storage as they were.
+    """The part of ``rank`` that was written to storage is not there any more, or changed."""
 
-    Attributes:
-        ranks: whose parts.
-    """
-
-    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+    def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
-        self.ranks = ranks
+        self.rank = rank
 
 
 class _Place(msgspec.Struct):
-    """Of a state's header, whose it is."""
+    """The fields of a state's header that say whose state it is."""
 
     incarnation: Count
     step: Count
@@ -76,35 +74,44 @@ def write_shard(
     header: StateHeader,
     data: memoryview,
     *,
-    pace: Callable[[int], None] | None = None,
+    go_on: Callable[[], None] = lambda: None,
 ) -> None:
-    """Have a rank's state on storage: written, read back and compared. Its step counts only once it has a manifest.
+    """Write a rank's state to storage, read it back and compare. The step counts only once it has a manifest.
 
-    What is there already and sound is left alone. Else the JSON file, without which no manifest is written, goes
-    first and comes last.
+    Files that are already there and sound are left alone. Otherwise the JSON file, without which no manifest is
+    written, is removed first and written last.
 
     Args:
-        storage: where to.
-        header: of the state; its storages' checksums are what the snapshot found.
-        data: the state's bytes; must not change meanwhile.
-        pace: called with the bytes about to be written; may sleep.
+        storage: the storage to write to.
+        header: header of the state, with the checksums that the snapshot found.
+        data: the state's bytes; they must not change meanwhile.
+        go_on: called before each chunk; may raise to end the writing.
 
     Raises:
-        OSError: the storage's.
+        OSError: the storage failed.
         CheckpointError: ``data`` is not what the snapshot was, or what was written cannot be read back.
     """
     folder = folder_name(Key(header.incarnation, header.step))
     pieces = cut(header)
     table = safetensors_header(header, pieces)
-    found = digest()
-    spans = places(header, tuple(one.piece for one in pieces))
     if _is_there(storage, folder, header):
         return
+    found = hashlib.sha256(usedforsecurity=False)
+
+    def chunks() -> Iterator[Bytes]:
+        spans = places(header, tuple(one.piece for one in pieces))
+        parts = (
+            data[at : min(at + CHUNK_BYTES, offset + nbytes)]
+            for offset, nbytes in spans
+            for at in range(offset, offset + nbytes, CHUNK_BYTES)
+        )
+        for chunk in (table, *parts):
+            go_on()
+            found.update(chunk)
+            yield chunk
+
     storage.remove(folder, [header_file(header.rank)])
-    size = storage.write(
-        folder, data_file(header.rank), _told(_chunks(table, data, spans), found.update, pace)
-    )
-    stored = StoredFile(size, found.hexdigest())
+    stored = StoredFile(storage.write(folder, data_file(header.rank), chunks()), found.hexdigest())
     _check_source(header, data)
     check_file(storage, folder, data_file(header.rank), stored)
     write_checked(storage, folder, header_file(header.rank), encode_shard(header, len(table), pieces, stored))
@@ -119,23 +126,23 @@ def conclude(
     leader: bool,
     besides: Mapping[str, StoredFile] | None = None,
 ) -> None:
-    """See that all ranks' parts are there and, as the leader, write the manifest.
+    """Check that all ranks' parts of a step are on storage and, as the leader, write the manifest.
 
     Args:
-        storage: where they are.
-        key: the step.
-        ranks: this node's, which were written.
+        storage: the storage that holds the parts.
+        key: key of the step.
+        ranks: ranks of this node, whose parts were written.
         world_size: ranks of the job.
         leader: whether this node writes the manifest.
-        besides: files of the step that are no rank's.
+        besides: files of the step that belong to no rank.
 
     Raises:
-        Incomplete: other ranks' parts, or, elsewhere than at the leader, the manifest are not there yet.
-        Damaged: parts of this node are not there any more, or changed.
+        Incomplete: other ranks' parts are missing, or the leader has not written the manifest yet.
+        Damaged: a part of this node is not there any more, or changed.
         CheckpointError: another node's part is damaged, or there is a file that belongs to no rank.
-        OSError: the storage's.
+        OSError: the storage failed.
     """
-    if look_again(storage, key).whole:
+    if look(storage, key).whole:
         return
     files = storage.files(folder_name(key))
     entries: dict[str, StoredFile] = dict(besides or {})
@@ -143,7 +150,7 @@ def conclude(
         try:
             entries.update(_entries(storage, key, rank, world_size, files))
         except (Incomplete, CheckpointError) as error:  # noqa: PERF203
-            raise Damaged(str(error), (rank,)) from None
+            raise Damaged(str(error), rank) from None
     if not leader:
         raise Incomplete("no sound manifest is there yet")
     for rank in range(world_size):
@@ -151,17 +158,17 @@ def conclude(
             entries.update(_entries(storage, key, rank, world_size, files))
     manifest = Manifest(key.step, key.incarnation, world_size, entries)
     write_checked(storage, folder_name(key), MANIFEST, encode_manifest(manifest))
-    problems = look_again(storage, key).problems
+    problems = look(storage, key).problems
     if problems:
         raise CheckpointError(problems[0])
 
 
 def remove(storage: Storage, key: Key) -> None:
-    """Remove a step, its manifest first, so that what is left of it is never offered.
+    """Remove a step from storage, its manifest first, so that a removal that is cut short offers nothing.
 
     Raises:
-        OSError: the storage's.
-        CheckpointError: a file's name is none of ours; nothing is removed.
+        OSError: the storage failed.
+        CheckpointError: a file's name is not one that keepstep writes; nothing is removed.
     """
     names = sorted(map(safe_name, storage.files(folder_name(key))), key=lambda name: name != MANIFEST)
     storage.remove(folder_name(key), names)
@@ -169,12 +176,12 @@ def remove(storage: Storage, key: Key) -> None:
 
 
 class Persister:
-    """Carries out a plan in a thread of its own; declarations and seals come from any thread.
+    """Carries out a plan in a thread of its own; all other methods may be called from any thread.
 
     Args:
-        plan: the node's plan; not to be used by others afterwards.
-        storage: where to.
-        source: gives sealed states.
+        plan: the node's plan; nobody else may use it afterwards.
+        storage: the storage that steps are brought to.
+        source: opens sealed states of the cache.
         world_size: ranks of the job.
     """
 
@@ -195,24 +202,24 @@ class Persister:
         self._listed = self._ever_listed = False
         self._list_trouble = ""
         self._damaged: set[tuple[Key, int]] = set()
-        self._list_s = 0.0  # not before then
+        self._list_s = 0.0  # time before which the storage is not listed
         self._thread: threading.Thread | None = None
 
     def want(self, keys: Iterable[Key], *, remove_others: bool = False) -> None:
-        """See ``PersistPlan.want``."""
+        """Declare the steps that are to be on storage, as ``PersistPlan.want``."""
         with self._changed:
             self._plan.want(keys, remove_others=remove_others)
             self._listed = self._listed and not remove_others
             self._changed.notify()
 
     def sealed(self, key: Key, rank: int) -> None:
-        """See ``PersistPlan.sealed``."""
+        """Say that a rank's part of a step is sealed in the node's cache."""
         with self._changed:
             self._plan.sealed(key, rank)
             self._changed.notify()
 
     def evicted(self, key: Key, rank: int) -> None:
-        """See ``PersistPlan.evicted``."""
+        """Say that a rank's part of a step is not in the cache any more."""
         with self._changed:
             self._plan.evicted(key, rank)
 
@@ -230,31 +237,31 @@ class Persister:
 
     @property
     def whole(self) -> frozenset[Key] | None:
-        """All steps that are whole on storage; None while it could not be listed."""
+        """All steps that are whole on storage; None until the storage was listed for the first time."""
         with self._changed:
             return self._plan.whole if self._ever_listed else None
 
     def damaged(self) -> list[tuple[Key, int]]:
-        """Step and rank of what turned out damaged in the cache since the last call: it cannot be brought."""
+        """Step and rank of each state that was found damaged in the cache since the last call."""
         with self._changed:
             found, self._damaged = sorted(self._damaged), set()
             return found
 
     def troubles(self) -> list[str]:
-        """What keeps wanted steps from storage."""
+        """A line for everything that keeps wanted steps from storage."""
         with self._changed:
             unlisted = [self._list_trouble] if self._list_trouble else []
             return unlisted + self._plan.troubles(self._clock.now_s())
 
     def start(self) -> None:
-        """Begin to work in a thread."""
+        """Start the thread that carries out the plan."""
         self._thread = threading.Thread(target=self._run, name="keepstep-persist", daemon=True)
         self._thread.start()
 
     def stop(self, patience_s: float | None = None) -> None:
-        """End the thread after the task at hand, at most ``patience_s`` later.
+        """End the thread after its current task; wait at most ``patience_s`` for it.
 
-        Whatever is pending stays wanted and is begun anew next time.
+        Steps that are not on storage yet stay wanted; the next persister begins them anew.
         """
         with self._changed:
             self._stopped = True
@@ -263,7 +270,7 @@ class Persister:
             self._thread.join(patience_s)
 
     def work(self) -> bool:
-        """Carry out one task that is due; whether there was one."""
+        """Carry out one task that is due. Returns whether there was one."""
         if not self._listed and not self._list():
             return False
         with self._changed:
@@ -274,8 +281,7 @@ class Persister:
             self._carry_out(task)
         except Damaged as error:
             with self._changed:
-                for rank in error.ranks:
-                    self._plan.again(task.key, rank)
+                self._plan.again(task.key, error.rank)
                 self._plan.failed(task, str(error), self._clock.now_s())
         except Incomplete:
             with self._changed:
@@ -286,7 +292,7 @@ class Persister:
                 self._plan.failed(task, str(error), self._clock.now_s())
                 if isinstance(task, WriteShard):
                     self._damaged.add((task.key, task.rank))
-        except Exception as error:  # of a cache or a store, of any kind: never the end of persisting
+        except Exception as error:  # whatever a cache or a storage raises must not end the thread
             log.warning("%s: %s: %s", self._storage.where, task, error, exc_info=_unexpected(error))
             with self._changed:
                 self._plan.failed(task, _in_a_line(error), self._clock.now_s())
@@ -311,7 +317,7 @@ class Persister:
                     raise CheckpointError(
                         f"the cache gave step {header.step} of rank {header.rank} (incarnation {header.incarnation})"
                     )
-                write_shard(self._storage, header, data, pace=self._pace)
+                write_shard(self._storage, header, data, go_on=self._go_on)
         elif isinstance(task, Conclude):
             conclude(self._storage, task.key, self._ranks, self._world_size, leader=self._leader)
         else:
@@ -321,13 +327,13 @@ class Persister:
         if self._clock.now_s() < self._list_s:
             return False
         try:
-            steps = scan_again(self._storage)
-        except Exception as error:  # of a store, of any kind
+            steps = [look_until_sure(self._storage, key) for key in stored_keys(self._storage)]
+        except Exception as error:  # a storage may raise anything
             self._list_trouble = f"{self._storage.where}: cannot be listed: {_in_a_line(error)}"
             log.warning("%s", self._list_trouble, exc_info=_unexpected(error))
             self._list_s = self._clock.now_s() + _LIST_AGAIN_S
             return False
-        # What has a manifest and is not whole may have been misread: it is never removed.
+        # A step with a manifest that is not whole may have been misread, so it is never removed.
         stored = {step.key: step.whole for step in steps if step.whole or step.unfinished}
         with self._changed:
             self._plan.listed(stored)
@@ -335,30 +341,13 @@ class Persister:
             self._list_trouble = ""
         return True
 
-    def _pace(self, nbytes: int) -> None:
+    def _go_on(self) -> None:
         if self._stopped:
             raise InterruptedError("told to stop")
 
 
-def _chunks(table: bytes, data: memoryview, spans: Iterable[tuple[int, int]]) -> Iterator[Bytes]:
-    yield table
-    for offset, nbytes in spans:
-        for at in range(offset, offset + nbytes, CHUNK_BYTES):
-            yield data[at : min(at + CHUNK_BYTES, offset + nbytes)]
-
-
-def _told(
-    chunks: Iterable[Bytes], each: Callable[[Bytes], None], pace: Callable[[int], None] | None
-) -> Iterator[Bytes]:
-    for chunk in chunks:
-        if pace:
-            pace(len(chunk))
-        each(chunk)
-        yield chunk
-
-
 def _is_there(storage: Storage, folder: str, header: StateHeader) -> bool:
-    """Whether this very state is there. Raises OSError: that cannot be told."""
+    """Whether exactly this state is on storage already. Raises OSError when the storage cannot be read."""
     name = header_file(header.rank)
     nbytes = storage.files(folder).get(name)
     if nbytes is None:
@@ -387,9 +376,8 @@ def _check_source(header: StateHeader, data: memoryview) -> None:
 
 def write_checked(storage: Storage, folder: str, name: str, content: bytes) -> StoredFile:
     """Write a small file, read it back and compare. Raises OSError, CheckpointError."""
-    found = digest()
-    found.update(content)
-    stored = StoredFile(storage.write(folder, name, [content]), found.hexdigest())
+    storage.write(folder, name, [content])
+    stored = stored_file(content)
     check_file(storage, folder, name, stored)
     return stored
 
@@ -397,7 +385,7 @@ def write_checked(storage: Storage, folder: str, name: str, content: bytes) -> S
 def _entries(
     storage: Storage, key: Key, rank: int, world_size: int, files: dict[str, int]
 ) -> dict[str, StoredFile]:
-    """The manifest's entries for a rank's two files, out of the JSON file. Raises Incomplete: not there."""
+    """The manifest's entries for a rank's two files, from its JSON file. Raises Incomplete when a file is missing."""
     name, where = header_file(rank), f"{folder_name(key)}/{header_file(rank)}"
     absent = next((one for one in (data_file(rank), name) if one not in files), None)
     if absent:
@@ -416,13 +404,11 @@ def _entries(
         raise CheckpointError(
             f"{folder_name(key)}/{data_file(rank)}: has {files[data_file(rank)]} bytes instead of {shard.data.nbytes}"
         )
-    sha = digest()
-    sha.update(content)
-    return {name: StoredFile(len(content), sha.hexdigest()), data_file(rank): shard.data}
+    return {name: stored_file(content), data_file(rank): shard.data}
 
 
 def _unexpected(error: Exception) -> Exception | None:
-    """What is logged with its trace: no failure of a cache or store, but perhaps one of ours."""
+    """The error itself when it is none that a cache or storage raises: such a one is logged with its trace."""
     return None if isinstance(error, CheckpointError | OSError) else error
 
 

@@ -1,7 +1,8 @@
-"""Steps on storage, read back: what is not whole is named and not offered, and no byte is given out unverified."""
+"""Reads steps back from storage: a step that is not whole is named and not offered, and every byte is verified."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,10 +19,10 @@ from keepstep.checkpoint.storage.manifest import (
     data_file,
     decode_manifest,
     differences,
-    digest,
     folder_name,
     header_file,
     key_of,
+    stored_file,
 )
 from keepstep.checkpoint.storage.shard_file import Piece, ShardFile, decode_shard, places
 from keepstep.core.errors import CheckpointError
@@ -30,14 +31,14 @@ CHUNK_BYTES = 8 << 20
 
 
 class Unread(CheckpointError):
-    """It could not be read; that says nothing about what is there."""
+    """A file could not be read, which says nothing about what is in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredStep:
     """A step's folder: its manifest when it can be read, and a line for everything that is wrong with it.
 
-    ``unfinished``: it has no manifest, which comes last; nobody was promised this step.
+    ``unfinished``: the manifest, which is written last, is not there, so nobody was promised this step.
     """
 
     key: Key
@@ -47,7 +48,7 @@ class StoredStep:
 
     @property
     def whole(self) -> bool:
-        """Whether it is offered for a restore."""
+        """Whether the step is offered for a restore."""
         return self.manifest is not None and not self.problems
 
 
@@ -59,44 +60,40 @@ class StoredShard:
     data: memoryview
 
 
+def stored_keys(storage: StorageReader) -> list[Key]:
+    """The keys of all steps that have a folder, newest first. Raises OSError when the storage cannot be listed."""
+    return sorted(filter(None, map(key_of, storage.folders())), reverse=True)
+
+
 def scan(storage: StorageReader) -> list[StoredStep]:
-    """All steps, newest first, judged by manifests, names and sizes. Raises CheckpointError: not reachable."""
+    """All steps, newest first, judged by manifests, file names and sizes; a step that cannot be read has a problem.
+
+    Raises:
+        CheckpointError: the storage cannot be listed.
+    """
     try:
-        keys = [key for key in map(key_of, storage.folders()) if key is not None]
+        keys = stored_keys(storage)
     except OSError as error:
-        raise CheckpointError(f"{storage.where}: cannot be listed: {_why(error)}") from None
-    return [look(storage, key) for key in sorted(keys, reverse=True)]
-
-
-def scan_again(storage: StorageReader) -> list[StoredStep]:
-    """As ``scan``, but what cannot be read is an OSError; what is read as damaged is read once more."""
-    keys = sorted(filter(None, map(key_of, storage.folders())), reverse=True)
-    steps = [look_again(storage, key) for key in keys]
-    return [
-        step if step.whole or step.unfinished else look_again(storage, key)
-        for key, step in zip(keys, steps, strict=True)
-    ]
+        raise CheckpointError(f"{storage.where}: cannot be listed: {why(error)}") from None
+    steps: list[StoredStep] = []
+    for key in keys:
+        try:
+            steps.append(look(storage, key))
+        except OSError as error:  # noqa: PERF203
+            steps.append(StoredStep(key, None, (f"{folder_name(key)}: cannot be read: {why(error)}",)))
+    return steps
 
 
 def look(storage: StorageReader, key: Key) -> StoredStep:
-    """One step, judged by its manifest, names and sizes."""
+    """One step, judged by its manifest, file names and sizes. Raises OSError when its folder cannot be read."""
+    folder = folder_name(key)
     try:
-        return look_again(storage, key)
-    except OSError as error:
-        return StoredStep(key, None, (f"{folder_name(key)}: cannot be read: {_why(error)}",))
-
-
-def look_again(storage: StorageReader, key: Key) -> StoredStep:
-    """As ``look``, but what cannot be read is an OSError, not a finding."""
-    try:
-        files = storage.files(folder_name(key))
+        files = storage.files(folder)
         if MANIFEST not in files:
-            problem = f"{folder_name(key)}: has no manifest, it was not written to the end"
+            problem = f"{folder}: has no manifest, it was not written to the end"
             return StoredStep(key, None, (problem,), unfinished=True)
-        manifest = decode_manifest(
-            read_whole(storage, folder_name(key), MANIFEST, files[MANIFEST], MOST_MANIFEST_BYTES),
-            folder_name(key),
-        )
+        data = read_whole(storage, folder, MANIFEST, files[MANIFEST], MOST_MANIFEST_BYTES)
+        manifest = decode_manifest(data, folder)
     except CheckpointError as error:
         return StoredStep(key, None, (str(error),))
     return StoredStep(key, manifest, tuple(differences(manifest, files)))
@@ -113,19 +110,19 @@ def verify(storage: StorageReader, manifest: Manifest) -> Iterator[str]:
             else:
                 check_file(storage, folder, name, stored)
         except OSError as error:  # noqa: PERF203
-            yield f"{folder}/{name}: cannot be read: {_why(error)}"
+            yield f"{folder}/{name}: cannot be read: {why(error)}"
         except CheckpointError as error:
             yield str(error)
 
 
 def check_file(storage: StorageReader, folder: str, name: str, stored: StoredFile) -> None:
-    """Read a file to its end and compare.
+    """Read a file to its end and compare it with size and checksum in ``stored``.
 
     Raises:
         CheckpointError: size or checksum differ.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
-    found = digest()
+    found = hashlib.sha256(usedforsecurity=False)
     scratch = memoryview(bytearray(min(CHUNK_BYTES, stored.nbytes + 1)))
     size = 0
     with closing(storage.open(folder, name)) as file:
@@ -134,22 +131,14 @@ def check_file(storage: StorageReader, folder: str, name: str, stored: StoredFil
             if size > stored.nbytes:
                 break
             found.update(scratch[:count])
-    _compare(f"{folder}/{name}", stored, size, found.hexdigest())
+    _compare(f"{folder}/{name}", stored, StoredFile(size, found.hexdigest()))
 
 
-def read_shard(
-    storage: StorageReader, manifest: Manifest, rank: int, into: Callable[[int], memoryview] | None = None
-) -> StoredShard:
-    """A rank's state.
-
-    Args:
-        storage: where it lies.
-        manifest: as ``scan`` found it.
-        rank: below the manifest's world size.
-        into: gives room for that many bytes, zeroed; asked only once the files are known to have as many.
+def read_shard(storage: StorageReader, manifest: Manifest, rank: int) -> StoredShard:
+    """The state of a rank below ``manifest.world_size``.
 
     Raises:
-        CheckpointError: a file is missing, cut short or changed; names it. What ``into`` gave is then worthless.
+        CheckpointError: a file is missing, cut short or changed; the message names it.
     """
     folder, name = folder_name(manifest.key), data_file(rank)
     shard, header = header_of(storage, manifest, rank)
@@ -158,33 +147,34 @@ def read_shard(
         size = storage.files(folder).get(name, 0)
         if size != stored.nbytes:
             raise CheckpointError(f"{folder}/{name}: has {size} bytes instead of {stored.nbytes}")
-        data = into(header.data_bytes) if into else memoryview(bytearray(header.data_bytes))
+        data = memoryview(bytearray(header.data_bytes))
         with closing(storage.open(folder, name)) as file:
-            found = digest()
-            read = _skip(file, shard.begin, found.update)
+            found = hashlib.sha256(usedforsecurity=False)
+            read = _fill(file, memoryview(bytearray(shard.begin)), found.update)
             for offset, nbytes in places(header, shard.pieces):
                 read += _fill(file, data[offset : offset + nbytes], found.update)
             read += len(file.read(1))
     except OSError as error:
-        raise CheckpointError(f"{folder}/{name}: cannot be read: {_why(error)}") from None
-    _compare(f"{folder}/{name}", stored, read, found.hexdigest())
+        raise CheckpointError(f"{folder}/{name}: cannot be read: {why(error)}") from None
+    _compare(f"{folder}/{name}", stored, StoredFile(read, found.hexdigest()))
     return StoredShard(header, data)
 
 
 def header_of(storage: StorageReader, manifest: Manifest, rank: int) -> tuple[ShardFile, StateHeader]:
-    """What is said of a rank's state, verified. Raises CheckpointError naming the file."""
+    """A rank's JSON file and the header in it, verified. Raises CheckpointError, which names the file."""
     folder, name = folder_name(manifest.key), header_file(rank)
     where, stored = f"{folder}/{name}", manifest.files[name]
     try:
         data = read_whole(storage, folder, name, stored.nbytes, 2 * MOST_HEADER_BYTES)
     except OSError as error:
-        raise Unread(f"{where}: cannot be read: {_why(error)}") from None
-    found = digest()
-    found.update(data)
-    _compare(where, stored, len(data), found.hexdigest())
+        raise Unread(f"{where}: cannot be read: {why(error)}") from None
+    _compare(where, stored, stored_file(data))
     shard, header = decode_shard(data, where)
-    said = (header.incarnation, header.step, header.rank, header.world_size)
-    if said != (*manifest.key, rank, manifest.world_size):
+    if (header.incarnation, header.step, header.rank, header.world_size) != (
+        *manifest.key,
+        rank,
+        manifest.world_size,
+    ):
         raise CheckpointError(
             f"{where}: is that of rank {header.rank} of {header.world_size} at step {header.step} "
             f"(incarnation {header.incarnation})"
@@ -198,30 +188,20 @@ def read_whole(storage: StorageReader, folder: str, name: str, nbytes: int, most
     """A small file; at most one byte more than ``nbytes`` is read, so that a longer one is noticed."""
     if nbytes > most:
         raise CheckpointError(f"{folder}/{name}: has {nbytes} bytes; at most {most} are read")
-    parts: list[bytes] = []
-    left = nbytes + 1
+    content = bytearray()
     with closing(storage.open(folder, name)) as file:
-        while left and (part := file.read(min(left, CHUNK_BYTES))):
-            parts.append(part)
-            left -= len(part)
-    return b"".join(parts)
-
-
-def _skip(file: Readable, nbytes: int, each: Callable[[bytes], None]) -> int:
-    left = nbytes
-    while left and (part := file.read(min(left, CHUNK_BYTES))):
-        each(part)
-        left -= len(part)
-    return nbytes - left
+        while len(content) <= nbytes and (part := file.read(min(nbytes + 1 - len(content), CHUNK_BYTES))):
+            content += part
+    return bytes(content)
 
 
 def read_storages(
     storage: StorageReader, manifest: Manifest, rank: int, wanted: Iterable[int]
 ) -> Iterator[tuple[int, bytearray]]:
-    """Some storages of a rank's state, each verified by the snapshot's own checksum, not the whole file by its.
+    """Some storages of a rank's state, each verified by the snapshot's own checksum, not by the file's.
 
     Raises:
-        CheckpointError: a file is missing, cut short or changed; names it.
+        CheckpointError: a file is missing, cut short or changed; the message names it.
     """
     reader = ShardReader(storage, manifest, rank)
     for index in wanted:
@@ -231,19 +211,19 @@ def read_storages(
 
 
 class ShardReader:
-    """A rank's state on storage, read by storages. ``header``: what is said of it, verified."""
+    """Reads a rank's state from storage, one storage of the state at a time; ``header`` was verified."""
 
     def __init__(self, storage: StorageReader, manifest: Manifest, rank: int) -> None:
-        """Raises CheckpointError: what is said of the state is missing, damaged, or cannot be read; names the file."""
+        """Raises CheckpointError, naming the file, when the header is missing, damaged, or cannot be read."""
         self._storage, self._folder, self._name = storage, folder_name(manifest.key), data_file(rank)
         self._shard, self.header = header_of(storage, manifest, rank)
 
     def read(self, into: Mapping[int, memoryview]) -> Iterator[int]:
-        """Fill the memory given for storages, by index; gives each index once its bytes are there and verified.
+        """Fill the memory given for each storage, by index; yields an index once its bytes are there and verified.
 
         Raises:
             Unread: the file cannot be read.
-            CheckpointError: it is missing, cut short or changed; names it.
+            CheckpointError: the file is missing, cut short or changed; the message names it.
         """
         if not into:
             return
@@ -270,28 +250,28 @@ class ShardReader:
                         )
                     yield index
         except OSError as error:
-            raise Unread(f"{where}: cannot be read: {_why(error)}") from None
+            raise Unread(f"{where}: cannot be read: {why(error)}") from None
+
+
+def why(error: OSError) -> str:
+    """The reason for an error of a storage, without its number and path."""
+    return (error.strerror or str(error) or type(error).__name__)[:200]
 
 
 def _fill(file: Readable, target: memoryview, each: Callable[[memoryview], None]) -> int:
+    """Read the next bytes into ``target``, calling ``each`` with every part; how many there were."""
     done = 0
-    while done < len(target):
-        part = target[done : done + CHUNK_BYTES]
-        count = file.readinto(part)
-        if not count:
-            break
-        each(part[:count])
+    while done < len(target) and (count := file.readinto(target[done : done + CHUNK_BYTES])):
+        each(target[done : done + count])
         done += count
     return done
 
 
-def _compare(where: str, stored: StoredFile, nbytes: int, sha256: str) -> None:
-    if nbytes != stored.nbytes:
-        more = "more than" if nbytes > stored.nbytes else f"{nbytes} of"
+def _compare(where: str, stored: StoredFile, found: StoredFile) -> None:
+    if found.nbytes != stored.nbytes:
+        more = "more than" if found.nbytes > stored.nbytes else f"{found.nbytes} of"
         raise CheckpointError(f"{where}: has {more} {stored.nbytes} bytes")
-    if sha256 != stored.sha256:
-        raise CheckpointError(f"{where}: its bytes are not those that were written (SHA-256 {sha256[:12]}…)")
-
-
-def _why(error: OSError) -> str:
-    return (error.strerror or str(error) or type(error).__name__)[:200]
+    if found.sha256 != stored.sha256:
+        raise CheckpointError(
+            f"{where}: its bytes are not those that were written (SHA-256 {found.sha256[:12]}…)"
+        )

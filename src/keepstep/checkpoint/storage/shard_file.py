@@ -1,10 +1,10 @@
 """A rank's state as two files: its tensors as safetensors, and all that safetensors cannot say as JSON.
 
-The data of the safetensors file is the bytes of the state's storages, cut into pieces: a contiguous tensor is a piece
-under the path that leads to it in the state, so that any reader of safetensors finds it. Of a tensor that is not
-contiguous the span of memory is there (``PATH#memory``), one row of elements; a dtype that safetensors lacks stands
-as bytes (``U8``, one dimension more); bytes without a piece of their own stand as ``#bytes.STORAGE.START``. Tensors
-that share memory are there once. Pieces of larger elements come first, so that all are aligned.
+The data of the safetensors file is the bytes of the state's storages, cut into pieces. A contiguous tensor is a piece
+named by the path that leads to it in the state, so that any reader of safetensors finds it. A tensor that is not
+contiguous is stored as the memory that it spans (``PATH#memory``), one row of elements; a dtype that safetensors lacks
+is stored as bytes (``U8``, with one dimension more); bytes that no tensor covers are ``#bytes.STORAGE.START``. Tensors
+that share memory are stored once. Pieces of larger elements come first, so that all are aligned.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from keepstep.checkpoint.header import (
     encode_header,
     tensor_paths,
 )
-from keepstep.checkpoint.storage.manifest import Count, StoredFile, digest
+from keepstep.checkpoint.storage.manifest import Count, StoredFile, decode_own, with_own_checksum
 from keepstep.core.errors import CheckpointError
 
 FORMAT = "keepstep-shard"
 VERSION = 1
-MOST_SAFETENSORS_HEADER = 100_000_000  # what the safetensors library reads
+MOST_SAFETENSORS_HEADER = 100_000_000  # the longest table that the safetensors library reads
 
 SAFETENSORS = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
@@ -42,7 +42,7 @@ SAFETENSORS = {
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """``nbytes`` of a storage from ``start`` on; pieces stand in the file one behind the other."""
+    """``nbytes`` bytes of a storage from ``start`` on; in the file, pieces follow each other without gaps."""
 
     storage: Count
     start: Count
@@ -60,12 +60,15 @@ class NamedPiece(NamedTuple):
 
 
 class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Content of a rank's JSON file; ``checksum``: of it while that is empty, so that a leader certifies no damage."""
+    """Content of a rank's JSON file.
 
-    data: StoredFile  # the safetensors file
-    begin: Annotated[int, msgspec.Meta(ge=8, le=8 + MOST_SAFETENSORS_HEADER)]  # where its first piece begins
+    ``checksum`` is that of the content itself, so that the node which writes the manifest certifies no damage.
+    """
+
+    data: StoredFile  # size and checksum of the safetensors file
+    begin: Annotated[int, msgspec.Meta(ge=8, le=8 + MOST_SAFETENSORS_HEADER)]  # offset of the first piece
     pieces: tuple[Piece, ...]
-    state: msgspec.Raw  # a StateHeader
+    state: msgspec.Raw  # the encoded StateHeader
     format: str = FORMAT
     version: int = VERSION
     checksum: str = ""
@@ -101,7 +104,7 @@ class Entry(NamedTuple):
 
 
 def safetensors_header(header: StateHeader, pieces: list[NamedPiece]) -> bytes:
-    """What stands before the first piece of a rank's file; see ``safetensors_table``."""
+    """The bytes before the first piece of a rank's safetensors file."""
     about = {name: str(getattr(header, name)) for name in ("step", "incarnation", "rank", "world_size")}
     return safetensors_table(
         [Entry(one.name, one.dtype, one.shape, one.piece.nbytes) for one in pieces], about
@@ -109,10 +112,10 @@ def safetensors_header(header: StateHeader, pieces: list[NamedPiece]) -> bytes:
 
 
 def safetensors_table(entries: list[Entry], about: dict[str, str]) -> bytes:
-    """What stands before the data of a safetensors file: the length of the table of tensors, and the table.
+    """The bytes before the data of a safetensors file: the length of the table of tensors, and the table.
 
     Raises:
-        CheckpointError: the table is longer than readers of safetensors take.
+        CheckpointError: the table is longer than readers of safetensors accept.
     """
     table: dict[str, object] = {"__metadata__": {"format": "pt", **about}}
     at = 0
@@ -135,20 +138,14 @@ def safetensors_table(entries: list[Entry], about: dict[str, str]) -> bytes:
 def encode_shard(header: StateHeader, begin: int, pieces: list[NamedPiece], data: StoredFile) -> bytes:
     """The JSON file of a rank whose safetensors file is ``data``."""
     shard = ShardFile(data, begin, tuple(one.piece for one in pieces), msgspec.Raw(encode_header(header)))
-    return msgspec.json.encode(msgspec.structs.replace(shard, checksum=_checksum(shard))) + b"\n"
-
-
-def _checksum(shard: ShardFile) -> str:
-    found = digest()
-    found.update(msgspec.json.encode(msgspec.structs.replace(shard, checksum="")))
-    return found.hexdigest()
+    return msgspec.json.encode(with_own_checksum(shard, msgspec.json.encode)) + b"\n"
 
 
 def decode_shard(data: bytes, where: str) -> tuple[ShardFile, StateHeader]:
-    """A rank's JSON file, checked: the pieces are each byte of each storage once, and fill the safetensors file.
+    """A rank's JSON file, checked: its pieces cover each byte of each storage once, and fill the safetensors file.
 
     Raises:
-        CheckpointError: says what is wrong.
+        CheckpointError: the message says what is wrong.
     """
     shard = open_shard(data, where)
     try:
@@ -159,31 +156,26 @@ def decode_shard(data: bytes, where: str) -> tuple[ShardFile, StateHeader]:
         raise CheckpointError(f"{where}: its pieces do not fill the safetensors file")
     if header.data_bytes > shard.data.nbytes + ALIGNMENT * len(header.storages):
         raise CheckpointError(f"{where}: claims more bytes of state than the safetensors file has")
+    uneven = CheckpointError(f"{where}: its pieces overlap, leave bytes out or belong to no storage")
     reached = [0] * len(header.storages)
     for one in sorted(shard.pieces, key=lambda piece: (piece.storage, piece.start)):
         if one.storage >= len(reached) or one.start != reached[one.storage]:
-            raise CheckpointError(f"{where}: its pieces overlap, leave bytes out or belong to no storage")
+            raise uneven
         reached[one.storage] += one.nbytes
     if reached != [storage.nbytes for storage in header.storages]:
-        raise CheckpointError(f"{where}: its pieces overlap, leave bytes out or belong to no storage")
+        raise uneven
     return shard, header
 
 
 def open_shard(data: bytes, where: str) -> ShardFile:
-    """A rank's JSON file as it was written; its state is not looked at. Raises CheckpointError: says what is wrong."""
+    """A rank's JSON file, with its checksum verified but its state not decoded.
+
+    Raises:
+        CheckpointError: the message says what is wrong.
+    """
     if len(data) > 2 * MOST_HEADER_BYTES:
         raise CheckpointError(f"{where}: has {len(data)} bytes, more than any state's header")
-    try:
-        shard = msgspec.json.decode(data, type=ShardFile)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{where}: cannot be read: {str(error)[:200]}") from None
-    if (shard.format, shard.version) != (FORMAT, VERSION):
-        raise CheckpointError(
-            f"{where}: has format {shard.format[:40]!r} {shard.version}, this keepstep reads {FORMAT!r} {VERSION}"
-        )
-    if shard.checksum != _checksum(shard):
-        raise CheckpointError(f"{where}: was changed since it was written: its own checksum does not fit")
-    return shard
+    return decode_own(data, ShardFile, msgspec.json.encode, where)
 
 
 def places(header: StateHeader, pieces: tuple[Piece, ...]) -> Iterator[tuple[int, int]]:
@@ -202,7 +194,7 @@ def _contiguous(tensor: TensorEntry) -> bool:
 
 
 def _claim(claimed: list[NamedPiece], tensor: TensorEntry, path: str) -> None:
-    """Make the tensor a piece of its storage unless it overlaps one; ``claimed`` stays in order."""
+    """Make the tensor a piece of its storage unless it overlaps a piece; ``claimed`` stays in order."""
     size = ITEM_BYTES[tensor.dtype]
     start = tensor.offset * size if 0 not in tensor.shape else 0
     nbytes = tensor.reach_bytes - start if 0 not in tensor.shape else 0

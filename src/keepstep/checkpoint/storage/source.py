@@ -1,51 +1,40 @@
-"""Storage as a source of states: what is whole there, and a rank's state brought into a slot of the node's cache.
+"""Storage as a source of states: which steps are whole there, and how a rank's state comes into a slot of the cache.
 
-Ranks of a node that bring the same step at once read what they have in common once: storages of the same checksum and
-size (what is replicated: a DDP model) are read by the first and copied by the others.
+Ranks of a node that bring the same step at the same time read what they have in common once: storages of equal checksum
+and size (what is replicated: a DDP model) are read by the first rank and copied by the others.
 
-An older step is not gone on from because a read failed once: what cannot be read, or is read as damaged, is read again,
-until it has been found damaged twice in the same way, or for as long as a call may take.
+A read that failed once is no reason to fall back to an older step: it is tried again (`read_again`).
 """
 
 from __future__ import annotations
 
 import errno
-import logging
 import threading
 import time
 from array import array
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TypeVar
 
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import encode_header, with_checksums
 from keepstep.checkpoint.memory.incoming import Room
 from keepstep.checkpoint.memory.slots import Key, Record
 from keepstep.checkpoint.storage.backend import Storage
-from keepstep.checkpoint.storage.manifest import Manifest, folder_name, key_of, key_text
-from keepstep.checkpoint.storage.patient_storage import PatientStorage
-from keepstep.checkpoint.storage.read import CHUNK_BYTES, ShardReader, StoredStep, Unread, look_again
+from keepstep.checkpoint.storage.manifest import Manifest, folder_name, key_text
+from keepstep.checkpoint.storage.read import CHUNK_BYTES, ShardReader, Unread, look, stored_keys, why
+from keepstep.checkpoint.storage.rereading import PatientStorage, look_until_sure, read_again
 from keepstep.core.errors import CheckpointError
 
-log = logging.getLogger(__name__)
-T = TypeVar("T")
-
 MOST_OFFERED = 16
-_LISTED_S = 2.0  # the ranks of a node ask at the same moment
-_PATIENCE_S = 120.0  # of an NFS server that begins anew
-_LISTING_S = 30.0  # of one that fails
-_FINAL = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)  # it would fail again
-_MOST_LOOKS = 8  # at a manifest that is read differently each time
-_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0  # before what failed is read again
-
-Same = tuple[int, int]
-"""Checksum and size of a storage."""
+_LISTED_S = 2.0  # age of a listing that is still used: the ranks of a node ask at the same moment
+_PATIENCE_S = 120.0  # how long a storage may fail: an NFS server that restarts takes minutes
+_LISTING_S = 30.0  # how long a listing that fails is tried again
+_FINAL = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)  # errors that another try does not mend
 
 
 class StorageSource:
-    """A `StateSource`. Offers the newest steps that are whole and of a job of ``world_size`` ranks.
+    """A `StateSource` that offers the newest steps that are whole and were saved by a job of ``world_size`` ranks.
 
     A storage that does not answer for ``patience_s``, or fails for so long, is out of reach.
     """
@@ -66,11 +55,11 @@ class StorageSource:
         return f"storage {self._storage.where}"
 
     def keys(self, rank: int) -> frozenset[Key]:
-        """The same for all ranks: a step is whole for all or for none. Raises CheckpointError: not to be listed."""
+        """The steps offered to any rank. Raises CheckpointError when the storage cannot be listed."""
         return self.look()[0]
 
     def look(self) -> tuple[frozenset[Key], tuple[str, ...], int]:
-        """What is offered, a line for each newer step that is not, and the highest incarnation of any (-1: none).
+        """The offered steps, a line for each newer step that is refused, and the highest incarnation seen (-1: none).
 
         Steps that were not written to the end are passed over without a word: nobody was promised them.
 
@@ -86,10 +75,9 @@ class StorageSource:
             return self._keys, self._refused, self._incarnation
 
     def bring(self, key: Key, rank: int, room: Room) -> str:
-        """See `StateSource`."""
-        again = _Again(self._patience_s)
+        until_s = time.monotonic() + self._patience_s
         with self._together(key) as common:
-            reader = again.until(lambda: ShardReader(self._storage, self._whole(key), rank))
+            reader = read_again(lambda: ShardReader(self._storage, self._whole(key), rank), until_s)
             header = reader.header
             text = encode_header(with_checksums(header, (0,) * len(header.storages)))
             table = array("Q", [entry.checksum for entry in header.storages]).tobytes()
@@ -103,56 +91,40 @@ class StorageSource:
                     at = begin - native.DATA_OFFSET
                     body[at : at + len(part)] = part
                 with body[: header.data_bytes] as data:
-                    common.fill(reader, data, again)
+                    common.fill(reader, data, until_s)
                 incoming.seal()
         return self.where
 
     def _list(self) -> None:
         try:
-            keys, whole, refused = _Again(min(self._patience_s, _LISTING_S)).until(self._listed)
+            until_s = time.monotonic() + min(self._patience_s, _LISTING_S)
+            self._keys, self._refused, self._incarnation = read_again(self._listed, until_s)
+            self._trouble = ""
         except CheckpointError as error:
             self._trouble = str(error)
-            return
-        self._trouble = ""
-        self._keys, self._refused = frozenset(whole), tuple(refused)
-        self._incarnation = max((key.incarnation for key in keys), default=-1)
 
-    def _listed(self) -> tuple[list[Key], list[Key], list[str]]:
-        """All steps, those that are offered, and why newer ones are not."""
-        try:
-            keys = sorted(filter(None, map(key_of, self._storage.folders())), reverse=True)
-            return keys, *self._look_at(keys)
-        except OSError as error:
-            kind = CheckpointError if error.errno in _FINAL else Unread
-            why = error.strerror or str(error)[:200]
-            raise kind(f"{self.where}: cannot be listed: {why}") from None
-
-    def _look_at(self, keys: Iterable[Key]) -> tuple[list[Key], list[str]]:
-        """Steps that are offered, and why newer ones are not. Raises OSError: that cannot be told."""
+    def _listed(self) -> tuple[frozenset[Key], tuple[str, ...], int]:
+        """What `look` gives, read from the storage."""
         whole: list[Key] = []
         refused: list[str] = []
-        for key in keys:
-            step = self._seen(key)
-            if step.manifest is None and step.unfinished:
-                continue
-            if step.manifest is None or step.problems:
-                refused.append(step.problems[0])
-            elif step.manifest.world_size != self._world_size:
-                refused.append(self._resize(step.manifest))
-            else:
-                whole.append(key)
-            if len(whole) == MOST_OFFERED or len(refused) == MOST_OFFERED:
-                break
-        return whole, refused
-
-    def _seen(self, key: Key) -> StoredStep:
-        """What is twice the same: it may be misread. Raises OSError: that cannot be told."""
-        seen: set[tuple[str, ...]] = set()
-        while True:
-            step = look_again(self._storage, key)
-            if step.whole or step.unfinished or step.problems in seen or len(seen) == _MOST_LOOKS:
-                return step
-            seen.add(step.problems)
+        try:
+            keys = stored_keys(self._storage)
+            for key in keys:
+                step = look_until_sure(self._storage, key)
+                if step.manifest is None and step.unfinished:
+                    continue
+                if step.manifest is None or step.problems:
+                    refused.append(step.problems[0])
+                elif step.manifest.world_size != self._world_size:
+                    refused.append(self._resize(step.manifest))
+                else:
+                    whole.append(key)
+                if MOST_OFFERED in (len(whole), len(refused)):
+                    break
+        except OSError as error:
+            kind = CheckpointError if error.errno in _FINAL else Unread
+            raise kind(f"{self.where}: cannot be listed: {why(error)}") from None
+        return frozenset(whole), tuple(refused), max((key.incarnation for key in keys), default=-1)
 
     def _resize(self, manifest: Manifest) -> str:
         return (
@@ -163,10 +135,9 @@ class StorageSource:
 
     def _whole(self, key: Key) -> Manifest:
         try:
-            step = look_again(self._storage, key)
+            step = look(self._storage, key)
         except OSError as error:
-            why = error.strerror or str(error)[:200]
-            raise Unread(f"{folder_name(key)}: cannot be read: {why}") from None
+            raise Unread(f"{folder_name(key)}: cannot be read: {why(error)}") from None
         if step.manifest is None or step.problems:
             raise CheckpointError(step.problems[0] if step.problems else f"{key_text(key)} is not there")
         if step.manifest.world_size != self._world_size:
@@ -188,18 +159,18 @@ class StorageSource:
 
 
 class _Common:
-    """The storages of a step that ranks of this node are reading, by what is the same."""
+    """The storages of a step that ranks of this node are reading now, by checksum and size."""
 
     def __init__(self) -> None:
         self.users = 0
         self._guard = threading.Lock()
-        self._read: dict[Same, Future[memoryview]] = {}
+        self._read: dict[tuple[int, int], Future[memoryview]] = {}
 
-    def fill(self, reader: ShardReader, data: memoryview, again: _Again) -> None:
+    def fill(self, reader: ShardReader, data: memoryview, until_s: float) -> None:
         """Bring the bytes of all storages: read, or copied from what another rank reads.
 
-        Who waits has read all of its own before, so nobody waits in a circle. What is copied is verified with
-        everything else by the seal.
+        A rank waits for others only after it has read all of its own, so no ranks wait for each other in a circle. What
+        is copied is verified with everything else by the seal.
 
         Raises:
             CheckpointError: what is on storage is not what was written.
@@ -216,52 +187,28 @@ class _Common:
                 else:
                     own[index] = self._read[same] = Future[memoryview]()
         try:
-            for index in again.read(reader, {index: parts[index] for index in own}):
-                own[index].set_result(parts[index])
+            mine = {index: parts[index] for index in own}
+            _read(reader, mine, until_s, lambda index: own[index].set_result(parts[index]))
         finally:
             for future in own.values():
                 if not future.done():
                     future.set_exception(CheckpointError("the rank that read it could not"))
         left = {index: parts[index] for index, future in others.items() if not _copied(future, parts[index])}
-        for _ in again.read(reader, left):
-            pass
+        _read(reader, left, until_s, lambda _: None)
 
 
-class _Again:
-    """Reads again what could not be read or was read as damaged; see the module. One for each state that is brought."""
+def _read(
+    reader: ShardReader, into: Mapping[int, memoryview], until_s: float, done: Callable[[int], object]
+) -> None:
+    """Read storages; after a failure only those that are not there yet are read again. ``done`` gets each index."""
+    left = dict(into)
 
-    def __init__(self, patience_s: float) -> None:
-        self._until_s = time.monotonic() + patience_s
-        self._pause_s = _PAUSE_S
-        self._damage: set[str] = set()
+    def rest() -> None:
+        for index in reader.read(dict(left)):
+            del left[index]
+            done(index)
 
-    def until(self, read: Callable[[], T]) -> T:
-        """What ``read`` gives in the end. Raises CheckpointError: as it did."""
-        while True:
-            try:
-                return read()
-            except CheckpointError as error:  # noqa: PERF203
-                self._wait(error)
-
-    def read(self, reader: ShardReader, into: Mapping[int, memoryview]) -> Iterator[int]:
-        """As `ShardReader.read`; of what failed, only what is not there yet is read again."""
-        left = dict(into)
-        while left:
-            try:
-                for index in reader.read(dict(left)):
-                    del left[index]
-                    yield index
-            except CheckpointError as error:  # noqa: PERF203
-                self._wait(error)
-
-    def _wait(self, error: CheckpointError) -> None:
-        is_sure = not isinstance(error, Unread) and str(error) in self._damage
-        if is_sure or time.monotonic() >= self._until_s:
-            raise error
-        self._damage.add(str(error))
-        log.warning("%s; it is read again", error)
-        time.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+    read_again(rest, until_s)
 
 
 def _copied(future: Future[memoryview], target: memoryview) -> bool:
@@ -269,6 +216,6 @@ def _copied(future: Future[memoryview], target: memoryview) -> bool:
         source = future.result()
     except CheckpointError:
         return False
-    for at in range(0, len(target), CHUNK_BYTES):  # in parts: a copy keeps all other threads waiting
+    for at in range(0, len(target), CHUNK_BYTES):  # in parts, because a copy holds the interpreter's lock
         target[at : at + CHUNK_BYTES] = source[at : at + CHUNK_BYTES]
     return True

@@ -1,30 +1,71 @@
-"""A storage to be read from whose calls end in time, also when the file system or the store under it hangs.
+"""Reading from a storage that hangs, fails for a while, or returns damaged bytes.
 
-A call that hangs cannot be ended, so each runs in a thread of its own, which is then left behind. It touches no memory
-but its own: what was read is copied by the caller.
+A call that hangs cannot be ended, so `PatientStorage` runs each call in a thread of its own and leaves the thread
+behind when the time is over. The thread touches no memory of others: the caller copies what was read. Bytes that were
+read as damaged are read again, because a fault on their way is likelier than one on storage: only the same damage found
+twice is taken for damage of the file.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
+from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.storage.backend import Readable, StorageReader
+from keepstep.checkpoint.storage.read import StoredStep, Unread, look
+from keepstep.core.errors import CheckpointError
 
-_MOST_CALLS = 64  # at a time, those that hang included
+log = logging.getLogger(__name__)
+
+_MOST_CALLS = 64  # calls at a time, those that hang included
+_MOST_LOOKS = 8  # looks at a step that is read differently each time
+_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0  # pause before the next try, doubled from the first to the longest
 
 T = TypeVar("T")
 
 
+def read_again(read: Callable[[], T], until_s: float) -> T:
+    """Call ``read`` until it succeeds; raises its CheckpointError once that is certain or time is over.
+
+    An `Unread` is never certain; any other CheckpointError is when the same message comes a second time. ``until_s`` is
+    on the clock of ``time.monotonic``.
+    """
+    pause_s, damage = _PAUSE_S, set[str]()
+    while True:
+        try:
+            return read()
+        except CheckpointError as error:
+            is_certain = not isinstance(error, Unread) and str(error) in damage
+            if is_certain or time.monotonic() >= until_s:
+                raise
+            damage.add(str(error))
+            log.warning("%s; it is read again", error)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def look_until_sure(storage: StorageReader, key: Key) -> StoredStep:
+    """A step as it was seen whole, unfinished, or twice with the same problems. Raises OSError as `look` does."""
+    seen: set[tuple[str, ...]] = set()
+    while True:
+        step = look(storage, key)
+        if step.whole or step.unfinished or step.problems in seen or len(seen) == _MOST_LOOKS:
+            return step
+        seen.add(step.problems)
+
+
 class Hung(OSError):
-    """A call has not come back in time."""
+    """A call to a storage has not returned in time."""
 
 
 class PatientStorage:
-    """What can be read of a storage. Raises `Hung`: nothing came for ``patience_s``."""
+    """A storage to read from whose calls raise `Hung` when they do not return within ``patience_s``."""
 
     def __init__(self, storage: StorageReader, patience_s: float) -> None:
         self._storage, self._patience_s = storage, patience_s
@@ -48,7 +89,7 @@ class PatientStorage:
         return _PatientFile(self, self.call(lambda: self._storage.open(folder, name), close))
 
     def call(self, what: Callable[[], T], late: Callable[[Future[T]], None] = lambda _: None) -> T:
-        """What ``what`` gives or raises. ``late``: called in its thread should it come back after all."""
+        """Call ``what`` in a thread. ``late`` is called there when ``what`` returns after it was given up."""
         hung = Hung(errno.ETIMEDOUT, f"hangs: no answer within {self._patience_s:g} s")
         if not self._places.acquire(timeout=self._patience_s):
             raise hung
@@ -68,14 +109,14 @@ class PatientStorage:
     def _run(self, what: Callable[[], T], future: Future[T]) -> None:
         try:
             future.set_result(what())
-        except Exception as error:  # for who waits
+        except Exception as error:  # raised again in the thread that waits for the future
             future.set_exception(error)
         finally:
             self._places.release()
 
 
 class _PatientFile:
-    """An open file. After a call that hung it is its thread's alone."""
+    """An open file. After a call that hung, the file belongs to that call's thread, which closes it."""
 
     def __init__(self, storage: PatientStorage, file: Readable) -> None:
         self._storage, self._file = storage, file
