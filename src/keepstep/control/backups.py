@@ -1,9 +1,9 @@
-"""Backups between nodes as the controller sees them: what agents hold comes in, what each has to do goes out."""
+"""Backups between nodes: agents report which snapshots they hold, and are told which to fetch and keep."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.peers.backup_plan import BackupPlan, Order, Stock
@@ -20,54 +20,47 @@ from keepstep.wire.messages import (
     RankKeys,
 )
 
-_AWAY_S = 10.0  # a node not seen since this controller began is lost
-_BACK_S = 5.0  # an agent that is away for longer is not waited for by those who ask what it holds...
-_STARTED_AGAIN_S = 60.0  # ...unless its launcher is there, which starts it again
-_NODES_PER_S = 2500  # between two plans: 5 s for 12,500 nodes, whose plan takes most of a second
-_MOST_ALIKE = 4  # nodes that are told as sources of what all ranks have alike
-_PATIENCE_S = 5.0  # for workers to save what could be the next target
+_AWAY_S = 10.0  # a node not seen since this controller began is lost after so long
+_BACK_S = 5.0  # restoring ranks wait for an agent that is away at most so long
+_STARTED_AGAIN_S = 60.0  # the same where its launcher is there, which starts it again
+_NODES_PER_S = 2500  # sets the time between plans: 5 s for 12,500 nodes, whose plan takes most of a second
+_MOST_ALIKE = 4  # most nodes named as sources of a snapshot that is the same on all ranks
+_PATIENCE_S = 5.0  # how long workers may take to save the step that could be the next target
 
 
 @dataclass(slots=True)
 class _Told:
-    """What a node told last."""
+    """The newest inventory of a node."""
 
     message: Inventory
     own: dict[int, tuple[int, ...]]  # packed keys by rank
     backups: dict[int, tuple[int, ...]]
 
 
-@dataclass(slots=True)
 class Backups:
-    """Soft state of one controller. ``copies``: nodes that back up each rank; 0: none do."""
+    """Which node holds which snapshots, and the plan for the next ones. All of it is lost with the controller.
 
-    copies: int
-    lost_s: float  # neither agent nor launcher connected for so long: the node is lost
-    plan: BackupPlan = field(init=False)
-    _told: dict[int, _Told] = field(default_factory=dict[int, _Told])
-    _holders: dict[int, set[int]] = field(default_factory=dict[int, set[int]])  # nodes by rank
-    _away_s: dict[int, float] = field(default_factory=dict[int, float])
-    _lost: set[int] = field(default_factory=set[int])
-    _sent: dict[int, BackUp] = field(default_factory=dict[int, BackUp])  # by peer
-    _changed: bool = True
-    _next_s: float = 0.0
-    _looking: tuple[Key, float] | None = None  # for the next target from where on, and since when
+    ``copies``: nodes that back up each rank, 0: none do; ``lost_s``: a node without agent and launcher for so long is
+    lost.
+    """
 
-    def __post_init__(self) -> None:
-        self.plan = BackupPlan(self.copies)
+    def __init__(self, copies: int, lost_s: float) -> None:
+        self.copies, self._lost_s = copies, lost_s
+        self.begin_again()
 
     def begin_again(self) -> None:
-        """Nodes play other ranks: nothing is known any more of what they hold, nor what each is to do."""
+        """Forget what nodes hold and have to do, as they play other ranks now."""
         self.plan = BackupPlan(self.copies)
-        self._told.clear()
-        self._holders.clear()
-        self._away_s.clear()
-        self._lost.clear()
-        self._sent.clear()
-        self._changed, self._next_s, self._looking = True, 0.0, None
+        self._told: dict[int, _Told] = {}  # by node rank
+        self._holders: dict[int, set[int]] = {}  # node ranks by rank
+        self._away_s: dict[int, float] = {}  # since when agent and launcher are gone, by node rank
+        self._lost: set[int] = set()
+        self._sent: dict[int, BackUp] = {}  # the last order to each peer
+        self._changed, self._next_s = True, 0.0
+        self._looking: tuple[Key, float] | None = None  # the snapshot to follow as a target, and since when
 
     def heard(self, node: Node, message: Inventory) -> None:
-        """A node's agent says what its cache holds."""
+        """Take a node's inventory: what its cache holds."""
         self.forget(node.rank)
         told = _Told(message, _by_rank(message.own), _by_rank(message.backups))
         self._told[node.rank] = told
@@ -76,17 +69,17 @@ class Backups:
         self._changed = True
 
     def forget(self, node_rank: int) -> None:
-        """What this node holds is not known any more: its agent is another process, or it is lost."""
+        """Forget what a node holds: its agent is another process now, or the node is lost."""
         told = self._told.pop(node_rank, None)
         for rank in (*told.own, *told.backups) if told else ():
             self._holders[rank].discard(node_rank)
         self._changed = True
 
     def locate(self, message: Locate, cluster: Cluster, expected_nodes: int, now_s: float) -> Located | None:
-        """Who holds snapshots of these ranks, nodes with an agent only.
+        """Which nodes with an agent hold snapshots of these ranks; None where there are no backups.
 
-        They have to wait while not all nodes have told, and while a holder's agent may come back: a restore that is
-        told of nothing ends the job. None: there are no backups.
+        The answer is to wait while the inventory of a node is missing, or a holder's agent may come back: a restore
+        that finds no snapshot ends the job.
         """
         if self.copies == 0:
             return None
@@ -110,7 +103,7 @@ class Backups:
         return Located(message.request, tuple(rows))
 
     def _alike(self, rank: int, cluster: Cluster) -> list[Holder]:
-        """Nodes with snapshots that are the same on all ranks; other ranks are told of others."""
+        """Nodes with a snapshot that is the same on all ranks; which ones depends on the rank, to spread the load."""
         found: list[Holder] = []
         having = sorted(one for one, told in self._told.items() if told.message.alike)
         for index in range(len(having)):
@@ -123,7 +116,7 @@ class Backups:
         return found
 
     def tick(self, cluster: Cluster, expected_nodes: int, now_s: float) -> list[tuple[int, BackUp]]:
-        """What has to be said now, by peer."""
+        """The orders to send now, by peer."""
         self._watch(cluster, now_s)
         self._look_again(now_s)
         if not self._changed or now_s < self._next_s or not self._ready(cluster, expected_nodes):
@@ -147,14 +140,14 @@ class Backups:
         return said
 
     def withheld(self) -> str:
-        """Why what a node holds cannot be had on others; "": it can."""
+        """Why other nodes cannot fetch the snapshots of a node; "": they can."""
         if self.copies == 0:
             return "that takes --checkpoint-backups 1 or more"
         silent = [rank for rank, told in sorted(self._told.items()) if not told.message.endpoints]
         return f"node {silent[0]} gives no states on an address that others reach" if silent else ""
 
     def waits(self) -> str:
-        """Why snapshots are not backed up, if they are not."""
+        """Why snapshots are not backed up; "": they are."""
         for rank, told in sorted(self._told.items()):
             if not told.message.able:
                 return (
@@ -180,13 +173,13 @@ class Backups:
                     self._changed = True
                 continue
             since_s = self._away_s.setdefault(rank, now_s)
-            patience_s = self.lost_s if rank in self._told else max(self.lost_s, _AWAY_S)
+            patience_s = self._lost_s if rank in self._told else max(self._lost_s, _AWAY_S)
             if rank not in self._lost and now_s - since_s >= patience_s:
                 self._lost.add(rank)
                 self.forget(rank)
 
     def _look_again(self, now_s: float) -> None:
-        """Workers that save rarely, or no more, may never come to what was chosen ahead of faster ones."""
+        """Choose another target when workers do not save the chosen step: they may save rarely, or no more."""
         plan = self.plan
         if plan.first is None or plan.target is not None:
             self._looking = None
@@ -197,7 +190,7 @@ class Backups:
             self._looking, self._changed = None, True
 
     def _ready(self, cluster: Cluster, expected_nodes: int) -> bool:
-        """Whether it is known of every node what it holds, or that it is lost."""
+        """Whether every node has sent its inventory, or is lost."""
         nodes = cluster.nodes
         return (
             self.copies > 0
@@ -211,29 +204,14 @@ class Backups:
         pulls: list[Pull] = []
         for home, holders in order.pulls:
             here = [one for one in holders if self._told[one].message.endpoints][:MOST_NODE_ENDPOINTS]
-            pulls.append(
-                Pull(
-                    tuple(homes[home]),
-                    tuple(self._told[one].message.endpoints for one in here),
-                )
-            )
+            pulls.append(Pull(tuple(homes[home]), tuple(self._told[one].message.endpoints for one in here)))
         ranks = tuple(rank for home in order.backs for rank in homes[home])
-        return BackUp(
-            _packed(order.keep),
-            _packed(order.first),
-            _packed(order.target),
-            tuple(pulls),
-            ranks,
-            order.settled,
-        )
+        keep, first, target = (key.pack() if key else 0 for key in (order.keep, order.first, order.target))
+        return BackUp(keep, first, target, tuple(pulls), ranks, order.settled)
 
 
 def _by_rank(rows: Iterable[RankKeys]) -> dict[int, tuple[int, ...]]:
     return {row.rank: row.keys for row in rows}
-
-
-def _packed(key: Key | None) -> int:
-    return key.pack() if key else 0
 
 
 def _stock(told: _Told, homes: Mapping[int, Sequence[int]], home_of: Mapping[int, int]) -> Stock:
@@ -253,7 +231,7 @@ def _stock(told: _Told, homes: Mapping[int, Sequence[int]], home_of: Mapping[int
 
 
 def _common(held: Mapping[int, Collection[int]], ranks: Sequence[int]) -> frozenset[Key]:
-    """The snapshots that all of these ranks have."""
+    """The snapshots that are held of all these ranks."""
     sets = [set(held.get(rank, ())) for rank in ranks]
     words = sets[0].intersection(*sets[1:]) if sets else set[int]()
     return frozenset(key for key in map(_key, words) if key is not None)

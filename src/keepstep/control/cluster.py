@@ -1,4 +1,4 @@
-"""Who is there: nodes with their agent, launcher and last heartbeat; groups, clock samples and host causes."""
+"""What the controller knows of the nodes: agents, launchers, heartbeats, groups, clock samples, host causes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from keepstep.core.summary import ClockSample, Endpoint, GroupInfo, HostCause
 from keepstep.wire.messages import Heartbeat, RankBeat
 
 _MOST_GROUPS = 262_144
-_MOST_MEMBERS = 16_000_000
-_CLOCK_SAMPLES = 400_000  # of all nodes together
+_MOST_MEMBERS = 16_000_000  # of all groups together
+_CLOCK_SAMPLES = 400_000  # kept of all nodes together
 _CLOCK_SAMPLES_OF_NODE = 2048
-_CAUSES_S = 30.0
+_CAUSES_S = 30.0  # how long a host cause counts after it was reported
 
 
 @dataclass(slots=True)
 class Node:
-    """One node as its agent and launcher let it be seen."""
+    """What is known of one node from its agent and launcher."""
 
     rank: int
     name: str
@@ -27,28 +27,28 @@ class Node:
     agent_pid: int = 0
     agent_starts: int = 0
     launcher: int | None = None
-    heard_s: float | None = None  # last heartbeat of the agent
-    lost_s: float | None = None  # since when neither agent nor launcher is connected, until that is told
-    lost: bool = False  # it is told, and none has come back
-    left: bool = False  # said Bye or Ended: its silence means nothing
+    heard_s: float | None = None  # time of the agent's last heartbeat
+    lost_s: float | None = None  # since when agent and launcher are gone, until the loss is reported
+    lost: bool = False  # the loss was reported, and neither has come back
+    left: bool = False  # it said Bye or Ended, so its silence means nothing
     mute: bool = False  # no heartbeat for a moment
-    silent: bool = False  # and for longer
+    silent: bool = False  # no heartbeat for longer
     overdue: bool = False  # all its ranks wait for others, longer than usual
     beat: Heartbeat | None = None
     ranks: tuple[int, ...] = ()
     causes_s: float = 0.0
     causes: tuple[HostCause, ...] = ()
-    failure_domain: str = ""  # shared with nodes that may be lost together
+    failure_domain: str = ""  # nodes of the same domain may be lost together
     endpoints: tuple[Endpoint, ...] = ()  # where its agent answers probes
     clock: deque[ClockSample] = field(default_factory=deque[ClockSample])
 
     def back(self) -> None:
-        """Its agent or launcher is there."""
+        """Note that its agent or launcher is connected."""
         self.lost_s, self.lost = None, False
 
 
 class Cluster:
-    """Bounded state about all nodes. Every method is cheap; none looks at a clock."""
+    """What is known of all nodes, within bounds. Every method is cheap, and none looks at a clock."""
 
     def __init__(self, expected_nodes: int = 1) -> None:
         self._expected_nodes = expected_nodes
@@ -58,7 +58,7 @@ class Cluster:
         self.world_size = 0  # by the placement, 0 when not known
         self.newest_step = -1
         self.refused_groups = 0
-        self.overdue_nodes = 0  # of which every rank waits for others, longer than usual
+        self.overdue_nodes = 0  # nodes whose ranks all wait for others, longer than usual
         self._members = 0
         self._home: dict[int, Node] = {}
 
@@ -78,9 +78,9 @@ class Cluster:
         return node
 
     def wait_for_lost(self) -> tuple[str, float]:
-        """The nodes that are lost, and for how long all ranks of all others have waited; 0: some do not, or are silent.
+        """The lost nodes, and how long all ranks of all other nodes have waited; 0: some do not wait, or are silent.
 
-        A node that only we do not hear trains on, and so do the others.
+        Where only the controller does not hear a node, that trains on, and so do the others.
         """
         lost = [node.name for node in self.nodes.values() if node.lost and not node.left]
         if not lost:
@@ -91,7 +91,7 @@ class Cluster:
         return fold_nodes(lost), min(waits, default=0.0) if are_heard else 0.0
 
     def heard(self, node: Node, beat: Heartbeat, now_s: float) -> None:
-        """A heartbeat. The hot path: 12,500 a second."""
+        """Take a heartbeat. This is the hot path: there may be 12,500 a second."""
         node.beat = beat
         node.heard_s = now_s
         node.mute = node.silent = False
@@ -110,19 +110,19 @@ class Cluster:
             node.causes, node.causes_s = beat.causes, now_s
 
     def plays(self, node: Node, ranks: Iterable[int]) -> None:
-        """These ranks run on this node."""
+        """Note which ranks run on this node."""
         node.ranks = tuple(ranks)
         self._claim(node)
 
     def resize(self, world_size: int) -> None:
-        """The job has so many ranks; who plays them is said next."""
+        """Note the number of ranks; which node plays them is told next."""
         if world_size != self.world_size:
             self.world_size = world_size
             self.node_of.clear()
             self._home.clear()
 
     def learn_groups(self, groups: Iterable[GroupInfo]) -> None:
-        """Keep groups not known yet, up to a bound; the first telling of a name counts."""
+        """Keep groups that are not known yet, up to a bound; of several with one name the first is kept."""
         for group in groups:
             if group.name in self.groups:
                 continue
@@ -133,7 +133,7 @@ class Cluster:
             self.groups[group.name] = group
 
     def begin_again(self, names: Mapping[int, str]) -> None:
-        """The job was formed anew, by nodes of these names: of what its ranks do nothing is known yet."""
+        """Forget what ranks do and which groups they have: the job was re-formed by the nodes with these names."""
         for rank, node in list(self.nodes.items()):
             if names and rank not in names:
                 del self.nodes[rank]
@@ -142,25 +142,21 @@ class Cluster:
             else:
                 node.beat, node.overdue, node.left, node.lost_s = None, False, False, None
         self.overdue_nodes = 0
-        self.forget_groups()
-
-    def forget_groups(self) -> None:
-        """The job was formed anew: its groups are other ones."""
         self.groups.clear()
         self._members = 0
 
     @property
     def known_ranks(self) -> int:
-        """Ranks of the job: by the placement, else those that were heard of."""
+        """The number of ranks: by the rank table, else of those that were heard of."""
         return self.world_size or len(self.node_of)
 
     def home(self, rank: int) -> Node | None:
-        """The node that plays a rank."""
+        """The node that plays a rank; None when it is not known."""
         return self._home.get(rank)
 
     @property
     def reporting_ranks(self) -> int:
-        """Ranks whose agent is connected and speaks."""
+        """The number of ranks whose agent is connected and not silent."""
         return sum(
             len(node.ranks) for node in self.nodes.values() if node.agent is not None and not node.silent
         )
@@ -174,16 +170,16 @@ class Cluster:
         return {node.name for node in self.nodes.values() if node.silent or node.agent is None}
 
     def mute_nodes(self) -> set[str]:
-        """Names of nodes not to wait for: their agents have not been heard for a moment, while at least half are."""
+        """Names of nodes whose answers are not waited for: not heard for a moment, and at most half of all."""
         mute = {node.name for node in self.nodes.values() if node.mute or node.silent or node.agent is None}
         return mute if 2 * len(mute) <= len(self.nodes) else set()
 
     def addresses(self) -> dict[str, str]:
-        """Node name by address, as agents have told where they answer probes."""
+        """Node names by the addresses at which their agents answer probes."""
         return {one.address: node.name for node in self.nodes.values() for one in node.endpoints}
 
     def clock_samples(self) -> dict[str, list[ClockSample]]:
-        """All samples by node name."""
+        """All clock samples by node name."""
         samples: dict[str, list[ClockSample]] = {}
         for node in self.nodes.values():
             if node.clock:
@@ -191,7 +187,7 @@ class Cluster:
         return samples
 
     def causes(self, now_s: float) -> list[HostCause]:
-        """What agents said within the last half minute about causes outside the processes."""
+        """Causes outside the processes that agents have reported within the last half minute."""
         return [
             cause
             for node in self.nodes.values()
@@ -200,7 +196,7 @@ class Cluster:
         ]
 
     def trains(self, steps_unseen: bool) -> bool:
-        """Whether every rank has finished a step; or, where steps are not seen, at least got on."""
+        """Whether every rank has finished a step or, with ``steps_unseen``, has at least made progress."""
         ranks = 0
         for node in self.nodes.values():
             beat = node.beat
@@ -212,13 +208,13 @@ class Cluster:
         return ranks >= self.known_ranks > 0
 
     def step_of(self, rank: int) -> int:
-        """The last step that this rank is known to have finished; -1 when nothing is known."""
+        """The last step that a rank is known to have finished; -1 when nothing is known."""
         node = self._home.get(rank)
         ranks = node.beat.ranks if node is not None and node.beat is not None else ()
         return next((one.step for one in ranks if one.rank == rank), -1)
 
     def beats(self) -> Iterable[RankBeat]:
-        """The last word about every rank."""
+        """The newest heartbeat of every rank."""
         for node in self.nodes.values():
             if node.beat is not None:
                 yield from node.beat.ranks

@@ -1,8 +1,8 @@
-"""The controller's core: a message, who sent it and the time in; what to send, write and print out. No I/O, no clock.
+"""The core of the controller, without I/O or a clock: messages and time come in, effects go out.
 
-The rim calls ``connected``, ``message``, ``disconnected`` and, ten times a second, ``tick``; each returns effects to be
-carried out in order. Everything here is soft: after a restart agents and launchers say again who they are, which
-groups they know and what still holds; incident numbers and open incidents come from the files.
+`ControlServer` calls ``connected``, ``message``, ``disconnected`` and, ten times a second, ``tick``; each returns
+effects to be carried out in order. All state here may be lost: after a restart, agents and launchers say again who they
+are and which groups they know; incident numbers and open incidents are read from the run's files.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from keepstep.wire.messages import (
     Stop,
 )
 
-_MOST_TEXT = 500  # characters of what went wrong
+_MOST_TEXT = 500  # characters kept of a message about a failure
 _FINISHED = Stop(0, "all nodes have finished")
 _NOT_AGREED = "most of the nodes that have to agree on who plays which rank are lost, or cut off from here"
 
@@ -71,7 +71,7 @@ _OrderHandler: TypeAlias = Callable[[Any, Any, float], None]
 
 
 class Controller:
-    """One job's controller."""
+    """The controller of one job: hands each message to the parts that it concerns, and collects their effects."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Controller:
         self.backups = Backups(settings.backups, settings.lost_s)
         self.states = JobStates()
         self.ending = Ending(settings.join_s, settings.grace_s)
-        self._effects: list[Effect] = []  # what is to be done, in this order; every part adds to it
+        self._effects: list[Effect] = []  # what is to be done, in order; every part adds to it
         self.peers = Peers(settings, self.cluster, self.rendezvous, self._effects, pid)
         self.placing = Placing(
             *(self.cluster, self.rendezvous, self.councils, self.peers, self.ending, self._effects)
@@ -108,7 +108,7 @@ class Controller:
             unix_s,
         )
 
-    # --- what the rim calls ---------------------------------------------------------------------------------------
+    # --- what the server calls ------------------------------------------------------------------------------------
 
     def restore(
         self,
@@ -119,7 +119,8 @@ class Controller:
     ) -> None:
         """Continue a run that an earlier controller began: its numbers, open incidents, rank table, end.
 
-        ``council``: that of this host's launcher; its table counts, and when it was led by another, that one is away.
+        ``council``: the council of this host's launcher. Its rank table is used, and its leader counts as lost where
+        that was another launcher.
         """
         self.ending.restore(stop)
         self.cases.restore(incidents)
@@ -141,12 +142,12 @@ class Controller:
             self.reforming.over()
 
     def connected(self, peer: int, role: str) -> None:
-        """A peer has proved that it is of ours, in this role."""
+        """Note a new connection whose peer has proved that it holds the run's secret."""
         self.peers.connected[peer] = Peer(peer, role)
 
     def disconnected(self, peer: int, now_s: float, *, unanswered: bool = False) -> list[Effect]:
-        """A connection has gone. ``unanswered``: nothing came from its host any more, no last packet either."""
-        since_s = now_s + self.settings.link_s if unanswered else now_s  # a link may be back in a moment
+        """Note that a connection has ended. ``unanswered``: its host fell silent, without a last packet."""
+        since_s = now_s + self.settings.link_s if unanswered else now_s  # a cut link may be back in a moment
         gone = self.peers.gone(peer, since_s)
         if gone is None or gone.launcher is None:
             return self._taken()
@@ -157,7 +158,7 @@ class Controller:
         return self._taken()
 
     def reached(self, peer: int) -> list[Effect]:
-        """The election port of a launcher's `Reach` answers."""
+        """Note that the election port of this launcher can be reached, as `Reach` had asked."""
         sender = self.peers.connected.get(peer)
         if (
             sender is not None
@@ -168,7 +169,7 @@ class Controller:
         return self._taken()
 
     def message(self, peer: int, message: Message, now_s: float) -> list[Effect]:
-        """One message from a connected peer."""
+        """Handle one message from a connected peer."""
         sender = self.peers.connected.get(peer)
         if sender is None:
             return []
@@ -184,7 +185,7 @@ class Controller:
         return self._taken()
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Time passes; call it about ten times a second."""
+        """Let time pass. Call it about ten times a second."""
         self.ending.slept(self.peers.slept_s(now_s))
         self.placing.answer(self.rendezvous.tick(now_s))
         self._watch_nodes(now_s)
@@ -203,17 +204,17 @@ class Controller:
         return self._taken()
 
     def end(self, now_s: float) -> list[Effect]:
-        """The job is over (or we are told to go with it): decide what waits, close what is open."""
+        """Decide what is undecided and close all incidents, as the job is over or this process is told to end."""
         self.cases.end(now_s)
         return self._taken()
 
     @property
     def over(self) -> bool:
-        """All launchers have ended."""
+        """Whether all launchers have ended."""
         return self.ending.over
 
     def state(self, now_s: float) -> JobState:
-        """Where the job stands. Looks at every rank until all train."""
+        """The state of the job. Looks at every rank until all train."""
         known = (self.cluster, self.rendezvous, self.reforming, self.cases.dying)
         return self.states.look(*known, self.ending.exit_code, now_s)
 
@@ -255,7 +256,7 @@ class Controller:
             self.peers.refuse(peer, reason)
             return
         if not join.max_restarts and join.incarnation > self.reforming.incarnation:
-            self.cluster.begin_again({})  # by itself, as the launcher of one node does
+            self.cluster.begin_again({})  # the launcher of a single node restarts its workers by itself
             self.cases.mitigation.begin_again(now_s)
         placed = self.rendezvous.join(sender.launcher, join, peer, now_s)
         if not placed.refusals:
@@ -381,9 +382,9 @@ class Controller:
         if sender.launcher is None:
             return
         if self.rendezvous.placements and sender.launcher not in self.rendezvous.placements:
-            return  # a spare that goes is no loss
+            return  # the loss of a spare changes nothing
         if ended.exit_code == 0 and ended.incarnation < self.reforming.incarnation:
-            return  # it has begun again since
+            return  # the launcher has begun another incarnation since
         self.ending.launchers[sender.launcher] = ended
         if sender.node is not None:
             sender.node.left = True
@@ -397,14 +398,14 @@ class Controller:
     def _bye(self, sender: Peer, bye: Bye, now_s: float) -> None:
         node = sender.node
         if node is not None and bye.orphaned:
-            # It does not leave: it is lost, and nothing more will be heard of it.
+            # The node does not leave the job: it is lost, and nothing more will come from it.
             plays = self.rendezvous.placements.items()
             for launcher in [one for one, placement in plays if placement.node_rank == node.rank]:
                 self.reforming.orphaned(launcher)
             return
         launcher = sender.launcher
         if launcher is not None and launcher in self.rendezvous.placements and self.rendezvous.max_restarts:
-            self.reforming.orphaned(launcher)  # a spare that went in the moment in which it got a place
+            self.reforming.orphaned(launcher)  # a spare left just when it got a place
             return
         if node is not None and (sender.role == "launcher" or node.launcher is None):
             node.left = True
@@ -414,13 +415,13 @@ class Controller:
             self.ending.launchers[launcher] = bye
         peer = self.rendezvous.peer(launcher)
         if peer is not None and launcher not in self.rendezvous.placements:
-            self.rendezvous.leave(launcher, peer)  # a spare that goes gets no place any more
+            self.rendezvous.leave(launcher, peer)  # a spare that has left gets no place
             self.reforming.gone(launcher, now_s)
             self.councils.leaves(launcher)
             self._tick_councils(now_s)
 
     def _end_job(self, end: End, now_s: float) -> None:
-        """All nodes end with the exit code of who failed first."""
+        """End the job: all nodes end with the exit code of the first failure."""
         code = end.exit_code if end.by_operator else self.cases.exit_code(now_s) or end.exit_code
         stop = Stop(code, end.reason[:_MOST_TEXT], end.by_operator)
         self.ending.begin(stop)
@@ -430,7 +431,7 @@ class Controller:
         self._tell_stop(now_s)
 
     def _tell_stop(self, now_s: float) -> None:
-        """That the job ends, once that holds under any leader, or there can be none."""
+        """Tell launchers that the job ends, once that holds under any leader or no leader can be elected."""
         stop = self.ending.to_tell(self.councils.stop, now_s)
         if stop is None:
             return
@@ -444,7 +445,9 @@ class Controller:
             return
         self.reforming.over()
         if self.ending.stop is None:
-            self._effects.append(StoreStop(_FINISHED))  # some may not have read it when we are started anew
+            self._effects.append(
+                StoreStop(_FINISHED)
+            )  # a restarted controller tells those that did not read it
             self.peers.tell_launchers(_FINISHED)
 
     def _taken(self) -> list[Effect]:

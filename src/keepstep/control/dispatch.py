@@ -1,6 +1,6 @@
-"""Messages that concern one part of the controller alone: which part, and what it is handed of them.
+"""Handlers of messages that concern one part of the controller alone.
 
-The others need several parts, in an order: they are handled by methods of the controller.
+All other messages concern several parts in a certain order, and are handled by methods of the controller.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from keepstep.wire.messages import (
     Validate,
 )
 
-_MOST_ENDPOINTS = 4
+_MOST_ENDPOINTS = 4  # addresses kept for probes of one node
 
 
 class Parts(Protocol):
-    """The controller, as far as these messages need it."""
+    """The parts of the controller that these handlers need."""
 
     cluster: Cluster
     cases: Cases

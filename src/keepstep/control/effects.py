@@ -1,4 +1,4 @@
-"""What the controller's core wants done by its rim."""
+"""What the core of the controller wants done by its server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keepstep.wire.messages import Council, Message, Placement, Seat, Stop
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send one message to some peers (numbers of connections)."""
+    """Send one message to some peers, which are numbers of connections."""
 
     peers: tuple[int, ...]
     message: Message
@@ -19,7 +19,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Close a peer's connection once what was sent to it has left."""
+    """Close a peer's connection once the messages to it have been sent."""
 
     peer: int
     reason: str
@@ -34,7 +34,7 @@ class WriteIncident:
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Print: a ``verdict``, one that is ``sharper`` than the last, the newest action, the line that ``closes`` it."""
+    """Print a verdict, a ``sharper`` one, the newest action (``acts``), or the line that ``closes`` an incident."""
 
     incident: Incident
     what: Literal["verdict", "sharper", "acts", "closes"]
@@ -56,21 +56,21 @@ class StorePlacement:
 
 @dataclass(frozen=True, slots=True)
 class StoreStop:
-    """Keep what the job ends with, so that the next controller process ends it, too."""
+    """Keep how the job ends, so that the next controller process ends it in the same way."""
 
     stop: Stop
 
 
 @dataclass(frozen=True, slots=True)
 class StoreCouncil:
-    """Keep the council for the next controller process of this host, before it is told to anybody."""
+    """Keep the council for the next controller process on this host. It is carried out before anybody is told."""
 
     council: Council
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Find out whether a launcher's election port can be reached, for as long as the peer is there."""
+    """Try to reach the election port of a launcher, until that succeeds or the peer is gone."""
 
     peer: int
     seat: Seat
