@@ -21,7 +21,7 @@ from keepstep.control.incidents.open_cases import OpenCases
 from keepstep.control.incidents.register import Register
 from keepstep.control.incidents.slow_case import SlowCase
 from keepstep.control.incidents.validations import Validations
-from keepstep.control.membership.operator_orders import Operating
+from keepstep.control.membership.rank_moves import RankMoves
 from keepstep.control.membership.rendezvous import MOST_RANKS
 from keepstep.control.remedies.mitigation import Mitigation
 from keepstep.control.settings import Settings
@@ -44,14 +44,14 @@ class Cases:
         cluster: Cluster,
         locators: Locators,
         open_cases: OpenCases,
-        operating: Operating,
+        rank_moves: RankMoves,
         effects: list[Effect],
         unix_s: Callable[[float], float],
     ) -> None:
         agents = Agents(cluster, settings, effects, unix_s)
         validations = Validations(cluster, agents, open_cases, effects, is_wanted=settings.validate)
         register = Register(settings, cluster, open_cases.reforming, effects, unix_s)
-        self.desk = Desk(cluster, locators, agents, validations, operating, register, unix_s)
+        self.desk = Desk(cluster, locators, agents, validations, rank_moves, register, unix_s)
         self.mitigation = Mitigation(self.desk, settings.mitigate, open_cases.reforming, open_cases)
         self.ignored = 0  # findings that made no sense
         self.recovery: Recovery | None = None  # the newest

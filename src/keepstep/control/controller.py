@@ -20,11 +20,13 @@ from keepstep.control.incidents.open_cases import OpenCases
 from keepstep.control.membership.admission import Admission
 from keepstep.control.membership.council import Councils
 from keepstep.control.membership.ending import Ending
-from keepstep.control.membership.growth import Growing
+from keepstep.control.membership.growth import Growth
 from keepstep.control.membership.job_state import JobStates
-from keepstep.control.membership.operator_orders import Operating
+from keepstep.control.membership.operator_orders import OperatorOrders
+from keepstep.control.membership.pauses import Pauses
 from keepstep.control.membership.peers import Peer, Peers
 from keepstep.control.membership.placing import Placing
+from keepstep.control.membership.rank_moves import RankMoves
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.reforming_orders import (
     End,
@@ -96,14 +98,16 @@ class Controller:
         )
         spending = Spending(settings.restart_budget, unix_s)
         self.reforming = Reforming(self.rendezvous, settings, self.peers.is_heard, spending)
-        self._operating = Operating(self.rendezvous, self.reforming, self.backups, self._effects)
-        self._growing = Growing(self.rendezvous, self.reforming, self._operating)
+        membership = (self.rendezvous, self.reforming)
+        self._pauses = Pauses(*membership, self.backups.withheld, self._effects)
+        self._operator_orders = OperatorOrders(*membership, self._pauses, self._effects)
+        self._growth = Growth(*membership, self._pauses)
         self.cases = Cases(
             settings,
             self.cluster,
             locators or Locators(),
             OpenCases(self.ending, self.reforming),
-            self._operating,
+            RankMoves(*membership, self._pauses),
             self._effects,
             unix_s,
         )
@@ -190,11 +194,12 @@ class Controller:
         self.placing.answer(self.rendezvous.tick(now_s))
         self._watch_nodes(now_s)
         self._reform(self.reforming.tick(now_s), now_s)
-        self._reform(self._operating.tick(self.peers.connected.keys(), now_s), now_s)
-        newcomers = self.settings.backups > 0 and bool(self._growing.newcomers)
+        self._operator_orders.tick()
+        self._reform(self._pauses.tick(self.peers.connected.keys(), now_s), now_s)
+        newcomers = self.settings.backups > 0 and bool(self._growth.newcomers)
         if (newcomers or self.reforming.is_untried) and self.state(now_s) is JobState.RUNNING:
             self.reforming.trains()
-            self._growing.tick(now_s)
+            self._growth.tick(now_s)
         self._tick_councils(now_s)
         self.cases.tick(self.peers.connected.keys(), now_s)
         self._tick_backups(now_s)
@@ -312,12 +317,12 @@ class Controller:
 
     def _operate(self, sender: Peer, message: Operate, now_s: float) -> None:
         why = "the job is ending" if self.ending.under_way else ""
-        self._reform(self._operating.asked(sender.number, message, why, now_s), now_s)
+        self._reform(self._operator_orders.asked(sender.number, message, why, now_s), now_s)
 
     def _sealed(self, sender: Peer, message: Sealed, now_s: float) -> None:
         if sender.launcher is not None:
             sealed = (message.incarnation, message.step, message.why[:_MOST_TEXT])
-            self._reform(self._operating.sealed(sender.launcher, *sealed, now_s), now_s)
+            self._reform(self._pauses.sealed(sender.launcher, *sealed, now_s), now_s)
 
     def _halted(self, sender: Peer, message: Halted, now_s: float) -> None:
         if sender.launcher is not None:
@@ -426,7 +431,7 @@ class Controller:
         stop = Stop(code, end.reason[:_MOST_TEXT], end.by_operator)
         self.ending.begin(stop)
         self.reforming.over()
-        self._operating.end()
+        self._pauses.give_up("the job ends")
         self.councils.end(stop)
         self._tell_stop(now_s)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
 from test_reforming import SETTINGS, Job, kinds
 
 from keepstep.control.effects import Effect, Send, Tell
-from keepstep.control.membership.growth import Growing
-from keepstep.control.membership.operator_orders import Operating
+from keepstep.control.membership.growth import Growth
+from keepstep.control.membership.operator_orders import OperatorOrders
+from keepstep.control.membership.pauses import Pauses
+from keepstep.control.membership.rank_moves import RankMoves
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.reforming_orders import End, Lapsed, Order
 from keepstep.control.membership.rendezvous import Rendezvous
@@ -27,11 +30,14 @@ class Elastic(Job):
         settings = replace(SETTINGS, **how)  # type: ignore[arg-type]
         self.reforming = Reforming(self.rendezvous, settings, lambda rank, now_s: False, self.spending)
         self.effects: list[Effect] = []
-        self.operating = Operating(self.rendezvous, self.reforming, self, self.effects)
-        self.growing = Growing(self.rendezvous, self.reforming, self.operating)
+        core = (self.rendezvous, self.reforming)
+        self.pauses = Pauses(*core, lambda: self.why_withheld, self.effects)
+        self.operating = OperatorOrders(*core, self.pauses, self.effects)
+        self.moves, self.growing = RankMoves(*core, self.pauses), Growth(*core, self.pauses)
 
-    def withheld(self) -> str:
-        return self.why_withheld
+    def tick(self, peers: Collection[int], now_s: float) -> list[Order]:
+        self.operating.tick()
+        return self.pauses.tick(peers, now_s)
 
     @property
     def sent(self) -> list[tuple[tuple[int, ...], Message]]:
@@ -154,8 +160,8 @@ def test_who_comes_is_taken_in_at_a_step_that_all_have_sealed_and_it_is_no_resta
     job.growing.tick(25.0)
     job.growing.tick(60.0)
     assert job.sent == [((0, 2), Seal(1, alike=True, warm=True))]
-    assert job.operating.sealed(job.launcher(0), 1, 41, "", 61.0) == []
-    assert kinds(job.operating.sealed(job.launcher(2), 1, 42, "", 62.0)) == ["HaltThese"]
+    assert job.pauses.sealed(job.launcher(0), 1, 41, "", 61.0) == []
+    assert kinds(job.pauses.sealed(job.launcher(2), 1, 42, "", 62.0)) == ["HaltThese"]
     assert job.halt(0, 2, incarnation=1, now_s=63.0) == []  # the newcomer says first which port is free
     orders = job.halt(7, incarnation=1, now_s=64.0)
     assert told(orders) == "gpu-7 can be taken in; more nodes, 3 after 2; all nodes begin again"
@@ -185,7 +191,7 @@ def test_a_job_that_seals_nothing_that_all_have_alike_goes_on_without_and_says_s
     job.come(7, now_s=20.0)
     job.growing.tick(20.0)
     job.growing.tick(25.0)
-    said = told(job.operating.sealed(job.launcher(2), 1, -1, RIGID, 26.0))
+    said = told(job.pauses.sealed(job.launcher(2), 1, -1, RIGID, 26.0))
     assert said == f"gpu-7 can be taken in; the job goes on without: node gpu-2 {RIGID}"
     job.growing.tick(100.0)
     assert len(job.sent) == 1
@@ -285,7 +291,7 @@ def test_two_nodes_exchange_their_ranks_and_nobody_else_moves() -> None:
     assert orders == []
     assert job.sent == [((0, 2), Seal(0, leave=True)), ((1,), Seal(0))]
     for number in range(3):
-        orders = job.operating.sealed(job.launcher(number), 0, 7, "", 6.0)
+        orders = job.pauses.sealed(job.launcher(number), 0, 7, "", 6.0)
     assert kinds(orders) == ["HaltThese"]
     assert not orders[0].fresh, "the places change, processes may go on"  # type: ignore[union-attr]
     orders = job.halt(0, 1, 2, now_s=7.0)
@@ -295,7 +301,7 @@ def test_two_nodes_exchange_their_ranks_and_nobody_else_moves() -> None:
     after = job.places()
     assert after == {"gpu-0": before["gpu-2"], "gpu-1": before["gpu-1"], "gpu-2": before["gpu-0"]}
     assert {one.master_addr for one in job.table().values()} == {"10.0.0.2"}
-    job.operating.tick({99}, 8.0)
+    job.tick({99}, 8.0)
     assert [answer.done for answer in job.answers] == ["begins again, incarnation 1"]
 
 
@@ -320,16 +326,16 @@ def test_where_states_stay_on_their_nodes_none_is_exchanged() -> None:
     job.why_withheld = "node 1 gives no states on an address that others reach"
     job.operating.asked(99, Operate("exchange", nodes=("gpu-0", "gpu-1")), "", 5.0)
     assert job.answers[0].refused.endswith(f"no state on their new node: {job.why_withheld}")
-    assert job.operating.exchange({0: 1, 1: 0}, "a slow link", 6.0) == job.answers[0].refused
+    assert job.moves.exchange({0: 1, 1: 0}, "a slow link", 6.0) == job.answers[0].refused
 
 
 def test_a_node_without_room_for_its_old_ranks_states_beside_the_new_ones_is_not_exchanged() -> None:
     job = Elastic()
     job.operating.asked(99, Operate("exchange", nodes=("gpu-0", "gpu-2")), "", 5.0)
-    job.operating.sealed(job.launcher(1), 0, 7, "", 6.0)
-    assert job.operating.sealed(job.launcher(2), 0, -1, "lacks 1.50 GiB", 6.0) == []
+    job.pauses.sealed(job.launcher(1), 0, 7, "", 6.0)
+    assert job.pauses.sealed(job.launcher(2), 0, -1, "lacks 1.50 GiB", 6.0) == []
     assert [answer.refused for answer in job.answers] == ["node gpu-2 lacks 1.50 GiB"]
-    assert job.operating.sealed(job.launcher(0), 0, 7, "", 6.0) == []
+    assert job.pauses.sealed(job.launcher(0), 0, 7, "", 6.0) == []
     assert job.operating.asked(99, Operate("suspend", now=True), "", 7.0) != []
 
 
@@ -340,28 +346,26 @@ def test_a_node_that_is_lost_in_an_exchange_ends_the_exchange_not_the_job() -> N
     orders = job.lose(2, 6.5)
     assert "fewer nodes, 2 after 3; nodes gpu-[0,2] could not exchange their ranks" in told(orders)
     assert job.places() == {"gpu-0": (0, 0, 4, 2), "gpu-1": (1, 2, 4, 2)}
-    job.operating.tick({99}, 11.0)
+    job.tick({99}, 11.0)
     assert job.answers[0].refused == "a node was lost meanwhile; the job begins again, incarnation 1"
 
 
 def test_nobody_is_asked_about_an_exchange_that_the_controller_orders() -> None:
     job = Elastic()
-    assert job.operating.exchange({0: 1, 1: 0}, "the link gpu-1 to gpu-2 is slow", 5.0) == ""
-    assert job.operating.exchange({0: 1, 1: 0}, "again", 5.0) == "exchange is under way already"
+    assert job.moves.exchange({0: 1, 1: 0}, "the link gpu-1 to gpu-2 is slow", 5.0) == ""
+    assert job.moves.exchange({0: 1, 1: 0}, "again", 5.0) == "exchange is under way already"
     for number in range(3):
-        job.operating.sealed(job.launcher(number), 0, 7, "", 6.0)
+        job.pauses.sealed(job.launcher(number), 0, 7, "", 6.0)
     orders = job.halt(0, 1, 2, now_s=7.0)
     assert told(orders).startswith("the link gpu-1 to gpu-2 is slow; nodes gpu-[0-1] exchanged their ranks")
 
 
 def test_nodes_can_change_places_in_a_round() -> None:
     job = Elastic()
-    assert (
-        job.operating.exchange({0: 1, 1: 3, 3: 0}, "the link is fast again", 5.0) == "the job has 3 nodes now"
-    )
-    assert job.operating.exchange({0: 1, 1: 2, 2: 0}, "the link is fast again", 5.0) == ""
+    assert job.moves.exchange({0: 1, 1: 3, 3: 0}, "the link is fast again", 5.0) == "the job has 3 nodes now"
+    assert job.moves.exchange({0: 1, 1: 2, 2: 0}, "the link is fast again", 5.0) == ""
     for number in range(3):
-        job.operating.sealed(job.launcher(number), 0, 7, "", 6.0)
+        job.pauses.sealed(job.launcher(number), 0, 7, "", 6.0)
     assert "nodes gpu-[0-2] exchanged their ranks" in told(job.halt(0, 1, 2, now_s=7.0))
     assert job.reforming.exchanged
     assert {node: place[0] for node, place in job.places().items()} == {"gpu-1": 0, "gpu-2": 1, "gpu-0": 2}
@@ -371,22 +375,22 @@ def test_an_exchange_that_the_controller_ordered_and_that_cannot_be_is_told_to_w
     job = Elastic()
 
     def order(now_s: float) -> None:
-        assert job.operating.exchange({0: 2, 2: 0}, "the link is slow", now_s) == ""
+        assert job.moves.exchange({0: 2, 2: 0}, "the link is slow", now_s) == ""
 
     order(5.0)
-    lapsed, tell = job.operating.sealed(job.launcher(2), 0, -1, "lacks 1.50 GiB", 6.0)
+    lapsed, tell = job.pauses.sealed(job.launcher(2), 0, -1, "lacks 1.50 GiB", 6.0)
     assert isinstance(tell, Tell)
     assert tell.text == "the link is slow; the job goes on without: node gpu-2 lacks 1.50 GiB"
     orders = [lapsed]
     order(7.0)
-    orders += job.operating.tick((), 186.0)
-    orders += job.operating.tick((), 187.0)
+    orders += job.tick((), 186.0)
+    orders += job.tick((), 187.0)
     order(190.0)
     orders += job.operating.asked(99, Operate("restart"), "", 191.0)
-    orders += job.operating.tick((), 192.0)  # who asked has gone
+    orders += job.tick((), 192.0)  # who asked has gone
     order(193.0)
     job.fail(1, now_s=194.0)
-    orders += job.operating.tick((), 194.1)
+    orders += job.tick((), 194.1)
     assert [one.why for one in orders if isinstance(one, Lapsed)] == [
         "node gpu-2 lacks 1.50 GiB",
         "not all ranks sealed a step",

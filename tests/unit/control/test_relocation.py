@@ -58,7 +58,7 @@ class Office:
         return self
 
     @property
-    def operating(self) -> Office:
+    def rank_moves(self) -> Office:
         return self
 
     def ask_probes(self, pairs: Any, now_s: float, load_bytes: int = 0) -> int:

@@ -27,7 +27,7 @@ class Office:
         self.ordered: list[tuple[dict[int, str], str]] = []
 
     @property
-    def operating(self) -> Office:
+    def rank_moves(self) -> Office:
         return self
 
     def irreplaceable(self, nodes: Any) -> str:
@@ -112,10 +112,10 @@ def with_spare() -> Elastic:
 def test_a_spare_takes_the_ranks_of_a_slow_node_when_all_have_sealed() -> None:
     job = with_spare()
     before = job.places()
-    assert job.operating.replace({1: "rank 2 is slow"}, "gpu-1 is slow", 5.0) == ""
+    assert job.moves.replace({1: "rank 2 is slow"}, "gpu-1 is slow", 5.0) == ""
     assert job.sent == [((0, 1, 2), Seal(0, warm=True))]  # nobody waits: let standbys be warm
     for number in range(3):
-        orders = job.operating.sealed(job.launcher(number), 0, 7, "", 6.0)
+        orders = job.pauses.sealed(job.launcher(number), 0, 7, "", 6.0)
     assert kinds(orders) == ["HaltThese"]
     assert job.halt(0, 1, 2, now_s=7.0) == []  # the spare has not said yet where it can be reached
     orders = job.halt(7, now_s=7.1)
@@ -128,11 +128,11 @@ def test_a_spare_that_goes_meanwhile_leaves_the_slow_node_where_it_is() -> None:
     job = with_spare()
     job.operating.asked(99, Operate("replace", nodes=("gpu-1",)), "", 5.0)
     for number in range(3):
-        job.operating.sealed(job.launcher(number), 0, 7, "", 6.0)
+        job.pauses.sealed(job.launcher(number), 0, 7, "", 6.0)
     job.rendezvous.leave(job.launcher(7), 7)
     orders = job.halt(0, 1, 2, now_s=7.0)
     assert kinds(orders) == ["Renew", "Tell"]
-    job.operating.tick({99}, 8.0)
+    job.tick({99}, 8.0)
     why = "gpu-1 stays, no spare was left for it; the job begins again, incarnation 1"
     assert [answer.refused for answer in job.answers] == [why]
 
@@ -141,10 +141,10 @@ def test_an_operator_has_a_node_replaced() -> None:
     job = with_spare()
     job.operating.asked(99, Operate("replace", nodes=("1",)), "", 5.0)
     for number in range(3):
-        job.operating.sealed(job.launcher(number), 0, 7, "", 6.0)
+        job.pauses.sealed(job.launcher(number), 0, 7, "", 6.0)
     orders = job.halt(0, 1, 2, 7, now_s=7.0)
     assert "node gpu-1 replaced" in told(orders)
-    job.operating.tick({99}, 8.0)
+    job.tick({99}, 8.0)
     assert [answer.done for answer in job.answers] == ["begins again, incarnation 1"]
 
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_replaced_is_refused_in_a_line(nodes: tuple[str, ...], wh
 def test_without_a_spare_nothing_is_ordered() -> None:
     job = Elastic()
     why = "no spare waits to take the place of gpu-1; start one with the same command"
-    assert job.operating.irreplaceable([1]) == why
-    assert job.operating.replace({1: "slow"}, "gpu-1 is slow", 5.0) == why
-    assert job.operating.irreplaceable([9]) == "it was not placed"
+    assert job.moves.irreplaceable([1]) == why
+    assert job.moves.replace({1: "slow"}, "gpu-1 is slow", 5.0) == why
+    assert job.moves.irreplaceable([9]) == "it was not placed"
     assert not job.sent

@@ -12,8 +12,9 @@ from keepstep.control.incidents.agents import Agents
 from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.register import Register, Saying
 from keepstep.control.incidents.validations import Validations
-from keepstep.control.membership.operator_orders import Operating
+from keepstep.control.membership.rank_moves import RankMoves
 from keepstep.core.incident import Action, Diagnosis, Event, Incident, IncidentKind
+from keepstep.core.node_clocks import Clocks
 from keepstep.core.summary import PeerTraffic
 from keepstep.report.wording import named
 
@@ -39,11 +40,11 @@ class Desk:
     locators: Locators
     agents: Agents
     validations: Validations
-    operating: Operating  # has ranks play on other nodes
+    rank_moves: RankMoves  # has ranks play on other nodes
     register: Register  # gives incidents their numbers, and publishes them
     unix_s: Callable[[float], float]  # Unix time of a moment on the controller's clock
 
-    def clocks(self) -> Any:
+    def clocks(self) -> Clocks | None:
         """The nodes' clock offsets for the locators; None where they cannot be estimated."""
         try:
             return self.locators.offsets(self.cluster.clock_samples())

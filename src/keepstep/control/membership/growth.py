@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from keepstep.control.membership.operator_orders import Operating
+from keepstep.control.membership.pauses import Pause, Pauses
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.rendezvous import Launcher, Rendezvous
 from keepstep.core.ranges import fold_nodes
 
 _TOGETHER_S = 5.0  # nodes that come one after the other cost one beginning, not each its own
+_SEAL_S = 1800.0  # for every rank to seal what more nodes can begin with: nobody waits for an answer
 
 
-class Growing:
-    """Says when; `Operating` does it at the next step that all ranks have sealed."""
+class Growth:
+    """Wants a pause for newcomers, once all ranks have sealed a step that all of them can begin with."""
 
-    def __init__(self, rendezvous: Rendezvous, reforming: Reforming, operating: Operating) -> None:
-        self._rendezvous, self._reforming, self._operating = rendezvous, reforming, operating
+    def __init__(self, rendezvous: Rendezvous, reforming: Reforming, pauses: Pauses) -> None:
+        self._rendezvous, self._reforming, self._pauses = rendezvous, reforming, pauses
         self._seen: tuple[list[Launcher], int] = ([], 0)
         self._since_s = 0.0
+        self._wanted: tuple[int, Pause] | None = (
+            None  # the last pause, and the incarnation in which it was wanted
+        )
 
     @property
     def newcomers(self) -> list[Launcher]:
@@ -25,9 +29,14 @@ class Growing:
 
     def tick(self, now_s: float) -> None:
         """Time passes while the job trains."""
-        seen = (self.newcomers, self._reforming.incarnation)
+        newcomers, incarnation = seen = (self.newcomers, self._reforming.incarnation)
         if seen != self._seen:
             self._seen, self._since_s = seen, now_s
-        if not seen[0] or self._operating.is_growing or now_s - self._since_s < _TOGETHER_S:
+        if not newcomers or now_s - self._since_s < _TOGETHER_S or self._pauses.objection("restart"):
             return
-        self._operating.grow(f"{fold_nodes(one.node for one in seen[0])} can be taken in", now_s)
+        if self._wanted is not None and self._wanted[0] == incarnation and self._wanted[1].is_impossible:
+            return
+        why = f"{fold_nodes(one.node for one in newcomers)} can be taken in"
+        pause = Pause("grow", now_s + _SEAL_S, set(self._rendezvous.placements), why=why, alike=True)
+        self._wanted = (incarnation, pause)
+        self._pauses.want(pause)

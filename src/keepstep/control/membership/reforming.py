@@ -100,16 +100,16 @@ class Reforming:
     def pause(
         self,
         now_s: float,
+        exchange: Mapping[Launcher, Launcher] | None = None,
+        unfit: Mapping[Launcher, str] | None = None,
         *,
         hold: bool,
         why: str = BY_HAND,
-        exchange: Mapping[Launcher, Launcher] | None = None,
-        unfit: Mapping[Launcher, str] | None = None,
     ) -> list[Order]:
         """All are to begin again without a failure.
 
-        ``hold``: not before `resume`; ``exchange``: who takes whose place, by who has it; ``unfit``: spares in their
-        places, and why.
+        ``exchange``: who takes whose place, by who has it; ``unfit``: spares in their places, and why; ``hold``: not
+        before `resume`.
         """
         if self.state is State.RUNNING:
             self._occasion = Occasion(why, exchange or {}, unfit or {}, hold)

@@ -232,7 +232,7 @@ class Relocation(Move):
             del self._done[-len(due) :]
             return None
         why = "; ".join(dict.fromkeys(one.gone for one in due))
-        refused = self._desk.operating.exchange(takers, why, now_s)
+        refused = self._desk.rank_moves.exchange(takers, why, now_s)
         self.back, self._ordered_s = (0, None) if refused else (len(due), now_s)
         for one in due:
             one.fast = 0
@@ -300,7 +300,7 @@ class Relocation(Move):
         why = (
             f"the link {' ↔ '.join(link)} is slow" if link else "slow nodes are in several replicas or stages"
         )
-        return self._desk.operating.exchange(_takers(exchange.swaps), why, now_s)
+        return self._desk.rank_moves.exchange(_takers(exchange.swaps), why, now_s)
 
     def _blamed(self, cases: Sequence[SlowCase]) -> tuple[str, str] | None:
         """The first link between nodes of the job that is blamed."""

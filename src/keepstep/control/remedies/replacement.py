@@ -39,7 +39,7 @@ class Replacement(Move):
         blamed = self._blamed(cases)
         if not blamed or self._replaceable(blamed):
             return ""
-        return self._desk.operating.irreplaceable(list(blamed)[:1])
+        return self._desk.rank_moves.irreplaceable(list(blamed)[:1])
 
     def remedy(self, look: Look) -> Remedy | None:
         """See `Move`."""
@@ -63,7 +63,7 @@ class Replacement(Move):
 
     def _have_done(self, now_s: float) -> str:
         self._names = tuple(self._desk.cluster.nodes[rank].name for rank in self._found)
-        return self._desk.operating.replace(self._found, f"{_which(self._names)} slow", now_s)
+        return self._desk.rank_moves.replace(self._found, f"{_which(self._names)} slow", now_s)
 
     def _blamed(self, cases: Sequence[SlowCase]) -> dict[int, str]:
         """Nodes by rank, the slowest first, and what is said of each."""
@@ -79,7 +79,7 @@ class Replacement(Move):
         """As many of these as there are spares for."""
         chosen: dict[int, str] = {}
         for rank, why in blamed.items():
-            if not self._desk.operating.irreplaceable([*chosen, rank]):
+            if not self._desk.rank_moves.irreplaceable([*chosen, rank]):
                 chosen[rank] = why
         return chosen
 
