@@ -16,7 +16,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ from benchmarks.simulate import Fault, Run, Workload
 
 from keepstep import wire
 from keepstep.control.cluster import Cluster
-from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.agents import PACKED_WORLD
+from keepstep.control.incidents.locators import Locators
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Diagnosis
 from keepstep.core.iteration_table import between
 from keepstep.core.layout import ParallelLayout
@@ -138,11 +139,14 @@ def locate_profiles(
     causes = [cause for answer in answers for cause in answer.causes]
     traffic = [one for answer in answers for one in answer.traffic]
     clocks = locators.offsets(cluster.clock_samples())
-    found = locators.slow(before, after, groups, nodes, clocks, causes, traffic)
-    wanted = locators.blocks_wanted(found.culprits, after, groups) if blocks_of is not None else ()
+    evidence = Evidence(
+        groups, nodes, clocks, before=before, after=after, onset_step=onset, causes=causes, traffic=traffic
+    )
+    found = locators.slow(evidence)
+    wanted = locators.blocks_wanted(evidence, found.culprits) if blocks_of is not None else ()
     if blocks_of is not None and wanted:
         blocks = [one for message in blocks_of(wanted) for one in _decode(message).blocks]
-        found = locators.sharpen(found, blocks, onset, before, after, groups, nodes, clocks)
+        found = locators.sharpen(replace(evidence, blocks=blocks), found)
     return found, after
 
 
@@ -182,7 +186,7 @@ def judge_hang(case: Case) -> dict[str, Any]:
     answers = [_decode(message) for message in states(run, case.silent)]
     told = [state for answer in answers for state in answer.states]
     silent_nodes = {nodes[node * case.workload.ranks_per_node] for node in case.silent}
-    diagnosis = locate_hang(told, groups, nodes, silent_nodes)
+    diagnosis = locate_hang(Evidence(groups, nodes, states=told, silent_nodes=silent_nodes))
     wanted = meant(case, [math.inf] * len(case.faults))
     quiet = _silent_ranks(case)
     judged = {"oldest progress": judge(baselines.oldest_progress(told, groups), wanted, quiet)}

@@ -15,6 +15,7 @@ from keepstep import wire
 from keepstep.control.__main__ import collect_rarely
 from keepstep.control.cluster import Cluster
 from keepstep.control.incidents.locators import Locators
+from keepstep.core.evidence import Evidence
 from keepstep.core.iteration_table import between
 from keepstep.core.summary import GroupInfo
 from keepstep.wire.messages import AgentMessage
@@ -50,14 +51,16 @@ def main() -> None:
     clocks = locators.offsets(cluster.clock_samples())
     if isinstance(answers[0], wire.States):
         told = [state for answer in answers for state in answer.states]
-        found = locators.hang(told, groups, nodes, (), clocks, [], [], {})
+        found = locators.hang(Evidence(groups, nodes, clocks, states=told))
     else:
         traffic = [one for answer in answers for one in answer.traffic]
         causes = [one for answer in answers for one in answer.causes]
         rows = iterations_of(answers)
         del answers
         before, after = between(rows, 0, onset), between(rows, onset, 1 << 30)
-        found = locators.slow(before, after, groups, nodes, clocks, causes, traffic)
+        found = locators.slow(
+            Evidence(groups, nodes, clocks, before=before, after=after, causes=causes, traffic=traffic)
+        )
     done, cpu = time.perf_counter(), time.process_time() - cpu
     status = Path("/proc/self/status").read_text()  # what getrusage tells was the parent's before exec
     memory_mb = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6

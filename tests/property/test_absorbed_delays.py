@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from benchmarks.simulate import Durations, Fault, Workload
 
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis, Link
 from keepstep.core.layout import ParallelLayout
-from keepstep.locate import blocks_wanted, infer_layout, sharpen
+from keepstep.locate import blocks_wanted, sharpen
 
 ONSET, STEPS = 5, 7
 WORKLOAD = Workload(
@@ -34,11 +35,11 @@ def judged(culprits: list[Culprit], faults: list[Fault], silent: frozenset[int] 
     nodes = WORKLOAD.nodes
     rows = [row for rank in run.summaries() for row in rank if row.rank not in silent]
     before, after = [r for r in rows if r.step < ONSET], [r for r in rows if r.step >= ONSET]
-    layout = infer_layout(groups, after)
-    wanted = blocks_wanted(culprits, after, groups, layout)
+    evidence = Evidence(groups, nodes, before=before, after=after, onset_step=ONSET)
+    wanted = blocks_wanted(evidence, culprits)
     blocks = list(WORKLOAD.run(STEPS, faults, blocks_of=wanted).blocks())
     said = Diagnosis("slow", tuple(culprits), (), (), ())
-    return sharpen(said, blocks, ONSET, before, after, groups, layout, nodes)
+    return sharpen(replace(evidence, blocks=blocks), said)
 
 
 def culprit_of(fault: Fault) -> Culprit:

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from benchmarks.simulate import Fault, Workload
 
-from keepstep.core.iteration_table import table_of
+from keepstep.core.evidence import Evidence
 from keepstep.core.layout import ParallelLayout
-from keepstep.locate import _candidates, locate_slow
+from keepstep.locate import _candidates, _links, locate_slow
 
 LAYOUT = ParallelLayout(tp=2, pp=4, dp=4)
 
@@ -38,8 +38,10 @@ def test_looking_at_some_tells_what_looking_at_all_does(seed: int, monkeypatch: 
     rows = [row for rank in run.summaries() for row in rank if row.rank != silent]
     before, after = [row for row in rows if row.step < 8], [row for row in rows if row.step >= 8]
     groups, nodes = workload.groups(), workload.nodes
-    some = locate_slow(table_of(before), table_of(after), groups, nodes)
-    every = locate_slow(before, after, groups, nodes)
+    evidence = Evidence(groups, nodes, before=before, after=after)
+    some = locate_slow(evidence)
+    monkeypatch.setattr(_links, "ranks_to_look_at", lambda *_: sorted(nodes))
+    every = locate_slow(evidence)
     assert [(c.rank, c.link, c.stage, c.cause) for c in some.culprits] == [
         (c.rank, c.link, c.stage, c.cause) for c in every.culprits
     ]

@@ -19,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "unit" / "locate"))
 from synthetic_jobs import Conditions, Job, ddp, dp_pp, dp_tp, fsdp, slow_rank
 
 from keepstep.core.events import Op
+from keepstep.core.evidence import Evidence
 from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
 from keepstep.locate import estimate_offsets, locate_slow
 from keepstep.locate._links import PEER_RATIO, transfers_against_peers
-from keepstep.locate.infer import GroupRole, InferredLayout
+from keepstep.locate.infer import InferredLayout, Roles
 
 STEPS = 8
 SEEDS = st.integers(0, 1 << 32)
@@ -33,7 +34,7 @@ def clusters(
 ) -> tuple[dict[str, GroupInfo], InferredLayout, list[IterationSummary], set[str]]:
     """Pairs of ranks in up to three roles, up to 30 % of each role's groups slower by a quarter or more."""
     groups: dict[str, GroupInfo] = {}
-    roles: dict[str, GroupRole] = {}
+    roles: dict[str, Roles] = {}
     rows: dict[tuple[int, int], list[StreamSummary]] = {}
     bad: set[str] = set()
     rank = 0
@@ -44,7 +45,7 @@ def clusters(
         for number in range(size):
             name = f"{role}{number}"
             groups[name] = GroupInfo(name, (rank, rank + 1))
-            roles[name] = GroupRole((role,), "high", "")  # pyright: ignore[reportArgumentType]
+            roles[name] = (role,)  # pyright: ignore[reportArgumentType]
             factor = chance.uniform(1.25, 5) if number in slow else 1.0
             bad |= {name} if number in slow else set()
             for step in range(STEPS):
@@ -62,7 +63,7 @@ def clusters(
         IterationSummary(one, step, float(step), 1.0, 0.5, 0.5, streams=tuple(streams))
         for (one, step), streams in rows.items()
     ]
-    return groups, InferredLayout(roles, {}, 0, "low", {}), summaries, bad
+    return groups, InferredLayout(roles, {}, 0), summaries, bad
 
 
 def twin(groups: dict[str, GroupInfo], layout: InferredLayout, rows: list[IterationSummary]) -> set[str]:
@@ -75,7 +76,7 @@ def twin(groups: dict[str, GroupInfo], layout: InferredLayout, rows: list[Iterat
                 by_step.setdefault(row.step, []).extend(s for s in row.streams if s.group == name)
         times[name] = median(min(s.busy_s for s in streams) for streams in by_step.values())
         one = by_step[0][0]
-        alike[name] = layout.roles[name].role, one.op, one.bytes
+        alike[name] = layout.roles[name], one.op, one.bytes
     return {
         name
         for name, its in alike.items()
@@ -88,7 +89,7 @@ def twin(groups: dict[str, GroupInfo], layout: InferredLayout, rows: list[Iterat
 def test_degraded_groups_are_those_of_the_definition(seed: int) -> None:
     groups, layout, rows, bad = clusters(random.Random(seed))
     nodes = {rank: f"n{rank}" for group in groups.values() for rank in group.members}
-    found = transfers_against_peers(rows, groups, nodes, None, layout)
+    found = transfers_against_peers(Evidence(groups, nodes, after=rows), layout)
     degraded = {one.path.group for one in found if one.ratio > PEER_RATIO and one.gain_s >= 2 * one.error_s}
     assert degraded == bad == twin(groups, layout, rows)
 
@@ -117,7 +118,7 @@ def test_slow_ranks_are_told_from_those_at_the_same_place(seed: int) -> None:
         slow={key: value for rank in slow for key, value in slow_rank(rank, factor).items()}
     )
     after, _ = job.run(STEPS, conditions)
-    found = locate_slow((), after, job.infos, job.nodes)
+    found = locate_slow(Evidence(job.infos, job.nodes, after=after))
     assert {culprit.rank for culprit in found.culprits} == slow
 
 
@@ -142,6 +143,6 @@ def test_a_slow_pair_is_told_from_comparable_ones(seed: int) -> None:
     slow = chance.random() < 0.8
     after, samples = job.run(STEPS, Conditions(links={frozenset(pair): 5.0 if slow else 1.0}))
     for offsets in (None, estimate_offsets(samples)):
-        found = locate_slow((), after, job.infos, job.nodes, offsets)
+        found = locate_slow(Evidence(job.infos, job.nodes, offsets, after=after))
         assert [set(c.link.nodes) for c in found.culprits if c.link] == ([set(pair)] if slow else [])
         assert all(culprit.rank is None and culprit.confidence == "medium" for culprit in found.culprits)

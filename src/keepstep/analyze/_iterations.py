@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from keepstep.analyze._episodes import slow_episodes
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Incident
 from keepstep.core.summary import IterationSummary
 from keepstep.locate import locate_slow
@@ -29,7 +30,7 @@ def slow_in_iterations(iterations: Sequence[Iteration]) -> list[Incident]:
         until = min(incident.relief_step or steps[-1] + 1, onset + _AROUND_STEPS)
         healthy = [row for step in range(onset - _AROUND_STEPS, onset) for row in by_step.get(step, ())]
         slow = [row for step in range(onset, until) for row in by_step.get(step, ())]
-        said = locate_slow(_summaries(healthy), _summaries(slow), {}, {})
+        said = locate_slow(Evidence({}, {}, before=_summaries(healthy), after=_summaries(slow)))
         found.append(
             replace(
                 incident,

@@ -12,6 +12,7 @@ from keepstep.analyze._call_logs import slow_in_calls
 from keepstep.analyze._episodes import slow_episodes
 from keepstep.analyze._iterations import slow_in_iterations
 from keepstep.core.errors import RunError, TraceError
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis, Incident
 from keepstep.core.layout import DIMENSIONS, ParallelLayout
 from keepstep.core.ranges import fold_ranks
@@ -162,7 +163,7 @@ def _flight_recorder(files: Sequence[Path], layout: ParallelLayout | None) -> An
     groups = dict(dumps.groups)
     if layout is not None:
         groups.update((name, _completed(groups[name], layout)) for name in dumps.inferred)
-    diagnosis = locate_hang(dumps.states, groups, nodes)
+    diagnosis = locate_hang(Evidence(groups, nodes, states=dumps.states))
     missing = (*dumps.missing, "stacks and phases: a flight recorder has none")
     if not any(state.in_flight for state in dumps.states):
         return Analysis(

@@ -14,7 +14,7 @@ class Kind(IntEnum):
     COLLECTIVE = 1
     P2P = 2
     PHASE = 3
-    COMMUNICATOR = 4  # in the life of a communicator of the device's library; ``op`` is a Life
+    COMMUNICATOR = 4  # an event in the life of a communicator of the device's library; ``op`` is a Life
 
 
 class Op(IntEnum):
@@ -34,6 +34,18 @@ class Op(IntEnum):
     PUT = 12
     SIGNAL = 13
     WAIT_SIGNAL = 14
+
+
+MESSAGES = frozenset({Op.SEND, Op.RECV})
+"""Operations between two ranks."""
+
+SYNCHRONISING = frozenset({Op.ALLREDUCE, Op.ALLGATHER, Op.REDUCE_SCATTER, Op.BARRIER, Op.ALLTOALL})
+"""Collectives that no member leaves before all members have entered; the root of a broadcast may leave early."""
+
+
+def ends_of(op: int, rank: int, peer: int) -> tuple[int, int]:
+    """(sender, receiver) of a message that ``rank`` records as ``op`` with ``peer``; (-1, -1) for a collective."""
+    return (rank, peer) if op == Op.SEND else (peer, rank) if op == Op.RECV else (-1, -1)
 
 
 class Life(IntEnum):
@@ -58,7 +70,7 @@ class Phase(IntEnum):
 
     FORWARD is what runs outside every recorded phase: a forward pass, an evaluation or a checkpoint that nothing
     marks, the script's own work. MODEL is the marked forward of a model that trains: nothing else hides there. In
-    a HOLD we keep the rank waiting ourselves.
+    a HOLD keepstep itself keeps the rank waiting.
     """
 
     STARTUP = 0
@@ -75,8 +87,16 @@ class Phase(IntEnum):
 
     @property
     def title(self) -> str:
-        """As users call it."""
+        """The name that users know; they do not tell MODEL from FORWARD."""
         return "forward" if self is Phase.MODEL else self.name.lower()
+
+
+def phase_title(phase: int) -> str:
+    """The title of the phase with this number, "" if there is none."""
+    try:
+        return Phase(phase).title
+    except ValueError:
+        return ""
 
 
 class Flag(IntFlag):
@@ -86,13 +106,11 @@ class Flag(IntFlag):
     ASYNC = 1  # the caller did not wait in the call itself
     END_BY_WAIT = 2  # the end is when the caller's wait returned, not when the transfer ended
     FAILED = 4  # the operation ended with an error
-    SYNC_KNOWN = 8  # ASYNC is known to be right or wrong (torch told), not guessed
-    ENQUEUED = (
-        16  # the shim's: the end is when the library's call returned; peers are ranks of the communicator
-    )
+    SYNC_KNOWN = 8  # torch reported whether the call is asynchronous: ASYNC is no guess
+    ENQUEUED = 16  # recorded by the shim: the end is the call's return; peers are ranks of the communicator
     GROUPED = 32  # in a group of calls: the end is the group's
     TIMED = 64  # with ENQUEUED: the wait ended and the operation ended when the GPU began and ended it
-    ON_DEVICE = 128  # the probe's: the end is when the call returned; the device works on behind it
+    ON_DEVICE = 128  # recorded by the probe: the end is the call's return; the device works on after it
 
 
-WORLD_PEER = -1  # `peer` of a record that has none
+WORLD_PEER = -1  # ``peer`` of a record that has none

@@ -9,6 +9,7 @@ from typing import Literal
 INCIDENT_SCHEMA = 1
 
 IncidentKind = Literal["slow", "hang", "crash", "desync"]
+Confidence = Literal["high", "medium", "low"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Culprit:
     node: str = ""
     stage: str = ""  # where in the step: "forward", "backward", "optimizer", "data", "transfer"
     slowdown: float = 0.0  # its own time over its healthy time; 0 where it does not apply
-    confidence: Literal["high", "medium", "low"] = "low"
+    confidence: Confidence = "low"
     cause: str = ""  # "compute", "cpu quota", "data loading", "network", "stopped", "never entered", ...
     detail: str = ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, overload
 
@@ -21,16 +21,16 @@ ROW = np.dtype([
     ("rank", "<i4"), ("step", "<i4"), ("streams", "<i4"),
     *((name, "<f8" if name == "start_s" else "<f4") for name in _SUMS),
 ])  # fmt: skip
-"""One iteration; ``streams``: how many rows of STREAM are its own. Durations to seven digits."""
+"""One iteration; ``streams``: how many rows of STREAM belong to it. Durations have seven digits."""
 
 STREAM = np.dtype([
     ("group", "<i4"), ("op", "<i4"), ("peer", "<i4"), ("count", "<i4"), ("bytes", "<i8"), ("first_seq", "<u4"),
     *((name, "<f4") for name in _TIMES),
 ])  # fmt: skip
-"""One stream of one iteration; ``group`` counts in the table's names."""
+"""One stream of one iteration; ``group`` is an index into the names of groups."""
 
 NO_NAME = "?"
-_MANY = 100_000  # iterations
+_MANY = 100_000  # iterations: a job with more is large
 _STREAM_FIELDS = tuple(field.name for field in fields(StreamSummary))[1:]
 
 
@@ -38,13 +38,20 @@ _STREAM_FIELDS = tuple(field.name for field in fields(StreamSummary))[1:]
 class IterationTable(Sequence[IterationSummary]):
     """A sequence of summaries that makes an object only of what is looked at, and copies streams only then.
 
-    ``parts``: the streams of each sender (STREAM, as bytes). ``numbers``: the places in ``names`` of all that senders
-    named, one after the other; ``bases`` and ``sizes``: where a sender's begin there, and how many they are. All these
-    are shared with the tables cut from this one. ``part`` and ``first``: which part holds a row's streams, and from
-    which place on. The last name stands for what is none.
+    All attributes but ``rows``, ``part`` and ``first`` are shared with the tables cut from this one.
+
+    Attributes:
+        rows: the iterations (ROW).
+        part: for each row, the index of its sender in ``parts``.
+        first: for each row, the place of its first stream in its sender's streams.
+        parts: the streams of each sender (STREAM, as bytes).
+        bases: for each sender, where its group names begin in ``numbers``.
+        sizes: for each sender, how many group names it has.
+        numbers: indices into ``names`` of the group names of all senders, one sender after the other.
+        names: the distinct group names; the last one, NO_NAME, stands for an index that its sender gave no name.
     """
 
-    rows: Rows  # ROW
+    rows: Rows
     part: NDArray[np.int64]
     first: NDArray[np.int64]
     parts: Sequence[memoryview]
@@ -57,9 +64,11 @@ class IterationTable(Sequence[IterationSummary]):
     def of(
         cls, rows: Rows, counts: Sequence[int], streams: Sequence[bytes], names: Sequence[Sequence[str]]
     ) -> IterationTable:
-        """Of several senders: ``counts`` rows of each, one after the other, the bytes of its streams and its names.
+        """A table of what several senders sent.
 
-        Left out is who tells of more or fewer streams than there are.
+        ``rows`` holds the iterations of all senders, one sender after the other; for each sender ``counts`` says how
+        many, ``streams`` holds its streams as bytes, ``names`` its group names. Senders whose rows announce more or
+        fewer streams than they sent are left out.
         """
         told = rows["streams"].astype(np.int64)
         part = np.repeat(np.arange(len(counts)), counts)
@@ -111,18 +120,23 @@ class IterationTable(Sequence[IterationSummary]):
         return self.rows[name]
 
     def where(self, which: NDArray[Any]) -> IterationTable:
-        """The rows of a mask or at places."""
+        """The rows that a mask or an array of places selects."""
         places = np.flatnonzero(which) if which.dtype == np.bool_ else which
-        # many times faster than indexing structured arrays
+        # `take` is many times faster than indexing structured arrays.
         rows, part, first = (values.take(places) for values in (self.rows, self.part, self.first))
         return replace(self, rows=rows, part=part, first=first)
 
-    def of_ranks(self, ranks: Sequence[int] | NDArray[np.int64]) -> IterationTable:
+    def of_ranks(self, ranks: Collection[int]) -> IterationTable:
         """The rows of some ranks."""
-        return self.where(np.isin(self.rows["rank"], ranks))
+        return self.where(np.isin(self.rows["rank"], np.fromiter(ranks, np.int64)))
+
+    def newest_steps(self) -> IterationTable:
+        """The rows of the newest two steps, or of the newest one in a large job: enough to tell what groups are for."""
+        newest = 2 if len(self) < _MANY else 1
+        return self.where(np.isin(self.rows["step"], distinct(self.rows["step"])[-newest:]))
 
     def flat(self) -> tuple[NDArray[np.int64], Rows]:
-        """All streams of the rows, and for each the place of its row; ``group`` counts in ``names``."""
+        """For every stream of the rows the place of its row, and all streams; ``group`` is an index into ``names``."""
         counts = self.rows["streams"].astype(np.int64)
         ends = self.first + counts
         breaks = np.flatnonzero((self.part[1:] != self.part[:-1]) | (self.first[1:] != ends[:-1])) + 1
@@ -131,7 +145,7 @@ class IterationTable(Sequence[IterationSummary]):
         part, size = self.part[begins], STREAM.itemsize
         low, high = self.first[begins] * size, ends[lasts] * size
         runs: list[list[int]] = [values.tolist() for values in (part, low, high)]
-        # many times faster than concatenating structured arrays
+        # Joining bytes is many times faster than concatenating structured arrays.
         pieces = (
             self.parts[which][begin:end] for which, begin, end in zip(runs[0], runs[1], runs[2], strict=True)
         )
@@ -144,7 +158,7 @@ class IterationTable(Sequence[IterationSummary]):
 
 
 def table_of(summaries: Sequence[IterationSummary]) -> IterationTable:
-    """The same as a table."""
+    """The summaries as a table; a table is returned as it is."""
     if isinstance(summaries, IterationTable):
         return summaries
     names: dict[str, int] = {}
@@ -162,55 +176,29 @@ def table_of(summaries: Sequence[IterationSummary]) -> IterationTable:
 
 
 def column(summaries: Sequence[IterationSummary], name: str) -> NDArray[Any]:
-    """One field of all summaries, whatever they are kept in."""
-    if isinstance(summaries, IterationTable):
-        return summaries.column(name)
-    return np.array([getattr(one, name) for one in summaries])
+    """One field of all summaries."""
+    return table_of(summaries).column(name)
 
 
 def distinct(values: NDArray[Any]) -> NDArray[Any]:
-    """Each whole number once, ascending; of the columns of a large job in a fraction of numpy's time."""
+    """Each whole number once, ascending; takes a fraction of ``numpy.unique``'s time on a large job's columns."""
     ordered = np.sort(values)
     return ordered[np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))]
 
 
-def at_steps(summaries: Sequence[IterationSummary], steps: Sequence[int]) -> Sequence[IterationSummary]:
-    """Those of some steps."""
-    if isinstance(summaries, IterationTable):
-        return summaries.where(np.isin(summaries.column("step"), list(steps)))
-    wanted = set(steps)
-    return [one for one in summaries if one.step in wanted]
-
-
-def between(
-    summaries: Sequence[IterationSummary], first_step: int, until_step: int
-) -> Sequence[IterationSummary]:
-    """Those of steps ``first_step`` to ``until_step``, the last one not included."""
-    if isinstance(summaries, IterationTable):
-        steps = summaries.column("step")
-        return summaries.where((steps >= first_step) & (steps < until_step))
-    return [one for one in summaries if first_step <= one.step < until_step]
-
-
-def newest_steps(summaries: Sequence[IterationSummary]) -> Sequence[IterationSummary]:
-    """Those of the newest two steps, one of a large job: enough to tell what groups are for."""
-    newest = 2 if len(summaries) < _MANY else 1
-    return at_steps(summaries, distinct(column(summaries, "step"))[-newest:].tolist())
+def between(summaries: Sequence[IterationSummary], first_step: int, until_step: int) -> IterationTable:
+    """The summaries of the steps from ``first_step`` up to, but not including, ``until_step``."""
+    table = table_of(summaries)
+    steps = table.column("step")
+    return table.where((steps >= first_step) & (steps < until_step))
 
 
 def medians(summaries: Sequence[IterationSummary], name: str) -> dict[int, float]:
-    """By rank the median of one field."""
-    ranks = column(summaries, "rank")
-    order = np.lexsort((column(summaries, name), ranks))
+    """The median of one field for each rank."""
+    table = table_of(summaries)
+    ranks, values = table.column("rank"), table.column(name)
+    order = np.lexsort((values, ranks))
     known, first, counts = np.unique(ranks[order], return_index=True, return_counts=True)
-    values = column(summaries, name)[order].astype(np.float64)
+    values = values[order].astype(np.float64)
     middle = (values[first + (counts - 1) // 2] + values[first + counts // 2]) / 2
     return dict(zip(known.tolist(), middle.tolist(), strict=True))
-
-
-def of_ranks(summaries: Sequence[IterationSummary], ranks: Sequence[int]) -> Sequence[IterationSummary]:
-    """Those of some ranks."""
-    if isinstance(summaries, IterationTable):
-        return summaries.of_ranks(ranks)
-    wanted = set(ranks)
-    return [one for one in summaries if one.rank in wanted]

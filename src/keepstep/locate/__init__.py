@@ -3,20 +3,17 @@
 from keepstep.locate._paths import with_probes
 from keepstep.locate.blocks import blocks_wanted, sharpen
 from keepstep.locate.call_gaps import CallStep, boundaries, locate_by_gaps, split
-from keepstep.locate.clocks import ClockOffsets, NodeClock, SampledClocks, estimate_offsets
+from keepstep.locate.clocks import SampledClocks, estimate_offsets
 from keepstep.locate.crash import locate_crash
 from keepstep.locate.hang import locate_hang
-from keepstep.locate.infer import GroupRole, InferredLayout, declared_layout, infer_layout
+from keepstep.locate.infer import InferredLayout, declared_layout, infer_layout, layout_of
 from keepstep.locate.slow import locate_slow
 from keepstep.locate.waits import waits_recorded, waits_seen
 from keepstep.locate.what_if import StepGraph, WhatIf, step_graphs, what_if
 
 __all__ = [
     "CallStep",
-    "ClockOffsets",
-    "GroupRole",
     "InferredLayout",
-    "NodeClock",
     "SampledClocks",
     "StepGraph",
     "WhatIf",
@@ -25,6 +22,7 @@ __all__ = [
     "declared_layout",
     "estimate_offsets",
     "infer_layout",
+    "layout_of",
     "locate_by_gaps",
     "locate_crash",
     "locate_hang",

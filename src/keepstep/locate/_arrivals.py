@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from statistics import median
 
 from keepstep.core.events import Op
-from keepstep.core.iteration_table import of_ranks
-from keepstep.core.summary import GroupInfo, IterationSummary
-from keepstep.locate.clocks import ClockOffsets, Clocks
+from keepstep.core.evidence import Evidence
+from keepstep.core.iteration_table import table_of
+from keepstep.core.node_clocks import ClockOffsets
 
-_MAX_PEERS = 64  # of a large group, enough to compare with
+_MAX_PEERS = 64  # ranks of a large group, enough to compare with
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +23,13 @@ class Arrival:
     text: tuple[str, ...]
 
 
-def arrival_evidence(
-    summaries: Sequence[IterationSummary],
-    rank: int,
-    groups: Mapping[str, GroupInfo],
-    nodes: Mapping[int, str],
-    clocks: Clocks | None,
-) -> Arrival:
+def arrival_evidence(evidence: Evidence, rank: int) -> Arrival:
     """Compare the rank's time in its collectives with its peers': who waits least has arrived last."""
+    groups, nodes, summaries = evidence.groups, evidence.nodes, table_of(evidence.after)
     own = [
         (stream.group, stream.op)
-        for s in of_ranks(summaries, [rank])
-        for stream in s.streams
+        for summary in summaries.of_ranks([rank])
+        for stream in summary.streams
         if stream.peer < 0
     ]
     streams = {key for key in own if key[0] in groups and len(groups[key[0]].members) > 1}
@@ -44,7 +38,7 @@ def arrival_evidence(
     peers = {key: _sample(groups[key[0]].members, rank) for key in streams}
     busy: dict[tuple[str, int], dict[int, list[float]]] = {key: {} for key in streams}
     starts: dict[tuple[str, int], dict[int, list[float]]] = {key: {} for key in streams}
-    for summary in of_ranks(summaries, list(set[int]().union(*peers.values()))):
+    for summary in summaries.of_ranks(set[int]().union(*peers.values())):
         for stream in summary.streams:
             key = (stream.group, stream.op)
             if stream.peer >= 0 or key not in streams or summary.rank not in peers[key] or stream.count == 0:
@@ -53,15 +47,15 @@ def arrival_evidence(
             starts[key].setdefault(summary.rank, []).append(summary.start_s + stream.start_s)
     compared: list[tuple[float, float, tuple[str, int]]] = []
     for key in streams:
-        others = [float(np.median(values)) for peer, values in busy[key].items() if peer != rank]
+        others = [median(values) for peer, values in busy[key].items() if peer != rank]
         if others and rank in busy[key]:
-            compared.append((float(np.median(busy[key][rank])), float(np.median(others)), key))
+            compared.append((median(busy[key][rank]), median(others), key))
     if not compared:
         return Arrival(None, ())
     mine, theirs, key = max(compared, key=lambda row: abs(row[1] - row[0]))
     name = f"{key[0]} {Op(key[1]).name}"
     text = [f"{name}: rank {rank} is in it {mine * 1e3:.1f} ms, its peers {theirs * 1e3:.1f} ms"]
-    offsets = clocks and clocks.among({nodes.get(peer, "") for peer in starts[key]})
+    offsets = evidence.offsets_among({nodes.get(peer, "") for peer in starts[key]})
     late = _lateness(starts[key], rank, nodes, offsets)
     if late is not None:
         text.append(
@@ -71,6 +65,7 @@ def arrival_evidence(
 
 
 def _sample(members: Sequence[int], rank: int) -> frozenset[int]:
+    """The rank and some members of its group, evenly spread."""
     step = max(1, len(members) // _MAX_PEERS)
     return frozenset(members[::step]) | {rank}
 
@@ -84,7 +79,7 @@ def _lateness(
     here = nodes.get(rank, "")
     rounds = min(len(values) for values in starts.values())
     for peer, values in starts.items():
-        node, at_s = nodes.get(peer, ""), float(np.median(values[:rounds]))
+        node, at_s = nodes.get(peer, ""), median(values[:rounds])
         if node != here:
             if offsets is None:
                 return None
@@ -95,5 +90,5 @@ def _lateness(
     others = [time for peer, time in times.items() if peer != rank]
     if not others or math.isinf(bound):
         return None
-    late = times[rank] - float(np.median(others))
+    late = times[rank] - median(others)
     return (late, bound) if late > bound else None

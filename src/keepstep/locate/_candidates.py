@@ -1,4 +1,7 @@
-"""Of a large job's transfers those that may have become slow: only of these is every operation looked at one by one."""
+"""Which ranks' transfers may have become slow: only their operations are looked at one by one.
+
+A large job has too many transfers to look at each. This pass works on columns, and leaves out only what cannot matter.
+"""
 
 from __future__ import annotations
 
@@ -173,7 +176,7 @@ def _grown_groups(
 
 def _latencies(numbered: _Numbered, wanted: Ints) -> tuple[Ints, Floats]:
     """Of the wanted receives (keys, seconds per iteration from the sends' start to the receives' end)."""
-    table = numbered.table.of_ranks(np.concatenate(_ends(wanted)))
+    table = numbered.table.of_ranks(np.concatenate(_ends(wanted)).tolist())
     keys, streams, place = _Numbered(table, numbered.groups).streams(
         lambda streams: (streams["op"] == int(Op.SEND)) | (streams["op"] == int(Op.RECV))
     )

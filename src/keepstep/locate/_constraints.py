@@ -7,14 +7,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from keepstep.core.events import Op
+from keepstep.core.events import MESSAGES, SYNCHRONISING, Op, ends_of
 from keepstep.core.summary import ClockSample
 
-SYNCHRONISING = frozenset({Op.ALLREDUCE, Op.ALLGATHER, Op.REDUCE_SCATTER, Op.BARRIER, Op.ALLTOALL})
-FROM_ROOT = frozenset({Op.BROADCAST, Op.SCATTER})
-TO_ROOT = frozenset({Op.REDUCE, Op.GATHER})
+_FROM_ROOT = frozenset({Op.BROADCAST, Op.SCATTER})
+_TO_ROOT = frozenset({Op.REDUCE, Op.GATHER})
 
-_Key = tuple[str, int, int, int]  # group, sequence number, sender, receiver; -1 for collectives
+_Key = tuple[str, int, int, int]  # group, sequence number, sender, receiver (-1 for collectives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +22,12 @@ class Constraint:
 
     low_s: float
     high_s: float
-    middle_s: float  # from the ends, which are nearly at once; nan where they need not be
-    time_s: float  # on the node's clock
+    middle_s: float  # difference of the two ends, which are nearly simultaneous; nan where they need not be
+    time_s: float  # when the operation ended, on the node's clock
 
     @property
     def guess_s(self) -> float:
-        """Any finite value that fits roughly."""
+        """A finite value for the offset that fits roughly."""
         for value in (self.middle_s, (self.low_s + self.high_s) / 2, self.low_s, self.high_s):
             if math.isfinite(value):
                 return value
@@ -41,16 +40,14 @@ class Constraints:
 
     reference: str
     pairs: Mapping[tuple[str, str], Sequence[Constraint]]
-    mismatched: int
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """What one node saw of one operation: over its ranks the last start, the first end, the mean end."""
+    """What one node saw of one operation."""
 
-    start_s: float
-    end_s: float
+    start_s: float  # the last start among the node's ranks
+    end_s: float  # the first end among the node's ranks
     mean_end_s: float
 
 
@@ -68,14 +65,13 @@ def constraints_between_nodes(samples: Mapping[str, Sequence[ClockSample]]) -> C
 
     The hub is the member nearest the reference node, so the work is linear in the number of samples.
     """
-    shared, mismatched = _match(samples)
+    shared = _match(samples)
     per_node: dict[str, list[int]] = {}
     for number, operation in enumerate(shared):
         for node in operation.marks:
             per_node.setdefault(node, []).append(number)
-    notes = (f"{mismatched} operations have samples that do not fit together",) if mismatched else ()
     if not per_node:
-        return Constraints(min(samples, default=""), {}, mismatched, notes)
+        return Constraints(min(samples, default=""), {})
     reference = min(per_node, key=lambda node: (-len(per_node[node]), node))
     pairs: dict[tuple[str, str], list[Constraint]] = {}
     seen_nodes, seen_operations = {reference}, set[int]()
@@ -96,44 +92,29 @@ def constraints_between_nodes(samples: Mapping[str, Sequence[ClockSample]]) -> C
                 if node not in seen_nodes:
                     seen_nodes.add(node)
                     queue.append(node)
-    return Constraints(reference, pairs, mismatched, notes)
+    return Constraints(reference, pairs)
 
 
-def _match(samples: Mapping[str, Sequence[ClockSample]]) -> tuple[list[_Shared], int]:
+def _match(samples: Mapping[str, Sequence[ClockSample]]) -> list[_Shared]:
+    """The operations of which several nodes have samples, without those whose samples do not fit together."""
     operations: dict[_Key, list[tuple[str, ClockSample]]] = {}
     for node, rows in samples.items():
         for row in rows:
-            operations.setdefault(_key(row), []).append((node, row))
-    shared: list[_Shared] = []
-    mismatched = 0
-    for rows in operations.values():
-        if all(node == rows[0][0] for node, _ in rows):
-            continue
-        operation = _shared(rows)
-        if operation is None:
-            mismatched += 1
-        else:
-            shared.append(operation)
-    return shared, mismatched
-
-
-def _key(row: ClockSample) -> _Key:
-    if row.op == Op.SEND:
-        return row.group, row.seq, row.rank, row.peer
-    if row.op == Op.RECV:
-        return row.group, row.seq, row.peer, row.rank
-    return row.group, row.seq, -1, -1
+            key = row.group, row.seq, *ends_of(row.op, row.rank, row.peer)
+            operations.setdefault(key, []).append((node, row))
+    several = (rows for rows in operations.values() if any(node != rows[0][0] for node, _ in rows))
+    return [operation for rows in several if (operation := _shared(rows)) is not None]
 
 
 def _shared(rows: Sequence[tuple[str, ClockSample]]) -> _Shared | None:
-    """The operation the rows are of; None when they cannot be of one."""
+    """The operation that the samples (with their nodes) belong to; None when they cannot belong to one."""
     first = rows[0][1]
-    p2p = first.op in (Op.SEND, Op.RECV)
+    p2p = first.op in MESSAGES
     ranks = {row.rank for _, row in rows}
     if len(ranks) != len(rows) or any(row.end_s < row.start_s for _, row in rows):
         return None
     if p2p:
-        if {row.op for _, row in rows} != {Op.SEND, Op.RECV}:
+        if MESSAGES.difference(row.op for _, row in rows):
             return None
     elif any(row.op != first.op for _, row in rows):
         return None
@@ -154,9 +135,9 @@ def _shared(rows: Sequence[tuple[str, ClockSample]]) -> _Shared | None:
     if p2p:
         return _Shared(marks, _nodes_with(rows, Op.SEND), _nodes_with(rows, Op.RECV))
     root = frozenset(node for node, row in rows if row.rank == row.peer)
-    if first.op in FROM_ROOT:
+    if first.op in _FROM_ROOT:
         return _Shared(marks, root, everybody - root)
-    if first.op in TO_ROOT:
+    if first.op in _TO_ROOT:
         return _Shared(marks, everybody - root, root)
     return _Shared(marks, frozenset(), frozenset())
 
@@ -166,6 +147,7 @@ def _nodes_with(rows: Sequence[tuple[str, ClockSample]], op: Op) -> frozenset[st
 
 
 def _between(operation: _Shared, hub: str, node: str) -> Constraint | None:
+    """What the operation says about the two clocks; None when it bounds their offset from neither side."""
     here, there = operation.marks[hub], operation.marks[node]
     low, high, middle = -math.inf, math.inf, math.nan
     if hub in operation.starters and node in operation.enders:

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from keepstep.core.events import Op
-from keepstep.core.incident import Diagnosis
+from keepstep.core.incident import Confidence, Diagnosis
 from keepstep.core.ranges import fold_ranks
-from keepstep.locate._hang_evidence import Confidence, HangEvidence, is_of
+from keepstep.locate._hang_evidence import HangEvidence, is_of
 from keepstep.locate._hang_words import culprit_of, diagnosis_of
 from keepstep.locate._waiting import Pending
 

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from keepstep.core.evidence import Evidence
 from keepstep.core.summary import OpInFlight, RankState
 from keepstep.locate._paths import Pair, Paths, pairs_among
 from keepstep.locate._waiting import Pending
-from keepstep.locate.clocks import Clocks
 
-MAX_CULPRITS = 64  # named in one diagnosis
-FEW = 4  # if there are more suspects than this, they are unlikely all at fault
+MAX_CULPRITS = 64  # ranks that are named in one diagnosis
+FEW = 4  # suspects; more than this are unlikely all at fault
 STOPPED = ("T", "t")  # process states in Linux: stopped by a signal, stopped by a debugger
 UNKNOWN_PROCESS = "?"  # process state of a rank that is known only from a trace
-Confidence = Literal["high", "medium", "low"]
 
 
 @dataclass(frozen=True, slots=True)
 class HangEvidence:
-    """What is known about a hang."""
+    """The evidence about a hang, arranged for the questions that the diagnosing functions ask."""
 
-    states: Mapping[int, RankState]  # by rank, of the ranks that reported
+    given: Evidence
+    states: Mapping[int, RankState]  # state by rank, of the ranks that reported
     pending: Sequence[Pending]  # operations that some rank is still in
-    nodes: Mapping[int, str]  # node name by rank, of all ranks of the job
-    silent_nodes: frozenset[str]  # nodes whose agent does not answer
-    clocks: Clocks | None
     paths: Paths  # network paths between nodes, as far as probed or seen in traffic
+
+    @property
+    def nodes(self) -> Mapping[int, str]:
+        """Node name by rank, of all ranks of the job."""
+        return self.given.nodes
 
     @property
     def silent(self) -> list[int]:

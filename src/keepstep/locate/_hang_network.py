@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from keepstep.core.incident import Culprit, Diagnosis, Link
+from keepstep.core.incident import Confidence, Culprit, Diagnosis, Link
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.locate._flows import Flow, cut_links, still_gpus
-from keepstep.locate._hang_evidence import FEW, MAX_CULPRITS, Confidence, HangEvidence, members_of
+from keepstep.locate._hang_evidence import FEW, MAX_CULPRITS, HangEvidence, members_of
 from keepstep.locate._hang_words import culprit_of, diagnosis_of
 from keepstep.locate._paths import Pair, common_node
 from keepstep.locate._waiting import Pending
@@ -50,7 +50,7 @@ def _silent_culprit(known: HangEvidence, rank: int, p: Pending, pairs: Sequence[
     """A rank that did not report, as a culprit; what matters is whether other nodes reach its node."""
     node = known.nodes.get(rank, "")
     detail = f"told nothing; all others wait, last of all for {p}"
-    confidence: Confidence = "medium" if node in known.silent_nodes else "low"
+    confidence: Confidence = "medium" if node in known.given.silent_nodes else "low"
     cause = "silent"
     found = [known.paths.condition(pair) for pair in pairs if pair[1] == node]
     if found and set(found) == {"broken"}:

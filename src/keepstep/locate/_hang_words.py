@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keepstep.core.events import Op, Phase
-from keepstep.core.incident import Culprit, Diagnosis, IncidentKind
+from keepstep.core.events import Op, phase_title
+from keepstep.core.incident import Confidence, Culprit, Diagnosis, IncidentKind
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import RankState
-from keepstep.locate._hang_evidence import STOPPED, UNKNOWN_PROCESS, Confidence, HangEvidence, waits_in
+from keepstep.locate._hang_evidence import STOPPED, UNKNOWN_PROCESS, HangEvidence, waits_in
 from keepstep.locate._waiting import Pending
 
 _LONGEST_CHAIN = 256  # most pipeline stages that are followed
@@ -46,7 +46,7 @@ def culprit_of(
 ) -> Culprit:
     """The rank as a culprit. ``p``: the operation it holds up. ``cause``: default from its process state."""
     state = known.states[rank]
-    phase = phase_title(state)
+    phase = phase_title(state.phase)
     detail: list[str] = []
     overtaken = next((o for o in known.pending if rank in o.waiting and o.collective and o.through > 0), None)
     # A live process may have finished an asynchronous operation unseen, unless it was seen to wait for it.
@@ -65,16 +65,8 @@ def culprit_of(
     frame = _innermost_frame(state.stack)
     if frame:
         detail.append(f"at {frame}")
-    return Culprit(
-        rank,
-        None,
-        known.nodes.get(rank, ""),
-        phase,
-        0.0,
-        confidence,
-        named,
-        "; ".join(detail),
-    )
+    node = known.nodes.get(rank, "")
+    return Culprit(rank, None, node, phase, 0.0, confidence, named, "; ".join(detail))
 
 
 def _pipeline_stage(known: HangEvidence, rank: int) -> int | None:
@@ -102,14 +94,6 @@ def _cause(state: RankState, phase: str) -> str:
     return f"{doing} in {phase}" if doing else "never entered"
 
 
-def phase_title(state: RankState) -> str:
-    """The name of the phase that the rank is in, "" if unknown."""
-    try:
-        return Phase(state.phase).title
-    except ValueError:
-        return ""
-
-
 def _innermost_frame(stack: str) -> str:
     """The first line that names a Python file: py-spy and faulthandler print the innermost frame first."""
     for line in stack.splitlines():
@@ -131,7 +115,7 @@ def _direct(known: HangEvidence, blamed: set[int]) -> int:
 def last_progress_s(known: HangEvidence, ranks: Sequence[int]) -> dict[int, float]:
     """When each rank last made progress: on a common clock if clocks are known, else before its own now."""
     states = [known.states[rank] for rank in ranks]
-    offsets = known.clocks and known.clocks.among({known.nodes.get(rank, "") for rank in ranks})
+    offsets = known.given.offsets_among({known.nodes.get(rank, "") for rank in ranks})
     if offsets is None:
         return {state.rank: state.last_progress_s - state.now_s for state in states}
     return {
@@ -148,7 +132,7 @@ def progress_lines(known: HangEvidence, order: Sequence[int]) -> tuple[str, ...]
         if state.process_state == UNKNOWN_PROCESS:
             continue  # a trace says when operations were enqueued, not when the trace was written
         ago = max(state.now_s - state.last_progress_s, 0.0)
-        phase, process = phase_title(state), state.process_state
+        phase, process = phase_title(state.phase), state.process_state
         told = [f"last progress {ago:.1f} s ago"]
         told += [f"in {phase}"] if phase else []
         told.append(f"process state {process}" if process else "process gone")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from statistics import median_low
 
-from keepstep.core.incident import Culprit, Link
-from keepstep.core.iteration_table import IterationTable
+from keepstep.core.evidence import Evidence
+from keepstep.core.incident import Confidence, Culprit, Link
+from keepstep.core.iteration_table import table_of
 from keepstep.core.ranges import fold_nodes, fold_ranks
-from keepstep.core.summary import GroupInfo, IterationSummary, PeerTraffic
 from keepstep.locate._candidates import ranks_to_look_at
+from keepstep.locate._components import lowest_connected
+from keepstep.locate._paths import Pair, common_node
+from keepstep.locate._profile import MAD_TO_SIGMA
 from keepstep.locate._traffic import slowest_path
 from keepstep.locate._transfers import (
     Path,
@@ -22,47 +25,37 @@ from keepstep.locate._transfers import (
     message_transfers,
     messages_now,
 )
-from keepstep.locate.clocks import Clocks
 from keepstep.locate.infer import InferredLayout
 
-MIN_RATIO = 1.3  # of a transfer to its healthy time
-PEER_RATIO = 1.1  # of a transfer to that of comparable paths (GREYHOUND §4.3)
-_ENOUGH_PEERS = 4  # that their own spread says what is usual
-_MAD_TO_SIGMA = 1.4826
-_SURE = 1.5  # standard errors; twice that is asked for
-MIN_SHARE = 0.15  # of the job's slowdown that a path must account for
+MIN_RATIO = 1.3  # least ratio of a slow transfer to its healthy time
+PEER_RATIO = 1.1  # least ratio of a slow transfer to those on comparable paths (GREYHOUND §4.3)
+_ENOUGH_PEERS = 4  # as many comparable paths show by their own spread what is usual
+_SURE = 1.5  # standard errors that are entered as a transfer's error; a slow one must grow by twice that
+MIN_SHARE = 0.15  # least part of the job's slowdown that a path must account for
 _FAST_RATIO = 1.15  # a path this near its healthy time is not the slow one
-_MAX_PAIRS_NODES = 16
-_SPREADS = 0.75  # twice this is what a collective must grow by, of its unevenness while healthy
-_MAX_LINKS = 4
-
-_Pair = tuple[str, str]
+_MAX_PAIRS_NODES = 16  # among more nodes no single pair is looked for
+_SPREADS = 0.75  # half of what a collective must grow by, as a multiple of its unevenness while healthy
+_MAX_LINKS = 4  # named in one diagnosis
 
 
 @dataclass(frozen=True, slots=True)
 class SlowLinks:
-    """Links to blame, evidence, and what is missing to say more. ``share``: of the slowdown that they explain."""
+    """Links to blame, evidence, and what is missing to say more."""
 
     culprits: tuple[Culprit, ...] = ()
     evidence: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     summary: str = ""
-    share: float = 0.0
+    share: float = 0.0  # part of the slowdown that the links explain
 
 
-def transfers_since(
-    before: Sequence[IterationSummary],
-    after: Sequence[IterationSummary],
-    groups: Mapping[str, GroupInfo],
-    nodes: Mapping[int, str],
-    clocks: Clocks | None,
-    slowdown_s: float,
-) -> list[Transfer]:
-    """All paths' transfers, healthy and now; of a large job those that may account for a part of the slowdown."""
-    if isinstance(before, IterationTable) and isinstance(after, IterationTable):
-        ranks = ranks_to_look_at(before, after, groups, nodes, _least_gain_s(slowdown_s))
-        before, after = before.of_ranks(ranks), after.of_ranks(ranks)
-    old, new = collective_transfers(before, groups), collective_transfers(after, groups)
+def transfers_since(evidence: Evidence, slowdown_s: float) -> list[Transfer]:
+    """The transfers, healthy and now, of all paths that may account for a part of the slowdown."""
+    before, after = table_of(evidence.before), table_of(evidence.after)
+    ranks = ranks_to_look_at(before, after, evidence.groups, evidence.nodes, _least_gain_s(slowdown_s))
+    evidence = replace(evidence, before=before.of_ranks(ranks), after=after.of_ranks(ranks))
+    groups = evidence.groups
+    old, new = (collective_transfers(rows, groups) for rows in (evidence.before, evidence.after))
     found = [
         Transfer(
             path, groups[path.group].members, now.taken.count, now.taken.nbytes, old[path].shortest_s,
@@ -71,29 +64,24 @@ def transfers_since(
         for path, now in new.items()
         if path in old
     ]  # fmt: skip
-    return found + message_transfers(before, after, nodes, clocks)
+    return found + message_transfers(evidence)
 
 
-def transfers_against_peers(
-    after: Sequence[IterationSummary],
-    groups: Mapping[str, GroupInfo],
-    nodes: Mapping[int, str],
-    clocks: Clocks | None,
-    layout: InferredLayout,
-) -> list[Transfer]:
+def transfers_against_peers(evidence: Evidence, layout: InferredLayout) -> list[Transfer]:
     """Paths against comparable ones, for want of a healthy time; those without a peer are left out.
 
     Comparable are groups of the same role, size and spread over nodes, and messages between the same pipeline stages,
     with the same operation and bytes (GREYHOUND §4.3: comparable clusters).
     """
+    nodes = evidence.nodes
     clusters: dict[tuple[object, ...], list[tuple[Path, tuple[int, ...], Taken]]] = {}
-    for path, one in collective_transfers(after, groups).items():
+    for path, one in collective_transfers(evidence.after, evidence.groups).items():
         taken = one.taken
-        ranks = groups[path.group].members
-        role = layout.roles[path.group].roles if path.group in layout.roles else ()
-        alike = role, path.op, len(ranks), round(taken.nbytes), len({nodes.get(rank) for rank in ranks})
+        ranks = evidence.groups[path.group].members
+        roles = layout.roles.get(path.group, ())
+        alike = roles, path.op, len(ranks), round(taken.nbytes), len({nodes.get(rank) for rank in ranks})
         clusters.setdefault(alike, []).append((path, ranks, taken))
-    for path, taken in messages_now(after, nodes, clocks).items():
+    for path, taken in messages_now(evidence).items():
         ranks = path.source, path.target
         stages = tuple(layout.stage_of(rank) for rank in ranks)
         alike = stages, path.op, 0, round(taken.nbytes), len({nodes.get(rank) for rank in ranks})
@@ -102,11 +90,11 @@ def transfers_against_peers(
     for rows in clusters.values():
         if len(rows) < 2:
             continue
-        usual = _lower_median([taken.seconds for _, _, taken in rows])
+        usual = median_low(taken.seconds for _, _, taken in rows)
         spread = 0.0
         if len(rows) >= _ENOUGH_PEERS:
-            spread = _MAD_TO_SIGMA * _lower_median([abs(taken.seconds - usual) for _, _, taken in rows])
-        error = max(spread, _lower_median([taken.error_s for _, _, taken in rows]))
+            spread = MAD_TO_SIGMA * median_low(abs(taken.seconds - usual) for _, _, taken in rows)
+        error = max(spread, median_low(taken.error_s for _, _, taken in rows))
         found.extend(
             Transfer(
                 path, ranks, taken.count, taken.nbytes, usual, taken.seconds,
@@ -118,46 +106,36 @@ def transfers_against_peers(
 
 
 def _worst_of_chains(transfers: Sequence[Transfer]) -> list[Transfer]:
-    """A slow message makes the others of its pipeline late: of each chain of ranks only the slowest pair counts."""
-    chain: dict[int, int] = {}
+    """The transfers without the messages that are slow only because another pair of their pipeline is.
 
-    def first_of(rank: int) -> int:
-        while chain.setdefault(rank, rank) != rank:
-            rank = chain[rank]
-        return rank
-
-    messages = [transfer for transfer in transfers if transfer.path.source >= 0]
-    for transfer in messages:
-        one, other = (first_of(rank) for rank in transfer.ranks)
-        chain[max(one, other)] = min(one, other)
-    gains: dict[frozenset[int], list[float]] = {}
-    for transfer in messages:
-        gains.setdefault(frozenset(transfer.ranks), []).append(transfer.gain_s)
-    worst: dict[int, frozenset[int]] = {}
-    # a slow pair is mostly slow both ways, while lateness goes on one way: down with activations or up with gradients
+    A slow message makes the others of its pipeline late: of each chain of ranks only the slowest pair counts.
+    """
+    gains: dict[tuple[int, int], list[float]] = {}
+    for transfer in transfers:
+        if transfer.path.source >= 0:
+            gains.setdefault(_pair(transfer), []).append(transfer.gain_s)
+    chain = lowest_connected(gains)
+    worst: dict[int, tuple[int, int]] = {}
+    # A slow pair is mostly slow both ways, while lateness goes on one way: down with activations or up with gradients.
     for pair in sorted(gains, key=lambda pair: 4 * min(gains[pair]) + max(gains[pair])):
-        worst[first_of(min(pair))] = pair
+        worst[chain[pair[0]]] = pair
     left = set(worst.values())
-    return [one for one in transfers if one.path.source < 0 or frozenset(one.ranks) in left]
+    return [one for one in transfers if one.path.source < 0 or _pair(one) in left]
 
 
-def _lower_median(values: Sequence[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 2]
+def _pair(message: Transfer) -> tuple[int, int]:
+    """The two ranks of a message, in any order of sending."""
+    return min(message.ranks), max(message.ranks)
 
 
-def blame_links(
-    transfers: Sequence[Transfer],
-    nodes: Mapping[int, str],
-    slowdown_s: float,
-    traffic: Sequence[PeerTraffic] = (),
-) -> SlowLinks:
+def blame_links(transfers: Sequence[Transfer], evidence: Evidence, slowdown_s: float) -> SlowLinks:
     """The node pairs whose slowness explains the transfers that grew.
 
     A pair is named when messages or groups of just two nodes show it, or when only one pair is common to all slow
     paths and absent from the fast ones, or when the connections of one pair lost more of their speed than all others.
     Otherwise nobody is named, and ``missing`` says between whom to test.
     """
-    floor = _least_gain_s(slowdown_s)
+    floor, nodes = _least_gain_s(slowdown_s), evidence.nodes
     slow = [
         t for t in transfers if t.gain_s >= max(floor, 2 * t.error_s * t.count) and _is_slow(t, slowdown_s)
     ]
@@ -165,37 +143,37 @@ def blame_links(
         return SlowLinks()
     slow.sort(key=lambda t: -t.gain_s)
     spans = {t.path: tuple(sorted({nodes.get(rank, "") for rank in t.ranks})) for t in transfers}
-    evidence = tuple(_describe(t) for t in slow[:3])
     share = min(slow[0].gain_s / slowdown_s, 9.99) if slowdown_s > 0 else 0.0
-    summary = f"transfers on {slow[0].path} are slow"
+    found = SlowLinks(
+        evidence=tuple(_describe(t) for t in slow[:3]),
+        summary=f"transfers on {slow[0].path} are slow",
+        share=share,
+    )
     direct = [t for t in slow if len(spans[t.path]) <= 2]
     if direct:
-        culprits = _named(direct, slow, spans, nodes, share)
-        return SlowLinks(culprits, evidence, (), summary, share)
+        return replace(found, culprits=_named(direct, slow, spans, nodes, share))
     pair, rest = _common_pair(slow, transfers, spans)
     if pair is not None:
-        culprit = _culprit(
-            pair, slow[0], nodes, "medium", "the only pair common to all slow groups and no fast one"
-        )
-        return SlowLinks((culprit,), evidence, (), summary, share)
-    path = slowest_path(traffic, rest)
+        told = "the only pair common to all slow groups and no fast one"
+        return replace(found, culprits=(_culprit(pair, slow[0], nodes, "medium", told),))
+    path = slowest_path(evidence.traffic, rest)
     if path is not None:
         culprit = _culprit((path.source, path.target), slow[0], nodes, "high", "")
-        return SlowLinks((culprit,), (*evidence, str(path)), (), summary, share)
-    missing = (
-        f"which pair of {fold_nodes(rest)} is slow: {slow[0].path} spans all of them; test them pair by pair",
-    )
-    return SlowLinks((), evidence, missing, summary, share)
+        return replace(found, culprits=(culprit,), evidence=(*found.evidence, str(path)))
+    where = f"{slow[0].path} spans all of them; test them pair by pair"
+    return replace(found, missing=(f"which pair of {fold_nodes(rest)} is slow: {where}",))
 
 
 def _least_gain_s(slowdown_s: float) -> float:
+    """Seconds per iteration that a slow path must cost at least."""
     return max(MIN_SHARE * slowdown_s, 1e-4)
 
 
 def _is_slow(transfer: Transfer, slowdown_s: float) -> bool:
+    """Whether the transfer takes so much longer, in proportion, that its path may be slow."""
     if transfer.of_peers:
         return transfer.ratio > PEER_RATIO
-    # a message's healthy time may be mostly waiting: then its growth tells, not the ratio
+    # A message's healthy time may be mostly waiting: then its growth counts, not the ratio.
     return transfer.ratio >= MIN_RATIO or (transfer.path.source >= 0 and transfer.gain_s >= 0.5 * slowdown_s)
 
 
@@ -206,7 +184,7 @@ def _named(
     nodes: Mapping[int, str],
     share: float,
 ) -> tuple[Culprit, ...]:
-    """Pairs in order of the time they cost, until every slow path contains one of them."""
+    """The slow pairs of nodes, in order of the time they cost, until every slow path contains one of them."""
     cost: dict[tuple[str, ...], float] = {}
     for transfer in direct:
         cost[spans[transfer.path]] = cost.get(spans[transfer.path], 0.0) + transfer.gain_s
@@ -219,8 +197,8 @@ def _named(
             continue
         chosen.append(span)
         open_paths = [t for t in open_paths if t not in explained]
-    confidence: Literal["high", "medium"] = "high" if share >= 0.5 and not direct[0].of_peers else "medium"
-    hub = _common_node(chosen)
+    confidence: Confidence = "high" if share >= 0.5 and not direct[0].of_peers else "medium"
+    hub = common_node(chosen)
     detail = f"every slow pair has {hub}: its own connection is the likely cause" if hub else ""
     culprits: list[Culprit] = []
     for span in chosen:
@@ -229,17 +207,10 @@ def _named(
     return tuple(culprits)
 
 
-def _common_node(spans: Sequence[tuple[str, ...]]) -> str:
-    if len(spans) < 2:
-        return ""
-    common = set(spans[0]).intersection(*spans[1:])
-    return common.pop() if len(common) == 1 else ""
-
-
 def _common_pair(
     slow: Sequence[Transfer], transfers: Sequence[Transfer], spans: Mapping[Path, tuple[str, ...]]
-) -> tuple[_Pair | None, list[str]]:
-    """The pair, if only one can be; and the nodes among which it must be."""
+) -> tuple[Pair | None, list[str]]:
+    """The slow pair of nodes, if it can be only one; and the nodes among which it must be."""
     common = sorted(set(spans[slow[0].path]).intersection(*(spans[t.path] for t in slow[1:])))
     if len(common) < 2 or len(common) > _MAX_PAIRS_NODES:
         return None, common or list(spans[slow[0].path])
@@ -254,27 +225,29 @@ def _common_pair(
 
 
 def _culprit(
-    pair: _Pair,
+    pair: Pair,
     transfer: Transfer,
     nodes: Mapping[int, str],
-    confidence: Literal["high", "medium", "low"],
+    confidence: Confidence,
     detail: str,
     node: str = "",
 ) -> Culprit:
+    """A pair of nodes as a culprit, shown by ``transfer``. ``node``: the one node that every slow pair has."""
     first, second = _ends(pair, transfer, nodes)
     link = Link((first, second), (nodes.get(first, pair[0]), nodes.get(second, pair[1])))
-    told = transfer.path.source < 0 or transfer.ratio >= 2.0  # else the healthy time is mostly waiting
+    # The healthy time of a message with a smaller ratio is mostly waiting: then the ratio says little.
+    told = transfer.path.source < 0 or transfer.ratio >= 2.0
     slowdown = round(transfer.ratio, 2) if told else 0.0
     cause = "network"
-    if (
-        link.nodes[0] == link.nodes[1]
-    ):  # no cable: whatever the two share may be to blame, and other ranks share it too
+    if link.nodes[0] == link.nodes[1]:
+        # There is no cable: whatever the two ranks share may be to blame, and other ranks share it too.
         confidence, cause = "low", "inside the node"
         detail = "both ends are on one node: its cores, memory or device links"
     return Culprit(None, link, node, "transfer", slowdown, confidence, cause, detail)
 
 
-def _ends(pair: _Pair, transfer: Transfer, nodes: Mapping[int, str]) -> tuple[int, int]:
+def _ends(pair: Pair, transfer: Transfer, nodes: Mapping[int, str]) -> tuple[int, int]:
+    """The ranks of the transfer at the two nodes."""
     if transfer.path.source >= 0:
         return transfer.path.source, transfer.path.target
     first = next(rank for rank in transfer.ranks if nodes.get(rank, "") == pair[0])
@@ -283,6 +256,7 @@ def _ends(pair: _Pair, transfer: Transfer, nodes: Mapping[int, str]) -> tuple[in
 
 
 def _describe(transfer: Transfer) -> str:
+    """A line of evidence: how much longer the transfer takes."""
     if transfer.of_peers:
         return (
             f"{transfer.path}: {transfer.after_s * 1e3:.1f} ms per operation after the last arrival, comparable paths "

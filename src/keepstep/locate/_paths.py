@@ -150,7 +150,7 @@ def pairs_among(nodes: Sequence[str], around: Collection[str] = ()) -> list[Pair
     return pairs[:_MOST_PAIRS]
 
 
-def common_node(pairs: Sequence[Pair]) -> str:
+def common_node(pairs: Sequence[tuple[str, ...]]) -> str:
     """The node that several pairs have in common; empty when there is none."""
     common = set(pairs[0]).intersection(*pairs[1:]) if len(pairs) > 1 else set[str]()
     return common.pop() if len(common) == 1 else ""

@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 FIELDS = ("duration_s", "self_s", "blocked_s", "data_s", "backward_s", "optimizer_s", "gc_s")
-_MAD_TO_SIGMA = 1.4826
+MAD_TO_SIGMA = 1.4826  # from a median absolute deviation to a standard deviation
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Profile:
     """Per rank (ascending) the medians over its iterations; arrays of shape (ranks,), seconds."""
 
     ranks: Ints
-    counts: Ints  # iterations of each rank
+    counts: Ints  # how many iterations each rank has
     duration_s: Floats
     self_s: Floats
     blocked_s: Floats
@@ -34,7 +34,7 @@ class Profile:
     noise_s: Floats  # robust standard deviation of self_s from iteration to iteration
 
     def at(self, ranks: Ints) -> Profile:
-        """The profile of some of the ranks, which must all be in it."""
+        """The profile of some of these ranks only."""
         where = np.searchsorted(self.ranks, ranks)
         return Profile(*(getattr(self, name)[where] for name in self.__slots__))
 
@@ -49,8 +49,8 @@ def profile(summaries: Sequence[IterationSummary]) -> Profile:
     width = int(counts.max(initial=0))
     place = np.arange(len(order)) - np.repeat(first, counts)
     row = np.repeat(np.arange(len(known)), counts)
-    whole = len(order) == len(known) * width  # medians of what may be missing take ten times as long
-    median = np.median if whole else np.nanmedian
+    whole = len(order) == len(known) * width
+    median = np.median if whole else np.nanmedian  # the latter takes ten times as long
     medians: dict[str, Floats] = {}
     noise: Floats = np.zeros(len(known))
     for name in FIELDS:
@@ -60,5 +60,5 @@ def profile(summaries: Sequence[IterationSummary]) -> Profile:
         middle: Floats = median(table, axis=1) if width else np.zeros(0)
         medians[name] = middle
         if name == "self_s" and width:
-            noise = _MAD_TO_SIGMA * median(np.abs(table - middle[:, None]), axis=1)
+            noise = MAD_TO_SIGMA * median(np.abs(table - middle[:, None]), axis=1)
     return Profile(ranks=known, counts=counts, noise_s=noise, **medians)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.core.events import Op
-from keepstep.core.iteration_table import IterationTable
+from keepstep.core.iteration_table import IterationTable, table_of
 from keepstep.core.summary import IterationSummary
 
 Ints = NDArray[np.int64]
@@ -19,24 +19,26 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """``shape``: pipelines, a ring that only sends one way, something else, or no such traffic at all."""
+    """What the point-to-point traffic of a job looks like.
+
+    ``shape``: pipelines, a ring that only sends one way, something else, or no such traffic at all.
+    """
 
     shape: Literal["pipeline", "ring", "other", "none"]
-    stages: Mapping[int, int]  # by rank; only for pipelines
-    length: int  # of the longest
-    even: bool  # all of one length, and each with a clear beginning
-    groups: frozenset[str]  # that carry the traffic
+    stages: Mapping[int, int]  # stage by rank; empty unless there are pipelines
+    length: int  # stages of the longest pipeline
+    groups: frozenset[str]  # names of the groups that carry the traffic
 
 
 def chains(summaries: Sequence[IterationSummary]) -> Chains:
-    """Order ranks along their messages.
+    """Order ranks along the messages that they exchanged in a few iterations.
 
     A rank has sent an activation before it can receive the gradient for it, so a neighbour is downstream when the
     mean send to it comes before the mean receive from it; both times are on one clock.
     """
-    votes, both_ways, groups = _votes(summaries)
+    votes, both_ways, groups = _votes(table_of(summaries))
     if len(votes) == 0:
-        return Chains("none", {}, 0, False, groups)
+        return Chains("none", {}, 0, groups)
     ranks, ends = np.unique(votes[:, :2], return_inverse=True)
     ends = np.reshape(ends, (-1, 2))
     source, target, count = ends[:, 0], ends[:, 1], votes[:, 2]
@@ -46,41 +48,42 @@ def chains(summaries: Sequence[IterationSummary]) -> Chains:
     wins = count > np.where(path[place] == back, count[place], 0)
     source, target = source[wins], target[wins]
     if max(np.bincount(source).max(initial=0), np.bincount(target).max(initial=0)) > 1:
-        return Chains("other", {}, 0, False, groups)
+        return Chains("other", {}, 0, groups)
     down, is_target = np.full(len(ranks), -1), np.zeros(len(ranks), np.bool_)
     down[source], is_target[target] = target, True
-    stages, lengths = _walk_down(down, is_target)
+    stages, length = _walk_down(down, is_target)
     clear = bool((stages[source] >= 0).all())
-    for first in np.sort(
-        source
-    ).tolist():  # what is left are cycles: interleaved stages come back to the first rank
+    # Ranks without a stage now lie on cycles: interleaved stages come back to the first rank.
+    for first in np.sort(source).tolist():
         if stages[first] < 0:
-            lengths.append(_walk_around(first, down, stages))
-    if not lengths:  # everybody sends to everybody: no direction wins
-        return Chains("other", {}, 0, False, groups)
+            length = max(length, _walk_around(first, down, stages))
+    if not length:  # every rank sends to every other: no direction wins
+        return Chains("other", {}, 0, groups)
     if not clear and not both_ways:
-        return Chains("ring", {}, 0, False, groups)
+        return Chains("ring", {}, 0, groups)
     told = stages >= 0
     by_rank = dict(zip(ranks[told].tolist(), stages[told].tolist(), strict=True))
-    return Chains("pipeline", by_rank, max(lengths), clear and len(set(lengths)) == 1, groups)
+    return Chains("pipeline", by_rank, length, groups)
 
 
-def _walk_down(down: Ints, is_target: NDArray[np.bool_]) -> tuple[Ints, list[int]]:
-    """Stages (-1 for none), and the lengths, of the chains that have a beginning. ``down``: -1 for nobody."""
-    stages, lengths = np.full(len(down), -1), list[int]()
+def _walk_down(down: Ints, is_target: NDArray[np.bool_]) -> tuple[Ints, int]:
+    """Stage by rank (-1 for none) of the chains that have a first rank, and the length of the longest of them.
+
+    ``down``: the rank downstream of each, -1 for none.
+    """
+    stages = np.full(len(down), -1)
     here = np.flatnonzero((down >= 0) & ~is_target)
-    stage = 0
+    length = 0
     while len(here):
-        stages[here] = stage
-        stage += 1
+        stages[here] = length
+        length += 1
         following = down[here]
-        lengths += [stage] * int((following < 0).sum())
         here = following[following >= 0]
-    return stages, lengths
+    return stages, length
 
 
 def _walk_around(first: int, down: Ints, stages: Ints) -> int:
-    """Number the ranks of a cycle from ``first`` on; how many they are."""
+    """Number the ranks of a cycle in ``stages``, from ``first`` on; returns how many they are."""
     here, length = first, 0
     while stages[here] < 0:
         stages[here] = length
@@ -89,40 +92,8 @@ def _walk_around(first: int, down: Ints, stages: Ints) -> int:
     return length
 
 
-def _votes(
-    summaries: Sequence[IterationSummary],
-) -> tuple[Ints, bool, frozenset[str]]:
+def _votes(table: IterationTable) -> tuple[Ints, bool, frozenset[str]]:
     """Rows of (upstream, downstream, how often seen); whether any pair sends both ways; the groups used."""
-    if isinstance(summaries, IterationTable):
-        return _table_votes(summaries)
-    votes: dict[tuple[int, int], int] = {}
-    both_ways = False
-    groups: set[str] = set()
-    for summary in summaries:
-        sent: dict[int, float] = {}
-        received: dict[int, float] = {}
-        for stream in summary.streams:
-            if stream.op == Op.SEND:
-                sent[stream.peer] = stream.start_s
-            elif stream.op == Op.RECV:
-                received[stream.peer] = stream.end_s
-            else:
-                continue
-            groups.add(stream.group)
-        for peer in sent.keys() | received.keys():
-            if peer in sent and peer in received:
-                both_ways = True
-                downstream = sent[peer] < received[peer]
-            else:
-                downstream = peer in sent
-            edge = (summary.rank, peer) if downstream else (peer, summary.rank)
-            votes[edge] = votes.get(edge, 0) + 1
-    rows = [(*edge, count) for edge, count in votes.items()]
-    return np.reshape(np.array(rows, np.int64), (-1, 3)), both_ways, frozenset(groups)
-
-
-def _table_votes(table: IterationTable) -> tuple[Ints, bool, frozenset[str]]:
-    """The same from columns."""
     row, streams = table.flat()
     messages = np.flatnonzero((streams["op"] == Op.SEND) | (streams["op"] == Op.RECV))
     row, streams = row[messages], streams.take(messages)
@@ -133,7 +104,7 @@ def _table_votes(table: IterationTable) -> tuple[Ints, bool, frozenset[str]]:
     sent[place[sends]], received[place[~sends]] = streams["start_s"][sends], streams["end_s"][~sends]
     ends = np.zeros((len(pair), 2), np.int64)
     ends[place, 0], ends[place, 1] = rank, peer
-    # without a receive the rank is upstream, without a send downstream: what is missing is infinite
+    # A missing send or receive is at infinity: a rank that only sends is upstream, one that only receives downstream.
     ends = np.where((sent < received)[:, None], ends, ends[:, ::-1])
     both_ways = bool((np.isfinite(sent) & np.isfinite(received)).any())
     edges, counts = np.unique(ends[:, 0] << 32 | ends[:, 1], return_counts=True)

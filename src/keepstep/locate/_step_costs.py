@@ -7,76 +7,75 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from keepstep.core.errors import TraceError
-from keepstep.core.events import Op
+from keepstep.core.events import MESSAGES
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Link
-from keepstep.core.iteration_table import of_ranks
+from keepstep.core.iteration_table import table_of
+from keepstep.core.node_clocks import ClockOffsets
 from keepstep.core.operations import Operation, OperationKind
 from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary, StreamSummary
-from keepstep.locate.clocks import ClockOffsets, Clocks
+from keepstep.locate._components import lowest_connected
 from keepstep.locate.infer import InferredLayout
-from keepstep.locate.what_if import StepGraph, step_graphs
+from keepstep.locate.what_if import COMPUTE, Floats, Key, StepGraph, step_graphs
 
-Floats = npt.NDArray[np.float64]
-_Key = tuple[int, OperationKind, int]  # rank, kind, index
 Excess = Mapping[int, Floats]  # position of an operation in the graph -> its seconds per step, were all well
 
-_TRUE_WITHIN = 0.2  # of the step's time: a replay further off than that proves nothing
-_NOTHING = 0.01  # of a healthy step
-_LITTLE = 0.1  # of what all culprits cost together
+_TRUE_WITHIN = 0.2  # part of the step's time; a replay that is further off proves nothing
+_NOTHING = 0.01  # part of a healthy step that a culprit must cost not to be absorbed
+_LITTLE = 0.1  # part of what all culprits cost together that a culprit must cost not to be absorbed
 _MANY = 1 << 20  # more than a rank receives in a step
-_SMALL_BYTES = 1024  # per operation
-_P2P = (int(Op.SEND), int(Op.RECV))
+_SMALL_BYTES = 1024  # per operation; smaller collectives are no transfers to speak of
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
+    """What the steps of a job are rebuilt with."""
+
     groups: Mapping[str, GroupInfo]
     layout: InferredLayout
     nodes: Mapping[int, str]
     offsets: ClockOffsets | None
 
     def on_one_clock(self, rank: int, time_s: float) -> float:
-        return (
-            time_s if self.offsets is None else self.offsets.to_reference_s(self.nodes.get(rank, ""), time_s)
-        )
+        """A time on the clock of the rank's node as time on the reference's."""
+        if self.offsets is None:
+            return time_s
+        return self.offsets.to_reference_s(self.nodes.get(rank, ""), time_s)
+
+    def reducing(self) -> list[tuple[int, ...]]:
+        """The members of each group that reduces gradients."""
+        return [self.groups[name].members for name in self.layout.groups_with("dp") if name in self.groups]
 
 
 class StepCosts:
     """The slow steps as a graph, and what its operations take in healthy ones."""
 
     def __init__(
-        self, graph: StepGraph, healthy: Mapping[_Key, float], job: _Job, unexplained_s: float
+        self, graph: StepGraph, healthy: Mapping[Key, float], job: _Job, unexplained_s: float
     ) -> None:
         self._graph, self._healthy, self._job = graph, healthy, job
         self._unexplained_s = unexplained_s
         self.actual_s = self.without()
 
-    @property
-    def ranks(self) -> Iterable[int]:
-        """Whose blocks are in the graph."""
-        return self._graph.stage_of
-
     def of_rank(self, rank: int, only: tuple[str, int] | None = None) -> Excess:
         """The passes of a rank, or ``only`` one (kind, index), as they usually are."""
-        passes = ("forward", "backward")
-        return self._usual(lambda key: key[0] == rank and (key[1:] == only if only else key[1] in passes))
+        return self._usual(lambda key: key[0] == rank and (key[1:] == only if only else key[1] in COMPUTE))
 
     def of_link(self, link: Link, after: Sequence[IterationSummary]) -> Excess:
-        """All transfers between its nodes, or inside the one; none where some of them are not in the graph."""
+        """All transfers between the link's nodes, or inside its one; none where some of them are not in the graph."""
         nodes, ends = self._job.nodes, set(link.nodes)
 
         def crosses(rank: int, other: int) -> bool:
             return rank != other and {nodes.get(rank), nodes.get(other)} == ends
 
-        if any(self._is_left_out(row, crosses) for row in of_ranks(after, link.ranks)):
+        if any(self._is_left_out(row, crosses) for row in table_of(after).of_ranks(link.ranks)):
             return {}
         return self._usual(lambda key: any(crosses(key[0], other) for other in self._others(key)))
 
     def without(self, *causes: Excess) -> float:
-        """Mean seconds of a step had these been as usual."""
+        """Mean seconds of a step, had these operations been as usual."""
         durations: Floats = np.array(self._graph.durations)
         for cause in causes:
             for place, seconds in cause.items():
@@ -84,9 +83,10 @@ class StepCosts:
         return float(self._graph.replay(durations).mean())
 
     def absorbed(self, causes: Sequence[Excess]) -> list[bool]:
-        """Of each cause whether it costs nothing as things are, nor would were the others mended.
+        """For each cause, whether it costs nothing now and would cost nothing were the other causes mended.
 
-        What the step is longer by and the graph does not show may be any cause's: a sender that waited for its message.
+        Any cause may also account for the part of the slowdown that the graph does not show, such as a sender that
+        waited for its message.
         """
         least_s, unknown_s = self.without(*causes), self._unexplained_s
         bar_s = max(_LITTLE * (self.actual_s + unknown_s - least_s), _NOTHING * least_s)
@@ -97,7 +97,7 @@ class StepCosts:
             found.append(max(now_s, alone_s) + unknown_s < bar_s)
         return found
 
-    def _usual(self, chosen: Callable[[_Key], bool]) -> Excess:
+    def _usual(self, chosen: Callable[[Key], bool]) -> Excess:
         durations = self._graph.durations
         return {
             place: np.minimum(durations[place], self._healthy[node.key])
@@ -105,24 +105,19 @@ class StepCosts:
             if node.key in self._healthy and chosen(node.key)
         }
 
-    def _others(self, key: _Key) -> Iterable[int]:
-        """Who a rank's transfer is with."""
+    def _others(self, key: Key) -> Iterable[int]:
+        """The ranks that a rank exchanges data with in an operation."""
         rank, kind, _ = key
-        graph = self._graph
         if kind == "grads-sync":
-            return [other for other, stage in graph.stage_of.items() if stage == graph.stage_of[rank]]
-        if not kind.endswith("-recv"):
-            return ()
-        toward = -1 if kind.startswith("forward") else 1
-        stage = (graph.stage_of[rank] + toward) % (1 + max(graph.stage_of.values()))
-        home = graph.replica_of[rank]
-        return [r for r, s in graph.stage_of.items() if s == stage and graph.replica_of[r] == home]
+            return self._graph.placing.members(rank, kind)
+        source = self._graph.placing.source(rank, kind)
+        return () if source is None else (source,)
 
     def _is_left_out(self, row: IterationSummary, crosses: Callable[[int, int], bool]) -> bool:
-        """Whether the iteration has a collective across that is not one operation of the graph."""
+        """Whether the iteration has a collective across the link that is not one operation of the graph."""
         for stream in row.streams:
             info = self._job.groups.get(stream.group)
-            if stream.op in _P2P or info is None or stream.bytes <= _SMALL_BYTES * stream.count:
+            if stream.op in MESSAGES or info is None or stream.bytes <= _SMALL_BYTES * stream.count:
                 continue
             among = any(crosses(one, other) for one in info.members for other in info.members if one < other)
             if among and not _is_sync(stream, self._job.layout):
@@ -130,26 +125,23 @@ class StepCosts:
         return False
 
 
-def step_costs(
-    blocks: Sequence[BlockSummary],
-    onset_step: int,
-    before: Sequence[IterationSummary],
-    after: Sequence[IterationSummary],
-    groups: Mapping[str, GroupInfo],
-    layout: InferredLayout,
-    nodes: Mapping[int, str],
-    clocks: Clocks | None,
-) -> StepCosts | None:
-    """The steps since ``onset_step`` that all ranks with blocks have told of; None where no true graph can be had."""
+def step_costs(evidence: Evidence, layout: InferredLayout) -> StepCosts | None:
+    """The costs in the steps since the onset that all ranks with blocks have reported; None where no true graph is had.
+
+    A graph is true when its replay takes as long as the step did.
+    """
+    blocks, onset_step = evidence.blocks, evidence.onset_step
+    before, after = evidence.before, evidence.after
     ranks = {one.rank for one in blocks}
-    names = {nodes.get(rank, "") for rank in ranks}
-    offsets = clocks and clocks.among(names)
+    names = {evidence.nodes.get(rank, "") for rank in ranks}
+    offsets = evidence.offsets_among(names)
     if offsets is None and len(names) > 1:
         return None
-    layout = replace(layout, stages=_stages(ranks, groups, layout))
-    if len(set(layout.stages.values())) > 1 and not ranks <= layout.stages.keys():
+    job = _Job(evidence.groups, layout, evidence.nodes, offsets)
+    job = replace(job, layout=replace(layout, stages=_stages(ranks, job)))
+    stages = job.layout.stages
+    if len(set(stages.values())) > 1 and not ranks <= stages.keys():
         return None
-    job = _Job(groups, layout, nodes, offsets)
     since = _graph([one for one in blocks if one.step >= onset_step], after, ranks, job)
     if since is None:
         return None
@@ -165,13 +157,10 @@ def step_costs(
     return StepCosts(since, healthy, job, longer_s + _waited_for_others_s(since, healthy, ranks, job))
 
 
-def _waited_for_others_s(
-    graph: StepGraph, healthy: Mapping[_Key, float], ranks: set[int], job: _Job
-) -> float:
+def _waited_for_others_s(graph: StepGraph, healthy: Mapping[Key, float], ranks: set[int], job: _Job) -> float:
     """By how much the collectives at a step's end grew that also wait for ranks of which nothing is known."""
-    partial: set[_Key] = set()
-    for name in job.layout.groups_with("dp"):
-        members = job.groups[name].members if name in job.groups else ()
+    partial: set[Key] = set()
+    for members in job.reducing():
         if not ranks.issuperset(members):
             partial |= {(rank, "grads-sync", 0) for rank in ranks.intersection(members)}
     if any(node.key[1] == "local" for node in graph.nodes):  # a part of a pipeline is silent
@@ -184,11 +173,13 @@ def _waited_for_others_s(
     return sum(grown.values())
 
 
-def _stages(ranks: set[int], groups: Mapping[str, GroupInfo], layout: InferredLayout) -> dict[int, int]:
-    """Also of ranks that silent ones part from their pipeline: their replicas' in the same reduction."""
-    found = {rank: stage for rank, stage in layout.stages.items() if rank in ranks}
-    for name in layout.groups_with("dp"):
-        members = groups[name].members if name in groups else ()
+def _stages(ranks: set[int], job: _Job) -> dict[int, int]:
+    """Pipeline stages of the ranks.
+
+    A rank that silent ones part from its pipeline has the stage of those that reduce gradients with it.
+    """
+    found = {rank: stage for rank, stage in job.layout.stages.items() if rank in ranks}
+    for members in job.reducing():
         known = next((found[rank] for rank in members if rank in found), None)
         if known is not None:
             found.update((rank, known) for rank in ranks.intersection(members) if rank not in found)
@@ -197,7 +188,7 @@ def _stages(ranks: set[int], groups: Mapping[str, GroupInfo], layout: InferredLa
 
 def _measured(graph: StepGraph, rows: Sequence[IterationSummary], ranks: set[int]) -> tuple[float, float]:
     """Mean seconds of the graph's steps as the ranks tell them, and how much of it a replay does not show."""
-    told = [row.duration_s for row in of_ranks(rows, sorted(ranks)) if row.step in graph.steps]
+    told = [row.duration_s for row in table_of(rows).of_ranks(ranks) if row.step in graph.steps]
     seconds = float(np.mean(told))
     return seconds, seconds - float(graph.replay(graph.durations).mean())
 
@@ -205,8 +196,10 @@ def _measured(graph: StepGraph, rows: Sequence[IterationSummary], ranks: set[int
 def _graph(
     blocks: Sequence[BlockSummary], rows: Sequence[IterationSummary], ranks: set[int], job: _Job
 ) -> StepGraph | None:
-    iterations = {(one.rank, one.step): one for one in of_ranks(rows, sorted(ranks))}
-    homes = _homes(blocks)
+    """The graph of the steps of which all ranks have both blocks and an iteration; None when there is none."""
+    iterations = {(one.rank, one.step): one for one in table_of(rows).of_ranks(ranks)}
+    # Ranks that exchange messages are one replica of the pipeline, named by its lowest rank.
+    homes = lowest_connected((one.rank, one.peer if one.peer in ranks else one.rank) for one in blocks)
     by_step: dict[int, list[BlockSummary]] = defaultdict(list)
     for one in blocks:
         by_step[one.step].append(one)
@@ -218,21 +211,6 @@ def _graph(
         return step_graphs(operations)[0] if operations else None
     except TraceError:  # an order of blocks that no message explains
         return None
-
-
-def _homes(blocks: Sequence[BlockSummary]) -> dict[int, int]:
-    """Rank -> lowest rank of its pipeline replica."""
-    home = {one.rank: one.rank for one in blocks}
-    pairs = {(one.rank, one.peer) for one in blocks if one.peer in home}
-    for _ in range(len(home)):
-        changed = False
-        for rank, peer in pairs:
-            low = min(home[rank], home[peer])
-            changed = changed or (home[rank], home[peer]) != (low, low)
-            home[rank] = home[peer] = low
-        if not changed:
-            break
-    return home
 
 
 def _operations(
@@ -256,17 +234,11 @@ def _operations(
         if one.kind == "forward" or one.kind == "backward":
             add(one.rank, one.kind, one.index, one.start_s, one.own_s)
             done[one.rank] = max(done[one.rank], one.start_s + one.own_s)
-        elif (
-            one.peer not in iterations
-        ):  # silent: what it sends comes as long after the rank's own pass as it did
+        elif one.peer not in iterations:
+            # The peer is silent: its messages are taken to come as long after the rank's own pass as they did.
             if one.kind == "recv":
-                add(
-                    one.rank,
-                    "local",
-                    one.peer * _MANY + one.index,
-                    one.start_s + one.own_s,
-                    one.duration_s - one.own_s,
-                )
+                number, begin_s = one.peer * _MANY + one.index, one.start_s + one.own_s
+                add(one.rank, "local", number, begin_s, one.duration_s - one.own_s)
         elif one.peer in stages:
             downstream = _is_downstream(stages.get(one.rank, 0), stages[one.peer], last)
             kind: OperationKind
@@ -287,10 +259,9 @@ def _operations(
 
 
 def _is_sync(stream: StreamSummary, layout: InferredLayout) -> bool:
-    """The one reduction of a rank's gradients."""
-    role = layout.roles.get(stream.group)
-    is_dp = role is not None and role.role == "dp"
-    return is_dp and stream.op not in _P2P and stream.count == 1 and stream.bytes > _SMALL_BYTES
+    """Whether the stream is the one reduction of a rank's gradients."""
+    is_dp = layout.roles.get(stream.group, ("unknown",))[0] == "dp"
+    return is_dp and stream.op not in MESSAGES and stream.count == 1 and stream.bytes > _SMALL_BYTES
 
 
 def _is_downstream(stage: int, other: int, last: int) -> bool:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from statistics import median
 
-import numpy as np
-
 from keepstep.core.events import Op
+from keepstep.core.evidence import Evidence
+from keepstep.core.node_clocks import ClockOffsets
 from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
-from keepstep.locate.clocks import MAX_DRIFT, ClockOffsets, Clocks
-
-_MAD_TO_SIGMA = 1.4826
+from keepstep.locate._profile import MAD_TO_SIGMA
+from keepstep.locate.clocks import MAX_DRIFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +32,20 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One path's transfers, healthy (its own, or those of comparable paths) and now; medians over iterations."""
+    """One path's transfers, healthy and now; medians over iterations."""
 
     path: Path
     ranks: tuple[int, ...]
     count: float  # operations per iteration
-    nbytes: float  # per operation
-    before_s: float  # per operation, an upper bound
-    after_s: float
+    nbytes: float  # bytes per operation
+    before_s: float  # healthy time per operation, an upper bound
+    after_s: float  # time per operation now, an upper bound
     error_s: float = 0.0  # what clocks and noise may add to the difference
-    of_peers: bool = False  # ``before_s`` is what comparable paths take now
+    of_peers: bool = False  # ``before_s`` is what comparable paths take now, for want of a healthy time
 
     @property
     def gain_s(self) -> float:
-        """What the path takes longer, seconds per iteration."""
+        """How much longer the path takes, seconds per iteration."""
         return (self.after_s - self.before_s) * self.count
 
     @property
@@ -61,34 +60,31 @@ class Taken:
 
     seconds: float
     count: float  # operations per iteration
-    nbytes: float  # per operation
-    error_s: float  # of ``seconds``, by noise and clocks
+    nbytes: float  # bytes per operation
+    error_s: float  # possible error of ``seconds``, by noise and clocks
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Per operation means of one pair in one iteration.
+    """Means per operation of the messages of one pair in one iteration, or medians of these over iterations."""
 
-    The latency is the receive's end less the send's start, on uncorrected clocks.
-    """
-
-    latency_s: float
+    latency_s: float  # the receive's end less the send's start, on uncorrected clocks
     receiving_s: float
-    count: int
+    count: float
     nbytes: float
     at_s: float
 
 
-_Step = tuple[Path, int]
+_Step = tuple[Path, int]  # path, step number
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One path's collectives, medians over iterations; ``busy_s``: of each member, seconds per operation."""
+    """One path's collectives, medians over iterations."""
 
-    busy_s: Mapping[int, float]
+    busy_s: Mapping[int, float]  # seconds per operation that each member is in it
     spread_s: float  # how far a member's worst iteration lies above its median, the largest of all members
-    taken: Taken  # by the member that is in it shortest in each iteration
+    taken: Taken  # what the member takes that is in it shortest in each iteration
 
     @property
     def shortest_s(self) -> float:
@@ -96,7 +92,11 @@ class Collective:
         return min(self.busy_s.values())
 
     def growth_s(self, before: Collective) -> float:
-        """What a transfer takes longer since ``before``: every member sees that, a late member does not see its own."""
+        """How much longer a transfer takes than ``before``.
+
+        A slower transfer takes every member longer, while a late member's own time does not grow: the least growth
+        of all members is the transfer's.
+        """
         return min(busy_s - before.busy_s.get(rank, 0.0) for rank, busy_s in self.busy_s.items())
 
 
@@ -117,64 +117,58 @@ def collective_transfers(
     return {path: _collective(steps) for path, steps in rows.items()}
 
 
-def message_transfers(
-    before: Sequence[IterationSummary],
-    after: Sequence[IterationSummary],
-    nodes: Mapping[int, str],
-    clocks: Clocks | None,
-) -> list[Transfer]:
+def message_transfers(evidence: Evidence) -> list[Transfer]:
     """Every pair's messages, before and after.
 
     A transfer is no longer than the receive, and no longer than from the send's start to the receive's end. Of the
     latter the *growth* is known without comparing clocks, but for their drift; so the smaller growth is the transfer's.
     """
-    old, new = _messages(before), _messages(after)
-    offsets = _between_ends(old.keys() & new.keys(), nodes, clocks)
+    old, new = _messages(evidence.before), _messages(evidence.after)
+    offsets = _between_ends(old.keys() & new.keys(), evidence)
     transfers: list[Transfer] = []
-    for path, rows in new.items():
-        if path not in old:
-            continue
-        healthy, now = old[path], rows
-        grown, error = _latency_growth(path, healthy, now, nodes, offsets)
-        if grown < 2 * error:  # clocks may drift apart by as much: less so from one iteration to the next
-            last, first = max(healthy, key=lambda row: row.at_s), min(now, key=lambda row: row.at_s)
-            grown, error = _latency_growth(path, [last], [first], nodes, offsets)
-        receiving_before = float(np.median([row.receiving_s for row in healthy]))
-        receiving_growth = float(np.median([row.receiving_s for row in now])) - receiving_before
-        base = min(receiving_before, _healthy_latency(path, healthy, nodes, offsets))
-        growth = min(grown, receiving_growth)
-        count = float(np.median([row.count for row in now]))
-        nbytes = float(np.median([row.nbytes for row in now]))
-        ends = (path.source, path.target)
-        transfers.append(Transfer(path, ends, count, nbytes, base, base + growth, error))
+    for path in [path for path in new if path in old]:
+        then, now = _middle(old[path]), _middle(new[path])
+        ends = evidence.nodes.get(path.source, ""), evidence.nodes.get(path.target, "")
+        grown, error = _latency_growth(ends, then, now, offsets)
+        if grown < 2 * error:  # clocks drift less from the last healthy iteration to the first slow one
+            last, first = max(old[path], key=lambda row: row.at_s), min(new[path], key=lambda row: row.at_s)
+            grown, error = _latency_growth(ends, last, first, offsets)
+        latency, bound = _latency(ends, then, offsets)
+        # The healthy latency counts where the clocks are known better than that.
+        known = bound == 0 or latency > 2 * bound
+        base = min(then.receiving_s, latency) if known else then.receiving_s
+        growth = min(grown, now.receiving_s - then.receiving_s)
+        transfers.append(
+            Transfer(path, (path.source, path.target), now.count, now.nbytes, base, base + growth, error)
+        )
     return transfers
 
 
-def messages_now(
-    after: Sequence[IterationSummary], nodes: Mapping[int, str], clocks: Clocks | None
-) -> dict[Path, Taken]:
+def messages_now(evidence: Evidence) -> dict[Path, Taken]:
     """What every pair's messages take: no longer than the receive, nor than from the send's start to its end."""
     found: dict[Path, Taken] = {}
-    messages = _messages(after)
-    offsets = _between_ends(messages, nodes, clocks)
+    messages = _messages(evidence.after)
+    offsets = _between_ends(messages, evidence)
     for path, rows in messages.items():
-        latency, bound = _latency(path, rows, nodes, offsets)
-        taken = _taken([(row.receiving_s, float(row.count), row.nbytes) for row in rows])
+        ends = evidence.nodes.get(path.source, ""), evidence.nodes.get(path.target, "")
+        latency, bound = _latency(ends, _middle(rows), offsets)
+        taken = _taken([(row.receiving_s, row.count, row.nbytes) for row in rows])
         if latency + bound < taken.seconds:
             taken = Taken(latency + bound, taken.count, taken.nbytes, taken.error_s + bound)
         found[path] = taken
     return found
 
 
-def _between_ends(
-    paths: Iterable[Path], nodes: Mapping[int, str], clocks: Clocks | None
-) -> ClockOffsets | None:
+def _between_ends(paths: Iterable[Path], evidence: Evidence) -> ClockOffsets | None:
     """The clocks of the nodes between which these messages go."""
+    nodes = evidence.nodes
     pairs = ((nodes.get(path.source, ""), nodes.get(path.target, "")) for path in paths)
-    return clocks and clocks.among({node for pair in pairs if pair[0] != pair[1] for node in pair})
+    names = {node for pair in pairs if pair[0] != pair[1] for node in pair}
+    return evidence.offsets_among(names)
 
 
 def _messages(summaries: Sequence[IterationSummary]) -> dict[Path, list[_Message]]:
+    """For every pair and iteration the messages of which both ends are known."""
     sends: dict[tuple[str, int, int, int], tuple[StreamSummary, float]] = {}
     receives: dict[tuple[str, int, int, int], tuple[StreamSummary, float]] = {}
     for summary in summaries:
@@ -201,62 +195,50 @@ def _messages(summaries: Sequence[IterationSummary]) -> dict[Path, list[_Message
     return rows
 
 
+def _middle(rows: Sequence[_Message]) -> _Message:
+    """The median of each figure."""
+    return _Message(*map(median, zip(*map(astuple, rows), strict=True)))
+
+
 def _latency_growth(
-    path: Path,
-    before: Sequence[_Message],
-    after: Sequence[_Message],
-    nodes: Mapping[int, str],
-    offsets: ClockOffsets | None,
+    ends: tuple[str, str], then: _Message, now: _Message, offsets: ClockOffsets | None
 ) -> tuple[float, float]:
-    """(growth, its error by clocks), in seconds."""
-    then, now = (float(np.median([row.latency_s for row in rows])) for rows in (before, after))
-    source, target = nodes.get(path.source, ""), nodes.get(path.target, "")
+    """(growth of the latency between two nodes, its error by clocks), in seconds."""
+    growth_s, elapsed_s = now.latency_s - then.latency_s, now.at_s - then.at_s
+    source, target = ends
     if source == target:
-        return now - then, 0.0
-    elapsed = float(np.median([row.at_s for row in after]) - np.median([row.at_s for row in before]))
+        return growth_s, 0.0
     drift, error = 0.0, 2 * MAX_DRIFT
     if offsets is not None and source in offsets.nodes and target in offsets.nodes:
         one, other = offsets.nodes[source], offsets.nodes[target]
         if other.drift_bound + one.drift_bound < error:
             drift, error = other.drift - one.drift, other.drift_bound + one.drift_bound
-    return now - then + drift * elapsed, error * abs(elapsed)
+    return growth_s + drift * elapsed_s, error * abs(elapsed_s)
 
 
-def _healthy_latency(
-    path: Path, rows: Sequence[_Message], nodes: Mapping[int, str], offsets: ClockOffsets | None
-) -> float:
-    """From the send's start to the receive's end, where the clocks are known better than that; else infinite."""
-    latency, bound = _latency(path, rows, nodes, offsets)
-    return latency if bound == 0 or latency > 2 * bound else math.inf
-
-
-def _latency(
-    path: Path, rows: Sequence[_Message], nodes: Mapping[int, str], offsets: ClockOffsets | None
-) -> tuple[float, float]:
+def _latency(ends: tuple[str, str], row: _Message, offsets: ClockOffsets | None) -> tuple[float, float]:
     """From the send's start to the receive's end, and the clocks' bound; infinite where they cannot be compared."""
-    latency, at_s = (
-        float(np.median(values)) for values in ([r.latency_s for r in rows], [r.at_s for r in rows])
-    )
-    source, target = nodes.get(path.source, ""), nodes.get(path.target, "")
+    source, target = ends
     if source == target:
-        return max(latency, 0.0), 0.0
+        return max(row.latency_s, 0.0), 0.0
     if offsets is None or source not in offsets.nodes or target not in offsets.nodes:
         return math.inf, 0.0
+    at_s = row.at_s
     at_source_s = at_s + offsets.offset_s(target, at_s) - offsets.offset_s(source)
     shift = offsets.offset_s(target, at_s) - offsets.offset_s(source, at_source_s)
     bound = offsets.bound_s(target, at_s) + offsets.bound_s(source, at_source_s)
-    return latency + shift, bound
+    return row.latency_s + shift, bound
 
 
 def _taken(values: Sequence[tuple[float, float, float]]) -> Taken:
     """Medians of (seconds, count, bytes); the error is that of a median, from a robust spread."""
-    table = np.array(values)
-    seconds, count, nbytes = (float(np.median(table[:, column])) for column in range(3))
-    spread = _MAD_TO_SIGMA * float(np.median(np.abs(table[:, 0] - seconds)))
-    return Taken(seconds, count, nbytes, 1.25 * spread / math.sqrt(len(table)))
+    seconds, count, nbytes = map(median, zip(*values, strict=True))
+    spread = MAD_TO_SIGMA * median(abs(value[0] - seconds) for value in values)
+    return Taken(seconds, count, nbytes, 1.25 * spread / math.sqrt(len(values)))
 
 
 def _collective(steps: Sequence[Mapping[int, StreamSummary]]) -> Collective:
+    """One path's collectives from the streams of all members, iteration by iteration."""
     busy: dict[int, list[float]] = {}
     for streams in steps:
         for rank, stream in streams.items():

@@ -9,51 +9,48 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 
-from keepstep.core.events import Op
+from keepstep.core.events import MESSAGES
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis
-from keepstep.core.iteration_table import column, medians, of_ranks
-from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary
-from keepstep.locate._step_costs import Excess, Floats, StepCosts, step_costs
-from keepstep.locate.clocks import Clocks
-from keepstep.locate.infer import InferredLayout
+from keepstep.core.iteration_table import medians, table_of
+from keepstep.core.summary import BlockSummary, IterationSummary
+from keepstep.locate._step_costs import Excess, StepCosts, step_costs
+from keepstep.locate.infer import layout_of
 from keepstep.locate.slow import MIN_SHARE
+from keepstep.locate.what_if import COMPUTE, Floats
 
-MOST_RANKS = 256  # whose blocks are asked for
-_ONE_BLOCK = 0.75  # of what the rank's blocks grew: it is this one
-_MOSTLY = 0.5  # of what a rank's own time grew
-_FAR = 1.5  # times what the block took
+MOST_RANKS = 256  # ranks whose blocks are asked for
+_ONE_BLOCK = 0.75  # part of what the rank's blocks grew that one block must have grown to be named
+_MOSTLY = 0.5  # part of what a rank's own time grew that its blocks must explain
+_FAR = 1.5  # times what the block took before
 _MOST_TOLD = 4
-_COMPUTE = ("forward", "backward")
-_P2P = (int(Op.SEND), int(Op.RECV))
 
 _Block = tuple[str, int]  # kind, index
 
 
 def pipelines(ranks: Iterable[int], summaries: Sequence[IterationSummary]) -> set[int]:
     """All ranks that messages join with one of these, themselves included, as far as ``summaries`` tell."""
+    table = table_of(summaries)
     found: set[int] = set()
     new = set(ranks)
     while new:
-        rows = of_ranks(summaries, sorted(new))
+        rows = list(table.of_ranks(new))
         found.update(row.rank for row in rows)
-        peers = {stream.peer for row in rows for stream in row.streams if stream.op in _P2P}
+        peers = {stream.peer for row in rows for stream in row.streams if stream.op in MESSAGES}
         new = {peer for peer in peers if peer >= 0} - found - new
     return found
 
 
-def blocks_wanted(
-    culprits: Sequence[Culprit],
-    summaries: Sequence[IterationSummary],
-    groups: Mapping[str, GroupInfo],
-    layout: InferredLayout,
-) -> tuple[int, ...]:
+def blocks_wanted(evidence: Evidence, culprits: Sequence[Culprit]) -> tuple[int, ...]:
     """The ranks whose blocks tell more of these culprits: their pipelines and the replicas that reduce with them.
 
-    As far as there is room: without the replicas, or the last culprits' pipelines, where there is not.
+    At most `MOST_RANKS`: the replicas are left out, or the last culprits' pipelines, where there is no room for them.
     """
+    summaries = table_of(evidence.after).newest_steps()
     own: set[int] = set()
     for one in culprits:
         named = (one.rank,) if one.link is None else one.link.ranks
@@ -61,39 +58,26 @@ def blocks_wanted(
         if len(more) > MOST_RANKS:
             break
         own = more
-    together = [groups[name].members for name in layout.groups_with("dp") if name in groups]
+    groups = evidence.groups
+    together = [groups[name].members for name in layout_of(evidence).groups_with("dp") if name in groups]
     beside = {rank for group in together if not own.isdisjoint(group) for rank in group}
     if len(beside) <= MOST_RANKS:
         beside = pipelines(beside, summaries)
     return tuple(sorted(own | beside if len(own | beside) <= MOST_RANKS else own))
 
 
-def sharpen(
-    diagnosis: Diagnosis,
-    blocks: Sequence[BlockSummary],
-    onset_step: int,
-    before: Sequence[IterationSummary],
-    after: Sequence[IterationSummary],
-    groups: Mapping[str, GroupInfo],
-    layout: InferredLayout,
-    nodes: Mapping[int, str],
-    clocks: Clocks | None = None,
-) -> Diagnosis:
+def sharpen(evidence: Evidence, diagnosis: Diagnosis) -> Diagnosis:
     """Say which block of each slow rank grew, and drop the ranks and links whose delay is absorbed.
 
-    Args:
-        diagnosis: of a slowdown, with the ranks and links that are slow.
-        blocks: of the ranks in ``blocks_wanted``, from steps before and since ``onset_step``.
-        before: healthy iterations.
-        after: the slow iterations.
-        groups: the process groups by name.
-        layout: roles of groups and stages of ranks.
-        nodes: node name by rank.
-        clocks: of the nodes; without them no step over several nodes is replayed.
+    ``diagnosis`` names the ranks and links that are slow. Of the evidence ``blocks``, ``onset_step``, ``before``,
+    ``after``, ``groups``, ``layout``, ``nodes`` and ``clocks`` are read; without clocks no step over several nodes is
+    replayed.
     """
-    found = _Medians.of(blocks, onset_step)
+    before, after = table_of(evidence.before), table_of(evidence.after)
+    evidence = replace(evidence, before=before, after=after)
+    found = _Medians.of(evidence.blocks, evidence.onset_step)
     diagnosis = replace(diagnosis, culprits=tuple(_with_block(one, found) for one in diagnosis.culprits))
-    costs = step_costs(blocks, onset_step, before, after, groups, layout, nodes, clocks)
+    costs = step_costs(evidence, layout_of(evidence))
     if costs is None:
         return diagnosis
     then, now = medians(before, "self_s"), medians(after, "self_s")
@@ -108,7 +92,9 @@ def sharpen(
             if one.cause == "compute":
                 causes.append(([one], costs.of_rank(one.rank, found.one_block(one.rank))))
             else:
-                starved[one.node, one.cause].append(one)  # one cause, whatever each rank's part
+                starved[one.node, one.cause].append(
+                    one
+                )  # a host cause of a node is one, however many ranks it hits
     for together in starved.values():
         excess: dict[int, Floats] = {}
         for one in together:
@@ -119,9 +105,10 @@ def sharpen(
     for rank in sorted(found.seconds.keys() - named):
         if found.stands_out(rank) and then.get(rank, 0.0) > 0:
             ratio = round(now[rank] / then[rank], 2)
-            one = Culprit(rank, None, nodes.get(rank, ""), "", ratio, "medium", "compute")
+            one = Culprit(rank, None, evidence.nodes.get(rank, ""), "", ratio, "medium", "compute")
             causes.append(([_with_block(one, found)], costs.of_rank(rank, found.one_block(rank))))
-    return _judged(diagnosis, causes, costs, _slowdown_s(before, after))
+    slowdown_s = float(np.median(after.column("duration_s")) - np.median(before.column("duration_s")))
+    return _judged(diagnosis, causes, costs, slowdown_s)
 
 
 def _judged(
@@ -130,7 +117,7 @@ def _judged(
     costs: StepCosts,
     slowdown_s: float,
 ) -> Diagnosis:
-    """Without the culprits whose delay costs nothing, with the ranks beside whose delay costs much."""
+    """The diagnosis without the culprits whose delay costs nothing, with those beside them whose delay costs much."""
     absorbed = costs.absorbed([excess for _, excess in causes])
     culprits, told = list(diagnosis.culprits), list[str]()
     for (together, excess), nothing in zip(causes, absorbed, strict=True):
@@ -154,33 +141,30 @@ def _judged(
 
 
 def _whose(culprits: Sequence[Culprit]) -> str:
+    """Culprits of one cause in the possessive, e.g. ``rank 3's``."""
     first = culprits[0]
     if first.link is not None:
         return f"the link's between ranks {first.link.ranks[0]} and {first.link.ranks[1]}"
     return f"rank {first.rank}'s" if len(culprits) == 1 else f"{first.node}'s ({first.cause})"
 
 
-def _slowdown_s(before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> float:
-    return float(np.median(column(after, "duration_s")) - np.median(column(before, "duration_s")))
-
-
 @dataclass(frozen=True, slots=True)
 class _Medians:
-    """Seconds of each compute block of each rank, before the onset and since: rank -> block -> (before, since)."""
+    """Median seconds of each block of computation of each rank, before the onset and since."""
 
-    seconds: Mapping[int, Mapping[_Block, tuple[float, float]]]
+    seconds: Mapping[int, Mapping[_Block, tuple[float, float]]]  # rank -> block -> (before, since)
 
     @staticmethod
     def of(blocks: Sequence[BlockSummary], onset_step: int) -> _Medians:
         times: dict[int, dict[_Block, tuple[list[float], list[float]]]] = defaultdict(dict)
         for one in blocks:
-            if one.kind in _COMPUTE:
+            if one.kind in COMPUTE:
                 pair = times[one.rank].setdefault((one.kind, one.index), ([], []))
                 pair[one.step >= onset_step].append(one.own_s)
         return _Medians(
             {
                 rank: {
-                    block: (float(np.median(before)), float(np.median(since)))
+                    block: (median(before), median(since))
                     for block, (before, since) in rows.items()
                     if before and since
                 }
@@ -189,7 +173,7 @@ class _Medians:
         )
 
     def explains(self, rank: int, growth_s: float) -> bool:
-        """Whether it is in its blocks that the rank's own time has grown."""
+        """Whether the rank's blocks account for the growth of its own time."""
         return sum(self.grown(rank).values()) >= _MOSTLY * growth_s
 
     def stands_out(self, rank: int) -> bool:
@@ -201,13 +185,13 @@ class _Medians:
         return since >= _FAR * before
 
     def one_block(self, rank: int) -> _Block | None:
-        """The block that alone accounts for what the rank's blocks have grown."""
+        """The block that alone accounts for what the rank's blocks have grown; None when there is none."""
         grown = self.grown(rank)
         block = max(grown, key=lambda one: grown[one], default=None)
         return None if block is None or grown[block] < _ONE_BLOCK * sum(grown.values()) else block
 
     def grown(self, rank: int) -> dict[_Block, float]:
-        """By how much each block grew; only those that did."""
+        """By how much each block of the rank grew; only blocks that did."""
         return {
             block: since - before
             for block, (before, since) in self.seconds.get(rank, {}).items()
@@ -216,11 +200,11 @@ class _Medians:
 
 
 def _with_block(culprit: Culprit, found: _Medians) -> Culprit:
-    """The micro-batch that alone accounts for the rank's delay goes into the culprit's detail."""
+    """The culprit, its detail with the micro-batch that alone accounts for the rank's delay, if there is one."""
     if culprit.rank is None or culprit.rank not in found.seconds:
         return culprit
     block, of_rank = found.one_block(culprit.rank), found.seconds[culprit.rank]
-    if block is None or len(of_rank) <= len(_COMPUTE):  # one micro-batch: the stage has said it
+    if block is None or len(of_rank) <= len(COMPUTE):  # one micro-batch: the stage has said it
         return culprit
     before, since = of_rank[block]
     told = f"in {block[0]} of micro-batch {block[1]}: {before * 1e3:.0f} -> {since * 1e3:.0f} ms"

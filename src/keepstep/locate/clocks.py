@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from keepstep.core.node_clocks import ClockOffsets, NodeClock
 from keepstep.core.summary import ClockSample
 from keepstep.locate._constraints import Constraint, constraints_between_nodes
 
@@ -22,75 +23,26 @@ Floats = npt.NDArray[np.float64]
 
 MAX_DRIFT = 2e-4  # seconds per second: beyond what an undisciplined quartz and NTP's slewing do together
 MOST_NODES, MOST_SAMPLES = 1024, 20_000  # compared at once: about a second of work
-_BUCKETS = 32
-_GRID = 41
-_MIN_SPAN_S = 5.0
-_MAX_ROUNDS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class NodeClock:
-    """One node's clock against the reference: reference time = t + offset_s + drift * (t - at_s)."""
-
-    offset_s: float
-    drift: float  # seconds per second
-    at_s: float  # on the node's clock
-    bound_s: float  # the offset's greatest possible error at ``at_s``; infinite when nothing bounds it
-    drift_bound: float
-
-
-@dataclass(frozen=True, slots=True)
-class ClockOffsets:
-    """The clocks of all nodes against ``reference``. Unknown nodes have offset 0 and an infinite bound."""
-
-    reference: str
-    nodes: Mapping[str, NodeClock]
-    contradictions: int = 0  # operations that cannot be true together with the others
-    notes: tuple[str, ...] = ()
-
-    def among(self, nodes: Collection[str]) -> ClockOffsets:
-        """These and the others."""
-        return self
-
-    def offset_s(self, node: str, at_s: float | None = None) -> float:
-        """What to add to ``node``'s clock to get the reference's.
-
-        ``at_s`` is a time on the node's clock; without it, the newest sample's.
-        """
-        clock = self.nodes.get(node)
-        if clock is None:
-            return 0.0
-        return clock.offset_s + (0.0 if at_s is None else clock.drift * (at_s - clock.at_s))
-
-    def bound_s(self, node: str, at_s: float | None = None) -> float:
-        """The greatest possible error of `offset_s`, in seconds."""
-        clock = self.nodes.get(node)
-        if clock is None:
-            return math.inf
-        return clock.bound_s + (0.0 if at_s is None else clock.drift_bound * abs(at_s - clock.at_s))
-
-    def to_reference_s(self, node: str, time_s: float) -> float:
-        """A time on ``node``'s clock as time on the reference's."""
-        return time_s + self.offset_s(node, time_s)
+_BUCKETS = 32  # into which samples are sorted by time, to estimate a drift
+_GRID = 41  # drifts that are tried between two bounds
+_MIN_SPAN_S = 5.0  # samples over a shorter time show no drift
+_MAX_ROUNDS = 32  # of propagation; a chain of more nodes is left with wider bounds
 
 
 @dataclass(frozen=True, slots=True)
 class SampledClocks:
-    """The samples of a large job's nodes. The clocks of all would take longer than the rest of the verdict."""
+    """The samples of a large job's nodes, compared only as far as asked: all of it would outlast the verdict."""
 
     samples: Mapping[str, Sequence[ClockSample]]  # by node
 
     def among(self, nodes: Collection[str]) -> ClockOffsets | None:
-        """These nodes' clocks, from the operations that they share; None of more than `MOST_NODES`."""
+        """These nodes' clocks, from the operations that they share; None for more than `MOST_NODES` nodes."""
         if len(nodes) > MOST_NODES:
             return None
         newest = max(MOST_SAMPLES // max(len(nodes), 1), 1)
         return estimate_offsets(
             {node: self.samples[node][-newest:] for node in sorted(nodes) if node in self.samples}
         )
-
-
-Clocks = ClockOffsets | SampledClocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +56,6 @@ class _Edge:
     high_s: float
     drift: float
     drift_bound: float
-    rejected: int
-    used: int
 
 
 def estimate_offsets(
@@ -117,17 +67,14 @@ def estimate_offsets(
         samples: per node the completed operations of its ranks, times in seconds on the node's own clock. Samples
             without a counterpart elsewhere are ignored.
         window_s: only samples this close to the node's newest are used, so that drift may be taken as constant.
-        max_drift: no two clocks drift apart faster, in seconds per second.
+        max_drift: the fastest that two clocks may drift apart, in seconds per second.
     """
     recent = {node: _recent(rows, window_s) for node, rows in samples.items()}
     found = constraints_between_nodes({node: rows for node, rows in recent.items() if rows})
-    names = sorted(samples)
     if not found.pairs:
-        reference = found.reference or (names[0] if names else "")
+        reference = found.reference or min(samples, default="")
         alone = {reference: NodeClock(0.0, 0.0, 0.0, 0.0, 0.0)} if reference else {}
-        unknown = [name for name in names if name != reference]
-        notes = (f"no operation connects {len(unknown)} nodes with {reference}",) if unknown else ()
-        return ClockOffsets(reference, alone, found.mismatched, notes + found.notes)
+        return ClockOffsets(reference, alone)
     newest = {node: max(row.end_s for row in rows) for node, rows in recent.items() if rows}
     coarse = _coarse_offsets(found.reference, found.pairs)
     at_reference_s = max(newest[node] + offset for node, offset in coarse.items())
@@ -136,18 +83,7 @@ def estimate_offsets(
         for (hub, node), rows in found.pairs.items()
     ]
     clocks = _propagate(found.reference, edges, {n: at_reference_s - offset for n, offset in coarse.items()})
-    rejected = sum(edge.rejected for edge in edges)
-    notes = list(found.notes)
-    notes.extend(
-        f"clocks of {edge.hub} and {edge.node}: "
-        f"{edge.rejected} of {edge.used + edge.rejected} operations contradict the rest"
-        for edge in edges
-        if edge.rejected
-    )
-    lost = [name for name in names if name not in clocks]
-    if lost:
-        notes.append(f"no operation connects {len(lost)} nodes with {found.reference}: {', '.join(lost[:4])}")
-    return ClockOffsets(found.reference, clocks, rejected + found.mismatched, tuple(notes))
+    return ClockOffsets(found.reference, clocks)
 
 
 def _recent(rows: Sequence[ClockSample], window_s: float) -> list[ClockSample]:
@@ -184,8 +120,7 @@ def _fit(hub: str, node: str, rows: Sequence[Constraint], at_s: float, max_drift
     slope = min(max(_slope(age[kept], middle[kept], max_drift), fit.drift_low), fit.drift_high)
     estimate = _estimate((middle - slope * age)[kept], fit, rows)
     drift_bound = max(fit.drift_high - slope, slope - fit.drift_low)
-    used = int(kept.sum())
-    return _Edge(hub, node, estimate, fit.low_s, fit.high_s, slope, drift_bound, len(rows) - used, used)
+    return _Edge(hub, node, estimate, fit.low_s, fit.high_s, slope, drift_bound)
 
 
 def _estimate(middles: Floats, fit: _Feasible, rows: Sequence[Constraint]) -> float:

@@ -1,4 +1,4 @@
-"""Who died first: the others die of it, with errors about their connections."""
+"""Who died first: the other ranks die as a consequence, with errors about their connections."""
 
 from __future__ import annotations
 
@@ -6,39 +6,30 @@ import math
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
-from keepstep.core.events import Phase
+from keepstep.core.events import phase_title
+from keepstep.core.evidence import Evidence
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Culprit, Diagnosis
+from keepstep.core.incident import Confidence, Culprit, Diagnosis
 from keepstep.core.lost_connection import tells_of_another
+from keepstep.core.node_clocks import ClockOffsets
 from keepstep.core.ranges import fold_ranks
-from keepstep.core.summary import RankState
-from keepstep.locate.clocks import ClockOffsets, Clocks
 
-_SAME_MOMENT_S = 0.5
+_SAME_MOMENT_S = 0.5  # deaths nearer to each other than this have no order
 _MAX_CULPRITS = 64
 _ENDED_BY_LAUNCHER = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
-def locate_crash(
-    findings: Sequence[Finding],
-    states: Sequence[RankState] = (),
-    nodes: Mapping[int, str] | None = None,
-    clocks: Clocks | None = None,
-) -> Diagnosis:
+def locate_crash(evidence: Evidence) -> Diagnosis:
     """Name the process that died first of its own doing; those that lost their connection to it are victims.
 
-    Args:
-        findings: of kind ``crash`` (others are ignored), times on their nodes' clocks.
-        states: ranks that are still there; they count as victims.
-        nodes: node name by rank; findings carry their own.
-        clocks: of the nodes. Without them deaths on different nodes are told apart by their messages.
+    It reads ``findings``, ``states`` (of the ranks that are still there), ``nodes`` and ``clocks``. Without clocks,
+    deaths on different nodes are told apart by their messages.
     """
-    crashes = _one_per_rank([finding for finding in findings if finding.kind == "crash"])
+    crashes = _one_per_rank([finding for finding in evidence.findings if finding.kind == "crash"])
     if not crashes:
         return Diagnosis("crash", (), (), (), ("a finding about a process that died",), "cause unknown")
-    offsets = clocks and clocks.among({finding.node for finding in crashes})
+    offsets = evidence.offsets_among({finding.node for finding in crashes})
     clocks_known = offsets is not None or len({finding.node for finding in crashes}) == 1
     times = {finding.rank: _time_s(finding, offsets) for finding in crashes}
     order = sorted(
@@ -46,30 +37,21 @@ def locate_crash(
     )
     first = order[0]
     tolerance_s = _tolerance_s(crashes, offsets)
-    together = [
-        f
-        for f in order
-        if f is first
-        or (
-            _is_consequence(f) == _is_consequence(first)
-            and abs(times[f.rank] - times[first.rank]) <= tolerance_s
-        )
-    ]
-    if _is_consequence(first):
-        together = [first]
+    own = [finding for finding in order if not _is_consequence(finding)]
+    together = [f for f in own if abs(times[f.rank] - times[first.rank]) <= tolerance_s] or [first]
     confidence = _confidence(first, together, crashes)
-    culprits = tuple(_culprit(finding, nodes, confidence) for finding in together[:_MAX_CULPRITS])
+    culprits = tuple(_culprit(finding, evidence.nodes, confidence) for finding in together[:_MAX_CULPRITS])
     blamed = {finding.rank for finding in together}
     died = {finding.rank for finding in crashes}
-    waiting = {state.rank for state in states if state.rank not in died and state.in_flight}
+    waiting = {state.rank for state in evidence.states if state.rank not in died and state.in_flight}
     victims = tuple(sorted((died | waiting) - blamed))
-    evidence = _evidence(first, together, crashes, times, clocks_known, waiting)
+    lines = _lines(first, together, crashes, times, clocks_known, waiting)
     missing: list[str] = []
     if _is_consequence(first):
         missing.append("the first death: every message is about a lost connection")
     if not clocks_known and len(together) > 1:
         missing.append("clock offsets between the nodes: which of the deaths came first cannot be told")
-    return Diagnosis("crash", culprits, victims, evidence, tuple(missing), _headline(first))
+    return Diagnosis("crash", culprits, victims, lines, tuple(missing), _headline(first))
 
 
 def _one_per_rank(crashes: Sequence[Finding]) -> list[Finding]:
@@ -90,6 +72,7 @@ def _is_consequence(finding: Finding) -> bool:
 
 
 def _time_s(finding: Finding, offsets: ClockOffsets | None) -> float:
+    """When the process died: on the reference's clock where clocks are known, else on its own node's."""
     return finding.time_s if offsets is None else offsets.to_reference_s(finding.node, finding.time_s)
 
 
@@ -102,9 +85,8 @@ def _tolerance_s(crashes: Sequence[Finding], offsets: ClockOffsets | None) -> fl
     return _SAME_MOMENT_S + 2 * max(offsets.bound_s(finding.node, finding.time_s) for finding in crashes)
 
 
-def _confidence(
-    first: Finding, together: Sequence[Finding], crashes: Sequence[Finding]
-) -> Literal["high", "medium", "low"]:
+def _confidence(first: Finding, together: Sequence[Finding], crashes: Sequence[Finding]) -> Confidence:
+    """How sure it is that the processes that died ``together`` are the cause of the other deaths."""
     if _is_consequence(first):
         return "low"
     if len(together) == 1:
@@ -113,16 +95,16 @@ def _confidence(
 
 
 def _same_message(findings: Sequence[Finding]) -> bool:
-    """Equal but for numbers, such as ranks and addresses."""
+    """Whether all messages are equal apart from numbers, such as ranks and addresses."""
     return len({re.sub(r"\d+", "#", finding.message) or finding.rank for finding in findings}) == 1
 
 
-def _culprit(
-    finding: Finding, nodes: Mapping[int, str] | None, confidence: Literal["high", "medium", "low"]
-) -> Culprit:
-    node = finding.node or (nodes or {}).get(finding.rank, "")
-    detail = "; ".join(text for text in (_death(finding), finding.message[:300]) if text)
-    return Culprit(finding.rank, None, node, _phase(finding), 0.0, confidence, "process died", detail)
+def _culprit(finding: Finding, nodes: Mapping[int, str], confidence: Confidence) -> Culprit:
+    node = finding.node or nodes.get(finding.rank, "")
+    detail = "; ".join(filter(None, (_death(finding), finding.message[:300])))
+    return Culprit(
+        finding.rank, None, node, phase_title(finding.phase), 0.0, confidence, "process died", detail
+    )
 
 
 def _death(finding: Finding) -> str:
@@ -134,19 +116,12 @@ def _death(finding: Finding) -> str:
     return f"exit code {finding.exit_code}"
 
 
-def _phase(finding: Finding) -> str:
-    try:
-        return Phase(finding.phase).title
-    except ValueError:
-        return ""
-
-
 def _headline(first: Finding) -> str:
     reason = f": {first.message[:120]}" if first.message else ""
     return f"rank {first.rank} died ({_death(first)}){reason}"
 
 
-def _evidence(
+def _lines(
     first: Finding,
     together: Sequence[Finding],
     crashes: Sequence[Finding],

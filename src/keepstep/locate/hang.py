@@ -7,64 +7,39 @@ stuck (`_hang_network`). If ranks wait for each other, one has skipped an operat
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from keepstep.core.events import Op
-from keepstep.core.incident import Diagnosis
+from keepstep.core.events import Op, phase_title
+from keepstep.core.evidence import Evidence
+from keepstep.core.incident import Confidence, Diagnosis
 from keepstep.core.ranges import fold_ranks
-from keepstep.core.summary import GroupInfo, PathProbe, PeerTraffic, RankState
+from keepstep.core.summary import RankState
 from keepstep.locate._flows import cut_links
 from keepstep.locate._hang_desync import diagnose_circle, diagnose_desync, ranks_in_a_circle
-from keepstep.locate._hang_evidence import (
-    FEW,
-    MAX_CULPRITS,
-    STOPPED,
-    Confidence,
-    HangEvidence,
-    Roots,
-    waits_in,
-)
+from keepstep.locate._hang_evidence import FEW, MAX_CULPRITS, STOPPED, HangEvidence, Roots, waits_in
 from keepstep.locate._hang_network import diagnose_silent, diagnose_transfer
 from keepstep.locate._hang_words import (
     culprit_of,
     diagnosis_of,
     last_progress_s,
-    phase_title,
     progress_lines,
     roots_text,
 )
 from keepstep.locate._paths import Paths
 from keepstep.locate._waiting import Pending, pending_operations
-from keepstep.locate.clocks import Clocks
 
 
-def locate_hang(
-    states: Sequence[RankState],
-    groups: Mapping[str, GroupInfo],
-    nodes: Mapping[int, str],
-    silent_nodes: Collection[str] = (),
-    clocks: Clocks | None = None,
-    traffic: Sequence[PeerTraffic] = (),
-    probes: Sequence[PathProbe] = (),
-    addresses: Mapping[str, str] | None = None,
-) -> Diagnosis:
+def locate_hang(evidence: Evidence) -> Diagnosis:
     """Name who never entered, stopped, died or entered another operation, or the transfer that is stuck.
 
-    Args:
-        states: where the ranks are; ranks that did not report may be missing.
-        groups: the process groups by name.
-        nodes: node name by rank, of all ranks of the job.
-        silent_nodes: nodes whose agent does not answer.
-        clocks: the nodes' clocks, if known: they put ranks that stopped in order.
-        traffic: what nodes sent to each other over TCP before and after the ranks stopped.
-        probes: outcomes of probes between nodes; ``Diagnosis.paths`` says which ones to make.
-        addresses: node name by address, of nodes that did not report.
+    It reads ``states``, ``groups``, ``nodes``, ``silent_nodes``, ``clocks``, ``traffic``, ``probes`` and ``addresses``.
     """
+    states = evidence.states
     by_rank = {state.rank: state for state in states}
-    pending = pending_operations([state for state in states if state.alive], groups)
-    paths = Paths(probes, traffic, addresses)
-    known = HangEvidence(by_rank, _with_dead(pending, by_rank), nodes, frozenset(silent_nodes), clocks, paths)
+    pending = pending_operations([state for state in states if state.alive], evidence.groups)
+    paths = Paths(evidence.probes, evidence.traffic, evidence.addresses)
+    known = HangEvidence(evidence, by_rank, _with_dead(pending, by_rank), paths)
     gone = [state.rank for state in states if not state.alive or state.process_state in STOPPED]
     if gone:
         return _diagnose_gone(known, sorted(gone))
@@ -175,7 +150,7 @@ def _diagnose_left_behind(known: HangEvidence, roots: Roots, left: Sequence[Pend
 
 def _diagnose_hardly_any_entered(known: HangEvidence, order: Sequence[int], first: Pending) -> Diagnosis:
     """Most ranks have yet to enter and only a few wait, so nobody is singled out."""
-    phases = sorted({phase_title(known.states[rank]) for rank in order} - {""})
+    phases = sorted({phase_title(known.states[rank].phase) for rank in order} - {""})
     where = ", ".join(phases) or "no known phase"
     told = f"ranks {fold_ranks(order)} have not entered {first}; they are in {where}"
     missing = ("what most ranks are busy with: none of it goes through a process group",)
@@ -214,7 +189,7 @@ def _diagnose_no_root(known: HangEvidence, roots: Roots) -> Diagnosis:
         return diagnosis_of(known, culprits, set(ranks), unfinished[0], (told,))
     if roots.blocked:
         return diagnose_circle(known, sorted(roots.blocked))
-    phases = sorted({phase_title(state) for state in known.states.values()})
+    phases = sorted({phase_title(state.phase) for state in known.states.values()})
     told = f"no rank is in an operation; phases: {', '.join(phases) or 'none told'}"
     missing = ("what all ranks wait for: none of it goes through a process group",)
     return diagnosis_of(known, (), set(), None, (told,), missing)

@@ -9,51 +9,52 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from keepstep.core.incident import Culprit, Diagnosis
-from keepstep.core.iteration_table import column, distinct, newest_steps
+from keepstep.core.evidence import Evidence
+from keepstep.core.incident import Confidence, Culprit, Diagnosis
+from keepstep.core.iteration_table import distinct, table_of
 from keepstep.core.ranges import fold_ranks
-from keepstep.core.summary import GroupInfo, HostCause, IterationSummary, PeerTraffic
+from keepstep.core.summary import HostCause, IterationSummary
 from keepstep.locate._arrivals import arrival_evidence
 from keepstep.locate._links import SlowLinks, blame_links, transfers_against_peers, transfers_since
 from keepstep.locate._profile import Floats, Ints, Profile, profile
 from keepstep.locate._stages import chains
-from keepstep.locate.clocks import Clocks
-from keepstep.locate.infer import InferredLayout, infer_layout
+from keepstep.locate.infer import InferredLayout, layout_of
 
-MIN_RATIO = 1.08  # of self time to its healthy value, over what all ranks share
-MIN_PEER_RATIO = 1.15  # the same against peers, when there is no healthy value
-MIN_SHARE = 0.3  # of the job's slowdown that the worst rank must account for
+MIN_RATIO = 1.08  # least growth of a slow rank's self time, beyond what all ranks share
+MIN_PEER_RATIO = 1.15  # least ratio of a slow rank's self time to its peers', when there is no healthy time
+MIN_SHARE = 0.3  # least part of the job's slowdown that the worst rank must account for
 MIN_JOB_SLOWDOWN = 1.03
-_ENOUGH_SHARE = 0.6  # no need to look at links
-_NOISE_FACTOR = 3.0
-_MOST_NOISE = 0.12  # of self time: what is noisier still must not hide a rank that explains the slowdown
-_USUAL_NOISE = 0.02  # of self time, where too few iterations tell
-_LOST = 0.2  # of an iteration; a link is blamed from its least share of that on, 3 %
-_ENOUGH_RANKS = 8  # to tell what is chance
+_ENOUGH_SHARE = 0.6  # part of the slowdown from which on there is no need to look at links
+_NOISE_FACTOR = 3.0  # standard errors by which a slow rank must have grown
+_MOST_NOISE = 0.12  # part of self time: even more noise must not hide a rank that explains the slowdown
+_USUAL_NOISE = 0.02  # part of self time that is assumed where too few iterations show the noise
+_LOST = (
+    0.2  # part of an iteration; a link is blamed if it explains at least 15 % of that, 3 % of an iteration
+)
+_ENOUGH_RANKS = 8  # fewer do not show how far ranks differ by chance
 _FAR = 6.0  # robust standard deviations of all ranks' growth
-_LEAST_SPREAD = 0.003
+_LEAST_SPREAD = 0.003  # smallest standard deviation of all ranks' growth that is believed
 _MAX_CULPRITS = 64
-_HOST_EXPLAINS = 0.5  # of what a rank's own time grew: enough to be its cause
-_LEAST_HOST_SHARE = 0.05  # of a rank's time, lost to what its agent saw
+_HOST_EXPLAINS = 0.5  # part of a rank's growth that a host cause must account for to be named as the cause
+_LEAST_HOST_SHARE = 0.05  # part of a rank's time; a smaller loss to a host cause is not mentioned
 
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
-    """What changed, per rank; arrays of shape (ranks,). ``base_s`` is the healthy self time or that of peers."""
+    """What changed, per rank; arrays of shape (ranks,)."""
 
-    before: Profile | None
+    before: Profile | None  # None: there is no healthy time, peers are the measure
     after: Profile
-    base_s: Floats
-    gain_s: Floats  # of self time
-    ratio: Floats
+    base_s: Floats  # the healthy self time, the rank's own or that of its peers
+    gain_s: Floats  # growth of self time
+    ratio: Floats  # self time now over the healthy one
     common: float  # the ratio that all ranks share
-    slowdown_s: float  # of the job, per iteration
+    slowdown_s: float  # how much longer an iteration of the job takes
     job_before_s: float
     job_after_s: float
 
@@ -68,12 +69,12 @@ class _Growth:
 
     @property
     def lost_s(self) -> float:
-        """What a link must explain a part of: without a healthy time at least a part of the iteration that matters."""
+        """The time of which a link must explain a part; without a healthy time, at least a fifth of an iteration."""
         return self.slowdown_s if self.before is not None else max(self.slowdown_s, _LOST * self.job_after_s)
 
     @property
     def share_of_all(self) -> float:
-        """What the growth common to all ranks is of the job's; 0 when there is hardly any.
+        """The part of the job's growth that is common to all ranks; 0 when there is hardly any.
 
         Ratios, not seconds: when all ranks take twice as long, so do the bubbles between them.
         """
@@ -82,35 +83,19 @@ class _Growth:
         return (self.common - 1.0) / max(self.job_after_s / self.job_before_s - 1.0, 1e-9)
 
 
-def locate_slow(
-    before: Sequence[IterationSummary],
-    after: Sequence[IterationSummary],
-    groups: Mapping[str, GroupInfo],
-    nodes: Mapping[int, str],
-    clocks: Clocks | None = None,
-    causes: Sequence[HostCause] = (),
-    layout: InferredLayout | None = None,
-    traffic: Sequence[PeerTraffic] = (),
-) -> Diagnosis:
+def locate_slow(evidence: Evidence) -> Diagnosis:
     """Name the ranks or links that make the job slower, worst first; nobody when the evidence does not carry it.
 
-    Args:
-        before: iterations of all ranks from healthy steps; empty when the job was slow from the first.
-        after: iterations of all ranks from slow steps.
-        groups: the process groups by name.
-        nodes: node name by rank, of all ranks of the job.
-        clocks: of the nodes; sharpens arrival order and messages, not needed.
-        causes: what agents saw outside the processes.
-        layout: roles of groups and stages of ranks; inferred when not given, and only as far as it is needed.
-        traffic: what nodes sent to each other over TCP before and after; tells pairs apart inside a collective.
+    It reads ``before``, ``after``, ``groups``, ``nodes``, ``clocks``, ``causes``, ``layout`` and ``traffic``.
     """
-    if not after:
+    before, after = table_of(evidence.before), table_of(evidence.after)
+    if not len(after):
         return _unknown((), ("profiles of the slow iterations: no rank sent one",))
-    silent = sorted(set(nodes).difference(distinct(column(after, "rank")).tolist()))
+    evidence = replace(evidence, before=before, after=after)
+    silent = sorted(set(evidence.nodes).difference(distinct(after.column("rank")).tolist()))
     missing = (f"profiles of ranks {fold_ranks(silent)}: the cause may lie there",) if silent else ()
-    few = newest_steps(before or after)
-    inferred = functools.cache(lambda: layout or infer_layout(groups, few))
-    growth = _growth_since(before, after) if before else _growth_against_peers(after, inferred())
+    layout = functools.cache(lambda: layout_of(evidence))
+    growth = _growth_since(before, after) if len(before) else _growth_against_peers(after, layout())
     if growth is None:
         return _unknown((), (*missing, "iterations of the same ranks before and after"))
     if growth.before is not None and growth.job_after_s < MIN_JOB_SLOWDOWN * growth.job_before_s:
@@ -118,31 +103,31 @@ def locate_slow(
         return _unknown((fact,), missing, "the job is not slower in the given iterations")
     chosen = _slow_ranks(growth)
     if len(chosen) == 0 and silent:
-        chosen = _starved(growth, causes, nodes)
+        chosen = _starved(growth, evidence.causes)
     explained = float(growth.share[chosen].max(initial=0.0))
     links = SlowLinks()
     if max(explained, growth.share_of_all) < _ENOUGH_SHARE:
         if growth.before is None:
-            transfers = transfers_against_peers(after, groups, nodes, clocks, inferred())
+            transfers = transfers_against_peers(evidence, layout())
         else:
-            transfers = transfers_since(before, after, groups, nodes, clocks, growth.lost_s)
-        # a slow rank's own operations overlap its slow compute: they prove no slow link beside it
+            transfers = transfers_since(evidence, growth.lost_s)
+        # A slow rank's own operations overlap its slow compute: they prove no slow link beside it.
         blamed = {int(rank) for rank in growth.ranks[chosen]}
-        apart = (
-            [transfer for transfer in transfers if blamed.isdisjoint(transfer.ranks)] if blamed else transfers
-        )
-        links = blame_links(apart, nodes, growth.lost_s, traffic)
+        apart = [transfer for transfer in transfers if blamed.isdisjoint(transfer.ranks)]
+        links = blame_links(apart, evidence, growth.lost_s)
     if explained < MIN_SHARE and explained < links.share:
         chosen = chosen[:0]
     if len(chosen) == 0 and not links.culprits:
-        return _nobody(growth, links, missing, causes)
+        return _nobody(growth, links, missing, evidence.causes)
     stages: Mapping[int, int] = {}
     if len(chosen):
-        stages = chains(few).stages if layout is None else layout.stages
-    return _diagnosis(growth, chosen, stages, links, missing, groups, nodes, clocks, causes, after)
+        few = before if len(before) else after
+        stages = layout().stages if evidence.layout else chains(few.newest_steps()).stages
+    return _diagnosis(evidence, growth, chosen, stages, links, missing)
 
 
 def _growth_against_peers(after: Sequence[IterationSummary], layout: InferredLayout) -> _Growth:
+    """The growth of each rank over its peers, for want of a healthy time."""
     now = profile(after)
     base = _peer_base(now, layout)
     gain = now.self_s - base
@@ -153,14 +138,14 @@ def _growth_against_peers(after: Sequence[IterationSummary], layout: InferredLay
 
 
 def _growth_since(before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> _Growth | None:
-    """None when no rank tells of both."""
+    """The growth of the ranks that have iterations both before and after; None when there is none."""
     then, now = profile(before), profile(after)
     shared = np.intersect1d(then.ranks, now.ranks)
     if len(shared) == 0:
         return None
     then, now = then.at(shared), now.at(shared)
     ratio = now.self_s / np.maximum(then.self_s, 1e-9)
-    # a rank's victims do not grow, and up to a third may be slow themselves: the low quantile is what all share
+    # Victims do not grow, and up to a third of the ranks may be slow themselves: a low quantile is what all share.
     common = max(1.0, float(np.quantile(ratio, 0.3, method="lower")))
     job_before, job_after = float(np.median(then.duration_s)), float(np.median(now.duration_s))
     slowdown = max(job_after - job_before, 1e-9)
@@ -205,7 +190,7 @@ def _slow_ranks(growth: _Growth) -> Ints:
 
 
 def _alone(growth: _Growth, over_common: Floats) -> NDArray[np.bool_]:
-    """Ranks that grew little but by all that the job did, and far more than any chance among so many ranks."""
+    """Mask of ranks that grew by little, but by as much as the job, and by far more than chance explains."""
     if len(growth.ranks) < _ENOUGH_RANKS:
         return np.zeros(len(growth.ranks), np.bool_)
     middle = float(np.median(growth.ratio))
@@ -217,8 +202,11 @@ def _alone(growth: _Growth, over_common: Floats) -> NDArray[np.bool_]:
     )
 
 
-def _starved(growth: _Growth, causes: Sequence[HostCause], nodes: Mapping[int, str]) -> Ints:
-    """All that told anything are slow alike, but agents saw why, and the others' nodes are silent."""
+def _starved(growth: _Growth, causes: Sequence[HostCause]) -> Ints:
+    """Positions of all ranks, if a cause that an agent saw explains the growth of each.
+
+    Then all ranks that reported are slow alike, and the ranks that are not slow did not report.
+    """
     lost = {
         cause.rank: cause.share * growth.job_after_s for cause in causes if cause.share >= _LEAST_HOST_SHARE
     }
@@ -232,27 +220,22 @@ def _starved(growth: _Growth, causes: Sequence[HostCause], nodes: Mapping[int, s
 
 
 def _diagnosis(
+    evidence: Evidence,
     growth: _Growth,
     chosen: Ints,
     stages: Mapping[int, int],
     links: SlowLinks,
     missing: tuple[str, ...],
-    groups: Mapping[str, GroupInfo],
-    nodes: Mapping[int, str],
-    clocks: Clocks | None,
-    causes: Sequence[HostCause],
-    after: Sequence[IterationSummary],
 ) -> Diagnosis:
-    evidence: list[str] = []
+    """The verdict on the ranks at positions ``chosen`` and on ``links``."""
+    lines: list[str] = []
     last = True
     if len(chosen):
-        evidence.extend(_self_evidence(growth, chosen))
-        arrival = arrival_evidence(after, int(growth.ranks[chosen[0]]), groups, nodes, clocks)
-        evidence.extend(arrival.text)
+        lines.extend(_self_evidence(growth, chosen))
+        arrival = arrival_evidence(evidence, int(growth.ranks[chosen[0]]))
+        lines.extend(arrival.text)
         last = arrival.last is not False
-    culprits = [_culprit(growth, int(position), stages, nodes, causes, last) for position in chosen]
-    culprits += links.culprits
-    evidence += links.evidence
+    culprits = [_culprit(evidence, growth, int(position), stages, last) for position in chosen]
     if growth.before is None:
         missing = (
             *missing,
@@ -262,28 +245,24 @@ def _diagnosis(
     blamed |= {rank for culprit in links.culprits if culprit.link for rank in culprit.link.ranks}
     return Diagnosis(
         "slow",
-        tuple(culprits),
+        (*culprits, *links.culprits),
         _victims(growth, blamed),
-        tuple(evidence),
+        (*lines, *links.evidence),
         missing + links.missing,
         links.summary,
     )
 
 
 def _culprit(
-    growth: _Growth,
-    position: int,
-    stages: Mapping[int, int],
-    nodes: Mapping[int, str],
-    causes: Sequence[HostCause],
-    last: bool,
+    evidence: Evidence, growth: _Growth, position: int, stages: Mapping[int, int], last: bool
 ) -> Culprit:
+    """The rank at ``position`` as a culprit. ``last``: whether it arrives after its peers, as a slow rank does."""
     rank = int(growth.ranks[position])
     stage, cause = _stage_and_cause(growth, position)
     details: list[str] = []
     if rank in stages:
         details.append(f"pipeline stage {stages[rank]}")
-    host = _host_cause(rank, causes, nodes)
+    host = _host_cause(evidence, rank)
     if host is not None:
         lost_s = host.share * growth.job_after_s
         if lost_s >= _HOST_EXPLAINS * float(growth.gain_s[position]):
@@ -291,13 +270,14 @@ def _culprit(
         details.append(
             f"{host.cause}: {host.share:.0%} of the time lost{', ' + host.detail if host.detail else ''}"
         )
-    confidence: Literal["high", "medium", "low"] = "high"
+    confidence: Confidence = "high"
     if growth.before is None:
         confidence = "medium" if len(growth.ranks) >= 3 else "low"
     elif not last or float(growth.share[position]) < 0.5:
         confidence = "medium"
     ratio = round(float(growth.ratio[position]), 2)
-    return Culprit(rank, None, nodes.get(rank, ""), stage, ratio, confidence, cause, "; ".join(details))
+    node = evidence.nodes.get(rank, "")
+    return Culprit(rank, None, node, stage, ratio, confidence, cause, "; ".join(details))
 
 
 def _stage_and_cause(growth: _Growth, position: int) -> tuple[str, str]:
@@ -321,14 +301,16 @@ def _stage_and_cause(growth: _Growth, position: int) -> tuple[str, str]:
     return worst, "compute"
 
 
-def _host_cause(rank: int, causes: Sequence[HostCause], nodes: Mapping[int, str]) -> HostCause | None:
-    one_node = len(set(nodes.values())) == 1
-    fitting = [c for c in causes if c.rank == rank or (c.rank < 0 and one_node)]
+def _host_cause(evidence: Evidence, rank: int) -> HostCause | None:
+    """The worst cause that an agent saw for the rank, or for the whole node of a job on one node."""
+    one_node = len(set(evidence.nodes.values())) == 1
+    fitting = [c for c in evidence.causes if c.rank == rank or (c.rank < 0 and one_node)]
     worst = max(fitting, key=lambda c: c.share, default=None)
     return worst if worst is not None and worst.share >= _LEAST_HOST_SHARE else None
 
 
 def _self_evidence(growth: _Growth, chosen: Ints) -> list[str]:
+    """Lines on how the self time of the slow ranks and of the others has grown."""
     lines: list[str] = []
     for position in chosen[:3]:
         rank, base, now = growth.ranks[position], growth.base_s[position], growth.after.self_s[position]
@@ -349,6 +331,7 @@ def _self_evidence(growth: _Growth, chosen: Ints) -> list[str]:
 
 
 def _victims(growth: _Growth, blamed: set[int]) -> tuple[int, ...]:
+    """Ranks that wait longer than before and are not blamed."""
     if growth.before is None:
         waits_more = growth.after.blocked_s >= 0.1 * growth.job_after_s
     else:
@@ -359,6 +342,7 @@ def _victims(growth: _Growth, blamed: set[int]) -> tuple[int, ...]:
 def _nobody(
     growth: _Growth, links: SlowLinks, missing: tuple[str, ...], causes: Sequence[HostCause]
 ) -> Diagnosis:
+    """The diagnosis when nobody can be named: all ranks are slower alike, or the cause is unknown."""
     evidence = list(links.evidence)
     if growth.before is not None:
         least, most = float(growth.ratio.min()), float(growth.ratio.max())

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from keepstep.core.iteration_table import column, newest_steps
-from keepstep.core.summary import GroupInfo, IterationSummary, RankState
+from keepstep.core.evidence import Evidence
+from keepstep.core.iteration_table import table_of
 
 
-def waits_recorded(rows: Sequence[IterationSummary], groups: Mapping[str, GroupInfo]) -> bool:
-    """Whether these iterations show how long ranks waited for each other.
+def waits_recorded(evidence: Evidence) -> bool:
+    """Whether the slow iterations show how long ranks waited for each other.
 
     They do not where an operation ran on a group whose ends are not recorded: what its ranks waited in it is unknown.
     """
-    if not len(rows) or not column(rows, "blocked_s").max() > 0:
+    rows = table_of(evidence.after)
+    if not len(rows) or not rows.column("blocked_s").max() > 0:
         return False
-    unseen = {name for name, group in groups.items() if not group.records_waits}
+    unseen = {name for name, group in evidence.groups.items() if not group.records_waits}
     if not unseen:
         return True
-    return not any(stream.group in unseen for row in newest_steps(rows) for stream in row.streams)
+    return not any(stream.group in unseen for row in rows.newest_steps() for stream in row.streams)
 
 
-def waits_seen(states: Sequence[RankState], groups: Mapping[str, GroupInfo]) -> bool:
+def waits_seen(evidence: Evidence) -> bool:
     """Whether a rank is in an operation now whose end would be recorded: it waits for somebody."""
     return any(
-        (group := groups.get(flight.group)) is None or group.records_waits
-        for state in states
+        (group := evidence.groups.get(flight.group)) is None or group.records_waits
+        for state in evidence.states
         if state.alive
         for flight in state.in_flight
     )

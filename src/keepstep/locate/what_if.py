@@ -8,8 +8,9 @@ last member. Replaying it with other durations answers the question (the "what-i
 
 from __future__ import annotations
 
+import graphlib
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,21 +21,52 @@ from keepstep.core.errors import TraceError
 from keepstep.core.operations import Operation, OperationKind
 
 Floats = NDArray[np.float64]
-_Key = tuple[int, OperationKind, int]  # rank, kind, index
+Key = tuple[int, OperationKind, int]  # rank, kind, index
 
-_COMPUTE: tuple[OperationKind, ...] = ("forward", "backward")
+COMPUTE: tuple[OperationKind, ...] = ("forward", "backward")
 _SENDS: Mapping[OperationKind, tuple[OperationKind, int]] = {
     "forward-recv": ("forward-send", -1),
     "backward-recv": ("backward-send", 1),
 }
 
 
+class Placing:
+    """In which pipeline stage and replica each rank is, and who so takes part in its operations."""
+
+    def __init__(self, operations: Iterable[Operation]) -> None:
+        self.stage_of: dict[int, int] = {}
+        self._rank_at: dict[tuple[int, int], int] = {}  # by replica and stage
+        self._replica_of: dict[int, int] = {}
+        for one in operations:
+            self.stage_of[one.rank], self._replica_of[one.rank] = one.stage, one.replica
+            self._rank_at[one.replica, one.stage] = one.rank
+        self._last_stage = max(self.stage_of.values())
+
+    def source(self, rank: int, kind: OperationKind) -> int | None:
+        """The rank whose message an operation receives; None when it receives none, or from nobody known."""
+        if kind not in _SENDS:
+            return None
+        # With interleaved stages the last one sends to the first.
+        stage = (self.stage_of[rank] + _SENDS[kind][1]) % (self._last_stage + 1)
+        return self._rank_at.get((self._replica_of[rank], stage))
+
+    def members(self, rank: int, kind: OperationKind) -> list[int]:
+        """The ranks of a collective at an end of the step; of any other operation the rank itself."""
+        stages = {
+            "params-sync": {self.stage_of[rank]},
+            "grads-sync": {self.stage_of[rank]},
+            "embedding-sync": {0, self._last_stage},
+            "norm-sync": set(self.stage_of.values()),
+        }.get(kind)
+        return [rank] if stages is None else [r for r, stage in self.stage_of.items() if stage in stages]
+
+
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """One operation in all steps: its duration without waiting, and what it comes after."""
+    """One operation in all steps."""
 
-    key: _Key
-    after: tuple[int, ...]  # positions of nodes that end before it starts
+    key: Key
+    after: tuple[int, ...]  # positions of the nodes that end before it starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +76,12 @@ class StepGraph:
     steps: tuple[int, ...]
     nodes: tuple[_Node, ...]
     durations: Floats
-    stage_of: Mapping[int, int]
-    replica_of: Mapping[int, int]
+    placing: Placing
+
+    @property
+    def stage_of(self) -> Mapping[int, int]:
+        """Pipeline stage by rank, of all ranks in the graph."""
+        return self.placing.stage_of
 
     def replay(self, durations: Floats) -> Floats:
         """Seconds of every step with these durations; shape (steps,)."""
@@ -64,11 +100,11 @@ class StepGraph:
             alike[kind, index if kind == "local" else 0].append(place)
         for (kind, _), places in alike.items():
             rows = self.durations[places]
-            found[places] = rows.mean() if kind in (*_COMPUTE, "local") else np.median(rows)
+            found[places] = rows.mean() if kind in (*COMPUTE, "local") else np.median(rows)
         return found
 
     def places(self, ranks: Iterable[int]) -> list[int]:
-        """Nodes of these ranks."""
+        """Positions of the nodes of these ranks."""
         wanted = set(ranks)
         return [place for place, node in enumerate(self.nodes) if node.key[0] in wanted]
 
@@ -85,7 +121,7 @@ class WhatIf:
     ideal_s: float
     by_rank: Mapping[int, float]
     by_stage: Mapping[int, float]
-    rank_ratio: Mapping[int, float]  # of a rank's blocks to the usual ones of the same kind
+    rank_ratio: Mapping[int, float]  # time of a rank's blocks over that of usual blocks of the same kind
 
     @property
     def slowdown(self) -> float:
@@ -94,22 +130,22 @@ class WhatIf:
 
 
 def step_graphs(operations: Sequence[Operation]) -> list[StepGraph]:
-    """Graphs of all steps, one for each shape; those that most steps have first.
+    """Graphs of all steps, one for each shape; the shape that most steps have comes first.
 
     Raises:
         TraceError: no step has a block of computation.
     """
-    by_step: dict[int, dict[_Key, Operation]] = defaultdict(dict)
+    by_step: dict[int, dict[Key, Operation]] = defaultdict(dict)
     for one in operations:
         by_step[one.step][one.rank, one.kind, one.index] = one
-    shapes: dict[frozenset[_Key], list[int]] = defaultdict(list)
+    shapes: dict[frozenset[Key], list[int]] = defaultdict(list)
     for step, rows in by_step.items():
-        if any(kind in _COMPUTE for _, kind, _ in rows):
+        if any(kind in COMPUTE for _, kind, _ in rows):
             shapes[frozenset(rows)].append(step)
     if not shapes:
         raise TraceError("the table has no forward or backward computation")
     order = sorted(shapes.values(), key=lambda steps: (-len(steps), steps))
-    return [_graph([by_step[step] for step in sorted(steps)], sorted(steps)) for steps in order]
+    return [_Recorded([by_step[step] for step in sorted(steps)]).graph(sorted(steps)) for steps in order]
 
 
 def what_if(graph: StepGraph) -> WhatIf:
@@ -130,7 +166,7 @@ def what_if(graph: StepGraph) -> WhatIf:
         stages[stage].append(rank)
     ratio: dict[int, float] = {}
     for rank in graph.stage_of:
-        places = [place for place in graph.places([rank]) if graph.nodes[place].key[1] in _COMPUTE]
+        places = [place for place in graph.places([rank]) if graph.nodes[place].key[1] in COMPUTE]
         if places:
             ratio[rank] = float(graph.durations[places].sum() / max(ideal_durations[places].sum(), 1e-12))
     return WhatIf(
@@ -142,68 +178,75 @@ def what_if(graph: StepGraph) -> WhatIf:
     )
 
 
-def _graph(rows: Sequence[Mapping[_Key, Operation]], steps: Sequence[int]) -> StepGraph:
-    first = rows[0]
-    stage_of = {one.rank: one.stage for one in first.values()}
-    replica_of = {one.rank: one.replica for one in first.values()}
-    rank_at = {(replica_of[rank], stage): rank for rank, stage in stage_of.items()}
-    starts = {key: np.array([row[key].start_s for row in rows]) for key in first}
-    lasts = {key: np.array([row[key].duration_s for row in rows]) for key in first}
-    last_stage = max(stage_of.values())
-    members = _Members(stage_of, replica_of, last_stage)
-    durations = {key: _without_waiting(key, starts, lasts, members, rank_at) for key in first}
-    before = _before(first, starts, lasts, members, rank_at)
-    order = _in_order(before)
-    places = {key: place for place, key in enumerate(order)}
-    nodes = tuple(_Node(key, tuple(sorted(places[other] for other in before[key]))) for key in order)
-    return StepGraph(tuple(steps), nodes, np.array([durations[key] for key in order]), stage_of, replica_of)
+class _Recorded:
+    """The operations of the steps of one shape as they were recorded, from which their graph is made."""
 
+    def __init__(self, steps: Sequence[Mapping[Key, Operation]]) -> None:
+        first = steps[0]
+        self._placing = Placing(first.values())
+        self._starts = {key: np.array([step[key].start_s for step in steps]) for key in first}
+        self._lasts = {key: np.array([step[key].duration_s for step in steps]) for key in first}
 
-@dataclass(frozen=True, slots=True)
-class _Members:
-    """Who takes part in the collectives at the ends of a step."""
+    def graph(self, steps: Sequence[int]) -> StepGraph:
+        """The graph. Raises TraceError when operations wait for each other in a circle."""
+        before = self._before()
+        try:
+            order = list(graphlib.TopologicalSorter(before).static_order())
+        except graphlib.CycleError as error:
+            rank, kind, index = error.args[1][0]
+            raise TraceError(
+                f"the operations wait for each other in a circle, e.g. {kind} {index} of rank {rank}: "
+                "numbering or start times are wrong"
+            ) from None
+        places = {key: place for place, key in enumerate(order)}
+        nodes = tuple(_Node(key, tuple(sorted(places[other] for other in before[key]))) for key in order)
+        durations = np.array([self._without_waiting(key) for key in order])
+        return StepGraph(tuple(steps), nodes, durations, self._placing)
 
-    stage_of: Mapping[int, int]
-    replica_of: Mapping[int, int]
-    last_stage: int
+    def _sides(self, key: Key) -> list[Key]:
+        """The same operation as all its sides recorded it, ``key`` included."""
+        rank, kind, index = key
+        if kind in _SENDS:
+            source = self._placing.source(rank, kind)
+            keys: list[Key] = [key] if source is None else [key, (source, _SENDS[kind][0], index)]
+        else:
+            keys = [(other, kind, index) for other in self._placing.members(rank, kind)]
+        return [one for one in keys if one in self._starts]
 
-    def of(self, rank: int, kind: OperationKind) -> list[int]:
-        if kind in ("params-sync", "grads-sync"):
-            return [r for r, stage in self.stage_of.items() if stage == self.stage_of[rank]]
-        if kind == "embedding-sync":
-            ends = (0, self.last_stage)
-            return [r for r, stage in self.stage_of.items() if stage in ends]
-        return list(self.stage_of) if kind == "norm-sync" else [rank]
+    def _without_waiting(self, key: Key) -> Floats:
+        """An operation's time after the last of its sides was there."""
+        starts, lasts = self._starts[key], self._lasts[key]
+        if key[1].endswith("-send"):
+            return np.zeros_like(lasts)  # the receiver's time shows the transfer
+        there = np.max([self._starts[one] for one in self._sides(key)], axis=0)
+        return np.maximum(starts + lasts - np.maximum(there, starts), 0.0)
 
-
-def _peers(
-    key: _Key, known: Mapping[_Key, object], members: _Members, rank_at: Mapping[tuple[int, int], int]
-) -> list[_Key]:
-    """The same operation as its other sides recorded it, its own included."""
-    rank, kind, index = key
-    if kind in _SENDS:
-        other, toward = _SENDS[kind]
-        # with interleaved stages the last one sends to the first
-        stage = (members.stage_of[rank] + toward) % (members.last_stage + 1)
-        source = rank_at.get((members.replica_of[rank], stage))
-        keys: list[_Key] = [key] if source is None else [key, (source, other, index)]
-    else:
-        keys = [(r, kind, index) for r in members.of(rank, kind)]
-    return [one for one in keys if one in known]
-
-
-def _without_waiting(
-    key: _Key,
-    starts: Mapping[_Key, Floats],
-    lasts: Mapping[_Key, Floats],
-    members: _Members,
-    rank_at: Mapping[tuple[int, int], int],
-) -> Floats:
-    """An operation's time after the last of its sides was there."""
-    if key[1].endswith("-send"):
-        return np.zeros_like(lasts[key])  # the receiver's tells the transfer
-    there = np.max([starts[one] for one in _peers(key, starts, members, rank_at)], axis=0)
-    return np.maximum(starts[key] + lasts[key] - np.maximum(there, starts[key]), 0.0)
+    def _before(self) -> dict[Key, set[Key]]:
+        """For every operation those that must have ended before it starts."""
+        before: dict[Key, set[Key]] = {key: set() for key in self._starts}
+        chains: dict[int, list[Key]] = defaultdict(list)
+        for key in before:
+            if not key[1].endswith(("-send", "-recv")):
+                chains[key[0]].append(key)
+        blocks = _Blocks(self._starts, self._lasts)
+        previous: dict[Key, Key] = {}
+        for chain in chains.values():
+            chain.sort(key=lambda key: float(np.median(self._starts[key])))
+            for first, second in itertools.pairwise(chain):
+                before[second].add(first)
+                previous[second] = first
+        for key in before:
+            kind = key[1]
+            if kind in _SENDS:
+                for sent in self._sides(key)[1:]:
+                    before[key] |= blocks.that_sends(sent)
+                for block in blocks.that_takes(key):
+                    before[block].add(key)
+            elif kind not in (*COMPUTE, "local"):
+                for other in self._sides(key):
+                    if other in previous:
+                        before[key].add(previous[other])
+        return before
 
 
 class _Blocks:
@@ -212,99 +255,36 @@ class _Blocks:
     By number where every block has a message; else (first and last stage of interleaved schedules) by time.
     """
 
-    def __init__(
-        self,
-        chains: Mapping[int, Sequence[_Key]],
-        starts: Mapping[_Key, Floats],
-        lasts: Mapping[_Key, Floats],
-    ) -> None:
-        self._blocks: dict[tuple[int, OperationKind], list[_Key]] = defaultdict(list)
-        for chain in chains.values():
-            for key in chain:
-                if key[1] in _COMPUTE:
-                    self._blocks[key[0], key[1]].append(key)
-        self._counts: dict[tuple[int, OperationKind], int] = defaultdict(int)
-        for rank, kind, _ in starts:
-            self._counts[rank, kind] += 1
+    def __init__(self, starts: Mapping[Key, Floats], lasts: Mapping[Key, Floats]) -> None:
+        self._blocks: dict[tuple[int, OperationKind], list[Key]] = defaultdict(list)
+        for key in starts:
+            if key[1] in COMPUTE:
+                self._blocks[key[0], key[1]].append(key)
+        self._counts = Counter((rank, kind) for rank, kind, _ in starts)
         self._start = {key: float(np.median(values)) for key, values in starts.items()}
         self._end = {key: float(np.median(starts[key] + lasts[key])) for key in starts}
 
-    def that_sends(self, message: _Key) -> set[_Key]:
+    def that_sends(self, message: Key) -> set[Key]:
         """The block whose result is sent: the one that ends nearest to the send's start."""
-        blocks = self._of(message)
-        if self._counts[message[0], message[1]] == len(blocks):
-            return {block for block in blocks if block[2] == message[2]}
+        blocks, numbered = self._of(message)
+        if numbered is not None:
+            return numbered
         at = self._start[message]
         return {min(blocks, key=lambda block: abs(self._end[block] - at))} if blocks else set()
 
-    def that_takes(self, message: _Key) -> set[_Key]:
+    def that_takes(self, message: Key) -> set[Key]:
         """The block that begins next after the message has come."""
-        blocks = self._of(message)
-        if self._counts[message[0], message[1]] == len(blocks):
-            return {block for block in blocks if block[2] == message[2]}
+        blocks, numbered = self._of(message)
+        if numbered is not None:
+            return numbered
         at = self._end[message]
         after = [block for block in blocks if self._start[block] >= at - 1e-4]
         return {min(after, key=lambda block: self._start[block])} if after else set()
 
-    def _of(self, message: _Key) -> list[_Key]:
-        rank, kind, _ = message
-        return self._blocks[rank, "forward" if kind.startswith("forward") else "backward"]
-
-
-def _before(
-    keys: Iterable[_Key],
-    starts: Mapping[_Key, Floats],
-    lasts: Mapping[_Key, Floats],
-    members: _Members,
-    rank_at: Mapping[tuple[int, int], int],
-) -> dict[_Key, set[_Key]]:
-    """For every operation those that must have ended before it starts."""
-    before: dict[_Key, set[_Key]] = {key: set() for key in keys}
-    chains: dict[int, list[_Key]] = defaultdict(list)
-    for key in before:
-        if not key[1].endswith(("-send", "-recv")):
-            chains[key[0]].append(key)
-    blocks = _Blocks(chains, starts, lasts)
-    previous: dict[_Key, _Key] = {}
-    for chain in chains.values():
-        chain.sort(key=lambda key: float(np.median(starts[key])))
-        for first, second in itertools.pairwise(chain):
-            before[second].add(first)
-            previous[second] = first
-    for key in before:
-        kind = key[1]
-        if kind in _SENDS:
-            for sent in _peers(key, starts, members, rank_at)[1:]:
-                before[key] |= blocks.that_sends(sent)
-            for block in blocks.that_takes(key):
-                before[block].add(key)
-        elif kind not in (*_COMPUTE, "local"):
-            for other in _peers(key, starts, members, rank_at):
-                if other in previous:
-                    before[key].add(previous[other])
-    return before
-
-
-def _in_order(before: Mapping[_Key, set[_Key]]) -> list[_Key]:
-    """The operations so that each comes after those it waits for."""
-    waiting = {key: len(others) for key, others in before.items()}
-    after: dict[_Key, list[_Key]] = defaultdict(list)
-    for key, others in before.items():
-        for other in others:
-            after[other].append(key)
-    ready = [key for key, count in waiting.items() if count == 0]
-    order: list[_Key] = []
-    while ready:
-        key = ready.pop()
-        order.append(key)
-        for other in after[key]:
-            waiting[other] -= 1
-            if waiting[other] == 0:
-                ready.append(other)
-    if len(order) < len(before):
-        stuck = next(key for key, count in waiting.items() if count > 0)
-        raise TraceError(
-            f"the operations wait for each other in a circle, e.g. {stuck[1]} {stuck[2]} of rank {stuck[0]}: "
-            "numbering or start times are wrong"
-        )
-    return order
+    def _of(self, message: Key) -> tuple[list[Key], set[Key] | None]:
+        """The blocks that the message may belong to, and the one with its number where each block has a message."""
+        rank, kind, index = message
+        blocks = self._blocks[rank, "forward" if kind.startswith("forward") else "backward"]
+        if self._counts[rank, kind] != len(blocks):
+            return blocks, None
+        return blocks, {block for block in blocks if block[2] == index}

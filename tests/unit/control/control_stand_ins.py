@@ -6,9 +6,8 @@ tests of its own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean
-from typing import Any
 
 from keepstep.control.effects import (
     Disconnect,
@@ -20,17 +19,15 @@ from keepstep.control.effects import (
     StoreStop,
     WriteIncident,
 )
-from keepstep.core.finding import Finding
+from keepstep.control.incidents.locators import Locators
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis, Link
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import (
     ClockSample,
-    GroupInfo,
-    HostCause,
     IterationSummary,
     OpInFlight,
     PathProbe,
-    PeerTraffic,
     RankState,
 )
 from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures, RankTests
@@ -53,22 +50,14 @@ from keepstep.wire.messages import (
 )
 
 
-class PlainLocators:
+class PlainLocators(Locators):
     """Slow: the largest growth of own time. Hang: who waits in nothing. Crash: the earliest."""
 
-    def offsets(self, samples: Mapping[str, Sequence[ClockSample]]) -> Any:
+    def offsets(self, samples: Mapping[str, Sequence[ClockSample]]) -> None:
         return None
 
-    def slow(
-        self,
-        before: Sequence[IterationSummary],
-        after: Sequence[IterationSummary],
-        groups: Mapping[str, GroupInfo],
-        nodes: Mapping[int, str],
-        clocks: Any,
-        causes: Sequence[HostCause],
-        traffic: Sequence[PeerTraffic],
-    ) -> Diagnosis:
+    def slow(self, evidence: Evidence) -> Diagnosis:
+        before, after, nodes = evidence.before, evidence.after, evidence.nodes
         old = {rank: mean(r.self_s for r in before if r.rank == rank) for rank in {r.rank for r in before}}
         new = {rank: mean(r.self_s for r in after if r.rank == rank) for rank in {r.rank for r in after}}
         growth = {rank: new[rank] / old[rank] for rank in old if rank in new and old[rank] > 0}
@@ -79,26 +68,17 @@ class PlainLocators:
         others = tuple(sorted(set(nodes) - {worst}))
         return Diagnosis("slow", (blamed,), others, (f"own time of rank {worst} ×{growth[worst]:.1f}",), ())
 
-    def blocks_wanted(self, culprits: Sequence[Culprit], *_: Any) -> tuple[int, ...]:
+    def blocks_wanted(self, evidence: Evidence, culprits: Sequence[Culprit]) -> tuple[int, ...]:
         return ()
 
-    def stages(self, *_: Any) -> dict[int, int]:
+    def stages(self, evidence: Evidence) -> dict[int, int]:
         return {}
 
-    def sharpen(self, diagnosis: Diagnosis, *_: Any) -> Diagnosis:
+    def sharpen(self, evidence: Evidence, diagnosis: Diagnosis) -> Diagnosis:
         return diagnosis
 
-    def hang(
-        self,
-        states: Sequence[RankState],
-        groups: Mapping[str, GroupInfo],
-        nodes: Mapping[int, str],
-        silent_nodes: Collection[str],
-        clocks: Any,
-        traffic: Sequence[PeerTraffic],
-        probes: Sequence[PathProbe],
-        addresses: Mapping[str, str],
-    ) -> Diagnosis:
+    def hang(self, evidence: Evidence) -> Diagnosis:
+        states, nodes, probes = evidence.states, evidence.nodes, evidence.probes
         idle = [state.rank for state in states if not state.in_flight]
         waiting = tuple(state.rank for state in states if state.in_flight)
         names = tuple(dict.fromkeys(nodes[rank] for rank in waiting))
@@ -156,22 +136,17 @@ class PlainLocators:
         told = (f"{len(probes)} probes",)
         return Diagnosis("hang", blamed, waiting, told, missing, "group dp ALLREDUCE seq 7", pairs)
 
-    def waits_recorded(self, *_: Any) -> bool:
+    def waits_recorded(self, evidence: Evidence) -> bool:
         return True
 
-    def waits_seen(self, *_: Any) -> bool:
+    def waits_seen(self, evidence: Evidence) -> bool:
         return True
 
     def probed(self, diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:
         return diagnosis
 
-    def crash(
-        self,
-        findings: Sequence[Finding],
-        states: Sequence[RankState],
-        nodes: Mapping[int, str],
-        clocks: Any,
-    ) -> Diagnosis:
+    def crash(self, evidence: Evidence) -> Diagnosis:
+        findings = evidence.findings
         first = min(findings, key=lambda finding: finding.time_s)
         victims = tuple(finding.rank for finding in findings if finding.rank != first.rank)
         blamed = Culprit(first.rank, None, first.node, "", 0, "high", "process died", first.message)

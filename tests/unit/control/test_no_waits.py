@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import control_stand_ins as stand_ins
 import pytest
 from tests.scenarios.test_control_scenarios import Stage
@@ -11,6 +9,7 @@ from tests.scenarios.test_control_scenarios import Stage
 from keepstep.control.controller import Controller
 from keepstep.control.effects import Send
 from keepstep.control.settings import Settings
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Incident
 from keepstep.wire.messages import Kill
 
@@ -18,10 +17,10 @@ from keepstep.wire.messages import Kill
 class Blind(stand_ins.PlainLocators):
     """The plain locators, which see who differs but not who waits for whom."""
 
-    def waits_recorded(self, *_: Any) -> bool:
+    def waits_recorded(self, evidence: Evidence) -> bool:
         return False
 
-    def waits_seen(self, *_: Any) -> bool:
+    def waits_seen(self, evidence: Evidence) -> bool:
         return False
 
 

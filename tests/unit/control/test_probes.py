@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import control_stand_ins as stand_ins
 import pytest
@@ -13,6 +12,7 @@ from tests.scenarios.test_control_scenarios import Stage
 from keepstep.control.controller import Controller
 from keepstep.control.effects import Effect, Say, Send
 from keepstep.control.settings import Settings
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis, Link
 from keepstep.core.summary import Endpoint, PathProbe
 from keepstep.locate import with_probes
@@ -22,7 +22,7 @@ from keepstep.wire.messages import Probed, ProbeRequest, Reachable
 class LinkLocators(stand_ins.PlainLocators):
     """Blames the link between the first two nodes."""
 
-    def slow(self, *_: Any) -> Diagnosis:
+    def slow(self, evidence: Evidence) -> Diagnosis:
         link = Link((0, 1), ("gpu-0", "gpu-1"))
         return Diagnosis("slow", (Culprit(None, link, "", "transfer", 3.0, "medium", "network"),), (), (), ())
 

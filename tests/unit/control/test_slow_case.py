@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import control_stand_ins as stand_ins
 import pytest
 from tests.scenarios.test_control_scenarios import Stage
 
 from keepstep.control.controller import Controller
 from keepstep.control.settings import Settings
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Diagnosis
-from keepstep.core.summary import IterationSummary
 
 
 class Steps(stand_ins.PlainLocators):
     """Remembers which steps were given to it as healthy ones."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.healthy: list[set[int]] = []
 
-    def slow(self, before: Sequence[IterationSummary], *rest: Any) -> Diagnosis:
-        self.healthy.append({row.step for row in before})
-        return super().slow(before, *rest)
+    def slow(self, evidence: Evidence) -> Diagnosis:
+        self.healthy.append({row.step for row in evidence.before})
+        return super().slow(evidence)
 
 
 @pytest.mark.parametrize(("onset", "healthy"), [(31, range(15, 29)), (9, range(9))], ids=["many", "few"])

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from keepstep.core.iteration_table import ROW, at_steps, between, column, medians, of_ranks, table_of
+from keepstep.core.iteration_table import ROW, between, column, medians, table_of
 from keepstep.core.summary import IterationSummary, StreamSummary
 from keepstep.wire.messages import AgentMessage, PackedIterations, Profile
 from keepstep.wire.packed import pack, unpack
@@ -32,10 +32,13 @@ def test_a_table_is_the_same_sequence():
 def test_lists_and_tables_are_looked_through_alike(rows):
     assert column(rows, "rank").tolist() == [0, 1, 0, 1, 0, 1, 2]
     assert [(one.rank, one.step) for one in between(rows, 4, 5)] == [(0, 4), (1, 4)]
-    assert {one.step for one in at_steps(rows, [3, 5])} == {3, 5}
-    assert [one.step for one in of_ranks(rows, [2])] == [5]
     assert medians(rows, "duration_s") == {0: 1.0, 1: 2.0, 2: 3.0}
-    assert list(of_ranks(rows, [1])) == [one for one in ROWS if one.rank == 1]
+
+
+def test_rows_are_picked_by_rank_and_by_step():
+    table = table_of(ROWS)
+    assert list(table.of_ranks({1})) == [one for one in ROWS if one.rank == 1]
+    assert {one.step for one in table.newest_steps()} == {4, 5}
 
 
 def test_streams_of_rows_picked_out_in_any_order():

@@ -6,19 +6,18 @@ from dataclasses import dataclass, replace
 import pytest
 
 from keepstep.core.events import Op
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis, Link
 from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary, StreamSummary
 from keepstep.locate import blocks_wanted, sharpen
 from keepstep.locate.blocks import pipelines
-from keepstep.locate.infer import GroupRole, InferredLayout
 
 STAGES, REPLICAS, MICROBATCHES = 3, 2, 4
 FORWARD_S, BACKWARD_S, MESSAGE_S = 0.02, 0.04, 0.001
 NODES = dict.fromkeys(range(STAGES * REPLICAS), "n0")
 STAGE_OF = {rank: rank // REPLICAS for rank in NODES}
 ONSET = 5
-GROUPS: dict[str, GroupInfo] = {}
-LAYOUT = InferredLayout({}, STAGE_OF, STAGES, "high", {})
+LAYOUT = f"dp{REPLICAS}-pp{STAGES}"
 Delays = Mapping[tuple[int, str, int], float]  # rank, kind, micro-batch -> seconds
 
 
@@ -73,7 +72,16 @@ class Told:
     after: list[IterationSummary]
 
     def sharpen(self, diagnosis: Diagnosis, nodes: Mapping[int, str] = NODES) -> Diagnosis:
-        return sharpen(diagnosis, self.blocks, ONSET, self.before, self.after, GROUPS, LAYOUT, nodes)
+        evidence = Evidence(
+            {},
+            nodes,
+            layout=LAYOUT,
+            before=self.before,
+            after=self.after,
+            onset_step=ONSET,
+            blocks=self.blocks,
+        )
+        return sharpen(evidence, diagnosis)
 
 
 def job(delays: Delays) -> Told:
@@ -162,19 +170,19 @@ def test_pipelines_are_what_messages_join() -> None:
 
     rows = [sends(0, 2), sends(1, 3), sends(2, 0, 4), sends(4, 2), sends(5), sends(3, 1)]
     assert pipelines([4], rows) == {0, 2, 4}
-    assert blocks_wanted(slow([4]).culprits, rows, GROUPS, LAYOUT) == (0, 2, 4)
-    assert blocks_wanted(slow([3, 5]).culprits, rows, GROUPS, LAYOUT) == (1, 3, 5)
-    assert blocks_wanted((Culprit(cause="network"),), rows, GROUPS, LAYOUT) == ()
+    evidence = Evidence({}, NODES, layout=LAYOUT, after=rows)
+    assert blocks_wanted(evidence, slow([4]).culprits) == (0, 2, 4)
+    assert blocks_wanted(evidence, slow([3, 5]).culprits) == (1, 3, 5)
+    assert blocks_wanted(evidence, (Culprit(cause="network"),)) == ()
     link = Culprit(None, Link((1, 3), ("n0", "n0")), cause="network")
-    assert blocks_wanted((link,), rows, GROUPS, LAYOUT) == (1, 3)
+    assert blocks_wanted(evidence, (link,)) == (1, 3)
 
 
 def test_replicas_that_reduce_with_a_culprit_are_asked_too() -> None:
     rows = [replace(row, streams=sends(row.rank)) for row in step(0, {})[1]]
     groups = {f"dp_{stage}": GroupInfo(f"dp_{stage}", (2 * stage, 2 * stage + 1)) for stage in range(STAGES)}
-    dp = GroupRole(("dp",), "high", "")
-    layout = replace(LAYOUT, roles=dict.fromkeys(groups, dp))
-    assert blocks_wanted(slow([2]).culprits, rows, groups, layout) == (0, 1, 2, 3, 4, 5)
+    evidence = Evidence(groups, NODES, layout=LAYOUT, after=rows)
+    assert blocks_wanted(evidence, slow([2]).culprits) == (0, 1, 2, 3, 4, 5)
 
 
 def sends(rank: int) -> tuple[StreamSummary, ...]:

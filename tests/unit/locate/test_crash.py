@@ -3,9 +3,11 @@ from __future__ import annotations
 import pytest
 
 from keepstep.core.events import Op, Phase
+from keepstep.core.evidence import Evidence
 from keepstep.core.finding import Finding
+from keepstep.core.node_clocks import ClockOffsets, NodeClock
 from keepstep.core.summary import OpInFlight, RankState
-from keepstep.locate import ClockOffsets, NodeClock, locate_crash
+from keepstep.locate import locate_crash
 
 CLOSED = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:41234"
 
@@ -16,7 +18,15 @@ def crash(rank, time_s, message="", code=1, node="n0", phase=Phase.BACKWARD):
 
 def test_the_first_to_die_of_its_own_doing():
     found = locate_crash(
-        [crash(0, 10.1, CLOSED), crash(2, 10.0, "ValueError: bad batch"), crash(3, 10.2, CLOSED)]
+        Evidence(
+            {},
+            {},
+            findings=[
+                crash(0, 10.1, CLOSED),
+                crash(2, 10.0, "ValueError: bad batch"),
+                crash(3, 10.2, CLOSED),
+            ],
+        )
     )
     assert [(c.rank, c.cause, c.stage, c.confidence) for c in found.culprits] == [
         (2, "process died", "backward", "high")
@@ -27,13 +37,13 @@ def test_the_first_to_die_of_its_own_doing():
 
 
 def test_an_error_about_a_connection_is_a_consequence_even_when_seen_first():
-    found = locate_crash([crash(0, 9.9, CLOSED), crash(1, 10.0, code=137)])
+    found = locate_crash(Evidence({}, {}, findings=[crash(0, 9.9, CLOSED), crash(1, 10.0, code=137)]))
     assert [c.rank for c in found.culprits] == [1]
     assert "SIGKILL" in found.culprits[0].detail
 
 
 def test_ended_by_the_launcher_is_a_consequence():
-    found = locate_crash([crash(0, 10.0, code=143), crash(1, 10.3, code=139)])
+    found = locate_crash(Evidence({}, {}, findings=[crash(0, 10.0, code=143), crash(1, 10.3, code=139)]))
     assert [c.rank for c in found.culprits] == [1]
     assert "SIGSEGV" in found.summary
 
@@ -41,13 +51,15 @@ def test_ended_by_the_launcher_is_a_consequence():
 @pytest.mark.parametrize("message", [CLOSED, "torch.distributed.DistBackendError: NCCL error", "Broken pipe",
                                      "RuntimeError: Socket closed", "Connection reset by peer"])  # fmt: skip
 def test_only_consequences_leave_the_cause_open(message):
-    found = locate_crash([crash(0, 10.0, message), crash(1, 11.0, message)])
+    found = locate_crash(Evidence({}, {}, findings=[crash(0, 10.0, message), crash(1, 11.0, message)]))
     assert [(c.rank, c.confidence) for c in found.culprits] == [(0, "low")]
     assert any("first death" in text for text in found.missing)
 
 
 def test_the_same_error_everywhere_looks_like_the_program():
-    found = locate_crash([crash(r, 10.0 + r / 100, f"KeyError: rank {r}") for r in range(4)])
+    found = locate_crash(
+        Evidence({}, {}, findings=[crash(r, 10.0 + r / 100, f"KeyError: rank {r}") for r in range(4)])
+    )
     assert len(found.culprits) == 4
     assert {c.confidence for c in found.culprits} == {"low"}
     assert any("same error" in line for line in found.evidence)
@@ -55,25 +67,25 @@ def test_the_same_error_everywhere_looks_like_the_program():
 
 def test_clocks_order_deaths_on_different_nodes():
     deaths = [crash(0, 10.0, "A", node="n0"), crash(1, 7205.0, "B", node="n1")]
-    blind = locate_crash(deaths)
+    blind = locate_crash(Evidence({}, {}, findings=deaths))
     assert {c.rank for c in blind.culprits} == {0, 1}
     assert any("clock offsets" in text for text in blind.missing)
     clocks = {"n0": NodeClock(0, 0, 0, 0, 0), "n1": NodeClock(-7200.0, 0, 7000.0, 0.001, 0)}
-    seen = locate_crash(deaths, clocks=ClockOffsets("n0", clocks))
+    seen = locate_crash(Evidence({}, {}, ClockOffsets("n0", clocks), findings=deaths))
     assert [c.rank for c in seen.culprits] == [1]
 
 
 def test_ranks_left_waiting_are_victims():
     waiting = RankState(5, True, 12, 2, 0, 1, 0, 20, (OpInFlight("g", int(Op.ALLREDUCE), -1, 3, 10.0),))
-    found = locate_crash([crash(2, 10.0, "boom")], [waiting])
+    found = locate_crash(Evidence({}, {}, findings=[crash(2, 10.0, "boom")], states=[waiting]))
     assert found.victims == (5,)
 
 
 def test_reported_twice_counts_once():
-    found = locate_crash([crash(2, 10.0, code=1), crash(2, 10.4, "ValueError: x")])
+    found = locate_crash(Evidence({}, {}, findings=[crash(2, 10.0, code=1), crash(2, 10.4, "ValueError: x")]))
     assert [c.rank for c in found.culprits] == [2]
     assert "ValueError: x" in found.summary
 
 
 def test_no_death():
-    assert locate_crash([]).missing
+    assert locate_crash(Evidence({}, {}, findings=[])).missing

@@ -7,6 +7,7 @@ from synthetic_hangs import Stuck
 from synthetic_jobs import ddp, dp_pp, dp_tp, fsdp
 
 from keepstep.core.events import Op, Phase
+from keepstep.core.evidence import Evidence
 from keepstep.core.summary import GroupInfo, LinkState, OpInFlight, RankState, StreamProgress
 from keepstep.locate import locate_hang
 
@@ -29,7 +30,7 @@ def test_asleep_anywhere(name, rendezvous):
         for position in range(1, 2 * len(job.programs[rank])):
             late = {rank} if position % 2 else set()
             stuck = Stuck(job, {rank: position}, rendezvous=rendezvous, iterations=3, late_ends=late)
-            found = locate_hang(stuck.states(hours=2.0), job.infos, job.nodes)
+            found = locate_hang(Evidence(job.infos, job.nodes, states=stuck.states(hours=2.0)))
             assert [c.rank for c in found.culprits] == [rank], (position, found)
             assert found.kind == "hang"
             assert rank not in found.victims
@@ -38,7 +39,7 @@ def test_asleep_anywhere(name, rendezvous):
 def test_a_rank_asleep_in_backward_reads_like_this():
     job = dp_tp(2, 4)
     position = next(i for i, x in enumerate(job.programs[5]) if x[:2] == ("compute", "backward")) + 1
-    found = locate_hang(Stuck(job, {5: position}).states(), job.infos, job.nodes)
+    found = locate_hang(Evidence(job.infos, job.nodes, states=Stuck(job, {5: position}).states()))
     culprit = found.culprits[0]
     assert (culprit.rank, culprit.node, culprit.stage) == (5, "n2", "backward")
     assert (culprit.cause, culprit.confidence) == ("asleep in backward", "high")
@@ -55,14 +56,14 @@ def test_dead_and_stopped_processes(name, how, cause):
     job = JOBS[name]()
     for position in range(1, len(job.programs[1]), 3):
         states = Stuck(job, {1: position}, iterations=3).states(**{how: {1}})
-        found = locate_hang(states, job.infos, job.nodes)
+        found = locate_hang(Evidence(job.infos, job.nodes, states=states))
         assert [(c.rank, c.cause, c.confidence) for c in found.culprits] == [(1, cause, "high")]
 
 
 def test_stopped_inside_an_operation_that_all_have_entered():
     job = ddp(4)
     states = Stuck(job, broken=[("world", 2)]).states(stopped={3})
-    found = locate_hang(states, job.infos, job.nodes)
+    found = locate_hang(Evidence(job.infos, job.nodes, states=states))
     assert [c.rank for c in found.culprits] == [3]
     assert found.victims == (0, 1, 2)
 
@@ -72,7 +73,7 @@ def test_a_silent_rank_is_the_last_suspect(name):
     job = JOBS[name]()
     for position in range(1, len(job.programs[2]), 4):
         states = [s for s in Stuck(job, {2: position}, iterations=3).states() if s.rank != 2]
-        found = locate_hang(states, job.infos, job.nodes, silent_nodes=["n1"])
+        found = locate_hang(Evidence(job.infos, job.nodes, states=states, silent_nodes=["n1"]))
         assert [(c.rank, c.cause, c.confidence) for c in found.culprits] == [(2, "silent", "medium")]
         assert any("ranks 2" in text for text in found.missing)
 
@@ -80,14 +81,14 @@ def test_a_silent_rank_is_the_last_suspect(name):
 def test_the_root_is_found_without_its_victims():
     job = dp_tp(4, 4)
     states = [s for s in Stuck(job, {6: 5}).states() if s.rank not in (1, 9, 14)]
-    found = locate_hang(states, job.infos, job.nodes)
+    found = locate_hang(Evidence(job.infos, job.nodes, states=states))
     assert [(c.rank, c.confidence) for c in found.culprits] == [(6, "medium")]
     assert found.missing == ("states of ranks 1,9,14",)
 
 
 def test_two_asleep_in_different_replicas():
     job = dp_pp(2, 4)
-    found = locate_hang(Stuck(job, {0: 8, 5: 8}).states(), job.infos, job.nodes)
+    found = locate_hang(Evidence(job.infos, job.nodes, states=Stuck(job, {0: 8, 5: 8}).states()))
     assert {c.rank for c in found.culprits} == {0, 5}
 
 
@@ -97,7 +98,7 @@ def test_a_transfer_that_does_not_end(name):
     for group in ("g0", "g1", "t0", "d1"):
         if group not in job.groups:
             continue
-        found = locate_hang(Stuck(job, broken=[(group, 1)]).states(), job.infos, job.nodes)
+        found = locate_hang(Evidence(job.infos, job.nodes, states=Stuck(job, broken=[(group, 1)]).states()))
         assert all(c.link is not None and c.cause == "network" for c in found.culprits), found
         nodes = {job.nodes[rank] for rank in job.groups[group]}
         if len(nodes) == 2:
@@ -107,7 +108,7 @@ def test_a_transfer_that_does_not_end(name):
 
 def test_a_stuck_group_over_many_nodes_names_nobody():
     job = ddp(8)
-    found = locate_hang(Stuck(job, broken=[("world", 3)]).states(), job.infos, job.nodes)
+    found = locate_hang(Evidence(job.infos, job.nodes, states=Stuck(job, broken=[("world", 3)]).states()))
     assert found.culprits == ()
     assert "n[0-3]" in found.missing[0]
     assert found.summary.startswith("group world ALLREDUCE seq 3 stuck")
@@ -126,7 +127,7 @@ def test_different_operations_under_one_number():
         state(r, [OpInFlight("g", int(op), -1, 4, 10.0)], [StreamProgress("g", int(op), -1, 4, 3)])
         for r, op in enumerate(ops)
     ]
-    found = locate_hang(states, info, dict.fromkeys(range(3), "n0"))
+    found = locate_hang(Evidence(info, dict.fromkeys(range(3), "n0"), states=states))
     assert found.kind == "desync"
     assert [c.rank for c in found.culprits] == [2]
     assert any("ALLREDUCE" in line and "BROADCAST" in line for line in found.evidence)
@@ -137,9 +138,9 @@ def test_different_operations_under_one_number():
         )
         for one in states
     ]
-    told = locate_hang(states, info, dict.fromkeys(range(3), "n0")).evidence
+    told = locate_hang(Evidence(info, dict.fromkeys(range(3), "n0"), states=states)).evidence
     assert "ranks 0-1 in ALLREDUCE at train.py:88 train, ranks 2 in BROADCAST at train.py:93 log" in told
-    tied = locate_hang(states[1:], {"g": GroupInfo("g", (1, 2))}, {1: "n0", 2: "n0"})
+    tied = locate_hang(Evidence({"g": GroupInfo("g", (1, 2))}, {1: "n0", 2: "n0"}, states=states[1:]))
     assert [(c.rank, c.confidence) for c in tied.culprits] == [(1, "low"), (2, "low")]
 
 
@@ -154,7 +155,9 @@ def test_a_skipped_collective_is_never_blamed_on_another(name):
             if instruction[0] not in ("coll", "async"):
                 continue
             found = locate_hang(
-                Stuck(job, skips={rank: position}, iterations=3).states(), job.infos, job.nodes
+                Evidence(
+                    job.infos, job.nodes, states=Stuck(job, skips={rank: position}, iterations=3).states()
+                )
             )
             named = [c.rank for c in found.culprits if c.confidence != "low"]
             if name in INDISTINCT:
@@ -164,14 +167,16 @@ def test_a_skipped_collective_is_never_blamed_on_another(name):
 
 
 def test_nobody_in_an_operation():
-    found = locate_hang([state(r, phase=Phase.DATA) for r in range(2)], {}, {0: "n0", 1: "n0"})
+    found = locate_hang(
+        Evidence({}, {0: "n0", 1: "n0"}, states=[state(r, phase=Phase.DATA) for r in range(2)])
+    )
     assert found.culprits == ()
     assert "no rank is in an operation; phases: data" in found.evidence[-1]
     assert found.missing
 
 
 def test_nothing_known():
-    found = locate_hang([], {}, {0: "n0", 1: "n1"})
+    found = locate_hang(Evidence({}, {0: "n0", 1: "n1"}))
     assert found.culprits == ()
     assert found.evidence[0] == "0/2 ranks reporting"
 
@@ -186,7 +191,7 @@ def test_one_early_rank_accuses_nobody():
         )
     ]
     states += [state(r, process="R") for r in range(1, 16)]
-    found = locate_hang(states, info, dict.fromkeys(range(16), "n0"))
+    found = locate_hang(Evidence(info, dict.fromkeys(range(16), "n0"), states=states))
     assert found.culprits == ()
     assert any("ranks 1-15 have not entered" in line for line in found.evidence)
 
@@ -196,7 +201,7 @@ def test_the_place_in_the_code_is_told():
     states = Stuck(job, {1: 3}).states()
     stack = 'Thread 7 (idle): "MainThread"\n    slow_loss (train.py:41)\n    main (train.py:90)\n'
     states[1] = dataclasses.replace(states[1], stack=stack)
-    found = locate_hang(states, job.infos, job.nodes)
+    found = locate_hang(Evidence(job.infos, job.nodes, states=states))
     assert "at slow_loss (train.py:41)" in found.culprits[0].detail
 
 
@@ -207,7 +212,7 @@ def test_the_pipeline_stage_and_the_micro_batch_are_told():
         dataclasses.replace(one, microbatch=3 if one.rank == 5 else -1)
         for one in Stuck(job, {5: position + len(job.programs[5])}, iterations=3).states()
     ]
-    (culprit,) = locate_hang(states, job.infos, job.nodes).culprits
+    (culprit,) = locate_hang(Evidence(job.infos, job.nodes, states=states)).culprits
     assert culprit.rank == 5
     assert "in backward of micro-batch 3 for" in culprit.detail
     assert "pipeline stage 2" in culprit.detail
@@ -223,7 +228,9 @@ def test_the_pipeline_stage_and_the_micro_batch_are_told():
         )
         for r, (to, of) in enumerate(one_way)
     ]
-    (culprit,) = locate_hang(ring, {"g": GroupInfo("g", (0, 1, 2))}, dict.fromkeys(range(3), "n0")).culprits
+    (culprit,) = locate_hang(
+        Evidence({"g": GroupInfo("g", (0, 1, 2))}, dict.fromkeys(range(3), "n0"), states=ring)
+    ).culprits
     assert "pipeline stage" not in culprit.detail
 
 
@@ -239,7 +246,7 @@ def test_the_send_that_the_network_does_not_complete_is_named_before_anything_is
     job = ddp(8)
     links = {rank: [LinkState((rank - 1) % 8, "sender", 2, 12.0)] for rank in range(8)}
     links[5].append(LinkState(6, "network", 7, 12.5))
-    found = locate_hang(in_transfer(job, links), job.infos, job.nodes)
+    found = locate_hang(Evidence(job.infos, job.nodes, states=in_transfer(job, links)))
     assert [(c.link.ranks, c.cause, c.confidence) for c in found.culprits] == [((5, 6), "network", "high")]
     assert found.culprits[0].detail == "rank 5 to rank 6: 7 steps in flight, none completed for 12 s"
     assert set(found.victims) == set(range(8)) - {5, 6}
@@ -249,7 +256,7 @@ def test_a_node_that_all_cut_links_have_in_common_is_named():
     job = ddp(8)
     ends = {1: 2, 2: 1, 3: 4, 4: 3}
     links = {rank: [LinkState(peer, "network", 1, 5.0)] for rank, peer in ends.items()}
-    found = locate_hang(in_transfer(job, links), job.infos, job.nodes)
+    found = locate_hang(Evidence(job.infos, job.nodes, states=in_transfer(job, links)))
     assert {c.node for c in found.culprits} == {job.nodes[2]}
 
 
@@ -260,11 +267,13 @@ def test_a_gpu_that_moves_nothing_and_waits_for_nobody_is_named():
         for rank in range(8)
     }
     links[3] = [LinkState(4, "gpu", 0, 9.0)]
-    found = locate_hang(in_transfer(job, links), job.infos, job.nodes)
+    found = locate_hang(Evidence(job.infos, job.nodes, states=in_transfer(job, links)))
     assert [(c.rank, c.cause, c.stage) for c in found.culprits] == [(3, "its GPU stands still", "transfer")]
 
 
 def test_links_that_moved_a_moment_ago_blame_nobody():
     job = ddp(8)
-    found = locate_hang(in_transfer(job, {5: [LinkState(6, "network", 7, 0.1)]}), job.infos, job.nodes)
+    found = locate_hang(
+        Evidence(job.infos, job.nodes, states=in_transfer(job, {5: [LinkState(6, "network", 7, 0.1)]}))
+    )
     assert found.culprits == ()

@@ -6,6 +6,7 @@ import pytest
 from synthetic_hangs import Stuck
 from synthetic_jobs import ddp, dp_pp
 
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis, Link
 from keepstep.core.summary import PathProbe, PeerTraffic
 from keepstep.locate import locate_hang, with_probes
@@ -44,10 +45,10 @@ def stuck_ring(seq=2):
 
 def test_a_probe_that_does_not_come_back_breaks_the_path():
     job, states = stuck_ring()
-    before = locate_hang(states, job.infos, job.nodes)
+    before = locate_hang(Evidence(job.infos, job.nodes, states=states))
     assert before.culprits == ()
     assert set(before.paths) == {(a, b) for a in NODES for b in NODES if a < b}
-    found = locate_hang(states, job.infos, job.nodes, probes=probes([("n1", "n2")]))
+    found = locate_hang(Evidence(job.infos, job.nodes, states=states, probes=probes([("n1", "n2")])))
     (culprit,) = found.culprits
     assert (culprit.link.nodes, culprit.cause, culprit.confidence) == (("n1", "n2"), "path broken", "high")
     assert [job.nodes[rank] for rank in culprit.link.ranks] == ["n1", "n2"]
@@ -76,19 +77,19 @@ def test_a_cut_path_is_named_though_others_are_through(last):
     """Those that needed nothing more from over there go on to the next operation, and wait there for the last ones."""
     job, states = stuck_ring(4)
     states = some_are_through(states, set(range(8)) - set(last))
-    before = locate_hang(states, job.infos, job.nodes)
+    before = locate_hang(Evidence(job.infos, job.nodes, states=states))
     assert ("n1", "n2") in before.paths
     assert all(culprit.confidence == "medium" for culprit in before.culprits)
-    found = locate_hang(states, job.infos, job.nodes, probes=probes([("n1", "n2")]))
+    found = locate_hang(Evidence(job.infos, job.nodes, states=states, probes=probes([("n1", "n2")])))
     (culprit,) = found.culprits
     assert (culprit.link.nodes, culprit.cause, culprit.confidence) == (("n1", "n2"), "path broken", "high")
     assert f"{8 - len(last)} are through" in " ".join(found.evidence)
-    sound = locate_hang(states, job.infos, job.nodes, probes=probes())
+    sound = locate_hang(Evidence(job.infos, job.nodes, states=states, probes=probes()))
     assert [one.rank for one in sound.culprits] == list(last)
     assert {(one.cause, one.confidence) for one in sound.culprits} == {("did not finish", "high")}
     assert not set(last) & set(sound.victims)
     states = [dataclasses.replace(s, unread_bytes=80_000 if s.rank == last[-1] else 0) for s in states]
-    (culprit,) = locate_hang(states, job.infos, job.nodes, probes=probes()).culprits
+    (culprit,) = locate_hang(Evidence(job.infos, job.nodes, states=states, probes=probes())).culprits
     assert (culprit.rank, culprit.cause, culprit.confidence) == (last[-1], "does not read", "high")
 
 
@@ -98,7 +99,7 @@ def test_who_launched_what_others_are_through_and_fell_asleep_needs_no_probe():
     states = some_are_through(states, set(range(8)) - {5})
     (flight,) = states[5].in_flight
     states[5] = dataclasses.replace(states[5], in_flight=(dataclasses.replace(flight, waits=False),))
-    found = locate_hang(states, job.infos, job.nodes)
+    found = locate_hang(Evidence(job.infos, job.nodes, states=states))
     assert [(one.rank, one.confidence) for one in found.culprits] == [(5, "high")]
     assert found.paths == ()
 
@@ -115,7 +116,7 @@ def test_one_direction_is_enough():
         probe if (probe.source, probe.target) != ("n2", "n1") else PathProbe("n2", "n1", "unreachable", 0.1)
         for probe in probes()
     ]
-    found = locate_hang(states, job.infos, job.nodes, probes=one_way)
+    found = locate_hang(Evidence(job.infos, job.nodes, states=states, probes=one_way))
     assert [culprit.link.nodes for culprit in found.culprits] == [("n1", "n2")]
     assert "probe n1 to n2: answer after 0.4 ms; back: no route" in found.evidence
 
@@ -123,20 +124,20 @@ def test_one_direction_is_enough():
 def test_all_paths_of_a_node_are_its_own_connection():
     job, states = stuck_ring()
     lost = [("n2", other) for other in ("n0", "n1", "n3")]
-    found = locate_hang(states, job.infos, job.nodes, probes=probes(lost))
+    found = locate_hang(Evidence(job.infos, job.nodes, states=states, probes=probes(lost)))
     assert {frozenset(culprit.link.nodes) for culprit in found.culprits} == {frozenset(pair) for pair in lost}
     assert {culprit.node for culprit in found.culprits} == {"n2"}
 
 
 def test_sound_paths_mean_software_and_who_does_not_read_is_named():
     job, states = stuck_ring()
-    found = locate_hang(states, job.infos, job.nodes, probes=probes())
+    found = locate_hang(Evidence(job.infos, job.nodes, states=states, probes=probes()))
     assert found.culprits == ()
     assert "the paths are sound: a member hangs in software" in found.evidence
     assert "stacks" in found.missing[0]
     states = [dataclasses.replace(s, unread_bytes=80_000 if s.rank == 5 else 0) for s in states]
     for told, confidence in (((), "medium"), (probes(), "high")):
-        found = locate_hang(states, job.infos, job.nodes, probes=told)
+        found = locate_hang(Evidence(job.infos, job.nodes, states=states, probes=told))
         (culprit,) = found.culprits
         assert (culprit.rank, culprit.cause, culprit.confidence) == (5, "does not read", confidence)
         assert 5 not in found.victims
@@ -145,7 +146,7 @@ def test_sound_paths_mean_software_and_who_does_not_read_is_named():
 def test_unread_data_of_most_members_names_nobody():
     job, states = stuck_ring()
     states = [dataclasses.replace(s, unread_bytes=80_000 if s.rank < 5 else 0) for s in states]
-    assert locate_hang(states, job.infos, job.nodes, probes=probes()).culprits == ()
+    assert locate_hang(Evidence(job.infos, job.nodes, states=states, probes=probes())).culprits == ()
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_data_that_does_not_arrive_marks_the_path(busy_s, nbytes, named, said):
     job, states = stuck_ring()
     seen = traffic("n3", "n0", busy_s=busy_s, nbytes=nbytes)
     for told in ((), probes()):
-        found = locate_hang(states, job.infos, job.nodes, traffic=seen, probes=told)
+        found = locate_hang(Evidence(job.infos, job.nodes, states=states, traffic=seen, probes=told))
         assert bool(found.culprits) is named
         if named:
             assert set(found.culprits[0].link.nodes) == {"n0", "n3"}
@@ -174,7 +175,7 @@ def test_data_that_does_not_arrive_marks_the_path(busy_s, nbytes, named, said):
 
 def test_an_answer_after_the_guard_time_marks_the_path():
     job, states = stuck_ring()
-    found = locate_hang(states, job.infos, job.nodes, probes=probes(slow=[("n0", "n1")]))
+    found = locate_hang(Evidence(job.infos, job.nodes, states=states, probes=probes(slow=[("n0", "n1")])))
     assert [(c.link.nodes, c.confidence) for c in found.culprits] == [(("n0", "n1"), "medium")]
 
 
@@ -182,11 +183,11 @@ def test_a_message_between_two_ranks_tells_their_nodes():
     job = dp_pp(1, 4, per_node=1)
     stream = next(x for x in job.programs[1] if x[0] == "recv")
     states = Stuck(job, broken=[(stream[1], 1)]).states()
-    found = locate_hang(states, job.infos, job.nodes)
+    found = locate_hang(Evidence(job.infos, job.nodes, states=states))
     assert [culprit.link.nodes for culprit in found.culprits] == [("n0", "n1")]
     assert ("n0", "n1") in found.paths
     sound = [PathProbe(a, b, "echo", 1e-4) for a in NODES for b in NODES if a != b]
-    assert locate_hang(states, job.infos, job.nodes, probes=sound).culprits == ()
+    assert locate_hang(Evidence(job.infos, job.nodes, states=states, probes=sound)).culprits == ()
 
 
 @pytest.mark.parametrize(
@@ -202,11 +203,11 @@ def test_a_silent_node_is_probed_by_those_it_works_with(outcome, cause, confiden
     job = ddp(8)
     states = [s for s in Stuck(job, {2: 1}, iterations=3).states() if s.rank != 2]
     node = job.nodes[2]
-    first = locate_hang(states, job.infos, job.nodes, silent_nodes=[node])
+    first = locate_hang(Evidence(job.infos, job.nodes, states=states, silent_nodes=[node]))
     assert {target for _, target in first.paths} == {node}
     assert len(first.paths) == 3
     seen = [PathProbe(source, target, outcome, 0.1) for source, target in first.paths]
-    found = locate_hang(states, job.infos, job.nodes, silent_nodes=[node], probes=seen)
+    found = locate_hang(Evidence(job.infos, job.nodes, states=states, silent_nodes=[node], probes=seen))
     assert [(c.rank, c.cause, c.confidence) for c in found.culprits] == [(2, cause, confidence)]
     assert ("can be reached" in found.culprits[0].detail) is (outcome != "timeout")
     assert any("came back" in line if outcome == "echo" else node in line for line in found.evidence)
@@ -229,13 +230,19 @@ def test_a_silent_node_that_others_reach_is_cut_off_from_who_does_not_get_throug
     states = [state for state in states if job.nodes[state.rank] != "n1"]
     (held, _) = traffic("n0", "n1", busy_s=12.0, nbytes=0)
     told = {"traffic": [held], "addresses": {"10.0.0.n1": "n1"}}
-    first = locate_hang(states, job.infos, job.nodes, **told)
+    first = locate_hang(Evidence(job.infos, job.nodes, states=states, **told))
     assert {culprit.cause for culprit in first.culprits} == {"silent"}
     assert set(first.paths) == {("n0", "n1"), ("n2", "n1"), ("n3", "n1")}
     reached = [PathProbe("n2", "n1", "echo", 1e-4)]
-    by_counters = locate_hang(states, job.infos, job.nodes, probes=reached, **told)
+    by_counters = locate_hang(Evidence(job.infos, job.nodes, states=states, probes=reached, **told))
     by_probe = locate_hang(
-        states, job.infos, job.nodes, probes=[*reached, PathProbe("n0", "n1", "timeout", 2.5)], **told
+        Evidence(
+            job.infos,
+            job.nodes,
+            states=states,
+            probes=[*reached, PathProbe("n0", "n1", "timeout", 2.5)],
+            **told,
+        )
     )
     for found, confidence in ((by_counters, "medium"), (by_probe, "high")):
         (culprit,) = found.culprits

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from synthetic_jobs import Conditions, ddp, dp_pp, dp_tp, fsdp, slow_rank
 
+from keepstep.core.evidence import Evidence
 from keepstep.core.summary import HostCause
 from keepstep.locate import locate_slow
 
@@ -20,7 +21,7 @@ CLOCK = {f"n{i}": (3600.0 * (i * 7 % 5), 1e-5 * (i % 3 - 1)) for i in range(32)}
 
 def diagnose(job, conditions, **more):
     before, after, _ = job.healthy_then(conditions)
-    return locate_slow(before, after, job.infos, job.nodes, **more)
+    return locate_slow(Evidence(job.infos, job.nodes, before=before, after=after, **more))
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -104,7 +105,7 @@ def test_a_silent_rank_is_said_to_be_missing():
     job = JOBS["dp2-pp2"]()
     before, after, _ = job.healthy_then(Conditions(slow=slow_rank(1, 3.0)))
     heard = [s for s in after if s.rank != 1]
-    found = locate_slow(before, heard, job.infos, job.nodes)
+    found = locate_slow(Evidence(job.infos, job.nodes, before=before, after=heard))
     assert found.culprits == ()
     assert any("ranks 1" in text for text in found.missing)
 
@@ -112,7 +113,7 @@ def test_a_silent_rank_is_said_to_be_missing():
 def test_slow_from_the_first_iteration():
     job = dp_pp(4, 2)
     _, after, _ = job.healthy_then(Conditions(slow=slow_rank(5, 2.0)))
-    found = locate_slow((), after, job.infos, job.nodes)
+    found = locate_slow(Evidence(job.infos, job.nodes, after=after))
     assert [(c.rank, c.confidence) for c in found.culprits] == [(5, "medium")]
     assert any("peers are the measure" in text for text in found.missing)
 
@@ -122,19 +123,24 @@ def test_uneven_stages_are_no_stragglers_from_the_first_iteration():
     job.programs = [[(k, *a[:-1], a[-1] * 2) if k == "compute" and rank >= 4 else (k, *a) for k, *a in program]
                     for rank, program in enumerate(job.programs)]  # fmt: skip
     _, after, _ = job.healthy_then(Conditions())
-    found = locate_slow((), after, job.infos, job.nodes)
+    found = locate_slow(Evidence(job.infos, job.nodes, after=after))
     assert found.culprits == ()
     assert any("healthy time" in text for text in found.missing)
 
 
 def test_nothing_to_go_by():
-    found = locate_slow((), (), {}, {0: "n0"})
+    found = locate_slow(Evidence({}, {0: "n0"}, after=()))
     assert found.culprits == ()
     assert found.missing
     job = JOBS["ddp4"]()
     before, after, _ = job.healthy_then(Conditions())
     apart = locate_slow(
-        [s for s in before if s.rank < 2], [s for s in after if s.rank >= 2], job.infos, job.nodes
+        Evidence(
+            job.infos,
+            job.nodes,
+            before=[s for s in before if s.rank < 2],
+            after=[s for s in after if s.rank >= 2],
+        )
     )
     assert "iterations of the same ranks before and after" in apart.missing
 
@@ -144,6 +150,6 @@ def test_arrival_with_clocks_hours_apart():
 
     job = dp_tp(2, 4, clock=CLOCK)
     before, after, samples = job.healthy_then(Conditions(slow=slow_rank(5, 2.0)))
-    found = locate_slow(before, after, job.infos, job.nodes, estimate_offsets(samples))
+    found = locate_slow(Evidence(job.infos, job.nodes, estimate_offsets(samples), before=before, after=after))
     assert [c.rank for c in found.culprits] == [5]
     assert any("after its peers (clocks to" in line for line in found.evidence)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 from synthetic_jobs import Conditions, ddp
 
+from keepstep.core.evidence import Evidence
 from keepstep.core.summary import PeerTraffic
 from keepstep.locate import locate_slow
 
@@ -37,7 +38,7 @@ def ring(now: dict[tuple[str, str], float], busy_s: float = 3.0) -> list[PeerTra
 def located(traffic: list[PeerTraffic], pair: tuple[str, str] = ("n1", "n2")):
     job = ddp(8)
     before, after, _ = job.healthy_then(Conditions(links={frozenset(pair): 10.0}))
-    return locate_slow(before, after, job.infos, job.nodes, traffic=traffic)
+    return locate_slow(Evidence(job.infos, job.nodes, before=before, after=after, traffic=traffic))
 
 
 @pytest.mark.parametrize("pair", list(itertools.pairwise((*NODES, "n0"))))

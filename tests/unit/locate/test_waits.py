@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from keepstep.core.events import Op
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis
 from keepstep.core.summary import GroupInfo, IterationSummary, OpInFlight, RankState, StreamSummary
 from keepstep.locate import waits_recorded, waits_seen
@@ -46,20 +47,20 @@ def test_which_groups_show_how_long_their_ranks_waited(backend: str, recorded: b
 
 
 def test_waits_are_recorded_on_host_backends() -> None:
-    assert waits_recorded(rows(), {"dp": GLOO})
-    assert waits_recorded(rows(), {})  # a group that nobody has told of yet
+    assert waits_recorded(Evidence({"dp": GLOO}, {}, after=rows()))
+    assert waits_recorded(Evidence({}, {}, after=rows()))  # a group that nobody has told of yet
 
 
 def test_none_are_recorded_where_operations_run_on_a_device() -> None:
-    assert not waits_recorded(rows(), {"dp": NCCL})
-    assert not waits_recorded(rows(0.2, "log", "dp"), {"log": GLOO, "dp": NCCL})
-    assert not waits_recorded(rows(0.2, "world"), {"world": BOTH})
-    assert waits_recorded(rows(), {"dp": GLOO, "unused": NCCL})
+    assert not waits_recorded(Evidence({"dp": NCCL}, {}, after=rows()))
+    assert not waits_recorded(Evidence({"log": GLOO, "dp": NCCL}, {}, after=rows(0.2, "log", "dp")))
+    assert not waits_recorded(Evidence({"world": BOTH}, {}, after=rows(0.2, "world")))
+    assert waits_recorded(Evidence({"dp": GLOO, "unused": NCCL}, {}, after=rows()))
 
 
 def test_none_are_recorded_where_no_rank_ever_waited() -> None:
-    assert not waits_recorded(rows(0.0), {"dp": GLOO})
-    assert not waits_recorded([], {"dp": GLOO})
+    assert not waits_recorded(Evidence({"dp": GLOO}, {}, after=rows(0.0)))
+    assert not waits_recorded(Evidence({"dp": GLOO}, {}, after=[]))
 
 
 def state(rank: int, *groups: str, alive: bool = True) -> RankState:
@@ -69,9 +70,9 @@ def state(rank: int, *groups: str, alive: bool = True) -> RankState:
 
 def test_a_rank_is_seen_to_wait_where_it_is_in_an_operation_whose_end_is_recorded() -> None:
     groups = {"dp": NCCL, "log": GLOO}
-    assert not waits_seen([state(0), state(1, "dp")], groups)
-    assert waits_seen([state(0), state(1, "dp", "log")], groups)
-    assert not waits_seen([state(0), state(1, "log", alive=False)], groups)
+    assert not waits_seen(Evidence(groups, {}, states=[state(0), state(1, "dp")]))
+    assert waits_seen(Evidence(groups, {}, states=[state(0), state(1, "dp", "log")]))
+    assert not waits_seen(Evidence(groups, {}, states=[state(0), state(1, "log", alive=False)]))
 
 
 def test_doubt_leaves_nobody_blamed_for_sure_but_those_apart() -> None:

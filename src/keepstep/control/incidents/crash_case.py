@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from keepstep.control.incidents.case import Case, Desk, same_culprits, unlocated
+from keepstep.core.evidence import Evidence
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis, Incident, Recovery
 from keepstep.core.ranges import fold_nodes, fold_ranks
@@ -134,9 +135,10 @@ class CrashCase(Case):
         if self._lost:
             return self._lost_nodes()
         try:
-            return desk.locators.crash(
-                list(self._findings.values()), self._states(), desk.cluster.node_of, desk.clocks()
-            )
+            findings = list(self._findings.values())
+            groups, nodes, clocks = desk.cluster.groups, desk.cluster.node_of, desk.clocks()
+            evidence = Evidence(groups, nodes, clocks, states=self._states(), findings=findings)
+            return desk.locators.crash(evidence)
         except Exception as error:
             return unlocated("crash", error)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from keepstep.control.incidents.case import Case, Desk, is_traffic, unlocated
 from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.register import Saying
+from keepstep.core.evidence import Evidence
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis, Event, Incident
 from keepstep.core.ranges import fold_nodes
@@ -232,17 +233,18 @@ class HangCase(Case):
         desk = self._desk
         cluster = desk.cluster
         try:
-            diagnosis = desk.locators.hang(
-                states,
+            evidence = Evidence(
                 cluster.groups,
                 cluster.node_of,
-                cluster.silent_nodes(),
                 desk.clocks(),
-                traffic,
-                self._probes,
-                cluster.addresses(),
+                states=states,
+                silent_nodes=cluster.silent_nodes(),
+                traffic=traffic,
+                probes=self._probes,
+                addresses=cluster.addresses(),
             )
-            if desk.locators.waits_seen(states, cluster.groups):
+            diagnosis = desk.locators.hang(evidence)
+            if desk.locators.waits_seen(evidence):
                 return diagnosis
             return diagnosis.doubted(NO_WAITS, [state.rank for state in states if not state.alive])
         except Exception as error:

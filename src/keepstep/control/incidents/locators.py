@@ -2,158 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from keepstep.core.finding import Finding
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis
-from keepstep.core.summary import (
-    BlockSummary,
-    ClockSample,
-    GroupInfo,
-    HostCause,
-    IterationSummary,
-    PathProbe,
-    PeerTraffic,
-    RankState,
-)
+from keepstep.core.node_clocks import Clocks
+from keepstep.core.summary import ClockSample, PathProbe
 
 # Named as missing in a diagnosis where neither `Locators.waits_recorded` nor `Locators.waits_seen` holds.
 NO_WAITS = (
     "what ranks wait for: the ends of their operations are not recorded (device backends, such as NCCL)"
 )
-_FEW_SAMPLES = 20_000  # with more clock samples, only the clocks that matter to the verdict are compared
+_FEW_SAMPLES = 20_000  # up to so many, all nodes' clocks are compared; else those that matter to the verdict
 
 
 class Locators:
-    """``keepstep.locate``: evidence in, diagnosis out. It is imported when first needed, as it needs numpy.
+    """Pure functions of ``keepstep.locate``: evidence in, diagnosis out.
 
-    ``layout``: the parallel layout that the operator declared, e.g. ``tp2-dp4-pp2``; inferred when empty. The
-    ``clocks`` that functions take are what ``offsets`` returned, or None.
+    The package is imported when it is first needed: numpy is not in the controller's start. ``layout``: the parallel
+    layout that the operator declared, e.g. ``tp2-dp4-pp2``; inferred when empty.
     """
 
     def __init__(self, layout: str = "") -> None:
         self._layout = layout
 
-    def offsets(self, samples: Mapping[str, Sequence[ClockSample]]) -> Any:
-        """The clock offsets of the nodes, in the form that the other functions take."""
+    def offsets(self, samples: Mapping[str, Sequence[ClockSample]]) -> Clocks | None:
+        """The clocks of the nodes, for ``Evidence.clocks``."""
         from keepstep.locate import SampledClocks, estimate_offsets
 
         few = sum(map(len, samples.values())) <= _FEW_SAMPLES
         return estimate_offsets(samples) if few else SampledClocks(samples)
 
-    def slow(
-        self,
-        before: Sequence[IterationSummary],
-        after: Sequence[IterationSummary],
-        groups: Mapping[str, GroupInfo],
-        nodes: Mapping[int, str],
-        clocks: Any,
-        causes: Sequence[HostCause],
-        traffic: Sequence[PeerTraffic],
-    ) -> Diagnosis:
+    def slow(self, evidence: Evidence) -> Diagnosis:
         """Who makes the job slower."""
         from keepstep.locate import locate_slow
 
-        layout = self._declared(groups)
-        return locate_slow(before, after, groups, nodes, clocks, causes, layout, traffic)
+        return locate_slow(self._with_layout(evidence))
+
+    def blocks_wanted(self, evidence: Evidence, culprits: Sequence[Culprit]) -> tuple[int, ...]:
+        """Ranks whose blocks would tell more about these culprits."""
+        from keepstep.locate import blocks_wanted
+
+        return blocks_wanted(self._with_layout(evidence), culprits)
+
+    def stages(self, evidence: Evidence) -> Mapping[int, int] | None:
+        """Pipeline stages by rank; empty where there is no pipeline, None where that cannot be told."""
+        from keepstep.locate import layout_of
+
+        found = layout_of(self._with_layout(evidence))
+        return found.stages if found.stage_count else None if found.groups_with("pp") else {}
+
+    def sharpen(self, evidence: Evidence, diagnosis: Diagnosis) -> Diagnosis:
+        """The diagnosis of ``slow``, refined by what the blocks in the evidence tell."""
+        from keepstep.locate import sharpen
+
+        return sharpen(self._with_layout(evidence), diagnosis)
+
+    def hang(self, evidence: Evidence) -> Diagnosis:
+        """Who keeps the others waiting."""
+        from keepstep.locate import locate_hang
+
+        return locate_hang(evidence)
+
+    def waits_recorded(self, evidence: Evidence) -> bool:
+        """Whether the slow iterations show how long ranks waited for each other."""
+        from keepstep.locate import waits_recorded
+
+        return waits_recorded(evidence)
+
+    def waits_seen(self, evidence: Evidence) -> bool:
+        """Whether a rank is seen to wait for others now."""
+        from keepstep.locate import waits_seen
+
+        return waits_seen(evidence)
 
     def probed(self, diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:
-        """The diagnosis of ``slow``, sharpened by probes of the blamed links."""
+        """The same diagnosis, with what probes of the blamed links say."""
         from keepstep.locate import with_probes
 
         return with_probes(diagnosis, probes)
 
-    def blocks_wanted(
-        self,
-        culprits: Sequence[Culprit],
-        after: Sequence[IterationSummary],
-        groups: Mapping[str, GroupInfo],
-    ) -> tuple[int, ...]:
-        """The ranks whose blocks would tell more about these culprits."""
-        from keepstep.core.iteration_table import newest_steps
-        from keepstep.locate import blocks_wanted
-
-        few = newest_steps(after)
-        return blocks_wanted(culprits, few, groups, self._layout_of(groups, few))
-
-    def sharpen(
-        self,
-        diagnosis: Diagnosis,
-        blocks: Sequence[BlockSummary],
-        onset_step: int,
-        before: Sequence[IterationSummary],
-        after: Sequence[IterationSummary],
-        groups: Mapping[str, GroupInfo],
-        nodes: Mapping[int, str],
-        clocks: Any,
-    ) -> Diagnosis:
-        """The diagnosis of ``slow``, sharpened by these blocks."""
-        from keepstep.core.iteration_table import newest_steps
-        from keepstep.locate import sharpen
-
-        layout = self._layout_of(groups, newest_steps(after))
-        return sharpen(diagnosis, blocks, onset_step, before, after, groups, layout, nodes, clocks)
-
-    def stages(
-        self, rows: Sequence[IterationSummary], groups: Mapping[str, GroupInfo]
-    ) -> Mapping[int, int] | None:
-        """Pipeline stages by rank; empty where there is no pipeline, None where that cannot be told."""
-        from keepstep.core.iteration_table import newest_steps
-
-        found = self._layout_of(groups, newest_steps(rows))
-        pipelined = any("pp" in one.roles for one in found.roles.values())
-        return found.stages if found.stage_count else None if pipelined else {}
-
-    def waits_recorded(self, rows: Sequence[IterationSummary], groups: Mapping[str, GroupInfo]) -> bool:
-        """Whether these iterations show how long ranks waited for each other."""
-        from keepstep.locate import waits_recorded
-
-        return waits_recorded(rows, groups)
-
-    def hang(
-        self,
-        states: Sequence[RankState],
-        groups: Mapping[str, GroupInfo],
-        nodes: Mapping[int, str],
-        silent_nodes: Collection[str],
-        clocks: Any,
-        traffic: Sequence[PeerTraffic],
-        probes: Sequence[PathProbe],
-        addresses: Mapping[str, str],
-    ) -> Diagnosis:
-        """Who keeps the others waiting."""
-        from keepstep.locate import locate_hang
-
-        return locate_hang(states, groups, nodes, silent_nodes, clocks, traffic, probes, addresses)
-
-    def waits_seen(self, states: Sequence[RankState], groups: Mapping[str, GroupInfo]) -> bool:
-        """Whether a rank is seen to wait for others now."""
-        from keepstep.locate import waits_seen
-
-        return waits_seen(states, groups)
-
-    def crash(
-        self,
-        findings: Sequence[Finding],
-        states: Sequence[RankState],
-        nodes: Mapping[int, str],
-        clocks: Any,
-    ) -> Diagnosis:
+    def crash(self, evidence: Evidence) -> Diagnosis:
         """Who died first."""
         from keepstep.locate import locate_crash
 
-        return locate_crash(findings, states, nodes, clocks)
+        return locate_crash(evidence)
 
-    def _layout_of(self, groups: Mapping[str, GroupInfo], few: Sequence[IterationSummary]) -> Any:
-        from keepstep.locate import infer_layout
-
-        return self._declared(groups) or infer_layout(groups, few)
-
-    def _declared(self, groups: Mapping[str, GroupInfo]) -> Any:
-        if not self._layout:
-            return None
-        from keepstep.core.layout import ParallelLayout
-        from keepstep.locate import declared_layout
-
-        return declared_layout(ParallelLayout.declared(self._layout), groups)
+    def _with_layout(self, evidence: Evidence) -> Evidence:
+        return replace(evidence, layout=self._layout)

@@ -27,6 +27,7 @@ from keepstep.control.incidents.slow_evidence import (
     suspects_of,
     with_measured,
 )
+from keepstep.core.evidence import Evidence
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Diagnosis, Event, Incident
 from keepstep.core.ranges import fold_nodes
@@ -300,7 +301,18 @@ class SlowCase(Case):
         desk = self._desk
         if self.incident is None:
             self._told_cost_s = now_s
-        diagnosis = self._locate(before, after, traffic, blocks, now_s)
+        evidence = Evidence(
+            desk.cluster.groups,
+            desk.cluster.node_of,
+            desk.clocks(),
+            before=before,
+            after=after,
+            onset_step=self.onset_step,
+            blocks=blocks,
+            causes=desk.cluster.causes(now_s),
+            traffic=traffic,
+        )
+        diagnosis = self._locate(evidence)
         before_s, after_s = _pace(before) or _middle_s(self._before), _pace(after) or _middle_s(self._after)
         if not self._validated and _firmness(diagnosis.culprits) <= 1:
             slowdown_s = after_s - before_s if after_s and before_s else 0.0
@@ -324,34 +336,20 @@ class SlowCase(Case):
             onset_unix_s=self._onset_unix_s(after_s),
         )
         with suppress(Exception):  # without blocks the verdict stays as it is
-            wanted = desk.locators.blocks_wanted(diagnosis.culprits, after, desk.cluster.groups)
+            wanted = desk.locators.blocks_wanted(evidence, diagnosis.culprits)
             self._blocks_of = wanted or self._blocks_of
         links = [culprit.link.nodes for culprit in diagnosis.culprits if culprit.link is not None]
         if links and not self._probes and self.probing is None:
             self.probing = desk.agents.ask_probes(links, now_s)
 
-    def _locate(
-        self,
-        before: Sequence[IterationSummary],
-        after: Sequence[IterationSummary],
-        traffic: Sequence[PeerTraffic],
-        blocks: Sequence[BlockSummary],
-        now_s: float,
-    ) -> Diagnosis:
-        desk = self._desk
-        cluster = desk.cluster
+    def _locate(self, evidence: Evidence) -> Diagnosis:
+        locators = self._desk.locators
         try:
-            clocks = desk.clocks()
-            diagnosis = desk.locators.slow(
-                before, after, cluster.groups, cluster.node_of, clocks, cluster.causes(now_s), traffic
-            )
-            diagnosis = desk.locators.probed(diagnosis, self._probes)
-            self._waits_recorded = desk.locators.waits_recorded(after, cluster.groups)
-            if not blocks:
+            diagnosis = locators.probed(locators.slow(evidence), self._probes)
+            self._waits_recorded = locators.waits_recorded(evidence)
+            if not evidence.blocks:
                 return self._as_sure_as_may_be(diagnosis)
-            sharper = desk.locators.sharpen(
-                diagnosis, blocks, self.onset_step, before, after, cluster.groups, cluster.node_of, clocks
-            )
+            sharper = locators.sharpen(evidence, diagnosis)
             self._cleared = bool(diagnosis.culprits) and not sharper.culprits
             return self._as_sure_as_may_be(sharper)
         except Exception as error:

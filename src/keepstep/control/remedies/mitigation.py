@@ -24,6 +24,7 @@ from keepstep.control.remedies.moves import Look, Move
 from keepstep.control.remedies.replacement import RESTART, Replacement
 from keepstep.control.remedies.shares import LATE_STEPS, OrderedShares
 from keepstep.control.remedies.slow_ranks import SlowRanks
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Action
 from keepstep.core.summary import PathProbe
 from keepstep.wire.messages import Profile
@@ -170,7 +171,8 @@ class Mitigation:
         rows = between(rows, max(self._first_step(), self._looked_step - _MOST_STEPS + 1), 1 << 30)
         if not len(rows):
             return
-        if not self._desk.locators.waits_recorded(rows, self._desk.cluster.groups):
+        evidence = Evidence(self._desk.cluster.groups, self._desk.cluster.node_of, after=rows)
+        if not self._desk.locators.waits_recorded(evidence):
             self._leave_out(NO_WAITS)
             return
         iteration_s = float(np.median(column(rows, "duration_s")))
@@ -186,7 +188,7 @@ class Mitigation:
                 node_of = {rank: number for number, node in nodes for rank in node.ranks}
                 look = replace(look, volumes=volumes(rows, self._desk.cluster.groups, node_of))
             if replicas is not None:
-                stages = self._desk.locators.stages(rows, self._desk.cluster.groups)
+                stages = self._desk.locators.stages(evidence)
                 look = replace(look, seconds=rank_seconds(rows, self.shares.splits), stages=stages)
             self._decide(look, now_s)
 
