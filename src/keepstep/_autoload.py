@@ -18,9 +18,9 @@ def activate() -> None:
         return
     atexit.register(_let_go)
     try:
-        from keepstep.worker import rendezvous as _rendezvous
+        from keepstep.worker import group_setup as _group_setup
 
-        _rendezvous.install()
+        _group_setup.install()
         if awaited:
             from keepstep.worker import group_connections as _group_sockets
             from keepstep.worker import milestones as _milestones

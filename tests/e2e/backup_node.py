@@ -26,7 +26,7 @@ import torch
 from tests.unit.checkpoint.sealed_slots import seal_state, stands
 
 from keepstep import wire
-from keepstep.agent.services.backups import NeighbourSource, NodeBackups
+from keepstep.agent.services.node_backups import NeighbourSource, NodeBackups
 from keepstep.checkpoint.memory.cache import Backing, Cache
 from keepstep.checkpoint.memory.cache_server import CacheServer, Reserve, ask
 from keepstep.checkpoint.memory.incoming import Incoming

@@ -16,8 +16,8 @@ from keepstep.agent.arguments import Arguments
 from keepstep.agent.node import NodeAgent
 from keepstep.agent.sensors.gpus import Gpus
 from keepstep.agent.sensors.processes import alive, identify, kill_carriers
-from keepstep.agent.services.backups import NodeBackups
 from keepstep.agent.services.checkpoints import Checkpoints, Place
+from keepstep.agent.services.node_backups import NodeBackups
 from keepstep.agent.services.path_probes import echo_server, is_elsewhere, probe_paths
 from keepstep.core.errors import KeepstepError
 from keepstep.core.log_lines import log_into

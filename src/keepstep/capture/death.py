@@ -1,6 +1,6 @@
-"""Leaves the reason of a death where elastic launchers look for it: an uncaught exception, in torch's error file.
+"""Writes an uncaught exception into torch's error file, where elastic launchers look for the reason of a death.
 
-The launcher is told at once: the process may take seconds to end.
+The launcher is also told at once, because the process may take seconds to end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def write_error_file(path: str, error: BaseException) -> None:
 
 
 def install() -> None:
-    """Chain ``sys.excepthook``; output and exit code stay as they are."""
+    """Add to ``sys.excepthook``; what the script prints and its exit code do not change."""
     previous: ExceptHook = sys.excepthook
     process = os.getpid()
 
@@ -41,7 +41,7 @@ def install() -> None:
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if not path or os.getpid() != process or issubclass(kind, KeyboardInterrupt):
             return previous(kind, error, origin)
-        with suppress(Exception):  # nothing of ours may hide the user's error
+        with suppress(Exception):  # an error in here must not hide the user's error
             write_error_file(path, error)
         said = previous(kind, error, origin)
         _milestones.reached("raised")

@@ -1,4 +1,4 @@
-"""When a rank evaluates: from ``model.eval()`` until the model trains again.
+"""Records when a rank evaluates: from ``model.eval()`` until the model trains again.
 
 ``eval()`` is also called on teachers, on frozen batch norms and on models built for later, so it counts only for a
 module that was in training mode in a process that has stepped an optimizer. A module that is still in evaluation mode
@@ -17,24 +17,24 @@ from keepstep.core.events import Phase
 
 
 class Evaluation:
-    """The evaluation in progress, if there is one."""
+    """Detects the evaluation in progress, if there is one."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self.trained = False  # an optimizer has stepped
+        self.trained = False  # whether an optimizer has stepped
         self.recorder = recorder
-        self.operation: Operation | None = None  # the evaluation in progress
+        self.operation: Operation | None = None  # the record of the evaluation in progress
         self._evaluated: weakref.WeakSet[Any] = weakref.WeakSet()
         self._frozen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._in_train = False
 
     def forget(self) -> None:
-        """The models are gone."""
+        """Forget all models, because another incarnation begins in this process."""
         self.operation, self.trained = None, False
         self._evaluated.clear()
         self._frozen.clear()
 
     def eval(self, original: Any) -> Any:
-        """``nn.Module.eval`` that begins an evaluation."""
+        """Makes an ``nn.Module.eval`` that begins an evaluation."""
 
         @wraps(original)
         def evaluate(module: Any) -> Any:
@@ -45,7 +45,7 @@ class Evaluation:
         return evaluate
 
     def train(self, original: Any) -> Any:
-        """``nn.Module.train`` that ends it; it calls itself for every submodule, of which only the root counts."""
+        """Makes an ``nn.Module.train`` that ends an evaluation; its calls to itself for submodules do not count."""
 
         @wraps(original)
         def train(module: Any, mode: bool = True) -> Any:
@@ -63,7 +63,7 @@ class Evaluation:
 
     @harmless
     def end_if_over(self) -> None:
-        """End it when the model is back in training mode or gone."""
+        """End the evaluation if all evaluated models are back in training mode or gone."""
         if self.operation is None:
             return
         modules = list(self._evaluated)
@@ -72,7 +72,7 @@ class Evaluation:
 
     @harmless
     def end_by_backward(self) -> None:
-        """A gradient is computed: whatever is still in evaluation mode is frozen."""
+        """End the evaluation because gradients are computed; models still in evaluation mode count as frozen."""
         if self.operation is None:
             return
         for module in list(self._evaluated):

@@ -1,8 +1,8 @@
-"""The trap: at an ordered optimizer step the training thread waits while the device is tested, then goes on.
+"""Holds the training thread at an ordered optimizer step while its device is tested, then lets it go on.
 
 A hold is a lease. It ends when it is called off, when nobody renews the lease, and after ``MOST_HELD_S`` in any case.
-Whatever may block (a device that does not drain, a test) runs in a thread beside the one that waits, so that nothing
-outlasts the lease; the training's own state is not touched.
+Anything that may block (a device that does not drain, a test) runs in another thread, so that nothing outlasts the
+lease. The state of the training is not touched.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ if TYPE_CHECKING:
     from keepstep.validate.worker import HeldTests
 
 MOST_HELD_S = 30.0
-ORDER, COUNT = 1, 20  # Word.ORDER and Word.COUNT, as plain numbers: they are used at every step
+ORDER, COUNT = 1, 20  # Word.ORDER and Word.COUNT as plain integers, which are faster to look up at every step
 _LOOK_S = 0.005
+_NO_WORDS = [0] * (COUNT + 1)  # stand in for a page on which nothing is ever ordered
 
 
 class Hold:
-    """One word is read and one written per optimizer step; the rest happens only when a hold is ordered."""
+    """Holds of this rank. An optimizer step costs one word read and one written unless a hold is ordered."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self._page: OrdersPage | None = None
-        self.words: Any = [0] * (COUNT + 1)  # the page's words; without a page nothing is ever ordered
+        self.words: Any = _NO_WORDS  # words of the orders page
         self._opened = False
-        self._done = 0  # the last hold that is over for us
+        self._done = 0  # number of the last hold that this rank has obeyed or missed
 
     def open(self) -> None:
-        """Open the page that the launcher made for this rank, once; without one the rank cannot be held."""
+        """Open the orders page that the launcher made for this rank; without one the rank cannot be held."""
         if self._opened:
             return
         self._opened = True
@@ -55,14 +56,14 @@ class Hold:
             self.recorder.stumbled(error)
 
     def renew(self) -> None:
-        """Another page is this rank's from here on."""
-        self._page, self.words, self._opened, self._done = None, (0, 0), False, 0
+        """Forget the page: the process plays another rank now, with a page of its own."""
+        self._page, self.words, self._opened, self._done = None, _NO_WORDS, False, 0
 
     @harmless
     def look(self, steps: int) -> None:
-        """At the end of optimizer step number ``steps`` (from 1): wait here if it was ordered.
+        """At the end of optimizer step ``steps``, counted from 1, wait here if a hold was ordered for it.
 
-        Called where ``words[ORDER]`` is not 0.
+        Only called if ``words[ORDER]`` is not 0.
         """
         order = self.words[ORDER]
         if order and order != self._done and self._page is not None:
@@ -124,7 +125,7 @@ def _reporting(tests: HeldTests, page: OrdersPage, number: int, body: dict[str, 
 
 
 def _drain() -> Callable[[], None]:
-    """Waits until the device has done what it was given. Only where the job has used one."""
+    """A function that waits until the GPU has run everything queued on it, if the job uses one."""
     if not torch.cuda.is_initialized():
         return lambda: None
     device = torch.cuda.current_device()
@@ -135,7 +136,7 @@ def _beside(work: Callable[[], None]) -> threading.Thread:
     def harmless() -> None:
         try:
             work()
-        except Exception:  # no report: whoever ordered it does not wait for ever
+        except Exception:  # no report is written then, and the agent waits for one only so long
             return
 
     thread = threading.Thread(target=harmless, name="keepstep-hold", daemon=True)

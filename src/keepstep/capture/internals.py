@@ -1,4 +1,4 @@
-"""The only place that touches torch's private names, so that a new torch version is met in one file."""
+"""All uses of torch's private names, kept in one file so that a new version of torch needs changes only here."""
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ STAGE_MODULE = "torch.distributed.pipelining.stage"
 
 
 def stage_class(module: ModuleType) -> Any:
-    """The class of a pipeline stage, in ``STAGE_MODULE``."""
+    """The base class of pipeline stages in ``STAGE_MODULE``."""
     return vars(module).get("_PipelineStageBase", type)
 
 
 def as_torchs_own(ours: Any, original: Any) -> None:
-    """Let the compiler take our function for the one it replaces: it leaves torch's own files alone, by their name."""
-    code = getattr(
-        original, "__code__", None
-    )  # somebody else may have replaced it by anything that can be called
+    """Give our function the file name of the one it replaces, because the compiler skips torch's own files."""
+    # Another library may have replaced the original by a callable of any kind.
+    code = getattr(original, "__code__", None)
     if code is not None:
         ours.__code__ = ours.__code__.replace(co_filename=code.co_filename)
 
 
-# Of the compiler's core, which loads nothing else of it; None in a torch that has it elsewhere.
+# Functions of the compiler's core, whose use does not load the rest of it; None if this torch has none there.
 _core = cast(Any, torch._C)
 _eval_frame: Any = getattr(getattr(_core, "_dynamo", None), "eval_frame", None)
 _set_eval_frame: Any = getattr(_eval_frame, "set_eval_frame", None)
@@ -50,32 +49,32 @@ def _may_compile() -> object:
 
 
 COMPILING: Callable[[], object] = _may_compile if _compiling_callback is None else _compiling_callback
-"""None unless the compiler looks at every function that is called now, to compile it."""
+"""Returns None unless the compiler is tracing the functions that this thread calls now."""
 
 
 def hidden(ours: F, original: Any = None, owner: type | None = None) -> F:
-    """``ours`` for callers inside a compiled module: the compiler looks neither at it nor at what it calls.
+    """Wraps ``ours`` so that the compiler traces neither it nor the functions it calls.
 
-    It fails hard on process groups and Works of a Python class, which is what ours deal with. With an ``owner`` it
-    binds to instances of just this class; to those of its subclasses ``original`` binds.
+    The compiler raises errors on process groups and Works that are Python classes, which ours handle. If there is an
+    ``owner``, the result binds only to instances of exactly this class; instances of its subclasses get ``original``.
     """
     return cast(F, Hidden(ours, _compiling_callback, _set_eval_frame, original, owner))
 
 
 def compile_callbacks() -> Any:
-    """What tells the start and end of compilations; None until the script has imported the compiler."""
+    """The object of torch that takes callbacks for compilations; None until the script has imported the compiler."""
     module = sys.modules.get("torch._dynamo.callback")
     return None if module is None else vars(module).get("callback_handler")
 
 
 def registered_members(group: Any) -> tuple[int, ...]:
-    """Global ranks of a group in group order, as torch knows them; empty when it does not."""
+    """Global ranks of a group in group order, as torch has registered them; empty if it has not."""
     ranks: dict[int, int] = distributed_c10d._world.pg_group_ranks.get(group, {})
     return tuple(sorted(ranks, key=ranks.__getitem__))
 
 
 def backends_of(group: Any) -> dict[str, str]:
-    """Device type -> backend name (lower case) of a process group."""
+    """Backend names of a process group, in lower case, by device type."""
     return {device.type: str(group._get_backend(device).name()).lower() for device in group._device_types}
 
 
@@ -83,12 +82,12 @@ _allreduce: Any = ProcessGroup.allreduce  # torch's own
 
 
 def whole_allreduce(group: Any) -> Callable[..., Any]:
-    """``allreduce`` of a native group as torch makes it: an operator that is dispatched, which calls the backend."""
+    """The ``allreduce`` of a native group, through torch's dispatched operator, which then calls the backend."""
     return partial(_allreduce, group)
 
 
 def direct_allreduce(group: Any) -> Callable[..., Any] | None:
-    """The backend's own, which that operator calls, for a third of the time; None where there are several backends."""
+    """The backend's own ``allreduce``, which takes a third of the time; None if the group has several backends."""
     backends = [group._get_backend(device) for device in group._device_types]
     if not backends or any(one is not backends[0] for one in backends):
         return None
@@ -104,7 +103,7 @@ OBSERVERS: tuple[Callable[[], object], ...] = tuple(
     )
     if callable(found := vars(cast(ModuleType, module)).get(name))
 )
-"""Each tells whether somebody looks at the operators that torch dispatches: modes, the profiler, the compiler."""
+"""Functions that tell whether a dispatch mode, the profiler or the compiler observes torch's operators now."""
 
 
 def share_backends(group: Any, twin: Any, types: dict[str, Any]) -> None:
@@ -117,21 +116,21 @@ def share_backends(group: Any, twin: Any, types: dict[str, Any]) -> None:
 
 
 def make_trampoline(self: ProcessGroup, rank: int, size: int) -> None:
-    """Initialize a Python subclass of ``ProcessGroup`` that C++ calls back: only this constructor makes one."""
+    """Initialize a Python subclass of ``ProcessGroup`` by the only constructor after which C++ calls its methods."""
     cast(Any, ProcessGroup).__init__(self, rank, size)
 
 
 def in_backward() -> bool:
-    """Whether this thread runs inside the autograd engine."""
+    """Whether this thread runs a backward pass inside the autograd engine."""
     return torch._C._current_graph_task_id() >= 0
 
 
 after_gradients: Callable[[Callable[[], None]], None] = cast(Any, Variable)._execution_engine.queue_callback
-"""Has the autograd engine call when the gradients of the backward in progress are computed."""
+"""Queues a callback that the autograd engine runs once the gradients of the current backward pass are computed."""
 
 
 def holders(name: str, original: Any) -> list[ModuleType]:
-    """torch's modules that hold ``original`` under its own name."""
+    """The modules of torch that contain ``original`` under the name ``name``."""
     return [
         module
         for module_name, module in list(sys.modules.items())

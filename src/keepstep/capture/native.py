@@ -1,4 +1,4 @@
-"""What runs in the middle of a training step, compiled from ``native/capture.cpp``."""
+"""The parts of the probe that run in the middle of a training step, compiled from ``native/capture.cpp``."""
 
 from keepstep.core.compiled_part import not_loaded
 

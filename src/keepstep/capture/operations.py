@@ -10,10 +10,10 @@ from typing import Any, cast
 
 from torch.distributed import ProcessGroup
 
-from keepstep.capture.groups import CapturedGroup, Groups
+from keepstep.capture.captured_groups import CapturedGroup, Groups
 from keepstep.capture.internals import hidden
 from keepstep.capture.patches import Patches
-from keepstep.capture.recorder import Operation, Recorder
+from keepstep.capture.recorder import Recorder
 from keepstep.capture.reducer import REDUCED, ReducerWaits
 from keepstep.capture.sites import Sites
 from keepstep.capture.works import RecordedWork
@@ -30,12 +30,20 @@ class Caller(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method of ``ProcessGroup``: ``measure(group_size, args)`` gives its bytes, the same on every member."""
+    """What one method of ``ProcessGroup`` does, and which of its arguments tell how many bytes it moves."""
 
     op: Op
-    measure: Callable[[int, tuple[Any, ...]], int]
+    tensors_at: int  # index of the argument whose bytes are counted; -1: the method moves nothing
+    per_member: bool = False  # each member of the group brings or gets that many bytes
     kind: Kind = Kind.COLLECTIVE
-    peer_at: int = -1  # index of the peer's group rank among the arguments
+    peer_at: int = -1  # index of the argument that holds the peer's group rank; -1: there is none
+
+    def measure(self, size: int, args: tuple[Any, ...]) -> int:
+        """Bytes that a call with ``args`` moves in a group of ``size`` members."""
+        if self.tensors_at < 0:
+            return 0
+        nbytes = _nbytes(args[self.tensors_at])
+        return size * nbytes if self.per_member else nbytes
 
 
 def _nbytes(tensors: Any) -> int:
@@ -47,54 +55,35 @@ def _nbytes(tensors: Any) -> int:
     return total
 
 
-def _first(_: int, args: tuple[Any, ...]) -> int:
-    return _nbytes(args[0])
-
-
-def _second(_: int, args: tuple[Any, ...]) -> int:
-    return _nbytes(args[1])
-
-
-def _first_of_each_member(size: int, args: tuple[Any, ...]) -> int:
-    return size * _nbytes(args[0])
-
-
-def _second_of_each_member(size: int, args: tuple[Any, ...]) -> int:
-    return size * _nbytes(args[1])
-
-
-def _nothing(_: int, __: tuple[Any, ...]) -> int:
-    return 0
-
-
-# Bytes: the whole buffer that the members share or move (input or output, whichever is the larger); gather and scatter:
-# one member's part; all-to-all: what this rank sends. Old and new names of the same operation stand side by side.
+# What counts as an operation's bytes: the whole buffer that the members share or move (input or output, whichever is
+# the larger); for gather and scatter one member's part; for all-to-all what this rank sends. Every member counts the
+# same. torch's old and new names of an operation stand side by side.
 METHODS: dict[str, Method] = {
-    "allreduce": Method(Op.ALLREDUCE, _first),
-    "allreduce_coalesced": Method(Op.ALLREDUCE, _first),
-    "broadcast": Method(Op.BROADCAST, _first),
-    "reduce": Method(Op.REDUCE, _first),
-    "allgather": Method(Op.ALLGATHER, _second_of_each_member),
-    "allgather_coalesced": Method(Op.ALLGATHER, _second_of_each_member),
-    "_allgather_base": Method(Op.ALLGATHER, _first),
-    "all_gather_single": Method(Op.ALLGATHER, _first),
-    "allgather_into_tensor_coalesced": Method(Op.ALLGATHER, _first),
-    "all_gather_single_coalesced": Method(Op.ALLGATHER, _first),
-    "reduce_scatter": Method(Op.REDUCE_SCATTER, _first_of_each_member),
-    "_reduce_scatter_base": Method(Op.REDUCE_SCATTER, _second),
-    "reduce_scatter_single": Method(Op.REDUCE_SCATTER, _second),
-    "reduce_scatter_tensor_coalesced": Method(Op.REDUCE_SCATTER, _second),
-    "reduce_scatter_single_coalesced": Method(Op.REDUCE_SCATTER, _second),
-    "gather": Method(Op.GATHER, _second),
-    "scatter": Method(Op.SCATTER, _first),
-    "alltoall_base": Method(Op.ALLTOALL, _second),
-    "all_to_all_single": Method(Op.ALLTOALL, _second),
-    "alltoall": Method(Op.ALLTOALL, _second),
-    "barrier": Method(Op.BARRIER, _nothing),
-    "monitored_barrier": Method(Op.BARRIER, _nothing),
-    "send": Method(Op.SEND, _first, Kind.P2P, 1),
-    "recv": Method(Op.RECV, _first, Kind.P2P, 1),
-    "recv_anysource": Method(Op.RECV, _first, Kind.P2P),
+    "allreduce": Method(Op.ALLREDUCE, 0),
+    "allreduce_coalesced": Method(Op.ALLREDUCE, 0),
+    "broadcast": Method(Op.BROADCAST, 0),
+    "reduce": Method(Op.REDUCE, 0),
+    "allgather": Method(Op.ALLGATHER, 1, per_member=True),
+    "allgather_coalesced": Method(Op.ALLGATHER, 1, per_member=True),
+    "_allgather_base": Method(Op.ALLGATHER, 0),
+    "all_gather_single": Method(Op.ALLGATHER, 0),
+    "allgather_into_tensor_coalesced": Method(Op.ALLGATHER, 0),
+    "all_gather_single_coalesced": Method(Op.ALLGATHER, 0),
+    "reduce_scatter": Method(Op.REDUCE_SCATTER, 0, per_member=True),
+    "_reduce_scatter_base": Method(Op.REDUCE_SCATTER, 1),
+    "reduce_scatter_single": Method(Op.REDUCE_SCATTER, 1),
+    "reduce_scatter_tensor_coalesced": Method(Op.REDUCE_SCATTER, 1),
+    "reduce_scatter_single_coalesced": Method(Op.REDUCE_SCATTER, 1),
+    "gather": Method(Op.GATHER, 1),
+    "scatter": Method(Op.SCATTER, 0),
+    "alltoall_base": Method(Op.ALLTOALL, 1),
+    "all_to_all_single": Method(Op.ALLTOALL, 1),
+    "alltoall": Method(Op.ALLTOALL, 1),
+    "barrier": Method(Op.BARRIER, -1),
+    "monitored_barrier": Method(Op.BARRIER, -1),
+    "send": Method(Op.SEND, 0, kind=Kind.P2P, peer_at=1),
+    "recv": Method(Op.RECV, 0, kind=Kind.P2P, peer_at=1),
+    "recv_anysource": Method(Op.RECV, 0, kind=Kind.P2P),
 }
 
 
@@ -111,27 +100,25 @@ class Ending(IntEnum):
     REDUCER = 3  # whatever DDP's reducer waits for
 
 
-# Flags and ending of a call; made here because an enum's "|" costs more than the record.
+# Flags and ending for each way to call an operation; precomputed because an enum's "|" costs more than the record.
 _DEVICE = (int(Flag.END_BY_WAIT | Flag.ON_DEVICE), Ending.RETURN)
 _P2P = (int(Flag.END_BY_WAIT), Ending.WAIT)
 _REDUCED = (REDUCED, Ending.REDUCER)
 _ASYNC = (int(Flag.ASYNC | Flag.SYNC_KNOWN | Flag.END_BY_WAIT), Ending.WAIT)
 _UNTOLD = (int(Flag.END_BY_WAIT), Ending.WAIT)
 _SYNC = (int(Flag.SYNC_KNOWN), Ending.CALL)
-
-
 _CALL, _REDUCER = Ending.CALL, Ending.REDUCER
 
 
 def _untold(method: Method, caller: Caller) -> tuple[int, Ending] | None:
-    """Flags and ending of a call on the host; None where its options tell."""
+    """Flags and ending of a call that moves data on the host; None if its options decide."""
     if method.kind is Kind.P2P:
         return _P2P
     return {Caller.REDUCER: _REDUCED, Caller.NATIVE: _ASYNC}.get(caller)
 
 
 def _told(args: tuple[Any, ...]) -> tuple[int, Ending]:
-    """The same from the options, which come last; not in every version of torch."""
+    """Flags and ending by the call's options, its last argument; some versions of torch leave ``asyncOp`` out."""
     asynchronous = getattr(args[-1], "asyncOp", None) if args else None
     return _UNTOLD if asynchronous is None else _ASYNC if asynchronous else _SYNC
 
@@ -148,8 +135,8 @@ def _on_host(captured: CapturedGroup, args: tuple[Any, ...]) -> bool:
 class Operations:
     """Makes the recorded form of each method of ``ProcessGroup``."""
 
-    def __init__(self, recorder: Recorder, groups: Groups, sites: Sites) -> None:
-        self.reducer: ReducerWaits | None = None  # takes the Works of DDP's reducer
+    def __init__(self, recorder: Recorder, groups: Groups, sites: Sites, reducer: ReducerWaits) -> None:
+        self.reducer = reducer  # takes the Works that DDP's reducer waits for
         self._recorder = recorder
         self._groups = groups
         self._here = sites.here
@@ -165,22 +152,22 @@ class Operations:
             )
 
     def group_of(self, group: Any) -> int:
-        """The ring's number of a native group."""
+        """The number under which the ring knows a native group."""
         return self._groups.capture(group, None).ident
 
     def call(self, name: str, group: Any, args: tuple[Any, ...], caller: Caller) -> Any:
-        """Run the method ``name`` of a native group, recorded."""
+        """Call the method ``name`` of a native group, and record it."""
         return self._calls[caller][name](group, *args)
 
     def _method(self, name: str, original: Any, method: Method) -> Any:
-        """Binds to native groups only: a Python subclass must find torch's own method under its overrides."""
+        """The recorded method, for native groups only: a Python subclass must find torch's own under its overrides."""
         for caller in Caller:
             self._calls[caller][name] = self.recorded(original, method, caller)
         return hidden(self._calls[Caller.PYTHON][name], original, ProcessGroup)
 
     def recorded(self, original: Any, method: Method, caller: Caller) -> Callable[..., Any]:
-        """``original``, a method of ``ProcessGroup``, recorded when such a caller calls it."""
-        recorder, groups, here, waited = self._recorder, self._groups, self._here, self._waited
+        """``original``, a method of ``ProcessGroup``, with a record of every call that this kind of caller makes."""
+        recorder, groups, here, reducer = self._recorder, self._groups, self._here, self.reducer
         kind, op, measure, peer_at = int(method.kind), int(method.op), method.measure, method.peer_at
         untold = _untold(method, caller)
 
@@ -200,7 +187,10 @@ class Operations:
                     nbytes = measure(len(captured.members), given)
                     peer = captured.global_rank(given[peer_at]) if peer_at >= 0 else WORLD_PEER
                 except (AttributeError, IndexError, RuntimeError, TypeError):
-                    nbytes, peer = 0, WORLD_PEER  # sparse, or arguments that torch itself is about to refuse
+                    nbytes, peer = (
+                        0,
+                        WORLD_PEER,
+                    )  # a sparse tensor, or arguments that torch is about to refuse
                 operation = start(kind, op, captured.ident, peer, nbytes, flags, here())
             except Exception as error:
                 recorder.stumbled(error)
@@ -216,11 +206,6 @@ class Operations:
             if work is None or ending <= _CALL:
                 operation()
                 return work
-            return waited(work, operation, ending)
+            return reducer.take(work, operation) if ending is _REDUCER else RecordedWork(work, operation)
 
         return call
-
-    def _waited(self, work: Any, operation: Operation, ending: Ending) -> Any:
-        if ending is _REDUCER and self.reducer is not None:
-            return self.reducer.take(work, operation)
-        return RecordedWork(work, operation)

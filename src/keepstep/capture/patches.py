@@ -1,4 +1,4 @@
-"""Replacements of other people's functions that can be taken out and put in again at run time."""
+"""Replacements of functions of torch, which can be removed and put back at run time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def _own(owner: Any, name: str) -> Any:
-    """The attribute as it stands in the class or module itself, unbound; None where there is none."""
+    """The unbound attribute of the class or module itself, not of its parents; None if there is none."""
     attributes: dict[str, Any] = owner.__dict__
     return attributes.get(name)
 
@@ -25,14 +25,14 @@ class _Replacement:
             setattr(self.owner, self.name, self.ours)
 
     def take_out(self) -> None:
-        # Somebody may have replaced it again on top of us: then ours stays beneath and passes through.
+        # If another library has wrapped our function since, it stays inside that wrapper and only passes calls on.
         if _own(self.owner, self.name) is self.ours:
             setattr(self.owner, self.name, self.original)
 
 
 @dataclass(slots=True)
 class _Registration:
-    """A callback in somebody's list: ``register`` returns what takes it out again."""
+    """A callback in a list of torch or Python; ``register`` returns the function that removes it again."""
 
     register: Callable[[], Callable[[], None]]
     remove: Callable[[], None] | None = None
@@ -48,14 +48,14 @@ class _Registration:
 
 
 class Patches:
-    """Everything we put into torch, in order. ``missing`` names what this torch version does not have."""
+    """All replacements and callbacks, in order. ``missing`` names what this version of torch does not have."""
 
     def __init__(self) -> None:
         self.missing: list[str] = []
         self._entries: list[_Replacement | _Registration] = []
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Put ``make(original)`` in the place of ``owner.name``; note it as missing where there is none."""
+        """Put ``make(original)`` in the place of ``owner.name``, or note in ``missing`` that there is no such name."""
         original = _own(owner, name)
         if original is None:
             self.missing.append(f"{getattr(owner, '__name__', owner)}.{name}")
@@ -65,23 +65,23 @@ class Patches:
         self._entries.append(entry)
 
     def register(self, register: Callable[[], Callable[[], None]]) -> None:
-        """Call ``register``, which hands a callback to somebody and returns what takes it back."""
+        """Call ``register``, which adds a callback to a list and returns the function that removes it."""
         entry = _Registration(register)
         entry.put_in()
         self._entries.append(entry)
 
     def take_out(self) -> None:
-        """Leave everything as it was before us."""
+        """Remove all replacements and callbacks."""
         for entry in reversed(self._entries):
             entry.take_out()
 
     def restore(self) -> None:
-        """Give torch its own functions back; callbacks stay: this may run inside one, whose list is being walked."""
+        """Remove the replacements only: this may run inside a callback, while torch iterates over its list of them."""
         for entry in reversed(self._entries):
             if isinstance(entry, _Replacement):
                 entry.take_out()
 
     def put_in(self) -> None:
-        """Undo :meth:`take_out`."""
+        """Put back everything that :meth:`take_out` removed."""
         for entry in self._entries:
             entry.put_in()

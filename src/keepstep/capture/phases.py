@@ -1,7 +1,7 @@
-"""What the rank is doing: optimizer step, backward, data loading, evaluation, checkpoint, garbage collection.
+"""Records what the rank is doing: optimizer step, backward, data loading, evaluation, checkpoint, garbage collection.
 
-Marks to watch by, not commit points: a step that GradScaler skips makes none, a fused optimizer makes one also for a
-step that it skips.
+An optimizer phase does not prove that parameters changed: a step that GradScaler skips leaves no record, and a fused
+optimizer leaves one even for a step that it skips.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from keepstep.capture.patches import Patches
 from keepstep.capture.recorder import NO_GROUP, PHASE, Operation, Recorder, harmless
 from keepstep.core.events import WORLD_PEER, Phase
 
-# Plain numbers: an enum's members cost more to look up than the record.
+# Enum members as plain integers, because looking one up costs more than writing a record.
 _BACKWARD, _OPTIMIZER = int(Phase.BACKWARD), int(Phase.OPTIMIZER)
 _COMPILE, _GC = int(Phase.COMPILE), int(Phase.GC)
 
 
 class Phases:
-    """The phases in progress, one of each kind at most: what nests inside its own kind is counted once."""
+    """The phases in progress, at most one of each kind: a phase that nests inside its own kind is counted once."""
 
     def __init__(self, recorder: Recorder, patches: Patches, buckets: Buckets) -> None:
-        self.backwards = 0  # outermost ones begun so far
+        self.backwards = 0  # outermost backward passes that have begun so far
         self.recorder = recorder
         self._buckets = buckets
         self._patches = patches
@@ -49,13 +49,15 @@ class Phases:
         self._hold = Hold(recorder)
         self._backward: Operation | None = None
         self._stepped_in_backward = False
-        self._step: tuple[int, int, Operation] | None = None  # optimizer, backwards before it, record
+        self._step: tuple[int, int, Operation] | None = (
+            None  # id of the optimizer, `backwards` then, and record
+        )
         self._open: dict[int, Operation] = {}
-        self._modules = 0  # imported when it was last looked for what to watch
+        self._modules = 0  # number of imported modules when `_look_for_more` last ran
         self._saving_watched = self._stages_watched = self._compiling_watched = False
 
     def install(self) -> None:
-        """Hook every phase; what this torch lacks is noted in ``patches.missing``."""
+        """Hook every phase; hooks that this version of torch lacks are noted in ``patches.missing``."""
         patches = self._patches
         patches.replace(torch.autograd, "_engine_run_backward", self._run_backward)
         patches.register(self._optimizer_hooks)
@@ -68,7 +70,7 @@ class Phases:
         patches.register(self._collection_callback)
 
     def renew(self) -> None:
-        """What was in progress is not any more."""
+        """Forget all phases in progress, because another incarnation begins in this process."""
         self.backwards, self._modules = 0, 0
         self._backward, self._step, self._stepped_in_backward = None, None, False
         self._open.clear()
@@ -77,10 +79,10 @@ class Phases:
         self._hold.renew()
 
     def _spanning(self, phase: Phase, training: bool = False) -> Callable[[Any], Any]:
-        """Records calls of the training thread as a phase; other threads prefetch and save beside the training.
+        """Makes a function that records its calls as a phase, if the training thread makes them.
 
-        ``training``: only those that gradients are wanted of, evaluation and generation are none; and none inside a
-        compiled module, where the compiler would trace us.
+        ``training``: record only calls for which gradients are enabled, which leaves out evaluation and generation,
+        and none inside a compiled module, where the compiler would trace the probe.
         """
         recorder, open_phases, evaluation = self.recorder, self._open, self._evaluation
         code, thread, wanted, compiling = int(phase), threading.get_ident, torch.is_grad_enabled, COMPILING
@@ -131,7 +133,7 @@ class Phases:
                 buckets.over()
                 return result
             except BaseException:
-                buckets.begin()  # lets go of its Works, which keep their tensors and the group's connections
+                buckets.begin()  # drops its Works, which would keep their tensors and the group's connections alive
                 raise
             finally:
                 buckets.plain = False
@@ -165,8 +167,8 @@ class Phases:
             if self._step is not None:
                 known, backwards, abandoned = self._step
                 if known != id(optimizer) and backwards == self.backwards:
-                    return  # an optimizer that steps others inside its own step
-                abandoned.fail()  # it raised, so that its end was never told
+                    return  # this optimizer is stepped inside the step of another one
+                abandoned.fail()  # that step raised, so its post-hook never ran
                 self._step = None
             if len(sys.modules) != self._modules:
                 self._look_for_more()
@@ -183,25 +185,24 @@ class Phases:
         if self._step is not None and self._step[0] == id(optimizer):
             operation = self._step[2]
             self._step = None
-            operation()
-            words = self._hold.words
-            words[COUNT] = operation.seq
-            if words[ORDER]:
-                self._hold.look(operation.seq)
+            self._end_step(operation)
+
+    def _end_step(self, operation: Operation) -> None:
+        operation()
+        words = self._hold.words
+        words[COUNT] = operation.seq
+        if words[ORDER]:
+            self._hold.look(operation.seq)
 
     def _mark_step_in_backward(self) -> None:
-        """Optimizers that step inside backward do so once per parameter: one mark for all of them, after it."""
+        """Record one optimizer step after a backward pass in which an optimizer stepped once for each parameter."""
         self._stepped_in_backward = False
         operation = self.recorder.phase(Phase.OPTIMIZER)
         if operation is not None:
-            operation()
-            words = self._hold.words
-            words[COUNT] = operation.seq
-            if words[ORDER]:
-                self._hold.look(operation.seq)
+            self._end_step(operation)
 
     def _look_for_more(self) -> None:
-        """At the first optimizer step, and whenever the script has imported more since."""
+        """Hook what the script has imported since the last call; also run at the first optimizer step."""
         self._modules = len(sys.modules)
         self._evaluation.trained = True
         self._hold.open()
@@ -210,7 +211,7 @@ class Phases:
         self._watch_compiling()
 
     def _watch_saving(self) -> None:
-        """Hook distributed checkpoints once the script has imported them: it is no small import."""
+        """Hook distributed checkpoints once the script has imported them; importing them here would be slow."""
         if self._saving_watched:
             return
         saver = sys.modules.get("torch.distributed.checkpoint.state_dict_saver")
@@ -218,14 +219,14 @@ class Phases:
         if saver is None or package is None or "save" not in vars(package):
             return
         self._saving_watched = True
-        # The inner function is found also by those who imported ``save`` itself before this.
+        # Scripts that imported ``save`` by name before this moment still call the inner function.
         self._patches.replace(saver, "_save_state_dict", self._spanning(Phase.CHECKPOINT))
         for owner in (saver, package):
             for name in ("save", "async_save"):
                 self._patches.replace(owner, name, self._spanning(Phase.CHECKPOINT))
 
     def _watch_stages(self) -> None:
-        """Mark the forward of pipeline stages once the script has imported them."""
+        """Record the forward passes of pipeline stages once the script has imported them."""
         module = sys.modules.get(STAGE_MODULE)
         if self._stages_watched or module is None:
             return
@@ -234,7 +235,7 @@ class Phases:
         self._patches.replace(stage_class(module), "forward_one_chunk", forward)
 
     def _watch_compiling(self) -> None:
-        """Mark compilation once the script uses it: it may take minutes in the middle of a run."""
+        """Record compilations, which may take minutes, once the script has imported the compiler."""
         handler = compile_callbacks()
         if self._compiling_watched or handler is None:
             return

@@ -1,4 +1,4 @@
-"""Puts the parts of the probe together and into torch."""
+"""Creates the parts of the probe and installs them into torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from keepstep.capture import death
-from keepstep.capture.groups import Groups
+from keepstep.capture.captured_groups import Groups
 from keepstep.capture.operations import Operations
 from keepstep.capture.patches import Patches
 from keepstep.capture.phases import Phases
@@ -25,16 +25,16 @@ _current: Probe | None = None
 
 
 class Probe:
-    """The probe of this process: put in once, switched on and off at will (benches do)."""
+    """All parts of the probe in this process: installed once, then switched on and off (by benchmarks)."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.recorder = Recorder() if recorder is None else recorder
         self._patches = Patches()
-        self._lasting = Patches()  # what must go on working while switched off: C++ may hold twins
+        self._lasting = Patches()  # stay in while the probe is switched off, because C++ may hold twins
         self._groups = Groups(self.recorder)
         sites = Sites(self.recorder, os.path.dirname(torch.__file__))
-        self._operations = Operations(self.recorder, self._groups, sites)
-        self._operations.reducer = reducer = ReducerWaits(self.recorder, sites)
+        reducer = ReducerWaits(self.recorder, sites)
+        self._operations = Operations(self.recorder, self._groups, sites, reducer)
         self._phases = Phases(self.recorder, self._patches, reducer.buckets)
         self._twins = Twins(self.recorder, self._operations)
 
@@ -49,7 +49,7 @@ class Probe:
         os.register_at_fork(after_in_child=self.recorder.stop)
 
     def _part(self, name: str, install: Callable[[], None]) -> None:
-        """One part that this torch does not let in must not take the others with it."""
+        """Install one part; if that fails in this version of torch, the other parts must still be installed."""
         try:
             install()
         except Exception as error:
@@ -57,11 +57,11 @@ class Probe:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Hooks that this torch does not have."""
+        """Functions that the probe wanted to replace and that this version of torch does not have."""
         return (*self._patches.missing, *self._lasting.missing)
 
     def switch(self, on: bool) -> None:
-        """Record or not from here on; off, torch's own functions are back in their places. Groups stay known."""
+        """Record from now on, or put torch's own functions back until switched on again. Groups stay known."""
         self.recorder.pause(not on)
         if on:
             self._patches.put_in()
@@ -69,13 +69,13 @@ class Probe:
             self._patches.take_out()
 
     def renew(self) -> None:
-        """Record another incarnation: its ring, its groups; of the one before nothing is in flight any more."""
+        """Forget the groups and operations of the last incarnation, and record the next one into another ring."""
         self.recorder.renew()
         self._groups.forget()
         self._phases.renew()
 
     def remove(self) -> None:
-        """Take everything out and let go of the ring (tests)."""
+        """Remove the probe from torch and close the ring (for tests)."""
         writer = self.recorder.writer
         self.recorder.stop()
         self._patches.take_out()
@@ -105,7 +105,7 @@ class Probe:
 
 
 def install() -> None:
-    """Put the probe into this process; a second call does nothing."""
+    """Install the probe into this process; a second call does nothing."""
     global _current
     if _current is None:
         _current = Probe()
@@ -114,5 +114,5 @@ def install() -> None:
 
 
 def current() -> Probe | None:
-    """The probe that :func:`install` put in."""
+    """The probe that :func:`install` installed, if it was called."""
     return _current

@@ -1,4 +1,4 @@
-"""The worker's side of the ring: claimed at the first record, given up at the first sign of trouble."""
+"""The worker's side of the ring, which is claimed at the first record and given up if that fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_STUMBLES = 32
 
 
 class Operation(Protocol):
-    """One record between its start and its end (``keepstep.ring``'s native object)."""
+    """A record that has started and may not have ended yet: a native object of ``keepstep.ring``."""
 
     @property
     def ended(self) -> bool: ...
@@ -32,7 +32,7 @@ Start = Callable[[int, int, int, int, int, int, int], Operation]
 
 
 class Writer(Protocol):
-    """What the probe needs of ``keepstep.ring.RingWriter``."""
+    """The part of ``keepstep.ring.RingWriter`` that the probe uses."""
 
     def start(
         self, kind: int, op: int, group: int, peer: int, nbytes: int, flags: int, site: int
@@ -44,7 +44,7 @@ class Writer(Protocol):
 
 
 def open_ring() -> Writer:
-    """Claim the ring the launcher made for this rank. Raises ``RingError``, ``KeyError`` or ``ValueError``."""
+    """Claim the ring that the launcher made for this rank. Raises RingError, KeyError or ValueError."""
     from keepstep.ring import RingWriter
 
     return RingWriter(
@@ -52,12 +52,12 @@ def open_ring() -> Writer:
         rank=int(os.environ.get("RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         incarnation=int(os.environ.get("KEEPSTEP_INCARNATION", "0")),
-        join=True,  # the NCCL shim may have claimed it for this process
+        join=True,  # the NCCL shim may already have claimed the ring for this process
     )
 
 
 def harmless(method: Callable[..., None]) -> Callable[..., None]:
-    """For methods of objects with a ``recorder`` that torch calls: what goes wrong in them stays with us."""
+    """Decorates methods that torch calls: their exceptions go to ``self.recorder`` instead of into the training."""
 
     @wraps(method)
     def guarded(self: Any, *args: Any) -> None:
@@ -70,10 +70,10 @@ def harmless(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Recorder:
-    """Hands out records while the process is watched.
+    """Starts records while the process is watched.
 
-    ``start`` is the ring's own function while recording and None otherwise: callers look once, so that nothing of ours
-    runs in a process that is not watched (helper processes, forked children, the time before the first record).
+    ``start`` is the ring's own function while recording and None otherwise. Callers check it first, so that an
+    unwatched process (a helper, a forked child, or any process before its first record) runs nothing else of the probe.
     """
 
     def __init__(self, open_writer: Callable[[], Writer] = open_ring) -> None:
@@ -81,15 +81,17 @@ class Recorder:
         self.writer: Writer | None = None
         self.given_up = False
         self.stumbles = 0
-        self.thread = 0  # the training thread: who made the first group or stepped last
+        self.thread = 0  # the training thread: it made the first group or was the last to step an optimizer
         self.on_give_up: Callable[[], None] = lambda: None
-        self.notes: Iterable[str] = ()  # written to the sites table once, for whoever reads the ring
+        self.notes: Iterable[
+            str
+        ] = ()  # lines for readers of the ring, written into its sites table when it is claimed
         self._open_writer = open_writer
         self._paused = False
         self._claiming = threading.Lock()
 
     def claim(self) -> bool:
-        """Open the ring if that was not tried yet; True when this process is watched. Never raises."""
+        """Open the ring if that was not tried yet; True if this process is watched. Never raises."""
         if self.writer is not None:
             return True
         with self._claiming:
@@ -110,7 +112,7 @@ class Recorder:
             self.start = self.writer.start
 
     def give_up(self, reason: str) -> None:
-        """Train on unwatched, and say so once."""
+        """Stop recording for good and tell the user once; the training goes on."""
         if self.given_up:
             return
         self.stop()
@@ -118,19 +120,19 @@ class Recorder:
         self.on_give_up()
 
     def stumbled(self, error: Exception) -> None:
-        """Leave out what we could not record, and tell the ring's reader once what it was."""
+        """Count an error that kept the probe from recording, and write it into the ring for its readers."""
         self.stumbles += 1
         if self.writer is not None and self.stumbles <= MAX_STUMBLES:
             self.writer.site(f"keepstep: not recorded: {type(error).__name__}: {error}")
 
     def stop(self) -> None:
-        """Record nothing more (also in a forked child: the ring belongs to its parent)."""
+        """Record nothing more. Also called in a forked child, because the ring belongs to its parent."""
         self.given_up = True
         self.start = None
         self.writer = None
 
     def begins_at(self, step: int) -> None:
-        """The training goes on from ``step``. Never raises."""
+        """Note in the ring that the training goes on from ``step``. Never raises."""
         if self.claim() and self.writer is not None:
             try:
                 self.writer.begins_at(step)
@@ -138,14 +140,14 @@ class Recorder:
                 self.stumbled(error)
 
     def renew(self) -> None:
-        """Let go of the ring: the next record claims the one that this process is told of by then."""
+        """Close the ring. The next record claims the ring that the environment then names."""
         writer, self.writer, self.start = self.writer, None, None
         if writer is not None:
             writer.close()
             self.given_up, self.stumbles = False, 0
 
     def pause(self, paused: bool) -> None:
-        """Stop or go on recording; the ring stays claimed."""
+        """Stop recording or start it again; the ring stays claimed."""
         self._paused = paused
         self.start = None if paused or self.writer is None else self.writer.start
 

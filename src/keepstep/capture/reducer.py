@@ -1,9 +1,9 @@
-"""When a rank waits for DDP's gradients, and when they have come: the reducer waits in C++, where no Work tells it.
+"""Records when a rank waits for DDP's gradients: the reducer waits in C++, where no Work sees it.
 
-It does so at the very end of a backward, in a final callback of the autograd engine. Ours, queued when the first bucket
-is reduced, runs right before it: there the gradients are computed, and what is not yet reduced is waited for. We wait
-for the same Works in the same order, a moment before the reducer does, and so see each end; a Work that fails is left
-to the reducer, which meets the same error. ``Buckets`` does all this; it is native.
+The reducer waits at the very end of a backward pass, in a final callback of the autograd engine. The probe queues a
+callback of its own when the first bucket is reduced; it runs right before the reducer's, when the gradients are
+computed. It waits for the same Works in the same order as the reducer will, and so sees each of them end. A Work that
+fails is left to the reducer, which gets the same error. All this is in the native class ``Buckets``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REDUCED = int(Flag.ASYNC | Flag.SYNC_KNOWN | Flag.END_BY_WAIT)
 
 
 class ReducerWaits:
-    """Stamps waits and ends of the reducer's operations."""
+    """Records the waits and ends of the operations that DDP's reducer begins."""
 
     def __init__(self, recorder: Recorder, sites: Sites) -> None:
         fields = int(Kind.COLLECTIVE), int(Op.ALLREDUCE), WORLD_PEER, REDUCED
@@ -37,18 +37,18 @@ class ReducerWaits:
         self.buckets = Buckets(recorder, sites.here, after_gradients, COMPILING, OBSERVERS, *fields)
 
     def call(self, native: Any, group: int, general: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands in the place of the ``allreduce`` of a native group; ``group``: its number in the ring."""
+        """A replacement for the ``allreduce`` of a native group, whose number in the ring is ``group``."""
         whole = whole_allreduce(native)
         return self.buckets.call(whole, direct_allreduce(native) or whole, group, general)
 
     def take(self, work: Any, operation: Operation) -> Any:
-        """The Work to hand to the reducer for an operation it has just begun."""
+        """The Work to give to the reducer for an operation that it has just begun."""
         if not in_backward():
-            return RecordedWork(work, operation)  # waited for in the call itself
+            return RecordedWork(work, operation)  # the reducer waits for it in the same call
         try:
             if self.buckets.plain:
                 self.buckets.add(work, operation)
-            else:  # a backward inside another (re-entrant checkpoints): our callback would come too early
+            else:  # in a backward inside another (re-entrant checkpoints) the probe's callback would run too early
                 work.get_future().add_done_callback(operation)
         except Exception as error:
             self.recorder.stumbled(error)

@@ -1,4 +1,4 @@
-"""Which line of the user's code led to an operation; each line's text goes to the ring once."""
+"""Finds the line of the user's code that led to an operation; the text of each line goes to the ring once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class Sites:
-    """Finds the innermost line that belongs neither to torch, nor to us, nor to the standard library.
+    """Finds the innermost line that belongs neither to torch, nor to keepstep, nor to the standard library.
 
-    ``here()``: its site id, 0 when there is none; the function that asks is not looked at.
+    ``here()`` returns the id of that line in the ring, 0 if there is none. It skips the function that calls it.
     """
 
     def __init__(self, recorder: Recorder, torch_folder: str) -> None:
@@ -27,7 +27,7 @@ class Sites:
     def _judge(self, name: str) -> bool:
         return (
             name.startswith((self._torch, _OWN, "<"))
-            or name.endswith("typing_extensions.py")  # its decorators stand around torch's functions
+            or name.endswith("typing_extensions.py")  # its decorators wrap functions of torch
             or (name.startswith(_STDLIB) and "site-packages" not in name)
         )
 

@@ -1,4 +1,4 @@
-"""Recording twins: what C++ callers are given in the place of a process group, because they see no Python methods.
+"""Recording twins, which C++ callers get in the place of a process group because they call no Python methods of it.
 
 DDP's reducer, the coalesced broadcast and the functional collectives (DTensor, tensor parallelism, compiled graphs)
 call a group in C++. A Python subclass of ``ProcessGroup`` with the same backends is called back by them; it passes each
@@ -26,7 +26,7 @@ from keepstep.capture.patches import Patches
 from keepstep.capture.recorder import Recorder
 from keepstep.capture.reducer import ReducerWaits
 
-# What torch's C++ trampoline hands to Python; anything else reaches the same backends unrecorded.
+# Methods that torch's C++ trampoline calls in Python; all others reach the same backends unrecorded.
 OVERRIDABLE = (
     "allgather",
     "allgather_into_tensor_coalesced",
@@ -52,7 +52,7 @@ _BACKEND_TYPES = {
 
 
 class Twin(ProcessGroup):
-    """Calls the native group, recorded. Keeps it alive, as the C++ caller would have done."""
+    """Passes calls to the native group, recorded, and keeps it alive as the C++ caller would have done."""
 
     def __init__(self, native: Any, call: Callable[..., Any], caller: Caller) -> None:
         make_trampoline(self, native.rank(), native.size())
@@ -76,7 +76,7 @@ for _name in OVERRIDABLE:
 
 
 class ReducerTwin(Twin):
-    """Called by DDP's reducer once a bucket, in the middle of the backward pass: the shortest way that records it."""
+    """The twin for DDP's reducer, whose ``allreduce`` costs as little as possible: it is called for every bucket."""
 
     def __init__(self, native: Any, call: Callable[..., Any], group: int, waits: ReducerWaits) -> None:
         super().__init__(native, call, Caller.REDUCER)
@@ -89,38 +89,38 @@ class ReducerTwin(Twin):
 
 
 class Twins:
-    """Hands twins to C++, and the native group back to Python."""
+    """Gives twins to C++ callers, and the native groups back to Python."""
 
     def __init__(self, recorder: Recorder, operations: Operations) -> None:
         self._recorder = recorder
         self._operations = operations
-        self._registered: dict[str, Twin] = {}  # torch's own registry does not keep its groups alive
+        self._registered: dict[str, Twin] = {}  # keeps them alive, which torch's own registry does not
 
     def of(self, group: Any, caller: Caller) -> Any:
-        """A twin of ``group``; the group itself where it is not recorded or not on host backends only."""
+        """A twin of ``group``, or the group itself if it is not recorded or has backends that use a device."""
         if self._recorder.start is None or type(group) is not ProcessGroup:
             return group
         try:
             backends = set(backends_of(group).values())
             if not backends or not backends <= _BACKEND_TYPES.keys():
-                return group  # C++ asks such groups for their store, which a twin cannot have
-            call, waits = self._operations.call, self._operations.reducer
-            if caller is Caller.REDUCER and waits is not None:
-                return ReducerTwin(group, call, self._operations.group_of(group), waits)
+                return group  # C++ asks groups of other backends for their store, and a twin can have none
+            call = self._operations.call
+            if caller is Caller.REDUCER:
+                return ReducerTwin(group, call, self._operations.group_of(group), self._operations.reducer)
             return Twin(group, call, caller)
         except Exception as error:
             self._recorder.stumbled(error)
             return group
 
     def install(self, patches: Patches) -> None:
-        """Put twins where C++ callers get their groups. These stay in while recording is switched off."""
+        """Put twins where C++ callers get their groups. They stay there while recording is switched off."""
         patches.replace(dist, "Reducer", self._reducer)
         for name in ("_broadcast_coalesced", "_verify_params_across_processes"):
             patches.replace(dist, name, self._called_with_twin)
         for name, make in (
             ("_register_process_group", self._register),
             ("_unregister_process_group", self._unregister),
-            ("_unregister_all_process_groups", self._unregister_all),
+            ("_unregister_all_process_groups", self._unregister),
             ("_resolve_process_group", self._resolve),
         ):
             original = vars(NATIVE_C10D).get(name)
@@ -135,7 +135,7 @@ class Twins:
         twins = self
 
         class Reducer(original):
-            """DDP's reducer, given a twin of its group."""
+            """DDP's reducer, which gets a twin of its group."""
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 own = {name: self._twin_of(argument) for name, argument in kwargs.items()}
@@ -145,9 +145,8 @@ class Twins:
             def _twin_of(self, argument: Any) -> Any:
                 if type(argument) is not ProcessGroup:
                     return argument
-                self._twin = twins.of(
-                    argument, Caller.REDUCER
-                )  # C++ alone would not keep its Python half alive
+                # C++ keeps a reference to the group that does not keep its Python object alive.
+                self._twin = twins.of(argument, Caller.REDUCER)
                 return self._twin
 
             if hasattr(original, "_update_process_group"):
@@ -177,18 +176,12 @@ class Twins:
         return register
 
     def _unregister(self, original: Any) -> Any:
-        def unregister(name: str) -> None:
-            self._registered.pop(name, None)
-            original(name)
+        def unregister(*names: str) -> None:
+            for name in names or list(self._registered):
+                self._registered.pop(name, None)
+            original(*names)
 
         return unregister
-
-    def _unregister_all(self, original: Any) -> Any:
-        def unregister_all() -> None:
-            self._registered.clear()
-            original()
-
-        return unregister_all
 
     def _resolve(self, original: Any) -> Any:
         def resolve(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The Work that the caller gets instead of torch's own: the same in everything, but it stamps when it is waited for."""
+"""A ``Work`` that callers get in the place of torch's own, which also records when it is waited for."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from keepstep.capture.recorder import Operation
 
 
 class RecordedWork(Work):
-    """Forwards to the native Work. The operation ends when the wait returns.
+    """Forwards everything to the native Work, and ends the record of the operation when a wait returns.
 
-    A caller who asks for the future instead of waiting gets the end from there. A Work that is dropped without either
-    ends when it is dropped.
+    If the caller asks for the future instead, the record ends when the future does. If the caller does neither, the
+    record ends when this object is dropped.
     """
 
     def __init__(self, native: Any, operation: Operation) -> None:

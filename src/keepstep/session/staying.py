@@ -36,7 +36,7 @@ from keepstep.core.staying import ADDRESS, LEAVE, LEFT, MOST_BYTES, REFUSED, STA
 from keepstep.session import groups
 from keepstep.worker import group_connections as _group_sockets
 from keepstep.worker import milestones as _milestones
-from keepstep.worker import rendezvous as _rendezvous
+from keepstep.worker import group_setup as _group_setup
 
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ class Staying:
             if name.startswith("KEEPSTEP_"):
                 del os.environ[name]
         os.environ.update(environment)
-        _rendezvous.set_names(int(environment["KEEPSTEP_INCARNATION"]))
+        _group_setup.set_names(int(environment["KEEPSTEP_INCARNATION"]))
         _milestones.renew()
         capture: Any = sys.modules.get("keepstep.capture")
         if capture is not None and capture.current() is not None:

@@ -1,1 +1,1 @@
-"""What runs in a worker besides recording: its way into process groups, its milestones, its connections."""
+"""Parts of keepstep that run in a worker besides recording: group set-up, milestones, connections of groups."""

@@ -1,7 +1,8 @@
-"""The TCP connections of this process's process groups: known by their inodes, shut so that blocked calls end.
+"""Finds the TCP connections of this process's process groups, and shuts them so that blocked calls end.
 
 Gloo waits for a dead or stopped peer until its timeout, and neither destroying nor aborting a group ends that. Shutting
-the connections does, within milliseconds. Only what appeared while torch made a store or a group is shut.
+the connections does, within milliseconds. Only sockets that appeared while torch created a store or a group are shut;
+they are recognized by their inodes.
 """
 
 from __future__ import annotations
@@ -23,18 +24,17 @@ _MAKERS = (
 
 
 class GroupSockets:
-    """What appeared while ``making`` was open, and is open still."""
+    """The sockets that appeared while ``making`` was open and have not been closed since."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._inodes: set[int] = set()
-        self._before: set[int] | None = (
-            None  # those that were there when torch began to make what it makes now
-        )
+        # Sockets that were open when torch began to create the current store or group; None if it creates none.
+        self._before: set[int] | None = None
 
     @contextmanager
     def making(self) -> Generator[None, None, None]:
-        """What appears meanwhile is a group's, at once: the call may block in here."""
+        """Count sockets that appear meanwhile as a group's, even before the end: the call inside may block."""
         with self._guard:
             outermost = self._before is None
             if self._before is None:
@@ -52,7 +52,7 @@ class GroupSockets:
             self._before = None
 
     def shut(self) -> None:
-        """Have all of them say that their other end has closed."""
+        """Make reads from all these sockets return as if their other end had closed."""
         with self._guard:
             ours, before = set(self._inodes), self._before
         for descriptor, inode in _inodes().items():
@@ -64,9 +64,11 @@ OURS = GroupSockets()
 
 
 def install() -> None:
-    """Called at the end of ``import torch``: note what torch's stores and groups open from here on."""
+    """Note the sockets of all stores and groups from now on. Called at the end of ``import torch``."""
     for module, name in _MAKERS:
-        names = vars(importlib.import_module(module))  # the package has a function of the one's name
+        names = vars(
+            importlib.import_module(module)
+        )  # an attribute of `torch.distributed` may hide the module
         made: Callable[..., Any] | None = names.get(name)
         if made is not None:
             names[name] = _noting(made)
@@ -82,7 +84,7 @@ def _noting(made: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inodes() -> dict[int, int]:
-    """Inode of every socket of this process, by descriptor."""
+    """The inode of each socket of this process, by descriptor."""
     found: dict[int, int] = {}
     for name in os.listdir(_DESCRIPTORS):
         with suppress(OSError):
@@ -93,10 +95,10 @@ def _inodes() -> dict[int, int]:
 
 
 def _shut(descriptor: int, inode: int) -> None:
-    """Shut a TCP connection if the descriptor is still this one: another thread may have closed and reused it.
+    """Shut a TCP connection, unless another thread has closed its descriptor and reused the number.
 
-    For reading only: a write that fails while Gloo makes it is lost to whoever waits for it (``waitSend``), an end that
-    is read is told to all.
+    It is shut for reading only: Gloo reports an end that it reads to all waiting callers, but a failed write is not
+    reported to the caller that waits for it (``waitSend``).
     """
     try:
         own = os.dup(descriptor)
@@ -111,7 +113,7 @@ def _shut(descriptor: int, inode: int) -> None:
             if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 found.shutdown(socket.SHUT_RD)
             # Gloo aborts the process when the socket that it listens on is shut.
-    except OSError:  # it has ended already
+    except OSError:  # the connection has ended already
         return
     finally:
         os.close(own)

@@ -1,6 +1,6 @@
-"""What a worker tells its launcher on the way to its first step, and what a standby has to import to be like it.
+"""A worker's reports to its launcher on the way to its first step, and the list of modules that a standby imports.
 
-Light: what imports this has not loaded torch. Never raises, never blocks.
+This module does not import torch, because processes without torch use it. Nothing in it raises or blocks.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-PIPE = "KEEPSTEP_MILESTONES"  # a pipe of the launcher, as a path
-IMPORTS = "KEEPSTEP_IMPORTS"  # file for what this worker imports; unset: it is known
+PIPE = "KEEPSTEP_MILESTONES"  # path of a pipe that the launcher reads
+IMPORTS = (
+    "KEEPSTEP_IMPORTS"  # path of the file to list imported modules in; unset if the launcher has the list
+)
 
 _reached: set[str] = set()
-_preset: dict[str, str] = {}  # what the script put into its environment before it imported torch
+_preset: dict[str, str] = {}  # environment variables that the script set before it imported torch
 
 
 def install() -> None:
-    """Called at the end of ``import torch``: tells the first optimizer step."""
+    """Have the first optimizer step reported. Called at the end of ``import torch``."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     if IMPORTS in os.environ:
@@ -36,14 +38,14 @@ def install() -> None:
 
 
 def renew() -> None:
-    """This process plays in another incarnation now: its milestones are to come."""
+    """Report all milestones again, because this process goes on in another incarnation."""
     _reached.clear()
 
 
 def reached(name: str, step: int = 0) -> None:
-    """Tell the launcher that this rank has come to ``groups``, ``state`` or ``step``, or ``raised``; once each.
+    """Report a milestone to the launcher once: ``groups``, ``state``, ``step`` or ``raised``.
 
-    ``step``: finished ones, of the state that was loaded.
+    ``step``: for ``state``, how many steps the loaded state has behind it.
     """
     path = os.environ.get(PIPE)
     if path is None or name in _reached:
@@ -54,7 +56,9 @@ def reached(name: str, step: int = 0) -> None:
         if name in ("groups", "step") and IMPORTS in os.environ:
             _write_imports(os.environ[IMPORTS])
             _tell(path, "imports")
-    except Exception:  # the script must run; without a word from it, it is a fresh process that replaces it
+    except (
+        Exception
+    ):  # the script must go on; without its list of imports, restarts just take fresh processes
         return
 
 
@@ -75,9 +79,9 @@ def _write_imports(path: str) -> None:
 
 
 def installed_modules(modules: Mapping[str, ModuleType | None]) -> list[str]:
-    """Those of ``modules`` that may be imported ahead of the script, in the order in which they were.
+    """The names in ``modules`` that a standby may import before it runs the script, in order of import.
 
-    The script's own are not: what lies in its folder or in the working directory, unless it is installed there.
+    Modules of the script itself are left out: all in its folder or in the working directory that are not installed.
     """
     main = getattr(modules.get("__main__"), "__file__", None)
     own = {os.path.realpath(os.getcwd()), os.path.dirname(os.path.realpath(main)) if main else ""} - {""}

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from keepstep.capture import hold as hold_module
-from keepstep.capture.hold import Hold
+from keepstep.capture.hold import COUNT, ORDER, Hold
+from keepstep.capture.recorder import Recorder
 from keepstep.core.events import Phase
 from keepstep.ring import orders
 from keepstep.ring.orders import OrdersPage, State
@@ -161,3 +162,10 @@ def test_without_a_page_there_is_no_hold(where: str, monkeypatch: pytest.MonkeyP
     hold.open()
     hold.look(1)
     assert len(recorder.stumbles) == bool(where)
+
+
+def test_a_process_that_plays_on_without_a_page_takes_its_steps() -> None:
+    hold = Hold(Recorder())
+    hold.renew()
+    hold.words[COUNT] = 1  # as every optimizer step does
+    assert not hold.words[ORDER]

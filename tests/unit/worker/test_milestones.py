@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.worker import group_setup as _group_setup
 from keepstep.worker import milestones as _milestones
-from keepstep.worker import rendezvous as _rendezvous
-from keepstep.worker.rendezvous import wait_for_listener
+from keepstep.worker.group_setup import wait_for_listener
 
 
 def module(name: str, origin: str | None, spec_name: str | None = None) -> types.ModuleType:
@@ -66,9 +66,9 @@ def test_this_torch_makes_its_store_where_we_wait(monkeypatch: pytest.MonkeyPatc
     module = importlib.import_module("torch.distributed.rendezvous")
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr(module, "_create_c10d_store", lambda *args, **_: calls.append(args))
-    monkeypatch.setattr(_rendezvous, "wait_for_listener", lambda port: calls.append((port,)))
+    monkeypatch.setattr(_group_setup, "wait_for_listener", lambda port: calls.append((port,)))
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
-    _rendezvous.install()
+    _group_setup.install()
     for rank in (0, 1):
         module._create_c10d_store("localhost", 29, rank, 2, None, use_libuv=True)
     assert calls == [("localhost", 29, 0, 2, None), (29,), ("localhost", 29, 1, 2, None)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from keepstep.agent.ranks.events import Rows
+from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.intervals import Union, clipped
 from keepstep.agent.ranks.iterations import Cut
 from keepstep.agent.ranks.summarise import waited

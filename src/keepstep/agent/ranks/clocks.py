@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from keepstep.agent.ranks.events import Rows, joined
+from keepstep.agent.ranks.event_buffer import Rows, joined
 from keepstep.core.events import Flag, Kind, Op
 from keepstep.core.summary import ClockSample, GroupInfo
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keepstep.agent.ranks.events import EventBuffer, Rows, is_symbol, symbols
+from keepstep.agent.ranks.event_buffer import EventBuffer, Rows, is_symbol, symbols
 from keepstep.core.events import Kind, Op
 from keepstep.detect import find_period
 

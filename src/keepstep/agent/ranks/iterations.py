@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.agent.ranks.custom import CustomLoop
-from keepstep.agent.ranks.events import EventBuffer, Rows, is_symbol, symbols
+from keepstep.agent.ranks.event_buffer import EventBuffer, Rows, is_symbol, symbols
 from keepstep.agent.ranks.intervals import NOTHING, Union, clipped
 from keepstep.agent.ranks.markers import StepMarkers
 from keepstep.agent.ranks.usual import UsualSequence

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Sequence
 
-from keepstep.agent.ranks.events import Rows
+from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.track import RankTrack
 from keepstep.core.events import Kind
 from keepstep.core.summary import GroupInfo, LinkState, OpInFlight, RankState, StreamProgress

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from keepstep.agent.ranks.events import Rows
+from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.intervals import Times, Union, clipped
 from keepstep.agent.ranks.iterations import Cut
 from keepstep.core.events import Flag, Kind, Phase

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from keepstep.agent.ranks.blocks import blocks_of
 from keepstep.agent.ranks.clocks import ClockSampler
-from keepstep.agent.ranks.events import Rows
+from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.iterations import Cut, IterationCutter
 from keepstep.agent.ranks.summarise import blocked, summarise
 from keepstep.agent.ranks.watch import RankWatch

@@ -14,8 +14,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.agent.services.backups import NeighbourSource, NodeBackups
-from keepstep.checkpoint.memory.cached_states import CachedStates, follow
+from keepstep.agent.services.node_backups import NeighbourSource, NodeBackups
+from keepstep.checkpoint.memory.cached_states import CachedStates
 from keepstep.checkpoint.memory.incoming import StateSource
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.restore.restore_service import RestoreServer, RestoreService, restore_address
@@ -113,7 +113,7 @@ class Checkpoints:
         ranks = set(self._place.ranks)
         pending = frozenset(key for key, ready in wished.items() if ready >= ranks) - (whole or frozenset())
         self._declare(pending, whole)
-        follow(self.states, self._persister)
+        self.states.pin(self._persister.follow(*self.states.changes()))
         self._tell(pending, whole)
 
     def _declare(self, pending: frozenset[Key], whole: frozenset[Key] | None) -> None:

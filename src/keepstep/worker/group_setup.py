@@ -1,8 +1,8 @@
-"""Groups that no other incarnation's are taken for, and a quick way to them, without waiting for what nobody needs.
+"""Makes the set-up of process groups faster, and names groups differently in each incarnation.
 
-Names of those that connect: the store would ask the resolver for each, one after the other, before it serves the next.
-On one node, torch's second try after it came too early: half a second, longer than a whole restart takes.
-Whatever goes wrong here, torch goes on as it would without.
+Two waits are removed. torch's store asks the resolver for the name of each host that connects, one after the other,
+before it serves the next. On one node, a rank that connects too early tries again only after half a second, which is
+longer than a whole restart takes. If anything fails in here, torch sets up its groups as it would without keepstep.
 """
 
 from __future__ import annotations
@@ -17,29 +17,26 @@ from typing import Any
 
 _PATIENCE_S = 5.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.001, 0.05
-_LISTENS = "0A"
-
-
+_LISTENS = "0A"  # the state of a listening socket in /proc/net/tcp
 _NAMES_PER_INCARNATION = 1_000_000
 
 
 def set_names(incarnation: int) -> None:
-    """Groups made from here on have names that those of no other incarnation have; the same on all ranks."""
+    """From now on, give groups names that differ from those of other incarnations and are the same on all ranks."""
     names = vars(importlib.import_module("torch.distributed.distributed_c10d"))
     with suppress(AttributeError, KeyError):
         names["_world"].group_count = incarnation * _NAMES_PER_INCARNATION
 
 
 def install() -> None:
-    """Called at the end of ``import torch``."""
+    """Change torch's set-up of groups. Called at the end of ``import torch``."""
     set_names(int(os.environ.get("KEEPSTEP_INCARNATION", "0")))
     with suppress(Exception):
         from keepstep.worker import _numeric_peers  # pyright: ignore[reportMissingModuleSource]
 
         _numeric_peers.install()
-    names = vars(
-        importlib.import_module("torch.distributed.rendezvous")
-    )  # the package has a function of that name
+    # `torch.distributed.rendezvous` as an attribute is a function, so the module must be imported by its name.
+    names = vars(importlib.import_module("torch.distributed.rendezvous"))
     made: Callable[..., Any] | None = names.get("_create_c10d_store")
     if made is None or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return
@@ -55,7 +52,7 @@ def install() -> None:
 
 
 def wait_for_listener(port: int, patience_s: float = _PATIENCE_S) -> bool:
-    """Until some socket of this host listens on ``port``; whether one does."""
+    """Wait until a socket of this host listens on ``port``; False if none does in time."""
     deadline_s, wait_s = time.monotonic() + patience_s, _FIRST_WAIT_S
     while not _listens(port):
         if time.monotonic() >= deadline_s:
@@ -66,7 +63,7 @@ def wait_for_listener(port: int, patience_s: float = _PATIENCE_S) -> bool:
 
 
 def _listens(port: int) -> bool:
-    """By the kernel's list: a connection, even one that is closed at once, would be another's to handle."""
+    """Whether a socket listens on ``port``, by the kernel's list: a test connection would disturb its owner."""
     wanted = f":{port:04X}"
     for path in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(FileNotFoundError), open(path) as file:

@@ -16,8 +16,8 @@ import torch
 from tests.unit.checkpoint.conftest import Served, serving
 from tests.unit.checkpoint.sealed_slots import seal_state, stands
 
-from keepstep.agent.services.backups import NeighbourSource, NodeBackups
 from keepstep.agent.services.checkpoints import FILE, Checkpoints, Place
+from keepstep.agent.services.node_backups import NeighbourSource, NodeBackups
 from keepstep.checkpoint.memory.cache import Backing
 from keepstep.checkpoint.memory.cache_server import Open, Reserve, ask
 from keepstep.checkpoint.memory.incoming import Incoming

@@ -1,4 +1,4 @@
-"""Process groups as they are made: name, members as global ranks, backend; and what an end means on them."""
+"""Writes process groups into the ring when they are created: name, members as global ranks, and backends."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class CapturedGroup:
         self._reference = reference
 
     def global_rank(self, group_rank: int) -> int:
-        """Global rank of a member; the group rank itself where members are not known."""
+        """The global rank of a member, or the group rank itself if the members are not known."""
         return self.members[group_rank] if 0 <= group_rank < len(self.members) else group_rank
 
 
 class Groups:
-    """Looks groups up by identity, holding none of them alive."""
+    """Looks up groups by identity without keeping them alive."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self.known: dict[int, CapturedGroup] = {}  # by identity of the group
+        self.known: dict[int, CapturedGroup] = {}  # by ``id()`` of the group
         self._made: Counter[str] = Counter()
 
     def capture(self, group: Any, ranks: list[int] | None) -> CapturedGroup:
-        """Write a group to the ring, unless it is there.
+        """Write a group to the ring, unless it is there already.
 
-        ``ranks``: global ranks in group order, empty for the world, None to look them up.
+        ``ranks``: global ranks in group order; empty for the group of all ranks; None to look them up in torch.
         """
         key = id(group)
         found = self.known.get(key)
@@ -61,11 +61,11 @@ class Groups:
         return made
 
     def forget(self) -> None:
-        """None of them is any more, and the ring is another."""
+        """Forget all groups: they have been destroyed, and the next ones go into another ring."""
         self.known.clear()
         self._made.clear()
 
     def _unique(self, name: str) -> str:
-        # torch gives the names of destroyed groups again; every member counts the same re-makings.
+        # torch reuses the names of destroyed groups. All members of a group count the reuses alike.
         self._made[name] += 1
         return name if self._made[name] == 1 else f"{name}#{self._made[name]}"
