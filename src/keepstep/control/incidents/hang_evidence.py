@@ -1,4 +1,4 @@
-"""Who may be ended for a hang, and what it takes: a verdict may come early, so a kill needs evidence of its own."""
+"""Which processes may be ended for a hang: a verdict may come early, so a kill needs evidence of its own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import RankState
 from keepstep.report.wording import who
 
-LOOKS_S = (0.5, 0.5, 1.0, 5.0)  # between looks at who is blamed; then as the last
-APART_S = 0.4  # two looks at a process that sleeps
-_MOST = 4  # blamed at once: of more it is not sure who holds up whom
+LOOKS_S = (0.5, 0.5, 1.0, 5.0)  # times between looks at blamed ranks; the last one repeats
+APART_S = 0.4  # least time between two looks that prove that a process sleeps
+_MOST = 4  # most ranks blamed at once: among more it is not sure who holds up whom
 _PAUSE_S = 30.0  # any rank may pause this long: a slow disk, a compilation
-_LONG = 10.0  # times the longest pause of one that computes
+_LONG = 10.0  # a rank that computes may take so many times as long
 _NOT_ENDED = {  # by process state
     "D": "rank {rank} waits in the kernel, where no signal ends it",
     "t": "a debugger holds rank {rank}",
@@ -25,9 +25,9 @@ def evidence(first: RankState, last: RankState, limit_s: float) -> str:
     """Why a process will not go on by itself; "": it may.
 
     Args:
-        first: where it was one look earlier.
-        last: where it is now.
-        limit_s: beyond the longest pause that it has shown in this phase, as its own finding says.
+        first: its state at the look before.
+        last: its state now.
+        limit_s: more than the longest pause that it has shown in this phase, by its own finding.
     """
     same = (last.process, last.progress) == (first.process, first.progress)
     stuck_s = last.now_s - last.last_progress_s
@@ -44,7 +44,7 @@ def evidence(first: RankState, last: RankState, limit_s: float) -> str:
 
 
 def patience_left_s(state: RankState, limit_s: float) -> float:
-    """How long it will take until there may be evidence, as long as nothing moves."""
+    """The time until there may be evidence against a rank, if it makes no progress."""
     patience_s = limit_s
     if state.process_state != "T":
         patience_s = max(limit_s, _PAUSE_S) * (_LONG if state.process_state == "R" else 1.0)
@@ -54,12 +54,12 @@ def patience_left_s(state: RankState, limit_s: float) -> float:
 def blamed_by(
     incident: Incident, standing: Callable[[int], Finding | None], known_ranks: int
 ) -> tuple[dict[int, float], str]:
-    """Whom it would help to end: limits by rank; or nobody, and why not.
+    """The ranks that it would help to end, with their limits; or none, and why not.
 
     Args:
         incident: an open hang.
-        standing: what was found of a rank that is stuck still.
-        known_ranks: of the job.
+        standing: the finding of a rank that is still stuck.
+        known_ranks: the number of ranks of the job.
     """
     if incident.kind != "hang":
         return {}, "the program itself has gone astray, and would again"
@@ -81,11 +81,11 @@ def blamed_by(
 
 
 def outlook(blamed: Mapping[int, float], states: Mapping[int, RankState]) -> tuple[str, float | None]:
-    """What will be done about these ranks if nothing moves, and in how many seconds; None: nothing.
+    """What will be done about the blamed ranks if nothing moves, and in how many seconds; None: nothing.
 
     Args:
         blamed: limits by rank.
-        states: where they are, by rank.
+        states: the last known states, by rank.
     """
     ranks = fold_ranks(blamed)
     name = f"rank {ranks}" if len(blamed) == 1 else f"ranks {ranks}"

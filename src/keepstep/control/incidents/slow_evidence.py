@@ -1,4 +1,4 @@
-"""What profiles and a validation say of one slowdown, in numbers: pure functions of what agents have sent."""
+"""Pure functions over what agents have sent about a slowdown: culprits, suspects, cost and pace."""
 
 from __future__ import annotations
 
@@ -15,34 +15,24 @@ from keepstep.report.validation import of_device, of_link
 from keepstep.validate.judge import cause_of
 from keepstep.validate.suspects import suspicious_groups
 
-_PACE_NODES = 64  # most nodes whose heartbeats are looked at
-LARGE_WORLD = 4096  # ranks; in larger jobs less is asked for and looked at
+_PACE_NODES = 64  # nodes whose heartbeats tell the pace of the job
+LARGE_WORLD = 4096  # in jobs with more ranks, less is asked for and looked at
 
 
 def measured_culprits(
     outcome: Validation, suspected: Sequence[Culprit], nodes: Mapping[int, str]
 ) -> tuple[Culprit, ...]:
-    """Devices and links that stand out; surely to blame where the profiles had suspected them.
+    """Culprits: devices and links that stood out in a validation; with high confidence if they were suspected before.
 
-    ``nodes``: names, by rank.
+    ``nodes``: node names by rank.
     """
     ranks = {one.rank for one in suspected if one.rank is not None}
     pairs = {frozenset(one.link.ranks) for one in suspected if one.link}
     found: list[Culprit] = []
     for device in outcome.devices:
         rank, sure = device.figure.rank, "high" if device.figure.rank in ranks else "medium"
-        found.append(
-            Culprit(
-                rank,
-                None,
-                nodes.get(rank, ""),
-                "",
-                1 / device.share,
-                sure,
-                cause_of(device),
-                of_device(device),
-            )
-        )
+        told = cause_of(device), of_device(device)
+        found.append(Culprit(rank, None, nodes.get(rank, ""), "", 1 / device.share, sure, *told))
     for slow in outcome.links:
         ends = (slow.source, slow.target)
         link = Link(ends, (nodes.get(ends[0], ""), nodes.get(ends[1], "")))
@@ -54,7 +44,7 @@ def measured_culprits(
 def suspects_of(
     cluster: Cluster, after: Sequence[IterationSummary], culprits: Sequence[Culprit], slowdown_s: float
 ) -> tuple[tuple[int, ...], ...]:
-    """Groups that a validation should test; in a large job only the newest of these iterations are looked at."""
+    """The groups that a validation should test. In a large job only the newest iterations are looked at."""
     if cluster.known_ranks > LARGE_WORLD:
         newest = max((row.step for row in after), default=0)
         after = [row for row in after if row.step == newest]
@@ -62,7 +52,7 @@ def suspects_of(
 
 
 def is_block(one: BlockSummary) -> bool:
-    """Possible numbers."""
+    """Whether the numbers of a block are possible."""
     times = (one.start_s, one.duration_s, one.own_s)
     return all(0 <= time_s < math.inf for time_s in times) and one.index >= 0
 
@@ -70,10 +60,8 @@ def is_block(one: BlockSummary) -> bool:
 def with_measured(
     incident: Incident, outcome: Validation, culprits: Sequence[Culprit], proof: Sequence[str]
 ) -> Incident:
-    """The incident with what was measured; ``culprits``: who stood out; ``proof``: that, in words."""
-    blamed = {one.rank for one in culprits} | {
-        rank for one in culprits if one.link for rank in one.link.ranks
-    }
+    """The incident with the outcome of a validation; ``culprits``: who stood out; ``proof``: the same in words."""
+    blamed = {rank for one in culprits for rank in (one.link.ranks if one.link else (one.rank,))}
     return replace(
         incident,
         culprits=tuple(culprits) or incident.culprits,
@@ -84,9 +72,9 @@ def with_measured(
 
 
 def lost_s(incident: Incident, until_step: int, treated_steps: int, treated_lost_s: float) -> float | None:
-    """Seconds of training that it has cost until this step; None: its pace is not known.
+    """Seconds of training that a slowdown has cost until this step; None: its pace is not known.
 
-    ``treated_steps``: made with a remedy in force, which have cost ``treated_lost_s``.
+    ``treated_steps`` were made with a remedy in force; they have cost ``treated_lost_s``.
     """
     before_s, after_s = incident.iteration_before_s, incident.iteration_after_s
     if not before_s or not after_s or incident.onset_step is None:
@@ -96,7 +84,7 @@ def lost_s(incident: Incident, until_step: int, treated_steps: int, treated_lost
 
 
 def newest_pace_s(cluster: Cluster) -> float | None:
-    """How long iterations take by the heartbeats of the first nodes; None: nothing is known."""
+    """The median iteration time in the heartbeats of the first nodes; None without any."""
     times: list[float] = []
     for node in list(cluster.nodes.values())[:_PACE_NODES]:
         if node.beat is not None and not node.silent:

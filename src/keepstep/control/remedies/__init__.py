@@ -1,1 +1,1 @@
-"""What is done about slowdowns: shares of micro-batches, exchanged nodes, replaced nodes."""
+"""The remedies of slowdowns: shares of micro-batches, exchanged nodes, replaced nodes."""

@@ -1,4 +1,4 @@
-"""How fast a job's devices are, compared with others that do the same, and so what replicas take on other nodes."""
+"""How fast a job's devices are, and so how long replicas will take once their ranks play on other nodes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Of one job, before its nodes take other places.
+    """The devices of one job, as measured before its nodes take other places.
 
-    ``factors``: how many times as long each takes for a micro-batch as the middle one of its stage, by node and place
-    there. ``stage_s``: what that one takes. ``besides_s``: what an iteration takes besides micro-batches.
+    Attributes:
+        factors: by node name, for each of its devices: its time for a micro-batch over the median of its stage.
+        stage_s: that median, by stage.
+        stages: pipeline stages by rank.
+        besides_s: seconds of an iteration that are not spent on micro-batches.
     """
 
     factors: Mapping[str, Sequence[float]]
@@ -30,7 +33,7 @@ class Devices:
 
     @classmethod
     def of(cls, look: Look, nodes: Iterable[Node], saved_s: float) -> Devices | None:
-        """As they were measured; None: they were not. ``saved_s``: of what iterations take besides micro-batches."""
+        """The measured devices; None without measures. ``saved_s``: what a move will save besides micro-batches."""
         if look.replicas is None:
             return None
         times = times_as_long(look)
@@ -43,7 +46,7 @@ class Devices:
         return cls(factors, stage_seconds(look), look.stages or {}, max(besides_s - saved_s, 0.0))
 
     def replicas(self, nodes: Iterable[Node], splits: Mapping[int, Split]) -> Replicas:
-        """What they take on these nodes, with equal shares. A node that is new is taken for one like most."""
+        """How long the replicas will take on these nodes, with equal shares. A new node is assumed to be healthy."""
         from keepstep.mitigate import Replicas  # numpy is not in the controller's start
 
         first = next(iter(splits.values()))
@@ -59,7 +62,7 @@ class Devices:
 
 
 def stage_seconds(look: Look) -> dict[int, float]:
-    """What the middle rank of each stage takes for a micro-batch; of an even number, the faster one of two."""
+    """The median seconds for a micro-batch by stage; of an even number of ranks, the lower one."""
     by_stage: dict[int, list[float]] = {}
     for rank, seconds in look.seconds.items():
         by_stage.setdefault((look.stages or {}).get(rank, 0), []).append(seconds)
@@ -67,7 +70,7 @@ def stage_seconds(look: Look) -> dict[int, float]:
 
 
 def times_as_long(look: Look) -> dict[int, float]:
-    """How many times as long each rank takes for a micro-batch as the middle one of its stage."""
+    """By rank, its seconds for a micro-batch over the median of its stage."""
     middle = stage_seconds(look)
     return {
         rank: seconds / middle[(look.stages or {}).get(rank, 0)] for rank, seconds in look.seconds.items()

@@ -1,4 +1,4 @@
-"""What was done about slowdowns, as it is remembered until its effect is seen, and as incidents tell it."""
+"""A move that was ordered, until its effect is seen; and how remedies are described in incidents."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from keepstep.core.ranges import fold_ranks
 
 @dataclass(slots=True)
 class Moved:
-    """A move that was ordered for a slowdown, and when.
+    """A move that was ordered for a slowdown.
 
-    ``since_s``: of the order, and from when the job was halted for it. ``step``: the last before it. ``agent``: that
-    watched rank 0 until then. ``devices``: until the shares that follow from them were ordered.
+    Attributes:
+        since_s: time of the order; once the job is halted for it, time of the halt.
+        devices: speeds of devices before the move; None once shares that fit them were ordered.
+        step: the last step before the move.
+        agent: peer number of the agent that watched rank 0 until the move.
+        pause_s: how long the move took, up to the first new step.
     """
 
     move: Move
@@ -33,7 +37,7 @@ class Moved:
 
 
 def evidence_of(culprits: Sequence[Culprit], look: Look) -> str:
-    """How long a micro-batch takes on slow ranks."""
+    """Evidence: how long a micro-batch takes on the slow ranks."""
     told = [
         f"rank {one.rank} {1000 * look.seconds[one.rank]:.3g} ms" for one in culprits if one.rank is not None
     ]

@@ -1,4 +1,4 @@
-"""Remedy S3: nodes exchange their ranks, and take them back when the cause is gone.
+"""Remedy S3: nodes exchange their ranks, and exchange them back when the cause is gone.
 
 The exchange makes a slow link carry little, or brings slow nodes together in few replicas and stages. What goes over
 which link, and how fast, agents read from the kernel's TCP counters. An idle link gives no speed reading, so agents
@@ -15,9 +15,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from keepstep.control.incidents.case import Desk
-from keepstep.control.remedies.moves import Look, Move
+from keepstep.control.remedies.moves import Look, Move, culprits_of
 from keepstep.core.errors import UsageError
-from keepstep.core.incident import Culprit
 from keepstep.core.summary import PathProbe, PeerTraffic
 from keepstep.wire.messages import MOST_LOAD_BYTES
 
@@ -27,20 +26,18 @@ if TYPE_CHECKING:
 
 TOPOLOGY = "S3, exchange of nodes"
 
-_LEAST_BYTES = 65536  # less tells no speed
-_ABOUT = 0.25  # of the bytes: as much as another pair sends, about
-_SLOW = 1.5  # times as long for a byte as on a healthy link
-_LOAD_S = 0.1  # that a load takes on the slow link
+_LEAST_BYTES = 65536  # the least traffic from which a speed is read
+_ABOUT = 0.25  # a pair of nodes that sends this share of another's bytes sends about as much
+_SLOW = 1.5  # a link is slow that takes so many times as long for a byte as a healthy one
+_LOAD_S = 0.1  # time that a test load is to take on the slow link
 _LEAST_LOAD_BYTES = 65536
-_LOAD_EVERY_S, _SELDOM_S = 10.0, 60.0  # between loads: first, and in the end
+_LOAD_EVERY_S, _SELDOM_S = 10.0, 60.0  # time between test loads: at first, and in the end
 _OTHERS = 3  # pairs of nodes that the link is compared with
-_FAST = 2.0  # times as long as the fastest of them takes, at most: fast again
-_TRIES = 3  # a busy host may be slow with a load, a slow link is not fast with it by chance
-_LOOKS = 2  # one after the other that say so
-_HOLD_S, _MOST_HOLD_S = (
-    10.0,
-    1280.0,
-)  # the nodes stay where they are, twice as long each time that the link turns slow
+_FAST = 2.0  # a link is fast again that takes at most so many times as long as the fastest of these
+_TRIES = 3  # loads in a look: a busy host may delay one, but a slow link is not fast by chance
+_LOOKS = 2  # successive looks that must find the link fast
+# Nodes keep their new places for so long, twice as long each time that the link turns slow again.
+_HOLD_S, _MOST_HOLD_S = 10.0, 1280.0
 
 _Pair = tuple[int, int]
 _Link = tuple[str, str] | None
@@ -48,15 +45,15 @@ _Link = tuple[str, str] | None
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """What nodes (by rank) send to each other: bytes a second and seconds for a byte, the busier way of each pair."""
+    """The traffic of pairs of nodes (by rank), in its busier direction: bytes a second, and seconds for a byte."""
 
     rates: Mapping[_Pair, float]
     costs: Mapping[_Pair, float]
 
     def healthy(self, pair: _Pair) -> float:
-        """Seconds for a byte of the middle one of the other pairs that send about as much; 0: there is none.
+        """The median seconds for a byte of other pairs that send about as much or more; 0 without any.
 
-        Who sends little sends short messages, whose time is mostly that of the way there and back.
+        Pairs that send little send short messages, whose time is mostly latency.
         """
         least = _ABOUT * self.rates.get(pair, 0.0)
         return median(
@@ -65,7 +62,7 @@ class Paths:
 
 
 def paths_of(traffic: Sequence[PeerTraffic], rank_of: Mapping[str, int]) -> Paths:
-    """From what agents tell; ``rank_of``: node ranks by name."""
+    """The paths that agents have measured; ``rank_of``: node ranks by name."""
     node_of = {one.source: one.node for one in traffic}
     sums: dict[_Pair, list[float]] = {}
     for one in traffic:
@@ -88,62 +85,60 @@ def paths_of(traffic: Sequence[PeerTraffic], rank_of: Mapping[str, int]) -> Path
 
 @dataclass(slots=True)
 class _Done:
-    """An exchange that holds. ``swaps``: of places; ``link``: that was slow, if it was for one."""
+    """An exchange that was done. ``swaps``: pairs of node ranks; ``link``: the slow link, if that was the cause."""
 
     swaps: tuple[tuple[int, int], ...]
     link: tuple[str, str] | None
-    load_bytes: int  # 0: what goes over the link cannot be tried
+    load_bytes: int  # size of a test load; 0: the link cannot be tested
     hold_until_s: float
     every_s: float = _LOAD_EVERY_S
     next_s: float = 0.0
-    fast: int = 0  # looks in a row
+    fast: int = 0  # successive looks that found the link fast
 
     def is_due(self, now_s: float) -> bool:
-        """Whether nodes may go back, where nothing is slow."""
+        """Whether the nodes may go back, as far as this exchange is concerned."""
         return (self.link is None or self.fast >= _LOOKS) and now_s >= self.hold_until_s
 
     @property
     def gone(self) -> str:
-        """The cause that is gone."""
+        """How the cause is gone, in words."""
         return f"the link {' ↔ '.join(self.link)} is fast again" if self.link else "no node is slow any more"
 
 
 class Relocation(Move):
-    """Of one job."""
+    """The exchanges of nodes in one job."""
 
     name = TOPOLOGY
 
     def __init__(self, desk: Desk) -> None:
         super().__init__(desk)
-        self.back = 0  # exchanges that what is ordered takes back
+        self.back = 0  # exchanges that the present order takes back
         self._found: tuple[Exchange, _Link, int] | None = None
         self._done: list[_Done] = []
         self._holds: dict[_Link, float] = {}
         self._question: int | None = None
-        self._others_s: float | None = None  # what a load took elsewhere, while the link is asked for
+        self._others_s: float | None = None  # time of a load between other nodes, while the link is tested
         self._tries = 0
 
     @property
     def is_asking(self) -> bool:
-        """Loads are under way."""
+        """Whether test loads are under way."""
         return self._question is not None
 
     def blames_link(self, cases: Sequence[SlowCase]) -> bool:
-        """Whether a link is blamed between nodes of the job."""
+        """Whether a link between nodes of the job is blamed."""
         return self._blamed(cases) is not None
 
     def may_help(self, cases: Sequence[SlowCase]) -> bool:
-        """See `Move`."""
         return self._blamed(cases) is not None or len(self._slow_nodes(cases)) > 1
 
     def remedy(self, look: Look) -> Remedy | None:
-        """See `Move`."""
         self._found = None
         link = self._blamed(look.cases)
         return self._consolidation(look) if link is None else self._relief(link, look)
 
     def _consolidation(self, look: Look) -> Remedy | None:
-        """Slow nodes in few replicas, and there in few stages."""
+        """The remedy that brings slow nodes together in few replicas, and there in few stages."""
         from keepstep.mitigate import Remedy, consolidation_of
 
         slow = self._slow_nodes(look.cases)
@@ -152,7 +147,7 @@ class Relocation(Move):
         ranks = {rank: node.ranks for rank, node in self._desk.cluster.nodes.items()}
         try:
             exchange = consolidation_of(look.seconds, look.splits, look.stages, ranks, slow)
-        except UsageError:  # a stage of a replica without a place, or the like: what was told makes up no job
+        except UsageError:  # what ranks report makes up no job, as when a stage of a replica is missing
             return None
         if exchange is None:
             return None
@@ -162,19 +157,18 @@ class Relocation(Move):
         return Remedy(TOPOLOGY, self.pause_s, best_s * exchange.after_s / exchange.before_s)
 
     def _relief(self, link: tuple[str, str], look: Look) -> Remedy | None:
-        """Little traffic on a slow link."""
+        """The remedy that leaves little traffic on a slow link."""
         from keepstep.mitigate import Remedy, best_exchange
 
-        ranks = self._ranks()
+        ranks = self._rank_of()
         paths = paths_of(look.traffic, ranks)
         one, other = sorted(ranks[name] for name in link)
         cost, healthy = paths.costs.get((one, other), 0.0), paths.healthy((one, other))
         carried = {pair: rate * look.iteration_s for pair, rate in paths.rates.items()}
         volume, load_bytes = look.volumes.get((one, other), 0.0), 0
-        if (
-            carried.get((one, other), 0.0) < _ABOUT * volume
-        ):  # it goes over RDMA, say: no counter shows how fast
-            times = max(found.slowdown for found in self._culprits(look.cases) if found.link is not None)
+        if carried.get((one, other), 0.0) < _ABOUT * volume:
+            # The kernel does not count most of the traffic, as with RDMA: estimate the speed from the slowdown.
+            times = max(found.slowdown for found in culprits_of(look.cases) if found.link is not None)
             if times < _SLOW:
                 return None
             carried = look.volumes
@@ -188,21 +182,19 @@ class Relocation(Move):
         if exchange is None:
             return None
         self._found = exchange, link, load_bytes
-        # Time with data under way is the sum over a node's connections; those of its ranks send at once.
+        # The measured time is a sum over a node's connections, but these send at the same time.
         after_s = max(look.iteration_s - exchange.before_s + exchange.after_s, look.healthy_s)
         return Remedy(TOPOLOGY, self.pause_s, after_s)
 
     def told(self) -> str:
-        """See `Move`."""
         assert self._found is not None
-        return f"{self._names(self._found[0].swaps)} take each other's ranks"
+        return f"{self._swaps_in_words(self._found[0].swaps)} take each other's ranks"
 
     def is_done(self, exchanged: bool) -> bool:
-        """See `Move`."""
         return exchanged
 
     def settled(self, now_s: float) -> None:
-        """What was ordered has been done."""
+        """Note that the order was carried out: an exchange, or one back."""
         if self.back:
             del self._done[-self.back :]
         elif self._found is not None:
@@ -213,10 +205,10 @@ class Relocation(Move):
         self.back, self._found, self._question = 0, None, None
 
     def take_back(self, now_s: float) -> tuple[str, str] | None:
-        """While nothing is wrong with the job: have nodes go back that left a link which is fast again.
+        """Have nodes go back to their former places where the cause is gone. Call it while the job is healthy.
 
-        The last exchange first, and with it those before it whose cause is gone, too. What is done then, and why it
-        cannot be, or "".
+        The last exchange goes first, and with it those before it whose cause is gone, too. Returns what is ordered, in
+        words, and why that is refused ("" if it is not); None: nothing is ordered.
         """
         if not self._done or self._question is not None or self.is_ordered:
             return None
@@ -236,20 +228,19 @@ class Relocation(Move):
         self.back, self._ordered_s = (0, None) if refused else (len(due), now_s)
         for one in due:
             one.fast = 0
-        names = {rank: node.name for rank, node in self._desk.cluster.nodes.items()}
-        *first, other = sorted(names[rank] for rank in takers)
+        *first, other = sorted(self._names(takers))
         return f"{', '.join(first)} and {other} take their ranks back: {why}", refused
 
     def probe(self, now_s: float) -> None:
-        """Ask, where it is time to, how fast the link is now that nodes have left: also while something else is slow.
+        """Test, when it is time, whether the link that nodes have left is fast again.
 
-        Then they can go back in the first moment in which nothing is.
+        It is tested while something else is slow, too: then the nodes can go back as soon as nothing is.
         """
         left = self._left()
         if left is None or self._question is not None or self.is_ordered or now_s < left.next_s:
             return
         assert left.link is not None
-        if not left.load_bytes or not set(left.link) <= self._ranks().keys():
+        if not left.load_bytes or not set(left.link) <= self._rank_of().keys():
             return
         left.next_s = now_s + left.every_s
         left.every_s = min(1.5 * left.every_s, _SELDOM_S)
@@ -257,7 +248,7 @@ class Relocation(Move):
         self._question = self._desk.agents.ask_probes(self._others(left.link), now_s, left.load_bytes)
 
     def probed(self, question: int, probes: Sequence[PathProbe], now_s: float) -> None:
-        """How fast loads went: first between other nodes, then over the link."""
+        """Take the times of test loads: first between other nodes, then over the link."""
         last = self._left()
         if question != self._question or last is None:
             return
@@ -273,73 +264,63 @@ class Relocation(Move):
             if is_fast or self._tries == _TRIES or took_s > _LOAD_S / 2:
                 last.fast = last.fast + 1 if is_fast else 0
                 if last.fast == 1:
-                    last.every_s = _LOAD_EVERY_S  # whether it is fast again is known soon
+                    last.every_s = _LOAD_EVERY_S  # look again soon
                     last.next_s = min(last.next_s, now_s + last.every_s)
                 return
         assert last.link is not None
         self._question = self._desk.agents.ask_probes([last.link], now_s, last.load_bytes)
 
     def _stands(self, one: _Done) -> bool:
-        """Whether the job still has the places that were exchanged, and both ends of the link."""
-        ranks = self._ranks()
+        """Whether the job still has all nodes of an exchange, and both ends of its link."""
+        ranks = self._rank_of()
         places = {place for swap in one.swaps for place in swap}
         return places <= set(ranks.values()) and set(one.link or ()) <= ranks.keys()
 
     def _left(self) -> _Done | None:
-        """The last exchange that was for a link."""
+        """The last exchange whose cause was a link."""
         return next((one for one in reversed(self._done) if one.link), None)
 
     def begun_again(self) -> bool:
-        """See `Move`."""
-        self._question = None  # its agents are gone
+        self._question = None  # the agents that were asked are gone
         return super().begun_again()
 
     def _have_done(self, now_s: float) -> str:
         assert self._found is not None
         exchange, link, _ = self._found
-        why = (
-            f"the link {' ↔ '.join(link)} is slow" if link else "slow nodes are in several replicas or stages"
-        )
+        why = "slow nodes are in several replicas or stages"
+        if link:
+            why = f"the link {' ↔ '.join(link)} is slow"
         return self._desk.rank_moves.exchange(_takers(exchange.swaps), why, now_s)
 
     def _blamed(self, cases: Sequence[SlowCase]) -> tuple[str, str] | None:
-        """The first link between nodes of the job that is blamed."""
-        ranks = self._ranks()
-        links = (one.link.nodes for one in self._culprits(cases) if one.link is not None)
+        """The first blamed link between nodes of the job, by node names."""
+        ranks = self._rank_of()
+        links = (one.link.nodes for one in culprits_of(cases) if one.link is not None)
         return next((one for one in links if set(one) <= ranks.keys() and one[0] != one[1]), None)
 
-    @staticmethod
-    def _culprits(cases: Sequence[SlowCase]) -> list[Culprit]:
-        return [one for case in cases if case.incident is not None for one in case.incident.culprits]
-
     def _slow_nodes(self, cases: Sequence[SlowCase]) -> dict[int, float]:
-        """How many times as long nodes take that are blamed, by rank."""
-        ranks = self._ranks()
+        """How many times as long the blamed nodes take, by node rank."""
+        ranks = self._rank_of()
         found: dict[int, float] = {}
-        for one in self._culprits(cases):
+        for one in culprits_of(cases):
             if one.rank is not None and one.confidence != "low" and one.slowdown > 1 and one.node in ranks:
                 node = ranks[one.node]
                 found[node] = max(found.get(node, 1.0), one.slowdown)
         return found
 
     def _others(self, link: tuple[str, str]) -> list[tuple[str, str]]:
-        """Pairs of nodes that the link is compared with: none in two of them, and none at the link if that may be."""
-        names = sorted(self._ranks(), key=lambda name: (name in link, name))
+        """Disjoint pairs of nodes to compare the link with; away from its ends, where there are such nodes."""
+        names = sorted(self._rank_of(), key=lambda name: (name in link, name))
         apart = [name for name in names if name not in link]
         pairs = list(zip(apart[::2], apart[1::2], strict=False))[:_OTHERS]
         return pairs or [(names[0], names[-1])]
 
-    def _ranks(self) -> dict[str, int]:
-        """Node ranks by name."""
-        return {node.name: rank for rank, node in self._desk.cluster.nodes.items()}
-
-    def _names(self, swaps: Sequence[tuple[int, int]]) -> str:
-        names = {rank: node.name for rank, node in self._desk.cluster.nodes.items()}
-        return ", ".join(f"{names[one]} and {names[other]}" for one, other in swaps)
+    def _swaps_in_words(self, swaps: Sequence[tuple[int, int]]) -> str:
+        return ", ".join(" and ".join(self._names(swap)) for swap in swaps)
 
 
 def _takers(swaps: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Who takes a node's place after these swaps of places, one after the other: by that node, those that move."""
+    """Which node takes each place after these swaps, done one after the other; only places that change."""
     at: dict[int, int] = {}
     for one, other in swaps:
         at[one], at[other] = at.get(other, other), at.get(one, one)
@@ -347,7 +328,7 @@ def _takers(swaps: Iterable[tuple[int, int]]) -> dict[int, int]:
 
 
 def _load_s(probes: Sequence[PathProbe]) -> float:
-    """What a load takes on the fastest pair, the slower way of each; 0: nothing is known, infinite: it never came."""
+    """Time of a load on the fastest pair, in the slower direction; 0: not known, infinite: it did not arrive."""
     pairs: dict[tuple[str, str], float] = {}
     for one in probes:
         pair = min(one.source, one.target), max(one.source, one.target)

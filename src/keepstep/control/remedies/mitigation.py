@@ -1,9 +1,9 @@
 """What is done about slowdowns while they last.
 
-The job's micro-batches go to the replicas that are fast (remedy S2); nodes exchange their ranks, so that a slow link
-carries little (S3, see `relocation`); spares take the place of slow nodes (S4, see `replacement`). Measures now and
-then how long each replica takes for a micro-batch, has the planner say what pays, orders it, notes what it was expected
-to do and what it did, and takes it back when the cause is gone.
+Fast replicas take more of the job's micro-batches (remedy S2); nodes exchange their ranks, so that a slow link carries
+little (S3, see `exchange`); spares replace slow nodes (S4, see `replacement`). How long each replica takes for a
+micro-batch is measured now and then, the planner says which remedy pays, and this is ordered. The incident tells what
+was expected of it and what it did; it is taken back when the cause is gone.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ if TYPE_CHECKING:
 Mode = Literal["off", "advise", "auto"]
 MICROBATCHES = "S2, micro-batches"
 
-_LEAST_STEPS, _MOST_STEPS = 2, 8  # looked at
-_NEW_STEPS = 4  # since the look before
-_LOOK_RANK_S = 0.001  # between looks, for each rank that is looked at; at most:
-_LOOK_S = 2.0  # while something may have to be done
-_WATCH_S = 10.0  # while shares that were ordered are in force
-_BETWEEN_S = 0.5
-_SETTLE_S = 5.0  # after the job was formed anew: agents of the incarnation before are gone
-_ADJUST = 0.04  # of the iteration time: other shares would be so much better
-_EVEN = 0.025  # the same of equal shares, at most: the cause is gone
-_LOOKS = 2  # one after the other that say so
-_SHARES_STEPS = 64  # after a move, in which shares that fit are waited for
-_HELPED = 0.05  # of the iteration time, at least: else it did not
-_SLOWER = 1.1  # times the iteration time, at least, where no rank has turned slow in one's sight
-_CHECK_UPS = 6  # looks at whether the job began again with slow ranks: until agents know how fast it is
-_MOST_CASES = 16  # that are open, where the pace does not show them
+_LEAST_STEPS, _MOST_STEPS = 2, 8  # steps that a look takes into account
+_NEW_STEPS = 4  # new steps that a further look needs
+# The time between looks grows with the number of ranks, up to a limit:
+_LOOK_RANK_S = 0.001  # for each rank
+_LOOK_S = 2.0  # limit while something may have to be done
+_WATCH_S = 10.0  # limit while shares that were ordered are in force
+_BETWEEN_S = 0.5  # between two checks whether a look is due
+_SETTLE_S = 5.0  # wait after the job was re-formed, until the agents of its former incarnation are gone
+_ADJUST = 0.04  # other shares are ordered if they shorten an iteration by this share of it
+_EVEN = 0.025  # with equal shares at most this much slower than the best, the cause is gone
+_LOOKS = 2  # successive looks that must agree
+_SHARES_STEPS = 64  # steps after a move in which shares that fit are waited for
+_HELPED = 0.05  # a remedy that shortens an iteration by less than this share has not helped
+_SLOWER = 1.1  # least slowdown of the iteration for which ranks are blamed that nobody saw turn slow
+_CHECK_UPS = 6  # looks for slow ranks after a restart, until agents know how fast the job is
+_MOST_CASES = 16  # with so many open slowdowns, none is opened that the pace does not show
 
 
 class Mitigation:
-    """Of one job. ``open_cases``: those that are followed, whose ``standstill`` says why nothing can be ordered."""
+    """The remedies of one job. While there is a ``standstill`` of ``open_cases``, nothing can be ordered."""
 
     def __init__(self, desk: Desk, mode: Mode, reforming: Reforming, open_cases: OpenCases) -> None:
-        self.question: int | None = None  # that is open
+        self.question: int | None = None  # the open question to agents
         self._desk, self._mode = desk, mode
         self._open, self.shares = open_cases, OrderedShares(desk, reforming)
         self._planner: Planner | None = None
-        self._expected: Action | None = None  # its effect is to be seen
-        self._counted_step: int | None = None  # up to which savings are
-        self._paces: tuple[float, float] | None = (
-            None  # of an iteration: with shares in force, and with equal ones
-        )
-        self._cause_gone = False  # as far as the replicas' speeds say
+        self._expected: Action | None = None  # shares that were ordered, until their effect is measured
+        self._counted_step: int | None = None  # savings are counted up to this step
+        # Seconds of an iteration with the shares in force, and with equal ones.
+        self._paces: tuple[float, float] | None = None
+        self._cause_gone = False  # by the speeds of the replicas
         self._looked_s = 0.0
         self._looked_step = self._formed_step = -1
         self._next_s = 0.0
@@ -76,11 +76,11 @@ class Mitigation:
         self._slow_ranks, self._check_ups = SlowRanks(), 0
         self._relocation, self._replacement = Relocation(desk), Replacement(desk)
         self._moves: dict[str, Move] = {one.name: one for one in (self._relocation, self._replacement)}
-        self._moved: Moved | None = None  # a move that was ordered, until its effect was seen
-        self._exchanged_for: SlowCase | None = None  # the last time
+        self._moved: Moved | None = None  # a move that was ordered, until its effect is measured
+        self._exchanged_for: SlowCase | None = None  # the slowdown for which nodes were last exchanged
 
     def begin_again(self, now_s: float, *, exchanged: bool = False) -> None:
-        """The job was formed anew: its shares are equal. ``exchanged``: with nodes in each other's places."""
+        """Start over, as the job was re-formed with equal shares. ``exchanged``: with nodes in each other's places."""
         for move in self._moves.values():
             if move.begun_again():
                 done = move.is_done(exchanged)
@@ -93,17 +93,17 @@ class Mitigation:
         self._even_looks = self._unfit_looks = 0
 
     def not_moved(self, why: str, now_s: float) -> None:
-        """The exchange or replacement that was ordered will not be."""
+        """Note that the exchange or replacement that was ordered will not be done, and why."""
         for move in self._moves.values():
             if move.begun_again():
                 self._settle(move, why, now_s)
 
     def probed(self, question: int, probes: Sequence[PathProbe], now_s: float) -> None:
-        """What agents have learned of paths."""
+        """Take probes of paths between nodes."""
         self._relocation.probed(question, probes, now_s)
 
     def tick(self, cases: Sequence[SlowCase], now_s: float) -> None:
-        """Time passes. ``cases``: the slowdowns that are open."""
+        """Let time pass. ``cases``: the slowdowns that are open."""
         if self._mode == "off":
             return
         self._cases = [case for case in cases if case.incident is not None]
@@ -113,10 +113,10 @@ class Mitigation:
         ordered = self.shares.is_ordered or any(move.is_ordered for move in self._moves.values())
         if ordered or self.question is not None or now_s < self._next_s or self._open.standstill():
             return
-        self._next_s = now_s + _BETWEEN_S  # what follows looks at every rank
+        self._next_s = now_s + _BETWEEN_S  # as what follows goes through all ranks
         missing = self.shares.missing()
         if any(case.treated for case in self._cases) and not self.shares.in_force and not missing:
-            self._out_of_force()  # the job divides another number of micro-batches now
+            self._out_of_force()  # the job has changed its number of micro-batches
         under_treatment = self.shares.in_force or self._moved is not None
         if not self._cases and not under_treatment and (missing or not self._check_ups):
             if self._planner is not None:
@@ -125,18 +125,15 @@ class Mitigation:
             return
         if self.shares.in_force and self._moved is None:
             self._relocation.probe(now_s)
-        if (
-            missing
-            and self._moved is None
-            and not any(one.may_help(self._cases) for one in self._moves.values())
-        ):
+        may_help = self._moved is not None or any(one.may_help(self._cases) for one in self._moves.values())
+        if missing and not may_help:
             self._leave_out(missing)
         else:
             self._ask(now_s)
 
     def _tick_moves(self, now_s: float) -> None:
         if self._moved is not None and not self._moved.halted and self._open.standstill():
-            self._moved.since_s, self._moved.halted = now_s, True  # until now all have trained
+            self._moved.since_s, self._moved.halted = now_s, True  # all ranks trained until now
         self._time_move(now_s)
         self._deal_after_move(now_s)
         for move in self._moves.values():
@@ -144,7 +141,7 @@ class Mitigation:
                 self._settle(move, why, now_s)
 
     def _ask(self, now_s: float) -> None:
-        """Ask agents for the last iterations, where there are new ones that tell something."""
+        """Ask agents for the last iterations, if there are enough new ones."""
         first, newest = self._first_step(), self._desk.cluster.newest_step
         if newest - first + 1 < _LEAST_STEPS or first <= self._looked_step > newest - _NEW_STEPS:
             return
@@ -157,7 +154,7 @@ class Mitigation:
         self.question = self._desk.agents.ask_profiles(since, newest, now_s, since)
 
     def profiles(self, answers: Sequence[Profile], now_s: float) -> None:
-        """What the agents were asked for."""
+        """Decide with the iterations that agents have sent."""
         self.question = None
         rows = iterations_of(answers)
         if not len(rows):
@@ -214,7 +211,7 @@ class Mitigation:
         self._consider(look, now_s)
 
     def _consider(self, look: Look, now_s: float) -> None:
-        """Whether what is not done yet pays: shares that fit the replicas' speeds, or a move."""
+        """Order a remedy that pays now, if any: shares that fit the replicas' speeds, or a move."""
         from keepstep.mitigate import Planner, Remedy
 
         incident = next((one.incident for one in self._cases if one.incident is not None), None)
@@ -264,7 +261,7 @@ class Mitigation:
             case.acted(action, say=True)
 
     def _deal_after_move(self, now_s: float) -> None:
-        """A move has made shares equal: order those that fit the devices as they were, before these are measured."""
+        """Order shares after a move, which has made them equal; by the devices' speeds as measured before it."""
         moved = self._moved
         if moved is None or not moved.done or moved.devices is None:
             return
@@ -278,7 +275,7 @@ class Mitigation:
             self._treat(best, Action(MICROBATCHES, 0.0, shares_in_words(best), equal_s, best_s), now_s)
 
     def _take_back(self, now_s: float) -> None:
-        """Nothing is wrong: nodes go back to places that they left for a cause that is gone."""
+        """Have nodes go back to places that they left for a cause that is gone. Call it while the job is healthy."""
         back = self._relocation.take_back(now_s)
         if back is None or self._exchanged_for is None:
             return
@@ -287,7 +284,7 @@ class Mitigation:
             self._exchanged_for.acted(Action("S3 is taken back", None, told), say=True)
 
     def _settle(self, move: Move, failed: str, now_s: float) -> None:
-        """A move that was ordered was carried out, or why not."""
+        """Note that an ordered move was done, or why it has ``failed``."""
         moved, back = self._moved, move is self._relocation and self._relocation.back > 0
         if not failed and move is self._relocation:
             self._relocation.settled(now_s)
@@ -309,7 +306,7 @@ class Mitigation:
             self._note(Action(f"{move.name.split(',')[0]} has failed", None, stays))
 
     def _saw(self, moved: Moved, iteration_s: float) -> None:
-        """The effect of a move."""
+        """Note the iteration time after a move."""
         self._moved = None
         action = replace(moved.action, measured_iteration_s=iteration_s)
         if moved.pause_s is not None:
@@ -318,14 +315,14 @@ class Mitigation:
         if self._planner is None or moved.move is self._relocation:
             return
         if iteration_s < (1 - _HELPED) * (moved.action.before_iteration_s or 0.0):
-            self._planner.undone(moved.move.name)  # it is no state: another node may be replaced, too
+            self._planner.undone(moved.move.name)  # further nodes may be replaced, too
         else:
             self._planner.refused(moved.move.name)
 
     def _time_move(self, now_s: float) -> None:
-        """What a move costs is told by the first step after it: one that a new agent speaks of.
+        """Measure how long a move took, up to the first step after it.
 
-        A last heartbeat of the old agents, of steps before the pause, may come when the move is done.
+        That must be reported by a new agent: a last heartbeat of an old one may arrive after the move.
         """
         moved, home = self._moved, self._desk.cluster.home(0)
         if moved is None or home is None or not moved.done or moved.pause_s is not None:
@@ -338,7 +335,7 @@ class Mitigation:
                 self._planner.applied(moved.move.name, moved.pause_s)
 
     def _watch(self, replicas: Replicas, iteration_s: float, now_s: float) -> None:
-        """Shares that were ordered are in force: whether they still fit, and what they do."""
+        """Note the effect of the shares in force; order others that fit better, or equal ones if the cause is gone."""
         equal, best = self.shares.fitting(replicas)
         equal_s, best_s = replicas.iteration_s(equal), replicas.iteration_s(best)
         newest = self._desk.cluster.newest_step
@@ -363,9 +360,9 @@ class Mitigation:
             self._treat(best, Action(MICROBATCHES, 0.0, shares_in_words(best), before_s, best_s), now_s)
 
     def _name_slow_ranks(self, look: Look, replicas: Replicas, now_s: float) -> None:
-        """An incident for slow ranks of which the pace says nothing.
+        """Open an incident for slow ranks that the pace does not show.
 
-        They turned slow while shares were unequal, or before the job began again: those that watch it now have seen no
+        They turned slow while shares were unequal, or before the job was re-formed: its present agents have seen no
         faster iterations.
         """
         cluster = self._desk.cluster
@@ -379,7 +376,7 @@ class Mitigation:
         culprits = self._slow_ranks.found(look, cluster.newest_step, cluster.node_of, blamed)
         if not culprits or self._undecided or len(open_ones) >= _MOST_CASES:
             return
-        if self.shares.in_force != bool(open_ones):  # with equal shares the pace shows what is slow besides
+        if self.shares.in_force != bool(open_ones):  # with equal shares the pace shows further slowdowns
             return
         equal, _ = self.shares.fitting(replicas)
         equal_s = replicas.iteration_s(equal)
@@ -412,7 +409,7 @@ class Mitigation:
         self._cases = [*self._cases, case]
 
     def _count(self, step: int) -> None:
-        """What shares that are in force have cost and saved up to this step: it is on the first slowdown's account."""
+        """Count what the shares in force have cost and saved up to this step, on the account of the first slowdown."""
         if self._counted_step is not None and self._paces is not None:
             for place, case in enumerate(self._cases):
                 if case.treated:
@@ -451,7 +448,7 @@ class Mitigation:
                 self._out_of_force()
 
     def _settled(self, now_s: float) -> None:
-        """All ranks divide their micro-batches as was ordered."""
+        """Note that all ranks divide their micro-batches as was ordered."""
         step = self.shares.since_step
         if self.shares.in_force:
             self._counted_step = step
@@ -465,7 +462,7 @@ class Mitigation:
         self._out_of_force()
 
     def _out_of_force(self) -> None:
-        """Shares are equal: what is still slow shows in the pace again, and may be treated again."""
+        """Note that shares are equal: what is still slow shows in the pace again, and may be treated again."""
         self._counted_step = None
         for case in self._cases:
             case.treated = False
@@ -473,7 +470,7 @@ class Mitigation:
             self._planner.undone(MICROBATCHES)
 
     def _leave_out(self, why: str) -> None:
-        """Say in the incident why nothing is done, once the ranks had the time to tell."""
+        """Say in the incident why nothing is done, once ranks had time to report their splits."""
         cannot = self._replacement.refused(self._cases)
         why = f"{MICROBATCHES}: {why}" + (f"; {RESTART}: {cannot}" if cannot else "")
         left_out = Action("none", None, why)
@@ -487,6 +484,6 @@ class Mitigation:
     # --- what is known --------------------------------------------------------------------------------------------
 
     def _first_step(self) -> int:
-        """The first step that says how fast replicas are now: with these shares, and in this slowdown."""
+        """The first step that shows the present speed of replicas: with these shares, and in this slowdown."""
         onsets = [case.incident.onset_step or 0 for case in self._cases if case.incident is not None]
         return max([self.shares.since_step + 1, self._formed_step + 1, *(onset + 1 for onset in onsets)])

@@ -1,13 +1,14 @@
-"""Remedies that begin the job anew with its ranks on other nodes: what exchange and replacement have in common."""
+"""Remedies that re-form the job with its ranks on other nodes: what exchange and replacement have in common."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from keepstep.control.incidents.case import Desk
+from keepstep.core.incident import Culprit
 from keepstep.core.summary import PeerTraffic
 
 if TYPE_CHECKING:
@@ -15,16 +16,17 @@ if TYPE_CHECKING:
     from keepstep.core.microbatches import Split
     from keepstep.mitigate import Remedy, Replicas
 
-_PAUSE_S = 2.5  # what it costs, before one was measured: that of small jobs with warm standbys
-_ORDERED_S = 240.0  # an order that has had no effect for so long has none
+_PAUSE_S = 2.5  # assumed cost until one was measured: that of a small job with warm standbys
+_ORDERED_S = 240.0  # an order without an effect for so long has failed
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What is known of a job that is slow. Seconds of an iteration: before, and now.
+    """What was measured of a slow job.
 
-    ``seconds``: for a micro-batch, by rank; empty where ranks do not say how they divide these. ``stages``: of the
-    pipeline, by rank; None: not known. ``volumes``: bytes an iteration by pair of nodes, as ranks have called for.
+    ``healthy_s`` and ``iteration_s``: seconds of an iteration before the slowdown, and now. ``seconds``: for a
+    micro-batch, by rank; empty where ranks do not report how they divide micro-batches. ``stages``: pipeline stages by
+    rank; None: not known. ``volumes``: bytes of an iteration by pair of nodes, from the operations of ranks.
     """
 
     cases: Sequence[SlowCase]
@@ -39,7 +41,7 @@ class Look:
 
 
 class Move(ABC):
-    """One of them, of one job. ``pause_s``: from the order until a step that was new, the last time."""
+    """One kind of move in one job. ``pause_s``: how long the last one took, from the order to the first new step."""
 
     name: str
 
@@ -50,42 +52,56 @@ class Move(ABC):
 
     @abstractmethod
     def may_help(self, cases: Sequence[SlowCase]) -> bool:
-        """Whether it could do anything about them: more has to be known."""
+        """Whether it could help against these slowdowns, so that measuring is worth while."""
 
     @abstractmethod
     def remedy(self, look: Look) -> Remedy | None:
-        """What it would do; None: nothing."""
+        """What it would cost and gain now; None: it cannot help."""
 
     @abstractmethod
     def told(self) -> str:
-        """That of which `remedy` spoke, in words."""
+        """What the last `remedy` would do, in words."""
 
     @abstractmethod
     def is_done(self, exchanged: bool) -> bool:
-        """Whether the job was formed anew as was ordered; ``exchanged``: with nodes in each other's places."""
+        """Whether the job was re-formed as was ordered; ``exchanged``: with nodes in each other's places."""
 
     @abstractmethod
-    def _have_done(self, now_s: float) -> str: ...
+    def _have_done(self, now_s: float) -> str:
+        """Order what the last `remedy` would do; why that is refused, or ""."""
 
     def order(self, now_s: float) -> str:
-        """Have that done of which `remedy` spoke; why not, or ""."""
+        """Order what the last `remedy` would do; why that is refused, or ""."""
         refused = self._have_done(now_s)
         self._ordered_s = None if refused else now_s
         return refused
 
     @property
     def is_ordered(self) -> bool:
-        """The job is about to begin anew for it."""
+        """Whether the job is about to be re-formed for this move."""
         return self._ordered_s is not None
 
     def tick(self, now_s: float) -> str:
-        """Why an order has come to nothing, or ""."""
+        """Why the order has failed, or ""."""
         if self._ordered_s is None or now_s - self._ordered_s < _ORDERED_S:
             return ""
         self._ordered_s = None
         return "not all ranks sealed a step"
 
     def begun_again(self) -> bool:
-        """The job was formed anew; whether that was to be expected."""
+        """Note that the job was re-formed; returns whether that was ordered here."""
         was_ordered, self._ordered_s = self._ordered_s is not None, None
         return was_ordered
+
+    def _rank_of(self) -> dict[str, int]:
+        """Node ranks by name."""
+        return {node.name: rank for rank, node in self._desk.cluster.nodes.items()}
+
+    def _names(self, nodes: Iterable[int]) -> list[str]:
+        """The names of these node ranks."""
+        return [self._desk.cluster.nodes[rank].name for rank in nodes]
+
+
+def culprits_of(cases: Sequence[SlowCase]) -> list[Culprit]:
+    """All culprits of these slowdowns."""
+    return [one for case in cases if case.incident is not None for one in case.incident.culprits]

@@ -1,6 +1,6 @@
-"""How the ranks of one job divide its micro-batches (remedy S2): what they tell, and the order that they do otherwise.
+"""Remedy S2: how the ranks of a job report that they divide micro-batches, and the order to divide them differently.
 
-An order goes to rank 0 and is given again until all ranks tell that they follow it.
+An order goes to rank 0, and is repeated until all ranks report that they follow it.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from keepstep.wire.messages import MOST_REPLICAS, Shares, Splits
 if TYPE_CHECKING:
     from keepstep.mitigate import Replicas
 
-LATE_STEPS = 16  # what has had no effect then will have none
-_LATE_S = 30.0
-_AGAIN_S = 1.0  # an order that shows no effect is given again
+LATE_STEPS = 16  # an order without effect has failed after so many steps ...
+_LATE_S = 30.0  # ... and so many seconds
+_AGAIN_S = 1.0  # how often an order is repeated
 
 
 class OrderedShares:
-    """Of one job."""
+    """The shares of one job's replicas: the reported ones, and an order that is not yet in force."""
 
     def __init__(self, desk: Desk, reforming: Reforming) -> None:
         self._desk, self._reforming = desk, reforming
         self._splits: dict[int, Split] = {}
-        self._told_of = 0  # the incarnation that they are of
-        self._ordered: Shares | None = None  # that has not been seen in force
+        self._told_of = 0  # the incarnation of the reported splits
+        self._ordered: Shares | None = None  # the order that is not yet in force
         self._ordered_s = self._again_s = 0.0
         self._ordered_step = 0
 
     @property
     def splits(self) -> Mapping[int, Split]:
-        """As ranks have told, by rank."""
+        """How ranks report that they divide micro-batches, by rank."""
         return self._splits
 
     @property
     def is_ordered(self) -> bool:
-        """An order has not been seen in force."""
+        """Whether an order is not yet in force."""
         return self._ordered is not None
 
     @property
     def in_force(self) -> bool:
-        """Whether replicas have shares that were ordered, and are not equal."""
+        """Whether the replicas have ordered shares that are unequal."""
         split = next(iter(self._splits.values()), None)
         if split is None or not split.number or self._told_of != self._reforming.incarnation:
             return False
@@ -56,11 +56,11 @@ class OrderedShares:
 
     @property
     def since_step(self) -> int:
-        """The last step before all ranks had these shares."""
+        """The last step before all ranks had their present shares."""
         return max((split.step for split in self._splits.values()), default=0)
 
     def missing(self) -> str:
-        """Why shares cannot be ordered; "": they can."""
+        """Why no shares can be ordered; "" when they can."""
         cluster, splits = self._desk.cluster, self._splits
         absent = [rank for rank in cluster.node_of if rank not in splits]
         if absent:
@@ -78,40 +78,40 @@ class OrderedShares:
         return ""
 
     def fitting(self, replicas: Replicas) -> tuple[list[int], list[int]]:
-        """Equal shares, and those that fit the replicas; not while any are `missing`."""
+        """Equal shares, and shares that fit the replicas' speeds. Call it only while nothing is `missing`."""
         split = next(iter(self._splits.values()))
         equal = equal_shares(split.count, split.replicas, split.multiple_of)
         return equal, replicas.best(split.multiple_of, split.at_most)
 
     def told(self, node: Node, message: Splits) -> None:
-        """How ranks of a node divide micro-batches."""
+        """Take how the ranks of a node divide micro-batches."""
         for split in message.ranks:
             home = self._desk.cluster.home(split.rank)
             possible = not objection(split.count, split.replicas, split.multiple_of, split.at_most)
             sane = split.replica < split.replicas <= MOST_REPLICAS and 0 < split.share <= split.count
             if not (possible and sane and split.rank < MOST_RANKS and home in (None, node)):
                 continue
-            if split.incarnation > self._told_of:  # perhaps before the controller knows that it has begun
+            if split.incarnation > self._told_of:  # the controller may not know yet that it has begun
                 self._told_of = split.incarnation
                 self._splits.clear()
             if split.incarnation == self._told_of:
                 self._splits[split.rank] = split
 
     def begin_again(self) -> None:
-        """The job was formed anew: its shares are equal."""
+        """Forget splits and orders, as the job was re-formed with equal shares."""
         if self._told_of < self._reforming.incarnation:
             self._splits.clear()
         self._ordered = None
 
     def order(self, shares: Sequence[int], now_s: float) -> None:
-        """Have each replica take so many micro-batches."""
+        """Order how many micro-batches each replica takes."""
         number = self._desk.agents.order_number(now_s)
         self._ordered = Shares(number, 0, self._reforming.incarnation, tuple(shares))
         self._ordered_s, self._ordered_step = now_s, self._desk.cluster.newest_step
         self._send(self._ordered, now_s)
 
     def tick(self, now_s: float) -> Literal["in force", "failed", ""]:
-        """What has become of the order; "": there is none, or nobody knows yet."""
+        """Let time pass. Returns what has become of the order; "": there is none, or it is not known yet."""
         order = self._ordered
         if order is None:
             return ""

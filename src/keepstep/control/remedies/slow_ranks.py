@@ -1,8 +1,8 @@
-"""Ranks that turn slow where the pace does not show it: while shares are unequal, or while the job begins again.
+"""Ranks that turn slow without a change of the job's pace: while shares are unequal, or while the job restarts.
 
-One that turns slow behind a slower stage costs nothing until that is fast again; then the shares that fit only change.
-Those that watch a job that has begun again have seen no faster iterations. What a micro-batch takes each rank of a
-stage tells who it is.
+A rank that turns slow behind a slower stage costs nothing until that stage is fast again. Agents that begin to watch
+after a restart have seen no faster iterations. In both cases a slow rank is found by its time for a micro-batch,
+compared with the other ranks of its stage.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from keepstep.control.remedies.device_speeds import times_as_long
 from keepstep.control.remedies.moves import Look
 from keepstep.core.incident import Culprit
 
-_SLOW = 1.2  # times what the middle rank of its stage takes for a micro-batch
-_LOOKS = 2  # one after the other that say so
-_MOST = 8  # named at once
+_SLOW = 1.2  # a rank is slow that takes so many times as long as the median rank of its stage
+_LOOKS = 2  # successive looks that must find a rank slow
+_MOST = 8  # ranks blamed at once
 
 
 @dataclass(slots=True)
 class SlowRanks:
-    """Of one job. ``since``: the iteration at which each was first seen to be slow, by rank."""
+    """The slow ranks of one job. ``since``: by rank, the iteration at which it was first seen to be slow."""
 
     since: dict[int, int] = field(default_factory=dict[int, int])
     _looks: dict[int, int] = field(default_factory=dict[int, int])
@@ -29,13 +29,13 @@ class SlowRanks:
     def found(
         self, look: Look, step: int, node_of: Mapping[int, str], blamed: Collection[str]
     ) -> tuple[Culprit, ...]:
-        """Those that hold up their replica, seen slow twice; none on a node that is blamed already.
+        """Culprits: ranks that hold up their replica and were slow in successive looks.
 
         Args:
-            look: with what a micro-batch takes, by rank, and their stages.
-            step: the newest iteration in it.
-            node_of: names by rank.
-            blamed: names of nodes.
+            look: seconds for a micro-batch and stages, by rank.
+            step: the newest iteration in ``look``.
+            node_of: node names by rank.
+            blamed: names of nodes that are blamed already; their ranks are left out.
         """
         slow = {rank: times for rank, times in _slow(look).items() if node_of.get(rank, "") not in blamed}
         self._looks = {rank: self._looks.get(rank, 0) + 1 for rank in slow}
@@ -48,8 +48,8 @@ class SlowRanks:
 
 
 def _slow(look: Look) -> dict[int, float]:
-    """How many times as long those take that hold up their replica, by rank."""
-    slowest: dict[int, int] = {}  # by replica
+    """How many times as long the ranks take that hold up their replica, by rank; only slow ones."""
+    slowest: dict[int, int] = {}  # rank by replica
     for rank, seconds in look.seconds.items():
         replica = look.splits[rank].replica
         if seconds > look.seconds.get(slowest.get(replica, -1), 0.0):
