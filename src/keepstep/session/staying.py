@@ -35,8 +35,8 @@ from keepstep.core.lost_connection import tells_of_another
 from keepstep.core.staying import ADDRESS, LEAVE, LEFT, MOST_BYTES, REFUSED, STAYS
 from keepstep.session import groups
 from keepstep.worker import group_connections as _group_sockets
-from keepstep.worker import milestones as _milestones
 from keepstep.worker import group_setup as _group_setup
+from keepstep.worker import milestones as _milestones
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
-"""Messages between launcher, agent and controller: typed, framed, authenticated.
+"""Typed and authenticated messages between launcher, agent and controller.
 
-A node's side (agent or launcher), on its event loop::
+This is the client's side, in an agent or launcher, on its event loop::
 
     from keepstep import wire
 
@@ -16,9 +16,9 @@ A node's side (agent or launcher), on its event loop::
     client.send(wire.Heartbeat(...))             # never blocks, never raises; queued (bounded) while unconnected
     await client.drained(1.0); await client.close()
 
-``greet`` is called at every (re)connection and must say everything that a controller process that knows nothing needs:
-Hello, then for a launcher Join (with ``node_rank`` as placed, once it is) and Ended when that has happened, for an
-agent Groups and the findings that still hold. Delivery is at most once per connection; repeating is harmless.
+``greet`` is called for each new connection and must return everything that a new controller process needs to hear:
+Hello, then from a launcher Join (with ``node_rank`` once it is placed) and Ended if that has happened, from an agent
+Groups and the findings that still hold. A message is delivered at most once per connection; repeating it is harmless.
 
 The controller's side is ``serve``. ``wire.run(main())`` runs a coroutine on uvloop where it is installed.
 """
@@ -29,16 +29,15 @@ from keepstep.wire.channel import TO_ELECTOR, ClientChannel, Ends, Role, ServerC
 from keepstep.wire.client import Client, ClientLimits
 from keepstep.wire.counters import Counters
 from keepstep.wire.election import Answer, Ask, Leads, Where
-from keepstep.wire.loops import loop_factory, run
+from keepstep.wire.loops import run
 from keepstep.wire.messages import *  # noqa: F403
 from keepstep.wire.secret import MOST_NAME, UNNAMED, RunKey, read_secret, write_secret
 from keepstep.wire.server import Connection, Server, ServerCallbacks, ServerLimits, serve
 from keepstep.wire.tls import TlsPaths, client_context, server_context
-from keepstep.wire.violation import REASONS, AnotherJob, Reason, Unproven, Violation, job_named
+from keepstep.wire.violation import AnotherJob, Reason, Unproven, Violation, job_named
 
 __all__ = [
     "MOST_NAME",
-    "REASONS",
     "TO_ELECTOR",
     "UNNAMED",
     "AnotherJob",
@@ -65,7 +64,6 @@ __all__ = [
     "client_context",
     "encode",
     "job_named",
-    "loop_factory",
     "parse_address",
     "read_secret",
     "run",

@@ -1,4 +1,4 @@
-"""Addresses as text, and the socket options that let a dead host be noticed within seconds."""
+"""Addresses as text, and socket options by which a dead host is noticed within seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def parse_address(text: str, *, default_port: int | None = None) -> tuple[str, i
     """``host:port`` or ``[v6]:port`` as (host, port).
 
     Raises:
-        UsageError: it is neither.
+        UsageError: the text has neither form.
     """
     host, colon, port = text.rpartition(":")
     if not colon and default_port is not None:
@@ -26,7 +26,7 @@ def parse_address(text: str, *, default_port: int | None = None) -> tuple[str, i
 
 
 def end_name(address: Any) -> str:
-    """One end of a connection as both sides write it: IPv4 inside IPv6 unwrapped, scope cut off."""
+    """A socket address as both sides of a connection write it: an IPv4 address in IPv6 as IPv4, without scope."""
     if not isinstance(address, tuple):
         return "?"
     host, port = str(address[0]), int(address[1])  # pyright: ignore[reportUnknownArgumentType]
@@ -34,12 +34,12 @@ def end_name(address: Any) -> str:
 
 
 def end_host(name: str) -> str:
-    """The host of an ``end_name``."""
+    """The host in the result of ``end_name``."""
     return name.rpartition(":")[0]
 
 
 def notice_dead_host(connection: Any) -> None:
-    """Let the kernel close a connection whose other host has not answered for about 3 s."""
+    """Have the kernel close a connection if the other host has not answered for about 3 s."""
     if not hasattr(connection, "setsockopt"):
         return
     try:
@@ -51,4 +51,4 @@ def notice_dead_host(connection: Any) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
     except OSError:
-        return  # some socket families have none of these; the connection works without
+        return  # some socket families lack these options; the connection works without them

@@ -1,4 +1,4 @@
-"""One end of a connection without any I/O: bytes in, messages and bytes out.
+"""One end of a connection without any I/O: it takes received bytes, and returns messages and the bytes to send.
 
 Handshake (each a length-prefixed msgpack struct of at most 1 KiB)::
 
@@ -7,13 +7,13 @@ Handshake (each a length-prefixed msgpack struct of at most 1 KiB)::
     client  Proof(proof)                            proof  = HMAC-SHA256(secret, "client proof" + transcript)
 
 The transcript is the bytes of Open and the server's nonce, protocol and run, so both proofs cover both nonces, the
-role, the version, the addresses and the runs, each of which is ``RunKey.tag``: 32 bytes for an id of any length. From
-the same transcript each direction gets its own key, and each later frame is ``code (16) | number (8) | message``, the
-code being keyed BLAKE2b over number and message.
+role, the version, the addresses and the runs. A run is given by its ``RunKey.tag``: 32 bytes for an id of any length.
+From the same transcript each direction gets its own key, and each later frame is ``code (16) | number (8) | message``;
+the code is keyed BLAKE2b over number and message.
 
-Where the runs differ there is no connection. Instead of Proof the client sends the name of its run, the server answers
-with the name of its own, and both refuse. Each name comes with a proof of its own (``Stranger``): only who holds the
-secret is told a name, and nobody else can say that the run is another one.
+If the runs differ there is no connection. Instead of Proof the client sends the name of its run, the server answers
+with the name of its own, and both refuse. Each name comes with a proof of its own (``Stranger``), so that only a peer
+with the secret learns a name or can claim that the run is another one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NUMBER_BYTES = 8
 SEAL_BYTES = CODE_BYTES + NUMBER_BYTES
 MIB = 1 << 20
 
-# What a proven peer may send in one frame; an agent's profile of many iterations is the longest.
+# Most bytes in one frame from a proven peer of each role; an agent's profile of many iterations is the longest.
 LIMITS: dict[str, int] = {
     "agent": 64 * MIB,
     "launcher": 2 * MIB,
@@ -62,7 +62,7 @@ LIMITS: dict[str, int] = {
     "elector": 4 << 10,
     "prober": 4 << 10,
 }
-SERVER_LIMIT = 16 * MIB  # what the controller may send: a placement that names every node
+SERVER_LIMIT = 16 * MIB  # most bytes in one frame from a server, for example the rank table of a large job
 # An agent that asks another one for a state is a "peer", one that measures the path a "prober"; a launcher that asks
 # another one is an "elector".
 TO_CONTROLLER = frozenset({"agent", "launcher", "client"})
@@ -77,7 +77,7 @@ _DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "prober": msgspec.msgpack.Decoder(Ping),
 }
 _FROM_SERVER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToNode)
-_FROM: dict[str, msgspec.msgpack.Decoder[Any]] = {  # others are answered by the controller
+_FROM: dict[str, msgspec.msgpack.Decoder[Any]] = {  # decoders of roles whose server is not the controller
     "peer": msgspec.msgpack.Decoder(FromHolder),
     "elector": msgspec.msgpack.Decoder(FromElector),
     "prober": msgspec.msgpack.Decoder(Echo),
@@ -86,13 +86,13 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Open(msgspec.Struct, frozen=True, tag="keepstep-open", array_like=True):
-    """First bytes of a connection, from the client."""
+    """The first frame of a connection, from the client."""
 
     protocol: int
     role: str
     nonce: bytes
-    local: str  # "host:port" of the client's end, as it sees it
-    remote: str  # of the server's end
+    local: str  # "host:port" of the client's end, as the client sees it
+    remote: str  # "host:port" of the server's end, as the client sees it
     run: bytes = b""
 
 
@@ -119,7 +119,7 @@ class Stranger(msgspec.Struct, frozen=True, tag="keepstep-stranger", array_like=
 
 
 class Denied(msgspec.Struct, frozen=True, tag="keepstep-denied", array_like=True):
-    """Why the server closes. Unproven: for the operator's eyes, nothing is decided by it."""
+    """Why the server closes. It comes without a proof, so it is only shown to the operator."""
 
     reason: str
 
@@ -134,7 +134,7 @@ _handshake_to_client: msgspec.msgpack.Decoder[Challenge | Stranger | Denied] = m
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Both ends of a connection as one side sees them, "host:port"."""
+    """Both ends of a connection as one side sees them, as "host:port"."""
 
     local: str
     remote: str
@@ -151,7 +151,7 @@ def random_nonce() -> bytes:
 
 
 class _Sealer:
-    """Codes for one direction: keyed BLAKE2b over the frame's number and message."""
+    """Seals or opens the frames of one direction, with keyed BLAKE2b over a frame's number and message."""
 
     __slots__ = ("_state", "number")
 
@@ -160,7 +160,7 @@ class _Sealer:
         self.number = 0
 
     def seal(self, body: bytes) -> bytes:
-        """A whole frame, length first."""
+        """The whole frame for a message, length first."""
         numbered = self.number.to_bytes(NUMBER_BYTES, "big") + body
         self.number += 1
         state = self._state.copy()
@@ -169,7 +169,7 @@ class _Sealer:
         return length.to_bytes(LENGTH_BYTES, "big") + state.digest() + numbered
 
     def open(self, sealed: bytes | bytearray) -> bytes | bytearray:
-        """The message in a frame's body. Raises Violation when the code or the number is wrong."""
+        """The message in a frame's body. Raises Violation if the code or the number is wrong."""
         if len(sealed) <= SEAL_BYTES:
             raise Violation("malformed", f"a sealed frame of {len(sealed)} bytes, shorter than its seal")
         state = self._state.copy()
@@ -186,7 +186,7 @@ class _Sealer:
 
 
 class _Channel:
-    """What both ends share: frames, sealing, and refusing everything after the first violation."""
+    """The part that both ends share: frames, seals, and refusing everything after the first violation."""
 
     __slots__ = (
         "_broken",
@@ -219,19 +219,19 @@ class _Channel:
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes of an unfinished frame held at the moment."""
+        """Number of bytes of an unfinished frame that are held now."""
         return len(self._frames)
 
     @property
     def frame_limit(self) -> int:
-        """Bytes that the next frame may have, its length left out."""
+        """Most bytes that the next frame may have, without its length field."""
         return self._frames.limit
 
     def receive(self, data: bytes) -> tuple[list[Message], bytes]:
-        """Take received bytes; returns the messages in them and the bytes to send in answer.
+        """Take received bytes; return the messages in them and the bytes to send in answer.
 
         Raises:
-            Violation: the peer broke the protocol; the connection must be closed, later calls raise again.
+            Violation: the peer broke the protocol. The connection must be closed; later calls raise again.
         """
         if self._broken:
             raise Violation("malformed", "bytes after the connection was refused")
@@ -252,12 +252,12 @@ class _Channel:
         return messages, answer
 
     def send(self, message: Message) -> bytes:
-        """The bytes of one message. Only when ``established``."""
+        """The bytes of one message. Only allowed when ``established``."""
         assert self._out is not None, "send() before the handshake is done"
         return self._out.seal(_encoder.encode(message))
 
     def send_encoded(self, body: bytes) -> bytes:
-        """As ``send``, for a message that was encoded once for many peers."""
+        """The bytes of a message that was encoded once for many peers. Only allowed when ``established``."""
         assert self._out is not None, "send_encoded() before the handshake is done"
         return self._out.seal(body)
 
@@ -275,16 +275,16 @@ class _Channel:
         raise NotImplementedError
 
     def _code(self, label: bytes, more: bytes = b"") -> bytes:
-        """What only who holds the secret can say of this connection."""
+        """A code over this connection's transcript that only a holder of the secret can compute."""
         return hmac.digest(self._key.secret, label + b"\0" + self._transcript + more, "sha256")
 
     def _stranger(self, label: bytes) -> bytes:
-        """The frame that tells the peer of another run which run this is."""
+        """The frame that tells a peer of another run which run this is."""
         name = self._key.name
         return frame(_encoder.encode(Stranger(name, self._code(label, name.encode()))))
 
     def _parted(self, label: bytes, message: Stranger) -> Violation:
-        """The peer says that its run is another one, and which."""
+        """The error to raise because the peer says that its run is another one."""
         if not self._runs_differ or not hmac.compare_digest(
             self._code(label, message.name.encode()), message.proof
         ):
@@ -311,7 +311,7 @@ def _transcript(opening: bytes | bytearray, server_nonce: bytes, server_run: byt
 
 
 class ServerChannel(_Channel):
-    """The controller's end. ``role`` is what the client says it is, once it has said so."""
+    """The server's end. ``role`` is what the client claims to be, once it has."""
 
     __slots__ = ("_check_addresses", "_roles")
 
@@ -371,16 +371,16 @@ class ServerChannel(_Channel):
         return frame(_encoder.encode(challenge))
 
     def denial(self, violation: Violation) -> bytes:
-        """Bytes that tell a peer without a connection why it is refused; empty once it has one."""
+        """The bytes that tell a peer why it is refused; empty once the handshake is done."""
         if self.established:
             return b""
-        if isinstance(violation, AnotherJob):  # it holds the secret: it may know which
+        if isinstance(violation, AnotherJob):  # the peer has proved that it holds the secret
             return self._stranger(b"server is a stranger")
         return frame(_encoder.encode(Denied(f"{violation.reason}: {violation}"[:400])))
 
 
 class ClientChannel(_Channel):
-    """A node's end."""
+    """The client's end."""
 
     __slots__ = ("_opening",)
 
@@ -425,5 +425,5 @@ class ClientChannel(_Channel):
 
 
 def encode(message: Message) -> bytes:
-    """The msgpack bytes of a message, without framing: for ``send_encoded`` to many peers."""
+    """The msgpack bytes of a message without a frame, to give to ``send_encoded`` for many peers."""
     return _encoder.encode(message)

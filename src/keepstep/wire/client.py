@@ -1,4 +1,4 @@
-"""A node's side of the wire: connects, proves itself, and comes back for ever when the controller is gone."""
+"""A client on an event loop, which connects again whenever its connection breaks."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from keepstep.wire.violation import Violation
 
 logger = logging.getLogger("keepstep.wire")
 
-_FIRST_TRY_S = 1.5  # to connect; doubles
-_LASTING_S = 1.0  # a connection that is over sooner was as good as refused
+_FIRST_TRY_S = 1.5  # time to connect in the first attempt; doubles with each attempt
+_LASTING_S = 1.0  # a connection that ends sooner counts as a failed attempt
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """Waiting and bounds of a client."""
+    """How long a client waits, and how much it keeps."""
 
     handshake_s: float = HANDSHAKE_S
-    first_wait_s: float = 0.05  # before the second attempt; doubles, with jitter
+    first_wait_s: float = 0.05  # wait before the second attempt; doubles with each attempt, with jitter
     longest_wait_s: float = 5.0
-    heartbeats: int = 4  # kept while unconnected, newest
-    messages: int = 4096  # other messages kept while unconnected
-    unsent_bytes: int = 8 << 20  # handed to the kernel late: above it messages wait in the queue
+    heartbeats: int = 4  # how many of the newest heartbeats are kept without a connection
+    messages: int = 4096  # how many other messages are kept without a connection
+    unsent_bytes: int = 8 << 20  # above as many unsent bytes of the transport, messages wait in the queue
 
 
 def _nothing() -> None:
@@ -99,14 +99,14 @@ class _Attempt(asyncio.Protocol):
 
 
 class Client:
-    """A connection that is made again whenever it breaks, until ``close``. All calls on its event loop.
+    """A connection that is made again whenever it breaks, until ``close``. All calls must come from its event loop.
 
-    ``greet()`` is asked for the first messages of every connection: Hello, and whatever the controller must hear again
-    because it may be a new process (Join; Groups; findings that still hold).
+    ``greet()`` returns the first messages of every connection: Hello, and everything else that a new controller process
+    must hear (Join, Groups, findings that still hold).
 
-    ``trouble(error, attempt)`` is told of every failed attempt (``attempt`` counts from 1 since the last connection):
-    a launcher may give up after some; an agent never does. ``AnotherJob`` is the one error that is proven: the
-    controller holds the secret, and its run has another id than ``key``.
+    ``trouble(error, attempt)`` is called after each failed attempt; ``attempt`` counts them from 1 for each connection.
+    A launcher may give up after some attempts; an agent never does. The only error that comes with a proof is
+    ``AnotherJob``: the controller holds the secret, and its run has another id than ``key``.
     """
 
     def __init__(
@@ -142,19 +142,19 @@ class Client:
 
     @property
     def connected(self) -> bool:
-        """The controller has proved itself and so have we."""
+        """Both ends have proved themselves."""
         return self._attempt is not None
 
     @property
     def queued(self) -> int:
-        """Messages that wait for the connection."""
+        """Number of messages that wait for a connection or for room in it."""
         return len(self._queue) + len(self._heartbeats)
 
     def send(self, message: Message) -> None:
         """Send now, or when connected again. Never blocks, never raises.
 
-        Without a connection the newest 4 heartbeats are kept, no answers (the question has gone with the connection),
-        and of everything else up to 4096 messages, the oldest dropped first and counted.
+        Without a connection the newest 4 heartbeats are kept, and up to 4096 other messages, of which the oldest are
+        dropped first. Answers are not kept, because the question was lost with the connection. Drops are counted.
         """
         attempt = self._attempt
         if attempt is not None and attempt.writable:
@@ -171,7 +171,7 @@ class Client:
             self._queue.append(message)
 
     def redirect(self, host: str, port: int) -> None:
-        """Leave the connection that there is, and connect to another address from now on."""
+        """Close the connection, and connect to another address from now on."""
         if (host, port) == (self._host, self._port):
             return
         self._host, self._port = host, port
@@ -179,13 +179,13 @@ class Client:
         self.reconnect()
 
     def reconnect(self) -> None:
-        """Leave the connection that there is, and make another."""
+        """Close the connection, and make another one."""
         attempt = self._attempt
         if attempt is not None and attempt.transport is not None:
             attempt.transport.abort()
 
     async def drained(self, timeout_s: float) -> bool:
-        """Wait until everything has been handed to the kernel; False when that took longer than ``timeout_s``."""
+        """Wait until everything has been handed to the kernel; False if that takes longer than ``timeout_s``."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         while loop.time() < deadline_s:
@@ -197,7 +197,7 @@ class Client:
         return False
 
     async def close(self) -> None:
-        """Close and do not come back. What is queued is sent if there is a connection."""
+        """Close for good. Queued messages are sent if there is a connection."""
         self._closing = True
         attempt = self._attempt
         if attempt is not None and attempt.transport is not None:
@@ -225,7 +225,7 @@ class Client:
         self._message(message)
 
     def flush(self) -> None:
-        """Send what waits, heartbeats last."""
+        """Send the queued messages, heartbeats last."""
         for queue in (self._queue, self._heartbeats):
             while queue and self._attempt is not None and self._attempt.writable:
                 self._write(self._attempt, queue.popleft())
@@ -252,7 +252,7 @@ class Client:
                 failures = 0
 
     async def _pause(self, wait_s: float) -> bool:
-        """Before the next attempt; True when that is for another address and need not be waited for."""
+        """Wait before the next attempt; True if `redirect` has cut the wait short."""
         waiting = asyncio.ensure_future(self._redirected.wait())
         try:
             await asyncio.wait([waiting], timeout=wait_s)
@@ -264,7 +264,7 @@ class Client:
 
     async def _one_connection(self, failures: int) -> tuple[Exception, bool]:
         loop = asyncio.get_running_loop()
-        # The kernel's own tries come after 1, 3 and 7 s: a link that has just come back is found sooner by a new one.
+        # The kernel repeats a SYN after 1, 3 and 7 s, so that a new attempt finds a link that is back up sooner.
         patience_s = min(self.limits.handshake_s, _FIRST_TRY_S * 2 ** min(max(failures - 1, 0), 16))
         made: _Attempt | None = None
         try:

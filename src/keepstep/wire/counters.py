@@ -1,4 +1,4 @@
-"""What was refused, per reason, and saying so at most once per peer and minute."""
+"""Counts messages, connections and refusals, and limits how often a refusal is logged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _REMEMBERED_PEERS = 1024
 
 
 class Counters:
-    """Messages, bytes and refusals of one server or client since it began."""
+    """Counts of one server or client since it was created."""
 
     __slots__ = ("_said", "bytes_in", "connections", "dropped", "messages_in", "messages_out", "refused")
 
@@ -21,11 +21,11 @@ class Counters:
         self.messages_out = 0
         self.bytes_in = 0
         self.connections = 0
-        self.dropped = 0  # messages that a bounded queue had no room for
+        self.dropped = 0  # messages for which a bounded queue had no room
         self._said: OrderedDict[str, float] = OrderedDict()
 
     def refuse(self, reason: Reason, peer_host: str, now_s: float) -> bool:
-        """Count a refusal. True when it should be logged: the first of this host within a minute."""
+        """Count a refusal; True if it should be logged, because it is the first of this host within a minute."""
         self.refused[reason] += 1
         said = self._said
         last_s = said.get(peer_host)
@@ -38,7 +38,7 @@ class Counters:
         return True
 
     def as_dict(self) -> dict[str, int]:
-        """All counts; refusals as ``refused_REASON``."""
+        """All counts by name; refusals are named ``refused_REASON``."""
         counts = {
             "messages_in": self.messages_in,
             "messages_out": self.messages_out,

@@ -1,4 +1,4 @@
-"""What launchers say to each other where the controller may move: see docs/design/election.md."""
+"""Messages between launchers that elect the controller's node. docs/design/election.md describes the protocol."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from keepstep.wire.messages import Host, Message, Port, Term, Token
 class Ask(Message, frozen=True):
     """A launcher asks another one for the lease on the controller, or to renew it. Answered by `Answer`.
 
-    ``previous``: term of the lease that it has, 0 for none. ``held``: term and version of its council. ``address`` and
-    ``port``: of its controller, once it has one.
+    ``previous``: term of the lease that the sender has, 0 for none. ``held``: term and version of the sender's council.
+    ``address`` and ``port``: where the sender's controller listens, once it has one.
     """
 
     number: Term
@@ -23,7 +23,7 @@ class Ask(Message, frozen=True):
 
 
 class Answer(Message, frozen=True):
-    """Whether the lease is granted, from when it was asked for on. ``term``: the newest in which one was granted."""
+    """Whether the lease is granted, starting when it was asked for. ``term``: the newest term with a granted lease."""
 
     number: Term
     by: Token
@@ -32,11 +32,14 @@ class Answer(Message, frozen=True):
 
 
 class Where(Message, frozen=True):
-    """Where is the controller? Answered by `Leads`."""
+    """Asks where the controller is. Answered by `Leads`."""
 
 
 class Leads(Message, frozen=True):
-    """The newest controller that a launcher knows of; ``port`` 0: none. ``acts``: it is ours, and we have the lease."""
+    """The newest controller that the sender knows of; ``port`` 0: none.
+
+    ``acts``: the controller is beside the sender, which has the lease.
+    """
 
     term: Term
     address: Host = ""

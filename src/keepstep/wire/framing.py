@@ -1,4 +1,4 @@
-"""Cutting a byte stream into frames: a length of 4 bytes (big endian), then as many bytes."""
+"""Cuts a byte stream into frames: a length of 4 bytes (big endian), then as many bytes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ LENGTH_BYTES = 4
 
 
 def frame(body: bytes) -> bytes:
-    """``body`` with its length before it."""
+    """The frame of ``body``: its length, then itself."""
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 class FrameBuffer:
-    """Bytes in as they come, whole frames out. Holds at most one unfinished frame of ``limit`` bytes.
+    """Takes bytes as they come and returns whole frames. Holds at most one unfinished frame of ``limit`` bytes.
 
-    ``limit`` may be changed between two frames: it is tiny until the peer has proved itself.
+    ``limit`` may be changed between two frames; it is small until the peer has proved itself.
     """
 
     __slots__ = ("_at", "_pending", "limit")
@@ -29,17 +29,17 @@ class FrameBuffer:
         return len(self._pending) - self._at
 
     def feed(self, data: bytes) -> None:
-        """Add what was received; call ``take`` until it returns None before the next ``feed``."""
+        """Add received bytes. Before the next call, ``take`` must have returned None."""
         if self._pending:
-            self._pending += data  # a bytearray by now: see ``_keep``
+            self._pending += data  # `_keep` has made it a bytearray
         else:
             self._pending = data
 
     def take(self) -> bytes | bytearray | None:
-        """The next whole frame's body, or None when more bytes are needed.
+        """The body of the next whole frame, or None if more bytes are needed.
 
         Raises:
-            Violation: the frame is empty or longer than ``limit``; the length was read, the body is not waited for.
+            Violation: the frame is empty or longer than ``limit``. This is known from its length field alone.
         """
         pending, at = self._pending, self._at
         begin = at + LENGTH_BYTES
@@ -60,7 +60,7 @@ class FrameBuffer:
         return pending[begin:end]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all bytes."""
         self._pending, self._at = b"", 0
 
     def _keep(self) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run(main)`` on the fastest loop there is."""
-    factory = loop_factory()
-    loop = factory()
+    """Run ``main`` like ``asyncio.run``, on uvloop if it is installed."""
+    try:
+        import uvloop
+
+        loop = uvloop.new_event_loop()
+    except ImportError:
+        loop = asyncio.new_event_loop()
     try:
         asyncio.set_event_loop(loop)
         return loop.run_until_complete(main)
@@ -21,15 +25,6 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         loop.run_until_complete(loop.shutdown_asyncgens())
         asyncio.set_event_loop(None)
         loop.close()
-
-
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """Makes a new loop."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop
-    return uvloop.new_event_loop
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:

@@ -1,6 +1,6 @@
-"""Iterations packed into columns of bytes for a message, and the iterations of such messages, packed or not.
+"""Packs iterations into columns of bytes for a message, and reads the iterations of messages, packed or not.
 
-numpy is imported only when something is packed or unpacked: a controller starts without it.
+numpy is imported only when something is packed or unpacked, so that a controller starts without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def pack(summaries: Sequence[IterationSummary]) -> PackedIterations:
-    """The summaries as a message's columns, little-endian."""
+    """The summaries as columns, little-endian."""
     from keepstep.core.iteration_table import table_of
 
     table = table_of(summaries)
@@ -26,7 +26,7 @@ def pack(summaries: Sequence[IterationSummary]) -> PackedIterations:
 
 
 def unpack(parts: Sequence[PackedIterations]) -> IterationTable:
-    """All parts as one table, without parts that hold no whole number of rows: their sender is faulty."""
+    """All parts as one table. Parts that hold no whole number of rows come from a faulty sender and are left out."""
     import numpy as np
 
     from keepstep.core.iteration_table import ROW, STREAM, IterationTable
@@ -45,7 +45,7 @@ def unpack(parts: Sequence[PackedIterations]) -> IterationTable:
 
 
 def iterations_of(answers: Sequence[Profile]) -> Sequence[IterationSummary]:
-    """The iterations in these answers whose times are finite and not negative; a table if any came packed."""
+    """The iterations in these answers whose times are finite and not negative, as a table if any came packed."""
     rows = [row for answer in answers for row in answer.iterations if _is_sane(row)]
     packed = [answer.packed for answer in answers if answer.packed is not None]
     if not packed:

@@ -1,4 +1,4 @@
-"""The run's secret: a file that only its owner can read; never an argument or environment variable.
+"""The run's secret, which is in a file that only its owner can read, never in an argument or environment variable.
 
 Several runs may share one secret, as all runs of a user do by default. So a program proves itself with a ``RunKey``:
 the secret, and the id of the run that the program belongs to.
@@ -18,21 +18,21 @@ from keepstep.core.errors import AuthenticationError
 
 SECRET_BYTES = 32
 TAG_BYTES = 32
-UNNAMED = "none"  # id of a run that was given none, as torchrun has it
-MOST_NAME = 64  # characters of a run's name as it is told to other programs
+UNNAMED = "none"  # id of a run to which the user gave none; the same as torchrun's
+MOST_NAME = 64  # most characters of a run's name in messages
 _LARGEST_FILE_BYTES = 4096
 _FINGERPRINT_DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RunKey:
-    """What a program of a run proves itself with.
+    """The key with which a program proves that it belongs to a run.
 
     Attributes:
-        secret: what ``read_secret`` returned.
-        run_id: of the run (``--rdzv-id``), of any length.
-        tag: says which run, to those alone that hold the secret.
-        name: the id for a message to an operator, at most ``MOST_NAME`` characters.
+        secret: the bytes that ``read_secret`` returned.
+        run_id: the id of the run (``--rdzv-id``), of any length.
+        tag: a hash of the id that only holders of the secret can compute.
+        name: the id as messages show it, in at most ``MOST_NAME`` characters.
     """
 
     secret: bytes = field(repr=False)
@@ -51,10 +51,10 @@ class RunKey:
 
 
 def write_secret(path: str | os.PathLike[str]) -> bytes:
-    """Make a new secret of 32 random bytes, write it in hex to ``path`` with mode 0600, and return it.
+    """Create a secret of 32 random bytes, write it in hex to ``path`` with mode 0600, and return it.
 
     Raises:
-        AuthenticationError: there is a file already, or the folder cannot be written to.
+        AuthenticationError: the file exists already, or the folder cannot be written to.
     """
     secret = secrets.token_bytes(SECRET_BYTES)
     try:
@@ -78,7 +78,9 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
         AuthenticationError: the file is missing, readable by others, owned by another user, or holds no secret.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not hold us
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        )  # opening a FIFO must not block
     except OSError as error:
         raise AuthenticationError(
             f"{path}: cannot read the run's secret: {error.strerror}; every node needs the secret file of the run "

@@ -1,4 +1,4 @@
-"""The controller's side of the wire: accepts, authenticates, hands messages over, refuses what is not allowed."""
+"""A server on an event loop, as the controller and electors run it: it authenticates peers and receives messages."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ logger = logging.getLogger("keepstep.wire")
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Bounds against peers that misbehave."""
+    """Limits on what peers that misbehave may cost."""
 
     handshake_s: float = HANDSHAKE_S
-    unproven: int = 2048  # connections without proof at most; the oldest makes room for the next
-    descriptors: int | None = None  # that the process may have open; None: as many as its soft limit says
-    unsent_bytes: int = 32 << 20  # to one peer, before it counts as a slow reader
+    unproven: int = 2048  # most connections without proof; with the next one the oldest is closed
+    descriptors: int | None = None  # most descriptors that the process may have open; None: its soft limit
+    unsent_bytes: int = 32 << 20  # most bytes that wait for one peer before it counts as a slow reader
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCallbacks:
-    """What the server calls, always on its event loop. They must not raise."""
+    """Functions that the server calls on its event loop. They must not raise."""
 
     message: Callable[[Connection, Message], None]
-    opened: Callable[[Connection], None]  # the peer has proved itself
-    closed: Callable[[Connection, str], None]  # only for peers that were opened
+    opened: Callable[[Connection], None]  # called when the peer has proved itself
+    closed: Callable[[Connection, str], None]  # called with the reason, if ``opened`` was
 
 
-_LEFT = 16  # descriptors for what is opened for a moment: files, connections to launchers
+_LEFT = 16  # descriptors kept free for files and connections to launchers that are opened for a moment
 _LEAST_UNPROVEN = 8
 _COUNT_AGAIN_S = 1.0
 
 
 def room_for_unproven(most: int, limit: int, others: int, kept: int) -> int:
-    """How many connections without proof there may be, so that another one can always be taken.
+    """How many connections without proof there may be, so that another connection can always be accepted.
 
-    ``limit``: descriptors of the process. ``others``: those of them that are no connection of the server. ``kept``:
-    the server's other connections.
+    ``most``: upper bound of the result. ``limit``: descriptors that the process may have open. ``others``: descriptors
+    that are open and are no connections of the server. ``kept``: the server's connections with proof or being closed.
     """
     return min(most, max(limit - _LEFT - others - kept, _LEAST_UNPROVEN))
 
 
 class Connection(asyncio.Protocol):
-    """One peer. ``number`` is unique within the server's life; ``role`` is proven."""
+    """One peer. ``number`` is unique within the server's life; ``role`` counts once the peer has proved itself."""
 
     __slots__ = (
         "_channel",
@@ -74,26 +74,26 @@ class Connection(asyncio.Protocol):
         self._channel: ServerChannel | None = None
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._tls: TlsEnd | None = None  # the server does without
+        self._tls: TlsEnd | None = None  # None: without TLS
         self.number = server.next_number()
         self.peer = "?"
         self.reason = ""
 
     @property
     def role(self) -> str:
-        """ "agent", "launcher" or "client"."""
+        """The role that the peer has claimed, for example "agent"; empty before it has."""
         return self._channel.role if self._channel else ""
 
     def send(self, message: Message) -> None:
-        """Queue a message; dropped when the connection is closed."""
+        """Queue a message; it is dropped if the connection is closed."""
         self._write(lambda channel: channel.send(message))
 
     def send_encoded(self, body: bytes) -> None:
-        """As ``send``, for ``wire.encode(message)``: one encoding for many peers."""
+        """Queue the bytes of ``wire.encode(message)``, which saves work if the message goes to many peers."""
         self._write(lambda channel: channel.send_encoded(body))
 
     def close(self, reason: str = "") -> None:
-        """Send what is queued, then close."""
+        """Close once everything queued has been sent."""
         self.reason = self.reason or reason
         transport = self._transport
         if transport is not None and not transport.is_closing():
@@ -102,16 +102,18 @@ class Connection(asyncio.Protocol):
             transport.close()
 
     def refuse(self, violation: Violation) -> None:
-        """Count, log once per host and minute, and drop the connection."""
+        """Count the violation, log it at most once per host and minute, and close the connection."""
         transport, channel = self._transport, self._channel
         if transport is None or self.reason:
             return
         self.reason = violation.reason
         self._server.refused(violation, self.peer)
-        if violation.reason == "crowded-out":  # its descriptor is needed, also when it reads nothing
+        if (
+            violation.reason == "crowded-out"
+        ):  # the descriptor is needed at once, even if the peer reads nothing
             transport.abort()
         elif self._tls is not None and not self._tls.is_up:
-            transport.close()  # after what TLS itself has to say
+            transport.close()  # after TLS's own alert has been sent
         elif channel is not None and (denial := channel.denial(violation)):
             self._send_bytes(transport, denial)
             transport.close()
@@ -157,7 +159,7 @@ class Connection(asyncio.Protocol):
         self._server.gone(self, established, self.reason or (str(exc) if exc else "closed by the peer"))
 
     def stop_timer(self) -> None:
-        """The proof has come, or the connection has gone."""
+        """Stop the timer that would refuse a peer without proof."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -183,25 +185,26 @@ class Connection(asyncio.Protocol):
             transport.write(tls.alert())
             raise Unproven("unauthenticated", f"TLS: {error.reason or error}") from error
         transport.write(answer)
-        if tls.has_ended:  # it waits for the same from us
+        if tls.has_ended:  # the peer waits until this side ends TLS, too
             transport.write(tls.close())
             transport.close()
         return plain
 
 
 class Server:
-    """Listens until ``close``. Made by ``serve``."""
+    """Listens until ``close``. ``serve`` makes one that listens."""
 
     def __init__(
         self,
         key: RunKey,
         callbacks: ServerCallbacks,
         *,
-        limits: ServerLimits | None = None,
-        check_addresses: bool = True,
-        roles: Collection[str] = TO_CONTROLLER,
+        tls: ssl.SSLContext | None,
+        limits: ServerLimits,
+        check_addresses: bool,
+        roles: Collection[str],
     ) -> None:
-        self.limits = limits or ServerLimits()
+        self.limits = limits
         self.counters = Counters()
         self._key = key
         self._callbacks = callbacks
@@ -212,32 +215,28 @@ class Server:
         self._unproven: OrderedDict[int, Connection] = OrderedDict()
         self._proven: dict[int, Connection] = {}
         self._numbers = 0
-        self._alive = 0  # connections, also those of which the loop has not told yet
-        self._tls: ssl.SSLContext | None = None
-        self._others = 0  # descriptors of the process that are no connection of ours
+        self._alive = 0  # connections that are not closed yet, with or without proof
+        self._tls = tls
+        self._others = 0  # descriptors of the process that are no connections of this server
         self._counted_s = -_COUNT_AGAIN_S
 
     @property
     def port(self) -> int:
-        """The port it listens on (useful when 0 was asked for)."""
+        """The port it listens on, which the kernel picks if 0 was asked for."""
         assert self._listener is not None
         return int(self._listener.sockets[0].getsockname()[1])
 
     @property
     def unproven(self) -> int:
-        """Connections that have not proved themselves yet."""
+        """Number of connections that have not proved themselves yet."""
         return len(self._unproven)
 
-    async def listen(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+    async def listen(self, host: str, port: int) -> None:
         """Bind to this address and no other."""
-        self._tls = tls
-        self._listener = await self._loop.create_server(
-            lambda: Connection(self),
-            host,
-            port,
-            backlog=4096,
-            reuse_address=True,
+        made = self._loop.create_server(
+            lambda: Connection(self), host, port, backlog=4096, reuse_address=True
         )
+        self._listener = await made
 
     async def close(self) -> None:
         """Stop listening and close every connection."""
@@ -251,7 +250,7 @@ class Server:
     # Called by connections.
 
     def next_number(self) -> int:
-        """Of one that was accepted."""
+        """The number of a connection that was just accepted."""
         self._numbers += 1
         self._alive += 1
         return self._numbers
@@ -260,8 +259,11 @@ class Server:
         return ServerChannel(self._key, ends, check_addresses=self._check_addresses, roles=self._roles)
 
     def new_tls(self) -> TlsEnd | None:
-        """The event loops' own TLS would tell of a connection only when its handshake is done: who never speaks would
-        hold a descriptor, and could not be counted or closed."""
+        """TLS for a new connection, if the server uses it.
+
+        The event loops' own TLS reports a connection only after its handshake, so that a peer that never speaks would
+        hold a descriptor and could be neither counted nor closed.
+        """
         return TlsEnd(self._tls) if self._tls is not None else None
 
     def await_proof(self, connection: Connection) -> asyncio.TimerHandle:
@@ -276,7 +278,7 @@ class Server:
         return self._loop.call_later(self.limits.handshake_s, connection.refuse, late)
 
     def _room(self) -> int:
-        """Connections without proof that there may be now, beside those with one and those that are being closed."""
+        """How many connections without proof there may be now."""
         now_s = self._loop.time()
         if now_s - self._counted_s >= _COUNT_AGAIN_S:
             self._counted_s = now_s
@@ -324,6 +326,7 @@ async def serve(
     roles: Collection[str] = TO_CONTROLLER,
 ) -> Server:
     """Listen on ``host:port`` (0: any free port) and no other address. Raises OSError when it cannot be bound."""
-    server = Server(key, callbacks, limits=limits, check_addresses=check_addresses, roles=roles)
-    await server.listen(host, port, tls)
+    limits = limits or ServerLimits()
+    server = Server(key, callbacks, tls=tls, limits=limits, check_addresses=check_addresses, roles=roles)
+    await server.listen(host, port)
     return server

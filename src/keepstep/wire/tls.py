@@ -1,4 +1,4 @@
-"""Mutual TLS from three paths. It hides what is said; who may speak is still proved by the run's secret."""
+"""Mutual TLS from three files. It encrypts messages; peers still prove themselves by the run's secret."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CHUNK_BYTES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class TlsPaths:
-    """PEM files: this side's certificate and key, and the authority that signed the other side's."""
+    """Paths of PEM files: this side's certificate and key, and the authority that signed the other side's."""
 
     cert: str
     key: str
@@ -20,10 +20,10 @@ class TlsPaths:
 
     @staticmethod
     def of(cert: str | None, key: str | None, ca: str | None) -> TlsPaths | None:
-        """From flags: all three or none.
+        """The paths from three flags; None if none of them is given.
 
         Raises:
-            UsageError: some are given and some are not.
+            UsageError: only some of the flags are given.
         """
         if cert and key and ca:
             return TlsPaths(cert, key, ca)
@@ -33,21 +33,21 @@ class TlsPaths:
 
 
 class TlsEnd:
-    """The server's end of one connection without any I/O: received bytes in, plain bytes and bytes to send out."""
+    """The server's end of one TLS connection without any I/O: it converts between encrypted and plain bytes."""
 
     __slots__ = ("_in", "_out", "_tls", "has_ended", "is_up")
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_side=True)
-        self.is_up = False  # the handshake is done
-        self.has_ended = False  # the peer has said that nothing follows
+        self.is_up = False  # whether the TLS handshake is done
+        self.has_ended = False  # whether the peer has said that nothing follows
 
     def receive(self, data: bytes) -> tuple[bytes, bytes]:
-        """Take received bytes; returns what they say and the bytes to send in answer.
+        """Take received bytes; return the plain bytes in them and the bytes to send in answer.
 
         Raises:
-            ssl.SSLError: the peer shows no certificate of the authority, or speaks no TLS; see ``alert``.
+            ssl.SSLError: the peer shows no certificate of the authority, or speaks no TLS. Send it ``alert()``.
         """
         self._in.write(data)
         plain = bytearray()
@@ -59,36 +59,38 @@ class TlsEnd:
                 plain += chunk
             self.has_ended = True
         except ssl.SSLWantReadError:
-            pass  # all that has come is read
+            pass  # everything received so far has been read
         return bytes(plain), self._out.read()
 
     def send(self, data: bytes) -> bytes:
-        """The bytes to send for plain ones. Only when ``is_up``."""
+        """The encrypted bytes to send for plain ones. Only allowed when ``is_up``."""
         self._tls.write(data)
         return self._out.read()
 
     def alert(self) -> bytes:
-        """What the peer is to be told after an error."""
+        """The bytes that tell the peer about a TLS error."""
         return self._out.read()
 
     def close(self) -> bytes:
-        """The bytes that say that nothing follows."""
+        """The bytes that tell the peer that nothing follows."""
         try:
             if self.is_up:
                 self._tls.unwrap()
         except ssl.SSLError:
-            pass  # it does not wait for the peer to say the same
+            pass  # `unwrap` wants to wait for the peer's own end, which is not needed
         return self._out.read()
 
 
 def server_context(paths: TlsPaths) -> ssl.SSLContext:
-    """For the controller: clients must show a certificate of the authority."""
+    """TLS settings of a server: clients must show a certificate of the authority."""
     return _context(paths, ssl.PROTOCOL_TLS_SERVER)
 
 
 def client_context(paths: TlsPaths) -> ssl.SSLContext:
-    """For nodes: the controller must show a certificate of the authority. Host names are not compared, because the
-    handshake inside binds the secret to the addresses."""
+    """TLS settings of a client: the server must show a certificate of the authority.
+
+    Host names are not compared, because the handshake inside TLS binds the secret to the addresses.
+    """
     return _context(paths, ssl.PROTOCOL_TLS_CLIENT)
 
 

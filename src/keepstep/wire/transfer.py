@@ -1,7 +1,7 @@
-"""What agents say to each other to bring a rank's state from one node to another, and to measure the path.
+"""Messages between agents to bring a rank's state from one node to another, and to measure the path.
 
-The node that wants it connects and asks; bytes of the state's storages follow a `Following` on the same connection,
-outside the frames, as they stand in the slot. Headers and checksums go in frames, so they are authenticated.
+The node that wants a state connects and asks. The bytes of the state's storages come after a `Following` on the same
+connection, outside the frames, unchanged from the slot. Header and checksums come in frames, so they are authenticated.
 """
 
 from __future__ import annotations
@@ -10,39 +10,37 @@ from typing import Annotated
 
 import msgspec
 
-from keepstep.wire.messages import MOST_LOAD_BYTES, Message
+from keepstep.wire.messages import Message
+from keepstep.wire.messages.limits import Key, Line, LoadBytes, Rank
 
 MOST_RANGE_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 56)]
-_Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
-_Word = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 _Range = Annotated[int, msgspec.Meta(ge=1, le=MOST_RANGE_BYTES)]
-_Reason = Annotated[str, msgspec.Meta(max_length=500)]
 _Piece = Annotated[bytes, msgspec.Meta(min_length=1, max_length=PIECE_BYTES)]
 
 
 class Want(Message, frozen=True):
-    """A rank's sealed state; what follows is about this one. Answered by `Have` or `Lacks`. ``key``: packed."""
+    """Asks for a rank's sealed state, which the next requests are about. Answered by `Have` or `Lacks`."""
 
-    rank: _Rank
-    key: _Word
+    rank: Rank
+    key: Key
 
 
 class SendHeader(Message, frozen=True):
-    """Send header and checksums, as `Piece` after `Piece`."""
+    """Asks for header and checksums. Answered by as many `Piece` as they need."""
 
 
 class SendRange(Message, frozen=True):
-    """Send a part of the storages' bytes. Answered by `Following`. Two may be asked for ahead."""
+    """Asks for a part of the storages' bytes. Answered by `Following`. Two requests may be under way at a time."""
 
     offset: _Count
     nbytes: _Range
 
 
 class Have(Message, frozen=True):
-    """The commit record of the state, which stays as it is while the connection lasts."""
+    """The commit record of the state, which does not change while the connection lasts."""
 
     step: _Count
     incarnation: _Count
@@ -53,9 +51,9 @@ class Have(Message, frozen=True):
 
 
 class Lacks(Message, frozen=True):
-    """It cannot be had here."""
+    """The sender cannot give this state."""
 
-    reason: _Reason
+    reason: Line
 
 
 class Piece(Message, frozen=True):
@@ -65,16 +63,16 @@ class Piece(Message, frozen=True):
 
 
 class Following(Message, frozen=True):
-    """As many bytes follow this frame."""
+    """This part of the storages follows the frame."""
 
     offset: _Count
     nbytes: _Range
 
 
 class Ping(Message, frozen=True):
-    """As many bytes of load follow this frame. Answered by `Echo` once all of them are there."""
+    """As many bytes of load follow this frame. Answered by `Echo` once all of them have come."""
 
-    load_bytes: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOAD_BYTES)] = 0
+    load_bytes: LoadBytes = 0
 
 
 class Echo(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""Why a peer was refused: one word per reason, counted per reason and shown in ``status.json``."""
+"""Errors of peers that are refused. Each has a reason, under which it is counted in ``status.json``."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from keepstep.core.errors import AuthenticationError, WireError
 from keepstep.wire.secret import UNNAMED
 
 Reason = Literal[
-    "malformed",  # bytes that are no message of this role in this state
-    "oversized",  # a frame longer than the state allows
-    "unauthenticated",  # no proof, or a wrong one, that the peer holds the run's secret
-    "another-job",  # holds the secret, and belongs to a run with another id
-    "tampered",  # a sealed frame whose code does not fit its bytes
-    "replayed",  # a sealed frame that was received before
-    "reordered",  # a sealed frame that skips others
-    "version",  # another version of the protocol
-    "address",  # the peer means another connection than this one (a relay, or translated addresses)
-    "handshake-timeout",  # opened a connection and did not finish the handshake in time
-    "crowded-out",  # oldest of too many connections without proof
-    "slow-reader",  # does not read what it is sent
-    "denied",  # the server said no (seen by clients)
+    "malformed",  # the peer sent bytes that are no message of its role in this state
+    "oversized",  # the peer announced a frame longer than the state allows
+    "unauthenticated",  # the peer brought no proof, or a wrong one, that it holds the run's secret
+    "another-job",  # the peer holds the secret, but belongs to a run with another id
+    "tampered",  # the code of a sealed frame does not fit its bytes
+    "replayed",  # a sealed frame came twice
+    "reordered",  # a sealed frame came before others that should precede it
+    "version",  # the peer speaks another version of the protocol
+    "address",  # the peer sees other addresses than this end does (a relay, or translated addresses)
+    "handshake-timeout",  # the peer did not finish the handshake in time
+    "crowded-out",  # the connection was the oldest of too many without proof
+    "slow-reader",  # the peer does not read what it is sent
+    "denied",  # the server refused this client
     "lost",  # the connection broke
 ]
 
@@ -28,7 +28,7 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 class Violation(WireError):
-    """A peer broke the protocol. ``reason`` is the word it is counted under."""
+    """A peer broke the protocol. ``reason`` is the word under which this is counted."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class Unproven(Violation, AuthenticationError):
 
 
 class AnotherJob(Violation):
-    """Both ends hold the secret and have proved it, and their runs have different ids: there is no connection.
+    """Both ends have proved that they hold the secret, but their runs have different ids.
 
     ``theirs`` and ``ours`` are the names of the two runs.
     """
@@ -51,5 +51,5 @@ class AnotherJob(Violation):
 
 
 def job_named(name: str) -> str:
-    """A job for a message, by its id."""
+    """The job with this id, as messages name it."""
     return "a job without --rdzv-id" if name == UNNAMED else f"job {name!r}"

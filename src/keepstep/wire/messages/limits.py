@@ -30,6 +30,7 @@ Line = Annotated[str, msgspec.Meta(max_length=500)]
 Token = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Term = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+LoadBytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOAD_BYTES)]
 Host = Annotated[str, msgspec.Meta(max_length=255)]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
 
 from keepstep.core.finding import Finding
@@ -19,7 +17,7 @@ from keepstep.core.summary import (
     PeerTraffic,
     RankState,
 )
-from keepstep.wire.messages.limits import MOST_LOAD_BYTES, Message
+from keepstep.wire.messages.limits import LoadBytes, Message
 
 
 class Groups(Message, frozen=True):
@@ -146,7 +144,7 @@ class ProbeRequest(Message, frozen=True):
 
     request: int
     targets: tuple[ProbeTarget, ...]
-    load_bytes: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOAD_BYTES)] = 0
+    load_bytes: LoadBytes = 0
 
 
 class SaveRings(Message, frozen=True):
