@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output has left (`| head`); keep the interpreter's last flush from complaining.
+        # The reader of the output has ended (as `head` does): the interpreter must not flush to it at exit.
         sys.stdout = None
         return 141
 

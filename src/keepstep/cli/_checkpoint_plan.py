@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import re
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from keepstep.checkpoint.storage.cost import Costs, Interval, Limits, ShardedModel, best_interval, save_gain
-from keepstep.cli._parsing import Parser
+from keepstep.cli._parsing import Parser, print_json
 from keepstep.core.errors import RunError, UsageError
 from keepstep.traces import open_run
 
 _DAY_S = 86_400.0
+_COUNTS = (
+    ("--data-parallel", 1, "replicas, with --parameters"),
+    ("--nodes", 1, "nodes of the job"),
+    ("--ranks-per-node", 8, "ranks on a node"),
+)
+_SIZES = (
+    ("--state-size", "", "state of the rank that saves most, e.g. 38GB"),
+    ("--parameters", "", "instead of --state-size, e.g. 175B: 2 + 12 bytes each, as ZeRO"),
+    ("--memory-bandwidth", "5GB", "copy of one rank to its node's memory, a second (default: %(default)s)"),
+    ("--backup-bandwidth", "2GB", "what a node may send its neighbour, a second (default: %(default)s)"),
+    (
+        "--storage-bandwidth",
+        "5GB",
+        "what the storage takes from the whole job, a second (default: %(default)s)",
+    ),
+)
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40, "PI": 2.0**50}
-
 
 _ABOUT = (
     "Say after how many steps to save: to memory, and to storage. The default values are guesses: give yours."
@@ -24,7 +38,12 @@ _ABOUT = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan."""
+    """Print how often to save.
+
+    Raises:
+        UsageError: a value cannot be used, or there is neither a size nor a number of parameters.
+        RunError: the run has no finished step.
+    """
     parser = Parser("checkpoint plan", _ABOUT)
     text = "a run whose measured step time is taken"
     parser.add_argument("run", nargs="?", default="", metavar="RUN", help=text)
@@ -33,94 +52,50 @@ def main(argv: Sequence[str]) -> int:
     text = "seconds from a failure to training again, lost work apart (s0; default: %(default)g)"
     parser.add_number("--recovery", 60.0, text)
     parser.add_number("--step-time", 0.0, "seconds of a training step (τ); default: measured in RUN")
-    counts = (
-        ("--data-parallel", 1, "replicas, with --parameters"),
-        ("--nodes", 1, "nodes of the job"),
-        ("--ranks-per-node", 8, "ranks on a node"),
-    )
-    for flag, count, text in counts:
+    for flag, count, text in _COUNTS:
         parser.add_argument(flag, type=int, default=count, metavar="N", help=f"{text} (default: %(default)s)")
-    sizes = (
-        ("--state-size", "", "state of the rank that saves most, e.g. 38GB"),
-        ("--parameters", "", "instead of --state-size, e.g. 175B: 2 + 12 bytes each, as ZeRO"),
-        (
-            "--memory-bandwidth",
-            "5GB",
-            "copy of one rank to its node's memory, a second (default: %(default)s)",
-        ),
-        ("--backup-bandwidth", "2GB", "what a node may send its neighbour, a second (default: %(default)s)"),
-        (
-            "--storage-bandwidth",
-            "5GB",
-            "what the storage takes from the whole job, a second (default: %(default)s)",
-        ),
-    )
-    for flag, size, text in sizes:
-        parser.add_argument(
-            flag, default=size, metavar="COUNT" if flag == "--parameters" else "BYTES", help=text
-        )
+    for flag, size, text in _SIZES:
+        metavar = "COUNT" if flag == "--parameters" else "BYTES"
+        parser.add_argument(flag, default=size, metavar=metavar, help=text)
     text = "seconds that a checkpoint adds to its step, measured (k0; default: the whole copy)"
     parser.add_number("--step-increase", None, text)
     text = "largest share of training time for checkpoints (default: %(default)g)"
     parser.add_number("--max-slowdown", 0.05, text, "SHARE")
     parser.add_json("print all terms as JSON")
-    return plan(**parser.parse(argv))
-
-
-def plan(
-    run: str,
-    failures_per_day: float,
-    recovery: float,
-    step_time: float,
-    state_size: str,
-    parameters: str,
-    data_parallel: int,
-    nodes: int,
-    ranks_per_node: int,
-    memory_bandwidth: str,
-    backup_bandwidth: str,
-    storage_bandwidth: str,
-    step_increase: float | None,
-    max_slowdown: float,
-    json: bool,
-) -> int:
-    """Print how often to save. The parameters are the flags of ``keepstep checkpoint plan``.
-
-    Raises:
-        UsageError: a value cannot be used, or there is neither a size nor a number of parameters.
-        RunError: ``run`` has no finished step.
-    """
-    step_s, step_source = (step_time, "given") if step_time else measured_step(run)
-    model = _model(parameters, nodes, ranks_per_node, data_parallel) if parameters else None
-    if (model is None) == (not state_size):
+    given = parser.parse(argv)
+    step_s, step_source = (given.step_time, "given") if given.step_time else measured_step(given.run)
+    nodes, ranks_per_node = given.nodes, given.ranks_per_node
+    model = None
+    if given.parameters:
+        model = _model(given.parameters, nodes, ranks_per_node, given.data_parallel)
+    if (model is None) == (not given.state_size):
         raise UsageError("give either --state-size BYTES of a rank, or --parameters COUNT")
-    rank_bytes = model.most_saved_bytes if model else quantity("--state-size", state_size)
+    rank_bytes = model.most_saved_bytes if model else quantity("--state-size", given.state_size)
     node_bytes = rank_bytes * ranks_per_node
     job_bytes = model.saved_bytes if model else node_bytes * nodes
-    memory = quantity("--memory-bandwidth", memory_bandwidth)
-    backup = quantity("--backup-bandwidth", backup_bandwidth)
-    storage = quantity("--storage-bandwidth", storage_bandwidth)
-    copy_s = rank_bytes / memory
+    memory = quantity("--memory-bandwidth", given.memory_bandwidth)
+    backup = quantity("--backup-bandwidth", given.backup_bandwidth)
+    storage = quantity("--storage-bandwidth", given.storage_bandwidth)
+    copy_s, backup_s, storage_s = rank_bytes / memory, node_bytes / backup, job_bytes / storage
     costs = Costs(
         period_s=_DAY_S,
-        failures=failures_per_day,
-        recovery_s=recovery,
-        checkpoint_s=copy_s if step_increase is None else step_increase,
+        failures=given.failures_per_day,
+        recovery_s=given.recovery,
+        checkpoint_s=copy_s if given.step_increase is None else given.step_increase,
         step_s=step_s,
     )
-    best = best_interval(costs, Limits(copy_s=copy_s, backup_s=node_bytes / backup, slowdown=max_slowdown))
-    storage_s = job_bytes / storage
+    best = best_interval(costs, Limits(copy_s=copy_s, backup_s=backup_s, slowdown=given.max_slowdown))
     terms: dict[str, Any] = {
         "step_s": step_s,
         "step_source": step_source,
-        "failures_per_day": failures_per_day,
-        "recovery_s": recovery,
+        "failures_per_day": costs.failures,
+        "recovery_s": costs.recovery_s,
         "rank_bytes": rank_bytes,
         "node_bytes": node_bytes,
         "job_bytes": job_bytes,
         "copy_s": copy_s,
         "checkpoint_s": costs.checkpoint_s,
-        "backup_s": node_bytes / backup,
+        "backup_s": backup_s,
         "storage_s": storage_s,
         "save_gain": save_gain(memory, storage / (nodes * ranks_per_node)),
         "load_s": model.load_s(memory, backup) if model else copy_s,
@@ -132,10 +107,8 @@ def plan(
         "lost_s": best.lost_s,
         "total_s": best.total_s,
     }
-    if json:
-        import msgspec
-
-        sys.stdout.write(msgspec.json.encode(terms).decode() + "\n")
+    if given.json:
+        print_json(terms)
     else:
         _print(terms, best, costs)
     return 0
@@ -151,14 +124,14 @@ def quantity(flag: str, text: str) -> float:
 
 
 def _model(text: str, nodes: int, ranks_per_node: int, data_parallel: int) -> ShardedModel:
-    # Parameters are counted in billions: 175B is no number of bytes.
+    # In a number of parameters, B is not the unit of bytes but a billion, as in 175B.
     billions = re.fullmatch(r"(\d+(?:\.\d*)?)\s*[bB]", text.strip())
     count = float(billions[1]) * 1e9 if billions else quantity("--parameters", text)
     return ShardedModel(count, nodes, data_parallel, ranks_per_node)
 
 
 def measured_step(name: str) -> tuple[float, str]:
-    """Median step time of a run, in seconds, and where it is from. Raises UsageError, RunError without one."""
+    """The median step time of a run in seconds, and where it is from. Raises UsageError or RunError without one."""
     if not name:
         raise UsageError("no step time: give --step-time SECONDS, or a run that has finished steps")
     durations = [one.duration_s for one in open_run(name).iterations() if one.duration_s > 0]
@@ -177,26 +150,20 @@ def _print(terms: dict[str, Any], best: Interval, costs: Costs) -> None:
         f"{time_text(best.lost_s)} of work done twice, {time_text(best.recovery_s)} of recovery"
     )
     print()
+    sizes = [bytes_text(terms[name]) for name in ("rank_bytes", "node_bytes", "job_bytes")]
+    gain = terms["save_gain"]
     rows = [
         ("step time τ", time_text(costs.step_s), terms["step_source"]),
         ("failures m/d", f"{costs.failures:g} a day", ""),
         ("recovery s0", time_text(costs.recovery_s), "without lost work"),
         ("checkpoint k0", time_text(costs.checkpoint_s), "what one adds to the training's time"),
         ("optimum t*", f"{best.optimum_steps:.1f} steps", "sqrt(2·d·k0/m)/τ, without limits"),
-        (
-            "copy",
-            time_text(terms["copy_s"]),
-            f"{bytes_text(terms['rank_bytes'])} of the rank that saves most",
-        ),
-        (
-            "backup",
-            time_text(terms["backup_s"]),
-            f"{bytes_text(terms['node_bytes'])} of a node to its neighbour",
-        ),
+        ("copy", time_text(terms["copy_s"]), f"{sizes[0]} of the rank that saves most"),
+        ("backup", time_text(terms["backup_s"]), f"{sizes[1]} of a node to its neighbour"),
         (
             "storage k1",
             time_text(terms["storage_s"]),
-            f"{bytes_text(terms['job_bytes'])} of the job, {terms['save_gain']:.0f} times slower than memory",
+            f"{sizes[2]} of the job, {gain:.0f} times slower than memory",
         ),
         ("load", time_text(terms["load_s"]), "from the nodes' caches"),
     ]

@@ -1,4 +1,4 @@
-"""What the command lines of the verbs share: argparse, with usage errors of one line that say what to do."""
+"""What all verbs share: argparse with usage errors of one line that say what to do, and output as JSON."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from keepstep.core.errors import UsageError
-
-RUN = "the run's folder, or its name under ./runs"
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,27 +20,38 @@ class Parser(argparse.ArgumentParser):
         """Raise a UsageError that leads to the command's help."""
         raise UsageError(f"{self._command}: {message}; see `keepstep {self._command} --help`")
 
-    def parse(self, argv: Sequence[str]) -> dict[str, Any]:
-        """The values by name.
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The values of all flags and arguments.
 
         Raises:
             UsageError: a flag or argument is unknown, missing, or cannot have its value.
         """
         # Plain parse_args refuses RUN --json INCIDENT; the intermixed one loses "--" and takes flags after it.
         parse = self.parse_args if "--" in argv else self.parse_intermixed_args
-        return vars(parse(list(argv)))
+        return parse(list(argv))
+
+    def add_run(self) -> None:
+        """Add the argument that names a run."""
+        self.add_argument("run", metavar="RUN", help="the run's folder, or its name under ./runs")
 
     def add_json(self, text: str) -> None:
         """Add ``--json``."""
         self.add_argument("--json", action="store_true", help=text)
 
     def add_number(self, flag: str, default: float | None, text: str, metavar: str = "S") -> None:
-        """Add a flag that takes a number, seconds where ``metavar`` does not say otherwise."""
+        """Add a flag that takes a number: of seconds, where ``metavar`` does not name another unit."""
         self.add_argument(flag, type=float, default=default, metavar=metavar, help=text)
 
 
+def print_json(content: Any) -> None:
+    """Print an object as one line of JSON."""
+    import msgspec
+
+    print(msgspec.json.encode(content).decode())
+
+
 def least(limit: int) -> Callable[[str], int]:
-    """The type of an argument: a whole number of at least ``limit``."""
+    """An argparse type: a whole number of at least ``limit``."""
 
     def number(text: str) -> int:
         if int(text) < limit:
@@ -54,7 +63,7 @@ def least(limit: int) -> Callable[[str], int]:
 
 
 def between(low: float, high: float) -> Callable[[str], float]:
-    """The type of an argument: a number from ``low`` to ``high``."""
+    """An argparse type: a number from ``low`` to ``high``."""
 
     def number(text: str) -> float:
         if not low <= float(text) <= high:
@@ -68,9 +77,9 @@ def between(low: float, high: float) -> Callable[[str], float]:
 def choose(
     command: str, about: str, verbs: Mapping[str, str], argv: Sequence[str], *flags: tuple[str, str]
 ) -> tuple[str, list[str]] | int:
-    """The verb that ``argv`` begins with and what follows it, or the exit code once help was printed.
+    """The verb that ``argv`` begins with and the words after it; or an exit code, when help was printed.
 
-    ``verbs`` holds a line on each verb, ``flags`` further flags of the command with a line on each.
+    ``verbs``: a line of help for each verb; ``flags``: further flags of the command, with a line of help each.
 
     Raises:
         UsageError: there is no such verb.

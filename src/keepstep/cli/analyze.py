@@ -7,11 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
-from keepstep.analyze import Analysis
-from keepstep.analyze import analyze as judge
-from keepstep.cli._parsing import Parser
+from keepstep.analyze import Analysis, analyze
+from keepstep.cli._parsing import Parser, print_json
 from keepstep.core.layout import ParallelLayout
 from keepstep.report.verdict import render
 
@@ -29,15 +26,10 @@ def main(argv: Sequence[str]) -> int:
     text = "parallel sizes of the job, fastest rank first"
     parser.add_argument("--layout", default="", metavar="tp2-pp4-dp8", help=text)
     parser.add_json('print {"incidents": […], "missing": […]} instead of text')
-    return analyze(**parser.parse(argv))
-
-
-def analyze(path: Path, layout: str, json: bool) -> int:
-    """Print what was found in the trace at ``path``."""
-    analysis = judge(path, ParallelLayout.declared(layout) if layout else None)
-    if json:
-        content = {"incidents": analysis.incidents, "missing": analysis.missing}
-        sys.stdout.write(msgspec.json.encode(content).decode() + "\n")
+    given = parser.parse(argv)
+    analysis = analyze(given.path, ParallelLayout.declared(given.layout) if given.layout else None)
+    if given.json:
+        print_json({"incidents": analysis.incidents, "missing": analysis.missing})
     else:
         _print_text(analysis)
     return 1 if analysis.incidents else 0
@@ -46,7 +38,7 @@ def analyze(path: Path, layout: str, json: bool) -> int:
 def _print_text(analysis: Analysis) -> None:
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for incident in analysis.incidents:
-        # There is no run to ask further: the line that says how is left out.
+        # The last line names a command for the run; here is no run.
         print(render(incident, color=color).rsplit("\n", 1)[0])
         print()
     if not analysis.incidents:

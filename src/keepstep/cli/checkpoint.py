@@ -14,10 +14,10 @@ from keepstep.checkpoint.storage.read import StoredStep, scan
 from keepstep.checkpoint.storage.read import verify as problems_of
 from keepstep.cli import _checkpoint_plan
 from keepstep.cli._checkpoint_plan import bytes_text
-from keepstep.cli._parsing import Parser, choose, least
+from keepstep.cli._parsing import Parser, choose, least, print_json
 from keepstep.core.errors import CheckpointError, UsageError
 
-_MOST_LINES = 20
+_MOST_LINES = 20  # problems printed for one step
 
 _ABOUT = "Plan how often to save checkpoints; list, verify, export and prune those on storage."
 _VERBS = {
@@ -47,30 +47,30 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("path", metavar="PATH", help="folder or URL (s3://…) with the steps")
     if verb == "list":
         parser.add_json("print JSON")
-        return list_steps(**parser.parse(rest))
+        return list_steps(**vars(parser.parse(rest)))
     if verb == "verify":
         parser.add_argument("--step", type=int, metavar="N", help="this step only")
         parser.add_json("print JSON")
-        return verify(**parser.parse(rest))
+        return verify(**vars(parser.parse(rest)))
     if verb == "export":
         parser.add_argument("--step", type=int, metavar="N", help="default: the newest whole one")
         text = "file to write: all tensors put together"
         parser.add_argument("--safetensors", type=Path, metavar="FILE", help=text)
         text = "folder to write: torch.distributed.checkpoint, plain values included"
         parser.add_argument("--dcp", type=Path, metavar="FOLDER", help=text)
-        return export(**parser.parse(rest))
+        return export(**vars(parser.parse(rest)))
     text = "how many of the newest whole steps stay, at least 1"
     parser.add_argument("--keep", type=least(1), required=True, metavar="K", help=text)
     parser.add_argument("--dry-run", action="store_true", help="say what would go; remove nothing")
     parser.add_json("print JSON")
-    return prune(**parser.parse(rest))
+    return prune(**vars(parser.parse(rest)))
 
 
 def list_steps(path: str, json: bool) -> int:
     """Print the steps on storage."""
     steps = scan(open_storage(path))
     if json:
-        _print_json([_as_json(step) for step in steps])
+        print_json([_as_json(step) for step in steps])
         return 0
     if not steps:
         print(f"keepstep: {path}: no checkpoint there", file=sys.stderr)
@@ -103,7 +103,7 @@ def verify(path: str, step: int | None, json: bool) -> int:
             for line in _folded(lines):
                 print(f"  {line}")
     if json:
-        _print_json(found)
+        print_json(found)
     return 0 if all(one["whole"] for one in found) else 1
 
 
@@ -155,7 +155,7 @@ def prune(path: str, keep: int, dry_run: bool, json: bool) -> int:
         if not json:
             print(f"{'would remove' if dry_run else 'removed'} {key_text(step.key)}")
     if json:
-        _print_json([_as_json(step) for step in gone])
+        print_json([_as_json(step) for step in gone])
     return 0
 
 
@@ -186,12 +186,6 @@ def _as_json(step: StoredStep) -> dict[str, Any]:
         "whole": step.whole,
         "problems": step.problems,
     }
-
-
-def _print_json(content: Any) -> None:
-    import msgspec
-
-    sys.stdout.write(msgspec.json.encode(content).decode() + "\n")
 
 
 def _folded(lines: tuple[str, ...]) -> list[str]:

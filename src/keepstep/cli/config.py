@@ -23,21 +23,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--origin", action="store_true", help="say where each value comes from")
     parser.add_json("print JSON")
     given = parser.parse(chosen[1])
-    show(given["origin"], given["json"])
-    return 0
-
-
-def show(origin: bool, as_json: bool) -> None:
-    """Print every setting."""
     resolved = resolve(SETTINGS, environ=os.environ, path=config_path(os.environ))
-    if as_json:
+    if given.json:
         entries = {
-            item.setting.key: {"value": item.value, "origin": item.origin} if origin else item.value
+            item.setting.key: {"value": item.value, "origin": item.origin} if given.origin else item.value
             for item in resolved.values()
         }
         print(json.dumps(entries, indent=2))
-        return
+        return 0
     lines = [f"{item.setting.key} = {json.dumps(item.value)}" for item in resolved.values()]
     width = max(map(len, lines))
     for line, item in zip(lines, resolved.values(), strict=True):
-        print(f"{line:<{width}}  # {item.origin}" if origin else line)
+        print(f"{line:<{width}}  # {item.origin}" if given.origin else line)
+    return 0

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 
 from keepstep import wire
 from keepstep.cli._asking import ask
-from keepstep.cli._parsing import RUN, Parser
-from keepstep.cli.status import status as show_status
+from keepstep.cli._parsing import Parser
+from keepstep.cli.status import show as show_status
 from keepstep.core.errors import RunError, UsageError
 from keepstep.core.log_lines import one_line
 
@@ -28,7 +28,7 @@ _ABOUT = (
 def main(argv: Sequence[str]) -> int:
     """Give the order and wait until it is carried out."""
     parser = Parser("ctl", _ABOUT)
-    parser.add_argument("run", metavar="RUN", help=RUN)
+    parser.add_run()
     text = f"what the job is to do: {', '.join(get_args(Verb))}; start is resume"
     parser.add_argument("verb", metavar="VERB", choices=get_args(Verb), help=text)
     text = "names or node ranks; of exchange: the two that swap their ranks; of replace: the one that leaves"
@@ -37,23 +37,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--now", action="store_true", help=text)
     text = "seconds to wait until it is done (default: %(default)g)"
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help=text)
-    return ctl(**parser.parse(argv))
-
-
-def ctl(run: str, verb: Verb, nodes: list[str], now: bool, timeout: float) -> int:
-    """Have the controller of ``run`` carry out ``verb``, with these nodes."""
+    given = parser.parse(argv)
+    run, verb = given.run, given.verb
     count, wanted = _WANTED.get(verb, (0, "no node"))
-    if len(nodes) != count:
+    if len(given.nodes) != count:
         raise UsageError(f"keepstep ctl {run} {verb}: give {wanted}")
-    if now and count:
+    if given.now and count:
         raise UsageError(f"keepstep ctl {run} {verb}: no --now, nodes take over a step that is sealed")
     if verb == "status":
         return show_status(run, json=False)
     answer = ask(
         run,
-        wire.Operate(verb, now, tuple(nodes)),
+        wire.Operate(verb, given.now, tuple(given.nodes)),
         wire.Operated,
-        timeout,
+        given.timeout,
         only="only a running job takes orders",
         gone=f"see keepstep status {run} for whether it was done",
     )

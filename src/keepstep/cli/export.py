@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from keepstep.cli._parsing import RUN, Parser
+from keepstep.cli._parsing import Parser
 from keepstep.core.errors import RingError, RunError
 from keepstep.report.incidents import read_incidents
 from keepstep.ring import RingReader
@@ -20,25 +20,19 @@ _ABOUT = "Write the recorded operations and phases of all ranks; open the file a
 def main(argv: Sequence[str]) -> int:
     """Write the trace."""
     parser = Parser("export", _ABOUT)
-    parser.add_argument("run", metavar="RUN", help=RUN)
+    parser.add_run()
     text = "file to write, e.g. trace.json.gz"
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help=text)
-    return export(**parser.parse(argv))
-
-
-def export(run: str, output: Path) -> int:
-    """Write the recorded operations and phases of all ranks of ``run`` to ``output``."""
+    given = parser.parse(argv)
+    run, output = given.run, given.output
     opened = open_run(run)
     rings = opened.rings()
     if not rings:
         raise RunError(
             f"{run}: no rings saved yet; they are saved at each incident and at the end of the job"
         )
-    ranks: dict[int, list[Span]] = {}
-    for rank, path in rings.items():
-        spans = _read(rank, path)
-        if spans is not None:
-            ranks[rank] = spans
+    read = {rank: _read(rank, path) for rank, path in rings.items()}
+    ranks = {rank: spans for rank, spans in read.items() if spans is not None}
     try:
         count = write_chrome_trace(output, ranks, _marks(opened))
     except OSError as error:
@@ -70,7 +64,7 @@ def _spans(path: Path) -> Iterator[Span]:
 
 
 def _marks(run: Run) -> Iterator[tuple[float, str]]:
-    """Onset and relief of the incidents, placed at the start of their step on rank 0's clock."""
+    """The onset and relief of each incident, at the start of that step on the clock of rank 0."""
     starts = {row.step: row.start_unix_s for row in run.iterations() if row.rank == 0}
     for incident in read_incidents(run.path / "incidents"):
         for step, word in ((incident.onset_step, "onset"), (incident.relief_step, "relief")):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
 from keepstep.checkpoint.storage.cost import Costs, best_interval, kept_cost_s, total_cost_s
 from keepstep.cli._checkpoint_plan import measured_step, time_text
-from keepstep.cli._parsing import Parser
+from keepstep.cli._parsing import Parser, print_json
 from keepstep.core.errors import UsageError
 
 _DAY_S = 86_400.0
 _RESTART_S_PER_DEVICE = 0.2  # FlashRecovery, table II: 1,115 s at 5,472 devices
-
 
 _ABOUT = (
     "Say what failures cost in a day, with keepstep and without. The default values are guesses: give yours."
@@ -51,66 +50,54 @@ def main(argv: Sequence[str]) -> int:
     text = "with: share of a step for watching and for a snapshot of each (default: %(default)g)"
     parser.add_number("--overhead", 0.005, text, "SHARE")
     parser.add_json("print all terms as JSON")
-    return plan(**parser.parse(argv))
+    given = parser.parse(argv)
+    terms = _terms(given)
+    if given.json:
+        print_json(terms)
+    else:
+        _print(terms)
+    return 0
 
 
-def plan(
-    run: str,
-    devices: int,
-    device_mtbf: float,
-    failures_per_day: float | None,
-    step_time: float,
-    detection: float,
-    restart: float | None,
-    checkpoint_time: float,
-    interval: float | None,
-    recovery: float,
-    overhead: float,
-    json: bool,
-) -> int:
-    """Print what failures cost in a day. The parameters are the flags of ``keepstep plan``."""
+def _terms(given: Namespace) -> dict[str, Any]:
+    """What failures cost in a day, without keepstep and with it."""
+    devices: int = given.devices
     if devices < 1:
         raise UsageError(f"--devices {devices}: at least 1")
-    if failures_per_day is None and not device_mtbf > 0:
-        raise UsageError(f"--device-mtbf {device_mtbf:g}: a number of hours above 0")
-    step_s, source = (step_time, "given") if step_time else measured_step(run)
-    failures = devices * 24 / device_mtbf if failures_per_day is None else failures_per_day
-    restart_s = devices * _RESTART_S_PER_DEVICE if restart is None else restart
-    before = Costs(_DAY_S, failures, detection + restart_s, checkpoint_time, step_s)
-    after = Costs(_DAY_S, failures, recovery, overhead * step_s, step_s)
-    if interval is not None and not interval >= step_s:
-        raise UsageError(f"--interval {interval:g}: at least a step, {step_s:g} s")
-    steps = best_interval(before).steps if interval is None else interval / step_s
-    columns: dict[str, dict[str, float]] = {
-        "without": {
-            "recovery_s": before.recovery_s,
-            "redone_s": steps * step_s / 2,
-            "saving_s": _DAY_S / (steps * step_s) * checkpoint_time,
-            "lost_s": min(_DAY_S, total_cost_s(before, steps)),
-        },
-        "with": {
-            "recovery_s": recovery,
-            "redone_s": step_s,
-            "saving_s": overhead * _DAY_S,
-            "lost_s": min(_DAY_S, kept_cost_s(after)),
-        },
+    failures: float = given.failures_per_day
+    if given.failures_per_day is None:
+        if not given.device_mtbf > 0:
+            raise UsageError(f"--device-mtbf {given.device_mtbf:g}: a number of hours above 0")
+        failures = devices * 24 / given.device_mtbf
+    step_s, source = (given.step_time, "given") if given.step_time else measured_step(given.run)
+    restart_s = devices * _RESTART_S_PER_DEVICE if given.restart is None else given.restart
+    before = Costs(_DAY_S, failures, given.detection + restart_s, given.checkpoint_time, step_s)
+    after = Costs(_DAY_S, failures, given.recovery, given.overhead * step_s, step_s)
+    if given.interval is not None and not given.interval >= step_s:
+        raise UsageError(f"--interval {given.interval:g}: at least a step, {step_s:g} s")
+    interval_s = best_interval(before).steps * step_s if given.interval is None else given.interval
+    without = {
+        "recovery_s": before.recovery_s,
+        "redone_s": interval_s / 2,
+        "saving_s": _DAY_S / interval_s * given.checkpoint_time,
+        "lost_s": min(_DAY_S, total_cost_s(before, interval_s / step_s)),
     }
-    terms: dict[str, Any] = {
+    kept = {
+        "recovery_s": given.recovery,
+        "redone_s": step_s,
+        "saving_s": given.overhead * _DAY_S,
+        "lost_s": min(_DAY_S, kept_cost_s(after)),
+    }
+    return {
         "devices": devices,
         "failures_per_day": failures,
         "step_s": step_s,
         "step_source": source,
-        "interval_s": steps * step_s,
-        **columns,
-        "saved_device_hours": (columns["without"]["lost_s"] - columns["with"]["lost_s"]) * devices / 3600,
+        "interval_s": interval_s,
+        "without": without,
+        "with": kept,
+        "saved_device_hours": (without["lost_s"] - kept["lost_s"]) * devices / 3600,
     }
-    if json:
-        import msgspec
-
-        sys.stdout.write(msgspec.json.encode(terms).decode() + "\n")
-    else:
-        _print(terms)
-    return 0
 
 
 def _print(terms: dict[str, Any]) -> None:

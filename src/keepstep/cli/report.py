@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from keepstep.cli._parsing import RUN, Parser
+from keepstep.cli._parsing import Parser
 from keepstep.core.errors import UsageError
 from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
@@ -23,30 +23,27 @@ _ABOUT = (
 def main(argv: Sequence[str]) -> int:
     """Print the verdicts; 1 when there are any."""
     parser = Parser("report", _ABOUT)
-    parser.add_argument("run", metavar="RUN", help=RUN)
+    parser.add_run()
     text = "number of one incident; all when left out"
     parser.add_argument("incident", type=int, nargs="?", metavar="INCIDENT", help=text)
     parser.add_json("print JSON, one incident a line")
     text = "draw the step times into FILE (.png or .svg)"
     parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
-    return report(**parser.parse(argv))
-
-
-def report(run: str, incident: int | None, json: bool, plot: Path | None) -> int:
-    """Print the incidents of ``run``, or the one with this number."""
+    given = parser.parse(argv)
+    run, incident = given.run, given.incident
     opened = open_run(run)
     known = read_incidents(opened.path / "incidents")
     chosen = known if incident is None else [one for one in known if one.number == incident]
     if incident is not None and not chosen:
         numbers = ", ".join(str(one.number) for one in known) or "none"
         raise UsageError(f"{run}: no incident {incident} (incidents of this run: {numbers})")
-    if json:
+    if given.json:
         for one in chosen:
-            sys.stdout.write(incident_to_json(one, indent=0).decode() + "\n")
+            print(incident_to_json(one, indent=0).decode())
     else:
         _print_text(opened, chosen, run, timeline=incident is not None)
-    if plot is not None:
-        _draw(opened, chosen, plot)
+    if given.plot is not None:
+        _draw(opened, chosen, given.plot)
     if chosen or (incident is None and _failure(opened)):
         return 1
     return 0 if _watched(opened) else 2
@@ -70,14 +67,14 @@ def _print_text(run: Run, incidents: list[Incident], name: str, *, timeline: boo
 
 
 def _failure(run: Run) -> str:
-    """How the job failed by itself, as when it died before it was watched; empty when it did not."""
+    """How the job failed, perhaps before it was watched; empty when it did not, or a signal ended it."""
     end = run.end() or {}
     code, reason = end.get("exit_code", 0), str(end.get("reason", ""))
     return "" if code == 0 or reason.startswith("signal ") else f"{reason} (exit code {code})"
 
 
 def _watched(run: Run) -> bool:
-    """Whether there is anything to judge by: a job that ended without a recorded step was not watched."""
+    """Whether the job was watched: it still runs, or a step was recorded."""
     return run.end() is None or next(run.iterations(), None) is not None
 
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from keepstep.cli._parsing import RUN, Parser
+from keepstep.cli._parsing import Parser, print_json
 from keepstep.core.errors import RunError
 from keepstep.core.events import Op, Phase
 from keepstep.core.log_lines import one_line
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.traces import Run, open_run
 
-_STALE_S = 10.0
+_STALE_S = 10.0  # a status file older than this is not shown as the present state
 _COLUMNS = ("RANKS", "NODE", "STATE", "STEP", "PHASE", "ITER", "OWN", "IDLE", "WAITS IN")
 _WIDTHS = (12, 16, 7, 8, 11, 9, 9, 8, 0)
-
 
 _ABOUT = "Show where a run stands. Ranks that are alike share a row; the one furthest behind comes first."
 
@@ -25,21 +23,20 @@ _ABOUT = "Show where a run stands. Ranks that are alike share a row; the one fur
 def main(argv: Sequence[str]) -> int:
     """Print the status."""
     parser = Parser("status", _ABOUT)
-    parser.add_argument("run", metavar="RUN", help=RUN)
+    parser.add_run()
     parser.add_json("print the whole status as JSON")
-    return status(**parser.parse(argv))
+    given = parser.parse(argv)
+    return show(given.run, json=given.json)
 
 
-def status(run: str, json: bool) -> int:
+def show(run: str, *, json: bool) -> int:
     """Print where ``run`` stands."""
     opened = open_run(run)
     found = opened.status()
     if found is None:
         raise RunError(f"{run}: no status yet; the controller writes it within a second of the job's start")
     if json:
-        import msgspec
-
-        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+        print_json(found)
         return 0
     print(one_line(_headline(opened, found)))
     rows = sorted(_rows(found), key=lambda row: (row[3], -row[-1]))
@@ -52,7 +49,7 @@ def status(run: str, json: bool) -> int:
 
 
 def _checks(found: dict[str, Any]) -> Iterator[str]:
-    """What the checks before the start found, a row for each node; nodes without a finding share one."""
+    """What the checks before the start have found, a line for each node; nodes without a finding share one."""
     checks: dict[str, Any] = found.get("checks") or {}
     well = sorted(node for node, lines in checks.items() if not lines)
     if well:
@@ -63,7 +60,7 @@ def _checks(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _checkpoints(run: Run) -> Iterator[str]:
-    """How it stands with steps on their way to storage, a line for each trouble."""
+    """Which steps are on storage or on their way there, and what is in their way: a line each."""
     for node, told in run.checkpoints().items():
         newest, way = told["newest"], ", ".join(map(str, told["on_the_way"]))
         on_storage = "nothing is on storage yet" if newest is None else f"step {newest} is on storage"
@@ -91,7 +88,7 @@ def _headline(run: Run, found: dict[str, Any]) -> str:
 
 
 def _state(found: dict[str, Any]) -> str:
-    """The job's, and for how long where it is not as it should be."""
+    """The state of the job, and since when, unless it is running."""
     since_s = float(found.get("state_s", 0.0))
     return str(found["state"]) + (
         f" for {since_s:.0f} s" if found["state"] != "running" and since_s >= 1 else ""
@@ -107,7 +104,7 @@ def _restarts(found: dict[str, Any]) -> str:
 
 def _backed_up(backups: dict[str, Any] | None) -> str:
     if not backups or (backups["step"] < 0 and not backups["trouble"]):
-        return ""  # one node, or no checkpoints
+        return ""  # the job has one node, or makes no checkpoints
     step = f"step {backups['step']}" if backups["step"] >= 0 else "nothing"
     return f"; backed up: {step}" + (f" ({backups['trouble']})" if backups["trouble"] else "")
 
@@ -120,23 +117,23 @@ def _recovered(recovery: dict[str, Any] | None) -> str:
 
 
 def _rows(found: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """One row per rank: (rank, node, state, step, phase, iteration, own, idle, operation, idle seconds)."""
+    """A row for each rank: its rank number and the other columns as text, and last its idle time in seconds."""
     for node in found["nodes"]:
         for cells in node["ranks"]:
             beat = dict(zip(found["rank_columns"], cells, strict=False))
             state = "ended" if not beat["alive"] else str(node["agent"])
             flying, waits_in = beat.get("in_flight"), ""
             if flying and beat["idle_s"] >= 1.0:
-                waits_in = f"{_name(Op, flying['op'])} {flying['group']} seq {flying['seq']}"
+                waits_in = f"{_named(Op, flying['op'])} {flying['group']} seq {flying['seq']}"
             idle = f"{beat['idle_s']:.0f} s" if beat["idle_s"] >= 1.0 else ""
             yield (
-                beat["rank"], node["node"], state, beat["step"], _phase(beat["phase"]),
+                beat["rank"], node["node"], state, beat["step"], _named(Phase, beat["phase"]),
                 f"{beat['iteration_s']:.3f} s", f"{beat['self_s']:.3f} s", idle, waits_in, beat["idle_s"],
             )  # fmt: skip
 
 
 def _folded(rows: list[tuple[Any, ...]]) -> Iterator[tuple[str, ...]]:
-    """Neighbouring rows that differ in the rank and in the last digits of their times share one."""
+    """Rows as text; neighbours that differ only in rank and in the last digits of their times share one."""
     group: list[tuple[Any, ...]] = []
     for row in [*rows, None]:
         if group and (row is None or _alike(row) != _alike(group[0])):
@@ -150,18 +147,12 @@ def _alike(row: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*row[1:5], row[5][:4], row[6][:4], row[7], row[8])
 
 
-def _phase(code: int) -> str:
+def _named(kind: type[Op] | type[Phase], code: int) -> str:
     try:
-        return Phase(code).title
+        known = kind(code)
     except ValueError:
         return str(code)
-
-
-def _name(kind: type[Op], code: int) -> str:
-    try:
-        return kind(code).name
-    except ValueError:
-        return str(code)
+    return known.title if isinstance(known, Phase) else known.name
 
 
 def _line(cells: tuple[str, ...]) -> str:

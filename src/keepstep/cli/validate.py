@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from keepstep import wire
 from keepstep.cli._asking import ask
-from keepstep.cli._parsing import RUN, Parser, between
+from keepstep.cli._parsing import Parser, between, print_json
 from keepstep.core.errors import RunError, UsageError
 from keepstep.core.ranges import expand_ranks
 
-_MOST_RANKS = 8192  # as the controller has it
-
+_MOST_RANKS = 8192  # the same limit as in control/incidents/validation_case.py
 
 _ABOUT = "Compare devices and links while the training waits. Exit code 0: alike, 1: one stands out."
 
@@ -20,7 +18,7 @@ _ABOUT = "Compare devices and links while the training waits. Exit code 0: alike
 def main(argv: Sequence[str]) -> int:
     """Have the job validated; 1 when a device or link stands out."""
     parser = Parser("validate", _ABOUT)
-    parser.add_argument("run", metavar="RUN", help=RUN)
+    parser.add_run()
     parser.add_argument("--ranks", default="", metavar="RANKS", help="test these ranks only, e.g. 0-7,12")
     parser.add_json("print all figures as JSON")
     least, most = wire.LEAST_HOLD_S, wire.MOST_HOLD_S
@@ -31,20 +29,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--hold", type=between(least, most), default=least, metavar="S", help=text)
     text = "seconds to wait for the outcome (default: %(default)g)"
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help=text)
-    return validate(**parser.parse(argv))
-
-
-def validate(run: str, ranks: str, json: bool, hold: float, timeout: float) -> int:
-    """Have these ranks of ``run`` validated, all when none is named, and print the outcome."""
-    import msgspec
-
-    from keepstep.report.validation import table
-
+    given = parser.parse(argv)
+    run = given.run
     answer = ask(
         run,
-        wire.Validate(_chosen(ranks), hold),
+        wire.Validate(_chosen(given.ranks), given.hold),
         wire.Validated,
-        timeout,
+        given.timeout,
         only="only a running job can be validated",
         gone="the hold ends by itself, ask once more",
     )
@@ -55,9 +46,11 @@ def validate(run: str, ranks: str, json: bool, hold: float, timeout: float) -> i
             f"{run}: not validated: no rank's figures came in the {answer.outcome.held_s:.1f} s that it was held: "
             "its hosts are too busy, or its devices hang; ask once more, with a longer --hold"
         )
-    if json:
-        sys.stdout.write(msgspec.json.encode(answer.outcome).decode() + "\n")
+    if given.json:
+        print_json(answer.outcome)
     else:
+        from keepstep.report.validation import table
+
         print(table(answer.outcome, dict(answer.nodes)))
     return 1 if answer.outcome.devices or answer.outcome.links else 0
 

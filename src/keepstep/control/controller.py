@@ -450,9 +450,7 @@ class Controller:
             return
         self.reforming.over()
         if self.ending.stop is None:
-            self._effects.append(
-                StoreStop(_FINISHED)
-            )  # a restarted controller tells those that did not read it
+            self._effects.append(StoreStop(_FINISHED))  # for launchers that only a later controller reaches
             self.peers.tell_launchers(_FINISHED)
 
     def _taken(self) -> list[Effect]:

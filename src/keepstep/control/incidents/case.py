@@ -20,14 +20,8 @@ from keepstep.report.wording import named
 
 Status = Literal["relieved", "transient", "ended"]
 
-_CONCLUDED = (
-    "kind",
-    "culprits",
-    "victims",
-    "evidence",
-    "missing",
-    "summary",
-)  # fields taken from a diagnosis
+# Fields of an incident that are taken from a diagnosis.
+_CONCLUDED = ("kind", "culprits", "victims", "evidence", "missing", "summary")
 _MOST_EVENTS = 32
 _FIRST_ACTIONS, _LAST_ACTIONS = 4, 12  # an incident keeps its first and its last actions
 

@@ -194,9 +194,7 @@ class HangCase(Case):
             return diagnosis  # the earlier diagnosis knows more
         if old is None and self._all_wait and not self._stuck and not _is_locked_up(diagnosis, traffic):
             self.closed = self._tries >= _MOST_TRIES
-            return (
-                diagnosis  # perhaps a slow transfer: agents will report the ranks that are in it for too long
-            )
+            return diagnosis  # perhaps a slow transfer: agents will report the ranks that are in it too long
         if old is None and silence and not self._looked_at_silence():
             return diagnosis  # probes will show whether the node, a path to it, or only its agent has failed
         told = diagnosis

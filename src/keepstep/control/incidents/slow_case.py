@@ -304,11 +304,11 @@ class SlowCase(Case):
         evidence = Evidence(
             desk.cluster.groups,
             desk.cluster.node_of,
-            desk.clocks(),
             before=before,
             after=after,
             onset_step=self.onset_step,
             blocks=blocks,
+            clocks=desk.clocks(),
             causes=desk.cluster.causes(now_s),
             traffic=traffic,
         )
