@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 
 from keepstep.core.link_counters import COMPLETION, LINK, WINDOW, LinkLosses, LinkSnapshot
-from keepstep.detect.links import Flow, LinkSettings, judge
+from keepstep.detect.links import DROP, FEWEST_GROUPS, FLUCTUATION, RECENT_S, STALL_S, Flow, judge
 
 S = 1_000_000_000
 NOW = 100 * S
-LIMITS = LinkSettings()
 
 
 def twin(link: Any, window: Any, usual: float) -> tuple[Flow, int, float, float, float]:
@@ -30,7 +30,7 @@ def twin(link: Any, window: Any, usual: float) -> tuple[Flow, int, float, float,
     whole = [(b, busy) for _, b, busy in done if 2 * b >= most and b > 0]
     groups = [whole[i : i + 8] for i in range(0, len(whole) - 7, 8)]
     rates = [sum(b for b, _ in g) / max(sum(busy for _, busy in g), 256) for g in groups]
-    if len(rates) >= LIMITS.fewest_groups:
+    if len(rates) >= FEWEST_GROUPS:
         fluctuation = float(np.std(rates) / np.mean(rates))
 
     in_flight = int(link["posted"]) - int(link["completed"])
@@ -39,16 +39,14 @@ def twin(link: Any, window: Any, usual: float) -> tuple[Flow, int, float, float,
     else:
         quiet_s = (NOW - int(link["moved_ns"])) / 1e9
     under_way = link["started"] > link["finished"]
-    recent = in_flight > 0 or (
-        link["completed"] > 0 and NOW - int(link["completed_ns"]) <= LIMITS.recent_s * 1e9
-    )
+    recent = in_flight > 0 or (link["completed"] > 0 and NOW - int(link["completed_ns"]) <= RECENT_S * 1e9)
     flow = Flow.FINE if under_way else Flow.IDLE
     if link["send"] and recent:
-        if rate < (1 - LIMITS.drop) * usual:
+        if rate < (1 - DROP) * usual:
             flow = Flow.SLOW
-        if fluctuation >= LIMITS.fluctuation:
+        if fluctuation >= FLUCTUATION:
             flow = Flow.CONGESTED
-    if under_way and quiet_s >= LIMITS.stall_s:
+    if under_way and quiet_s >= STALL_S:
         if link["send"]:
             if in_flight:
                 flow = Flow.STALLED
@@ -94,16 +92,14 @@ def snapshots(draw: st.DrawFn) -> tuple[LinkSnapshot, np.ndarray]:
 
 
 @given(snapshots())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=many(300), deadline=None)
 def test_all_at_once_is_as_one_by_one(case: tuple[LinkSnapshot, np.ndarray]) -> None:
     seen, usual = case
-    judged = judge(seen, LIMITS, usual)
+    judged = judge(seen, usual)
     for i, row in enumerate(judged):
         flow, in_flight, *figures = twin(seen.links[i], seen.windows[i], float(usual[i]))
         for name, expected in zip(("throughput", "rate", "fluctuation"), figures, strict=True):
             assert float(row[name]) == pytest.approx(expected, rel=1e-9, abs=1e-9, nan_ok=True), name
-        near = (
-            abs(figures[2] - LIMITS.fluctuation) < 1e-9 or abs(figures[1] - 0.8 * usual[i]) < 1e-6 * usual[i]
-        )
+        near = abs(figures[2] - FLUCTUATION) < 1e-9 or abs(figures[1] - 0.8 * usual[i]) < 1e-6 * usual[i]
         assert near or Flow(int(row["flow"])) is flow
         assert int(row["in_flight"]) == in_flight

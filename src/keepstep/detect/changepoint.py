@@ -25,16 +25,20 @@ from keepstep.detect.noise import Correlation, SortedWindow
 ChangeKind = Literal["onset", "relief", "drift"]
 
 _NORMAL = NormalDist()
-# (iterations looked at, how many of them at least must lie beyond for the run to count)
+# Each test: how many iterations are looked at, how many of them at least must lie beyond for the run to count.
 _TESTS = ((3, 3), (4, 3), (6, 5), (8, 6), (12, 9), (16, 12), (24, 17))
-_REACH = 24
+_REACH = 24  # iterations of the longest run that is tested
+# Standard deviations that noise alone passes in one of the tests with a chance of 1e-7 per iteration.
+_Z = -_NORMAL.inv_cdf(1e-7)
+_WINDOW = 500  # residuals that are remembered
+_LEVEL_WINDOW = 100  # iterations whose median is the level
 # Iterations after which a shift too small to report is taken in as the regime's level.
 _SETTLE = 12
 # Iterations for which the level of a new regime may be put right without a report.
 _YOUNG = 6
 # Iterations whose median is the level in the check for drift.
 _DRIFT = 32
-# Beyond this a value is no measurement, and its square no float.
+# A value beyond this is no measurement, and its square overflows.
 _ABSURD = 1e150
 # Returning from a slow regime to the level before needs less proof than leaving it: relief is what comes next.
 _RELIEF_Z = 3.7
@@ -42,12 +46,12 @@ _RELIEF_Z = 3.7
 _STALL = 5
 # Proof needed beyond what a healthy level may wander, so that a small shift plus noise is no change.
 _WANDER_Z = 3.5
-# Residuals by which noise can be told at all.
+# The fewest residuals from which the noise can be estimated.
 _TOLD = 8
-# During warm-up a jump of 8 mean deviations is a level change, not noise, if 3 iterations precede and 5 follow it:
-# two spikes are none.
+# During warm-up a jump of 8 mean deviations is a level change, not noise, if 3 iterations precede and 5 follow it;
+# two spikes are no level change.
 _PARTED, _BEFORE, _BEYOND = 8, 3, 5
-# Noise scales below the level of a slow regime from which on iterations may be the first of a relief.
+# Iterations that lie so many noise scales below the level of a slow regime may be the first of a relief.
 _DOUBT = 2
 
 
@@ -78,44 +82,27 @@ class ChangePointDetector:
     ``warmup``: iterations ignored at the start. ``min_change``: a change of the level by less than this share
     of it is not reported by itself, only once such changes add up to it (``drift``); the share is of the faster
     of the two levels, so that a slowdown and its relief pass alike. 0 reports every significant change and
-    takes values of any sign. ``false_alarm``: chance per iteration that noise alone passes one of the tests.
-    ``window``: residuals remembered, hence memory; ``level_window``: iterations the level is the median of.
+    takes values of any sign.
 
     A value that is no time (NaN, infinite, or with ``min_change`` above 0 zero or negative) counts as an
     iteration but is otherwise skipped. Time per update does not depend on how many came before.
     """
 
-    def __init__(
-        self,
-        *,
-        warmup: int = 5,
-        min_change: float = 0.10,
-        false_alarm: float = 1e-7,
-        window: int = 500,
-        level_window: int = 100,
-    ) -> None:
-        if (
-            warmup < 0
-            or not 0 <= min_change < 1
-            or not 0 < false_alarm < 0.1
-            or window < 50
-            or level_window < 20
-        ):
+    def __init__(self, *, warmup: int = 5, min_change: float = 0.10) -> None:
+        if warmup < 0 or not 0 <= min_change < 1:
             raise ValueError(
-                "ChangePointDetector needs warmup >= 0, 0 <= min_change < 1, 0 < false_alarm < 0.1, window >= 50 and "
-                f"level_window >= 20; got {warmup=}, {min_change=}, {false_alarm=}, {window=}, {level_window=}"
+                f"ChangePointDetector needs warmup >= 0 and 0 <= min_change < 1; got {warmup=}, {min_change=}"
             )
         self._warmup = warmup
         self._min_change = min_change
-        self._z = -_NORMAL.inv_cdf(false_alarm)
         self._scale = 0.0
         self._inflation: dict[int, float] = {}
         self._healthy = math.inf
         self._index = -1
         self._recent: deque[tuple[int, float]] = deque(maxlen=2 * _REACH)
         self._waiting: deque[tuple[int, float]] = deque()
-        self._level = SortedWindow(level_window)
-        self._residuals = SortedWindow(window)
+        self._level = SortedWindow(_LEVEL_WINDOW)
+        self._residuals = SortedWindow(_WINDOW)
         self._correlation = Correlation()
         self._anchor = math.nan
         self._anchor_count = 0
@@ -150,7 +137,8 @@ class ChangePointDetector:
         if self._healthy < math.inf and len(self._waiting) > 3:
             latest = median(value for _, value in islice(reversed(self._waiting), 3))
             if self._level.median() - latest > _DOUBT * self._scale:
-                lag = _REACH  # a slowdown that was treated soon: its level and noise would be those of two regimes
+                # A slowdown may have been treated already: level and noise must not mix two regimes.
+                lag = _REACH
         while len(self._waiting) > lag or (self._waiting and len(self._level) < 3):
             index, seconds = self._waiting.popleft()
             self._level.push(seconds, index)
@@ -176,7 +164,7 @@ class ChangePointDetector:
                 self._part()
 
     def _part(self) -> None:
-        """Begin anew where the level has moved before noise could be told: the step would count as noise for long."""
+        """Begin anew where the level has moved before the noise was known: the jump would count as noise for long."""
         values = list(self._recent)
         if len(values) < _BEFORE + _BEYOND:
             return
@@ -250,13 +238,13 @@ class ChangePointDetector:
             run = latest[-length:]
             if sum(run) <= floor * length:
                 continue
-            z_needed = min(self._z, _RELIEF_Z) if sum(run) > halfway * length > 0 else self._z
+            z_needed = min(_Z, _RELIEF_Z) if sum(run) > halfway * length > 0 else _Z
             noise = math.sqrt(self._inflation[length] / length + 1.57 * self._inflation[0] / count)
             needed = max(floor, self._tail(z_needed * noise, sign > 0))
-            if z_needed == self._z:
+            if z_needed == _Z:
                 needed = max(needed, wander + self._tail(_WANDER_Z * noise, sign > 0))
             if _clipped_mean(run, hits, needed, 6 * self._scale, level) > needed:
-                z = sum(run) / length / max(needed, 1e-300) * self._z
+                z = sum(run) / length / max(needed, 1e-300) * _Z
                 found = self._verify(level, sign, _NORMAL.cdf(-min(z, 37.0)))
                 if found is not None or not self._waiting:  # a new regime has begun
                     return found

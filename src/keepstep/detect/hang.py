@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from keepstep.core.events import Phase
 
 _MARKED_PAUSES = frozenset({Phase.EVALUATION, Phase.CHECKPOINT, Phase.GC, Phase.COMPILE})
-_GAPS_NEEDED = 3
-_STEPS_NEEDED = 2
-_GENERATION = 512
-_LOOK_S = 0.25  # from one look to the next; a look that comes later was held up, and so perhaps was the rank
+_STARTUP_LIMIT_S, _PAUSE_LIMIT_S, _FLOOR_S = 600.0, 30.0, 1.0
+_GAPS_NEEDED = 3  # pauses of a phase that show what is usual for it
+_STEPS_NEEDED = 2  # finished steps after which the job is no longer starting up
+_GENERATION = 512  # gaps after which the longest of them becomes the previous longest
+_LOOK_S = 0.25  # time between two looks; a look that comes later was held up, and so perhaps was the rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,38 +28,23 @@ class HangDetector:
     """Tells, for one rank, when a pause is longer than twice the longest that is usual for its phase.
 
     Gaps between changes of the progress count are remembered per phase (the longest of the last 512 to
-    1,024). The limit is twice that, but at least ``floor_s``. Pauses that were never seen get more:
+    1,024). The limit is twice that, but at least a second. Pauses that were never seen get more:
 
-    - until two steps are done, everything (imports, compilation, a first step of a minute):
-      ``startup_limit_s``;
+    - until two steps are done, everything (imports, compilation, a first step of a minute): ten minutes;
     - a phase with fewer than three gaps, and evaluations and checkpoints until there were three of them:
-      ``pause_limit_s``, since such pauses end by themselves;
-    - compilation, however often it was seen: ``startup_limit_s``;
+      30 seconds, since such pauses end by themselves;
+    - compilation, however often it was seen: ten minutes;
     - outside every marked phase (``Phase.FORWARD``, where an evaluation or a checkpoint that nobody marked
-      hides) and while ``waiting`` for other ranks (who may be writing a checkpoint): ``pause_limit_s``, until
+      hides) and while ``waiting`` for other ranks (who may be writing a checkpoint): 30 seconds, until
       three pauses of a quarter of that or more were seen, after which twice the longest is trusted.
 
     Backward, a marked forward, data loading and the optimizer step hold no such pauses: there the strict limit
-    holds as soon as three gaps are known, and before that ``pause_limit_s``. A process that was stopped (SIGSTOP,
-    a debugger) does nothing of all that: for it ``floor_s`` holds in every phase, and what it lost is no pause to
-    learn from. A pause that was reported and ended by itself counts as usual from the second time on.
+    holds as soon as three gaps are known, and before that 30 seconds. A process that was stopped (SIGSTOP,
+    a debugger) does nothing of all that: its limit is a second in every phase, and the time that it lost is no
+    pause to learn from. A pause that was reported and ended by itself counts as usual from the second time on.
     """
 
-    def __init__(
-        self,
-        *,
-        startup_limit_s: float = 600.0,
-        floor_s: float = 1.0,
-        pause_limit_s: float = 30.0,
-    ) -> None:
-        if not 0 < floor_s <= pause_limit_s <= startup_limit_s:
-            raise ValueError(
-                "HangDetector needs 0 < floor_s <= pause_limit_s <= startup_limit_s; "
-                f"got {floor_s=}, {pause_limit_s=}, {startup_limit_s=}"
-            )
-        self._startup_limit_s = startup_limit_s
-        self._floor_s = floor_s
-        self._pause_limit_s = pause_limit_s
+    def __init__(self) -> None:
         self._gaps: dict[Phase, _Gaps] = {}
         self._over_limit_once: dict[Phase, float] = {}
         self._progress: int | None = None
@@ -67,15 +53,15 @@ class HangDetector:
         self._step: int | None = None
         self._steps = 0
         self._stuck: NoProgress | None = None
-        self._was_held = False  # since the last progress
+        self._was_held = False  # whether the job was kept waiting since the last progress
         self._overdue_s = 0.0
-        self._stopped = False  # the report that stands is of a stopped process
+        self._stopped = False  # whether the report that stands is about a stopped process
 
     @property
     def overdue_s(self) -> float:
         """How long a rank that waits for others has stood still, once that is over what is usual for its phase; else 0.
 
-        No report: others may be in a pause. When all ranks of a job are overdue, nobody is.
+        This is not reported, as the other ranks may be in a pause. When all ranks of a job are overdue, nobody is.
         """
         return self._overdue_s
 
@@ -88,25 +74,26 @@ class HangDetector:
         """How long the rank may stand still in ``phase`` before it is reported, seconds."""
         usual = self._usual_s(phase)
         if (phase == Phase.FORWARD or waiting) and self._gaps.get(phase, _NO_GAPS).pauses < _GAPS_NEEDED:
-            return max(usual, self._pause_limit_s)
+            return max(usual, _PAUSE_LIMIT_S)
         return usual
 
     def _usual_s(self, phase: Phase) -> float:
-        """The limit where no pause can hide."""
+        """The limit in a phase in which no unmarked pause can hide."""
         if self._steps < _STEPS_NEEDED:
-            return self._startup_limit_s
+            return _STARTUP_LIMIT_S
         gaps = self._gaps.get(phase, _NO_GAPS)
-        least = self._startup_limit_s if phase == Phase.COMPILE else self._floor_s
+        least = _STARTUP_LIMIT_S if phase == Phase.COMPILE else _FLOOR_S
         if gaps.count < _GAPS_NEEDED:
-            least = max(least, self._pause_limit_s)
+            least = max(least, _PAUSE_LIMIT_S)
         return max(least, 2 * gaps.longest_s)
 
     def lasted(self, phase: Phase, seconds: float) -> None:
-        """A phase without communication (data loading, optimizer) took that long: a gap that looking now and then
-        may miss.
+        """Learn how long a phase without communication (data loading, optimizer) took.
+
+        Looking at the rank now and then may miss such a gap.
         """
         if self._steps >= _STEPS_NEEDED:
-            self._gaps.setdefault(phase, _Gaps()).add(seconds, self._pause_limit_s / 4)
+            self._gaps.setdefault(phase, _Gaps()).add(seconds, _PAUSE_LIMIT_S / 4)
 
     def observe(
         self,
@@ -114,7 +101,7 @@ class HangDetector:
         progress: int,
         phase: Phase,
         *,
-        step: int | None = None,
+        step: int,
         waiting: bool = False,
         stopped_s: float = 0.0,
         held: bool = False,
@@ -123,19 +110,16 @@ class HangDetector:
         """Look at the rank at ``now_s``; report once per standstill that it is over the limit.
 
         ``progress``: a count that grows with whatever the rank does (records written, operations ended).
-        ``phase``: what it is in. ``step``: its step count, negative before the first; without it a change out
-        of ``Phase.OPTIMIZER`` counts as the end of a step. ``waiting``: it is blocked in an operation that
-        others have not entered, so its standstill accuses them, not it. ``stopped_s``: for how long its process
-        has been seen stopped. ``held``: whoever observes keeps the job waiting; such time is neither
-        a standstill nor a gap to learn from. ``moved_s``: when it made its last progress, where that is known better
-        than by looking now and then; ``overdue_s`` is counted from it, a report from the look that saw it.
+        ``phase``: the phase that it is in. ``step``: its step count, negative before the first. ``waiting``: it
+        is blocked in an operation that others have not entered, so its standstill accuses them, not it.
+        ``stopped_s``: for how long its process has been seen stopped. ``held``: whoever observes keeps the job
+        waiting; such time is neither a standstill nor a gap to learn from. ``moved_s``: when it made its last
+        progress, where that is known better than by looking now and then; ``overdue_s`` is counted from it, a
+        report from the look that saw it.
         """
-        if step is not None:
-            if step >= 0:
-                self._steps += max(0, step - self._step) if self._step is not None else 0
-                self._step = step
-        elif self._phase == Phase.OPTIMIZER and phase != Phase.OPTIMIZER:
-            self._steps += 1
+        if step >= 0:
+            self._steps += max(0, step - self._step) if self._step is not None else 0
+            self._step = step
         if held and self._stuck is None:
             self._progress, self._phase, self._was_held = progress, phase, True
             self._since_s = self._seen_s = now_s
@@ -153,10 +137,10 @@ class HangDetector:
             return None
         self._phase = phase
         stuck_s = now_s - self._seen_s
-        stopped = min(stopped_s, stuck_s) > self._floor_s
+        stopped = min(stopped_s, stuck_s) > _FLOOR_S
         waited_s = now_s - self._since_s
         self._overdue_s = waited_s if waiting and waited_s > self._usual_s(phase) else 0.0
-        limit_s = self._floor_s if stopped else self.limit_s(phase, waiting=waiting)
+        limit_s = _FLOOR_S if stopped else self.limit_s(phase, waiting=waiting)
         if self._stuck is not None or stuck_s <= limit_s:
             return None
         self._stopped = stopped
@@ -164,6 +148,7 @@ class HangDetector:
         return self._stuck
 
     def _moved(self, gap_s: float) -> None:
+        """Learn from a gap that progress has ended."""
         if self._stuck is not None:
             if self._stopped:
                 return
@@ -174,7 +159,7 @@ class HangDetector:
             gap_s = min(gap_s, before)
         if self._steps >= _STEPS_NEEDED or self._phase in _MARKED_PAUSES:
             visit = self._steps if self._phase in _MARKED_PAUSES else None
-            self._gaps.setdefault(self._phase, _Gaps()).add(gap_s, self._pause_limit_s / 4, visit)
+            self._gaps.setdefault(self._phase, _Gaps()).add(gap_s, _PAUSE_LIMIT_S / 4, visit)
 
 
 class _Gaps:
@@ -194,7 +179,11 @@ class _Gaps:
         return max(self._current_s, self._previous_s)
 
     def add(self, gap_s: float, pause_s: float, visit: int | None = None) -> None:
-        """Of the gaps of one ``visit`` only the first is counted: a first checkpoint may well have many."""
+        """Take in a gap; ``pause_s`` and longer, it is a pause.
+
+        ``visit``: number of the stay in the phase. Only the first gap of a stay is counted, as one checkpoint may well
+        have many.
+        """
         self.count += visit is None or visit != self._visit
         self._visit = visit
         self.pauses += gap_s >= pause_s

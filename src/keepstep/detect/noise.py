@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 
-_FAR = 8
+_FAR = 8  # iterations of the longer of the two lags
 
 
 class SortedWindow:
@@ -43,6 +43,7 @@ class SortedWindow:
         self.values = [value * factor for value in self.values]
 
     def clear(self) -> None:
+        """Forget all values."""
         self.order.clear()
         self.values.clear()
 

@@ -115,10 +115,10 @@ def test_a_first_step_of_a_minute() -> None:
 
 
 def test_a_start_that_never_ends_is_reported_in_the_end() -> None:
-    rank = Rank(HangDetector(startup_limit_s=120.0))
-    rank.spend(130.0, Phase.STARTUP)
+    rank = Rank(HangDetector())
+    rank.spend(610.0, Phase.STARTUP)
     (report,) = rank.reports
-    assert report.limit_s == 120.0
+    assert report.limit_s == 600.0
 
 
 @pytest.mark.parametrize("phase", [Phase.EVALUATION, Phase.FORWARD])
@@ -162,24 +162,11 @@ def test_a_hang_outside_marked_phases_is_reported_after_the_pause_limit() -> Non
     assert report.limit_s == 30.0
 
 
-def test_steps_are_counted_by_the_optimizer_where_nobody_counts_them() -> None:
-    detector = HangDetector()
-    for turn in range(12):
-        detector.observe(turn * 0.1, turn, (Phase.BACKWARD, Phase.OPTIMIZER)[turn % 2])
-    assert detector.limit_s(Phase.BACKWARD) == 1.0
-
-
 def test_a_clock_that_steps_back_does_no_harm() -> None:
     rank = trained()
     rank.now_s -= 3600
     rank.train(5)
     assert rank.reports == []
-
-
-@pytest.mark.parametrize("options", [{"floor_s": 0.0}, {"pause_limit_s": 0.5}, {"startup_limit_s": 5.0}])
-def test_limits_out_of_order_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="HangDetector needs"):
-        HangDetector(**options)
 
 
 def test_a_marked_forward_holds_no_pause_but_what_nothing_marks_may() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keepstep.core.link_counters import COMPLETION, LINK, WINDOW, LinkLosses, LinkSnapshot
-from keepstep.detect.links import Flow, LinkSettings, judge
+from keepstep.detect.links import Flow, judge
 
 S = 1_000_000_000
 NOW = 1000 * S
@@ -31,11 +31,8 @@ def snapshot(rates: list[float], *, send: bool = True, last_s: float = 0.0, **co
     return LinkSnapshot(NOW, 1, 5, (), links, windows, nothing, 0)
 
 
-USUAL = LinkSettings()
-
-
-def flow(seen: LinkSnapshot, usual: float | None = None, settings: LinkSettings = USUAL) -> Flow:
-    return Flow(int(judge(seen, settings, None if usual is None else np.array([usual]))["flow"][0]))
+def flow(seen: LinkSnapshot, usual: float | None = None) -> Flow:
+    return Flow(int(judge(seen, None if usual is None else np.array([usual]))["flow"][0]))
 
 
 STEADY = [10e9] * 65
@@ -53,7 +50,7 @@ def test_a_steady_link_is_fine() -> None:
 def test_in_flight_and_nothing_completed_is_a_stall() -> None:
     seen = snapshot(STEADY, last_s=0.6, started=70, ready=70, posted=70)
     assert flow(seen) is Flow.STALLED
-    assert flow(seen, settings=LinkSettings(stall_s=1)) is Flow.FINE
+    assert flow(snapshot(STEADY, last_s=0.4, started=70, ready=70, posted=70)) is Flow.FINE
 
 
 def test_what_was_posted_just_now_after_a_long_pause_is_no_stall() -> None:
