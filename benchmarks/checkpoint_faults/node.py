@@ -26,8 +26,8 @@ from keepstep.checkpoint.memory.cache import Backing, Cache
 from keepstep.checkpoint.memory.cache_server import CacheServer
 from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job, job_from_command_line
-from keepstep.launch.command.placement import CACHE, INCARNATION, RING, RUN_DIR, Place, worker_plans
 from keepstep.launch.command.meeting import Endpoint
+from keepstep.launch.command.placement import CACHE, INCARNATION, RING, RUN_DIR, Place, worker_plans
 from keepstep.launch.node.programs import agent_command, controller_command, environment
 from keepstep.ring import create
 
@@ -61,7 +61,7 @@ class Node:
             subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
         while not self._secret.exists():
             await asyncio.sleep(_LOOK_S)
-        client = wire.connect(  # kept: it is made again for as long as it is there
+        client = wire.Client(  # kept: it is made again for as long as it is there
             (self._controller.host, self._controller.port),
             wire.RunKey(wire.read_secret(self._secret), self._job.run_id),
             role="launcher",
@@ -114,9 +114,7 @@ class Node:
             self._secret,
             self._controller,
             self._rank,
-            {first + local: path for local, path in enumerate(rings)},
-            {},
-            {},
+            {"ring": {first + local: path for local, path in enumerate(rings)}},
             world_size=world,
             cache=self._server.address,
         )
@@ -131,7 +129,6 @@ class Node:
             error_files={
                 local: str(self._folder / f"error-{first + local}-{incarnation}") for local in range(count)
             },
-            restart_count=incarnation,
             extra={
                 local: {
                     RUN_DIR: str(self._run_dir),

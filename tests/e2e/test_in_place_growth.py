@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 from tests.alone import alone
+from tests.unit.launch.local_runs import ToldRun
 
 from keepstep.checkpoint.memory.cache import Cache
 from keepstep.checkpoint.memory.cache_server import ADDRESS, CacheServer
 from keepstep.launch.command.addresses import free_port
-from keepstep.launch.command.placement import WorkerPlan
-from keepstep.launch.workers.guard import Guard
-from keepstep.launch.workers.processes import Processes
+from keepstep.launch.command.job import job_from_command_line
 from keepstep.launch.workers.survivors import Survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak]
@@ -59,9 +58,9 @@ async def until(condition: Callable[[], Any]) -> None:
 
 async def recoveries(folder: Path, kind: str, count: int) -> None:
     """Have two workers leave and begin again ``count`` times."""
-    processes, guard = Processes(), Guard("NO=such")
-    said: list[str] = []
-    survivors = Survivors(processes, guard, PATIENCE_S, warn=said.append)
+    run = ToldRun(folder, job_from_command_line(["train.py"], {"KEEPSTEP_LEAVE_S": str(PATIENCE_S)}))
+    processes, said = run.processes, run.said
+    survivors = Survivors(run)
     asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, processes.reap)
     cache = Cache(1 << 30)
     server = CacheServer(cache)
@@ -87,8 +86,8 @@ async def recoveries(folder: Path, kind: str, count: int) -> None:
             left_s = time.monotonic()
             port = free_port("127.0.0.1")
             for rank in range(RANKS):
-                plan = WorkerPlan(rank, rank, command, environment(rank, incarnation, port, **more))
-                assert survivors.take(plan, dict(os.environ), None, None) is children[rank]
+                whole = {**os.environ, **environment(rank, incarnation, port, **more)}
+                assert survivors.take(rank, whole, (1, 2)) is children[rank]
             (folder / f"left-{incarnation}").write_text(json.dumps([begun_s, left_s]))
         await until(lambda: said or all((folder / f"{rank}-{count}").exists() for rank in range(RANKS)))
         assert said == []

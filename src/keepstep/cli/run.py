@@ -121,9 +121,7 @@ def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
             secret,
             meeting,
             node_rank,
-            pages,
-            pages,
-            pages,
+            {"ring": pages, "orders": pages, "links": pages},
             world_size=place.world_size,
             cache="CACHE",
         )

@@ -6,7 +6,7 @@ import asyncio
 import signal
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from keepstep.launch.command.placement import Place
 
@@ -18,9 +18,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an incarnation ended. ``number``: the signal to end what still runs with."""
+    """How an incarnation ended.
 
-    kind: str  # "finished" | "failed" | "signal" | "stopped" | "halted" | "alone"
+    Attributes:
+        kind: ``finished``: all workers ended well. ``failed``: one did not. ``signal``: the launcher was sent one.
+            ``stopped``: the controller ended the job. ``halted``: all nodes re-form. ``alone``: this node is cut off
+            from the controller.
+        code: exit code of the job if it ends with this incarnation.
+        reason: the same in words.
+        number: the signal that ends the workers that still run.
+    """
+
+    kind: Literal["finished", "failed", "signal", "stopped", "halted", "alone"]
     code: int
     reason: str
     number: signal.Signals = signal.SIGTERM
@@ -41,16 +50,18 @@ class Course:
         self.place: Place | None = None
         self.link: Link | None = None
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.kill_now = asyncio.Event()
-        self.signalled: signal.Signals | None = None
-        self.job_over = asyncio.Event()  # the controller said Stop
-        self.stop_code = 0
-        self.stopped_by_hand = False
-        self.has_parted = False  # said that our workers have ended, and waited for the others
+        self.kill_now = asyncio.Event()  # an impatient operator: nothing is waited for any more
+        self.signalled: signal.Signals | None = None  # the first signal that the launcher was sent
+        self.job_over = asyncio.Event()  # the controller has said that the job ends
+        self.stop_code = 0  # exit code that the controller said
+        self.stopped_by_hand = False  # an operator had the controller end the job
+        self.has_parted = (
+            False  # the end of this node's workers was told, and the other nodes were waited for
+        )
 
     @property
     def incarnation(self) -> int:
-        """The newest of this node; 0 before the first."""
+        """The newest incarnation of this node; 0 before the first."""
         return self.place.incarnation if self.place else 0
 
     @property
@@ -59,18 +70,18 @@ class Course:
         return self.link is not None and self.link.member.begins_again
 
     def settle(self, outcome: Outcome) -> None:
-        """The incarnation ends like this, unless it is settled already."""
+        """End the incarnation with this outcome, unless it has one already."""
         if not self.outcome.done():
             self.outcome.set_result(outcome)
 
     def signal_outcome(self) -> Outcome:
-        """The end that the first signal brings; only after one."""
+        """The outcome that the first signal brings; called only after one."""
         number = self.signalled
         assert number is not None
         return Outcome("signal", 128 + number, f"signal {number.name}", number)
 
     def renew(self) -> None:
-        """Another incarnation may follow: nobody knows how it ends."""
+        """Have no outcome again, because another incarnation may follow."""
         self.outcome = asyncio.get_running_loop().create_future()
 
     async def until(self, work: Coroutine[Any, Any, T]) -> T:

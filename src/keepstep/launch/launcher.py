@@ -1,21 +1,18 @@
 """The life of one run on one node, from the first process to the exit code. Start reading at ``Launcher.run``.
 
-One thread, one event loop; polled are workers, for a slow death, and teed output. Watching is optional: whatever of it
-fails is said once, and the job runs on.
+One thread, one event loop. Polled are only workers whose death the kernel is slow to tell, and output that is shown on
+the console. Watching is optional: what fails of it is said once, and the job runs on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepstep.core.budgets import Cause
 from keepstep.core.descriptors import raise_limit
 from keepstep.core.errors import KeepstepError
 from keepstep.core.home import home_folder
@@ -27,11 +24,13 @@ from keepstep.launch.command.placement import COOKIE, Place
 from keepstep.launch.controller.hosting import Hosting
 from keepstep.launch.controller_orders import Orders
 from keepstep.launch.course import Course, EndedEarly, Outcome
-from keepstep.launch.local_run import Words
+from keepstep.launch.local_run import LocalRun
+from keepstep.launch.next_place import AllNodes, OneNode, may_follow, tell_failed, tell_found
 from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.node_checks import NodeChecks, versions
 from keepstep.launch.node.watching import FAILURES, Watching
-from keepstep.launch.parting import Parting
+from keepstep.launch.parting import say_goodbye, sweep
+from keepstep.launch.parts import Parts
 from keepstep.launch.workers import root_cause
 from keepstep.launch.workers.crew import Crew
 from keepstep.launch.workers.guard import Guard
@@ -49,38 +48,34 @@ class Launcher:
     """Owns everything that one run starts on this node."""
 
     def __init__(self, job: Job, folder: Path, guard: Guard, cookie: str, environ: Mapping[str, str]) -> None:
-        self._job, self._folder, self._guard = job, folder, guard
-        # Programs that use select() break with descriptors above 1023: no child has more of them than we were given.
-        self._processes = Processes(descriptors=raise_limit())
-        self._secret = run_folder.secret_path(job, folder, home_folder(environ))
-        self._words = words = Words(job, folder, self._secret)
+        secret = run_folder.secret_path(job, folder, home_folder(environ))
+        # Programs that use select() break with descriptors above 1023: children begin with the limit that this
+        # process was given.
+        self._job, self._run = job, LocalRun(job, folder, secret, Processes(guard, descriptors=raise_limit()))
         self._course = course = Course()
-        self._caching = NodeCache(job, words.warn)
-        self._watching = Watching(
-            *(job, folder, self._secret, self._processes, guard, self._caching),
-            where=lambda: (course.place, self._controller.at),
-            warn=words.warn,
-        )
+        self._caching = NodeCache(self._run)
+        self._watching = Watching(self._run, self._caching, where=lambda: (course.place, self._controller.at))
         self._controller = Hosting(
-            *(job, folder, self._secret, self._processes, guard),
+            self._run,
             ready=self._on_controller,
             gave_up=lambda: course.link and course.link.resign(),
             moved=self._on_move,
-            say=words.say,
-            warn=words.warn,
         )
-        self._checks = NodeChecks(job, folder, words.warn)
+        self._checks = NodeChecks(self._run)
         self._crew = Crew(
-            *(job, folder, {**environ, COOKIE: cookie}, self._processes, guard),
+            self._run,
+            {**environ, COOKIE: cookie},
             failed=self._on_failure,
             finished=lambda: course.settle(Outcome("finished", 0, "finished")),
             recovered=self._on_recovery,
-            note=words.note,
-            warn=words.warn,
         )
-        beside = (self._controller, self._watching, self._caching, words)
-        self._orders = Orders(job, course, self._crew, *beside)
-        self._parting = Parting(job, folder, course, *beside, sweep=self._sweep)
+        self._parts = parts = Parts(
+            *(self._run, course, self._crew, self._controller, self._watching, self._caching, self._checks)
+        )
+        self._orders = Orders(parts)
+        all_nodes = AllNodes(parts, self._orders.follow)
+        together = job.rendezvous.endpoint is not None and job.max_restarts > 0
+        self._what_follows = all_nodes if together else OneNode(parts, all_nodes)
 
     async def run(self, *, hosts_controller: bool) -> int:
         """Run the job's share of this node; returns the exit code."""
@@ -93,12 +88,12 @@ class Launcher:
         except EndedEarly as early:
             outcome = early.outcome
         except KeepstepError as error:
-            self._words.warn(str(error))
+            self._run.warn(str(error))
             outcome = Outcome("failed", CANNOT_START, str(error))
         await self._crew.end(signal.SIGTERM, self._course.kill_now)
         self._crew.close()
         self._orders.unwatch_lease()
-        return await self._parting.say_goodbye(outcome)
+        return await say_goodbye(self._parts, outcome)
 
     # Before the workers.
 
@@ -114,7 +109,7 @@ class Launcher:
             await self._course.until(self._controller.is_ready())
         else:
             self._controller.at = Endpoint(addresses.resolve(endpoint.host)[0], endpoint.port)
-        self._words.note(f"joining the other nodes at {self._controller.at}")
+        self._run.note(f"joining the other nodes at {self._controller.at}")
         link = self._connect()
         return await self._course.until(link.join(job.rendezvous.join_timeout_s))
 
@@ -141,16 +136,10 @@ class Launcher:
         )
         endpoint = replace(self._controller.at, host=address)
         link = self._course.link = Link(
-            job,
-            endpoint,
-            self._secret,
-            join,
-            free_port=lambda: addresses.free_port(own),
+            *(self._run, endpoint, join),
             ordered=self._orders.follow,
             token=self._controller.seat,
             elected=self._on_election,
-            known=lambda: run_folder.controller(self._folder),
-            warn=self._words.warn,
         )
         self._controller.met(endpoint)
         if job.max_nodes > 1:
@@ -164,41 +153,23 @@ class Launcher:
 
     async def _incarnations(self, place: Place) -> Outcome:
         course, crew = self._course, self._crew
-        restarts = crew.prepare(place)
         while True:
             course.place = place
             workers = self._start_workers(place)
             outcome = await course.outcome
-            if self._may_follow(outcome, place) and not (course.link and course.link.member.begins_fresh):
-                workers.call_survivors()
-            for child in await crew.end(outcome.number, course.kill_now):
-                self._words.warn(
-                    f"{child.name} (process {child.pid}) is stuck in the kernel, even when killed"
-                )
-            await self._sweep()
-            crew.stop_following()
-            failures = workers.failures
-            if (
-                course.link
-                and outcome.kind == "failed"
-                and (root := root_cause.first(failures)) is not failures[0]
-            ):
-                # A survivor was quicker to say that it lost its peer than we were to see that peer dead.
-                course.link.found(root_cause.finding(root, self._job.node, course.incarnation))
-            following = await (
-                self._begin_again_with_all(outcome) if course.together else self._begin_again(outcome, place)
-            )
+            await self._end_workers(workers, outcome, place)
+            following = await self._what_follows.after(outcome, place)
             if isinstance(following, Outcome):
                 return following
             self._watching.renew()
             if (following.world_size, following.first_rank) != (place.world_size, place.first_rank):
                 await self._watching.renewed()
                 if following.world_size != place.world_size:
-                    await restarts.dismiss()
+                    await crew.restarts.dismiss()
                 self._caching.move(place, following)
             place = following
-            if failures:
-                restarts.ended(root_cause.first(failures), workers.failed_s, place.incarnation)
+            if workers.failures:
+                crew.restarts.ended(root_cause.first(workers.failures), workers.failed_s, place.incarnation)
 
     def _start_workers(self, place: Place) -> Workers:
         job, controller = self._job, self._controller
@@ -223,118 +194,48 @@ class Launcher:
         first, last = place.first_rank, place.first_rank + job.nproc - 1
         ranks_text = f"rank {first}" if first == last else f"ranks {first}-{last}"
         watched = "watched, " if self._watching.rings and controller.at else ""
-        self._words.say(
-            f"{ranks_text} of {place.world_size} on {job.node}: {watched}run folder {self._folder}"
+        self._run.say(
+            f"{ranks_text} of {place.world_size} on {job.node}: {watched}run folder {self._run.folder}"
         )
         return workers
 
+    async def _end_workers(self, workers: Workers, outcome: Outcome, place: Place) -> None:
+        course = self._course
+        begins_fresh = course.link and course.link.member.begins_fresh
+        if may_follow(self._parts, outcome, place) and not begins_fresh:
+            workers.call_survivors()
+        for child in await self._crew.end(outcome.number, course.kill_now):
+            self._run.warn(f"{child.name} (process {child.pid}) is stuck in the kernel, even when killed")
+        await sweep(self._parts)
+        self._crew.stop_following()
+        if (
+            outcome.kind == "failed"
+            and (root := root_cause.first(workers.failures)) is not workers.failures[0]
+        ):
+            # A survivor has said that it lost its peer before the launcher saw that the peer was dead.
+            tell_found(self._parts, root)
+
     def _describe(self) -> None:
-        self._words.describe(self._course.place, self._controller, self._watching.rings)
+        controller = self._controller
+        if controller.is_here:
+            term = controller.term if controller.seat else 0
+            self._run.describe(self._course.place, controller.at, term, self._watching.rings)
 
     def _try_watching(self, step: Callable[[], object]) -> None:
         try:
             step()
         except FAILURES as error:
-            self._words.warn(f"the job is not watched: {error}")
-
-    def _may_follow(self, outcome: Outcome, place: Place) -> bool:
-        """Whether another incarnation may follow that of ``place``."""
-        course = self._course
-        over = course.signalled or course.job_over.is_set() or place.restarts >= self._job.max_restarts
-        return outcome.kind in ("failed", "halted") and not over
-
-    async def _begin_again(self, outcome: Outcome, place: Place) -> Place | Outcome:
-        """Whether and where this node's workers, the only ones of the job or its unwatched share, begin again."""
-        if outcome.kind == "halted" and self._course.link:
-            return await self._begin_again_with_all(outcome)
-        if outcome.kind != "failed":
-            return outcome
-        assert self._crew.restarts is not None
-        if not self._may_follow(outcome, place):
-            return self._explain(outcome)
-        root = root_cause.first(self._crew.failures)
-        if refused := self._crew.restarts.refused(self._cause(root)):
-            ended = self._explain(outcome)
-            self._words.warn(refused.reason)
-            return replace(ended, reason=refused.reason)
-        self._words.say(
-            f"rank {root.rank}: {root.text}; restart {place.restarts + 1} of {self._job.max_restarts}"
-        )
-        self._checks.unfit()  # only told: there is no other node
-        self._course.renew()
-        port = self._job.master_port or addresses.free_port("127.0.0.1")
-        return replace(place, incarnation=place.incarnation + 1, master_port=port)
-
-    async def _begin_again_with_all(self, outcome: Outcome) -> Place | Outcome:
-        """What the controller orders after an incarnation: the place in the next one, or the end."""
-        course, link = self._course, self._course.link
-        assert link is not None
-        if outcome.kind == "finished":
-            course.renew()
-            await self._parting.part(outcome)
-            if not (course.outcome.done() and course.outcome.result().kind == "halted"):
-                return outcome
-        elif outcome.kind not in ("failed", "halted") or course.signalled:
-            # A signal that comes while workers are halted for the next incarnation ends the job all the same.
-            return course.signal_outcome() if outcome.kind == "halted" else outcome
-        course.renew()
-        course.has_parted = False
-        if outcome.kind == "failed":
-            root = root_cause.first(self._crew.failures)
-            link.failed(root.exit_code, self._cause(root))
-        link.halted(self._checks.unfit(), self._caching.rigid(course.place))
-        self._orders.follow()
-        try:
-            place = await course.until(link.next_place())
-        except EndedEarly as early:
-            return self._explain(outcome, early.outcome) if outcome.kind == "failed" else early.outcome
-        if place is not None:
-            return place
-        why = link.stranger or f"{link.member.missing} ({self._controller.at})"
-        self._words.warn(f"{why}: this node ends")
-        ended = (
-            self._explain(outcome) if outcome.kind == "failed" else replace(outcome, kind="failed", code=1)
-        )
-        return replace(ended, reason=f"{why}; {ended.reason}")
-
-    def _explain(self, outcome: Outcome, ended: Outcome | None = None) -> Outcome:
-        """Say why the job failed; the exit code is that of the failure that came first, or as ``ended`` says."""
-        workers, link = self._crew.workers, self._course.link
-        assert workers is not None
-        failures = workers.failures
-        root = root_cause.first(failures)
-        print(root_cause.render(self._job.script, self._job.node, failures), file=sys.stderr, flush=True)
-        target = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if target:
-            root_cause.hand_up(root, target)
-        if link:
-            for failure in failures[1:]:
-                link.found(root_cause.finding(failure, self._job.node, self._course.incarnation))
-        if ended is not None:
-            return ended
-        return replace(outcome, code=workers.exit_code, reason=f"rank {root.rank}: {root.text}")
-
-    def _cause(self, failure: root_cause.Failure) -> Cause:
-        assert self._crew.restarts is not None
-        return self._crew.restarts.cause(failure, self._watching.steps(failure.rank))
-
-    async def _sweep(self) -> None:
-        controller = {self._controller.pid} if self._controller.pid else set[int]()
-        await self._crew.sweep(self._watching.pids | controller, self._course.kill_now)
+            self._run.warn(f"the job is not watched: {error}")
 
     # What happens meanwhile; what the controller orders comes to ``Orders``.
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, self._on_child)
+        loop.add_signal_handler(signal.SIGCHLD, self._run.processes.reap)
         for number in self._job.signals:
             # Started under nohup: what was ignored stays ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal, number)
-
-    def _on_child(self) -> None:
-        if self._guard.pid in self._processes.reap():
-            self._guard.start()
 
     def _on_signal(self, number: signal.Signals) -> None:
         course = self._course
@@ -344,22 +245,20 @@ class Launcher:
         course.settle(course.signal_outcome())
 
     def _on_failure(self, failure: root_cause.Failure) -> None:
-        course, link = self._course, self._course.link
         self._checks.failed()
-        if link:
-            link.found(root_cause.finding(failure, self._job.node, course.incarnation))
-            if course.together:
-                link.failed(failure.exit_code, self._cause(failure))
-        course.settle(Outcome("failed", failure.exit_code, f"rank {failure.rank}: {failure.text}"))
+        tell_found(self._parts, failure)
+        if self._course.together:
+            tell_failed(self._parts, failure)
+        self._course.settle(Outcome("failed", failure.exit_code, f"rank {failure.rank}: {failure.text}"))
 
     def _on_recovery(self, recovery: Recovery) -> None:
-        self._words.say(sentence(recovery))
-        if self._course.link:
-            self._course.link.recovered(recovery)
+        self._run.say(sentence(recovery))
+        if link := self._course.link:
+            link.send(link.member.recovered(recovery))
 
     def _on_controller(self) -> None:
-        """It can be met here."""
-        self._words.note(f"controller at {self._controller.at}")
+        """Watch the job of one node, because its controller can be met now."""
+        self._run.note(f"controller at {self._controller.at}")
         self._describe()
         if self._job.rendezvous.endpoint is None:
             self._try_watching(self._connect)
@@ -371,6 +270,6 @@ class Launcher:
             self._controller.look(self._course.link)
 
     def _on_move(self) -> None:
-        """The controller is somewhere else."""
+        """Name the controller's new address in ``run.json`` and to the agent."""
         self._describe()
         self._watching.restart()

@@ -1,4 +1,4 @@
-"""What a launcher says to the operator, and what it writes into the run's folder."""
+"""This node's share of a run: what all parts of its launcher work with, and what they tell the operator."""
 
 from __future__ import annotations
 
@@ -6,60 +6,59 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from keepstep.core.log_lines import one_line
 from keepstep.launch.command import run_folder
 from keepstep.launch.command.job import Job
+from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import Place
-
-if TYPE_CHECKING:
-    from keepstep.launch.controller.hosting import Hosting
+from keepstep.launch.workers.processes import Processes
 
 
-class Words:
-    """Lines on stderr, and the files ``run.json`` and ``end.json``."""
+class LocalRun:
+    """The job, its run folder, the file with its secret, and the launcher's children."""
 
-    def __init__(self, job: Job, folder: Path, secret: Path) -> None:
-        self._job, self._folder, self._secret = job, folder, secret
+    def __init__(self, job: Job, folder: Path, secret: Path, processes: Processes) -> None:
+        self.job, self.folder, self.secret, self.processes = job, folder, secret, processes
         self._started_unix_s = time.time()
 
     def warn(self, text: str) -> None:
-        """Also with ``--quiet``."""
+        """Print a line on stderr, also with ``--quiet``."""
         print(f"keepstep: {one_line(text)}", file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
-        """Not with ``--quiet``."""
-        if not self._job.quiet:
+        """Print a line on stderr, but not with ``--quiet``."""
+        if not self.job.quiet:
             self.warn(text)
 
     def note(self, text: str) -> None:
-        """With ``--verbose`` alone."""
-        if self._job.verbose:
+        """Print a line on stderr, but only with ``--verbose``."""
+        if self.job.verbose:
             self.say(text)
 
-    def describe(self, place: Place | None, controller: Hosting, rings: Mapping[int, str]) -> None:
-        """What others find the run by; the node that hosts the controller writes it. ``rings``: paths by rank."""
-        if not controller.is_here:
-            return
+    def describe(
+        self, place: Place | None, controller: Endpoint | None, term: int, rings: Mapping[int, str]
+    ) -> None:
+        """Write ``run.json``, by which others find the run.
+
+        Args:
+            place: this node's.
+            controller: where it can be met.
+            term: of the controller, where it may move to another node; else 0.
+            rings: paths by rank.
+        """
         told = run_folder.description(
-            self._job, self._folder, place, self._started_unix_s, controller.at, self._secret
+            self.job, self.folder, place, self._started_unix_s, controller, self.secret
         )
-        self._write(
-            "run.json",
-            {
-                **told,
-                **({"term": controller.term} if controller.seat else {}),
-                "rings": {str(rank): path for rank, path in rings.items()},
-            },
-        )
+        told |= {"term": term} if term else {}
+        self._write("run.json", {**told, "rings": {str(rank): path for rank, path in rings.items()}})
 
     def ended(self, exit_code: int, reason: str) -> None:
-        """How the run ended."""
+        """Write ``end.json``: how the run ended."""
         self._write("end.json", {"exit_code": exit_code, "reason": reason, "ended_unix_s": time.time()})
 
     def _write(self, name: str, content: Mapping[str, object]) -> None:
         try:
-            run_folder.write_json(self._folder / name, content)
+            run_folder.write_json(self.folder / name, content)
         except OSError as error:
-            self.warn(f"{self._folder / name}: cannot be written: {error.strerror}")
+            self.warn(f"{self.folder / name}: cannot be written: {error.strerror}")

@@ -22,7 +22,9 @@ def job_of(*words: str) -> Job:
 
 def agent_of(job: Job, cache: str = "keepstep-cache-1") -> list[str]:
     return agent_command(
-        job, Path("run"), Path("secret"), MEETING, 0, {0: "/proc/1/fd/9"}, {}, {}, world_size=2, cache=cache
+        *(job, Path("run"), Path("secret"), MEETING, 0, {"ring": {0: "/proc/1/fd/9"}}),
+        world_size=2,
+        cache=cache,
     )
 
 

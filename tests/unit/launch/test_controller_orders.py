@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from keepstep.launch.command.placement import Place
 from keepstep.launch.controller_orders import Orders
 from keepstep.launch.course import Course, EndedEarly, Outcome
-from keepstep.launch.launcher import Launcher
+from keepstep.launch.next_place import AllNodes
 from keepstep.wire import Kill, Stop
 
 
@@ -58,11 +59,13 @@ class Node:
             self.controller_may_end = True
 
         job: Any = SimpleNamespace(node="a", max_restarts=1)
-        crew: Any = SimpleNamespace(workers=SimpleNamespace(kill=kill), restarts=None)
-        controller: Any = SimpleNamespace(may_end=may_end)
-        words: Any = SimpleNamespace(say=self.said.append, warn=self.said.append)
-        nothing: Any = None
-        self.orders = Orders(job, self.course, crew, controller, nothing, nothing, words)
+        parts: Any = SimpleNamespace(
+            course=self.course,
+            run=SimpleNamespace(job=job, say=self.said.append, warn=self.said.append),
+            crew=SimpleNamespace(workers=SimpleNamespace(kill=kill)),
+            controller=SimpleNamespace(may_end=may_end),
+        )
+        self.orders = Orders(parts)
 
 
 def stop(exit_code: int, by_operator: bool = False) -> Stop:
@@ -122,9 +125,10 @@ async def test_what_is_waited_for_ends_with_the_incarnation() -> None:
 @in_a_loop
 async def test_a_signal_while_workers_are_halted_for_the_next_incarnation_ends_the_job() -> None:
     """A scheduler that cancels a job signals workers and launcher at once: it must not end with 0."""
-    launcher: Any = object.__new__(Launcher)
-    launcher._course = course = Course()
+    course, place = Course(), Place(0, 0, 1, 1, "127.0.0.1", 4711)
     course.link = SimpleNamespace()  # type: ignore[assignment]
     course.signalled = signal.SIGTERM
-    ended = await launcher._begin_again_with_all(Outcome("halted", 0, "all nodes begin again"))
+    parts: Any = SimpleNamespace(course=course, crew=None)
+    ended = await AllNodes(parts, lambda: None).after(Outcome("halted", 0, "all nodes begin again"), place)
+    assert isinstance(ended, Outcome)
     assert (ended.kind, ended.code) == ("signal", 143)

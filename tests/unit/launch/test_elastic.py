@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tests.unit.launch.local_runs import ToldRun
 
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.control.__main__ import parse
@@ -21,6 +22,10 @@ PLACE = Place(1, 6, 12, 2, "10.0.0.1", 29500)
 
 def job_of(*words: str) -> Job:
     return job_from_command_line([*words, "--master-addr", "10.0.0.1", "train.py"], {})
+
+
+def run_of(*words: str) -> ToldRun:
+    return ToldRun(Path("run"), job_of(*words), children=False)
 
 
 def told(job: Job) -> float:
@@ -50,7 +55,7 @@ class Caches(NodeCache):
     """Two ranks that seal a step at each look."""
 
     def __init__(self, alike: int) -> None:
-        super().__init__(job_of("--nnodes", "2:4", "--max-restarts", "1"), lambda line: None)
+        super().__init__(run_of("--nnodes", "2:4", "--max-restarts", "1"))
         self.step, self.until = 3, alike
 
     def newest(self, rank: int) -> Key | None:
@@ -73,14 +78,14 @@ def test_a_step_that_all_have_alike_is_waited_for_and_not_for_ever() -> None:
 
 
 def test_ranks_that_saved_nothing_or_all_the_same_go_on_in_any_job() -> None:
-    assert NodeCache(job_of(), lambda line: None).rigid(None) == ""
+    assert NodeCache(run_of()).rigid(None) == ""
     assert Caches(100).rigid(PLACE) == ""
     assert Caches(0).rigid(PLACE).startswith("what rank 6 saves is not known to be the same on all ranks")
 
 
 def test_workers_are_told_that_their_job_may_have_another_size() -> None:
     async def environment(*words: str) -> dict[str, str]:
-        caching = NodeCache(job_of(*words), lambda line: None)
+        caching = NodeCache(run_of(*words))
         try:
             return caching.environment(PLACE)
         finally:

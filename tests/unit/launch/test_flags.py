@@ -6,6 +6,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 
 from keepstep.core.errors import UsageError
 from keepstep.launch.command import flags
@@ -73,7 +74,7 @@ def ours(words: list[str], environ: dict[str, str]) -> dict[str, object]:
 
 
 @given(command_lines())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=many(300), deadline=None)
 def test_every_torchrun_command_line_means_the_same(words: list[str]) -> None:
     theirs = as_torchrun(words)
     mine = ours(words, {})

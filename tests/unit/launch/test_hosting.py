@@ -7,14 +7,13 @@ import socket
 from pathlib import Path
 
 import pytest
+from tests.unit.launch.local_runs import ToldRun
 
 from keepstep import wire
 from keepstep.core import descriptors
 from keepstep.core.errors import RunError
 from keepstep.launch.command.job import job_from_command_line
 from keepstep.launch.controller.hosting import Hosting
-from keepstep.launch.workers.guard import Guard
-from keepstep.launch.workers.processes import Processes
 
 
 def said_beside(key: wire.RunKey, folder: Path) -> str:
@@ -34,15 +33,8 @@ def said_beside(key: wire.RunKey, folder: Path) -> str:
 async def said(folder: Path, nodes: int, port: int) -> str:
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job-b"]
     job = job_from_command_line(["--nnodes", str(nodes), *meet, "train.py"], {})
-    none = object.__new__
-    hosting = Hosting(
-        *(job, folder, folder / "secret", none(Processes), none(Guard)),
-        ready=lambda: None,
-        gave_up=lambda: None,
-        moved=lambda: None,
-        say=lambda text: None,
-        warn=lambda text: None,
-    )
+    run = ToldRun(folder, job, children=False)
+    hosting = Hosting(run, ready=lambda: None, gave_up=lambda: None, moved=lambda: None)
     try:
         await hosting.can_begin()
     except RunError as error:

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tests.unit.launch.local_runs import ToldRun
 
 from keepstep.launch.command.job import job_from_command_line
 from keepstep.launch.node import checks
@@ -266,9 +267,9 @@ def test_the_gravest_is_told_the_newest_of_its_kind(monkeypatch: pytest.MonkeyPa
 def test_a_restart_of_the_application_is_told_and_leaves_the_node_in_the_job(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told: list[str] = []
     job = job_from_command_line(["--nproc-per-node", "1", "train.py"], {"HOME": "/nowhere"})
-    node = NodeChecks(job, tmp_path, told.append)
+    run = ToldRun(tmp_path, job, children=False)
+    node = NodeChecks(run)
     contained = judge(monkeypatch, f"{GPU}: 94, pid=7, name=python, Contained: SM (0x1)")
     broken = judge(monkeypatch, f"{GPU}: 95, pid=7, name=python, Uncontained: LTC TAG (0x2,0x0)")
     assert contained is not None
@@ -283,5 +284,5 @@ def test_a_restart_of_the_application_is_told_and_leaves_the_node_in_the_job(
         return node.unfit()
 
     assert asyncio.run(after_a_failure(contained)) == ""
-    assert told == [contained.text]
+    assert run.said == [contained.text]
     assert asyncio.run(after_a_failure(broken)) == broken.text

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.unit.launch.local_runs import ToldRun
 
 from keepstep import wire
 from keepstep.core.errors import RunError
@@ -168,9 +169,9 @@ def linked(folder: Path, run_id: str, port: int, *, warned: list[str]) -> Link:
     meet = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     job = job_from_command_line([*meet, "--rdzv-id", run_id, "train.py"], {})
     at = Endpoint("127.0.0.1", port)
-    return Link(
-        job, at, folder / "secret", JOIN, free_port=lambda: 4711, ordered=lambda: None, warn=warned.append
-    )
+    run = ToldRun(folder, job, children=False)
+    run.said = warned
+    return Link(run, at, JOIN, ordered=lambda: None)
 
 
 async def controller_of(run_id: str, secret: bytes, opened: list[wire.Connection]) -> wire.Server:
@@ -261,14 +262,8 @@ def test_a_stop_that_ends_the_wait_for_a_place_is_not_lost(tmp_path: Path, spare
     async def main() -> None:
         job = job_from_command_line(["--run-dir", str(tmp_path), "train.py"], {})
         stopped = asyncio.Event()
-        link = Link(
-            job,
-            Endpoint("127.0.0.1", 1),
-            tmp_path / "secret",
-            JOIN,
-            free_port=lambda: 4711,
-            ordered=stopped.set,
-        )
+        run = ToldRun(tmp_path, job, children=False)
+        link = Link(run, Endpoint("127.0.0.1", 1), JOIN, ordered=stopped.set)
         if spare:
             link.member.received(wire.Spare(2))
         waiting = asyncio.create_task(link.next_place())

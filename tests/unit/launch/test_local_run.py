@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from keepstep.launch.local_run import Words
+from keepstep.launch.local_run import LocalRun
 
 
-def words(folder: Path, *, quiet: bool = False, verbose: bool = False) -> Words:
+def run(folder: Path, *, quiet: bool = False, verbose: bool = False) -> LocalRun:
     job: Any = SimpleNamespace(quiet=quiet, verbose=verbose)
-    return Words(job, folder, folder / "secret")
+    nothing: Any = None
+    return LocalRun(job, folder, folder / "secret", nothing)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,7 @@ def words(folder: Path, *, quiet: bool = False, verbose: bool = False) -> Words:
 def test_how_much_is_said(
     flags: dict[str, bool], heard: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = words(tmp_path, **flags)
+    told = run(tmp_path, **flags)
     told.warn("w")
     told.say("s")
     told.note("n")
@@ -28,11 +29,11 @@ def test_how_much_is_said(
 
 
 def test_the_end_is_written(tmp_path: Path) -> None:
-    words(tmp_path).ended(3, "rank 0: exit code 3")
+    run(tmp_path).ended(3, "rank 0: exit code 3")
     ending = json.loads((tmp_path / "end.json").read_text())
     assert (ending["exit_code"], ending["reason"]) == (3, "rank 0: exit code 3")
 
 
 def test_a_folder_that_is_gone_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words(tmp_path / "gone", quiet=True).ended(0, "finished")
+    run(tmp_path / "gone", quiet=True).ended(0, "finished")
     assert capsys.readouterr().err.startswith(f"keepstep: {tmp_path}/gone/end.json: cannot be written: ")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from tests.unit.launch.local_runs import ToldRun
 
 from keepstep.checkpoint.memory import cache_server
 from keepstep.launch.command.job import job_from_command_line
@@ -13,10 +16,11 @@ PLACE = Place(0, 0, 1, 1, "127.0.0.1", 29500, incarnation=3)
 
 
 def test_a_cache_that_cannot_be_made_is_told_to_workers(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    caching = NodeCache(job_from_command_line(["train.py"], {"KEEPSTEP_NODE_NAME": "gpu-7"}), said.append)
+    job = job_from_command_line(["train.py"], {"KEEPSTEP_NODE_NAME": "gpu-7"})
+    run = ToldRun(tmp_path, job, children=False)
+    caching = NodeCache(run)
 
     def fails(loop: object = None) -> None:
         raise OSError(24, "Too many open files")
@@ -26,6 +30,6 @@ def test_a_cache_that_cannot_be_made_is_told_to_workers(
         found = caching.environment(PLACE)
     why = "[Errno 24] Too many open files"
     assert found == {"KEEPSTEP_NO_CACHE": f"gpu-7 has no cache, none could be made: {why}"}
-    assert said == [f"no checkpoints are kept in memory: {why}"]
+    assert run.said == [f"no checkpoints are kept in memory: {why}"]
     assert caching.address == ""
     caching.close()

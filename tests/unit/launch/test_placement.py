@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from keepstep.core.errors import UsageError
@@ -21,7 +23,9 @@ def job(*words: str):
 
 
 def test_ranks_of_a_node_in_the_middle() -> None:
-    env = worker_environment(job("--nproc-per-node", "2", "--role", "t"), PLACE, 1, {}, restart_count=1)
+    env = worker_environment(
+        job("--nproc-per-node", "2", "--role", "t"), replace(PLACE, incarnation=1), 1, {}
+    )
     assert {
         name: env[name]
         for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")

@@ -34,8 +34,9 @@ def test_every_end_is_told_once_with_its_status() -> None:
     told = alone(
         """
         import os, signal, time
+        from keepstep.launch.workers.guard import Guard
         from keepstep.launch.workers.processes import Processes
-        processes, told = Processes(), []
+        processes, told = Processes(Guard("NO=such")), []
         for command in (["true"], ["sh", "-c", "exit 4"], ["sh", "-c", "kill -9 $$"]):
             processes.start(command[-1], command, os.environ, on_exit=told.append)
         while len(told) < 3:
@@ -51,9 +52,10 @@ def test_children_begin_with_the_descriptors_that_the_launcher_was_given() -> No
         """
         import os, resource, subprocess
         from keepstep.core.descriptors import raise_limit
+        from keepstep.launch.workers.guard import Guard
         from keepstep.launch.workers.processes import Processes
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, 700))
-        processes, ended = Processes(raise_limit()), []
+        processes, ended = Processes(Guard("NO=such"), raise_limit()), []
         child = processes.start(
             "shell", ["sh", "-c", "ulimit -S -n; ulimit -H -n"], os.environ,
             on_exit=ended.append, stdout=subprocess.PIPE,
@@ -108,19 +110,21 @@ def test_orphans_are_adopted_and_found() -> None:
     told = alone(
         """
         import os, signal
+        from keepstep.launch.workers.guard import Guard
         from keepstep.launch.workers.processes import Processes, descendants
-        processes, ended = Processes(), []
+        guard = Guard("NO=such")
+        processes, ended = Processes(guard), []
         # setsid: neither the session nor the group of the child that dies.
         processes.start("parent", ["sh", "-c", "setsid sleep 600 & exit 0"], os.environ, on_exit=ended.append)
         while not ended:
             processes.reap()
         found = []
         while not found:
-            found = descendants(os.getpid())
+            found = descendants(os.getpid(), frozenset({guard.pid}))
         os.kill(found[0], signal.SIGKILL)
         while processes.reap() != found:
             pass
-        print(len(found), descendants(os.getpid()))
+        print(len(found), descendants(os.getpid(), frozenset({guard.pid})))
         """
     )
     assert told == "1 []"
@@ -172,7 +176,7 @@ def test_a_companion_that_keeps_dying_is_given_up() -> None:
         guard = Guard("KEEPSTEP_JOB=none")
 
         async def main():
-            loop, processes = asyncio.get_running_loop(), Processes()
+            loop, processes = asyncio.get_running_loop(), Processes(guard)
             loop.add_signal_handler(signal.SIGCHLD, processes.reap)
             for command in (["sh", "-c", "exit 1"], ["sh", "-c", "exit 2"], ["/no/such/program"]):
                 starts, gave_up = [], loop.create_future()
@@ -180,7 +184,7 @@ def test_a_companion_that_keeps_dying_is_given_up() -> None:
                     starts.append(1)
                     return command
                 companions.Companion(
-                    "x", one, processes, guard, gave_up=gave_up.set_result, ready=lambda said: None
+                    "x", one, processes, gave_up=gave_up.set_result, ready=lambda said: None
                 ).start()
                 reason = await gave_up
                 print(len(starts), reason.splitlines()[0][:22])

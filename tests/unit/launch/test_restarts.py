@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 from tests.alone import alone
+from tests.unit.launch.local_runs import ToldRun
 from tests.unit.launch.test_job import job
 
 from keepstep.launch.command.placement import Place
 from keepstep.launch.workers import restarts as module
-from keepstep.launch.workers.guard import Guard
-from keepstep.launch.workers.processes import Processes
 
 
 def test_new_standbys_are_warmed_only_while_a_restart_is_left(
@@ -25,9 +24,8 @@ def test_new_standbys_are_warmed_only_while_a_restart_is_left(
         def forget(_: object) -> None: ...
 
         restarts = module.Restarts(
-            *(job("--max-restarts", "1", "train.py"), os.environ, tmp_path, Processes(), Guard("NO=such")),
-            warn=forget,
-            note=forget,
+            ToldRun(tmp_path, job("--max-restarts", "1", "train.py")),
+            os.environ,
             recovered=forget,
             raised=forget,
         )
@@ -35,7 +33,7 @@ def test_new_standbys_are_warmed_only_while_a_restart_is_left(
             monkeypatch.setattr(
                 restarts.standbys, "warm", lambda plans, which=incarnation: warmed.append(which)
             )
-            restarts.started((), Place(0, 0, 1, 1, "127.0.0.1", 4711, incarnation), 0, 0)
+            restarts.started((), Place(0, 0, 1, 1, "127.0.0.1", 4711, incarnation))
             await asyncio.sleep(0.05)
         restarts.end()
         assert warmed == [0]
@@ -48,13 +46,12 @@ def test_a_restart_that_can_wait_waits_for_warm_standbys(
 ) -> None:
     async def main() -> None:
         restarts = module.Restarts(
-            *(job("--max-restarts", "1", "train.py"), os.environ, tmp_path, Processes(), Guard("NO=such")),
-            warn=lambda _: None,
-            note=lambda _: None,
+            ToldRun(tmp_path, job("--max-restarts", "1", "train.py")),
+            os.environ,
             recovered=lambda _: None,
             raised=lambda _: None,
         )
-        restarts.started((), Place(0, 0, 1, 1, "127.0.0.1", 4711, 0), 0, 0)
+        restarts.started((), Place(0, 0, 1, 1, "127.0.0.1", 4711, 0))
 
         async def waits(*, over: bool = False, ready: bool = True) -> bool:
             try:
@@ -69,7 +66,7 @@ def test_a_restart_that_can_wait_waits_for_warm_standbys(
         assert not await waits(), "there is nothing to be warmed"
         assert await waits(ready=False)
         monkeypatch.setattr(module, "_WARMED_S", 0.1)
-        restarts.started((), Place(0, 0, 1, 1, "127.0.0.1", 4711, 0), 0, 0)
+        restarts.started((), Place(0, 0, 1, 1, "127.0.0.1", 4711, 0))
         assert not await waits(), "not for ever"
         restarts.end()
 
@@ -78,19 +75,13 @@ def test_a_restart_that_can_wait_waits_for_warm_standbys(
 
 def test_with_one_port_for_all_incarnations_no_process_is_kept(tmp_path: Path) -> None:
     async def main() -> None:
-        said: list[str] = []
         for port in ("0", "29511"):
             given = job("--in-place", "--max-restarts", "1", "--master-port", port, "train.py")
-            restarts = module.Restarts(
-                *(given, os.environ, tmp_path, Processes(), Guard("NO=such")),
-                warn=said.append,
-                note=said.append,
-                recovered=lambda _: None,
-                raised=lambda _: None,
-            )
+            run = ToldRun(tmp_path, given)
+            restarts = module.Restarts(run, os.environ, recovered=lambda _: None, raised=lambda _: None)
             assert (restarts.survivors is None) == (port != "0")
             restarts.end()
-        (line,) = said
+        (line,) = run.said
         assert "--master-port" in line
 
     alone(main)

@@ -35,7 +35,7 @@ def test_each_worker_has_a_link_table_of_its_own(built: Path) -> None:
         assert set(environment) == {0, 1}
         assert {LINKS, RING} <= OURS
         paths = {worker[LINKS] for worker in environment.values()}
-        assert paths == set(rings.links.values())
+        assert paths == set(rings.pages["links"].values())
         for path in paths:
             assert LinkReader(path).snapshot().pid == 0
         assert [worker[link_table.PLUGIN] for worker in environment.values()] == [str(built)] * 2

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from tests.alone import alone
+from tests.unit.launch.local_runs import ToldRun
 
 from keepstep.launch.command.placement import WorkerPlan
-from keepstep.launch.workers.guard import Guard
-from keepstep.launch.workers.processes import Child, Processes
+from keepstep.launch.workers.processes import Child
 from keepstep.launch.workers.standbys import TRIES, Standbys
 
 SCRIPT = "import json, os, sys; json.dump([sys.argv, dict(os.environ)], open(os.environ['OUT'], 'w'))"
@@ -27,14 +27,10 @@ class Node:
 
     def __init__(self, folder: Path, count: int, nproc: int, imports: dict[str, Any] | None = None) -> None:
         self.folder = folder
-        self.said: list[str] = []
+        self.run = ToldRun(folder)
+        self.said, self.processes = self.run.said, self.run.processes
         self.ended: list[Child] = []
-        self.processes = Processes()
-        self.guard = Guard("NO=such")
-        environ = {**os.environ, "KEEPSTEP_RING": "/nowhere"}
-        self.standbys = Standbys(
-            count, environ, folder, self.processes, self.guard, warn=self.said.append, note=self.said.append
-        )
+        self.standbys = Standbys(self.run, count, {**os.environ, "KEEPSTEP_RING": "/nowhere"})
         script = folder / "script.py"
         script.write_text(SCRIPT)
         told = imports or {"modules": ["json"], "environment": {}}
@@ -61,8 +57,8 @@ class Node:
             await asyncio.sleep(0.01)
 
     def take(self, local_rank: int, **environment: str) -> Child | None:
-        plan = self.plans[local_rank]
-        child = self.standbys.take(plan, {**os.environ, **environment}, None, None)
+        whole = {**os.environ, **environment, **self.plans[local_rank].environment}
+        child = self.standbys.take(local_rank, whole, (1, 2))
         if child:
             self.processes.become(child, "worker", self.ended.append)
         return child
@@ -70,7 +66,7 @@ class Node:
     async def end(self) -> None:
         self.standbys.end()
         await self.until(lambda: not self.standbys.pids)
-        self.guard.close()
+        self.processes.guard.close()
 
 
 def test_a_warm_one_becomes_the_worker_and_none_is_given_twice(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 from tests.alone import alone
+from tests.unit.launch.local_runs import ToldRun
 
 from keepstep.core.staying import ADDRESS
-from keepstep.launch.command.placement import WorkerPlan
-from keepstep.launch.workers.guard import Guard
-from keepstep.launch.workers.processes import Child, Processes
+from keepstep.launch.command.job import job_from_command_line
+from keepstep.launch.workers.processes import Child
 from keepstep.launch.workers.survivors import Survivors
 
 # What a worker says when it is told to leave is its last argument.
@@ -45,10 +45,10 @@ class Node:
     """A launcher's surroundings, and workers that answer as they are told."""
 
     def __init__(self, folder: Path, *answers: str, patience_s: float = 60.0) -> None:
-        self.said: list[str] = []
+        run = ToldRun(folder, job_from_command_line(["train.py"], {"KEEPSTEP_LEAVE_S": str(patience_s)}))
+        self.said, self.processes = run.said, run.processes
         self.ended: list[Child] = []
-        self.processes, guard = Processes(), Guard("NO=such")
-        self.survivors = Survivors(self.processes, guard, patience_s, warn=self.said.append)
+        self.survivors = Survivors(run)
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self.processes.reap)
         self.out = [folder / f"out-{number}" for number in range(len(answers))]
         environ = {**os.environ, **self.survivors.environment}
@@ -73,8 +73,7 @@ class Node:
         return self.survivors.call(self.children)
 
     def take(self, number: int) -> Child | None:
-        plan = WorkerPlan(number, number, (), {"RANK": str(number)})
-        return self.survivors.take(plan, {"A": "1"}, None, None)
+        return self.survivors.take(number, {"A": "1", "RANK": str(number)}, (1, 2))
 
     async def end(self) -> None:
         pids = [child.pid for child in self.children.values() if child.alive]

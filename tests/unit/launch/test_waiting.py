@@ -38,13 +38,13 @@ class Node:
     def __init__(self, folder: Path) -> None:
         (folder / "program.py").write_text(PROGRAM)
         self.log, self.command = folder / "log", (sys.executable, "-u", str(folder / "program.py"))
-        self.processes, self.guard = Processes(), Guard("NO=such")
-        self.waiting = Waiting(self.command, os.environ, self.processes, self.guard)
+        self.processes = Processes(Guard("NO=such"))
+        self.waiting = Waiting(self.command, os.environ, self.processes)
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self.processes.reap)
 
     def companion(self) -> Companion:
         return Companion(
-            *("agent", lambda: [*self.command, "a", "b"], self.processes, self.guard),
+            *("agent", lambda: [*self.command, "a", "b"], self.processes),
             gave_up=lambda _: None,
             log=self.log,
             waiting=self.waiting,
@@ -72,7 +72,7 @@ def test_the_one_that_waits_does_what_it_is_told_and_ends_as_any_companion(tmp_p
         assert await node.said() == ["['--wait'] does ['a', 'b']"]
         await agent.stop(5.0)
         assert agent.pid is None
-        node.guard.close()
+        node.processes.guard.close()
 
     alone(main)
 
@@ -90,7 +90,7 @@ def test_without_one_or_when_it_has_died_the_program_is_started(tmp_path: Path) 
         assert not agent.was_waiting
         assert await node.said() == ["['a', 'b'] does ['a', 'b']"]
         await agent.stop(5.0)
-        node.guard.close()
+        node.processes.guard.close()
 
     alone(main)
 
@@ -101,6 +101,6 @@ def test_one_that_is_not_needed_is_ended(tmp_path: Path) -> None:
         node.waiting.start()
         node.waiting.end()
         await node.until(lambda: not node.waiting.pid)
-        node.guard.close()
+        node.processes.guard.close()
 
     alone(main)

@@ -70,7 +70,6 @@ def worker_plans(
     environ: Mapping[str, str],
     *,
     error_files: Mapping[int, str],
-    restart_count: int = 0,
     extra: Mapping[int, Mapping[str, str]] | None = None,
 ) -> list[WorkerPlan]:
     """The workers of this node. ``error_files`` and ``extra`` (environment) are by local rank."""
@@ -80,7 +79,7 @@ def worker_plans(
             local_rank=local_rank,
             command=worker_command(job, local_rank, environ),
             environment={
-                **worker_environment(job, place, local_rank, environ, restart_count),
+                **worker_environment(job, place, local_rank, environ),
                 ERROR_FILE: error_files[local_rank],
                 **(extra or {}).get(local_rank, {}),
             },
@@ -89,9 +88,7 @@ def worker_plans(
     ]
 
 
-def worker_environment(
-    job: Job, place: Place, local_rank: int, environ: Mapping[str, str], restart_count: int = 0
-) -> dict[str, str]:
+def worker_environment(job: Job, place: Place, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that torchrun sets for the worker, with the values it would give them, and Gloo's switches.
 
     Rank 0 makes the TCP store itself (``TORCHELASTIC_USE_AGENT_STORE=False``): no torch runs in the launcher.
@@ -109,7 +106,7 @@ def worker_environment(
         "ROLE_WORLD_SIZE": str(place.world_size),
         "MASTER_ADDR": place.master_addr,
         "MASTER_PORT": str(place.master_port),
-        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+        "TORCHELASTIC_RESTART_COUNT": str(place.incarnation),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
         "TORCHELASTIC_RUN_ID": job.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",

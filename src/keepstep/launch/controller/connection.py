@@ -1,4 +1,4 @@
-"""The launcher's own connection to the controller: joins, hears its place, reports deaths and the end."""
+"""The launcher's connection to the controller, over which it joins the job, reports failures and hears orders."""
 
 from __future__ import annotations
 
@@ -7,71 +7,67 @@ import logging
 import os
 import ssl
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
 
-import msgspec
+from msgspec import structs
 
 from keepstep import wire
-from keepstep.core.budgets import Cause
 from keepstep.core.errors import RunError, WireError
-from keepstep.core.finding import Finding
-from keepstep.core.incident import Recovery
-from keepstep.core.own_folders import write_whole
-from keepstep.launch.command import addresses
+from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import Place
 from keepstep.launch.controller.elections import Elections
 from keepstep.launch.controller.member import Member
-from keepstep.launch.node.programs import stop_file
+from keepstep.launch.local_run import LocalRun
 
-PATIENCE_S = 60.0  # without a connection and with no worker running: nobody will begin again with us
+PATIENCE_S = 60.0  # for which a node without workers waits for a connection before it ends
 _REREAD_SECRET_S = 1.0
 _LOOK_S = 0.5
-_TRY_S = 5.0  # for one address
-# For the controller of another job to end, which this one may follow at its address, and to try another address.
-_STRANGER_S = 12.0
+_TRY_S = 5.0  # for which one address is tried
+_STRANGER_S = 12.0  # for which the controller of another job may still be where this job's is to be
 
 
 class Link:
-    """Connects for ever in the background; sending never waits for it. What is said and ordered is in ``member``."""
+    """Connects for ever in the background; sending never waits for it.
+
+    Attributes:
+        member: what was said and ordered.
+        connected: set while the newest controller is connected.
+        address: this node's, numeric, where the controller can move to another node; else "".
+    """
 
     def __init__(
         self,
-        job: Job,
+        run: LocalRun,
         controller: Endpoint,
-        secret: Path,
         join: wire.Join,
         *,
-        free_port: Callable[[], int],
         ordered: Callable[[], None],
         token: int = 0,
         elected: Callable[[], None] = lambda: None,
-        known: Callable[[], Endpoint | None] = lambda: None,
-        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``controller.host`` is a numeric address; ``ordered`` is told when something new is in ``member``.
+        """``controller.host`` is a numeric address. ``ordered`` is called when something new is in ``member``.
 
-        ``warn``: of what the operator should know while workers run, and nobody else says.
-        ``token``: of our seat where the controller can move; ``elected`` is then told when `leads` may have changed,
-        and ``known`` asked for the address of a controller that others know.
+        ``token``: of this launcher's seat, where the controller can move; ``elected`` is then called about five times
+        a second, to look whether its host has changed.
         """
-        self._job = job
+        self._run, job = run, run.job
         self._controller = self._told = controller
         self._next_try_s = _now_s() + _TRY_S
-        self._secret = secret
-        self._ordered = ordered
+        self._ordered, self._elected = ordered, elected
         self._client: wire.Client | None = None
         self._changed = asyncio.Event()
         self._trouble = ""
-        self._stranger = ""  # the controller of another job is there instead of ours, and since when
+        self._stranger = (
+            ""  # what to say of another job's controller in the place of this job's; "": none is there
+        )
         self._stranger_at, self._stranger_since_s = controller, 0.0
         self._warned_of = ""
-        self._elected, self._known, self._warn = elected, known, warn
         self.address = addresses.resolve(join.address)[0] if token else ""
         self._elections: Elections | None = None
-        self.member = Member(join, os.getpid(), free_port, time.time)
+        self.member = Member(join, os.getpid(), lambda: addresses.free_port(join.address), time.time)
         if token:
             self._elections = Elections(
                 *(token, join.node, os.getpid(), self.address),
@@ -89,12 +85,12 @@ class Link:
             AuthenticationError: the secret cannot be read (yet).
             UsageError: the certificates cannot be loaded.
         """
-        # What goes wrong on the way is told by ``join`` once, not by the logger at every attempt.
+        # What goes wrong is in the message of ``join``, so that the logger need not say it at every attempt.
         logging.getLogger("keepstep.wire").addHandler(logging.NullHandler())
-        tls = contexts(self._job)
-        self._client = wire.connect(
+        tls = contexts(self._run.job)
+        self._client = wire.Client(
             (self._controller.host, self._controller.port),
-            wire.RunKey(wire.read_secret(self._secret), self._job.run_id),
+            wire.RunKey(wire.read_secret(self._run.secret), self._run.job.run_id),
             role="launcher",
             greet=self.member.greet,
             message=self._received,
@@ -106,7 +102,7 @@ class Link:
 
     @property
     def controller(self) -> Endpoint:
-        """Where the controller is, as far as is known."""
+        """The address of the controller, as far as it is known."""
         return self._controller
 
     @property
@@ -114,29 +110,8 @@ class Link:
         """What to say when the controller of another job is where ours should be; "": it is not."""
         return self._stranger
 
-    @property
-    def leads(self) -> int:
-        """The term in which the controller is to run beside us; 0: elsewhere."""
-        elector = self.member.elector
-        return elector.leads if elector is not None else 0
-
-    @property
-    def council(self) -> wire.Council | None:
-        """What the controller that runs beside us has to know."""
-        return self.member.elector.inheritance if self.member.elector is not None else None
-
-    def keep_council(self, path: Path) -> None:
-        """Write it down for the controller, which none of this term has come before. Raises OSError."""
-        write_whole(path, msgspec.json.encode(self.council))
-        stop_file(path).unlink(missing_ok=True)
-
-    def serves(self, port: int) -> None:
-        """The controller beside us listens here, or will in a moment."""
-        if self.member.elector is not None:
-            self.member.elector.serves(port)
-
     def resign(self) -> None:
-        """No controller can be kept running here."""
+        """Let other nodes host the controller, because it cannot be kept running here."""
         if self.member.elector is not None:
             self.member.elector.resign(_now_s())
 
@@ -151,9 +126,10 @@ class Link:
         if leader.port:
             self._go_to(Endpoint(leader.address, leader.port))
         elif elector.council is None and not self.connected.is_set() and _now_s() >= self._next_try_s:
-            # The job may have moved before we came: try in turn what we were told and what the run's folder says.
+            # The controller may have moved before this launcher began: the address that it was given and the one in
+            # the run folder are tried in turn.
             self._next_try_s = _now_s() + _TRY_S
-            known = self._known() if self._controller == self._told else None
+            known = run_folder.controller(self._run.folder) if self._controller == self._told else None
             self._go_to(known or self._told)
         self._elected()
 
@@ -182,19 +158,19 @@ class Link:
         seen = self._trouble or "connected, but not all nodes have joined"
         raise RunError(
             f"no place in the job after {timeout_s:g} s: controller {self._controller}: {seen}; check that every "
-            f"node was started with the same --rdzv-endpoint, --nnodes and secret ({self._secret})"
+            f"node was started with the same --rdzv-endpoint, --nnodes and secret ({self._run.secret})"
         )
 
     async def _join_with_newest_secret(self) -> Place:
-        """The secret may appear, or be replaced by that of the new run, while we wait for node 0."""
+        """Join with whatever secret there is now: node 0 may make it, or replace that of an earlier run, meanwhile."""
         tried: bytes | None = None
         while True:
             try:
-                found = wire.read_secret(self._secret)
+                found = wire.read_secret(self._run.secret)
                 if found != tried:
                     await self.close()
                     if self._elections is not None:
-                        key = wire.RunKey(found, self._job.run_id)
+                        key = wire.RunKey(found, self._run.job.run_id)
                         self.member.vote(await self._elections.open(key), self._elections.elector)
                     self.open()
                     tried = found
@@ -210,12 +186,12 @@ class Link:
                     or f"controller {self._controller}: {self._trouble}: the job is gone, or out of reach"
                 )
             met_stranger = self._stranger and _now_s() - self._stranger_since_s > _STRANGER_S
-            if met_stranger and not self.member.is_spare:  # a spare stays: the job may go on elsewhere
+            if met_stranger and not self.member.is_spare:  # a spare waits on, as the job may go on elsewhere
                 raise RunError(self._stranger)
             await self._change(_REREAD_SECRET_S)
 
     async def next_place(self) -> Place | None:
-        """After `halted`: the place in the next incarnation; None when the controller stays away for too long."""
+        """Wait for the place in the next incarnation; None when the controller stays away for too long."""
         while (place := self._taken()) is None:
             if self.member.away_s(_now_s()) > PATIENCE_S:
                 return None
@@ -223,7 +199,7 @@ class Link:
         return place
 
     async def _change(self, timeout_s: float) -> None:
-        """Until something was ordered, not long. (``wait_for`` would lose a cancellation that comes with it.)"""
+        """Wait until something was ordered, not long. ``wait_for`` would lose a cancellation that comes with it."""
         waiting = asyncio.ensure_future(self._changed.wait())
         try:
             await asyncio.wait([waiting], timeout=timeout_s)
@@ -236,75 +212,36 @@ class Link:
         if placed is None:
             return None
         self.member.started()
-        return Place(
-            node_rank=placed.node_rank,
-            first_rank=placed.first_rank,
-            world_size=placed.world_size,
-            node_count=placed.node_count,
-            master_addr=placed.master_addr,
-            master_port=placed.master_port,
-            incarnation=placed.incarnation,
-            pauses=placed.pauses,
-        )
+        return Place(*structs.astuple(placed))
 
     def placed(self, place: Place) -> None:
-        """The place is known without asking (one node)."""
-        self.member.place(
-            wire.Placement(
-                place.node_rank,
-                place.first_rank,
-                place.world_size,
-                place.node_count,
-                place.master_addr,
-                place.master_port,
-                place.incarnation,
-                place.pauses,
-            )
-        )
+        """Take a place that is known without asking, as it is on one node."""
+        self.member.place(wire.Placement(*astuple(place)))
         if self._client and self._client.connected:
-            self._send(self.member.greet()[1:2])
+            self.send(self.member.greet()[1:2])
 
-    def found(self, finding: Finding) -> None:
-        """Report at once; again to a controller that is started anew."""
-        self._send(self.member.found(finding))
-
-    def recovered(self, recovery: Recovery) -> None:
-        """All ranks of this node train again after a restart."""
-        self._send(self.member.recovered(recovery))
-
-    def failed(self, exit_code: int, cause: Cause) -> None:
-        """Workers of this node have failed: all nodes are to begin again."""
-        text = f"rank {cause.rank}: {cause.error}"
-        self._send(self.member.failed(exit_code, text, cause.rank, cause.step, cause.at_s, cause.by_keepstep))
-
-    def halted(self, unfit: str = "", rigid: str = "") -> None:
-        """No worker of this incarnation runs here any more.
-
-        ``unfit``: why none should again. ``rigid``: why none can in a job of another size.
-        """
-        self._send(self.member.halted(unfit, rigid))
-
-    def sealed(self, incarnation: int, step: int, why: str = "") -> None:
-        """All ranks of this node have sealed a step; -1: they seal none, and ``why``."""
-        self._send([wire.Sealed(incarnation, step, why)])
-
-    def ended(self, exit_code: int, message: str) -> None:
-        """All workers of this node have ended."""
-        self._send(self.member.ended(exit_code, message))
+    def send(self, messages: Sequence[wire.Message]) -> None:
+        """Send what ``member`` says, once there is a connection."""
+        for message in messages if self._client else ():
+            assert self._client is not None
+            self._client.send(message)
 
     async def drained(self, timeout_s: float) -> None:
-        """Wait until what was said is on its way; not long, and not without a connection."""
+        """Wait until all messages are on their way; not without a connection, and for ``timeout_s`` at most."""
         if self._client and self._client.connected:
             await self._client.drained(timeout_s)
 
     async def unseated(self, patience_s: float) -> None:
-        """Wait until the others can elect without us, not long: gone before, we would be one of those that are lost."""
+        """Wait until this node has no seat in the council any more, for ``patience_s`` at most.
+
+        A node that leaves with its seat counts as lost in an election.
+        """
         elector, until_s = self.member.elector, _now_s() + patience_s
         while elector is not None and elector.has_seat and self.connected.is_set() and _now_s() < until_s:
             await self._change(_LOOK_S)
 
     async def lost(self, patience_s: float) -> None:
-        """Until the controller has been away for ``patience_s`` at a stretch."""
+        """Wait until the controller has been away for ``patience_s`` at a stretch."""
         while True:
             try:
                 await asyncio.wait_for(self.connected.wait(), patience_s)
@@ -313,26 +250,21 @@ class Link:
             await asyncio.sleep(_LOOK_S)
 
     async def close(self) -> None:
-        """Leave."""
+        """End the connection for good."""
         if self._client:
             await self._client.close()
             self._client = None
         if self._elections is not None:
             await self._elections.close()
 
-    def _send(self, messages: list[wire.Message]) -> None:
-        for message in messages if self._client else ():
-            assert self._client is not None
-            self._client.send(message)
-
     def _received(self, message: wire.Message) -> None:
-        self._send(self.member.received(message))
+        self.send(self.member.received(message))
         elector = self.member.elector
         if elector is not None and isinstance(message, wire.Welcome):
             self._on_welcome()
         elif elector is not None and isinstance(message, wire.Council) and not self.member.is_void:
             kept = elector.received(message, _now_s())
-            self._send([kept] if kept is not None else [])
+            self.send([kept] if kept is not None else [])
         self._changed.set()
         self._ordered()
 
@@ -341,7 +273,7 @@ class Link:
             self._on_welcome()
 
     def _on_welcome(self) -> None:
-        """The controller is there, and it is the newest."""
+        """Note that the newest controller is there; one that was replaced is left."""
         self._stranger = ""
         if self.member.is_void:
             assert self._client is not None
@@ -361,9 +293,9 @@ class Link:
         self.member.trouble(error, _now_s())
 
     def _meet(self, error: Exception) -> None:
-        """Note whether it is another job's controller that keeps ours away. Workers that run do not mind."""
+        """Note whether another job's controller is in the place of this job's. Workers that run do not mind."""
         if not isinstance(error, wire.AnotherJob):
-            if self._controller == self._stranger_at:  # another address may be tried meanwhile
+            if self._controller == self._stranger_at:  # at another address it may still be there
                 self._stranger = ""
             return
         if not self._stranger:
@@ -372,7 +304,7 @@ class Link:
         self._stranger = another_job(self._controller, error)
         if self.member.runs and self._stranger != self._warned_of:
             self._warned_of = self._stranger
-            self._warn(f"{self._stranger}; the workers of this node train on without it")
+            self._run.warn(f"{self._stranger}; the workers of this node train on without it")
 
 
 def another_job(controller: Endpoint, error: wire.AnotherJob) -> str:
@@ -384,7 +316,10 @@ def another_job(controller: Endpoint, error: wire.AnotherJob) -> str:
 
 
 def contexts(job: Job) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
-    """TLS of a server and of a client; None: the job has none. Raises UsageError: the files cannot be loaded."""
+    """TLS contexts of a server and of a client; None: the job uses no TLS.
+
+    Raises UsageError where the files cannot be loaded.
+    """
     if job.tls is None:
         return None
     paths = wire.TlsPaths(str(job.tls.cert), str(job.tls.key), str(job.tls.ca))

@@ -1,4 +1,4 @@
-"""The node's cache of checkpoints, as its launcher keeps it: made once, told to workers, kept until storage has all."""
+"""The node's cache as its launcher keeps it: made once, named to the workers, held until storage has everything."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from keepstep.core.errors import KeepstepError
-from keepstep.launch.command.job import Job
 from keepstep.launch.command.placement import (
     CACHE,
     CHECKPOINT_DIR,
@@ -20,6 +19,7 @@ from keepstep.launch.command.placement import (
     NO_CACHE,
     Place,
 )
+from keepstep.launch.local_run import LocalRun
 
 if TYPE_CHECKING:
     from keepstep.checkpoint.memory.cache import Cache
@@ -27,32 +27,36 @@ if TYPE_CHECKING:
     from keepstep.checkpoint.memory.slots import Key
 
 _POLL_S = 0.1
-
 _LOOK_S = 0.02
-_MOST_UNLIKE = 4  # steps: whether one was the same on all ranks is known a step later
+_MOST_UNLIKE = 4
+"""Sealed steps without one that is the same on all ranks before none is expected; it is known a step later."""
 
 
 class NodeCache:
-    """A cache that outlives the workers, from the first start on. ``warn``: a line for the operator."""
+    """A cache that outlives the workers, from the first start on.
 
-    def __init__(self, job: Job, warn: Callable[[str], None]) -> None:
-        self._job, self._warn = job, warn
+    Attributes:
+        moved: whether this node plays other ranks than before, whose snapshots are still elsewhere.
+    """
+
+    def __init__(self, run: LocalRun) -> None:
+        self._run, self._job = run, run.job
         self._made: tuple[Cache, CacheServer] | None = None
-        self.moved = False  # this node plays other ranks than before, whose snapshots are still elsewhere
+        self.moved = False
 
     @property
     def address(self) -> str:
-        """Where it is asked for; "": there is none."""
+        """The address of the cache; "": there is none."""
         return self._made[1].address if self._made else ""
 
     def environment(self, place: Place) -> dict[str, str]:
-        """What workers find it by or, when none can be made, learn why."""
+        """Variables by which workers find the cache or, when none can be made, learn why."""
         job = self._job
         try:
             if self._made is None:
                 self._made = self._make(place)
         except (KeepstepError, OSError, ImportError) as error:
-            self._warn(f"no checkpoints are kept in memory: {error}")
+            self._run.warn(f"no checkpoints are kept in memory: {error}")
             return {NO_CACHE: f"{job.node} has no cache, none could be made: {error}"}
         found = {CACHE: self.address, INCARNATION: str(place.incarnation)}
         if job.elastic:
@@ -66,8 +70,8 @@ class NodeCache:
             found[FAILURES_PER_DAY] = f"{job.persisting.failures_per_day:g}"
         return found
 
-    async def stored(self, wait_s: float, in_vain: Callable[[], bool], say: Callable[[str], None]) -> str:
-        """Wait until what was to be on storage is there; a line about what is not, else "".
+    async def stored(self, wait_s: float, in_vain: Callable[[], bool]) -> str:
+        """Wait until what was to be on storage is there; returns a line about what is not, else "".
 
         ``in_vain``: whether to wait no longer.
         """
@@ -80,7 +84,7 @@ class NodeCache:
                 return f"step {steps} is not on storage {where} and is lost"
             if not said:
                 said = True
-                say(
+                self._run.say(
                     f"waiting for step {steps} to be on storage {where}, at most {wait_s:.0f} s (Ctrl-C: no longer)"
                 )
             await asyncio.sleep(_POLL_S)
@@ -101,7 +105,10 @@ class NodeCache:
     async def next_sealed(
         self, place: Place, over: Callable[[], bool], *, alike: bool, leave: bool = False
     ) -> tuple[int | None, str]:
-        """See `next_sealed`; and why there is none like that, or the ranks cannot ``leave`` this node."""
+        """The step of `next_sealed` for this node; where that is -1, also why there is no such step.
+
+        ``leave``: the ranks are to leave this node, for which it may have too little memory.
+        """
         ranks = range(place.first_rank, place.first_rank + self._job.nproc)
         if leave and (why := self._cramped(ranks)):
             return -1, why
@@ -109,10 +116,10 @@ class NodeCache:
         return step, self.rigid(place) if step is not None and step < 0 else ""
 
     def _cramped(self, ranks: Iterable[int]) -> str:
-        """Why this node cannot have other ranks while it keeps what these leave for who plays them then."""
+        """Why this node cannot play other ranks and keep the snapshots of these until another node has them."""
         if self._made is None:
             return ""
-        from keepstep.checkpoint.memory.limits import gib
+        from keepstep.checkpoint.memory.cache import gib
 
         lacks = self._made[0].lacks(ranks)
         there = "lacks {} to keep what its ranks leave there until others have it; raise KEEPSTEP_CHECKPOINT_BYTES"
@@ -121,7 +128,7 @@ class NodeCache:
     def rigid(self, place: Place | None) -> str:
         """Why this node's ranks cannot go on in a job of another size; "": nothing is in the way.
 
-        What has saved nothing here begins as its script does.
+        Ranks that have saved nothing here are no obstacle: they begin as their script does.
         """
         first = place.first_rank if place else 0
         saved = [rank for rank in range(first, first + self._job.nproc) if self.newest(rank)]
@@ -130,7 +137,7 @@ class NodeCache:
         return f"what rank {saved[0]} saves is not known to be the same on all ranks (docs/howto/session.md)"
 
     def move(self, before: Place, after: Place) -> None:
-        """The job has another size, or this node plays other ranks."""
+        """Keep of the snapshots what is still of use, because the job has another size, or this node other ranks."""
         if self._made is None:
             return
         from keepstep.checkpoint.memory.slot import backup_of
@@ -143,7 +150,7 @@ class NodeCache:
             self._made[0].renumber({rank: rank - before.first_rank + after.first_rank for rank in ranks})
 
     def close(self) -> None:
-        """Let go of it."""
+        """Let go of the cache."""
         if self._made:
             cache, server = self._made
             server.close()
@@ -151,9 +158,8 @@ class NodeCache:
             self._made = None
 
     def _make(self, place: Place) -> tuple[Cache, CacheServer]:
-        from keepstep.checkpoint.memory.cache import Backing, Cache
+        from keepstep.checkpoint.memory.cache import Backing, Cache, default_limit_bytes
         from keepstep.checkpoint.memory.cache_server import CacheServer
-        from keepstep.checkpoint.memory.limits import default_limit_bytes
 
         copies = self._job.checkpoint_backups if self._job.watch else 0
         nodes = self._job.max_nodes if self._job.elastic else place.node_count
@@ -169,10 +175,10 @@ class NodeCache:
 async def next_sealed(
     caching: NodeCache, ranks: Iterable[int], over: Callable[[], bool], *, alike: bool = False
 ) -> int | None:
-    """The step that all ``ranks`` have sealed since now; None once ``over``.
+    """Wait for the next step that all ``ranks`` have sealed; None once ``over``.
 
-    ``alike``: one that is the same on all ranks of the job. -1: some rank has never sealed any, or none like that in
-    several steps.
+    ``alike``: only a step whose state is the same on all ranks of the job counts. -1: some rank has never sealed any
+    step, or several steps have passed without such a one.
     """
     ranks = tuple(ranks)
     look = caching.newest_alike if alike else caching.newest

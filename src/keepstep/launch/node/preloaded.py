@@ -1,4 +1,4 @@
-"""A companion that has imported all that it needs, and waits to be told what to do: one that follows begins at once.
+"""A companion that has done its imports and waits for its arguments, so that it can begin at once.
 
 Imports take an agent half a second of CPU, just when workers begin again and nodes ask each other's agents for their
 states. Where it is known that they will, the next one is started behind the training (``python -m PROGRAM --wait``).
@@ -15,20 +15,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from keepstep.core.errors import RunError
-from keepstep.launch.workers.guard import Guard
 from keepstep.launch.workers.processes import Child, Processes, low_priority, restore_priority, signal_group
 
 
 class Waiting:
-    """One at a time, of one program. ``command``: as it is started without arguments."""
+    """At most one waiting process of one program. ``command``: the program's, without arguments."""
 
-    def __init__(
-        self, command: Sequence[str], environ: Mapping[str, str], processes: Processes, guard: Guard
-    ) -> None:
-        self._command, self._environ = tuple(command), environ
-        self._processes, self._guard = processes, guard
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], processes: Processes) -> None:
+        self._command, self._environ, self._processes = tuple(command), environ, processes
         self._child: Child | None = None
-        self._pipe = -1  # its stdin
+        self._pipe = -1  # to the child's stdin
 
     @property
     def pid(self) -> int | None:
@@ -37,7 +33,7 @@ class Waiting:
 
     @property
     def is_ready(self) -> bool:
-        """One has imported all; or there is none."""
+        """Whether the process that waits has done its imports, or there is none."""
         if self._child is None or self._child.stdout is None:
             return True
         poll = select.poll()  # unlike select.select for descriptors of any number
@@ -45,35 +41,34 @@ class Waiting:
         return bool(poll.poll(0))
 
     def start(self) -> None:
-        """Have one, at the lowest priority, when there is none."""
+        """Start a process that waits, at the lowest priority, when there is none."""
         if self._child:
             return
         theirs, ours = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(ours, False)
         try:
-            child = self._processes.start(
+            self._child = self._processes.start(
                 f"the next {self._command[-1]}",
                 (*self._command, "--wait"),
                 self._environ,
                 on_exit=self._exited,
-                death_signal=signal.SIGTERM,
+                saves=True,
                 stdin=theirs,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
-        except RunError:  # the one that is needed is started then, and says why it cannot be
+        except RunError:  # said when the program itself cannot be started
             os.close(ours)
             return
         finally:
             os.close(theirs)
-        low_priority(child.pid)
-        self._guard.add(child.pid, at_once=False)
-        self._child, self._pipe = child, ours
+        low_priority(self._child.pid)
+        self._pipe = ours
 
     def take(self, words: Sequence[str], log: Path) -> Child | None:
-        """Have the one that waits do what its arguments say, its words in ``log``; None: there is none.
+        """Give the process that waits its arguments and a file for its output; None: there is none.
 
-        Whoever takes it sees to its end (``Processes.become``).
+        The caller sees to the child's end (``Processes.become``).
         """
         child, self._child = self._child, None
         if child is None:
@@ -95,13 +90,12 @@ class Waiting:
         return child
 
     def end(self) -> None:
-        """End the one that waits."""
+        """End the process that waits."""
         if self._child:
             signal_group(self._child.pid, signal.SIGKILL)
 
     def _exited(self, child: Child) -> None:
-        self._guard.remove(child.pid)
-        signal_group(child.pid, signal.SIGKILL)
+        self._processes.clear(child)
         if child is self._child:
             os.close(self._pipe)
             if child.stdout:

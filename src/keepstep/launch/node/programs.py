@@ -1,4 +1,4 @@
-"""The programs beside the workers: controller and agent. When one dies it is started again; training goes on."""
+"""The programs beside the workers, controller and agent: their commands, and how each is kept running."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import COOKIE, OURS
 from keepstep.launch.node.preloaded import Waiting
-from keepstep.launch.workers.guard import Guard
 from keepstep.launch.workers.processes import (
     Child,
     Processes,
@@ -33,45 +32,39 @@ from keepstep.launch.workers.processes import (
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 10.0
 TRIES = 8
-CANNOT_START = 2  # exit code of one that will not do better when tried again
-HALT_MARGIN_S = 30.0  # beyond --shutdown-timeout: to kill, and to end what workers leave behind
-_PROGRAM_WORDS = 3  # of a command: Python, -m, the module
-STEADY_S = 60.0  # one that lived this long is given all its tries again
+CANNOT_START = 2  # exit code of a program that would fail in the same way when tried again
+HALT_MARGIN_S = 30.0  # beyond --shutdown-timeout, to kill workers and end what they leave behind
+_PROGRAM_WORDS = 3  # words of a command before its arguments: Python, -m, the module
+STEADY_S = 60.0  # a program that lived this long is given all its tries again
 
 
 def environment() -> dict[str, str]:
-    """The launcher's own, less what marks a process as a worker."""
+    """The launcher's environment without the variables that mark a process as a worker."""
     return {name: value for name, value in os.environ.items() if name != COOKIE and name not in OURS}
 
 
 class Companion:
-    """One program that is kept running. ``command`` is asked anew for each start."""
+    """A program that is kept running: when it dies it is started again, while training goes on."""
 
     def __init__(
         self,
         name: str,
         command: Callable[[], Sequence[str]],
         processes: Processes,
-        guard: Guard,
         *,
         gave_up: Callable[[str], None],
         log: Path | None = None,
         ready: Callable[[dict[str, Any]], None] | None = None,
         waiting: Waiting | None = None,
     ) -> None:
-        """``log``: file for its stdout and stderr. ``ready``: is told the first line of its stdout, a JSON object.
+        """``command`` is called before each start, and ``gave_up`` with the reason when there were too many.
 
-        ``waiting``: has perhaps imported already; it needs a ``log``.
+        ``log``: file for stdout and stderr. ``ready`` is called with the first line of its stdout, a JSON object.
+        ``waiting``: a process of the same program that may have done its imports already; it needs a ``log``.
         """
-        self._name = name
-        self._command = command
-        self._processes = processes
-        self._guard = guard
-        self._gave_up = gave_up
-        self._log = log
-        self._ready = ready
-        self._waiting = waiting
-        self.was_waiting = False  # the one that runs had imported before it was needed
+        self._name, self._command, self._processes = name, command, processes
+        self._gave_up, self._log, self._ready, self._waiting = gave_up, log, ready, waiting
+        self.was_waiting = False  # the process that runs had done its imports before it was needed
         self._child: Child | None = None
         self._failures = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -83,11 +76,11 @@ class Companion:
 
     @property
     def pid(self) -> int | None:
-        """Its process, None while there is none."""
+        """The program's process, None while there is none."""
         return self._child.pid if self._child else None
 
     def start(self) -> None:
-        """Start it and keep it running."""
+        """Start the program and keep it running."""
         self._timer = None
         output = None
         try:
@@ -101,7 +94,7 @@ class Companion:
                 self._command(),
                 environment(),
                 on_exit=self._exited,
-                death_signal=signal.SIGTERM,  # it has something to save; the guard sees to it that it ends
+                saves=True,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if self._ready else output,
                 stderr=output,
@@ -114,7 +107,6 @@ class Companion:
         finally:
             if output is not None:
                 os.close(output)
-        self._guard.add(self._child.pid, at_once=False)
         self._ended.clear()
         if self._child.stdout:
             self._line = b""
@@ -122,7 +114,7 @@ class Companion:
             asyncio.get_running_loop().add_reader(self._child.stdout.fileno(), self._read, self._child)
 
     def _take(self) -> bool:
-        """Whether one that waited runs."""
+        """Whether a process that waited has become the program's."""
         self.was_waiting = False
         if self._waiting is None or self._log is None:
             return False
@@ -137,17 +129,17 @@ class Companion:
         return True
 
     def give_way(self, seconds: float) -> None:
-        """Let it have what others leave of the CPUs, for so long; one that had imported has no need of many."""
+        """Let the process run only on CPU time that others leave, for so long, unless its imports are done already."""
         if self._child and not self.was_waiting:
             low_priority(self._child.pid)
             asyncio.get_running_loop().call_later(seconds, restore_priority, self._child)
 
     def may_end(self) -> None:
-        """Its work is done: when it ends now, it is not started again."""
+        """Do not start the program again when it ends, because its work is done."""
         self._stopping = True
 
     async def stop(self, patience_s: float) -> None:
-        """End it: SIGTERM, and SIGKILL after ``patience_s``."""
+        """End the program with SIGTERM, and with SIGKILL after ``patience_s``."""
         self._stopping = True
         if self._timer:
             self._timer.cancel()
@@ -165,8 +157,7 @@ class Companion:
         if child.stdout:
             asyncio.get_running_loop().remove_reader(child.stdout.fileno())
             child.stdout.close()
-        signal_group(child.pid, signal.SIGKILL)
-        self._guard.remove(child.pid)
+        self._processes.clear(child)
         self._child = None
         self._ended.set()
         if not self._stopping:
@@ -207,19 +198,19 @@ class Companion:
 
 
 def council_file(folder: Path, term: int) -> Path:
-    """Where the controller of a term keeps who elects; nodes may share the folder."""
+    """The file in which the controller of a term keeps who elects; nodes may share the run folder."""
     return folder / f"council-{term}.json"
 
 
 def stop_file(council: Path) -> Path:
-    """Where it keeps what the job ends with: one that has been replaced does not end the job for the others."""
+    """The file in which a controller keeps how the job ends, apart from that of a controller that replaced it."""
     return council.with_suffix(".stop.json")
 
 
 def controller_command(
     job: Job, folder: Path, secret: Path, listen: Endpoint, *, seat: int = 0, term: int = 0
 ) -> list[str]:
-    """How the controller is started. ``seat``: our token and ``term`` when it may move to another node."""
+    """The controller's command line. ``seat``: this launcher's, and ``term``, where the controller can move."""
     backups = job.checkpoint_backups and job.watch and job.max_nodes > 1
     return [
         *(sys.executable, "-m", "keepstep.control"),
@@ -250,14 +241,16 @@ def agent_command(
     secret: Path,
     controller: Endpoint,
     node_rank: int,
-    rings: dict[int, str],
-    orders: dict[int, str],
-    links: dict[int, str],
+    pages: Mapping[str, Mapping[int, str]],
     *,
     world_size: int,
     cache: str,
 ) -> list[str]:
-    """How the agent is started; rings, orders pages and link tables are paths by rank. ``cache``: address, "": none."""
+    """The agent's command line.
+
+    ``pages``: paths by rank of what workers and agent share, by flag: ``ring``, ``orders`` and ``links``. ``cache``:
+    the address of the node's cache, "" without one.
+    """
     command = [
         *(sys.executable, "-m", "keepstep.agent"),
         *("--run-dir", str(folder)),
@@ -276,12 +269,9 @@ def agent_command(
         command += ["--backups", str(job.checkpoint_backups)]
         command += ["--backup-rate", f"{job.checkpoint_backup_rate:g}"] if job.checkpoint_backup_rate else []
         command += [f"--failure-domain={job.failure_domain}"] if job.failure_domain else []
-    for rank, path in sorted(rings.items()):
-        command += ["--ring", f"{rank}={path}"]
-    for rank, path in sorted(orders.items()):
-        command += ["--orders", f"{rank}={path}"]
-    for rank, path in sorted(links.items()):
-        command += ["--links", f"{rank}={path}"]
+    for flag, paths in pages.items():
+        for rank, path in sorted(paths.items()):
+            command += [f"--{flag}", f"{rank}={path}"]
     return command
 
 

@@ -5,46 +5,35 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 
 from keepstep.core.errors import KeepstepError
-from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import Place
+from keepstep.launch.local_run import LocalRun
 from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.preloaded import Waiting
 from keepstep.launch.node.programs import Companion, agent_command, environment
-from keepstep.launch.workers.guard import Guard
 from keepstep.launch.workers.preload import preload, shim
-from keepstep.launch.workers.processes import Processes
 from keepstep.launch.workers.rings import Rings
 
 _GIVES_WAY_S = 1.5
-FAILURES = (KeepstepError, OSError, ImportError)  # of watching, that do not end the job
+
+FAILURES = (KeepstepError, OSError, ImportError)
+"""Exceptions of watching that do not end the job."""
 
 
 class Watching:
-    """Optional at every point: what fails of it is said once, and the job runs on."""
+    """The rings and the agent; all of it is optional: what fails is said once, and the job runs on."""
 
     def __init__(
-        self,
-        job: Job,
-        folder: Path,
-        secret: Path,
-        processes: Processes,
-        guard: Guard,
-        caching: NodeCache,
-        where: Callable[[], tuple[Place | None, Endpoint | None]],
-        warn: Callable[[str], None],
+        self, run: LocalRun, caching: NodeCache, where: Callable[[], tuple[Place | None, Endpoint | None]]
     ) -> None:
-        """``where``: this node's place and the controller's, now."""
-        self._job, self._folder, self._secret = job, folder, secret
-        self._processes, self._guard, self._caching = processes, guard, caching
-        self._where, self._warn = where, warn
+        """``where``: tells this node's place and the controller's address, as they are now."""
+        self._run, self._caching, self._where = run, caching, where
         self._rings = Rings()
         self._agent: Companion | None = None
-        self._waiting = Waiting([sys.executable, "-m", "keepstep.agent"], environment(), processes, guard)
-        self._renewal: asyncio.Task[None] | None = None  # of the agent
+        self._waiting = Waiting([sys.executable, "-m", "keepstep.agent"], environment(), run.processes)
+        self._renewal: asyncio.Task[None] | None = None  # ends the old agent and starts the next
         self._gave_up = False  # the agent died too often
 
     @property
@@ -53,18 +42,14 @@ class Watching:
         return self._rings.paths
 
     @property
-    def agent(self) -> int | None:
-        """The process."""
-        return self._agent.pid if self._agent else None
-
-    @property
     def pids(self) -> frozenset[int]:
-        """The agent's process, and that of the next one."""
-        return frozenset(pid for pid in (self.agent, self._waiting.pid) if pid)
+        """The processes of the agent and of the one that waits to follow it."""
+        agent = self._agent.pid if self._agent else None
+        return frozenset(pid for pid in (agent, self._waiting.pid) if pid)
 
     @property
     def is_steady(self) -> bool:
-        """There is an agent, and it will be."""
+        """Whether there is an agent, and it is started again when it dies."""
         return self._agent is not None and not self._gave_up
 
     def steps(self, rank: int) -> int:
@@ -73,32 +58,33 @@ class Watching:
 
     @property
     def steps_made(self) -> int:
-        """Those of all ranks here together; 0 or less: none is known."""
+        """Steps of all ranks of this node together; 0 or less: none is known."""
         return sum(self._rings.steps(rank) for rank in self._rings.paths)
 
     def make_rings(self, place: Place, environ: Mapping[str, str]) -> dict[int, dict[str, str]]:
-        """One for each worker: what they find it by, and what they write it with besides the probe.
+        """Make a ring for each worker; returns the variables that it is watched by, by local rank.
 
         Empty, with a word about it, when they cannot be made. ``environ``: what the workers are started with.
         """
+        job = self._run.job
         try:
-            self._rings.make(place, self._job.nproc, self._job.ring_records)
+            self._rings.make(place, job.nproc, job.ring_records)
         except (*FAILURES, ValueError) as error:
-            self._warn(f"the workers train unwatched, no ring can be made: {error}")
+            self._run.warn(f"the workers train unwatched, no ring can be made: {error}")
             return {}
         preloaded = preload(environ, shim())
-        found_by = self._rings.environment(place, self._folder, environ)
+        found_by = self._rings.environment(place, self._run.folder, environ)
         return {local: {**one, **preloaded} for local, one in found_by.items()}
 
     def start(self) -> None:
-        """The agent, when it is not there and something is to be read."""
+        """Start the agent, unless it is there already or there is nothing to be read."""
         try:
             self._start()
         except FAILURES as error:
-            self._warn(f"the job is not watched: {error}")
+            self._run.warn(f"the job is not watched: {error}")
 
     def renew(self) -> None:
-        """The agent of the incarnation that ended ends, one of the next follows it; workers wait for neither."""
+        """Have the agent of the next incarnation follow that of the old one; workers wait for neither."""
         old, self._rings = self._rings, Rings()
 
         async def renew() -> None:
@@ -111,17 +97,17 @@ class Watching:
         self._then(renew)
 
     def expect(self) -> None:
-        """The incarnation will soon be over: the agent of the next one may import what it needs."""
+        """Have the agent of the next incarnation do its imports, because this one will soon be over."""
         if self._agent and not self._gave_up:
             self._waiting.start()
 
     @property
     def is_ready(self) -> bool:
-        """The agent that was expected has imported what it needs, or there is none."""
+        """Whether the agent that was expected has done its imports, or none was."""
         return self._waiting.is_ready
 
     def restart(self) -> None:
-        """It looks for the controller where that was when it began."""
+        """Start the agent again, because the controller is elsewhere than when the agent began."""
 
         async def restart() -> None:
             if self._agent:
@@ -131,12 +117,12 @@ class Watching:
         self._then(restart)
 
     async def renewed(self) -> None:
-        """The agent that was there has ended."""
+        """Wait until the agent of the old incarnation has ended."""
         if self._renewal:
             await self._renewal
 
     async def end(self) -> None:
-        """For good; the rings stay until ``close``."""
+        """End the agent for good; the rings stay until ``close``."""
         await self.renewed()
         await self._stop()
         self._waiting.end()
@@ -156,30 +142,30 @@ class Watching:
         self._renewal = asyncio.get_running_loop().create_task(after())
 
     def _start(self) -> None:
-        paths = self._rings.paths
+        run, pages = self._run, self._rings.pages
         place, controller = self._where()
-        if self._agent or not paths or place is None or controller is None:
+        if self._agent or not pages["ring"] or place is None or controller is None:
             return
-        orders, links, cache = self._rings.orders, self._rings.links, self._caching.address
-        log = self._folder / "nodes" / str(place.node_rank) / "agent.log"
+        cache = self._caching.address
+        log = run.folder / "nodes" / str(place.node_rank) / "agent.log"
 
         def command() -> list[str]:
             return agent_command(
-                *(self._job, self._folder, self._secret, controller, place.node_rank, paths, orders, links),
+                *(run.job, run.folder, run.secret, controller, place.node_rank, pages),
                 world_size=place.world_size,
                 cache=cache,
             )
 
         def gave_up(reason: str) -> None:
             self._gave_up = True
-            self._warn(f"the agent {reason} (see {log}): this node trains on unwatched")
+            run.warn(f"the agent {reason} (see {log}): this node trains on unwatched")
 
         self._agent = Companion(
-            *("agent", command, self._processes, self._guard), gave_up=gave_up, log=log, waiting=self._waiting
+            *("agent", command, run.processes), gave_up=gave_up, log=log, waiting=self._waiting
         )
         self._agent.start()
 
     async def _stop(self) -> None:
         if self._agent:
-            await self._agent.stop(self._job.linger_s)
+            await self._agent.stop(self._run.job.linger_s)
             self._agent = None

@@ -2,8 +2,8 @@
 
 The kernel ends the launcher's own children with it (``PR_SET_PDEATHSIG``), but not their children: data loaders,
 shells, helpers. The guard is forked (not executed: it shares the launcher's memory pages) before anything else,
-sleeps on a pipe, and wakes when the launcher's end of it closes. It then kills the process groups it was told of and
-every process that carries the run's cookie in its environment.
+sleeps on a pipe, and wakes when the launcher's end of it closes. It then kills the process groups that the launcher
+has named and every process that carries the run's cookie in its environment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Guard:
         self.start()
 
     def start(self) -> None:
-        """Fork it (again, if it was killed), and tell it all groups."""
+        """Fork the guard, again if it was killed, and name it all groups."""
         if self._pipe >= 0:
             os.close(self._pipe)
         reader, self._pipe = os.pipe()
@@ -43,23 +43,23 @@ class Guard:
             self.add(group, at_once=at_once)
 
     def add(self, group: int, *, at_once: bool) -> None:
-        """Watch a process group; ``at_once`` false: SIGTERM and a few seconds first, so that it can save its work."""
+        """Have a process group killed in the end; ``at_once`` false: after SIGTERM and seconds in which it can save."""
         self._groups[group] = at_once
         self._tell(f"{'+' if at_once else '~'}{group}\n")
 
     def remove(self, group: int) -> None:
-        """The group is gone."""
+        """Forget a group that is gone."""
         if self._groups.pop(group, None) is not None:
             self._tell(f"-{group}\n")
 
     def close(self) -> None:
-        """The launcher has ended everything itself."""
+        """End the guard, because the launcher has ended everything itself."""
         self._tell("!\n")
         os.close(self._pipe)
-        self._pipe = -1
+        self._pipe, self.pid = -1, 0
 
     def _tell(self, line: str) -> None:
-        # A guard that was killed is noticed like any child; start() then tells the new one everything.
+        # A guard that was killed is reaped like any child, and start() names all groups to the next one.
         with contextlib.suppress(OSError):
             os.write(self._pipe, line.encode())
 
@@ -85,7 +85,7 @@ def _close_all_but(kept: int) -> None:
 
 
 def _listen(reader: int) -> dict[int, bool] | None:
-    """Follow the groups until the pipe closes; None when the launcher said that nothing is left."""
+    """The groups that there are when the pipe closes; None when the launcher said that nothing is left."""
     groups: dict[int, bool] = {}
     pending = b""
     while data := os.read(reader, 65536):
@@ -123,7 +123,7 @@ def _signal_group(group: int, number: int) -> bool:
 
 
 def _kill_carriers(cookie: bytes) -> None:
-    """Kill every process with the cookie, again while new ones turn up (one may be forking as we look)."""
+    """Kill every process with the cookie, again while new ones turn up: one may fork as it is killed."""
     for _ in range(20):
         found = list(carriers(cookie))
         if not found:
@@ -135,7 +135,7 @@ def _kill_carriers(cookie: bytes) -> None:
 
 
 def carriers(cookie: bytes) -> Iterator[int]:
-    """Processes (not zombies, not ourselves) whose environment holds ``cookie``, ``NAME=value``."""
+    """Processes whose environment holds ``cookie``, ``NAME=value``; no zombies, and not this one."""
     wanted = b"\0" + cookie + b"\0"
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():

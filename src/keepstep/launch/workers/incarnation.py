@@ -11,103 +11,86 @@ from dataclasses import replace
 from pathlib import Path
 
 from keepstep.launch.command.placement import ERROR_FILE, WorkerPlan
-from keepstep.launch.workers.guard import Guard
 from keepstep.launch.workers.processes import (
     Child,
     Processes,
     descendants,
     end_group,
     failing_status,
-    signal_group,
 )
+from keepstep.launch.workers.restarts import Restarts
 from keepstep.launch.workers.root_cause import Failure, examine, first
-from keepstep.launch.workers.standbys import Standbys
 from keepstep.launch.workers.streams import WorkerStreams, open_for_worker
-from keepstep.launch.workers.survivors import Survivors
 
 _SWEEP_PATIENCE_S = 5.0
 _UNKILLABLE_S = 10.0
-_FREEING_S = 300.0  # for the kernel to free the memory of those that are as good as dead
+_FREEING_S = 300.0  # for the kernel to free the memory of workers that have failed
 _LOOK_S = 0.05
 
 
 class Workers:
-    """One incarnation's workers. ``failed`` is called at the first failure, ``finished`` when all ended well."""
+    """The workers of one incarnation.
+
+    Attributes:
+        failures: in the order in which they were seen.
+        failed_s: when the first one was; CLOCK_MONOTONIC, in seconds.
+    """
 
     def __init__(
         self,
         plans: Sequence[WorkerPlan],
         streams: Mapping[int, WorkerStreams],
         processes: Processes,
-        guard: Guard,
+        restarts: Restarts,
         *,
         failed: Callable[[Failure], None],
         finished: Callable[[], None],
-        standbys: Standbys | None = None,
-        survivors: Survivors | None = None,
     ) -> None:
-        self._plans = plans
-        self._streams = streams
-        self._processes = processes
-        self._guard = guard
-        self._failed = failed
-        self._finished = finished
-        self._standbys = standbys
-        self._survivors = survivors
+        """``failed`` is called at the first failure, ``finished`` when all ended well."""
+        self._plans, self._streams = plans, streams
+        self._processes, self._restarts = processes, restarts
+        self._failed, self._finished = failed, finished
         self._children: dict[int, Child] = {}  # by local rank
-        self._asked: set[int] = set()  # signals that we sent to end them
+        self._asked: set[int] = set()  # signals that the launcher sent to end the workers
         self._all_ended = asyncio.Event()
-        self._interrupted: set[int] = set()  # ranks that failed, but whose status is that of our signal
+        self._interrupted: set[int] = (
+            set()
+        )  # ranks that failed, but ended with the launcher's signal as status
         self._falling: set[int] = set()  # local ranks that have failed and are not gone yet
-        self._reasons: dict[int, str] = {}  # by rank, of those that were ended for one
+        self._reasons: dict[int, str] = {}  # by rank, why keepstep killed the worker
         self.failures: list[Failure] = []
-        self.failed_s = 0.0  # CLOCK_MONOTONIC of the first failure
-        self.from_standbys = 0
-        self.survived = 0  # played on by who played them before
+        self.failed_s = 0.0
 
     def start(self, environ: Mapping[str, str]) -> None:
-        """Start them all.
+        """Start all workers.
 
         Raises:
             RunError: one cannot be started; those that were are to be ended with ``end``.
         """
         for plan in self._plans:
             streams = self._streams[plan.local_rank]
-            stdout = open_for_worker(streams.stdout)
-            stderr = open_for_worker(streams.stderr)
+            opened = [open_for_worker(path) for path in (streams.stdout, streams.stderr)]
+            outputs = [own if file is None else file for file, own in zip(opened, (1, 2), strict=True)]
             try:
-                child = self._begin(plan, environ, stdout, stderr)
+                self._children[plan.local_rank] = self._begin(plan, {**environ, **plan.environment}, outputs)
             finally:
-                for descriptor in (stdout, stderr):
-                    if descriptor is not None:
-                        os.close(descriptor)
-            self._guard.add(child.pid, at_once=True)
-            self._children[plan.local_rank] = child
+                for file in opened:
+                    if file is not None:
+                        os.close(file)
 
-    def _begin(
-        self, plan: WorkerPlan, environ: Mapping[str, str], stdout: int | None, stderr: int | None
-    ) -> Child:
-        """Who has outlived the last incarnation goes on, else a warm standby takes over, else a process is started."""
+    def _begin(self, plan: WorkerPlan, environment: Mapping[str, str], outputs: Sequence[int]) -> Child:
+        """Make a survivor of the last incarnation or a warm standby the worker, else start a process."""
 
         def exited(child: Child) -> None:
             self._exited(plan, child)
 
         name = f"rank {plan.rank}"
-        if self._survivors and (child := self._survivors.take(plan, environ, stdout, stderr)):
+        if child := self._restarts.take(plan.local_rank, environment, outputs):
             self._processes.become(child, name, exited)
-            self.survived += 1
             return child
-        if self._standbys and (child := self._standbys.take(plan, environ, stdout, stderr)):
-            self._processes.become(child, name, exited)
-            self.from_standbys += 1
-            return child
+        stdout, stderr = outputs
         return self._processes.start(
-            name,
-            plan.command,
-            {**environ, **plan.environment},
-            on_exit=exited,
-            stdout=stdout,
-            stderr=stderr,
+            name, plan.command, environment, on_exit=exited, stdout=stdout, stderr=stderr
         )
 
     @property
@@ -117,12 +100,12 @@ class Workers:
 
     @property
     def exit_code(self) -> int:
-        """The root cause's; the first one seen where the root's own was overwritten by our signal."""
+        """The exit code of the first failure in time, or in sight where the launcher's signal replaced the former."""
         root = first(self.failures)
         return (self.failures[0] if root.rank in self._interrupted else root).exit_code
 
     def kill(self, rank: int, process: int, reason: str) -> bool:
-        """End one worker because it will not go on; ``reason`` counts as its error. False: it is not there."""
+        """Kill a worker that hangs; ``reason`` counts as its error. False: this process does not play that rank."""
         for plan in self._plans:
             child = self._children.get(plan.local_rank)
             if plan.rank == rank and child is not None and child.alive and child.pid == process:
@@ -132,13 +115,13 @@ class Workers:
         return False
 
     def raised(self, rank: int) -> None:
-        """A worker says that it goes down with an error, which is in its error file: it has failed."""
+        """Count a worker as failed that says that it ends with the error in its error file."""
         for plan in self._plans:
             if plan.rank == rank:
                 self._falls(plan, lambda _: 1)
 
     def watch(self) -> None:
-        """See, many times a second, who has failed and is not gone yet: it may have much memory to free."""
+        """Look many times a second which workers have failed but are not gone yet, as they have much memory to free."""
         if self.alive and not self._asked:
             asyncio.get_running_loop().call_later(_LOOK_S, self.watch)
         self._look()
@@ -157,16 +140,16 @@ class Workers:
             self._fail(self._examine(plan, child.pid, status, now_s), now_s)
 
     def call_survivors(self) -> None:
-        """Have those leave that can outlive this incarnation: they are none of these workers any more."""
-        self._look()  # who fails with the first one is no survivor
-        if self._survivors:
+        """Tell workers that can outlive this incarnation to leave it: they do not count as its workers any more."""
+        self._look()  # a worker that fails together with the first one is no survivor
+        if self._restarts.survivors:
             well = {local: child for local, child in self._children.items() if local not in self._falling}
-            for local_rank in self._survivors.call(well):
+            for local_rank in self._restarts.survivors.call(well):
                 del self._children[local_rank]
 
     def ask(self, number: int) -> None:
-        """Send a signal to every worker that lives, with its whole process group."""
-        self._look()  # who fails by itself is not to be taken for one that we end
+        """Send a signal to the whole process group of every worker that lives."""
+        self._look()  # a worker that fails by itself is not to be taken for one that the signal ended
         self._asked.add(number)
         for child in self.alive:
             end_group(child.pid, number)
@@ -190,10 +173,9 @@ class Workers:
             await _either(self._all_ended, None, 1.0)
         for child in self._children.values():
             if not child.alive:
-                signal_group(child.pid, signal.SIGKILL)
-                self._guard.remove(child.pid)
-        if self._survivors:
-            await self._survivors.left()
+                self._processes.clear(child)
+        if self._restarts.survivors:
+            await self._restarts.survivors.left()
         return self.alive
 
     def _exited(self, plan: WorkerPlan, child: Child) -> None:
@@ -201,7 +183,7 @@ class Workers:
         if child.status != 0 and plan.local_rank not in self._falling:
             failure = self._examine(plan, child.pid, child.status, child.ended_s)
             by_us = self._ended_by_us(child)
-            # One that we ended while it was going down with an error of its own has failed all the same.
+            # A worker that was already ending with an error of its own has failed, whatever signal it was sent.
             if not by_us or failure.error_file:
                 if by_us:
                     self._interrupted.add(failure.rank)
@@ -238,7 +220,7 @@ class Workers:
 
 
 async def _either(first: asyncio.Event, second: asyncio.Event | None, timeout_s: float) -> None:
-    """Until one of the events is set or the time is over."""
+    """Wait until one of the events is set or the time is over."""
     waits = [asyncio.ensure_future(event.wait()) for event in (first, second) if event is not None]
     try:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -248,7 +230,7 @@ async def _either(first: asyncio.Event, second: asyncio.Event | None, timeout_s:
 
 
 async def sweep(apart_from: frozenset[int], kill_now: asyncio.Event) -> None:
-    """End what workers left behind: data loaders, helpers, whatever the launcher adopted from them."""
+    """End all processes below the launcher except some: data loaders and helpers that workers have left behind."""
     deadline_s = time.monotonic() + _SWEEP_PATIENCE_S
     asked: set[int] = set()
     while left := descendants(os.getpid(), apart_from):

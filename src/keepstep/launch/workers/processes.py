@@ -1,7 +1,8 @@
-"""Starting, noticing the death of, and ending the launcher's children.
+"""The launcher's children: how they are started, how their death is noticed, and how they are ended.
 
-Every child leads its own session and process group, and is killed by the kernel when the launcher dies. The launcher
-adopts orphans of its children (``PR_SET_CHILD_SUBREAPER``), so that it can end and reap them too.
+Every child leads its own session and process group, and is ended by the kernel when the launcher dies. The launcher
+adopts orphans of its children (``PR_SET_CHILD_SUBREAPER``), so that it can end and reap them too. The guard knows all
+process groups, and ends them when the launcher cannot.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from typing import IO
 
 from keepstep.core.descriptors import give_limit
 from keepstep.core.errors import RunError
+from keepstep.launch.workers.guard import Guard
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_PF_EXITING = 0x4  # of a thread that the kernel takes apart (linux/sched.h)
+_PF_EXITING = 0x4  # flag of a thread that is exiting (linux/sched.h)
 _AGAIN_S = 0.2
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -54,8 +56,9 @@ def exit_code(status: int) -> int:
 class Processes:
     """All children of this launcher. ``reap`` is to be called on every SIGCHLD."""
 
-    def __init__(self, descriptors: int | None = None) -> None:
-        """``descriptors``: soft limit that children begin with; None: that of the launcher."""
+    def __init__(self, guard: Guard, descriptors: int | None = None) -> None:
+        """``descriptors``: soft limit of open files that children begin with; None: the launcher's own."""
+        self.guard = guard
         self._descriptors = descriptors
         self._children: dict[int, Child] = {}
         self._on_exit: dict[int, Callable[[Child], None]] = {}
@@ -68,7 +71,7 @@ class Processes:
         environment: Mapping[str, str],
         *,
         on_exit: Callable[[Child], None],
-        death_signal: signal.Signals = signal.SIGKILL,
+        saves: bool = False,
         stdin: int | None = None,
         stdout: int | None = None,
         stderr: int | None = None,
@@ -78,16 +81,18 @@ class Processes:
 
         Args:
             environment: the whole environment of the child.
-            death_signal: what the kernel sends the child when the launcher dies.
+            saves: whether the child has something to save when the launcher dies: it is sent SIGTERM then, and
+                SIGKILL seconds later. Others are sent SIGKILL at once.
 
         Raises:
             RunError: the program cannot be started.
         """
         launcher, soft = os.getpid(), self._descriptors
+        death_signal = signal.SIGTERM if saves else signal.SIGKILL
 
         def bind_to_launcher() -> None:
             _libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
-            if os.getppid() != launcher:  # it died between fork and prctl
+            if os.getppid() != launcher:  # the launcher died between fork and prctl
                 os._exit(1)
             if soft is not None:
                 give_limit(soft)
@@ -111,15 +116,24 @@ class Processes:
         child = Child(name, popen.pid, time.monotonic(), stdout=popen.stdout, _popen=popen)
         self._children[child.pid] = child
         self._on_exit[child.pid] = on_exit
+        self.guard.add(child.pid, at_once=not saves)
         return child
 
     def become(self, child: Child, name: str, on_exit: Callable[[Child], None]) -> None:
-        """A living child is something else from now on, and its end another's affair."""
+        """Give a living child another name, and let its end be told to another owner."""
         child.name = name
         self._on_exit[child.pid] = on_exit
 
+    def clear(self, child: Child) -> None:
+        """Kill what an ended child has left in its process group."""
+        signal_group(child.pid, signal.SIGKILL)
+        self.guard.remove(child.pid)
+
     def reap(self) -> list[int]:
-        """Collect every child that has ended, in the order in which the kernel tells; returns unknown pids."""
+        """Collect every child that has ended, in the order in which the kernel tells; returns unknown pids.
+
+        A guard that was killed is started again.
+        """
         unknown: list[int] = []
         while True:
             try:
@@ -128,6 +142,9 @@ class Processes:
                 return unknown
             if pid == 0:
                 return unknown
+            if pid == self.guard.pid:
+                self.guard.start()
+                continue
             child = self._children.pop(pid, None)
             if child is None:
                 unknown.append(pid)
@@ -140,9 +157,9 @@ class Processes:
 
 
 def failing_status(pid: int) -> int | None:
-    """How a process has failed of which the kernel still frees the memory, as `Child.status`; None: that is not so.
+    """The status, as in `Child.status`, of a process that has failed and whose memory is still being freed; else None.
 
-    Nobody is told of a death before its memory is free: a quarter of a second for each GB, or more.
+    The kernel reports a death only after that: a quarter of a second later for each GB, or more.
     """
     try:
         status = _exiting(pid, pid)
@@ -151,12 +168,12 @@ def failing_status(pid: int) -> int | None:
         ):
             return None
         return os.waitstatus_to_exitcode(status)
-    except (OSError, ValueError, IndexError):  # it was reaped meanwhile
+    except (OSError, ValueError, IndexError):  # the process was reaped meanwhile
         return None
 
 
 def _exiting(pid: int, thread: int) -> int | None:
-    """The raw exit status of a thread on its way out, or gone; None: it lives."""
+    """The raw exit status of a thread that exits or has exited; None: it lives."""
     try:
         with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
             words = file.read().rpartition(b")")[2].split()
@@ -166,13 +183,13 @@ def _exiting(pid: int, thread: int) -> int | None:
 
 
 def low_priority(pid: int) -> None:
-    """Have a process that leads a session get what others leave of the CPUs, as far as that can be taken back."""
+    """Let a process that leads a session run only on CPU time that others leave, until `usual_priority`."""
     with suppress(OSError), open(f"/proc/{pid}/autogroup", "w") as file:
         file.write("19")
 
 
 def usual_priority(pid: int) -> bool:
-    """Give a process that has a low priority the one that others have; False: not now, try again in 0.1 s."""
+    """Give a process of low priority the usual one again; False: the kernel refuses now, try again in 0.1 s."""
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             if os.sched_getscheduler(int(thread)) == os.SCHED_IDLE:
@@ -186,24 +203,22 @@ def usual_priority(pid: int) -> bool:
 
 
 def restore_priority(child: Child) -> None:
-    """Give a child the usual priority, again and again where the kernel says not now; needs a running event loop."""
+    """Give a child the usual priority, trying again while the kernel refuses; needs a running event loop."""
     if child.alive and not usual_priority(child.pid):
         asyncio.get_running_loop().call_later(_AGAIN_S, restore_priority, child)
 
 
 def signal_group(leader: int, number: int) -> bool:
-    """Send a signal to a process group; False when nobody is in it."""
+    """Send a signal to a process group; False when it is empty, or all that are left in it have changed their user."""
     try:
         os.killpg(leader, number)
         return True
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # only members that have changed their user are left
+    except (ProcessLookupError, PermissionError):
         return False
 
 
 def end_group(leader: int, number: int) -> bool:
-    """Ask a process group to end; members that are stopped are woken, so that they can."""
+    """Send a process group a signal that ends it; stopped members are continued, so that they can handle it."""
     asked = signal_group(leader, number)
     if asked and number != signal.SIGKILL:
         signal_group(leader, signal.SIGCONT)
@@ -211,7 +226,7 @@ def end_group(leader: int, number: int) -> bool:
 
 
 def descendants(root: int, apart_from: frozenset[int] = frozenset()) -> list[int]:
-    """Living processes below ``root`` (zombies left out), found through ``/proc``; those below ``apart_from`` too."""
+    """Living processes below ``root``, as in ``/proc``; no zombies, and neither ``apart_from`` nor what is below."""
     children: dict[int, list[int]] = {}
     dead: set[int] = set()
     for entry in os.listdir("/proc"):

@@ -17,10 +17,13 @@ _MOST_BYTES = 1 << 16
 
 
 class Restart:
-    """One restart, as its milestones come in. Times are CLOCK_MONOTONIC in seconds; phases add up to the whole."""
+    """One restart, as its milestones come in. Times are CLOCK_MONOTONIC in seconds; phases add up to the whole.
+
+    The last milestone of each phase ends it. A phase whose milestone not all ranks have told counts to the next one.
+    """
 
     def __init__(self, failure: Failure, failed_s: float, ended_s: float, incarnation: int) -> None:
-        """``incarnation``: the one that begins; ``ended_s``: when all workers of the one before had gone."""
+        """``incarnation``: the one that begins. ``ended_s``: when all workers of the one before had gone."""
         self._failure = failure
         self._failed_s = failed_s
         self._incarnation = incarnation
@@ -30,22 +33,22 @@ class Restart:
         self._marks: dict[str, dict[int, float]] = {name: {} for name in _MARKS}
 
     def started(self, ranks: frozenset[int], standbys: int, survived: int, now_s: float) -> None:
-        """The workers of ``ranks`` run, some taken over by standbys, some played on by who played them before."""
+        """Note that the workers of ``ranks`` run: so many of them in standbys, so many in processes that survived."""
         self._ranks, self._standbys, self._survived = ranks, standbys, survived
         self._ends["standbys" if standbys + survived == len(ranks) else "started"] = now_s
 
     def reached(self, name: str, rank: int, at_s: float) -> Recovery | None:
-        """A rank's milestone; what to tell once all have made their first step, None before and after."""
+        """Note a rank's milestone; returns the whole recovery once all ranks have made their first step, else None."""
         marks = self._marks.get(name)
         if marks is None or rank not in self._ranks or rank in marks:
             return None
         marks[rank] = at_s
-        return self._told() if name == "step" and marks.keys() == self._ranks else None
+        return self._recovery() if name == "step" and marks.keys() == self._ranks else None
 
-    def _told(self) -> Recovery:
+    def _recovery(self) -> Recovery:
         for name, title in _MARKS.items():
             marks = self._marks[name]
-            if marks.keys() == self._ranks:  # else it has no end of its own, and counts to the next phase
+            if marks.keys() == self._ranks:
                 self._ends[title] = max(marks.values())
         phases: list[tuple[str, float]] = []
         last_s = self._failed_s
@@ -76,13 +79,13 @@ class Milestones:
     """The pipe that workers write their milestones into, each opening it anew."""
 
     def __init__(self, reached: Callable[[str, int, int, float, int], None]) -> None:
-        """``reached`` is told name, rank, incarnation, time (CLOCK_MONOTONIC, seconds) and the step of the state."""
+        """``reached`` is called with name, rank, incarnation, time (CLOCK_MONOTONIC, seconds) and the state's step."""
         self._reached = reached
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         asyncio.get_running_loop().add_reader(self._reader, self._read)
 
     def environment(self, incarnation: int) -> dict[str, str]:
-        """What workers find it by."""
+        """Variables by which workers find the pipe."""
         return {MILESTONES: path_of(self._writer), INCARNATION: str(incarnation)}
 
     def _read(self) -> None:
@@ -93,7 +96,7 @@ class Milestones:
                     self._reached(name, int(rank), int(incarnation), int(at_ns) * 1e-9, int(step))
 
     def close(self) -> None:
-        """Nobody is heard any more."""
+        """Hear no milestones any more."""
         asyncio.get_running_loop().remove_reader(self._reader)
         os.close(self._reader)
         os.close(self._writer)

@@ -5,74 +5,67 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from keepstep.core.budgets import Cause, Refusal, refusal
 from keepstep.core.incident import Recovery
-from keepstep.launch.command.job import Job
 from keepstep.launch.command.placement import OURS, Place, WorkerPlan
-from keepstep.launch.workers.guard import Guard
-from keepstep.launch.workers.processes import Processes
+from keepstep.launch.local_run import LocalRun
+from keepstep.launch.workers.processes import Child
 from keepstep.launch.workers.recovery_times import Milestones, Restart
 from keepstep.launch.workers.root_cause import Failure
 from keepstep.launch.workers.standbys import Standbys
 from keepstep.launch.workers.survivors import Survivors
 
-_WARM_AFTER_S = 60.0  # of training that makes no optimizer step that we would see
-_WARMED_S = 60.0  # that a restart which can wait waits for standbys (`control.operating`)
+_WARM_AFTER_S = 60.0  # of training in which no optimizer step is seen
+_WARMED_S = 60.0  # for which a restart that an operator or the planner orders waits for standbys
 _LOOK_S = 0.1
 
 
 class Restarts:
-    """Milestones and standbys of a job that may be restarted; of another there is nothing."""
+    """Milestones, standbys and survivors; a job that is never restarted has none of them."""
 
     def __init__(
         self,
-        job: Job,
+        run: LocalRun,
         environ: Mapping[str, str],
-        folder: Path,
-        processes: Processes,
-        guard: Guard,
         *,
-        warn: Callable[[str], None],
-        note: Callable[[str], None],
         recovered: Callable[[Recovery], None],
         raised: Callable[[int], object],
     ) -> None:
-        """``folder``: of this node. ``recovered`` is told once all ranks train again.
+        """``recovered`` is called once all ranks train again after a restart.
 
-        ``raised`` is told a rank that goes down with an error, where a restart may follow; in the last incarnation it
-        may take its time.
+        ``raised`` is called with a rank that says that it ends with an error, where a restart may follow.
         """
+        self._job, job = run.job, run.job
         self._recovered, self._raised = recovered, raised
         self._milestones = Milestones(self._reached) if job.max_restarts else None
         environ = {name: value for name, value in environ.items() if name not in OURS}
-        self.standbys = Standbys(job.standbys, environ, folder, processes, guard, warn=warn, note=note)
+        self.standbys = Standbys(run, job.standbys, environ)
         in_place = job.in_place and job.max_restarts > 0
         if in_place and job.master_port and job.rendezvous.endpoint is None:
             in_place = False
-            warn(
+            run.warn(
                 "--in-place: every process is replaced at a restart, since --master-port gives all the same port"
             )
-        self.survivors = Survivors(processes, guard, job.leave_s, warn=warn) if in_place else None
+        self.survivors = Survivors(run) if in_place else None
         self._incarnation = 0
         self._plans: Sequence[WorkerPlan] = ()
-        self._stepped: set[int] = set()
-        self._is_last = False
-        self._due = False  # standbys are to be warmed, as soon as it is known with what
+        self._stepped: set[int] = set()  # ranks that have made a step in this incarnation
+        self._is_last = False  # no restart is left after this incarnation
+        self._due = False  # standbys are to be warmed as soon as a worker has said what it imports
         self._later: asyncio.TimerHandle | None = None
         self._restart: Restart | None = None
-        self._limits, self._node, self._most = job.restart_budget, job.node, job.max_restarts
+        self._taken = {"standbys": 0, "survived": 0}  # how many of the next workers are no new processes
         self._causes: list[Cause] = []
-        self._loaded: dict[int, int] = {}  # step of the state that a rank began with, by rank
+        self._loaded: dict[int, int] = {}  # by rank, the step of the state that it began with
 
     async def dismiss(self) -> None:
-        """No process goes on in a job of another size."""
+        """End all survivors, because the next incarnation has another size."""
         if self.survivors:
             await self.survivors.dismiss()
 
     def environment(self, place: Place, local_rank: int) -> dict[str, str]:
-        """What a worker tells its milestones and imports by."""
+        """Variables by which a worker tells its milestones, its imports, and that it can outlive its incarnation."""
         if self._milestones is None:
             return {}
         return {
@@ -81,15 +74,27 @@ class Restarts:
             **(self.survivors.environment if self.survivors else {}),
         }
 
-    def started(self, plans: Sequence[WorkerPlan], place: Place, from_standbys: int, survived: int) -> None:
-        """The workers run. New standbys are warmed once all have made a step, or are a minute old."""
+    def take(self, local_rank: int, environment: Mapping[str, str], outputs: Sequence[int]) -> Child | None:
+        """Make the survivor of a local rank, else its warm standby, a worker again; None when there is neither.
+
+        ``outputs``: descriptors of its stdout and stderr. The caller sees to the child's end (``Processes.become``).
+        """
+        for kind, kept in (("survived", self.survivors), ("standbys", self.standbys)):
+            if kept and (child := kept.take(local_rank, environment, outputs)):
+                self._taken[kind] += 1
+                return child
+        return None
+
+    def started(self, plans: Sequence[WorkerPlan], place: Place) -> None:
+        """Note that the workers run. Standbys are warmed once all have made a step, or are a minute old."""
         self._plans, self._incarnation, self._stepped, self._loaded = plans, place.incarnation, set(), {}
         if self._restart:
             ranks = frozenset(plan.rank for plan in plans)
-            self._restart.started(ranks, from_standbys, survived, time.monotonic())
+            self._restart.started(ranks, **self._taken, now_s=time.monotonic())
+        self._taken = dict.fromkeys(self._taken, 0)
         if self._later:
             self._later.cancel()
-        self._due, self._is_last = False, place.restarts >= self._most
+        self._due, self._is_last = False, place.restarts >= self._job.max_restarts
         self._later = asyncio.get_running_loop().call_later(_WARM_AFTER_S, self._warm)
 
     @property
@@ -99,28 +104,29 @@ class Restarts:
         return standbys | self.survivors.pids if self.survivors else standbys
 
     def ended(self, failure: Failure, failed_s: float, incarnation: int) -> None:
-        """All workers have ended because of ``failure``; ``incarnation`` begins."""
+        """Note that all workers have ended because of ``failure``, and that ``incarnation`` begins."""
         self._restart = Restart(failure, failed_s, time.monotonic(), incarnation)
 
     def cause(self, failure: Failure, steps: int) -> Cause:
-        """What the budgets have to know of a failure. ``steps``: that its rank made in this incarnation; -1: unknown.
+        """A failure as the restart budgets count it.
 
-        A rank that has neither made a step nor left a word of its own may have failed for any reason.
+        ``steps``: that its rank made in this incarnation; -1: unknown. A rank that has neither made a step nor left a
+        message may have failed for any reason, so that its step counts as unknown.
         """
         known = steps > 0 or (steps == 0 and bool(failure.message))
         step = self._loaded.get(failure.rank, 0) + steps if known else -1
-        return Cause(failure.unix_s, self._node, failure.rank, step, failure.text, failure.by_keepstep)
+        return Cause(failure.unix_s, self._job.node, failure.rank, step, failure.text, failure.by_keepstep)
 
     def refused(self, cause: Cause) -> Refusal | None:
-        """Why there is no restart for this cause; None: there is, and it is counted."""
+        """Why the budgets allow no restart for this cause; None: they do, and it is counted."""
         self._causes.append(cause)
-        return refusal(self._limits, self._causes)
+        return refusal(self._job.restart_budget, self._causes)
 
     async def warmed(self, ready: Callable[[], bool], over: Callable[[], bool]) -> None:
-        """Wait until standbys are warm, so that a restart needs no fresh process, and all else is ``ready``.
+        """Wait until a restart needs no fresh process: all standbys are warm, and everything else is ``ready``.
 
-        A minute at most, or until it is ``over``. Processes that can go on do not change that: whether they will is
-        known only when they are called.
+        It takes a minute at most, and ends once the incarnation is ``over``. Workers that may survive do not count:
+        whether they can leave their training is known only when they are told to.
         """
         deadline_s = time.monotonic() + _WARMED_S
         while time.monotonic() < deadline_s and not (over() or self._is_last):
@@ -129,7 +135,7 @@ class Restarts:
             await asyncio.sleep(_LOOK_S)
 
     def end(self) -> None:
-        """There are no more restarts."""
+        """End all processes that wait, because there are no more restarts."""
         if self._later:
             self._later.cancel()
         if self._milestones:

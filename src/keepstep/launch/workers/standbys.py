@@ -1,7 +1,7 @@
-"""The node's warm standbys, as their launcher keeps them: warmed behind the training, given away at a restart.
+"""The node's warm standbys: warmed behind the training, made workers at a restart.
 
-Each is bound to a local rank, whose environment it is started with. What it imports is what the worker of that local
-rank was seen to have imported; where nothing was seen there is no standby.
+Each standby is bound to a local rank, with whose environment it is started, and imports what the worker of that local
+rank has imported. Where that is not known there is no standby.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,25 +20,26 @@ from keepstep.core.errors import RunError
 from keepstep.core.own_folders import make_folder, open_file
 from keepstep.core.ranges import fold_ranks
 from keepstep.launch.command.placement import ERROR_FILE, IMPORTS, OURS, WorkerPlan
-from keepstep.launch.workers.guard import Guard
-from keepstep.launch.workers.processes import Child, Processes, restore_priority, signal_group
+from keepstep.launch.local_run import LocalRun
+from keepstep.launch.workers.processes import Child, restore_priority, signal_group
 
 TRIES = 3
-IDLE_S = 20.0  # in which one warms on what the training leaves of the CPUs; then it takes its part, the next sooner
-_MOST_WORDS = 4096
+IDLE_S = 20.0
+"""For so long a standby warms on CPU time that others leave, then at the usual priority; the next one sooner."""
+_MOST_BYTES = 4096
 PROGRAM = str(Path(__file__).with_name("standby.py"))
-# What belongs to one incarnation, or would have a standby do what only a worker does.
+# Variables that belong to one incarnation, or that would have a standby do what only a worker does.
 _NOT_YET = OURS | {ERROR_FILE, "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"}
 
 
 @dataclass(slots=True)
 class _Standby:
-    """One that lives."""
+    """A standby that lives."""
 
     child: Child
     socket: socket.socket
     warm: bool = False
-    hurried: bool = False
+    hurried: bool = False  # has the usual priority already
 
 
 @dataclass(slots=True)
@@ -53,43 +54,29 @@ class _Seat:
 
 
 class Standbys:
-    """``count`` of them at most, for the first local ranks."""
+    """At most ``count`` standbys, for the first local ranks. ``folder`` is this node's, for imports and logs."""
 
-    def __init__(
-        self,
-        count: int,
-        environ: Mapping[str, str],
-        folder: Path,
-        processes: Processes,
-        guard: Guard,
-        *,
-        warn: Callable[[str], None],
-        note: Callable[[str], None],
-    ) -> None:
-        """``folder``: for what workers imported, and what standbys say."""
-        self._count = count
-        self._environ = environ
-        self._folder = folder
-        self._processes = processes
-        self._guard = guard
-        self._warn, self._note = warn, note
+    def __init__(self, run: LocalRun, count: int, environ: Mapping[str, str]) -> None:
+        """``environ``: of every standby, beside what the place of its rank adds."""
+        self._run, self._count, self._environ = run, count, environ
+        self.folder = run.folder
         self._seats: dict[int, _Seat] = {}
         self._ended = False
-        self._busy = False  # no CPU was idle for the last one
+        self._busy = False  # the last standby found no CPU idle for `IDLE_S`
 
     @property
     def pids(self) -> frozenset[int]:
-        """Those that wait or are being warmed."""
+        """Standbys that wait or are being warmed."""
         return frozenset(seat.standby.child.pid for seat in self._seats.values() if seat.standby)
 
     @property
     def are_warm(self) -> bool:
-        """All wait that there are to be; one that died too often is none of them."""
+        """Whether all standbys are warm, apart from those that died too often."""
         seats = self._seats.values()
         return all(seat.deaths >= TRIES or (seat.standby is not None and seat.standby.warm) for seat in seats)
 
     def environment(self, local_rank: int) -> dict[str, str]:
-        """Where the worker is to say what it imports; nothing when that is known, or not needed."""
+        """The variable that has a worker say what it imports; empty when that is known, or not needed."""
         path = self._path(local_rank)
         if local_rank >= self._count or path.exists():
             return {}
@@ -97,27 +84,22 @@ class Standbys:
         return {IMPORTS: str(path)}
 
     def warm(self, plans: Sequence[WorkerPlan]) -> None:
-        """Have a standby for each of these workers, a few at a time; those that are there stay."""
+        """Warm a standby for each of these workers, a few at a time; those that are there stay."""
         for plan in plans:
             if plan.local_rank < self._count:
                 seat = self._seats.setdefault(plan.local_rank, _Seat(plan, self._path(plan.local_rank)))
                 seat.plan = plan
         self._next()
 
-    def take(
-        self, plan: WorkerPlan, environ: Mapping[str, str], stdout: int | None, stderr: int | None
-    ) -> Child | None:
-        """Make the standby of this local rank the worker; None when there is no warm one.
-
-        ``stdout`` and ``stderr`` None: ours. Whoever takes it sees to its end (``Processes.become``).
-        """
-        seat = self._seats.get(plan.local_rank)
+    def take(self, local_rank: int, environment: Mapping[str, str], outputs: Sequence[int]) -> Child | None:
+        """Make the standby of a local rank a worker, as ``Restarts.take`` says; None when there is no warm one."""
+        seat = self._seats.get(local_rank)
         if seat is None or seat.standby is None or not seat.standby.warm:
             return None
         taken, seat.standby = seat.standby, None
         asyncio.get_running_loop().remove_reader(taken.socket)
         try:
-            hand_over(taken.socket, plan, environ, stdout, stderr)
+            socket.send_fds(taken.socket, [json.dumps(environment).encode()], outputs)
         except OSError:
             signal_group(taken.child.pid, signal.SIGKILL)
             return None
@@ -126,16 +108,16 @@ class Standbys:
         return taken.child
 
     def end(self) -> None:
-        """Kill all; there are no more."""
+        """Kill all standbys, and warm none any more."""
         self._ended = True
         for pid in self.pids:
             signal_group(pid, signal.SIGKILL)
 
     def _path(self, local_rank: int) -> Path:
-        return self._folder / "imports" / f"{local_rank}.json"
+        return self.folder / "imports" / f"{local_rank}.json"
 
     def _next(self) -> None:
-        """Begin to warm as many as there are CPUs to spare; one in any case."""
+        """Begin to warm as many as there are CPUs to spare, but always one."""
         if self._ended:
             return
         spare = len(os.sched_getaffinity(0)) - len(self._seats)
@@ -154,8 +136,8 @@ class Standbys:
         environment = {name: value for name, value in environment.items() if name not in _NOT_YET}
         log = -1
         try:
-            log = open_file(self._folder / "standbys.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            child = self._processes.start(
+            log = open_file(self.folder / "standbys.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            child = self._run.processes.start(
                 f"standby of rank {plan.rank}",
                 (*plan.command[:2], PROGRAM, *plan.command[2:]),
                 {**environment, IMPORTS: str(seat.imports), "KEEPSTEP_STANDBY": str(theirs.fileno())},
@@ -173,21 +155,20 @@ class Standbys:
             if log >= 0:
                 os.close(log)
         ours.setblocking(False)
-        self._guard.add(child.pid, at_once=True)
         seat.standby = _Standby(child, ours)
-        asyncio.get_running_loop().add_reader(ours, self._heard, seat, seat.standby)
-        idle_s = 0.1 * IDLE_S if self._busy else IDLE_S
-        asyncio.get_running_loop().call_later(idle_s, self._hurry, seat, seat.standby)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(ours, self._heard, seat, seat.standby)
+        loop.call_later(0.1 * IDLE_S if self._busy else IDLE_S, self._hurry, seat, seat.standby)
 
     def _hurry(self, seat: _Seat, which: _Standby) -> None:
-        """Where no CPU is ever idle it would never be warm, and a restart a cold one."""
+        """Give a standby that is not warm yet the usual priority: where no CPU is ever idle it never would be."""
         if seat.standby is which and not which.warm:
             self._busy = which.hurried = True
             restore_priority(which.child)
 
     def _heard(self, seat: _Seat, which: _Standby) -> None:
         try:
-            said = which.socket.recv(_MOST_WORDS).decode(errors="replace")
+            said = which.socket.recv(_MOST_BYTES).decode(errors="replace")
         except OSError:
             said = ""
         if said == "warm":
@@ -195,20 +176,20 @@ class Standbys:
             self._busy = which.hurried
             if all(one.standby and one.standby.warm for one in self._seats.values()):
                 ranks = fold_ranks(one.plan.rank for one in self._seats.values())
-                self._note(f"standbys are warm for ranks {ranks}")
+                self._run.note(f"standbys are warm for ranks {ranks}")
             self._next()
             return
         asyncio.get_running_loop().remove_reader(which.socket)
         seat.trouble = said or seat.trouble
 
     def _exited(self, seat: _Seat, child: Child) -> None:
-        """One that was not given away has ended."""
-        self._guard.remove(child.pid)
+        """Note the end of a standby that has not become a worker."""
+        self._run.processes.clear(child)
         gone, seat.standby = seat.standby, None
         if gone is not None:
             asyncio.get_running_loop().remove_reader(gone.socket)
-            with suppress(OSError):  # why it is not fit, when its end is heard of first
-                said = gone.socket.recv(_MOST_WORDS).decode(errors="replace").removeprefix("warm")
+            with suppress(OSError):  # its end may be seen before the message that says why it is not fit
+                said = gone.socket.recv(_MOST_BYTES).decode(errors="replace").removeprefix("warm")
                 seat.trouble = said or seat.trouble
             gone.socket.close()
         if not self._ended:
@@ -217,23 +198,8 @@ class Standbys:
     def _failed(self, seat: _Seat, reason: str) -> None:
         seat.deaths += 1
         if seat.deaths == TRIES:
-            self._warn(
-                f"no standby for rank {seat.plan.rank}: {reason} (see {self._folder}/standbys.log); "
+            self._run.warn(
+                f"no standby for rank {seat.plan.rank}: {reason} (see {self.folder}/standbys.log); "
                 "a restart begins it as a fresh process"
             )
         asyncio.get_running_loop().call_soon(self._next)
-
-
-def hand_over(
-    connection: socket.socket,
-    plan: WorkerPlan,
-    environ: Mapping[str, str],
-    stdout: int | None,
-    stderr: int | None,
-) -> None:
-    """Tell the process that waits at the other end to be this worker. Raises OSError: it has ended.
-
-    ``stdout`` and ``stderr`` None: the launcher's own.
-    """
-    streams = [1 if stdout is None else stdout, 2 if stderr is None else stderr]
-    socket.send_fds(connection, [json.dumps({**environ, **plan.environment}).encode()], streams)

@@ -1,16 +1,17 @@
-"""Workers that outlive their incarnation, as their launcher keeps them: told to leave, waited for, given the next part.
+"""Workers that outlive their incarnation: told to leave their training, waited for, made a worker of the next one.
 
-Who can says so on a connection (``core.staying``); of the others nothing is expected. Whoever has not left in time, or
-refuses, is killed, and a standby or a fresh process begins in its place.
+A worker that can do so says it on a connection (``core.staying``). One that has not left in time, or refuses, is
+killed, and a standby or a fresh process begins in its place.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -18,10 +19,8 @@ from typing import Literal
 from keepstep.core.local_socket import LocalServer
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.staying import ADDRESS, LEAVE, LEFT, MOST_BYTES, REFUSED, STAYS
-from keepstep.launch.command.placement import WorkerPlan
-from keepstep.launch.workers.guard import Guard
-from keepstep.launch.workers.processes import Child, Processes, signal_group
-from keepstep.launch.workers.standbys import hand_over
+from keepstep.launch.local_run import LocalRun
+from keepstep.launch.workers.processes import Child, signal_group
 
 _UNKILLABLE_S = 10.0
 _PREFIX = "survivor, "
@@ -30,7 +29,7 @@ _NO_SESSION = "no @keepstep.resilient training runs in it"
 
 @dataclass(slots=True)
 class _Survivor:
-    """A worker that was told to leave."""
+    """A worker that was told to leave its training."""
 
     child: Child
     connection: socket.socket
@@ -42,31 +41,28 @@ class _Survivor:
 
 
 class Survivors:
-    """Those of one node. ``patience_s``: for a training to be left. ``warn``: a line for the operator."""
+    """The survivors of one node."""
 
-    def __init__(
-        self, processes: Processes, guard: Guard, patience_s: float, *, warn: Callable[[str], None]
-    ) -> None:
-        self._processes, self._guard, self._patience_s, self._warn = processes, guard, patience_s, warn
-        self._connections: dict[int, socket.socket] = {}  # by process
-        self._reasons: dict[int, str] = {}  # why a process cannot stay; "": its connection has ended
+    def __init__(self, run: LocalRun) -> None:
+        self._run = run
+        self._connections: dict[int, socket.socket] = {}  # by process, of workers that can leave
+        self._reasons: dict[int, str] = {}  # by process, why it cannot survive; "": its connection has ended
         self._survivors: dict[int, _Survivor] = {}  # by local rank
         self._changed = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
         self._server = LocalServer(f"keepstep-staying-{secrets.token_hex(16)}", self._heard, MOST_BYTES)
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a worker says by that it can stay."""
+        """The variable by which workers find the launcher's socket."""
         return {ADDRESS: self._server.address}
 
     @property
     def pids(self) -> frozenset[int]:
-        """Processes that wait for their next part, or are on the way there."""
+        """Processes that leave their training, or wait to be a worker again."""
         return frozenset(one.child.pid for one in self._survivors.values())
 
     def call(self, workers: Mapping[int, Child]) -> frozenset[int]:
-        """Tell those of the workers (by local rank) that can stay to leave; their local ranks."""
+        """Tell those of the workers, by local rank, to leave that can; returns their local ranks."""
         called: set[int] = set()
         others: dict[str, list[int]] = {}
         for local_rank, child in workers.items():
@@ -80,54 +76,56 @@ class Survivors:
             with suppress(OSError):
                 connection.send(LEAVE.encode())
                 self._survivors[local_rank] = _Survivor(child, connection)
-                self._processes.become(child, f"{_PREFIX}{child.name}", self._exited)
+                self._run.processes.become(child, f"{_PREFIX}{child.name}", self._exited)
                 called.add(local_rank)
         for why, ranks in others.items():
             if why:
                 verb = "ranks {} begin" if len(ranks) > 1 else "rank {} begins"
-                self._warn(f"{verb.format(fold_ranks(ranks))} anew in another process: {why}")
+                self._run.warn(f"{verb.format(fold_ranks(ranks))} anew in another process: {why}")
         return frozenset(called)
 
     async def left(self) -> int:
-        """Wait until all that were called have left or ended; who has not in time is killed. How many are there."""
-        deadline_s = self._loop.time() + self._patience_s
+        """Wait until all that were called have left their training, or ended; returns how many have left.
+
+        One that has not left in time is killed.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._run.job.leave_s
         while any(one.state != "left" for one in self._survivors.values()):
             self._changed.clear()
             late = [one for one in self._survivors.values() if one.state == "leaving"]
-            left_s = deadline_s - self._loop.time() if late else _UNKILLABLE_S
+            left_s = deadline_s - loop.time() if late else _UNKILLABLE_S
             try:
                 await asyncio.wait_for(self._changed.wait(), max(0.0, left_s))
             except asyncio.TimeoutError:
                 if not late:
                     break
                 for one in late:
-                    self._warn(f"{one.name} does not leave its training: it is ended")
+                    self._run.warn(f"{one.name} does not leave its training: it is ended")
                     self._kill(one)
         return len(self._survivors)
 
     async def dismiss(self) -> None:
-        """End all of them: none plays in what comes next."""
+        """End all survivors, because none of them can play in the next incarnation."""
         for one in self._survivors.values():
             self._kill(one)
         await self.left()
 
-    def take(
-        self, plan: WorkerPlan, environ: Mapping[str, str], stdout: int | None, stderr: int | None
-    ) -> Child | None:
-        """Make the survivor of this local rank the worker; None when there is none. See ``Standbys.take``."""
-        one = self._survivors.get(plan.local_rank)
+    def take(self, local_rank: int, environment: Mapping[str, str], outputs: Sequence[int]) -> Child | None:
+        """Make the survivor of a local rank a worker again, as ``Restarts.take`` says; None when there is none."""
+        one = self._survivors.get(local_rank)
         if one is None or one.state != "left":
             return None
         try:
-            hand_over(one.connection, plan, environ, stdout, stderr)
+            socket.send_fds(one.connection, [json.dumps(environment).encode()], outputs)
         except OSError:
             self._kill(one)
             return None
-        del self._survivors[plan.local_rank]
+        del self._survivors[local_rank]
         return one.child
 
     def end(self) -> None:
-        """Kill those that wait, and hear nobody any more."""
+        """Kill all survivors, and end all connections."""
         for one in self._survivors.values():
             self._kill(one)
         self._server.close()
@@ -137,8 +135,7 @@ class Survivors:
         signal_group(one.child.pid, signal.SIGKILL)
 
     def _exited(self, child: Child) -> None:
-        self._guard.remove(child.pid)
-        signal_group(child.pid, signal.SIGKILL)
+        self._run.processes.clear(child)
         self._survivors = {local: one for local, one in self._survivors.items() if one.child is not child}
         self._changed.set()
 
@@ -152,7 +149,7 @@ class Survivors:
             one.state = "left"
             self._changed.set()
         elif word == REFUSED and one is not None:
-            self._warn(f"{one.name} begins anew in another process: {why}")
+            self._run.warn(f"{one.name} begins anew in another process: {why}")
             self._kill(one)
         else:
             self._reasons[pid] = why if word == REFUSED else ""

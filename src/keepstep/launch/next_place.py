@@ -1,0 +1,136 @@
+"""What follows an incarnation: a place in the next one, or the end of this node's share of the job."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from keepstep.core.budgets import Cause
+from keepstep.launch.command import addresses
+from keepstep.launch.command.placement import Place
+from keepstep.launch.course import EndedEarly, Outcome
+from keepstep.launch.parting import part
+from keepstep.launch.parts import Parts
+from keepstep.launch.workers import root_cause
+
+
+class Answerer(Protocol):
+    """Says what follows an incarnation."""
+
+    async def after(self, outcome: Outcome, place: Place) -> Place | Outcome:
+        """The place in the next incarnation, or how the job ends. No worker of ``place`` runs any more."""
+        ...
+
+
+class OneNode:
+    """Decides by itself, for a job of one node, which needs no controller to begin again, or one without restarts."""
+
+    def __init__(self, parts: Parts, ordered: Answerer) -> None:
+        """``ordered``: says what follows where the controller has halted the workers."""
+        self._parts, self._ordered = parts, ordered
+
+    async def after(self, outcome: Outcome, place: Place) -> Place | Outcome:
+        """A restart on this node while ``--max-restarts`` and the budgets allow one."""
+        run, course, crew = self._parts.run, self._parts.course, self._parts.crew
+        if outcome.kind == "halted" and course.link:
+            return await self._ordered.after(outcome, place)
+        if outcome.kind != "failed":
+            return outcome
+        if not may_follow(self._parts, outcome, place):
+            return _explain(self._parts, outcome)
+        root = root_cause.first(crew.failures)
+        if refused := crew.restarts.refused(cause_of(self._parts, root)):
+            ended = _explain(self._parts, outcome)
+            run.warn(refused.reason)
+            return replace(ended, reason=refused.reason)
+        run.say(f"rank {root.rank}: {root.text}; restart {place.restarts + 1} of {run.job.max_restarts}")
+        self._parts.checks.unfit()  # its warnings count; there is no other node to go to
+        course.renew()
+        port = run.job.master_port or addresses.free_port("127.0.0.1")
+        return replace(place, incarnation=place.incarnation + 1, master_port=port)
+
+
+class AllNodes:
+    """Asks the controller, which re-forms all nodes of the job together."""
+
+    def __init__(self, parts: Parts, follow: Callable[[], None]) -> None:
+        """``follow``: carries out orders that have come before the workers had ended."""
+        self._parts, self._follow = parts, follow
+
+    async def after(self, outcome: Outcome, place: Place) -> Place | Outcome:
+        """The place that the controller gives this node in the next incarnation."""
+        course, crew, link = self._parts.course, self._parts.crew, self._parts.course.link
+        assert link is not None
+        if outcome.kind == "finished":
+            course.renew()
+            await part(self._parts, outcome)
+            if not (course.outcome.done() and course.outcome.result().kind == "halted"):
+                return outcome
+        elif outcome.kind not in ("failed", "halted") or course.signalled:
+            # A signal that comes while workers are halted for the next incarnation ends the job all the same.
+            return course.signal_outcome() if outcome.kind == "halted" else outcome
+        course.renew()
+        course.has_parted = False
+        if outcome.kind == "failed":
+            tell_failed(self._parts, root_cause.first(crew.failures))
+        unfit, rigid = self._parts.checks.unfit(), self._parts.caching.rigid(place)
+        link.send(link.member.halted(unfit, rigid))
+        self._follow()
+        try:
+            following = await course.until(link.next_place())
+        except EndedEarly as early:
+            if outcome.kind == "failed":
+                _explain(self._parts, outcome)
+            return early.outcome
+        if following is not None:
+            return following
+        why = link.stranger or f"{link.member.missing} ({self._parts.controller.at})"
+        self._parts.run.warn(f"{why}: this node ends")
+        failed = outcome.kind == "failed"
+        ended = _explain(self._parts, outcome) if failed else replace(outcome, kind="failed", code=1)
+        return replace(ended, reason=f"{why}; {ended.reason}")
+
+
+def may_follow(parts: Parts, outcome: Outcome, place: Place) -> bool:
+    """Whether another incarnation may follow that of ``place``."""
+    course, most = parts.course, parts.run.job.max_restarts
+    over = course.signalled or course.job_over.is_set() or place.restarts >= most
+    return outcome.kind in ("failed", "halted") and not over
+
+
+def tell_failed(parts: Parts, failure: root_cause.Failure) -> None:
+    """Tell the controller, which counts restarts, the failure for which all nodes are to begin again."""
+    link, cause = parts.course.link, cause_of(parts, failure)
+    assert link is not None
+    text = f"rank {cause.rank}: {cause.error}"
+    link.send(
+        link.member.failed(failure.exit_code, text, cause.rank, cause.step, cause.at_s, cause.by_keepstep)
+    )
+
+
+def tell_found(parts: Parts, failure: root_cause.Failure) -> None:
+    """Tell the controller, if there is one, of a failure, as evidence about who is to blame."""
+    if link := parts.course.link:
+        found = root_cause.finding(failure, parts.run.job.node, parts.course.incarnation)
+        link.send(link.member.found(found))
+
+
+def cause_of(parts: Parts, failure: root_cause.Failure) -> Cause:
+    """A failure as the restart budgets count it."""
+    return parts.crew.restarts.cause(failure, parts.watching.steps(failure.rank))
+
+
+def _explain(parts: Parts, outcome: Outcome) -> Outcome:
+    """Print why the job failed; returns the outcome with the exit code and words of the failure that came first."""
+    workers, job = parts.crew.workers, parts.run.job
+    assert workers is not None
+    root = root_cause.first(workers.failures)
+    print(root_cause.render(job.script, job.node, workers.failures), file=sys.stderr, flush=True)
+    if target := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        root_cause.hand_up(root, target)
+    for failure in workers.failures[1:]:
+        tell_found(parts, failure)
+    return replace(outcome, code=workers.exit_code, reason=f"rank {root.rank}: {root.text}")
