@@ -1,11 +1,11 @@
-"""From hosts' calls to slowdowns: steps by their period, change points, and who held the others up."""
+"""Slowdowns in logs of the hosts' calls: steps by their period, change points, and who held up the others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from keepstep.analyze._episodes import slow_episodes
+from keepstep.analyze._episodes import judged, slow_episodes
 from keepstep.core.errors import TraceError
 from keepstep.core.incident import Incident
 from keepstep.core.operations import Call
@@ -17,7 +17,7 @@ _LEAST_STEPS = 12
 
 
 def slow_in_calls(log: CallLog) -> tuple[tuple[Incident, ...], tuple[str, ...]]:
-    """Incidents, and what is missing to say more.
+    """The incidents in a call log, and what is missing to say more.
 
     Raises:
         TraceError: the calls do not repeat themselves.
@@ -50,28 +50,16 @@ def slow_in_calls(log: CallLog) -> tuple[tuple[Incident, ...], tuple[str, ...]]:
         healthy, slow = _around(steps, reference[onset].begin_s, until_s)
         diagnosis = locate_by_gaps(healthy, slow)
         since = reference[onset].begin_s - first_s
-        incidents.append(
-            replace(
-                incident,
-                culprits=diagnosis.culprits,
-                victims=diagnosis.victims,
-                evidence=(
-                    *incident.evidence,
-                    f"onset {since:.1f} s after the first step",
-                    *diagnosis.evidence,
-                ),
-                missing=diagnosis.missing,
-                ranks_reporting=len(steps),
-                world_size=max(log.calls) + 1,
-            )
-        )
+        onset_line = f"onset {since:.1f} s after the first step"
+        incident = replace(incident, evidence=(*incident.evidence, onset_line))
+        incidents.append(judged(incident, diagnosis, len(steps), max(log.calls) + 1))
     return tuple(incidents), tuple(missing)
 
 
 def _around(
     steps: Mapping[int, Sequence[CallStep]], onset_s: float, until_s: float
 ) -> tuple[dict[int, list[CallStep]], dict[int, list[CallStep]]]:
-    """Per rank the steps outside and inside a slowdown; those at its edges are in neither."""
+    """The steps of each rank outside and inside a slowdown; steps at its edges are in neither."""
     outside: dict[int, list[CallStep]] = {}
     inside: dict[int, list[CallStep]] = {}
     for rank, own in steps.items():

@@ -1,4 +1,4 @@
-"""Slowdowns from onset to relief in a whole series of step times."""
+"""Slowdowns from onset to relief in a series of step times, and incidents with a diagnosis."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from keepstep.core.incident import Incident
+from keepstep.core.incident import Diagnosis, Incident
 from keepstep.detect import ChangePointDetector, change_points
 
 
 def slow_episodes(times: Sequence[float], numbers: Sequence[int], source: str) -> list[Incident]:
-    """Incidents without culprits. ``numbers``: the step of each time; ``source``: what the times are from."""
+    """Incidents without culprits. ``numbers``: the step of each time; ``source``: evidence that names the source."""
     points = change_points(times, ChangePointDetector())
     ends = [*(point.index for point in points[1:]), len(times)][: len(points)]
     found: list[Incident] = []
     for point, end in zip(points, ends, strict=True):
         open_one = found[-1] if found and found[-1].status == "open" else None
-        # the whole regime is known here: its middle says more than the iterations that proved the change
+        # All iterations until the next change are known: their median is better than the detector's estimate.
         after_s = median(times[min(point.index + 2, end - 1) : end])
         healthy_s = open_one.iteration_before_s if open_one and open_one.iteration_before_s else point.before
         if open_one is not None and (point.ratio > 1 or after_s < (healthy_s + point.before) / 2):
@@ -40,3 +40,17 @@ def slow_episodes(times: Sequence[float], numbers: Sequence[int], source: str) -
                 )
             )
     return found
+
+
+def judged(incident: Incident, diagnosis: Diagnosis, ranks_reporting: int, world_size: int) -> Incident:
+    """The incident with what a locator concluded about it."""
+    return replace(
+        incident,
+        culprits=diagnosis.culprits,
+        victims=diagnosis.victims,
+        evidence=(*incident.evidence, *diagnosis.evidence),
+        missing=diagnosis.missing,
+        summary=diagnosis.summary,
+        ranks_reporting=ranks_reporting,
+        world_size=world_size,
+    )

@@ -1,4 +1,4 @@
-"""From a path to incidents: which kind of trace it is, who reads it, and who judges what was read."""
+"""Finds out which kind of trace lies at a path, has it read, and has incidents located in it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from keepstep.analyze._call_logs import slow_in_calls
-from keepstep.analyze._episodes import slow_episodes
+from keepstep.analyze._episodes import judged, slow_episodes
 from keepstep.analyze._iterations import slow_in_iterations
 from keepstep.core.errors import RunError, TraceError
 from keepstep.core.evidence import Evidence
-from keepstep.core.incident import Culprit, Diagnosis, Incident
+from keepstep.core.incident import Culprit, Incident
 from keepstep.core.layout import DIMENSIONS, ParallelLayout
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import GroupInfo
@@ -23,15 +23,15 @@ from keepstep.traces import open_run
 from keepstep.traces.call_log import looks_like_call_log, read_call_log
 from keepstep.traces.flight_recorder import rank_of, read_dumps
 from keepstep.traces.operation_tables import is_parquet, read_operation_table
-from keepstep.traces.training_log import looks_like_training_log, read_head, read_training_log
+from keepstep.traces.training_log import looks_like_training_log, read_training_log
 
 _FORMATS = (
     "a folder of a keepstep run, a folder with a flight-recorder dump per rank (dump_0, dump_1, …), a training log of "
     "Megatron-LM, MegaTrace call logs, or an operation table (Parquet)"
 )
 _PICKLE = b"\x80"
-_SLOW = 1.05  # of a step's time to its ideal: less is everyday unevenness
-_EXPLAINS = 0.5  # of the lost time that comes back with one rank or stage
+_SLOW = 1.05  # least ratio of a step's time to its ideal one: less is everyday unevenness
+_EXPLAINS = 0.5  # least share of the lost time that a rank or stage must explain to be blamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def analyze(path: Path, layout: ParallelLayout | None = None) -> Analysis:
 
 
 def _placed(incident: Incident, layout: ParallelLayout) -> Incident:
-    """Where in the layout the culprits are."""
+    """The incident with the coordinates of its culprits in the layout."""
     culprits: list[Culprit] = []
     for culprit in incident.culprits:
         if culprit.rank is not None:
@@ -69,7 +69,11 @@ def _placed(incident: Incident, layout: ParallelLayout) -> Incident:
 
 
 def _check(layout: ParallelLayout | None, where: Path, ranks: int, listed: int = 0) -> None:
-    """``ranks``: one more than the highest in ``where``; ``listed``: what it says the job has, 0 if nothing."""
+    """Raise TraceError if a trace does not fit the layout.
+
+    ``ranks``: one more than the highest rank in the trace ``where``; ``listed``: the number of ranks that the trace
+    says the job has, 0 if it does not say.
+    """
     if layout is None:
         return
     said = f"--layout {layout} has ranks 0 to {layout.world_size - 1}"
@@ -90,7 +94,7 @@ def _judge(path: Path, layout: ParallelLayout | None) -> Analysis:
         return _operation_table(path, layout)
     if looks_like_call_log(path):
         return _call_log([path], layout)
-    if looks_like_training_log(read_head(path)):
+    if looks_like_training_log(path):
         return _training_log(path)
     if rank_of(path) is not None and _is_dump(path):
         raise TraceError(f"{path}: is the dump of one rank; give the folder with the dumps of all ranks")
@@ -107,7 +111,7 @@ def _folder(path: Path, layout: ParallelLayout | None) -> Analysis:
     calls = [entry for entry in files if looks_like_call_log(entry)]
     if calls:
         return _call_log(calls, layout)
-    logs = [entry for entry in files if looks_like_training_log(read_head(entry))]
+    logs = [entry for entry in files if looks_like_training_log(entry)]
     if len(logs) == 1:
         return _training_log(logs[0])
     if logs:
@@ -117,7 +121,7 @@ def _folder(path: Path, layout: ParallelLayout | None) -> Analysis:
 
 
 def _run(path: Path, layout: ParallelLayout | None) -> Analysis:
-    """What the controller of a watched run wrote; from the iterations where it wrote nothing in this folder."""
+    """The incidents that the controller wrote; if it wrote none into this folder, those in the logged iterations."""
     run = open_run(path)
     try:
         run.describe()
@@ -140,7 +144,7 @@ def _run(path: Path, layout: ParallelLayout | None) -> Analysis:
 
 
 def _incident(file: Path) -> Incident | str:
-    """The incident, or why it cannot be read."""
+    """The incident in a file, or why it cannot be read."""
     try:
         return incident_from_json(file.read_bytes(), where=str(file))
     except RunError as error:
@@ -148,7 +152,7 @@ def _incident(file: Path) -> Incident | str:
 
 
 def _is_dump(path: Path) -> bool:
-    """A pickle, JSON, or nothing at all: what a flight recorder leaves."""
+    """Whether a file may be a flight recorder's dump: a pickle, JSON, or empty."""
     with open(path, "rb") as file:
         head = file.read(1)
     return head in (_PICKLE, b"{", b"")
@@ -169,11 +173,13 @@ def _flight_recorder(files: Sequence[Path], layout: ParallelLayout | None) -> An
         return Analysis(
             "flight recorder", (), (*missing, "an operation in flight: all that was enqueued is done")
         )
-    return Analysis("flight recorder", (_hang(diagnosis, dumps.world_size, len(dumps.states)),), missing)
+    hang = Incident(1, diagnosis.kind, None, None, None, None, (), (), (), (), status="ended")
+    hang = judged(hang, diagnosis, len(dumps.states), dumps.world_size)
+    return Analysis("flight recorder", (hang,), missing)
 
 
 def _completed(group: GroupInfo, layout: ParallelLayout) -> GroupInfo:
-    """A group of which only some members are known, if it can be only one of the layout's."""
+    """The group with all its members, where only one group of the layout holds the known ones."""
     if len(group.members) < 2:
         return group
     dimensions = [name for name in DIMENSIONS if layout.size(name) > 1]
@@ -182,27 +188,8 @@ def _completed(group: GroupInfo, layout: ParallelLayout) -> GroupInfo:
     return replace(group, members=fitting.pop()) if len(fitting) == 1 else group
 
 
-def _hang(diagnosis: Diagnosis, world_size: int, reporting: int) -> Incident:
-    return Incident(
-        number=1,
-        kind=diagnosis.kind,
-        onset_step=None,
-        detected_step=None,
-        relief_step=None,
-        job_slowdown=None,
-        culprits=diagnosis.culprits,
-        victims=diagnosis.victims,
-        evidence=diagnosis.evidence,
-        missing=diagnosis.missing,
-        status="ended",
-        summary=diagnosis.summary,
-        ranks_reporting=reporting,
-        world_size=world_size,
-    )
-
-
 def _training_log(path: Path) -> Analysis:
-    """Every slowdown from onset to relief, with the job's time alone to judge by."""
+    """The slowdowns in a training log, without culprits: it has iteration times of the whole job only."""
     log = read_training_log(path)
     numbers, times = zip(*log.iterations, strict=True)
     missing = ("times per rank: a training log has the job's iteration time only",)
@@ -217,7 +204,7 @@ def _call_log(paths: Sequence[Path], layout: ParallelLayout | None) -> Analysis:
 
 
 def _operation_table(path: Path, layout: ParallelLayout | None) -> Analysis:
-    """The rank or stage whose slowness, taken away, gives back most of the time that steps lose."""
+    """The incident in an operation table: the rank or stage that accounts for most of the time that steps lose."""
     operations, missing = read_operation_table(path)
     graphs = step_graphs(operations)
     graph = graphs[0]
@@ -231,6 +218,7 @@ def _operation_table(path: Path, layout: ParallelLayout | None) -> Analysis:
     if found.slowdown < _SLOW:
         return Analysis("operation table", (), missing)
     culprits, told = _straggler(found, graph.stage_of)
+    blamed = {culprit.rank for culprit in culprits}
     ideal = f"a step takes {found.actual_s:.3g} s, {found.ideal_s:.3g} s were all ranks alike"
     incident = Incident(
         number=1,
@@ -240,9 +228,7 @@ def _operation_table(path: Path, layout: ParallelLayout | None) -> Analysis:
         relief_step=None,
         job_slowdown=found.slowdown,
         culprits=culprits,
-        victims=tuple(sorted(set(graph.stage_of) - {culprit.rank for culprit in culprits}))
-        if culprits
-        else (),
+        victims=tuple(sorted(set(graph.stage_of) - blamed)) if blamed else (),
         evidence=(ideal, *told),
         missing=() if culprits else ("one rank or stage that accounts for half of the lost time",),
         iteration_before_s=found.ideal_s,
@@ -254,7 +240,7 @@ def _operation_table(path: Path, layout: ParallelLayout | None) -> Analysis:
 
 
 def _absent(ranks: Collection[int]) -> list[int]:
-    """Numbers left out of a table that has every rank, or every n-th (one of each tensor-parallel group)."""
+    """Ranks missing in a table that should have every rank, or every n-th (one of each tensor-parallel group)."""
     ordered = sorted(ranks)
     step = min((b - a for a, b in pairwise(ordered)), default=1)
     if ordered[-1] // step > 2 * len(ordered):
@@ -263,7 +249,7 @@ def _absent(ranks: Collection[int]) -> list[int]:
 
 
 def _straggler(found: WhatIf, stage_of: Mapping[int, int]) -> tuple[tuple[Culprit, ...], tuple[str, ...]]:
-    """A rank if it alone gives back most of what its stage does, else the stage; nobody if neither gives back half."""
+    """The culprits and the evidence: a rank if it explains most of what its stage does, else the ranks of a stage."""
     rank = max(found.by_rank, key=lambda one: found.by_rank[one])
     stage = max(found.by_stage, key=lambda one: found.by_stage[one])
     told = (

@@ -1,4 +1,4 @@
-"""How a verb asks a run's controller something: by the run's secret, one question, one answer."""
+"""One question to the controller of a run, and its answer."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from keepstep.traces import open_run
 
 Answer = TypeVar("Answer", bound=wire.Message)
 
-_LOOK_S = 0.5
+_LOOK_S = 0.5  # longest wait for an answer before the connection is looked at
 
 
 def ask(
     name: str, question: wire.Message, kind: type[Answer], timeout_s: float, *, only: str, gone: str
 ) -> Answer:
-    """Ask the controller of the run ``name``; its answer, of this ``kind``.
+    """Ask the controller of the run ``name`` a question; returns its answer of this ``kind``.
 
-    ``only`` says what needs a running job, ``gone`` what becomes of it when the controller goes away.
+    ``only`` and ``gone`` end error messages: what needs a running job, and what to do when the controller goes away.
 
     Raises:
         RunError: there is no controller, it refuses, or does not answer in time.
     """
-    logging.getLogger("keepstep.wire").addHandler(logging.NullHandler())  # told once, by the error
+    logging.getLogger("keepstep.wire").addHandler(logging.NullHandler())  # the error raised says it
     found = open_run(name)
     run = found.describe()
     if found.end() is not None or not run.get("controller"):

@@ -65,7 +65,7 @@ def _spans(path: Path) -> Iterator[Span]:
 
 def _marks(run: Run) -> Iterator[tuple[float, str]]:
     """The onset and relief of each incident, at the start of that step on the clock of rank 0."""
-    starts = {row.step: row.start_unix_s for row in run.iterations() if row.rank == 0}
+    starts = {row.step: row.start_s for row in run.iterations() if row.rank == 0}
     for incident in read_incidents(run.path / "incidents"):
         for step, word in ((incident.onset_step, "onset"), (incident.relief_step, "relief")):
             if step is not None and step in starts:

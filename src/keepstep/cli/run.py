@@ -23,7 +23,7 @@ from keepstep.launch.workers.guard import Guard
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the job; returns its exit code.
+    """Run a job; returns its exit code.
 
     Raises:
         UsageError: the command line or a setting cannot be used, or the script is not there.
@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"keepstep: {text}", file=sys.stderr)
     hosts_controller = _hosts_controller(job)
     if hosts_controller and job.elects and run_folder.lives_elsewhere(folder):
-        hosts_controller = False  # the run went on with another node as its host
-    # Said before a folder is made: there may be no place for it.
+        hosts_controller = False  # another node was elected host of this run since
+    # Before a folder is made, as this raises UsageError where there is no place for the secret.
     run_folder.secret_path(job, folder, home_folder(environ))
     folder = run_folder.create(job, folder, first=hosts_controller)
     if (above := open_to_all(folder)) is not None:
@@ -66,7 +66,7 @@ async def _run(
     return await Launcher(job, folder, guard, cookie, environ).run(hosts_controller=hosts_controller)
 
 
-_claims: list[Any] = []  # held for as long as the process lives
+_claims: list[Any] = []  # sockets that claim the controller's place, kept open until the process ends
 
 
 def _hosts_controller(job: Job) -> bool:
@@ -86,18 +86,19 @@ def _hosts_controller(job: Job) -> bool:
 
 
 def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
-    """What would be started, for ``--dry-run``. On several nodes the place is assumed: equal nodes, in order."""
+    """What ``--dry-run`` prints: the programs of this node. Of several nodes, all are assumed equal and in order."""
     from keepstep.launch.node.programs import agent_command, controller_command
 
     rendezvous = job.rendezvous
     node_rank = max(rendezvous.node_rank, 0)
-    alone = rendezvous.endpoint is None
+    endpoint = rendezvous.endpoint
+    alone = endpoint is None
     place = Place(
         node_rank=node_rank,
         first_rank=node_rank * job.nproc,
         world_size=job.max_nodes * job.nproc,
         node_count=job.max_nodes,
-        master_addr=job.master_addr if alone or rendezvous.backend == "static" else rendezvous_host(job),
+        master_addr=job.master_addr if endpoint is None or rendezvous.backend == "static" else endpoint.host,
         master_port=job.master_port if alone else 0,
     )
     logs = folder / "logs"
@@ -105,7 +106,7 @@ def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
         local: str(logs / f"rank-{place.first_rank + local:05d}" / "error.json") for local in range(job.nproc)
     }
     secret = run_folder.secret_path(job, folder, home_folder(environ))
-    meeting = rendezvous.endpoint or Endpoint("127.0.0.1", 0)
+    meeting = endpoint or Endpoint("127.0.0.1", 0)
     pages = {place.first_rank + local: "/proc/LAUNCHER/fd/N" for local in range(job.nproc)}
     return {
         "run_dir": str(folder),
@@ -137,8 +138,3 @@ def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
             for worker in worker_plans(job, place, environ, error_files=errors)
         ],
     }
-
-
-def rendezvous_host(job: Job) -> str:
-    """The host the nodes meet at."""
-    return job.rendezvous.endpoint.host if job.rendezvous.endpoint else job.master_addr

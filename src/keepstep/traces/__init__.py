@@ -1,6 +1,6 @@
-"""What a run left behind (rings, iterations, incidents), read back and written out for other people's viewers."""
+"""Readers of what jobs leave behind, runs of keepstep and traces of other tools, and a writer of Chrome traces."""
 
 from keepstep.traces.chrome import write_chrome_trace
-from keepstep.traces.runs import Iteration, Run, open_run
+from keepstep.traces.runs import Run, open_run
 
-__all__ = ["Iteration", "Run", "open_run", "write_chrome_trace"]
+__all__ = ["Run", "open_run", "write_chrome_trace"]

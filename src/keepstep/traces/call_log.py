@@ -28,14 +28,14 @@ _LONGEST_LINE = 4096
 
 @dataclass(frozen=True, slots=True)
 class CallLog:
-    """Every rank's calls in order of time, and what could not be used."""
+    """The calls of every rank in order of time, and what could not be used."""
 
     calls: Mapping[int, tuple[Call, ...]]
     missing: tuple[str, ...] = ()
 
 
 def looks_like_call_log(path: Path) -> bool:
-    """Whether the file, or a file in the tar archive, begins with a call."""
+    """Whether a file, or a file in a tar archive, begins with a call."""
     try:
         for _, lines in _files(path):
             if any(_LINE.match(line) for line in itertools.islice(lines, 20)):
@@ -46,7 +46,7 @@ def looks_like_call_log(path: Path) -> bool:
 
 
 def read_call_log(paths: Iterable[Path]) -> CallLog:
-    """Read the logs of one job: files or tar archives, in any order; a rank may be spread over several.
+    """Read the logs of one job: files or tar archives, in any order. The calls of a rank may be in several.
 
     Raises:
         TraceError: no call is in them.
@@ -83,17 +83,12 @@ def read_call_log(paths: Iterable[Path]) -> CallLog:
     absent = sorted(set(range(max(found) + 1)) - set(found))
     if absent:
         missing.append(f"ranks {fold_ranks(absent)}: no calls")
-    return CallLog(
-        {
-            rank: tuple(sorted(set(calls), key=lambda call: call.at_s))
-            for rank, calls in sorted(found.items())
-        },
-        tuple(missing),
-    )
+    ordered = {rank: sorted(set(calls), key=lambda call: call.at_s) for rank, calls in sorted(found.items())}
+    return CallLog({rank: tuple(calls) for rank, calls in ordered.items()}, tuple(missing))
 
 
 def _files(path: Path) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """The log files at a path by name: itself, or those in it when it is an archive."""
+    """The names and lines of log files: of an archive all its members, else the file at ``path`` itself."""
     if tarfile.is_tarfile(path):
         with tarfile.open(path) as archive:
             for member in archive:

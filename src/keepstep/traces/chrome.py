@@ -1,6 +1,7 @@
-"""Chrome Trace Event JSON (gzipped) that Perfetto opens: pid = rank, complete events strictly nested on each track.
+"""A writer of Chrome Trace Event JSON (gzipped), which Perfetto opens: the pid is the rank, bars are strictly nested.
 
-Format: the public "Trace Event Format" document; only ``X`` (complete), ``M`` (metadata) and ``i`` (instant) are used.
+The format is that of the public document "Trace Event Format". Used are events ``X`` (complete), ``M`` (metadata) and
+``i`` (instant).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PHASES = {int(phase): phase.title for phase in Phase}
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One bar of the trace. Times in microseconds; ``track`` groups bars, ``lane`` is made here."""
+    """One bar of the trace, with times in microseconds. Bars of one ``track`` stand together."""
 
     track: str
     name: str
@@ -35,9 +36,9 @@ class Span:
 def write_chrome_trace(
     out: Path, ranks: Mapping[int, Iterable[Span]], instants: Iterable[tuple[float, str]] = ()
 ) -> int:
-    """Write the spans of each rank to ``out`` (gzip whatever the name); returns the number of bars.
+    """Write the spans of each rank to ``out``, gzipped whatever its name; returns the number of bars.
 
-    ``instants`` are (microseconds, text) marks for the whole job, e.g. the onset of an incident.
+    ``instants``: marks for the whole job, such as the onset of an incident, as (microseconds, text).
     """
     encoder = msgspec.json.Encoder()
     count = 0
@@ -54,10 +55,10 @@ def write_chrome_trace(
 
 
 def spans_of(records: Any, groups: list[GroupInfo], *, shift_ns: int, now_ns: int) -> Iterator[Span]:
-    """Spans of ring records (numpy array of ``keepstep.ring.RECORD``).
+    """The spans of ring records, which are a numpy array of ``keepstep.ring.RECORD``.
 
-    ``shift_ns`` is added to every time (from the node's monotonic clock to the trace's); an operation still in flight
-    ends at ``now_ns`` (same clock as the records) and says so.
+    ``shift_ns`` is added to every time: the trace's clock less the node's monotonic clock. An operation in flight ends
+    at ``now_ns`` (on the clock of the records) and is marked so.
     """
     for row in records:
         kind, op = int(row["kind"]), int(row["op"])
@@ -77,7 +78,7 @@ def spans_of(records: Any, groups: list[GroupInfo], *, shift_ns: int, now_ns: in
             if kind == Kind.P2P:
                 args["peer"] = peer
                 name = f"{name} {'to' if op == Op.SEND else 'from'} {peer}"
-        if int(row["flags"]) & Flag.TIMED:  # the GPU's work, not the call that put it onto a stream
+        if int(row["flags"]) & Flag.TIMED:  # the bar is the GPU's work, not the call that enqueued it
             track += " on the GPU"
             args["called_us_before"] = (max(int(row["wait_ns"]), start_ns) - start_ns) / 1e3
             start_ns = max(int(row["wait_ns"]), start_ns)
@@ -103,9 +104,7 @@ def _rank_events(rank: int, spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
         tracks.setdefault(span.track, []).append(span)
     tid = 0
     for track in sorted(tracks, key=lambda name: (name != "phases", name)):
-        lanes: list[
-            list[float]
-        ] = []  # per lane, the ends of the bars that are still open: nested, innermost last
+        lanes: list[list[float]] = []  # the ends of bars that are open in each lane, innermost last
         for span in sorted(tracks[track], key=lambda s: (s.start_us, -s.end_us)):
             lane = _place(lanes, span)
             yield {
@@ -125,7 +124,7 @@ def _rank_events(rank: int, spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
 
 
 def _place(lanes: list[list[float]], span: Span) -> int:
-    """First lane where the bar neither overlaps nor crosses another: overlapping operations get lanes of their own."""
+    """The number of the first lane in which the bar overlaps no other except by nesting; made if there is none."""
     for index, open_ends in enumerate(lanes):
         while open_ends and open_ends[-1] <= span.start_us:
             open_ends.pop()

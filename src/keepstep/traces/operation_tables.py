@@ -1,4 +1,4 @@
-"""Operation tables of straggler analysis: one row for each operation of each rank (Parquet)."""
+"""Operation tables as straggler analysis uses them: Parquet with one row for each operation of each rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KINDS: dict[str, OperationKind] = {
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether the file begins as Parquet does."""
+    """Whether a file begins as Parquet does."""
     try:
         with open(path, "rb") as file:
             return file.read(4) == b"PAR1"
@@ -37,10 +37,10 @@ def is_parquet(path: Path) -> bool:
 
 
 def read_operation_table(path: Path) -> tuple[tuple[Operation, ...], tuple[str, ...]]:
-    """The operations, and what could not be used.
+    """The operations in a table, and what could not be used.
 
     Raises:
-        TraceError: no Parquet, columns are missing, or no row can be used.
+        TraceError: the file is no Parquet, columns are missing, or no row can be used.
     """
     try:
         import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
@@ -61,14 +61,14 @@ def read_operation_table(path: Path) -> tuple[tuple[Operation, ...], tuple[str, 
         columns: dict[str, list[Any]] = file.read(columns=list(_COLUMNS)).to_pydict()
     except TraceError:
         raise
-    except Exception as error:  # pyarrow has its own errors for each kind of damage
+    except Exception as error:  # pyarrow raises many kinds of errors for damaged files
         raise TraceError(f"{path}: cannot be read as Parquet: {str(error).splitlines()[0][:120]}") from error
     return _operations(columns, path)
 
 
 def _operations(columns: dict[str, list[Any]], path: Path) -> tuple[tuple[Operation, ...], tuple[str, ...]]:
     found: dict[tuple[int, int, OperationKind, int], Operation] = {}
-    locals_of: dict[tuple[str, int], int] = {}  # operations of several names are told apart by their number
+    locals_of: dict[tuple[str, int], int] = {}  # numbers of local operations by name and index
     bad = repeated = 0
     for rank, step, name, start, duration, index, replica, stage in zip(
         *(columns[column] for column in _COLUMNS), strict=True

@@ -1,4 +1,4 @@
-"""A run's folder, read-only and forgiving: a run that still writes, or died while it wrote, is readable too."""
+"""Readers of a run's folder, also while the run is writing it or after it died in the middle of writing."""
 
 from __future__ import annotations
 
@@ -12,36 +12,25 @@ from typing import Any
 import msgspec
 
 from keepstep.core.errors import RunError
-
-
-@dataclass(frozen=True, slots=True)
-class Iteration:
-    """One finished step of one rank. Times in seconds, ``start_unix_s`` on the clock of the rank's node."""
-
-    rank: int
-    step: int
-    start_unix_s: float
-    duration_s: float
-    self_s: float
-    blocked_s: float
+from keepstep.core.summary import IterationSummary
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Where things lie in a run's folder."""
+    """The folder of a run."""
 
     path: Path
 
     def describe(self) -> dict[str, Any]:
-        """``run.json``: what was started, where and when; empty when it is not there."""
+        """The content of ``run.json``: what was started, where and when; empty when it is missing."""
         return _read_json(self.path / "run.json") or {}
 
     def status(self) -> dict[str, Any] | None:
-        """``status.json`` as the controller last wrote it; None before the first."""
+        """The content of ``status.json`` as the controller last wrote it; None before the first."""
         return _read_json(self.path / "status.json")
 
     def checkpoints(self) -> dict[int, dict[str, Any]]:
-        """``nodes/*/checkpoints.json`` by node: what is on storage, on its way there, and in its way."""
+        """The contents of ``nodes/*/checkpoints.json`` by node: which steps are on storage, or on their way there."""
         found: dict[int, dict[str, Any]] = {}
         for path in self.path.glob("nodes/*/checkpoints.json"):
             told = _read_json(path)
@@ -50,11 +39,11 @@ class Run:
         return dict(sorted(found.items()))
 
     def end(self) -> dict[str, Any] | None:
-        """``end.json``: exit code and reason; None while the job runs or when its launcher was killed."""
+        """The content of ``end.json``: exit code and reason; None while the job runs, or if its launcher was killed."""
         return _read_json(self.path / "end.json")
 
     def rings(self) -> dict[int, Path]:
-        """Saved rings by rank; for a job that runs on this host, the live ones that are not saved yet."""
+        """Paths of rings by rank: live ones of a job that runs on this host, else saved ones."""
         found: dict[int, Path] = {}
         live: dict[str, str] = self.describe().get("rings") or {}
         for rank, path in live.items():
@@ -66,8 +55,8 @@ class Run:
                 found[int(match[1])] = path
         return found
 
-    def iterations(self, broken: Counter[Path] | None = None) -> Iterator[Iteration]:
-        """All finished steps of all ranks, in file order; lines that cannot be read are counted in ``broken``."""
+    def iterations(self, broken: Counter[Path] | None = None) -> Iterator[IterationSummary]:
+        """All finished steps of all ranks, with Unix times. Lines that cannot be read are counted in ``broken``."""
         for path in sorted(self.path.glob("nodes/*/iterations*.jsonl*")):
             with path.open("rb") as lines:
                 for line in lines:
@@ -79,7 +68,7 @@ class Run:
 
 
 def open_run(path: str | Path) -> Run:
-    """The run at ``path``; a bare name is looked for under ``./runs`` too. Raises RunError naming the nearest runs."""
+    """The run at ``path``, or of this name under ``./runs``. Raises RunError, which lists the runs there."""
     for candidate in (Path(path), Path("runs") / path):
         if (candidate / "run.json").is_file():
             return Run(candidate)
@@ -88,15 +77,15 @@ def open_run(path: str | Path) -> Run:
     raise RunError(f"{path}: no run folder (no run.json in it); {hint}")
 
 
-def _iterations_of(line: bytes) -> list[Iteration] | None:
+def _iterations_of(line: bytes) -> list[IterationSummary] | None:
     try:
         row = msgspec.json.decode(line)
         step = int(row["step"])
         return [
-            Iteration(
+            IterationSummary(
                 rank=int(rank),
                 step=step,
-                start_unix_s=float(cells["t"]),
+                start_s=float(cells["t"]),
                 duration_s=float(cells["d"]),
                 self_s=float(cells.get("self", 0.0)),
                 blocked_s=float(cells.get("blocked", 0.0)),

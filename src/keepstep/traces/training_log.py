@@ -14,36 +14,26 @@ from keepstep.core.errors import TraceError
 
 _LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\): ([0-9.eE+-]+)")
 _LONGEST_LINE = 1 << 16
-_HEAD_LINES = 2000
+_HEAD_LINES = 2000  # lines that are searched to recognise a log
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingLog:
-    """Iteration numbers with their seconds, ascending; ``interval``: iterations that a line speaks for."""
+    """The numbers of iterations with their seconds, ascending, and what could not be used."""
 
     iterations: tuple[tuple[int, float], ...]
-    interval: int = 1
     missing: tuple[str, ...] = ()
 
 
-def read_head(path: Path) -> str:
-    """The first lines of a file, plain or gzipped; empty when it cannot be read."""
-    lines: list[str] = []
+def looks_like_training_log(path: Path) -> bool:
+    """Whether an iteration of Megatron-LM is among the first lines of a file, plain or gzipped."""
     with contextlib.suppress(OSError, EOFError):
-        for line in _lines(path):
-            lines.append(line)
-            if len(lines) == _HEAD_LINES:
-                break
-    return "".join(lines)
-
-
-def looks_like_training_log(head: str) -> bool:
-    """Whether one of these lines is an iteration of Megatron-LM."""
-    return _LINE.search(head) is not None
+        return any(_LINE.search(line) for line in itertools.islice(_lines(path), _HEAD_LINES))
+    return False
 
 
 def read_training_log(path: Path) -> TrainingLog:
-    """Read a log, plain or gzipped. A restart that repeats iterations counts from its first one on.
+    """Read a log, plain or gzipped. Of iterations that a restart has repeated, the last run counts.
 
     Raises:
         TraceError: the file cannot be read, or has no iteration in it.
@@ -76,11 +66,11 @@ def read_training_log(path: Path) -> TrainingLog:
         )
     numbers = sorted(seen)
     steps = [second - first for first, second in itertools.pairwise(numbers)]
-    interval = max(set(steps), key=steps.count) if steps else 1
-    holes = sum(step != interval for step in steps)
+    usual = max(set(steps), key=steps.count, default=1)  # a log may hold every n-th iteration only
+    holes = sum(step != usual for step in steps)
     if holes:
         missing.append(f"{path.name}: {holes} gaps between iterations")
-    return TrainingLog(tuple((number, seen[number]) for number in numbers), interval, tuple(missing))
+    return TrainingLog(tuple((number, seen[number]) for number in numbers), tuple(missing))
 
 
 def _lines(path: Path) -> Iterator[str]:
