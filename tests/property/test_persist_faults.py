@@ -148,26 +148,26 @@ def test_nothing_wrong_is_restored_and_nothing_promised_is_lost(seed: int) -> No
             declared.append(key)
             for rank in range(RANKS):
                 cache.seal(key, rank, RANKS, state_of(key, rank))
-                nodes[rank].sealed(key, rank)
+                nodes[rank].follow([(key, rank)])
                 nodes[rank].want(declared)
         if chance.random() < 0.02 and turn < 350:  # an agent dies and comes back
             rank = chance.randrange(RANKS)
             nodes[rank] = node(rank)
             nodes[rank].want(declared)
             for key in declared:
-                nodes[rank].sealed(key, rank)
+                nodes[rank].follow([(key, rank)])
         if turn == 200:
             storage.rate = 0.0
         chance.choice(nodes).work()
         clock.advance(chance.random() * 2)
-        promised = set(nodes[0].stored)
+        promised = set(nodes[0].whole or ())
         if turn % 40 == 0:
             storage.reads_lie = True
             assert_restores_nothing_wrong(storage, promised)
             storage.reads_lie = False
     assert storage.faults > 20
     assert promised == set(keys), [line for one in nodes for line in one.troubles()]
-    assert nodes[0].pinned == frozenset()
+    assert nodes[0].follow(()) == frozenset()
     assert_restores_nothing_wrong(storage, promised)
     for step in scan(storage):
         assert step.whole

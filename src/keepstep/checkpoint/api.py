@@ -13,7 +13,8 @@ import torch
 
 from keepstep import capture
 from keepstep.checkpoint.memory.cache_server import ADDRESS, NO_CACHE
-from keepstep.checkpoint.snapshot import Snapshots, Worker, refused
+from keepstep.checkpoint.restore.resume import refuse
+from keepstep.checkpoint.snapshot import Snapshots, Worker, talk
 from keepstep.checkpoint.storage.cadence import Storing
 from keepstep.core.errors import CheckpointError
 from keepstep.worker import milestones as _milestones
@@ -143,7 +144,7 @@ def _snapshots(*, collective: bool = True) -> Snapshots | None:
     except CheckpointError as error:
         _no_cache[:] = [str(error)]
         if collective:
-            refused(_no_cache[0], _gather)
+            talk(refuse(_no_cache[0]), _gather)
         return None
     atexit.register(_open[0].end)
     return _open[0]

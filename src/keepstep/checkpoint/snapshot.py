@@ -29,7 +29,7 @@ from keepstep.checkpoint.memory.slots import Key, Record, newest_common, slot_by
 from keepstep.checkpoint.optimizers import OptimizerWatch
 from keepstep.checkpoint.restore.restore_service import RestoreClient, restore_address
 from keepstep.checkpoint.restore.restoring import Restoring
-from keepstep.checkpoint.restore.resume import Agreed, Row, Rows, begin, keys_of, refuse, resume, row_of
+from keepstep.checkpoint.restore.resume import Agreed, Row, Rows, begin, keys_of, resume, row_of
 from keepstep.checkpoint.state import Span, flatten, identity
 from keepstep.checkpoint.storage.cadence import Cadence, Storing
 from keepstep.core.errors import CheckpointError
@@ -50,7 +50,7 @@ _STORED_POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Which rank of which job this process plays."""
+    """The rank that this process plays, and the job that it belongs to."""
 
     rank: int = 0
     world_size: int = 1
@@ -77,7 +77,7 @@ class _Flight:
 
 
 class Snapshots:
-    """Saves and restores the state of one rank in its node's cache. Not for use by several threads."""
+    """Saves and restores the state of one rank in its node's cache. All methods must be called from one thread."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class Snapshots:
                 ``state``, which may be half restored then.
         """
         self.wait()
-        rank = self._restoring().into(state)
+        rank = self._restoring(state)
         try:
             agreed = talk(resume(rank, self._worker.incarnation), self._gather)
         except CheckpointError as error:
@@ -248,11 +248,12 @@ class Snapshots:
         self._watch.close()
         self._cache.close()
 
-    def _restoring(self) -> Restoring:
+    def _restoring(self, state: Any = None) -> Restoring:
         return Restoring(
             self._cache,
             self._worker.rank,
             self._worker.world_size,
+            state,
             slots=self._slots,
             service=self._service,
             required=self._storing is not None,
@@ -441,11 +442,6 @@ class Snapshots:
         if text not in self._told and (every_rank or self._worker.rank == 0):
             self._told.append(text)
             print(f"keepstep: {one_line(text)}", file=sys.stderr, flush=True)
-
-
-def refused(why: str, gather: Gather) -> None:
-    """In place of a save or load on a node without a cache. Collective; raises CheckpointError on every rank."""
-    talk(refuse(why), gather)
 
 
 def talk(steps: Generator[Row, Rows, Agreed], gather: Gather) -> Agreed:

@@ -119,7 +119,7 @@ def export(path: str, step: int | None, safetensors: Path | None, dcp: Path | No
     storage = open_storage(path)
     manifest = _whole(storage, path, step)
     if safetensors:
-        from keepstep.checkpoint.storage.export import export_safetensors
+        from keepstep.checkpoint.storage.export_safetensors import export_safetensors
 
         count, target = export_safetensors(storage, manifest, safetensors), safetensors
     else:

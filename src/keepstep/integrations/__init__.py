@@ -1,1 +1,1 @@
-"""Surfaces in other people's frameworks: each module needs its framework, and changes no file of it."""
+"""Integrations with training frameworks: each module needs its framework installed, and changes no file of it."""

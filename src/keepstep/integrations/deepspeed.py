@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints kept in memory: its `CheckpointEngine`, put in by one call, with no file of it changed.
+"""Keeps DeepSpeed's checkpoints in memory: one call puts in a `CheckpointEngine`, and no file of DeepSpeed is changed.
 
     model_engine, optimizer, _, _ = deepspeed.initialize(...)
     keepstep.integrations.deepspeed.install(model_engine, files_every=100)
@@ -6,11 +6,11 @@
     ...
     model_engine.save_checkpoint(folder)  # into memory; each 100th into DeepSpeed's files, too
 
-A save has two passes. In the first DeepSpeed gives its states to `MemoryEngine`, on every rank all that this rank needs
-to resume, and they are a snapshot in the node's cache before the second begins. That one, when due, is DeepSpeed's
-own and goes to the engine that DeepSpeed's configuration chose, which a save into memory never touches: what it has
-pending stays pending. All is copied when ``save_checkpoint`` returns: DeepSpeed takes parameters in and out of its
-optimizers (ZeRO-3) and writes 16-bit weights itself, so that nothing says when they move.
+A save has two passes. In the first, DeepSpeed gives its states to `MemoryEngine`, on each rank all that this rank needs
+to resume, and they become a snapshot in the node's cache before the second pass begins. The second pass, when it is
+due, is DeepSpeed's own save with the engine that its configuration chose. A save into memory never touches that engine,
+so what it has pending stays pending. Everything is copied when ``save_checkpoint`` returns, because DeepSpeed moves
+parameters in and out of its optimizers (ZeRO-3) and writes 16-bit weights itself, without a hook that says when.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from keepstep.core.errors import CheckpointError
 from keepstep.integrations.deepspeed_values import from_plain, pack, to_plain, unpack
 
 STATES = "keepstep_states"
-"""Key in the client state of DeepSpeed's files: rank to `pack` of the states given to `install`."""
+"""Key in the client state of DeepSpeed's files, for the packed states given to `install`, by rank."""
 
 _MOST_TAGS = 16
 
 
 class Stateful(Protocol):
-    """An object that tells and takes its state."""
+    """An object whose state can be saved and loaded."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
@@ -50,14 +50,19 @@ class Stateful(Protocol):
 def install(model_engine: Any, *, files_every: int = 1, state: Mapping[str, Stateful] | None = None) -> None:
     """Have ``model_engine.save_checkpoint`` keep each checkpoint in memory, and ``load_checkpoint`` look there first.
 
-    Called by all ranks after ``deepspeed.initialize``. Each ``files_every``-th save goes to DeepSpeed's files, too;
-    with 0 only those called with ``files=True``, which ``save_checkpoint`` takes besides its own arguments
-    (``files=False``: not this one). Without ``keepstep run`` there is no memory to keep them in, and all go to the
-    files. ``state``: what each rank has of its own (random states, data position), by name; it is saved and loaded with
-    each checkpoint, wherever that is.
+    Called by all ranks after ``deepspeed.initialize``. Without ``keepstep run`` there is no memory to keep checkpoints
+    in, and all go to the files.
+
+    Args:
+        model_engine: the engine that ``deepspeed.initialize`` returned.
+        files_every: each such save goes to DeepSpeed's files, too; 0: only saves called with ``files=True``, an
+            argument that ``save_checkpoint`` takes besides its own (``files=False`` keeps a save out of the files).
+        state: objects with states that each rank has of its own (random states, data position), by name. They are saved
+            and loaded with each checkpoint, in memory or in files.
 
     Raises:
-        CheckpointError: this engine keeps what a rank needs to resume where it cannot be had (says what).
+        CheckpointError: this engine keeps something that a rank needs to resume where `MemoryEngine` cannot get it; the
+            message says what.
     """
     if files_every < 0:
         raise CheckpointError(f"files_every={files_every}: 0 (never by itself), 1 (each save), 2, …")
@@ -79,7 +84,7 @@ def install(model_engine: Any, *, files_every: int = 1, state: Mapping[str, Stat
 
 
 class MemoryEngine:
-    """DeepSpeed's ``CheckpointEngine``: takes and gives states in memory while told to, else is the one it got."""
+    """A ``CheckpointEngine`` of DeepSpeed that holds states in memory while told to, and else forwards to ``inner``."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -92,7 +97,7 @@ class MemoryEngine:
 
     @contextlib.contextmanager
     def taking(self, folder: str) -> Generator[dict[str, Any]]:
-        """Meanwhile what is saved below ``folder`` goes into the dict, by path, and nowhere else."""
+        """While the context is open, states saved below ``folder`` go into the dict, by path, and nowhere else."""
         self._taken, self._folder = {}, folder
         try:
             yield self._taken
@@ -101,7 +106,7 @@ class MemoryEngine:
 
     @contextlib.contextmanager
     def giving(self, folder: str, states: dict[str, Any]) -> Generator[None]:
-        """Meanwhile what is loaded from below ``folder`` is one of ``states``, which go by path."""
+        """While the context is open, states loaded from below ``folder`` come from ``states``, by path."""
         self._given, self._folder = states, folder
         try:
             yield
@@ -136,21 +141,32 @@ class MemoryEngine:
 
 
 class _About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a snapshot says of the checkpoint in it."""
+    """The description of a checkpoint that is stored with its snapshot.
 
-    folder: str  # that it was saved for, absolute
+    Attributes:
+        folder: absolute path of the folder that it was saved for.
+        tag: DeepSpeed's name of the checkpoint.
+        latest: whether it may be loaded as the newest one.
+        stage: stage of ZeRO.
+        data_parallel: number of data-parallel ranks.
+        client: keys of the client state.
+        written: tags of the checkpoints in DeepSpeed's files so far, this one's included.
+        unwritten: saves since the files were last written, this one included.
+    """
+
+    folder: str
     tag: str
-    latest: bool  # whether it may stand for the newest
-    stage: int  # of ZeRO
-    data_parallel: int  # ranks
-    client: tuple[str, ...]  # keys of the client state
-    written: tuple[str, ...]  # tags given to DeepSpeed's files so far, this one's included
-    unwritten: int  # saves since the files were last written, this one included
+    latest: bool
+    stage: int
+    data_parallel: int
+    client: tuple[str, ...]
+    written: tuple[str, ...]
+    unwritten: int
     version: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
 
 
 class _Checkpoints:
-    """Saves and loads of one engine; stands in for its two functions."""
+    """Replaces ``save_checkpoint`` and ``load_checkpoint`` of one DeepSpeed engine."""
 
     def __init__(
         self, engine: Any, memory: MemoryEngine, files_every: int, state: dict[str, Stateful]
@@ -158,7 +174,7 @@ class _Checkpoints:
         self._engine, self._memory, self._files_every, self._state = engine, memory, files_every, state
         self._save, self._load = engine.save_checkpoint, engine.load_checkpoint
         self._stage = int(engine.zero_optimization_stage())
-        self._step = -1  # of the newest snapshot
+        self._step = -1  # step of the newest snapshot
         self._unwritten = 0
         self._written: tuple[str, ...] = ()
         self._cached = self._everywhere(_cache_answers())
@@ -177,7 +193,7 @@ class _Checkpoints:
         files: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """``save_checkpoint``; ``files``: whether to DeepSpeed's files, too (None: as `install` was told)."""
+        """DeepSpeed's ``save_checkpoint``. ``files``: whether it goes to files, too; None: as `install` was told."""
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
@@ -210,7 +226,7 @@ class _Checkpoints:
         return self._save(save_dir, tag, {**client, **table}, save_latest, *args, **kwargs)
 
     def load(self, load_dir: str, tag: object = None, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
-        """``load_checkpoint``: from memory when every rank has it there, and the files hold nothing newer."""
+        """DeepSpeed's ``load_checkpoint``, from memory if all ranks have a checkpoint there and no file is newer."""
         options = signature(self._load).bind(load_dir, tag, *args, **kwargs)
         options.apply_defaults()
         found = self._in_memory(load_dir, tag, options.arguments) if self._cached else None
@@ -235,15 +251,13 @@ class _Checkpoints:
     def _keep(
         self, about: _About, client: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Take a snapshot of what DeepSpeed would write, and of what this rank needs of what others would."""
-        engine, writers = (
-            self._engine,
-            (self._engine.save_non_zero_checkpoint, self._engine.save_zero_checkpoint),
-        )
+        """Take a snapshot of everything that DeepSpeed, on any rank, would write and this rank needs to resume."""
+        engine = self._engine
+        writers = engine.save_non_zero_checkpoint, engine.save_zero_checkpoint
         engine.save_non_zero_checkpoint = True
         engine.save_zero_checkpoint = hasattr(engine.optimizer, "dp_process_group")
         try:
-            # A folder of its own, for what DeepSpeed writes beside the states.
+            # DeepSpeed also writes files that it does not give to its engine; these go into a temporary folder.
             with tempfile.TemporaryDirectory(prefix="keepstep-memory-") as folder:
                 with self._memory.taking(folder) as states:
                     self._save(folder, about.tag, client, False, *args, **kwargs)
@@ -262,11 +276,11 @@ class _Checkpoints:
     def _in_memory(
         self, load_dir: str, tag: object, options: Mapping[str, Any]
     ) -> tuple[_About, dict[str, Any]] | None:
-        """The snapshot that all ranks have, when it is what is asked for."""
+        """The snapshot that all ranks have, if it is the checkpoint that is asked for."""
         snapshot: dict[str, Any] = {}
         try:
             step = checkpoint.load(snapshot)
-        except CheckpointError as error:  # on all ranks together
+        except CheckpointError as error:  # `load` raises on all ranks or on none
             self._say(f"no checkpoint is taken from memory: {error}")
             return None
         if step is None:
@@ -284,7 +298,7 @@ class _Checkpoints:
         return None
 
     def _unfit(self, about: _About, load_dir: str, tag: object, options: Mapping[str, Any]) -> str:
-        """Why a checkpoint in memory is not the one that is asked for; "" when it is."""
+        """The reason why a checkpoint in memory is not the one that is asked for; "" when it is."""
         if self._engine.load_universal_checkpoint():
             return "a universal checkpoint is asked for"
         if self._stage == 3 and not options.get("load_optimizer_states", True):
@@ -312,7 +326,9 @@ class _Checkpoints:
     ) -> tuple[str | None, Any]:
         states = snapshot["files"]
         with tempfile.TemporaryDirectory(prefix="keepstep-memory-") as folder:
-            for name in states:  # DeepSpeed looks for the files that it is going to load
+            for (
+                name
+            ) in states:  # DeepSpeed checks that the files exist before it asks its engine to load them
                 Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
                 Path(folder, name).touch()
             with self._memory.giving(folder, states):
@@ -329,16 +345,14 @@ class _Checkpoints:
         return path, client
 
     def _as_the_writer_has(self, client: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-        """The client state that all data-parallel ranks would find in the one file, that of their first."""
-        group = self._engine.seq_data_parallel_group
-        writer = dist.get_process_group_ranks(group)[0]
+        """The client state of the first data-parallel rank, which all of them would find in DeepSpeed's one file."""
         own = pack({key: client.pop(key) for key in keys if key in client})
-        return {**client, **unpack(self._broadcast(own, writer, group))}
+        return {**client, **unpack(self._gather(own, self._engine.seq_data_parallel_group)[0])}
 
     def _table(self) -> dict[int, torch.Tensor]:
-        """The states of those ranks that will read the client state which this rank writes."""
+        """The packed states of the ranks that will read the client state which this rank writes, by rank."""
         own = pack({name: one.state_dict() for name, one in self._state.items()})
-        if self._stage == 3:  # a file for each rank
+        if self._stage == 3:  # each rank writes a file of its own
             return {dist.get_rank(): own}
         return dict(enumerate(self._gather(own)))
 
@@ -351,29 +365,20 @@ class _Checkpoints:
         for name, one in self._state.items():
             one.load_state_dict(states[name])
 
-    def _broadcast(self, row: torch.Tensor, source: int, group: Any) -> torch.Tensor:
-        """The row of bytes that ``source`` (a rank of the job) gives. Collective in the group."""
-        length = torch.tensor([row.numel()], dtype=torch.int64, device=self._engine.device)
-        _collective.broadcast(length, source, group)
-        data = row.new_zeros(int(length.item())) if dist.get_rank() != source else row
-        data = data.to(self._engine.device)
-        _collective.broadcast(data, source, group)
-        return data.cpu()
-
-    def _gather(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of bytes of all ranks. Collective."""
+    def _gather(self, row: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        """The rows of bytes of all ranks in the group, by default of the job. Collective in the group."""
         device = self._engine.device
         length = torch.tensor([row.numel()], dtype=torch.int64, device=device)
-        lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
-        _collective.all_gather(lengths, length)
+        lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
+        _collective.all_gather(lengths, length, group)
         counts = [int(one.item()) for one in lengths]
         padded = torch.nn.functional.pad(row, (0, max(counts) - row.numel())).to(device)
         rows = [torch.empty_like(padded) for _ in counts]
-        _collective.all_gather(rows, padded)
+        _collective.all_gather(rows, padded, group)
         return [one[:count].cpu().clone() for one, count in zip(rows, counts, strict=True)]
 
     def _everywhere(self, true: bool) -> bool:
-        """Whether it is true on all ranks. Collective."""
+        """Whether ``true`` is true on all ranks. Collective."""
         word = torch.tensor([int(true)], dtype=torch.int64, device=self._engine.device)
         _collective.all_reduce(word, _collective.ReduceOp.MIN)
         return bool(word.item())
@@ -394,7 +399,7 @@ def _about(snapshot: dict[str, Any]) -> _About:
 
 
 def _latest(folder: str) -> str:
-    """The tag that DeepSpeed's files say is the newest; "" when they say none."""
+    """The tag of the newest checkpoint in DeepSpeed's files; "" when there is none."""
     try:
         return Path(folder, "latest").read_text().strip()
     except OSError:
@@ -403,16 +408,14 @@ def _latest(folder: str) -> str:
 
 def _cache_answers() -> bool:
     try:
-        answer = ask(os.environ.get(ADDRESS, ""), Open(int(os.environ.get("RANK", "0"))))
+        ask(os.environ.get(ADDRESS, ""), Open(int(os.environ.get("RANK", "0")))).close()
     except CheckpointError:
         return False
-    for descriptor in (answer.board, *answer.slots):
-        os.close(descriptor)
     return True
 
 
 def _why_not(engine: Any) -> str:
-    """What makes this engine's checkpoints unfit for memory; "" when nothing does."""
+    """The reason why this engine's checkpoints cannot be kept in memory; "" when they can."""
     needed = (
         "checkpoint_engine",
         "save_non_zero_checkpoint",

@@ -1,8 +1,9 @@
-"""Shares of micro-batches for DeepSpeed: a slow rank accumulates over fewer. Its engine comes from the caller.
+"""Shares of micro-batches for DeepSpeed: a slow rank accumulates gradients over fewer of them.
 
-The engine takes each loss over the accumulation steps that it was configured with, and its ranks reduce gradients at
-a boundary that the caller may set. So ranks may come to it after as many micro-batches as each has got: their sum over
-the configured number, averaged over ranks, is the mean over all micro-batches, however these are shared out.
+The engine divides each loss by the configured number of accumulation steps, and its ranks reduce gradients at a
+boundary that the caller may set. So each rank may reach the boundary after a number of micro-batches of its own: the
+sum over its micro-batches, divided by the configured number and averaged over ranks, is the mean over all
+micro-batches, however these are shared out.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from keepstep.session import Session
 
-_REDUCES_EACH = 2  # ZeRO stage from which on gradients are reduced in each micro-batch
+_REDUCES_EACH = 2  # the lowest ZeRO stage that reduces gradients in each micro-batch
 
 
 def microbatches(session: Session, model_engine: Any, *, at_most: int | None = None) -> Iterator[int]:
-    """The numbers of those of the step's micro-batches that this rank computes, in the body of ``session.steps``.
+    """The numbers of the micro-batches that this rank computes in this step; called in the body of ``session.steps``.
 
-    For each: forward, ``model_engine.backward(loss)`` and ``model_engine.step()``, as ever. A step has as many as
-    DeepSpeed was configured with: ``gradient_accumulation_steps`` of each rank.
+    For each the caller runs forward, ``model_engine.backward(loss)`` and ``model_engine.step()``, as ever. A step has
+    ``gradient_accumulation_steps`` micro-batches for each rank, as DeepSpeed was configured.
 
     Raises:
-        ValueError: the engine's ranks meet in each micro-batch (ZeRO stage 2 or 3), it drives its own pipeline, or it
-            leaves gradient accumulation to the caller; or see `keepstep.Session.share`.
+        ValueError: the engine's ranks communicate in each micro-batch (ZeRO stage 2 or 3), the engine drives its own
+            pipeline or leaves gradient accumulation to the caller, or `keepstep.Session.share` refuses.
     """
     if why := _objection(model_engine):
         raise ValueError(f"micro-batches of this DeepSpeed engine cannot be shared out unequally: {why}")

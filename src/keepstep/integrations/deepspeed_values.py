@@ -1,8 +1,8 @@
-"""What DeepSpeed and its users put into checkpoints beside tensors, as values that a snapshot can hold.
+"""Turns the objects that DeepSpeed and its users put into checkpoints into values that a snapshot can hold, and back.
 
-A snapshot names no code. The few classes that DeepSpeed stores as objects, and some that users do, are listed here: one
-of them becomes ``{(MARK, its name): its fields}``, and reading makes nothing but these. Anything else is left as it is,
-for `flatten` to take or to refuse by its path.
+A snapshot names no code, so the few classes that DeepSpeed stores as objects, and some that users store, are listed
+here. An object of such a class becomes ``{(MARK, its name): its fields}``, and reading makes objects of no other class.
+Any other value is left as it is, for `flatten` to accept or to refuse.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _LENGTH_BYTES = 8
 
 
 def to_plain(value: Any, path: str = "", depth: int = 0) -> Any:
-    """``value`` with the objects that are known here replaced; shares tensors with it, and changes nothing in it.
+    """A copy of ``value`` with objects of the listed classes replaced; tensors are shared with it.
 
     Raises:
-        CheckpointError: a key of a dict is one of those that stand for objects, or it is nested too deeply.
+        CheckpointError: a dict has a key that stands for an object, or ``value`` is nested too deeply.
     """
     if depth > MOST_DEPTH:
         raise CheckpointError(
@@ -64,10 +64,10 @@ def to_plain(value: Any, path: str = "", depth: int = 0) -> Any:
 
 
 def from_plain(value: Any, path: str = "") -> Any:
-    """What `to_plain` made ``value`` of.
+    """The value that `to_plain` was given.
 
     Raises:
-        CheckpointError: an object of a class that is not one of those, or is not in this DeepSpeed.
+        CheckpointError: an object's class is not listed, or this DeepSpeed does not have it.
     """
     kind = cast("Any", type(cast("object", value)))
     if kind is dict or kind is OrderedDict:
@@ -81,10 +81,10 @@ def from_plain(value: Any, path: str = "") -> Any:
 
 
 def pack(state: Any) -> torch.Tensor:
-    """A small state as a row of bytes, to be sent or to be put into somebody else's file.
+    """A small state as a row of bytes, to be sent to other ranks or put into DeepSpeed's files.
 
     Raises:
-        CheckpointError: it has a value that cannot be saved; names its path.
+        CheckpointError: the state has a value that cannot be saved; the message names its path.
     """
     header, spans = flatten(to_plain(state), step=0)
     text = bytearray(encode_header(header))
@@ -96,7 +96,7 @@ def unpack(packed: Any) -> Any:
     """The state that `pack` was given.
 
     Raises:
-        CheckpointError: it is anything else.
+        CheckpointError: ``packed`` is anything else.
     """
     if not isinstance(packed, torch.Tensor) or packed.dtype != torch.uint8 or packed.dim() != 1:
         raise CheckpointError("a packed state that is no row of bytes")
@@ -114,15 +114,15 @@ def unpack(packed: Any) -> Any:
 
 
 def _mapped(value: Any, item: Callable[[Any, Any], Any]) -> Any:
-    """A dict of the same kind with ``item(key, value)`` in it."""
+    """A dict of the same kind with ``item(key, value)`` in place of each value."""
     made = type(value)((key, item(key, one)) for key, one in value.items())
-    if hasattr(value, "_metadata"):  # of a module's state_dict
+    if hasattr(value, "_metadata"):  # the versions that a module's state_dict carries
         made._metadata = value._metadata
     return made
 
 
 def _name(key: Any) -> str:
-    """The class that a key stands for; "" for any other key."""
+    """The name of the class that a key stands for; "" for any other key."""
     pair = cast("tuple[Any, ...]", key) if type(key) is tuple else ()
     return str(pair[1]) if len(pair) == 2 and pair[0] == MARK else ""
 

@@ -1,12 +1,12 @@
-"""PyTorch Lightning: every optimizer step of ``fit`` kept in memory, by one callback.
+"""Keeps every optimizer step of PyTorch Lightning's ``fit`` in memory, by one callback.
 
     trainer = Trainer(callbacks=[keepstep.integrations.lightning.Recovery()], ...)
     trainer.fit(model, data)
 
-Lightning's hooks come in the middle of a batch. A step is whole when the epoch loop has advanced: hooks, validation and
-schedulers are through then. So this trainer's `on_advance_end` of that loop is followed by a save; and its
-`on_run_start`, the last thing before a first batch, by what must not be changed by anything in the beginning of `fit`:
-counters, data position and random states.
+Lightning calls hooks in the middle of a batch, but a step is complete only when the epoch loop has advanced: after
+hooks, validation and schedulers. So a save follows `on_advance_end` of the trainer's epoch loop. Counters, data
+position and random states are restored after `on_run_start` of that loop, the last call before the first batch, because
+the beginning of `fit` changes them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from keepstep import checkpoint
 from keepstep.checkpoint.memory.cache_server import ADDRESS, NO_CACHE
 from keepstep.core.errors import CheckpointError
-from keepstep.integrations.lightning_state import Rest, note_random_states, set_random_states
+from keepstep.integrations.lightning_state import Rest, note_random_states
 
 try:
     _pl: Any = import_module("lightning.pytorch")
@@ -33,20 +33,20 @@ _REFUSED = {
     "(fully_shard)",
 }
 _KEPT = ("DDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy")
-_kept: list[object] = []  # the one callback of this process that had a fit
+_kept: list[object] = []  # the callback whose fit is kept; a process has only one
 
 
 class Recovery(_pl.Callback):
-    """Saves each optimizer step of the first `fit` of a process, and brings the newest back when that begins.
+    """Saves each optimizer step of the first `fit` of a process, and restores the newest step when that `fit` begins.
 
-    Only under ``keepstep run``; else it does nothing. `fit` raises `CheckpointError` when the state cannot be had from
-    this strategy or these loaders (says why), or cannot be saved or restored.
+    Outside ``keepstep run`` it does nothing. `fit` raises `CheckpointError` when the state cannot be taken from this
+    strategy or these data loaders (the message says why), or cannot be saved or restored.
     """
 
     _fit: _Fit | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Lightning's hook, before the model is on its device: refuse what cannot be kept."""
+        """Lightning's hook before the model is on its device: refuses a trainer whose steps cannot be kept."""
         if stage != "fit" or not (os.environ.get(ADDRESS) or os.environ.get(NO_CACHE)):
             return
         if _kept:
@@ -59,25 +59,25 @@ class Recovery(_pl.Callback):
         self._fit = _Fit(trainer)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Lightning's hook, when model and optimizers are there: bring back the newest step."""
+        """Lightning's hook after model and optimizers were made: restores the newest step."""
         if self._fit:
             self._fit.restore()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Lightning's hook."""
+        """Lightning's hook at the end of `fit`: waits for the last snapshot."""
         if self._fit:
             checkpoint.wait()
         self.on_exception(trainer, pl_module, None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: object) -> None:
-        """Lightning's hook: the loops are Lightning's again."""
+        """Lightning's hook when `fit` fails: takes keepstep's functions out of the loops."""
         if self._fit:
             self._fit.leave()
         self._fit = None
 
 
 class _Fit:
-    """One trainer's `fit`: what of it is saved, and when."""
+    """Saves and restores the state of one trainer during its `fit`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer: Any = trainer
@@ -86,13 +86,13 @@ class _Fit:
         self._loop.on_run_start, self._loop.on_advance_end = self._on_run_start, self._on_advance_end
         self._random, self._rest = _Later(checkpoint.RandomState()), Rest(trainer)
         self._state: dict[str, Any] = {}
-        self._step = 0  # the last that is saved
+        self._step = 0  # the last step that was saved
         self._max_steps: int = self._loop.max_steps
         self._resumes = False
         note_random_states(trainer)
 
     def restore(self) -> None:
-        """Bring back all but what the beginning of `fit` changes."""
+        """Restore everything but what the beginning of `fit` changes."""
         trainer, loop = self._trainer, self._loop
         self._state = {
             "random": self._random,
@@ -106,21 +106,21 @@ class _Fit:
         self._resumes = self._step > 0
         if not self._resumes:
             return
-        # Of a file that fit(ckpt_path=...) names nothing is to come over it.
+        # A file named by fit(ckpt_path=...) must not overwrite the restored state.
         connector = trainer._checkpoint_connector
         connector._loaded_checkpoint, connector.resume_start = {}, _do_nothing
         if 0 <= self._max_steps <= loop.global_step:
-            loop.max_steps = -1  # else Lightning leaves at once, and the end of the epoch is left out
+            loop.max_steps = -1  # otherwise Lightning ends at once and skips the end of the epoch
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
 
     def leave(self) -> None:
-        """Take away what was put over Lightning's own."""
+        """Restore Lightning's own functions."""
         self._loop.__dict__.pop("on_run_start", None)
         self._loop.__dict__.pop("on_advance_end", None)
         self._trainer._checkpoint_connector.__dict__.pop("resume_start", None)
 
     def _on_run_start(self, data_fetcher: Any) -> None:
-        """An epoch's batches begin, or go on."""
+        """Runs before an epoch's first batch, or its next one after a restore."""
         data = _Data(data_fetcher)
         if not self._resumes:
             self._begin(data_fetcher)
@@ -129,23 +129,23 @@ class _Fit:
         if not data.stateful and not done.is_last_batch:
             data.skip(done.current.ready, self._rest.data)
         self._begin(data_fetcher)
-        # What is left of the epoch is none of Lightning's restarts, which repeat a part of the batch before.
+        # The rest of the epoch must not count as a restart, because Lightning would repeat a part of the last batch.
         self._loop.restarting = self._trainer.fit_loop._restarting = self._resumes = False
         self._loop.max_steps = self._max_steps
         self._rest.finish()
         self._random.load()
 
     def _on_advance_end(self, data_fetcher: Any) -> None:
-        """A batch is through; save when an optimizer stepped in it."""
+        """Runs after each batch; saves if an optimizer stepped in it."""
         self._advanced(data_fetcher)
         if self._loop.global_step > self._step:
             self._step = self._loop.global_step
-            # Between epochs callbacks may change weights (averages) before any optimizer does.
+            # After an epoch's last batch callbacks may change weights (averages), so the copy must not overlap.
             checkpoint.save(self._state, self._step, overlap=not self._loop.batch_progress.is_last_batch)
 
 
 class _Data:
-    """Where the batches come from."""
+    """The data loaders of a `fit`, whose position is restored."""
 
     def __init__(self, fetcher: Any) -> None:
         self._fetcher = fetcher
@@ -165,17 +165,17 @@ class _Data:
             raise CheckpointError(f"the data position of this Lightning trainer cannot be kept: {reason}")
 
     def skip(self, batches: int, begun_with: dict[str, Any]) -> None:
-        """Begin the epoch's order again, as it was begun, and pass over the first batches."""
-        self._fetcher.combined_loader.reset()  # its workers, too: they were made with other random states
-        set_random_states(begun_with)
+        """Start the epoch's order again with its original random states, and skip the first batches."""
+        self._fetcher.combined_loader.reset()  # ends its workers, which were started with other random states
+        checkpoint.RandomState().load_state_dict(begun_with)
         iter(self._fetcher)
         for _ in range(batches):
             next(self._fetcher)
-        self._fetcher.fetched -= batches  # Lightning adds them
+        self._fetcher.fetched -= batches  # Lightning adds the skipped batches itself
 
 
 class _Later:
-    """A state that is kept when loaded, and loaded when it is time."""
+    """Wraps an object so that ``load_state_dict`` only stores the state, and `load` really loads it later."""
 
     def __init__(self, of: Any) -> None:
         self._of, self._loaded = of, None
@@ -195,7 +195,7 @@ def _do_nothing(*_: object, **__: object) -> None:
 
 
 def _why_not(strategy: Any) -> str:
-    """What makes this strategy's states unfit for memory; "" when nothing does."""
+    """The reason why this strategy's states cannot be kept in memory; "" when they can."""
     names = [kind.__name__ for kind in type(strategy).__mro__]
     for name in names:
         if name in _REFUSED:

@@ -1,14 +1,14 @@
-"""What a PyTorch Lightning trainer has beside model, optimizers and schedulers, told as plain values and tensors."""
+"""The state of a PyTorch Lightning trainer beside model, optimizers and schedulers, as plain values and tensors."""
 
 from __future__ import annotations
 
 import builtins
-import random
 from importlib import import_module
 from typing import Any
 
-import numpy as np
 import torch
+
+from keepstep import checkpoint
 
 _USUAL = ("callbacks", "epoch", "global_step", "loops", "pytorch-lightning_version", "state_dict")
 _TOLD = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics")
@@ -28,10 +28,10 @@ _NOTED = "keepstep_begun_with"
 
 
 class Rest:
-    """Of a trainer: loops, callbacks, datamodule, what users' hooks add to a checkpoint, and logged values.
+    """State of a trainer: loops, callbacks, datamodule, what users' hooks add to a checkpoint, and logged values.
 
     Attributes:
-        data: what the iteration over the epoch's batches began with; see `note_random_states`. Of the loaded state.
+        data: the random states with which the iteration over the epoch's batches began, from the loaded state.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -50,7 +50,7 @@ class Rest:
             one.on_save_checkpoint(trainer, trainer.lightning_module, file)
         trainer.lightning_module.on_save_checkpoint(file)
         hooks = {key: value for key, value in file.items() if key not in _USUAL}
-        if not _same(weights, file["state_dict"]):  # as averages of weights do
+        if not _same(weights, file["state_dict"]):  # a hook replaced weights, as those that average them do
             hooks["state_dict"] = file["state_dict"]
         return {
             "loop": file["loops"]["fit_loop"],
@@ -64,7 +64,7 @@ class Rest:
             "means": {
                 key: _mean(one)
                 for key, one in trainer.fit_loop.epoch_loop._results.items()
-                if one.meta.sync.group is None  # a process group cannot be told
+                if one.meta.sync.group is None  # a process group cannot be saved
             },
         }
 
@@ -81,7 +81,7 @@ class Rest:
         trainer.fit_loop.load_state_dict(state["loop"])
 
     def finish(self) -> None:
-        """Bring back what the beginning of `fit` sets back."""
+        """Restore the values that the beginning of `fit` resets."""
         trainer, state = self._trainer, self._loaded
         trainer.should_stop = state["should_stop"]
         for name, told in zip(_TOLD, state["told"], strict=True):
@@ -93,10 +93,10 @@ class Rest:
                 metrics[name].to(trainer.lightning_module.device)
         for key, mean in state["means"].items():
             results[key] = _made_mean(trainer, mean, metrics)
-        trainer._logger_connector._first_loop_iter = True  # the next is not: no mean begins again
+        trainer._logger_connector._first_loop_iter = True  # so that the next batch resets no mean
 
     def _file(self, callbacks: dict[str, Any], loop: dict[str, Any]) -> dict[str, Any]:
-        """What users' hooks find in a checkpoint of Lightning's."""
+        """The dict that users' hooks get as Lightning's checkpoint."""
         trainer = self._trainer
         return {
             "epoch": trainer.current_epoch,
@@ -113,31 +113,19 @@ def _same(left: dict[str, Any], right: dict[str, Any]) -> bool:
 
 
 def package(trainer: Any) -> str:
-    """``lightning.pytorch`` or ``pytorch_lightning``, which stand side by side."""
+    """Name of the trainer's package, ``lightning.pytorch`` or ``pytorch_lightning``; both may be installed."""
     return type(trainer.fit_loop).__module__.partition(".loops")[0]
 
 
-def random_states() -> dict[str, Any]:
-    """Those that the order of data, and the workers' random states, are made of."""
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-
-
-def set_random_states(state: dict[str, Any]) -> None:
-    """Bring back what `random_states` gave."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-
-
 def note_random_states(trainer: Any) -> None:
-    """Have every combined loader note the random states that its iteration begins with."""
+    """Have every combined loader store the random states with which its iteration begins."""
     kind: Any = import_module(f"{package(trainer)}.utilities.combined_loader").CombinedLoader
     begin = kind.__iter__
     if hasattr(begin, _NOTED):
         return
 
     def noting(loader: Any) -> Any:
-        setattr(loader, _NOTED, random_states())
+        setattr(loader, _NOTED, checkpoint.RandomState().state_dict())
         return begin(loader)
 
     setattr(noting, _NOTED, True)
@@ -145,7 +133,7 @@ def note_random_states(trainer: Any) -> None:
 
 
 def _metrics(trainer: Any) -> dict[str, Any]:
-    """torchmetrics in the model: most keep their sums out of its state_dict."""
+    """The model's torchmetrics by name; most of them keep their sums out of its state_dict."""
     return {
         name: one for name, one in trainer.lightning_module.named_modules() if hasattr(one, "_update_count")
     }
@@ -161,7 +149,7 @@ def _set_sums(metric: Any, sums: dict[str, Any]) -> None:
 
 
 def _mean(one: Any) -> dict[str, Any]:
-    """A value of ``self.log`` over the epoch so far, and all that Lightning compares with the next call's."""
+    """The mean of a value logged with ``self.log`` in this epoch, with the settings that later calls must repeat."""
     reduce = one.meta.reduce_fx
     return {
         "meta": {name: getattr(one.meta, name) for name in _LOGGED},

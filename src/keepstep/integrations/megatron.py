@@ -1,8 +1,8 @@
-"""Shares of micro-batches for megatron-core: a slow replica's calculator says fewer. Needs megatron-core.
+"""Shares of micro-batches for megatron-core: the calculator of a slow replica returns fewer of them.
 
-Its schedules run as many micro-batches as they are told, each rank for itself, and take the mean of the losses of
-those that the replica ran: with unequal shares a factor on the gradients' scale makes it the mean over all replicas'
-micro-batches again. Where losses are by token (``calculate_per_token_loss``) that is so already.
+Megatron's schedules run as many micro-batches as the calculator says, on each rank independently, and average the
+losses of those that the replica ran. With unequal shares a factor on the gradients' scale turns this into the mean over
+the micro-batches of all replicas. With ``calculate_per_token_loss`` no factor is needed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class MicroBatches:
-    """One replica's, as one of its ranks sees it.
+    """The micro-batches of one replica, on one of its ranks.
 
     Args:
-        session: the training's.
-        config: the model's, a `TransformerConfig`; its ``grad_scale_func`` is wrapped, so it must be set before.
-        replica: that this rank is part of: its data-parallel rank.
-        replicas: how many there are: the data-parallel size.
-        multiple_of: what each share has to be a multiple of: the pipeline's size where its schedule is interleaved.
+        session: the session of the training.
+        config: the model's `TransformerConfig`; its ``grad_scale_func`` is wrapped, so it must be set before.
+        replica: number of the replica that this rank is part of (its data-parallel rank).
+        replicas: number of replicas (the data-parallel size).
+        multiple_of: each share is a multiple of this; for an interleaved schedule, the pipeline's size.
         at_most: the largest share that fits into memory.
     """
 
@@ -51,12 +51,12 @@ class MicroBatches:
             config.grad_scale_func = scaled
 
     def share(self) -> range:
-        """The numbers of the step's micro-batches that this replica computes; `get_num_microbatches` says how many.
+        """The numbers of the micro-batches that this replica computes in this step; sets `get_num_microbatches`.
 
         Called in the body of ``session.steps``, after `update_num_microbatches`.
 
         Raises:
-            ValueError: there is no calculator yet, or see `keepstep.Session.share`.
+            ValueError: there is no calculator yet, or `keepstep.Session.share` refuses.
         """
         module: Any = import_module("megatron.core.num_microbatches_calculator")
         calculator: Any = module._GLOBAL_NUM_MICROBATCHES_CALCULATOR

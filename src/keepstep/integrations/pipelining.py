@@ -1,9 +1,9 @@
-"""Shares of micro-batches for torch.distributed.pipelining: a slow replica's pipeline gets fewer. Needs torch.
+"""Shares of micro-batches for torch.distributed.pipelining: the pipeline of a slow replica gets fewer of them.
 
-A schedule of torch runs the number of micro-batches that it was made for, and its stages keep buffers for as many. So
-another one is made, for the same stages, when shares change; its first step agrees anew on what the stages send each
-other, as the first one's did. That runs the stages' forward, in which DDP may meet the other replicas: so all of them
-make another schedule in the same step, also those whose share stays.
+A schedule of torch runs the number of micro-batches that it was made for, and its stages keep buffers for that many. So
+when shares change, a new schedule is made for the same stages. In its first step the stages agree anew on what they
+send each other. That runs the stages' forward, in which DDP may communicate with the other replicas; therefore all
+replicas make a new schedule in the same step, also those whose share stays.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ _MEETING = FSDPModule, FullyShardedDataParallel, torch.nn.SyncBatchNorm
 
 
 class Pipeline(Generic[_Made]):
-    """One replica's pipeline, as one of its ranks sees it.
+    """The pipeline of one replica, on one of its ranks.
 
-    Stages may be plain modules or in DDP. With FSDP in them their ranks meet in each micro-batch: shares stay equal.
+    Stages may be plain modules or wrapped in DDP. With FSDP, ranks of all replicas communicate in each micro-batch, so
+    shares stay equal.
 
     Args:
-        session: the training's.
-        make: a schedule for so many micro-batches, with ``scale_grads=False`` and a loss that is multiplied by
-            ``session.weight``; called again for the same stages when shares change.
-        count: of micro-batches in a step, of all replicas together.
-        replica: that this rank is part of, from 0.
-        replicas: how many there are: the data-parallel size.
-        multiple_of: what each share has to be a multiple of. `Schedule1F1B` runs no fewer micro-batches than it has
-            stages, interleaved schedules ask for whole rounds: give the number of stages there.
+        session: the session of the training.
+        make: makes a schedule for a number of micro-batches, with ``scale_grads=False`` and a loss that is multiplied
+            by ``session.weight``; called again for the same stages when shares change.
+        count: micro-batches of a step, of all replicas together.
+        replica: number of the replica that this rank is part of, from 0.
+        replicas: number of replicas (the data-parallel size).
+        multiple_of: each share is a multiple of this. Give the number of stages for `Schedule1F1B`, which runs no fewer
+            micro-batches than it has stages, and for interleaved schedules, which need whole rounds.
         at_most: the largest share that fits into memory.
     """
 
@@ -58,15 +59,17 @@ class Pipeline(Generic[_Made]):
         self._count, self._replica, self._replicas = count, replica, replicas
         self._multiple_of, self._at_most = multiple_of, at_most
         self._made: tuple[tuple[int, int], _Made] | None = None
-        self._apart = False  # until it is known
+        self._apart = (
+            False  # whether ranks of different replicas may run unequal shares; unknown before `share`
+        )
 
     def share(self) -> tuple[range, _Made]:
-        """The numbers of the step's micro-batches that this replica computes, and a schedule for as many.
+        """The numbers of the micro-batches that this replica computes in this step, and a schedule for that many.
 
         Called once in the body of ``session.steps``.
 
         Raises:
-            ValueError: the schedule scales gradients itself, or see `keepstep.Session.share`.
+            ValueError: the schedule scales gradients itself, or `keepstep.Session.share` refuses.
         """
         own = self._session.share(
             *(self._count, self._replica, self._replicas),

@@ -3,58 +3,22 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import Any
 
 import pytest
 import torch
+from tests.unit.checkpoint.trainings import Ranks
 
 from keepstep.checkpoint.memory.cache import Cache
 from keepstep.checkpoint.memory.cached_states import CachedStates
 from keepstep.checkpoint.memory.slot import Board, Slot, backup_of, backups_on
 from keepstep.checkpoint.memory.slots import Key
-from keepstep.checkpoint.snapshot import Snapshots, Worker
-from keepstep.core.errors import CheckpointError
+from keepstep.checkpoint.snapshot import Snapshots
 
 
 @pytest.fixture
 def cache(served: Any) -> Cache:
     return served.cache
-
-
-class Ranks:
-    """Ranks of a job that may have another size later, as threads that agree through a barrier."""
-
-    def __init__(self, served: Any, numbers: range, incarnation: int = 0) -> None:
-        self.served, self.numbers, self.incarnation = served, numbers, incarnation
-        self.rows: dict[int, list[int]] = {}
-        self.barrier = threading.Barrier(len(numbers), timeout=60)
-
-    def gather(self, rank: int, row: list[int]) -> list[list[int]]:
-        self.rows[rank] = row
-        self.barrier.wait()
-        found = [self.rows[r] for r in self.numbers]
-        self.barrier.wait()
-        return found
-
-    def run(self, work: Any) -> list[Any]:
-        results: dict[int, Any] = {}
-
-        def one(rank: int) -> None:
-            worker = Worker(rank, len(self.numbers), len(self.numbers), self.incarnation, elastic=True)
-            snapshots = Snapshots(self.served.address, worker, lambda row: self.gather(rank, row))
-            try:
-                results[rank] = work(rank, snapshots)
-            except CheckpointError as error:
-                results[rank] = str(error)
-            snapshots.close()
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in self.numbers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [results[rank] for rank in self.numbers]
 
 
 def save(steps: int, strange: int = -1) -> Any:
@@ -74,40 +38,42 @@ def load(rank: int, snapshots: Snapshots) -> tuple[int | None, float]:
 
 
 def test_a_step_is_known_to_be_alike_when_the_next_is_saved(served: Any, cache: Cache) -> None:
-    Ranks(served, range(3)).run(save(4))
+    Ranks(3, elastic=True).run(served, work=save(4))
     assert [cache.alike(rank) for rank in range(3)] == [{Key(0, 3)}] * 3
     assert CachedStates(served.address, range(3)).alike() == (0, {Key(0, 3)})
 
 
 @pytest.mark.parametrize("strange", [0, 2])
 def test_one_rank_that_differs_is_enough(served: Any, cache: Cache, strange: int) -> None:
-    Ranks(served, range(3)).run(save(4, strange))
+    Ranks(3, elastic=True).run(served, work=save(4, strange))
     assert [cache.alike(rank) for rank in range(3)] == [frozenset()] * 3
     assert CachedStates(served.address, range(3)).alike() is None
 
 
 def test_a_smaller_job_goes_on_with_what_was_alike_under_other_numbers(served: Any, cache: Cache) -> None:
-    Ranks(served, range(4)).run(save(5))
+    Ranks(4, elastic=True).run(served, work=save(5))
     cache.renumber({2: 0, 3: 1})
-    assert Ranks(served, range(2), incarnation=1).run(load) == [(4, 4.0)] * 2
+    assert Ranks(2, elastic=True).run(served, incarnation=1, work=load) == [(4, 4.0)] * 2
     assert [cache.alike(rank) for rank in range(4)] == [{Key(0, 4)}] * 2 + [frozenset()] * 2
-    Ranks(served, range(2), incarnation=1).run(
-        lambda rank, snapshots: (
+    Ranks(2, elastic=True).run(
+        served,
+        incarnation=1,
+        work=lambda rank, snapshots: (
             snapshots.load({"w": torch.zeros(64), "mine": -1.0})
             and snapshots.save({"w": torch.ones(64), "mine": 0.0}, 5)
-        )
+        ),
     )
-    assert Ranks(served, range(2), incarnation=2).run(load) == [(5, 1.0)] * 2
+    assert Ranks(2, elastic=True).run(served, incarnation=2, work=load) == [(5, 1.0)] * 2
 
 
 def test_what_was_not_alike_is_no_ranks_state_any_more(served: Any, cache: Cache) -> None:
-    Ranks(served, range(4)).run(save(5, strange=1))
+    Ranks(4, elastic=True).run(served, work=save(5, strange=1))
     cache.renumber({2: 0, 3: 1})
-    assert Ranks(served, range(2), incarnation=1).run(load) == [(None, 0.0)] * 2
+    assert Ranks(2, elastic=True).run(served, incarnation=1, work=load) == [(None, 0.0)] * 2
 
 
 def test_backups_and_other_ranks_are_given_up_with_their_old_numbers(served: Any, cache: Cache) -> None:
-    Ranks(served, range(2)).run(save(3))
+    Ranks(2, elastic=True).run(served, work=save(3))
     cache.reserve(backup_of(7), 4096, 2)
     board = Board(os.dup(cache.board))
     board.put(backup_of(7), 0, Key(0, 3))
@@ -123,7 +89,7 @@ def test_backups_and_other_ranks_are_given_up_with_their_old_numbers(served: Any
 def test_a_node_that_plays_other_ranks_keeps_the_newest_of_its_own_for_them(
     served: Any, cache: Cache
 ) -> None:
-    Ranks(served, range(2)).run(save(5))
+    Ranks(2, elastic=True).run(served, work=save(5))
     board = Board(os.dup(cache.board))
     newest = {rank: sorted(board.held(rank))[-2:] for rank in range(2)}
     cache.leave([1])
@@ -139,12 +105,12 @@ def test_a_node_that_plays_other_ranks_keeps_the_newest_of_its_own_for_them(
     states.close()
     cache.leave([1])  # before it has restored anything here
     assert board.held(backup_of(1)) == set(newest[1])
-    assert Ranks(served, range(1), incarnation=1).run(load) == [(4, 4.0)]
+    assert Ranks(1, elastic=True).run(served, incarnation=1, work=load) == [(4, 4.0)]
     board.close()
 
 
 def test_the_mark_counts_while_its_key_is_there(served: Any, cache: Cache) -> None:
-    Ranks(served, range(1)).run(save(3))
+    Ranks(1, elastic=True).run(served, work=save(3))
     slots = [Slot(os.dup(descriptor)) for descriptor in cache.slots(0)]
     assert {slot.alike() for slot in slots} == {None, Key(0, 2)}
     marked = next(slot for slot in slots if slot.alike())
@@ -155,19 +121,19 @@ def test_the_mark_counts_while_its_key_is_there(served: Any, cache: Cache) -> No
 
 
 def test_ranks_that_restore_alike_know_it_at_once(served: Any, cache: Cache) -> None:
-    Ranks(served, range(2)).run(save(1))
+    Ranks(2, elastic=True).run(served, work=save(1))
     assert cache.alike(0) == frozenset()
-    assert Ranks(served, range(2), incarnation=1).run(load) == [(1, 1.0)] * 2
+    assert Ranks(2, elastic=True).run(served, incarnation=1, work=load) == [(1, 1.0)] * 2
     assert [cache.alike(rank) for rank in range(2)] == [{Key(0, 1)}] * 2
 
 
 def test_what_is_backed_up_of_a_rank_stays_when_it_leaves_again_before_it_saved_that_itself(
     served: Any, cache: Cache
 ) -> None:
-    Ranks(served, range(1)).run(save(2))
+    Ranks(1, elastic=True).run(served, work=save(2))
     cache.leave([0])
-    Ranks(served, range(1), incarnation=1).run(
-        lambda rank, snapshots: snapshots.save({"w": torch.ones(4)}, 9)
+    Ranks(1, elastic=True).run(
+        served, incarnation=1, work=lambda rank, snapshots: snapshots.save({"w": torch.ones(4)}, 9)
     )
     board = Board(os.dup(cache.board))
     left, own = board.held(backup_of(0)), board.held(0)

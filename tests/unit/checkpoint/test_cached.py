@@ -12,7 +12,7 @@ import pytest
 from tests.unit.checkpoint.conftest import Served
 from tests.unit.checkpoint.stored_states import newest, rebuilt
 
-from keepstep.checkpoint.memory.cached_states import CachedStates, follow
+from keepstep.checkpoint.memory.cached_states import CachedStates
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.storage.backend import Bytes, LocalStorage
 from keepstep.checkpoint.storage.persist import Persister
@@ -77,24 +77,24 @@ def test_a_wanted_step_outlasts_later_saves_until_it_is_on_storage(
     persister = Persister(PersistPlan([0], leader=True), storage, states.source, world_size=1, clock=clock)
     try:
         persister.want([Key(0, 2)])
-        follow(states, persister)
-        assert persister.pinned == {Key(0, 2)}
+        states.pin(persister.follow(*states.changes()))
+        assert persister.follow(()) == {Key(0, 2)}
         assert persister.work()
         worker.save(3, 4, 5, 6, 7)
-        follow(states, persister)
+        states.pin(persister.follow(*states.changes()))
         assert Key(0, 2) in states.held(0)
         assert "No space left on device" in persister.troubles()[0]
         storage.full = False
         clock.advance(10)
         while persister.work():
             pass
-        assert persister.stored == {Key(0, 2)}
+        assert persister.whole == {Key(0, 2)}
         found, refused = newest(storage, 0, world_size=1)
         assert found
         assert refused == []
         state = rebuilt(found.header, found.data)
         assert (state["step"], state["w"].unique().tolist()) == (2, [2.0])
-        follow(states, persister)
+        states.pin(persister.follow(*states.changes()))
         worker.save(8, 9, 10)
         assert Key(0, 2) not in states.held(0)
         with (
@@ -104,7 +104,7 @@ def test_a_wanted_step_outlasts_later_saves_until_it_is_on_storage(
             states.source(Key(0, 2), 0),
         ):
             pass
-        follow(states, persister)
+        states.pin(persister.follow(*states.changes()))
         assert persister.troubles() == []
     finally:
         states.close()

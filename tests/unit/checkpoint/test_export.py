@@ -16,8 +16,8 @@ from tests.unit.checkpoint.stored_states import taken
 from keepstep.checkpoint.header import ShardEntry, tensor_paths
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.storage.backend import LocalStorage
-from keepstep.checkpoint.storage.export import export_safetensors
 from keepstep.checkpoint.storage.export_dcp import export_dcp
+from keepstep.checkpoint.storage.export_safetensors import export_safetensors
 from keepstep.checkpoint.storage.manifest import Manifest
 from keepstep.checkpoint.storage.persist import conclude, write_shard
 from keepstep.checkpoint.storage.read import look

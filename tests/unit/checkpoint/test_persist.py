@@ -165,24 +165,24 @@ def test_two_nodes_bring_a_step_to_storage(storage: Storage) -> None:
     nodes = [persister(storage, cache, (0, 1), 3), persister(storage, cache, (2,), 3)]
     for rank, node in ((0, nodes[0]), (1, nodes[0]), (2, nodes[1])):
         cache.seal(KEY, rank, 3, sample_state(rank))
-        node.sealed(KEY, rank)
+        node.follow([(KEY, rank)])
     for node in nodes:
         node.want([KEY])
-        assert node.pinned == {KEY}
+        assert node.follow(()) == {KEY}
     assert nodes[0].work()
     assert nodes[0].work()
     assert nodes[0].work()
-    assert nodes[0].pinned == {KEY}
+    assert nodes[0].follow(()) == {KEY}
     assert nodes[1].work()
     assert nodes[1].work()
     again = persister(storage, cache, (0, 1), 3)  # the agent died and came back
     again.want([KEY])
     for rank in (0, 1):
-        again.sealed(KEY, rank)
+        again.follow([(KEY, rank)])
     while again.work():
         pass
-    assert again.stored == {KEY}
-    assert again.pinned == frozenset()
+    assert again.whole == {KEY}
+    assert again.follow(()) == frozenset()
     assert scan(storage)[0].whole
 
 
@@ -196,9 +196,9 @@ def test_a_thread_of_its_own_and_removal_of_what_is_not_wanted(tmp_path: Path) -
     node.start()
     try:
         node.want([key, Key(0, 2)], remove_others=True)
-        node.sealed(key, 0)
+        node.follow([(key, 0)])
         for _ in range(6000):
-            if storage.folders() == [folder_name(Key(0, 2)), folder_name(key)] and node.stored == {
+            if storage.folders() == [folder_name(Key(0, 2)), folder_name(key)] and node.whole == {
                 key,
                 Key(0, 2),
             }:

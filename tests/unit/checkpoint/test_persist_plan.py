@@ -28,7 +28,7 @@ def test_shards_then_the_manifest_oldest_step_first() -> None:
     found = [next_done(one) for _ in range(7)]
     shards = [WriteShard(key, rank) for key in (OLD, NEW) for rank in (0, 1)]
     assert found == [*shards, Conclude(OLD), Conclude(NEW), None]
-    assert one.stored == {OLD, NEW}
+    assert one.whole == {OLD, NEW}
     assert one.troubles(0.0) == []
 
 

@@ -1,1 +1,5 @@
-"""Snapshots in the node's memory: the cache, its slots, and the states kept in them."""
+"""Snapshots in the node's memory.
+
+The launcher owns the `Cache`, and the `CacheServer` hands its memory out. `RankSlots` is what a worker sees of it,
+`CachedStates` what the agent sees: both map each `Slot` and the `Board`.
+"""

@@ -57,7 +57,7 @@ def default_limit_bytes() -> int:
 
 
 def gib(nbytes: int) -> str:
-    """Bytes as people read them."""
+    """A number of bytes in GiB, for messages."""
     return f"{nbytes / (1 << 30):.2f} GiB"
 
 
@@ -77,7 +77,7 @@ class Cache:
         return sum(size_of(descriptor) for slots in self._slots.values() for descriptor in slots)
 
     def slots(self, rank: int) -> list[int]:
-        """The descriptors of a rank's slots."""
+        """The file descriptors of a rank's slots."""
         return self._slots.get(rank, [])
 
     def backed(self, rank: int) -> bool:

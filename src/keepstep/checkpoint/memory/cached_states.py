@@ -1,4 +1,4 @@
-"""The sealed states of a node's ranks, for who brings them elsewhere: found, pinned by a lock, read in place."""
+"""The cache as the agent sees it: states of the node's ranks are found, pinned by a lock, and read in place."""
 
 from __future__ import annotations
 
@@ -16,31 +16,29 @@ from keepstep.checkpoint.memory.incoming import Incoming, Room
 from keepstep.checkpoint.memory.slot import SLOTS_PER_RANK, Board, Slot
 from keepstep.checkpoint.memory.slots import Key, Record, free_slots, read_header, slot_bytes
 from keepstep.checkpoint.storage.manifest import key_text
-from keepstep.checkpoint.storage.persist import Persister
 from keepstep.core.errors import CheckpointError
 
 
 class CachedStates:
     """The slots of a node's ranks, and of the backups that are read or filled here, mapped once for a process.
 
-    A pinned state is not overwritten by its worker: a rank with a pinned slot needs one slot more than the two that
-    take turns.
+    A worker does not overwrite a pinned state, so a rank with one needs a slot more than the two that take turns.
     """
 
     def __init__(self, address: str, ranks: Collection[int]) -> None:
         self._address, self._ranks = address, tuple(ranks)
         self._board: Board | None = None
-        self._slots: dict[int, list[Slot]] = {}  # by owner: a rank, or the backup of one
-        self._locked: dict[tuple[int, int], Key] = {}  # by owner and slot
+        self._slots: dict[int, list[Slot]] = {}  # by owner, which is a rank or the backup of one
+        self._locked: dict[tuple[int, int], Key] = {}  # by owner and index of the slot
         self._reading: Counter[Slot] = Counter()
         self._pinned: frozenset[Key] = frozenset()
-        self._filling: set[int] = set()  # owners
+        self._filling: set[int] = set()  # owners of slots that are being filled
         self._told: set[tuple[Key, int]] = set()
-        self._guard = threading.RLock()  # of the agent's threads
+        self._guard = threading.RLock()  # several threads of the agent use this object
 
     @property
     def board(self) -> Board:
-        """The node's. Raises CheckpointError: the cache does not answer."""
+        """The node's board. Raises CheckpointError when the cache does not answer."""
         with self._guard:
             if self._board is None:
                 self._open(self._ranks[0])
@@ -48,54 +46,51 @@ class CachedStates:
             return self._board
 
     def held(self, owner: int) -> frozenset[Key]:
-        """What an owner has sealed. Raises CheckpointError: the cache does not answer."""
+        """The keys that an owner has sealed. Raises CheckpointError when the cache does not answer."""
         with self._guard:
             return self.board.held(owner)
 
     def changes(self) -> tuple[list[tuple[Key, int]], list[tuple[Key, int]]]:
-        """(key, rank) of what was sealed, and of what was overwritten, since the last call."""
+        """(key, rank) of each state that was sealed, and of each that was overwritten, since the last call."""
         now = {(key, rank) for rank in self._ranks for key in self.held(rank)}
         sealed, gone = sorted(now - self._told), sorted(self._told - now)
         self._told = now
         return sealed, gone
 
     def wished(self) -> dict[Key, set[int]]:
-        """What is to be brought to storage, as the slots say: by key, the ranks that have it sealed."""
+        """The ranks that have sealed each key that is to be brought to storage, by key."""
         found: dict[Key, set[int]] = {}
         with self._guard:
             for rank in self._ranks:
-                held = self.held(rank)
-                records = [slot.record() for slot in self._slots.get(rank, ())]
-                if not held <= {record.key for record in records if record}:
-                    self._open(rank)  # slots that grew are others
-                for key in (slot.wanted() for slot in self._slots.get(rank, ())):
-                    if key is not None and key in held:
-                        found.setdefault(key, set()).add(rank)
+                for key in self._marked(rank, Slot.wanted):
+                    found.setdefault(key, set()).add(rank)
         return found
 
     def alike(self) -> tuple[int, frozenset[Key]] | None:
-        """A rank of this node, and what it holds that is the same on all ranks of the job; None: nothing is."""
+        """A rank of this node, and the keys that it has in common with all ranks of the job; None without any."""
         with self._guard:
             for rank in self._ranks:
-                held = self.held(rank)
-                if held and not held <= {
-                    record.key for slot in self._slots.get(rank, ()) if (record := slot.record())
-                }:
-                    self._open(rank)
-                keys = {key for slot in self._slots.get(rank, ()) if (key := slot.alike())} & held
-                if keys:
-                    return rank, frozenset(keys)
+                if keys := self._marked(rank, Slot.alike):
+                    return rank, keys
         return None
 
+    def _marked(self, rank: int, mark: Callable[[Slot], Key | None]) -> frozenset[Key]:
+        """The keys of a rank's sealed slots for which ``mark`` gives the key."""
+        held = self.held(rank)
+        records = [slot.record() for slot in self._slots.get(rank, ())]
+        if not held <= {record.key for record in records if record}:
+            self._open(rank)  # a slot that grew was replaced by another
+        return frozenset(filter(None, map(mark, self._slots.get(rank, ())))) & held
+
     def release(self, key: Key) -> None:
-        """It is on storage: its slots may be overwritten."""
+        """Let the slots of a step be overwritten, because it is on storage."""
         with self._guard:
             for slot in (slot for slots in self._slots.values() for slot in slots):
                 if slot.wanted() == key:
                     slot.want(None)
 
     def drop(self, key: Key, rank: int) -> bool:
-        """Forget a state that is damaged; False: it is not there, or somebody reads it now."""
+        """Forget a state that is damaged. Returns False when it is not there, or somebody reads it now."""
         with self._guard:
             for index, slot in enumerate(self._slots.get(rank, ())):
                 record = slot.record()
@@ -112,15 +107,15 @@ class CachedStates:
     def filling(
         self, owner: int, slots: int, needed: Callable[[], Collection[Key | None]] | None = None
     ) -> Generator[Room]:
-        """What gives the room for a state of an owner that comes from elsewhere; one at a time for each.
+        """Opens a `Room` for a state of an owner that comes from elsewhere; one at a time for each owner.
 
         Args:
             owner: a rank, or the backup of one.
-            slots: that it is to have. When all of them hold something, a rank gets one more.
-            needed: of a backup: what it must not lose; the oldest of the others makes way.
+            slots: how many slots the owner is to have. When all of them hold something, a rank gets one more.
+            needed: for a backup: the keys that must not be lost; the oldest of the others is overwritten.
 
         Raises:
-            CheckpointError: another is being filled.
+            CheckpointError: another state of this owner is being filled.
         """
         with self._guard:
             if owner in self._filling:
@@ -155,24 +150,24 @@ class CachedStates:
                     self.board.put(owner, index, None)
                 keep = tuple(i for i in range(len(there)) if i != index)
                 self._open(owner, Reserve(owner, nbytes, max(slots, len(keep) + 1), keep))
-            # A lock of its own: who reads it from here when it is sealed takes another.
+            # The slot is mapped again for a lock of its own: readers in this process lock another map of it.
             slot = Slot(os.dup(self._slots[owner][index].fileno()), apart=True)
             stack.callback(slot.close)
             return Incoming(slot, self.board, owner, index, record)
 
     def _free(self, owner: int, needed: Collection[Key | None] | None) -> Iterator[int]:
-        """Slots that may be overwritten now, the best first."""
+        """Indices of slots that may be overwritten now, the best first."""
         slots = self._slots[owner]
         for index in free_slots(
             [record.key if (record := slot.record()) else None for slot in slots], needed
         ):
             if not self._reading[slots[index]] and slots[index].lock():
                 slots[index].unlock()
-                self._locked.pop((owner, index), None)  # of what it held before
+                self._locked.pop((owner, index), None)  # the lock on the slot's previous state
                 yield index
 
     def pin(self, keys: Collection[Key]) -> None:
-        """Keep these, and no others, from being overwritten: every rank's slot that holds one of them now."""
+        """Keep the slots of all ranks that hold one of ``keys`` from being overwritten, and no other slots."""
         with self._guard:
             for (rank, index), key in list(self._locked.items()):
                 slot = self._slots[rank][index]
@@ -186,7 +181,7 @@ class CachedStates:
 
     @contextmanager
     def reading(self, key: Key, rank: int) -> Generator[tuple[Slot, Record]]:
-        """The slot of a state and its record, pinned while the context is open.
+        """Opens a state: its slot and record, pinned while the context is open.
 
         Raises:
             CheckpointError: the cache does not hold it any more.
@@ -209,11 +204,11 @@ class CachedStates:
                 if slot in self._slots.get(rank, ()):
                     self.pin(self._pinned)
                 elif not still_read:
-                    slot.close()  # its place has another by now
+                    slot.close()  # the slot was replaced while it was read
 
     @contextmanager
     def source(self, key: Key, rank: int) -> Generator[tuple[StateHeader, memoryview]]:
-        """Header and bytes of a state, pinned while the context is open.
+        """Opens a state: its header and bytes, pinned while the context is open.
 
         Raises:
             CheckpointError: the cache does not hold it any more, or its header is damaged.
@@ -224,7 +219,7 @@ class CachedStates:
                 yield header, data
 
     def give_up(self, owner: int) -> None:
-        """Have the cache take back the slots of a backup."""
+        """Give the slots of a backup back to the cache."""
         with self._guard:
             for index in range(SLOTS_PER_RANK):
                 self.board.put(owner, index, None)
@@ -232,7 +227,7 @@ class CachedStates:
             ask(self._address, GiveUp(owner)).close()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Unmap everything."""
         with self._guard:
             for owner in list(self._slots):
                 self._close(owner)
@@ -241,15 +236,15 @@ class CachedStates:
                 self._board = None
 
     def _lock(self, rank: int, key: Key) -> int | None:
-        """The slot that holds the key, locked; None without one."""
+        """Lock the slot that holds the key and return its index; None when there is no such slot."""
         for fresh in (False, True):
             if fresh:
-                self._open(rank)  # slots that grew are others
+                self._open(rank)  # a slot that grew was replaced by another
             for index, slot in enumerate(self._slots.get(rank, ())):
                 record = slot.record()
                 if record is None or record.key != key:
                     continue
-                # What waits for storage nobody overwrites; its worker may hold the lock until its next step.
+                # A slot that waits for storage is not overwritten, and its worker may lock it until its next step.
                 if (rank, index) in self._locked or slot.wanted() == key or slot.lock(shared=True):
                     record = slot.record()
                     if record and record.key == key:
@@ -278,7 +273,7 @@ class CachedStates:
         self._slots[owner] = slots
 
     def _let_go(self, rank: int, index: int) -> None:
-        """Of a slot that is another one now; who reads it still closes it."""
+        """Forget a slot that the cache replaced; if it is being read, the reader closes it."""
         self._locked.pop((rank, index), None)
         slot = self._slots[rank][index]
         if not self._reading[slot]:
@@ -291,7 +286,7 @@ class CachedStates:
 
 
 def _mapped(answer: Answer) -> tuple[Board, list[Slot]]:
-    """All of an answer, or nothing: when memory or files run short, what was opened is closed."""
+    """Map the board and all slots of an answer; when one cannot be mapped, everything is closed again."""
     left = [answer.board, *answer.slots]
     with ExitStack() as stack:
         try:
@@ -308,13 +303,3 @@ def _mapped(answer: Answer) -> tuple[Board, list[Slot]]:
             raise
         stack.pop_all()
     return board, slots
-
-
-def follow(states: CachedStates, persister: Persister) -> None:
-    """Tell the persister what was sealed and overwritten since the last call, and pin what it needs."""
-    sealed, gone = states.changes()
-    for key, rank in sealed:
-        persister.sealed(key, rank)
-    for key, rank in gone:
-        persister.evicted(key, rank)
-    states.pin(persister.pinned)

@@ -1,9 +1,8 @@
-"""A slot filled from elsewhere, from a neighbour or from storage: it counts only once every byte of it was verified."""
+"""A slot that is filled from another node or from storage: it counts only once every byte of it was verified."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Protocol
 
 from keepstep.checkpoint import native
@@ -21,16 +20,16 @@ from keepstep.core.errors import CheckpointError
 
 
 class Incoming:
-    """What will stand in the slot ``index`` of an owner of the cache, as ``record`` says; a context.
+    """A snapshot on its way into the slot ``index`` of an owner of the cache; a context manager.
 
-    The slot is locked and says nothing until `seal`; a process that dies in between leaves it so.
+    The slot is locked and holds nothing until `seal`, also when the process dies before.
     """
 
     def __init__(self, slot: Slot, board: Board, owner: int, index: int, record: Record) -> None:
-        """Takes the slot and forgets what it held. Raises `CheckpointError`: it is taken, or too small."""
+        """Locks and clears the slot. Raises CheckpointError when it is locked already, or too small."""
         self.record = record
         self.alike = False
-        """All ranks of the job have sealed the very same."""
+        """Whether all ranks of the job have saved the same bytes under this key."""
         self._slot, self._board, self._owner, self._index = slot, board, owner, index
         needed = slot_bytes(record)
         if needed > slot.nbytes:
@@ -40,10 +39,14 @@ class Incoming:
         board.put(owner, index, None)
         slot.clear()
         self.body = memoryview(slot.memory)[native.DATA_OFFSET : needed]
-        """Storages, header and table of checksums, to be written here as they stand in any slot."""
+        """The part of the slot for storages, header and table of checksums, to be written before `seal`."""
 
     def seal(self, *, threads: int = 1) -> StateHeader:
-        """Verify every byte and have the slot count. Raises `CheckpointError`: not what was announced, or damaged."""
+        """Verify every byte and write the commit record.
+
+        Raises:
+            CheckpointError: the bytes are damaged, or not those that the record announces.
+        """
         with memoryview(self._slot.memory) as view:
             header = read_header(view, self.record)
             damaged = damaged_storages(view, header, threads)
@@ -58,40 +61,38 @@ class Incoming:
     def __enter__(self) -> Incoming:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.body.release()
         self._slot.unlock()
 
 
 Room = Callable[[Record], Incoming]
-"""Gives the slot for a snapshot that was found. Raises `CheckpointError`: there is no memory for it."""
+"""Gives a slot for a snapshot with this record. Raises CheckpointError when there is no memory for it."""
 
 
 class StateSource(Protocol):
-    """Where the state of a rank can be had from when its node's cache lacks it.
+    """A place from which a rank's state can be brought when its node's cache lacks it.
 
-    Calls block, so not from an event loop, but not for ever: a source that hangs is out of reach.
+    Calls block, so they are not for an event loop, but not for ever: a source that hangs is out of reach.
     """
 
     @property
     def where(self) -> str:
-        """As people read it: "the other nodes", "storage /ckpt"."""
+        """The name of the source for messages: "the other nodes", "storage /ckpt"."""
         ...
 
     def keys(self, rank: int) -> frozenset[Key]:
-        """What is there for a rank, as far as can be told without reading it all.
+        """The snapshots of a rank that the source has, as far as can be told without reading them.
 
         Raises:
-            CheckpointError: it is out of reach.
+            CheckpointError: the source is out of reach.
         """
         ...
 
     def bring(self, key: Key, rank: int, room: Room) -> str:
-        """Have a rank's snapshot sealed in the slot that ``room`` gives; where it came from, e.g. a node.
+        """Bring a rank's snapshot into the slot that ``room`` gives, and seal it. Returns where it came from.
 
         Raises:
-            CheckpointError: it is not there, not whole, or of another rank; says which file or node.
+            CheckpointError: it is not there, not whole, or of another rank; the message names the file or node.
         """
         ...

@@ -1,8 +1,8 @@
-"""Memory that a training has left, put under tensors that have none yet: pages that need not be made anew.
+"""Moves the memory pages of a dropped state under the tensors of the next one, instead of having the kernel make pages.
 
 A process that stays (``session.staying``) drops its model and makes another one of the same size. The kernel takes a
-quarter of a second to free 1 GB, and half a second to give it again page by page; moving its page table takes a
-millisecond. What is in the pages does not count: a restore fills them.
+quarter of a second to free 1 GB, and half a second to provide it again page by page; moving the entries of the page
+table takes a millisecond. The old contents of the pages do not matter, because a restore fills them.
 """
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
@@ -22,7 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from keepstep.checkpoint.state import Span
 
-LEAST_BYTES = 32 << 20  # of a storage; an allocator has mapped it for itself, and less is soon made
+LEAST_BYTES = (
+    32 << 20
+)  # the smallest storage that is moved: the allocator gives such a storage a mapping of its own
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 _FIXED_NOREPLACE = 0x100000
 _MADE_AGAIN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED_NOREPLACE
@@ -34,7 +36,7 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, c
 
 
 class Trace:
-    """Where large storages of a state are, without keeping them alive."""
+    """Weak references to the large storages of a state."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         storages = {span.storage.data_ptr(): span.storage for span in spans}
@@ -43,31 +45,31 @@ class Trace:
             for one in storages.values()
             if one.device.type == "cpu"
             and one.nbytes() >= LEAST_BYTES
-            and one.resizable()  # else the memory is numpy's, or somebody's who only lent it
+            and one.resizable()  # otherwise torch does not own the memory, but numpy or another lender
             and not one.is_shared()
         ]
 
     def take(self) -> list[torch.UntypedStorage]:
-        """Those that are still there, kept alive from here on."""
+        """The storages that still exist, as strong references."""
         again = cast("Any", torch.UntypedStorage)._new_with_weak_ptr
         return [storage for one in self._storages if (storage := again(one.cdata)) is not None]
 
 
 class Pages:
-    """Of what a `Trace` has taken and nobody else holds any more. Each gives its pages once, to a range of its size.
+    """Pages of storages that nobody else holds any more. Each storage gives its pages once, to a range of its size.
 
-    Made when the ranges that are to get them are there.
+    The ranges that are to get pages must be mapped before this object is made.
     """
 
     def __init__(self, left: list[torch.UntypedStorage]) -> None:
         self._left: dict[int, list[torch.UntypedStorage]] = {}
-        if not torch.cuda.is_initialized():  # a device may know pages by where they are
+        if not torch.cuda.is_initialized():  # a device may have registered pages by their address
             for one in _ours_alone(left):
                 self._left.setdefault(one.nbytes(), []).append(one)
         self._plain = _plain_ranges() if self._left else []
 
     def put_under(self, address: int, nbytes: int) -> bool:
-        """Give a range pages whose bytes are anything, where some are left: what it held is lost then."""
+        """Replace the pages of a range by old ones of any content. Returns False when there are none for its size."""
         left = self._left.get(nbytes)
         if not left:
             return False
@@ -76,14 +78,14 @@ class Pages:
         size = min(len(here), len(there))
         if not (self._is_plain(here) and self._is_plain(there)):
             return False
-        # The old range stays mapped, without pages: whoever allocated it still frees it.
+        # MREMAP_DONTUNMAP leaves the old range mapped, without pages, so that its allocator can still free it.
         if _libc.mremap(there.start, size, size, _MAYMOVE | _FIXED | _DONTUNMAP, here.start) == here.start:
             return True
-        unsupported = ctypes.get_errno() == errno.EINVAL  # nothing was done
+        unsupported = ctypes.get_errno() == errno.EINVAL  # then the kernel has changed nothing
         self._left.clear()
         again = _libc.mmap(here.start, size, mmap.PROT_READ | mmap.PROT_WRITE, _MADE_AGAIN, -1, 0)
         if not unsupported and again != here.start:
-            os.abort()  # the range is gone, and may be another's: better one rank that begins anew
+            os.abort()  # the range was unmapped and may be in use by another thread, so the process cannot go on
         return False
 
     def _is_plain(self, pages: range) -> bool:
@@ -92,7 +94,7 @@ class Pages:
 
 
 def _ours_alone(left: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
-    """What no tensor has, and no variable but this list."""
+    """The storages that no tensor uses, and to which only this list refers."""
     holders: Any = getattr(torch._C, "_storage_Use_Count", None)
     held = [holders is not None and holders(one._cdata) == 1 for one in left]
     (alone,) = _references([object()])
@@ -110,16 +112,11 @@ def _whole_pages(address: int, nbytes: int) -> range:
 
 
 def _plain_ranges() -> list[tuple[int, int]]:
-    """Ranges of this process that are memory and nothing else: private, of no file, to be read and written."""
+    """Address ranges of this process that are private, anonymous, readable and writable memory."""
     try:
         with open("/proc/self/maps") as maps:
             lines = [line.split() for line in maps]
     except OSError:
         return []
     plain = [words[0] for words in lines if words[1] == "rw-p" and words[4] == "0" and len(words) == 5]
-    return sorted(_of(one) for one in plain)
-
-
-def _of(line: str) -> tuple[int, int]:
-    begin, _, end = line.split()[0].partition("-")
-    return int(begin, 16), int(end, 16)
+    return sorted((int(begin, 16), int(end, 16)) for begin, end in (one.split("-") for one in plain))

@@ -1,4 +1,4 @@
-"""The slots of one rank, as its worker sees them: what they offer, and where the next snapshot goes."""
+"""The slots of one rank, as its worker sees them: what can be restored from them, and where the next snapshot goes."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ _DEVICE = re.compile(rb'"cuda:[0-9]+"')
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A sealed snapshot; its header was verified, its storages were not yet."""
+    """A sealed snapshot in the slot with index ``slot``; its header was verified, its storages were not yet."""
 
     slot: int
     header: StateHeader
 
 
 class RankSlots:
-    """A rank's slots and the node's board, mapped. ``count``: how many slots it has once it has any."""
+    """A rank's slots and the node's board, mapped into memory. The rank has no slots, or at least ``count``."""
 
     def __init__(self, address: str, rank: int, *, count: int = 2) -> None:
-        """Raises `CheckpointError` when the cache at ``address`` cannot be had."""
+        """Raises CheckpointError when the cache at ``address`` does not answer."""
         self._address, self._rank, self._count = address, rank, count
         answer = ask(address, Open(rank))
         self.board = Board(answer.board)
-        self.slots: list[Slot] = [Slot(descriptor) for descriptor in answer.slots]
+        self.slots = [Slot(descriptor) for descriptor in answer.slots]
         self.limit_bytes, self._backed = answer.limit_bytes, answer.backed
         self._populating: threading.Thread | None = None
-        self._closing: list[object] = []
+        self._stopped = threading.Event()
 
     def held(self) -> list[Key | None]:
-        """What each slot holds, by its commit record."""
+        """The key of the snapshot in each slot, read from its commit record."""
         records = [slot.record() for slot in self.slots]
         return [record.key if record else None for record in records]
 
     def offers(self, world_size: int) -> tuple[dict[Key, Offer], list[str]]:
-        """What can be restored if its storages hold, and a line about each slot that holds something else."""
+        """The snapshots that can be restored unless their storages are damaged, and a line about each other one."""
         found: dict[Key, Offer] = {}
         refused: list[str] = []
         for index, slot in enumerate(self.slots):
@@ -66,14 +66,14 @@ class RankSlots:
         return found, refused
 
     def settle(self, key: Key | None, pending: Collection[Key] = (), *, wanted: bool = False) -> None:
-        """From here on the job continues from ``key``: forget everything else, and say so on the board.
+        """The job continues from ``key``: forget all other snapshots and update the board.
 
-        Kept besides are those of ``pending`` that wait for storage, and an older snapshot that is backed up, which can
-        be lost with a node until a later one is. ``wanted``: ``key`` is to be brought to storage, too.
+        Also kept are those of ``pending`` that wait for storage, and an older snapshot that is backed up, because
+        ``key`` may be lost with a node until it is backed up itself. ``wanted``: ``key`` is to be brought to storage.
         """
         backed_up, first = self.board.kept()
         if key and not backed_up and not first and self._backed:
-            self.board.keep(None, key)  # until the agent knows what is to be kept here
+            self.board.keep(None, key)  # until the agent sets what is to be kept here
         older = backed_up if backed_up and key and backed_up < key else None
         for slot, held in zip(self.slots, self.held(), strict=True):
             if held is not None and held == key and wanted:
@@ -84,22 +84,25 @@ class RankSlots:
             self.board.put(self._rank, index, held)
 
     def wanted(self) -> frozenset[Key]:
-        """What waits for storage."""
+        """The keys of snapshots that wait for storage."""
         return frozenset(key for key in (slot.wanted() for slot in self.slots) if key)
 
     def let_go(self, key: Key) -> None:
-        """It need not be brought to storage."""
+        """Mark the snapshot ``key`` as not to be brought to storage any more."""
         for slot in self.slots:
             if slot.wanted() == key:
                 slot.want(None)
 
     def drop(self, index: int) -> None:
-        """Forget what a slot holds."""
+        """Forget the snapshot in the slot with this index."""
         self.board.put(self._rank, index, None)
         self.slots[index].clear()
 
     def make_way(self, key: Key, usable: Collection[int]) -> None:
-        """Have an empty slot for ``key``, to which the ranks go back: of what is not ``usable``, or is newer."""
+        """Empty a slot for ``key``, to which the ranks go back.
+
+        Snapshots in slots that are not ``usable`` are forgotten, and if no slot is empty then, one newer than ``key``.
+        """
         for index, slot in enumerate(self.slots):
             if index not in usable and slot.record() is not None:
                 self.drop(index)
@@ -108,20 +111,34 @@ class RankSlots:
             backed_up, _ = self.board.kept()
             newer = [(one != backed_up, one, index) for index, one in enumerate(held) if one and one > key]
             if newer:
-                self.drop(max(newer)[2])  # what is backed up goes last
+                self.drop(
+                    max(newer)[2]
+                )  # the snapshot that is backed up is forgotten only if there is no other
 
     def reopen(self) -> None:
-        """See the slots as the cache has them now, after somebody else filled one."""
+        """Map the slots as the cache has them now, after another process filled one."""
+        self._open(Open(self._rank), ())
+
+    def _open(self, request: Open | Reserve, keep: Collection[int]) -> None:
+        """Map the slots and the board anew; slots in ``keep`` stay mapped as they are."""
         self.stop_populating()
-        answer = ask(self._address, Open(self._rank))
+        answer = ask(self._address, request)
+        self.limit_bytes, self._backed = answer.limit_bytes, answer.backed
         self.board.close()
-        for slot in self.slots:
-            slot.close()
-        self.board, self._backed = Board(answer.board), answer.backed
-        self.slots = [Slot(descriptor) for descriptor in answer.slots]
+        self.board = Board(answer.board)
+        old, self.slots = self.slots, list[Slot]()
+        for index, slot in enumerate(old):
+            if index not in keep:
+                slot.close()
+        for index, descriptor in enumerate(answer.slots):
+            if index in keep:
+                self.slots.append(old[index])
+                os.close(descriptor)
+            else:
+                self.slots.append(Slot(descriptor))
 
     def digest(self, key: Key) -> int:
-        """Of all that was sealed under ``key``, but for who did it and on which device; 0 when it is not here."""
+        """A hash of the snapshot ``key`` without rank and device number, to compare ranks; 0 when it is not here."""
         for slot in self.slots:
             record = slot.record()
             if record is not None and record.key == key:
@@ -134,16 +151,16 @@ class RankSlots:
         return 0
 
     def say_alike(self, key: Key) -> None:
-        """All ranks of the job have sealed the very same under ``key``."""
+        """Mark that all ranks of the job have saved the same bytes under ``key``."""
         for slot in self.slots:
             record = slot.record()
             if record is not None and record.key == key:
                 slot.say_alike(key)
 
     def take(self, complete: Callable[[], Key | None]) -> int | None:
-        """A slot for the next snapshot, locked and said to be empty; None while none may be overwritten.
+        """Lock a slot for the next snapshot and clear it on the board; None while no slot may be overwritten.
 
-        ``complete`` gives the newest key that all ranks hold; it is asked when that matters.
+        ``complete`` gives the newest key that all ranks hold; it is called only when no slot is empty.
         """
         keys = self.held()
         waiting = {index for index, slot in enumerate(self.slots) if slot.wanted()}
@@ -162,50 +179,36 @@ class RankSlots:
             busy.add(index)
 
     def make_room(self, nbytes: int, index: int | None = None) -> None:
-        """Have slots of ``nbytes``: all of them when there are none yet, else a larger one in place of ``index``.
+        """Reserve slots of ``nbytes``: all of them when there are none yet, else a larger one in place of ``index``.
 
-        The kernel gives the pages in the background. ``limit_bytes`` is then what the node gives all its ranks at most.
+        The kernel provides the pages in the background, and ``limit_bytes`` is set to the node's limit for all ranks.
 
         Raises:
             CheckpointError: the node's limit or memory does not allow it.
         """
-        self.stop_populating()
         keep = tuple(i for i in range(len(self.slots)) if i != index)
-        answer = ask(self._address, Reserve(self._rank, nbytes, max(self._count, len(self.slots)), keep))
-        self.limit_bytes, self._backed = answer.limit_bytes, answer.backed
-        self.board.close()
-        self.board = Board(answer.board)
-        old, self.slots = self.slots, list[Slot]()
-        for i, descriptor in enumerate(answer.slots):
-            if i in keep:
-                self.slots.append(old[i])
-                os.close(descriptor)
-            else:
-                self.slots.append(Slot(descriptor))
+        self._open(Reserve(self._rank, nbytes, max(self._count, len(self.slots)), keep), keep)
         if index is not None:
-            old[index].close()
             self.slots[index].lock()
         fresh = [slot for i, slot in enumerate(self.slots) if i not in keep]
+        self._stopped.clear()
         self._populating = threading.Thread(
-            target=self._populate, args=(fresh, self._closing), name="keepstep-populate", daemon=True
+            target=lambda: [slot.populate(self._stopped) for slot in fresh],
+            name="keepstep-populate",
+            daemon=True,
         )
         self._populating.start()
 
     def close(self) -> None:
-        """Unmap everything; the cache keeps it."""
+        """Unmap everything; the cache keeps the snapshots."""
         self.stop_populating()
         self.board.close()
         for slot in self.slots:
             slot.close()
 
-    @staticmethod
-    def _populate(slots: list[Slot], until: list[object]) -> None:
-        for slot in slots:
-            slot.populate(until)
-
     def stop_populating(self) -> None:
-        """Leave it to the first copy to have the kernel give the pages that are not there yet."""
+        """End the thread that has the kernel provide pages; the first copy makes those that are missing."""
         if self._populating:
-            self._closing.append(True)
+            self._stopped.set()
             self._populating.join()
-            self._closing, self._populating = [], None
+            self._populating = None

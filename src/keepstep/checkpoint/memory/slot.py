@@ -11,7 +11,8 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Collection, Generator
+import threading
+from collections.abc import Generator
 
 from keepstep.checkpoint import native
 from keepstep.checkpoint.memory.slots import Key, Record, read_record
@@ -34,7 +35,7 @@ _POPULATED_AT_ONCE = 64 << 20
 
 
 def backup_of(rank: int) -> int:
-    """The owner, in the cache of another node, of the backup of a rank's snapshots."""
+    """The number under which another node's cache holds the backup of a rank's snapshots."""
     return MOST_RANKS + rank
 
 
@@ -95,10 +96,10 @@ class Slot:
         with memoryview(self.memory)[offset : offset + 8].cast("Q") as word:
             word[0] = key.pack() if key else 0
 
-    def populate(self, until: Collection[object] = ()) -> None:
-        """Have the kernel provide all pages of the slot now; stops early when something is in ``until``."""
+    def populate(self, stopped: threading.Event) -> None:
+        """Have the kernel provide all pages of the slot now; ends early once ``stopped`` is set."""
         for begin in range(0, self.nbytes, _POPULATED_AT_ONCE):
-            if until:
+            if stopped.is_set():
                 return
             native.populate(self.memory, begin, min(_POPULATED_AT_ONCE, self.nbytes - begin))
 
@@ -128,7 +129,7 @@ class Slot:
         return self._descriptor
 
     def _lock_file(self, kind: int) -> None:
-        # struct flock: type, whence, start, length (0: all), process (0: of the open file)
+        # The fields of struct flock: type, whence, start, length (0: the whole file), pid (must be 0)
         fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))
 
     def close(self) -> None:

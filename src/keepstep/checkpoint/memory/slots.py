@@ -1,9 +1,9 @@
-"""Slots of the cache: what stands in one, and which one the next snapshot may take.
+"""The format of a slot of the cache, and the rules for which slot the next snapshot may take.
 
-A slot holds one snapshot: a page that begins with the commit record, the storages' bytes, the header and a table of the
-storages' checksums. The record is cleared before anything else changes and written when every byte is there, so a slot
-whose writer died says nothing. ``native/snapshot.hpp`` writes what a worker saves; what comes from elsewhere gets its
-record from here.
+A slot holds one snapshot: a page that begins with the commit record, the storages' bytes, the header, and a table of
+the storages' checksums. The record is cleared before anything else changes and written when every byte is there, so a
+slot whose writer died holds nothing. ``native/snapshot.hpp`` writes the records of what workers save; `write_record`
+those of snapshots that come from another node or from storage.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ from keepstep.checkpoint.header import MOST_HEADER_BYTES, StateHeader, decode_he
 from keepstep.core.errors import CheckpointError
 from keepstep.core.ranges import fold_ranks
 
-SPARE_HEADER_BYTES = 1 << 16  # of a slot, for later snapshots whose plain values are a little longer
+SPARE_HEADER_BYTES = (
+    1 << 16
+)  # spare bytes of a slot, for later snapshots whose plain values are a little longer
 _RECORD = struct.Struct("<8Q")
 _STEP_BITS = 47
 _MOST_TOLD = 6
 
 
 class SnapshotDamaged(CheckpointError):
-    """What stands in a slot is not what was sealed there."""
+    """The bytes in a slot are not those that were sealed there."""
 
 
 class Key(NamedTuple):
-    """Which snapshot: a later incarnation is newer than any step of an earlier one."""
+    """Names a snapshot. Keys sort by age: any step of a later incarnation is newer than all of an earlier one."""
 
     incarnation: int
     step: int
 
     @property
     def fits(self) -> bool:
-        """Whether it can be packed."""
+        """Whether the key can be packed."""
         return 0 <= self.incarnation < 1 << 15 and 0 <= self.step < (1 << _STEP_BITS) - 1
 
     def pack(self) -> int:
-        """As one number below 2**63, never 0, in the order of keys. CheckpointError: it does not fit."""
+        """The key as a number from 1 to 2**63 - 1, in the order of keys. Raises CheckpointError if it does not fit."""
         if not self.fits:
             raise CheckpointError(
                 f"step {self.step} of incarnation {self.incarnation} is too large to be kept"
@@ -50,7 +52,7 @@ class Key(NamedTuple):
 
     @classmethod
     def unpack(cls, number: int) -> Key | None:
-        """The key that `pack` made ``number`` of; None for 0."""
+        """The key that `pack` turned into ``number``; None for 0."""
         return cls(number >> _STEP_BITS, (number & ((1 << _STEP_BITS) - 1)) - 1) if number else None
 
 
@@ -70,23 +72,23 @@ class Record(NamedTuple):
 
     @property
     def header_at(self) -> int:
-        """Where the header begins in the slot."""
+        """Offset of the header in the slot."""
         return native.slot_bytes(self.data_bytes, 0, 0)
 
     @property
     def table_at(self) -> int:
-        """Where the checksums begin in the slot."""
+        """Offset of the table of checksums in the slot."""
         return native.slot_bytes(self.data_bytes, self.header_bytes, 0)
 
 
 def slot_bytes(record: Record, *, spare: bool = False) -> int:
-    """Bytes of a slot that just holds what a record says; ``spare``: and later ones, of a little longer header."""
+    """Bytes of a slot for the snapshot that a record describes; with ``spare`` its header may grow a little."""
     more = max(SPARE_HEADER_BYTES, record.header_bytes // 4) if spare else 0
     return native.slot_bytes(record.data_bytes, record.header_bytes + more, record.storages)
 
 
 def read_record(slot: memoryview) -> Record | None:
-    """The record of a sealed slot that fits into ``slot``; None when it is not sealed."""
+    """The commit record of a slot; None when the slot is not sealed, or the record does not fit into it."""
     if len(slot) < native.DATA_OFFSET:
         return None
     raw = bytes(slot[: _RECORD.size])
@@ -101,7 +103,7 @@ def read_record(slot: memoryview) -> Record | None:
 
 
 def write_record(slot: memoryview, record: Record) -> None:
-    """Make a slot count whose every other byte is there; what is written last is what makes it so."""
+    """Seal a slot in which every other byte is there. The magic number is written last and makes the record valid."""
     raw = _RECORD.pack(native.MAGIC, *record, 0)[:-8]
     raw += native.checksum(raw).to_bytes(8, "little")
     slot[8 : len(raw)] = raw[8:]
@@ -109,11 +111,11 @@ def write_record(slot: memoryview, record: Record) -> None:
 
 
 def read_header(slot: memoryview, record: Record) -> StateHeader:
-    """The header in a slot, with its checksums.
+    """The header in a slot, with the checksums of its storages.
 
     Raises:
-        SnapshotDamaged: it is not what was sealed.
-        CheckpointError: it is not of this record.
+        SnapshotDamaged: the header is not the one that was sealed.
+        CheckpointError: the header does not belong to this record.
     """
     text = bytes(slot[record.header_at : record.header_at + record.header_bytes])
     table = bytes(slot[record.table_at : record.table_at + 8 * record.storages])
@@ -125,12 +127,14 @@ def read_header(slot: memoryview, record: Record) -> StateHeader:
     return header
 
 
-def damaged_storages(slot: memoryview, header: StateHeader, threads: int) -> list[int]:
-    """The storages whose bytes in ``slot`` do not have their checksums; every byte is read."""
+def damaged_storages(
+    memory: memoryview, header: StateHeader, threads: int = 1, *, begin: int = native.DATA_OFFSET
+) -> list[int]:
+    """The storages whose bytes do not have their checksums. The state's data begins at ``begin`` of ``memory``."""
     plan = array("Q")
     for entry in header.storages:
-        plan.extend((native.DATA_OFFSET + entry.offset, entry.nbytes))
-    sums = native.checksums(slot, plan, threads)
+        plan.extend((begin + entry.offset, entry.nbytes))
+    sums = native.checksums(memory, plan, threads)
     return [
         i
         for i, (entry, found) in enumerate(zip(header.storages, sums, strict=True))
@@ -139,7 +143,7 @@ def damaged_storages(slot: memoryview, header: StateHeader, threads: int) -> lis
 
 
 def newest_common(held: Iterable[AbstractSet[Key]]) -> Key | None:
-    """The newest key that is in every set; None without one."""
+    """The newest key that is in every set; None when there is no such key."""
     sets = list(held)
     return max(set[Key]().union(*sets[:1]).intersection(*sets[1:]), default=None)
 
@@ -149,9 +153,13 @@ def next_slot(
 ) -> int | None:
     """The slot that the next snapshot may overwrite; None while there is none.
 
-    ``keys``: what each slot holds; ``complete``: the newest key that every rank of the job holds; ``busy``: slots that
-    somebody reads. Empty slots come first, then the oldest below ``complete``. A snapshot that is or may become the
+    Empty slots come first, then the one with the oldest key below ``complete``: a snapshot that is or may become the
     newest that all ranks hold is never given up.
+
+    Args:
+        keys: the key of the snapshot in each slot.
+        complete: the newest key that every rank of the job holds.
+        busy: slots that must not be overwritten now.
     """
     free = [index for index in range(len(keys)) if index not in busy]
     for index in free:
@@ -173,8 +181,8 @@ def kept_slots(
 ) -> set[int]:
     """The slots not to be overwritten: those ``waiting`` for storage, and those that backups need.
 
-    Backups need what is backed up now, and the oldest snapshot from ``first`` on: both, the former, or none of them, as
-    long as two more are left for the worker to take turns in.
+    Backups need the snapshot that is backed up now, and the oldest one from ``first`` on. Both are kept, or the former
+    only, or neither, so that two more slots are left for the worker to take turns in.
     """
     kept = set(waiting)
     later = min(
@@ -188,9 +196,9 @@ def kept_slots(
 
 
 def free_slots(keys: Sequence[Key | None], needed: Collection[Key | None] | None = None) -> list[int]:
-    """The slots that may be overwritten with what comes from elsewhere: empty ones, then the oldest not ``needed``.
+    """The slots that a snapshot from elsewhere may overwrite: empty ones, then the others, oldest first.
 
-    ``needed``: None: whatever is there.
+    Slots whose key is in ``needed`` are left out; None means that every key is needed.
     """
     empty = [index for index, key in enumerate(keys) if key is None]
     old = [] if needed is None else [(key, i) for i, key in enumerate(keys) if key and key not in needed]
@@ -198,10 +206,10 @@ def free_slots(keys: Sequence[Key | None], needed: Collection[Key | None] | None
 
 
 def agree(offers: Mapping[int, AbstractSet[Key]]) -> Key | None:
-    """The snapshot that all ranks resume from: the newest that each of them offers; None when none offers anything.
+    """The snapshot that all ranks resume from: the newest that each of them offers; None when no rank offers any.
 
     Raises:
-        CheckpointError: some offer one but there is none that all have; says who has what.
+        CheckpointError: no snapshot is offered by all ranks; the message says which rank has what.
     """
     best = newest_common(offers.values())
     if best is not None or not any(offers.values()):

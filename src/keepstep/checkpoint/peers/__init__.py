@@ -1,1 +1,1 @@
-"""Snapshots from and to other nodes: who backs up whom, and the connections that states go over."""
+"""Backups between nodes: which node backs up which, and the transfer of states from one node's cache to another's."""

@@ -1,11 +1,11 @@
-"""Which node backs up whose ranks, and which snapshot next: pure, told what nodes hold, gives what each has to do.
+"""Plans which node backs up which other, and which snapshot is next. Pure: from what nodes hold to what each has to do.
 
-All nodes back up the same snapshot, the *target*, or there would never be one that is whole without a lost node. When
-it stands wherever it belongs it is what all *keep*, in their own caches and as backups, until the next one does.
-The next target has to be one that no worker has overwritten by the time all know of it: workers are told to keep their
-oldest snapshot from a *first* one on, and what they then all have becomes the target.
+All nodes back up the same snapshot, the *target*, or there would never be one that is whole without a lost node. Once
+the target stands wherever it belongs, all nodes *keep* it, in their own caches and as backups, until the next target
+does. The next target must not be overwritten by a worker before all nodes know of it. So workers are told to keep their
+oldest snapshot from a *first* one on, and the snapshot that all of them then have becomes the target.
 
-Nothing here must survive its process: what was kept and what stands where is told by the nodes again.
+The plan may be lost with its process, because the nodes tell a new one what they keep and hold.
 """
 
 from __future__ import annotations
@@ -15,22 +15,30 @@ from dataclasses import dataclass, field
 
 from keepstep.checkpoint.memory.slots import Key
 
-_MOST_SKIPPED = 20  # the next target is looked for at most 2**20 steps ahead
-_LAST_STEP = (1 << 47) - 2  # that a key can have
+_MOST_SKIPPED = 20  # the next target is at most 2**20 steps ahead of the newest snapshot
+_LAST_STEP = (1 << 47) - 2  # the largest step that a key can hold
 
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """What a node holds. ``own``: snapshots that all its ranks have sealed; ``backups``: by the node they are of."""
+    """What a node holds.
+
+    Attributes:
+        own: snapshots that all ranks of the node have sealed.
+        backups: snapshots of other nodes' ranks, by node.
+        keep: the snapshot that the node's workers keep.
+        first: the snapshot from which on its workers keep one more, the oldest.
+        able: whether its ranks have the slots that backups need.
+    """
 
     own: frozenset[Key] = frozenset()
     backups: Mapping[int, frozenset[Key]] = field(default_factory=dict[int, frozenset[Key]])
-    keep: Key | None = None  # what its workers keep, and from where on they keep one more
+    keep: Key | None = None
     first: Key | None = None
-    able: bool = True  # its ranks have slots enough
+    able: bool = True
 
     def keeps(self, key: Key) -> bool:
-        """Whether no worker of it overwrites the snapshot before they hear of it: not all that stands is to stay."""
+        """Whether the node's workers will not overwrite the snapshot, should they hold it."""
         first = self.first
         return key not in self.own or key in (
             self.keep,
@@ -38,27 +46,36 @@ class Stock:
         )
 
     def of(self, node: int, own: int) -> frozenset[Key]:
-        """The snapshots of all ranks of ``node`` that it holds, being node ``own`` itself."""
+        """The snapshots of all ranks of ``node`` that this node holds, whose own number is ``own``."""
         found = self.backups.get(node, frozenset[Key]())
         return found | self.own if node == own else found
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a node has to do. Nodes are named by node rank."""
+    """What a node has to do. Nodes are identified by node rank.
+
+    Attributes:
+        keep: the snapshot that the node's workers have to keep.
+        first: the snapshot from which on they have to keep one more, the oldest.
+        target: the snapshot to back up next.
+        pulls: nodes whose ranks' states are to be brought here, each with the nodes that have them.
+        backs: nodes whose backups belong on this node.
+        settled: whether ``keep`` stands wherever it belongs.
+    """
 
     keep: Key | None = None
     first: Key | None = None
     target: Key | None = None
-    pulls: tuple[tuple[int, tuple[int, ...]], ...] = ()  # whose ranks' states to bring, and from which nodes
-    backs: tuple[int, ...] = ()  # nodes whose backups belong here
-    settled: bool = False  # ``keep`` stands wherever it belongs
+    pulls: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    backs: tuple[int, ...] = ()
+    settled: bool = False
 
 
 def ring_of(nodes: Iterable[int], domains: Mapping[int, str] | None = None) -> list[int]:
-    """The nodes in an order in which neighbours are of different failure domains, as far as that is possible.
+    """The nodes in an order in which neighbours are in different failure domains, as far as that is possible.
 
-    ``domains``: a label by node; nodes without one, or an empty one, are domains of their own.
+    ``domains`` gives a label by node; a node without a label, or with an empty one, is a domain of its own.
     """
     by_domain: dict[str, list[int]] = {}
     for node in sorted(nodes):
@@ -67,7 +84,7 @@ def ring_of(nodes: Iterable[int], domains: Mapping[int, str] | None = None) -> l
         return sorted(nodes)
     groups = sorted(by_domain.values(), key=lambda group: (-len(group), group))
     flat = [node for group in groups for node in group]
-    # Every second place first: a domain of at most half of the nodes never meets itself.
+    # Filling every second place first keeps apart the nodes of a domain that has at most half of them.
     places = [*range(0, len(flat), 2), *range(1, len(flat), 2)]
     return [node for _, node in sorted(zip(places, flat, strict=True))]
 
@@ -80,9 +97,9 @@ def places_of(
     copies: int,
     domains: Mapping[int, str] | None = None,
 ) -> tuple[int, ...]:
-    """Where the snapshots of a node belong: itself while it is there, and the next ``copies`` nodes of the ring.
+    """The nodes where a node's snapshots belong: itself while it is present, and the next ``copies`` of the ring.
 
-    Of other failure domains than those before, where there are any. Without the node one more takes its place.
+    Nodes of failure domains that are not used yet go first. When the node is absent, one more takes its place.
     """
     wanted = min(copies + 1, len(present))
     chosen = [node] if node in present else []
@@ -103,7 +120,7 @@ def places_of(
 
 
 class BackupPlan:
-    """Decides for the whole job. ``keep`` is the newest snapshot known to be backed up, ``target`` the next one."""
+    """The plan of the whole job. ``keep`` is the newest snapshot known to be backed up, ``target`` the next one."""
 
     def __init__(self, copies: int) -> None:
         self.copies = copies
@@ -120,8 +137,8 @@ class BackupPlan:
         """What each node of ``stocks`` has to do.
 
         Args:
-            nodes: all nodes of the job, whether they are there or not.
-            stocks: of all nodes that are there; a node whose stock is not known yet must be waited for.
+            nodes: all nodes of the job, present or not.
+            stocks: what each present node holds; the caller must wait until that is known of all of them.
             domains: labels of failure domains by node.
         """
         ring = ring_of(nodes, domains)
@@ -152,7 +169,7 @@ class BackupPlan:
         return {node: self._order(node, tuple(backs[node]), holders) for node in stocks}
 
     def look_again(self) -> None:
-        """For the next target, from what all have now."""
+        """Choose the next target anew, from what all nodes hold now."""
         self.first, self._tries = None, 0
 
     def _choose_keep(self, stocks: Mapping[int, Stock], recoverable: set[Key], whole: bool) -> None:
@@ -161,7 +178,7 @@ class BackupPlan:
         if good or whole:
             self.keep = max(good, default=None)
         else:
-            self.keep = max(known, default=None)  # who was lost may come back with it
+            self.keep = max(known, default=None)  # a lost node may come back with this snapshot
 
     def _choose_target(
         self,
@@ -191,7 +208,7 @@ class BackupPlan:
             self._look_for_next(stocks)
 
     def _look_for_next(self, stocks: Mapping[int, Stock]) -> None:
-        """All workers are asked to keep one; what they all have kept is the next target."""
+        """Have all workers keep a snapshot; the one that they all have kept is the next target."""
         owns = [stock.own for stock in stocks.values()]
         newest = max((max(own) for own in owns if own), default=None)
         if newest is None:
@@ -207,7 +224,7 @@ class BackupPlan:
                 return
             if len(kept) == 1:
                 self.target = self.first = kept.pop()
-            else:  # some had overwritten it when they heard of it: choose one further ahead
+            else:  # some workers had overwritten it before they were told, so choose one further ahead
                 self._tries += 1
                 self.first = _after(newest, self._tries)
 
@@ -228,7 +245,7 @@ class BackupPlan:
 
 
 def _holders(stocks: Mapping[int, Stock]) -> dict[Key, dict[int, set[int]]]:
-    """By snapshot and node whose it is: the nodes that hold it."""
+    """The nodes that hold a snapshot, by its key and the node whose ranks it is of."""
     found: dict[Key, dict[int, set[int]]] = {}
     for node, stock in stocks.items():
         for home in {node, *stock.backups}:
@@ -242,7 +259,7 @@ def _at_home(key: Key, holders: Mapping[Key, Mapping[int, set[int]]]) -> bool:
 
 
 def _after(key: Key, tries: int) -> Key:
-    """A snapshot that comes later, the further the more often it was too near."""
+    """The key of a later snapshot, further ahead with each try that chose one too near."""
     return Key(key.incarnation, min(key.step + (1 << min(tries, _MOST_SKIPPED)), _LAST_STEP))
 
 

@@ -1,7 +1,8 @@
-"""Brings a rank's sealed state from another node, whose agent is asked for it (`state_server`).
+"""Fetches a rank's sealed state from the agent of another node (`state_server`).
 
-Bytes come straight into the slot, over several connections, and count once every checksum was verified. What has come
-stays when connections break: a new one, also to another process of the same node, goes on with what is missing.
+Bytes are received straight into the slot, over several connections; the slot is sealed once every checksum was
+verified. When a connection breaks, the bytes received so far stay, and a new connection, also to another process of the
+same node, goes on with those that are missing.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ from keepstep.wire.violation import Violation
 
 log = logging.getLogger(__name__)
 
-CONNECTIONS = 2  # of one transfer, at least; one to each address of the other node
+CONNECTIONS = 2  # connections of one transfer; more when the other node has more addresses
 RANGE_BYTES = 8 << 20
-_VERIFYING = 2  # threads
-_FIRST_WAIT_S = 0.05  # before another connection
-_AHEAD = 2  # ranges asked for before they come
+_VERIFYING = 2  # threads that verify checksums
+_FIRST_WAIT_S = 0.05  # pause before another connection is tried, doubled each time
+_AHEAD = 2  # ranges that are requested before the first of them has arrived
 _CONNECT_S = 5.0
 
 
 class Cancelled(CheckpointError):
-    """A transfer that is not wanted any more."""
+    """The transfer was stopped because it is not wanted any more."""
 
 
 class Fetch:
-    """One transfer. ``where`` gives the endpoints of the node that has the state, and is asked at every connection."""
+    """One transfer. ``where`` gives the endpoints of the node that has the state; it is called for each connection."""
 
     def __init__(
         self,
@@ -64,31 +65,31 @@ class Fetch:
         tls: ssl.SSLContext | None = None,
         patience_s: float = 15.0,
     ) -> None:
-        """``patience_s``: gives up when no byte has come for so long."""
+        """The transfer fails when no byte arrives for ``patience_s``."""
         self._key, self._rank, self._where, self._run_key = key, rank, where, run
         self._tls, self._patience_s = tls, patience_s
         self._changed = threading.Condition()
         self._connections: set[BlockingConnection] = set()
-        self._missing: deque[tuple[int, int]] = deque()  # offset and bytes
-        self._left = 0  # bytes that have not come
+        self._missing: deque[tuple[int, int]] = deque()  # offset and size of ranges that nobody has requested
+        self._left = 0  # bytes of data that have not arrived
         self._receiving = 0  # threads that may write into the slot
         self._moved_s = time.monotonic()
         self._failure: CheckpointError | None = None
         self._record: Record | None = None
         self._attempts = 0
         self.resumed = 0
-        """How often a connection was made to go on with what was missing."""
+        """How many connections replaced one that broke."""
 
     def run(self, room: Room) -> None:
-        """Have the state sealed in the slot that ``room`` gives; several threads work meanwhile.
+        """Fetch the state into the slot that ``room`` gives, and seal it; several threads work meanwhile.
 
         Raises:
-            CheckpointError: the node lacks it, does not answer, or it came damaged; there is no room for it.
+            CheckpointError: the node lacks the state or does not answer, the state arrived damaged, or there is no
+                room for it.
         """
         try:
             first = self._patiently()
             record = self._record
-            assert first is not None
             assert record is not None
             with room(record) as incoming:
                 first = self._take_header(first, incoming, record)
@@ -100,15 +101,15 @@ class Fetch:
                 self._leave(connection)
 
     def stop(self, failure: CheckpointError | None = None) -> None:
-        """End it from any thread: `run` raises `Cancelled` unless it is done."""
+        """End the transfer, from any thread: `run` raises ``failure`` or `Cancelled`, unless it is done."""
         with self._changed:
             self._failure = self._failure or failure or Cancelled("not wanted any more")
             for connection in self._connections:
                 connection.shut()
             self._changed.notify_all()
 
-    def _patiently(self, *, ranges: bool = False) -> BlockingConnection | None:
-        """A connection, tried again until the patience is over; None: for ``ranges`` none is needed any more."""
+    def _patiently(self) -> BlockingConnection:
+        """A connection, tried again until ``patience_s`` is over or the transfer is stopped (CheckpointError)."""
         wait_s = _FIRST_WAIT_S
         while True:
             try:
@@ -119,12 +120,10 @@ class Fetch:
                 self._changed.wait(wait_s)
                 if self._failure is not None:
                     raise self._failure
-                if ranges and self._left == 0:
-                    return None
             wait_s = min(2 * wait_s, 1.0)
 
     def _broke(self, error: Exception) -> None:
-        """A connection did; CheckpointError: nothing has come for too long."""
+        """Note that a connection broke. Raises CheckpointError when no byte has arrived for too long."""
         log.info("%s of rank %d: a connection broke: %s", key_text(self._key), self._rank, error)
         if time.monotonic() - self._moved_s > self._patience_s:
             raise CheckpointError(
@@ -132,7 +131,12 @@ class Fetch:
             ) from None
 
     def _ask(self) -> BlockingConnection:
-        """A proven connection to who has the state. CheckpointError: it lacks it. OSError, Violation: no connection."""
+        """Connect to the node that has the state, and ask for it.
+
+        Raises:
+            CheckpointError: the node lacks the state.
+            OSError, Violation: there is no connection, or the peer has no proof.
+        """
         endpoints = [one for one in self._where()[:MOST_NODE_ENDPOINTS] if is_usable(one)]
         if not endpoints:
             raise ConnectionError("the node that has it does not say where it listens")
@@ -182,7 +186,7 @@ class Fetch:
     def _take_header(
         self, connection: BlockingConnection, incoming: Incoming, record: Record
     ) -> BlockingConnection:
-        """Header and checksums; the connection that brought them."""
+        """Receive header and checksums. Returns the connection that brought them."""
         while True:
             try:
                 self._receive_header(connection, incoming, record)
@@ -191,9 +195,7 @@ class Fetch:
                 self._leave(connection)
                 self._broke(error)
             time.sleep(_FIRST_WAIT_S)
-            again = self._patiently()
-            assert again is not None
-            connection = again
+            connection = self._patiently()
             self.resumed += 1
 
     @staticmethod
@@ -225,7 +227,7 @@ class Fetch:
                 raise self._failure
 
     def _work(self, body: memoryview, connection: BlockingConnection | None) -> None:
-        """Take ranges until all have come, over as many connections as it takes."""
+        """Receive ranges until all have arrived, replacing connections that break."""
         again = False
         try:
             while True:
@@ -234,9 +236,7 @@ class Fetch:
                     if self._failure or not self._left:
                         return
                 if connection is None:
-                    connection = self._patiently(ranges=True)
-                    if connection is None:
-                        return
+                    connection = self._patiently()
                     self.resumed += again
                 again = True
                 error = self._ranges(connection, body)
@@ -247,12 +247,15 @@ class Fetch:
                     time.sleep(_FIRST_WAIT_S)
         except CheckpointError as error:
             self.stop(error)
-        except Exception as error:  # would else be waited for for ever
+        except Exception as error:  # any other end of this thread would leave `run` waiting for ever
             log.exception("a transfer ends")
             self.stop(CheckpointError(f"the transfer failed: {type(error).__name__}: {error}"))
 
     def _ranges(self, connection: BlockingConnection, body: memoryview) -> Exception | None:
-        """Until no more is missing, or the connection breaks (why): what it did not bring is missing again."""
+        """Receive ranges until none is missing (returns None), or the connection breaks (returns the error).
+
+        Ranges that a broken connection did not bring are missing again.
+        """
         asked: deque[tuple[int, int]] = deque()
         with self._changed:
             if self._failure:
@@ -294,7 +297,7 @@ class Fetch:
 
 
 def is_usable(endpoint: Endpoint) -> bool:
-    """A numeric address and a port: names are never looked up."""
+    """Whether an endpoint is a numeric address with a port; names are never looked up."""
     try:
         ipaddress.ip_address(endpoint.address.partition("%")[0])
     except ValueError:

@@ -1,1 +1,1 @@
-"""From a snapshot to the tensors of a training: which step to resume, from where, and filling them."""
+"""Restoring a training: the ranks agree on a step and its source, then fill their tensors from the snapshot."""

@@ -1,4 +1,4 @@
-"""A snapshot brought back into a live state: every byte checked, copied once."""
+"""Brings a snapshot back into a live state: every byte is checked, and copied only once."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ from keepstep.core.errors import CheckpointError
 
 
 class Filling:
-    """A restore of the snapshot in ``slot`` into ``state``, a dict, in two parts: bytes first, all else when they hold.
+    """Restores the snapshot in ``slot`` into ``state``, a dict: `copy` the bytes, then `finish` if they are sound.
 
-    Tensors in the state are filled where they are; they must have the dtype, shape and placement they were saved with.
-    Objects with ``load_state_dict`` get theirs. Everything else is replaced by what was saved, and what was saved
-    beyond that is added.
+    Tensors in the state are filled in place; they must have the dtype, shape and placement they were saved with.
+    Objects with ``load_state_dict`` get what their ``state_dict`` returned. All other values are replaced by those that
+    were saved, and keys that only the snapshot has are added.
     """
 
     def __init__(
         self, state: Any, header: StateHeader, slot: mmap, threads: int, left: list[torch.UntypedStorage]
     ) -> None:
-        """Changes nothing yet. ``left``: memory that nobody uses, which is given pages from.
+        """Plans the restore and changes nothing yet. Pages of ``left``, memory that nobody uses, may be reused.
 
         Raises:
-            CheckpointError: the state has not the structure of the snapshot.
+            CheckpointError: the state does not have the structure of the snapshot.
         """
         self._header, self._slot, self._threads, self._left = header, slot, threads, left
-        self._plan = array("Q")  # offset in the slot, address, nbytes
-        self._whole: list[int] = []  # the storage that each row of the plan copies, -1: a part of one
-        self._parts: set[int] = set()  # storages of which only parts are copied, or elsewhere
-        self._fresh: dict[int, torch.Tensor] = {}  # memory for what the state has no tensor for, by storage
+        self._plan = array("Q")  # rows of offset in the slot, address, nbytes
+        self._whole: list[int] = []  # the storage that each row of the plan copies; -1: only a part of one
+        self._parts: set[int] = set()  # storages that the plan copies in parts or not at all
+        self._fresh: dict[
+            int, torch.Tensor
+        ] = {}  # new memory by storage, where the state has no tensor to fill
         self._after: list[Callable[[], object]] = []
         self.damaged: list[int] = []
         self._meshes: dict[tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]], DeviceMesh] = {}
@@ -49,9 +51,9 @@ class Filling:
         self._value(header.tree, cast("dict[Any, Any]", state), "")
 
     def copy(self) -> None:
-        """Bring the bytes to where they belong, and sum every byte on the way: ``damaged`` are storages that differ.
+        """Copy the bytes into the state's tensors and verify every checksum; ``damaged`` lists storages that differ.
 
-        When there are any, tensors of the state may hold wrong bytes: restore another snapshot over them.
+        When there are any, tensors of the state may hold wrong bytes, and another snapshot must be restored.
         """
         entries = self._header.storages
         rows = sorted(self._parts | (set(range(len(entries))) - set(self._whole)))
@@ -66,18 +68,18 @@ class Filling:
         self.damaged = sorted({index for index, found in summed if found != entries[index].checksum})
 
     def _put_pages_under(self) -> bool:
-        """Whether large storages have pages that were left."""
+        """Put old pages under large storages of the state. Returns whether any storage got some."""
         pages = Pages(self._left)
         given = [pages.put_under(*self._plan[row + 1 : row + 3]) for row in range(0, len(self._plan), 3)]
         return any(given)
 
     def finish(self) -> None:
-        """Put everything else in its place, now that the bytes hold."""
+        """Restore everything but the copied bytes, once these are known to be sound."""
         for action in self._after:
             action()
 
     def _value(self, node: Any, target: Any, path: str) -> Any:
-        """What stands for ``node`` in the restored state: ``target``, filled, where that can be."""
+        """The restored value for ``node``: ``target`` itself, to be filled, if that is possible."""
         if hasattr(target, "load_state_dict") and hasattr(target, "state_dict"):
             self._object(node, target, path)
             return target
@@ -148,7 +150,7 @@ class Filling:
         return target
 
     def _whole_of(self, local: torch.Tensor, shard: ShardEntry, path: str) -> torch.Tensor:
-        """A DTensor with this local part, on the mesh of those that the state has already."""
+        """A DTensor with this local part, on an equal mesh of another DTensor in the state."""
         mesh = self._meshes.get((shard.mesh_shape, shard.mesh_names, shard.coordinate))
         if mesh is None:
             raise CheckpointError(
@@ -161,7 +163,7 @@ class Filling:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def _find_meshes(self, value: Any) -> None:
-        """Note the meshes of all DTensors in a live state."""
+        """Collect the meshes of all DTensors in a live state."""
         if isinstance(value, torch.nn.Module):
             value = [*value.parameters(), *value.buffers()]
         elif isinstance(value, torch.optim.Optimizer):
@@ -209,7 +211,7 @@ class Filling:
             self._parts.add(storage)
 
     def _view(self, storage: int) -> torch.Tensor:
-        """The bytes of a storage in the slot, shared with it."""
+        """The bytes of a storage as a tensor that shares memory with the slot."""
         entry = self._header.storages[storage]
         if entry.nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -217,7 +219,7 @@ class Filling:
         return torch.frombuffer(self._slot, dtype=torch.uint8, count=entry.nbytes, offset=begin)
 
     def _private(self, node: Any, path: str) -> Any:
-        """The value of a node with all its tensors in memory of their own, there at once."""
+        """The value of a node, whose tensors are copied from the slot at once instead of by the plan."""
         tensors = {
             index: tensor_of(
                 self._header.tensors[index], self._view(self._header.tensors[index].storage).clone()
@@ -231,7 +233,7 @@ class Filling:
             there: dict[str, Any] = target.state_dict()
             own = {identity(t.untyped_storage()) for t in _own_tensors(target)}
             if all(_is_part_of(value, own) for value in there.values()):
-                # Filled where they are: load_state_dict would copy a second time.
+                # The module's tensors are filled in place, because load_state_dict would copy a second time.
                 self._value(node, there, path)
                 return
         value = self._value(node, None, path)
@@ -258,12 +260,12 @@ def _is_part_of(value: Any, own: set[int]) -> bool:
 
 
 def _strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
-    """The strides that matter: those of dimensions with more than one element."""
+    """The strides of dimensions with more than one element; others have no meaning."""
     return [step for n, step in zip(shape, stride, strict=True) if n > 1]
 
 
 def _tagged(node: Any) -> tuple[str, list[Any]]:
-    """Tag and rest of a node; "" for a plain value."""
+    """Tag and items of a node; the tag is "" for a plain value."""
     if not isinstance(node, list):
         return "", []
     items = cast("list[Any]", node)
@@ -275,7 +277,7 @@ def _pairs(items: list[Any], path: str) -> list[tuple[Any, Any]]:
 
 
 def _indices(node: Any) -> set[int]:
-    """The tensors that a node below which there are no dicts refers to."""
+    """Indices of the tensors that a node refers to, which has no dicts below it."""
     tag, items = _tagged(node)
     if tag in ("tensor", "array", "scalar"):
         return {items[0]}

@@ -18,19 +18,20 @@ OWN_CACHE = "this node's cache"
 
 
 class Restoring:
-    """A `resume.Rank`. ``error``: why this rank cannot; ``source``: where its state came from.
+    """Carries out what `resume.Rank` describes for one rank. ``error`` is the reason when its state cannot be filled.
 
     Args:
         cache: the rank's slots.
-        rank: its number.
-        world_size: of the job.
-        slots: how many slots it is to have.
-        service: None: there are no other sources.
-        elastic: it has to be known whether all ranks have the very same.
-        required: other sources must be heard: without them it cannot be told that there is no state.
-        threads: that copy.
-        left: memory that nobody uses any more, for what is brought back.
-        say: a line for the operator.
+        rank: number of the rank.
+        world_size: ranks of the job.
+        state: the state that is to be filled; None for `resume.begin`, which fills none.
+        slots: how many slots the rank is to have.
+        service: client of the agent's restore service; None when there are no sources besides the cache.
+        elastic: whether `digest` is needed to find out if all ranks have the same state.
+        required: whether other sources must answer, because they may have a state when all caches are empty.
+        threads: number of threads that copy.
+        left: memory that nobody uses any more; it may be put under what is brought back.
+        say: prints a line for the operator.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Restoring:
         cache: RankSlots,
         rank: int,
         world_size: int,
+        state: Any,
         *,
         slots: int,
         service: RestoreClient | None,
@@ -50,20 +52,14 @@ class Restoring:
         self._cache, self._rank, self._world_size, self._slots = cache, rank, world_size, slots
         self._service, self._required, self._threads, self._say = service, required, threads, say
         self._elastic, self._left = elastic, left
-        self._state: Any = None
+        self._state = state
         self._offers: dict[Key, Offer] = {}
         self._brought: dict[Key, str] = {}
         self._filling: Filling | None = None
         self._spoiled = False
         self.error: CheckpointError | None = None
 
-    def into(self, state: Any) -> Restoring:
-        """Say which state is to be filled."""
-        self._state = state
-        return self
-
     def own(self) -> frozenset[Key]:
-        """See `resume.Rank`."""
         self._offers, refused = self._cache.offers(self._world_size)
         for line in refused:
             self._say(line)
@@ -71,11 +67,9 @@ class Restoring:
         return frozenset(self._offers)
 
     def begun(self) -> bool:
-        """See `resume.Rank`."""
         return not self._spoiled and all(offer.header.first for offer in self._offers.values())
 
     def elsewhere(self) -> Elsewhere:
-        """See `resume.Rank`."""
         if self._service is None:
             return Elsewhere()
         try:
@@ -95,7 +89,6 @@ class Restoring:
         )
 
     def bring(self, key: Key) -> None:
-        """See `resume.Rank`."""
         if self._service is None:
             raise CheckpointError("there is no source besides the node's cache")
         self._cache.make_way(key, [offer.slot for offer in self._offers.values()])
@@ -105,7 +98,7 @@ class Restoring:
             self._say(f"rank {self._rank}: step {key.step} is passed over: {error}")
             raise
         finally:
-            self._cache.reopen()  # slots may be others also when it failed
+            self._cache.reopen()  # a slot may have been replaced even when bringing the state failed
         for line in brought.passed:
             self._say(f"rank {self._rank}: not restored from {line}")
         self._brought[key] = brought.where
@@ -113,7 +106,6 @@ class Restoring:
             raise CheckpointError(f"step {key.step} of {brought.where} is not in the cache after all")
 
     def copy(self, key: Key) -> Copied:
-        """See `resume.Rank`."""
         offer = self._offers[key]
         slot = self._cache.slots[offer.slot]
         if not slot.lock(shared=True):
@@ -135,22 +127,19 @@ class Restoring:
         return Copied.WELL
 
     def drop(self, key: Key) -> None:
-        """See `resume.Rank`."""
         self._cache.drop(self._offers.pop(key).slot)
 
     def wanted(self, key: Key) -> bool:
-        """See `resume.Rank`."""
         return key in self._cache.wanted()
 
     def digest(self, key: Key) -> int:
-        """See `resume.Rank`."""
         return self._cache.digest(key) if self._elastic else 0
 
     def source(self, key: Key) -> str:
-        """Where the state came from."""
+        """Name of the source that the state came from."""
         return self._brought.get(key, OWN_CACHE)
 
     def finish(self) -> None:
-        """Put everything else in its place, now that the bytes of all ranks hold."""
+        """Fill in everything but the copied bytes, once those of all ranks are known to be sound."""
         assert self._filling
         self._filling.finish()

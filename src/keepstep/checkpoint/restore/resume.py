@@ -1,7 +1,7 @@
-"""How the ranks of a job agree on where to go on from, over all sources. No I/O and no torch: rows in, rows out.
+"""How the ranks of a job agree on the state to go on from, considering all sources. No I/O and no torch.
 
-Each rank runs `resume` or `begin`, generators that give a row of numbers and get the rows of all ranks, by rank. All
-branch on the rows only, so all make the same exchanges and end alike.
+Each rank runs the generator `resume` or `begin`, which yields a row of numbers and is sent the rows of all ranks, by
+rank. All ranks branch on these rows only, so all make the same exchanges and come to the same result.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from keepstep.core.errors import CheckpointError
 from keepstep.core.ranges import fold_ranks
 
 WIDTH = 4 + 3 * SLOTS_PER_RANK
-"""Numbers in a row."""
+"""How many numbers a row has."""
 
 Row = list[int]
 Rows = list[Row]
 
 
 class Copied(IntEnum):
-    """What became of a rank's part."""
+    """The result of copying a snapshot into a rank's live state."""
 
     WELL = 0
     DAMAGED = 1
-    IMPOSSIBLE = 2  # the state has another structure
+    IMPOSSIBLE = 2  # the live state has another structure
 
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """What a rank can have from outside its node's cache.
+    """What a rank can get from outside its node's cache.
 
     Attributes:
-        keys: what some source has.
-        incarnation: the highest of anything there; -1: nothing.
-        refused: why something that is there cannot be had.
-        troubles: why nothing can be told of a source that must be heard.
-        unsure: some source was not heard.
+        keys: states that some source has.
+        incarnation: the highest incarnation of anything that a source has; -1: no source has anything.
+        refused: a line for each state that a source has and does not offer.
+        troubles: a line for each source that did not answer and must.
+        unsure: whether some source did not answer.
     """
 
     keys: frozenset[Key] = frozenset()
@@ -51,53 +51,53 @@ class Elsewhere:
 
 
 class Rank(Protocol):
-    """A rank's own cache and its way to other sources."""
+    """A rank's own cache, and its access to other sources."""
 
     def own(self) -> frozenset[Key]:
-        """What its cache has sealed."""
+        """The keys that the rank's cache has sealed."""
         ...
 
     def begun(self) -> bool:
-        """Whether its cache has nothing, or no more than the first snapshot of a training, and that undamaged."""
+        """Whether the cache holds nothing but, at most, the first snapshot of the training, undamaged."""
         ...
 
     def elsewhere(self) -> Elsewhere:
-        """What can be had from elsewhere."""
+        """Ask all other sources what they have."""
         ...
 
     def bring(self, key: Key) -> None:
-        """Have a state of elsewhere in the own cache. Raises CheckpointError."""
+        """Bring a state from another source into the cache. Raises CheckpointError."""
         ...
 
     def copy(self, key: Key) -> Copied:
-        """Bring the bytes of a state in the own cache into the live state."""
+        """Copy the bytes of a state in the cache into the live state."""
         ...
 
     def drop(self, key: Key) -> None:
-        """What the own cache has of it is damaged."""
+        """Forget a state in the cache, because it is damaged."""
         ...
 
     def wanted(self, key: Key) -> bool:
-        """Whether it is to be brought to storage."""
+        """Whether the state is to be brought to storage."""
         ...
 
     def digest(self, key: Key) -> int:
-        """Of what the own cache has of it, to be compared with other ranks'; 0: nobody wants to know."""
+        """A hash of the state in the cache, to be compared with those of other ranks; 0 when that is not needed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """Where all ranks go on.
+    """What all ranks have agreed on.
 
     Attributes:
-        key: the state; None: there was none.
-        incarnation: of what is saved from here on, above that of anything that is kept anywhere.
-        pending: older states that every rank holds: those of them that wait for storage are to be kept.
-        wanted: whether the state itself waits for storage.
-        moved: ranks that did not have it in their node's cache.
-        alike: it is known to be the very same on all ranks.
-        given_up: why states of the caches are not kept; "" when there are none.
+        key: the state that they go on from; None when there is none.
+        incarnation: incarnation of what is saved from here on, above that of anything that is kept anywhere.
+        pending: older states that every rank holds; those of them that wait for storage are kept.
+        wanted: whether the state ``key`` itself waits for storage.
+        moved: ranks that did not have the state in their node's cache.
+        alike: whether the state is known to be the same on all ranks.
+        given_up: why states in the caches are not kept; "" when none are given up.
     """
 
     key: Key | None
@@ -110,22 +110,23 @@ class Agreed:
 
 
 def keys_of(row: Row) -> frozenset[Key]:
-    """The keys in a row."""
+    """The keys in a row that `row_of` made."""
     return frozenset(key for key in map(Key.unpack, row[4:]) if key is not None)
 
 
 def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
     """Bring the newest state that all ranks can have into the live state of each.
 
-    Other sources are asked when the caches alone do not decide it: when the newest of all is not the same everywhere.
-    Ranks that died over the very first snapshot have lost nothing that was ever whole: they begin anew.
+    Other sources are asked when the caches alone do not decide: when not all ranks have the same newest state. Ranks
+    that died during the very first snapshot begin anew, because no snapshot was ever whole.
 
     Args:
-        rank: this one.
-        incarnation: the launcher's, at least.
+        rank: this rank.
+        incarnation: the launcher's number of the incarnation; the agreed one is at least that.
 
     Raises:
-        CheckpointError: there are states, but none that all can have whole, or it cannot be told whether there are.
+        CheckpointError: there are states, but none that all ranks can have whole, or a source did not answer that may
+            have one.
     """
     own = set(rank.own())
     rows = yield row_of(own, rank.begun())
@@ -135,7 +136,7 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
     ask = len({max(keys, default=None) for keys in held}) > 1 or not held[0]
     talk = _Talk(rank, incarnation, held)
     moved: set[Key] = set()
-    lost: set[Key] = set()  # what other sources have of it cannot be had
+    lost: set[Key] = set()  # states that another source offered but could not bring
     half = ""
     while True:
         found = (yield from talk.elsewhere()) if ask else talk.outside
@@ -187,10 +188,10 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
 
 
 def begin(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
-    """Agree on what to keep until there is something newer, when nothing is restored.
+    """Agree on which snapshot to keep until there is a newer one, when nothing is restored.
 
     Raises:
-        CheckpointError: it cannot be told what a source has, so that what is saved could be taken for something else.
+        CheckpointError: a source does not answer; the incarnation of a state there is unknown, and might be used again.
     """
     rows = yield row_of(rank.own())
     _check_caches(rows)
@@ -208,7 +209,7 @@ def begin(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
 
 
 def refuse(why: str) -> Generator[Row, Rows, Agreed]:
-    """In place of `resume` and `begin` on a rank that has no cache: no other waits for it. Raises CheckpointError."""
+    """Take the place of `resume` and `begin` on a rank without a cache, so that all ranks raise CheckpointError."""
     yield row_of((), False, True)
     raise CheckpointError(f"{_NO_CHECKPOINT}: {why}; {_MEND}")
 
@@ -223,16 +224,16 @@ def _check_caches(rows: Rows) -> None:
 
 @dataclass(slots=True)
 class _Talk:
-    """What a rank has heard of other sources, and all ranks together."""
+    """What this rank, and all ranks together, have learned about other sources."""
 
     rank: Rank
     least: int
     held: list[frozenset[Key]]
     outside: Elsewhere = Elsewhere()
-    unreached: bool = False  # some rank could not be told what a source has
-    refused: bool = False  # some rank heard of a state that cannot be had
-    something: bool = False  # some rank was offered a state, or cannot be sure that there is none
-    highest: int = -1
+    unreached: bool = False  # whether a source that must answer did not answer some rank
+    refused: bool = False  # whether some rank was told of a state that is not offered
+    something: bool = False  # whether some rank was offered a state, or got no answer from a source
+    highest: int = -1  # highest incarnation that any rank was told of
     asked: bool = False
     lost: list[str] = field(default_factory=list[str])
 
@@ -243,11 +244,11 @@ class _Talk:
 
     @property
     def nothing_outside(self) -> bool:
-        """Whether it is known that no other source has anything, for any rank."""
+        """Whether all ranks know that no other source has a state for any of them."""
         return self.asked and not self.something and not self.unreached and not self.refused
 
     def elsewhere(self) -> Generator[Row, Rows, Elsewhere]:
-        """Ask once, and hear what the others were told."""
+        """Ask the other sources, the first time, and exchange the answers between all ranks."""
         if not self.asked:
             self.asked = True
             self.outside = found = self.rank.elsewhere()
@@ -259,7 +260,7 @@ class _Talk:
         return self.outside
 
     def why(self) -> str:
-        """What this rank knows of why something cannot be had."""
+        """The reasons that this rank knows for states that cannot be had, in parentheses; "" without any."""
         lines = [*dict.fromkeys([*self.lost, *self.outside.refused, *self.outside.troubles])]
         return f" ({'; '.join(lines)})" if lines else ""
 
@@ -268,7 +269,7 @@ class _Talk:
             raise CheckpointError(f"it is not known what other sources have{self.why() or _ANOTHER}")
 
     def check_nothing(self, lost: bool, half: str) -> None:
-        """Whether no state means that there never was one. Raises CheckpointError: it does not."""
+        """Raise CheckpointError unless it is certain that there never was a state."""
         if half:
             raise CheckpointError(
                 f"{half}no snapshot is left{self.why()}: start from the beginning with a fresh process"
@@ -285,7 +286,7 @@ _ANOTHER = ": see what another rank says"
 
 
 def row_of(keys: Iterable[Key], *numbers: int) -> Row:
-    """At most four numbers, and the newest of the keys."""
+    """A row of `WIDTH` numbers: at most four of the caller's, and the newest of the keys, packed."""
     packed = sorted((key.pack() for key in keys), reverse=True)[: WIDTH - 4]
     row = [*map(int, numbers), *[0] * (4 - len(numbers)), *packed]
     return row + [0] * (WIDTH - len(row))

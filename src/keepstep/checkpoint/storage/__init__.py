@@ -1,1 +1,1 @@
-"""Snapshots beyond the run: when, where and how they are written to storage and read again."""
+"""Checkpoints on storage, which outlive the run: when they are written, in which format, and how they are read."""

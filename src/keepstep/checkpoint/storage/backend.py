@@ -1,8 +1,8 @@
 """Where checkpoints are kept: a folder (local or NFS), or anything that fsspec reaches (S3 and the like).
 
-A storage holds folders, one a step, and in them files, never deeper. A file that ``write`` returned from is whole and
-durable; one that it did not return from is not seen under its name by a reader of a file system, and may be seen
-cut short in an object store, which is why nothing counts before a manifest says so. All faults are OSError.
+A storage holds folders, one for each step, and in them files, but no deeper folders. Once ``write`` has returned, its
+file is whole and durable. Before that, a file system shows no file under its name, but an object store may show a file
+that is cut short, which is why no file counts before a manifest lists it. All faults are raised as OSError.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -24,65 +24,65 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Readable(Protocol):
-    """An open file."""
+    """A file that is open for reading."""
 
     def read(self, size: int) -> bytes:
-        """At most ``size`` bytes; none at the end."""
+        """Read at most ``size`` bytes; b"" at the end of the file."""
         ...
 
     def readinto(self, target: memoryview) -> int:
-        """Fill ``target`` from its beginning; returns how far, 0 at the end."""
+        """Read into ``target``. Returns the number of bytes read, 0 at the end of the file."""
         ...
 
     def seek(self, offset: int) -> object:
-        """Go to ``offset`` bytes from the beginning."""
+        """Continue reading ``offset`` bytes from the beginning."""
         ...
 
     def close(self) -> None: ...
 
 
 class StorageReader(Protocol):
-    """Folders of files, to be read. Names are those that ``safe_name`` accepts; sizes are in bytes."""
+    """A storage to read from. Names are those that ``safe_name`` accepts; sizes are in bytes."""
 
     @property
     def where(self) -> str:
-        """What the user called it; for messages."""
+        """The path or URL that the user gave, for messages."""
         ...
 
     def folders(self) -> list[str]:
-        """Names of the folders; empty when the storage is not there yet."""
+        """Names of the folders; empty when the storage does not exist yet."""
         ...
 
     def files(self, folder: str) -> dict[str, int]:
-        """Files of a folder and their sizes, hidden ones apart; empty when it is not there."""
+        """Sizes of a folder's files by name, without hidden files; empty when the folder does not exist."""
         ...
 
     def open(self, folder: str, name: str) -> Readable:
-        """A file to be read from its beginning."""
+        """Open a file for reading."""
         ...
 
 
 class Storage(StorageReader, Protocol):
-    """Folders of files."""
+    """A storage to read from and write to."""
 
     def write(self, folder: str, name: str, chunks: Iterable[Bytes]) -> int:
-        """Make or replace a file; durable on return. Returns its size."""
+        """Make or replace a file, which is durable on return. Returns its size."""
         ...
 
     def remove(self, folder: str, names: Iterable[str]) -> None:
-        """Remove files in the order given, those that are gone already too."""
+        """Remove files in the order given; files that do not exist are no error."""
         ...
 
     def remove_folder(self, folder: str) -> None:
-        """Remove a folder in which no files are left, and what writers that died left hidden in it."""
+        """Remove a folder without files, and with it the hidden drafts of writers that died."""
         ...
 
 
 def safe_name(name: str) -> str:
-    """The name, if it is one of a file or folder of ours: no separator, not hidden, at most 100 characters.
+    """The name itself, if keepstep may use it: no separator, not hidden, at most 100 characters.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: any other name.
     """
     if not _NAME.fullmatch(name):
         raise CheckpointError(f"{name[:100]!r}: is no name of a checkpoint's file")
@@ -93,7 +93,7 @@ def open_storage(where: str) -> Storage:
     """The storage at a path or a URL (``s3://bucket/run``).
 
     Raises:
-        UsageError: a URL that fsspec or its plugin is not installed for.
+        UsageError: fsspec, or its plugin for this kind of URL, is not installed.
     """
     scheme, separator, rest = where.partition("://")
     if not separator:
@@ -102,7 +102,7 @@ def open_storage(where: str) -> Storage:
 
 
 class LocalStorage:
-    """A folder of a file system, NFS included: drafts, fsync of file and folder, atomic rename."""
+    """A folder of a file system, NFS included. A file is written as a draft, synced, and renamed atomically."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -130,7 +130,7 @@ class LocalStorage:
             return {}
 
     def open(self, folder: str, name: str) -> Readable:
-        # Not blocking, so that a pipe in a file's place cannot hold us up; no links, which may lead out of the folder.
+        # O_NONBLOCK: opening a pipe in a file's place must not block. O_NOFOLLOW: a link may lead out of the folder.
         path = self._root / safe_name(folder) / safe_name(name)
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb", 0)
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -141,8 +141,8 @@ class LocalStorage:
     def write(self, folder: str, name: str, chunks: Iterable[Bytes]) -> int:
         path = self._root / safe_name(folder)
         _make(path)
-        # One name, so that drafts of writers that died do not pile up. Should two write at once, what is renamed is
-        # read back before it counts.
+        # The draft's name is fixed, so that drafts of writers that died do not pile up. If two processes write at once,
+        # the damage is found when the file is read back.
         draft = path / f".{safe_name(name)}.draft"
         draft.unlink(missing_ok=True)
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -150,10 +150,10 @@ class LocalStorage:
             try:
                 size = sum(_write_all(descriptor, chunk) for chunk in chunks)
                 os.fsync(descriptor)
-                # What is read back later comes from the device, and the cache is left to training.
+                # Drop the pages, so that reading back reads the device, and training keeps the page cache.
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
-                os.close(descriptor)  # NFS may tell of a failed write only here
+                os.close(descriptor)  # NFS may report a failed write only on close
             os.replace(draft, path / name)
         except BaseException:
             draft.unlink(missing_ok=True)
@@ -172,13 +172,13 @@ class LocalStorage:
         path = self._root / safe_name(folder)
         for draft in path.glob(".*"):
             draft.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # NFS keeps a removed file that somebody has open, hidden
+        with contextlib.suppress(OSError):  # on NFS a removed file that is still open stays as a hidden file
             path.rmdir()
             _sync_folder(self._root)
 
 
 class FsspecStorage:
-    """A store that fsspec reaches. There is no rename and no fsync: an object counts once it is uploaded whole."""
+    """An object store that fsspec reaches, which has no rename and no fsync; sizes are checked after each upload."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -209,27 +209,25 @@ class FsspecStorage:
         }
 
     def _listed(self, path: str) -> list[tuple[str, dict[str, Any]]]:
-        try:
+        entries: list[dict[str, Any]] = []
+        with contextlib.suppress(FileNotFoundError), _as_os_error(path):
             self._fs.invalidate_cache()
-            entries: list[dict[str, Any]] = self._fs.ls(path, detail=True)
-        except FileNotFoundError:
-            return []
-        except Exception as error:
-            raise _as_os_error(error, path) from error
+            entries = self._fs.ls(path, detail=True)
         named = ((str(entry["name"]).rstrip("/").rpartition("/")[2], entry) for entry in entries[:MOST_FILES])
         return [(name, entry) for name, entry in named if name]
 
+    def _path(self, folder: str, name: str) -> str:
+        return f"{self._root}/{safe_name(folder)}/{safe_name(name)}"
+
     def open(self, folder: str, name: str) -> Readable:
-        path = f"{self._root}/{safe_name(folder)}/{safe_name(name)}"
-        try:
+        path = self._path(folder, name)
+        with _as_os_error(path):
             return _Wrapped(self._fs.open(path, "rb"), path)
-        except Exception as error:
-            raise _as_os_error(error, path) from error
 
     def write(self, folder: str, name: str, chunks: Iterable[Bytes]) -> int:
-        path = f"{self._root}/{safe_name(folder)}/{safe_name(name)}"
+        path = self._path(folder, name)
         size = 0
-        try:
+        with _as_os_error(path):
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             file = self._fs.open(path, "wb")
             try:
@@ -245,38 +243,29 @@ class FsspecStorage:
             file.close()
             self._fs.invalidate_cache()
             stored = int(self._fs.info(path)["size"])
-        except Exception as error:
-            raise _as_os_error(error, path) from error
-        if stored != size:
-            raise OSError(errno.EIO, f"the store holds {stored} of {size} bytes", path)
+            if stored != size:
+                raise OSError(errno.EIO, f"the store holds {stored} of {size} bytes", path)
         return size
 
     def remove(self, folder: str, names: Iterable[str]) -> None:
-        for name in names:
-            path = f"{self._root}/{safe_name(folder)}/{safe_name(name)}"
-            try:
+        for path in (self._path(folder, name) for name in names):
+            with contextlib.suppress(FileNotFoundError), _as_os_error(path):
                 self._fs.rm_file(path)
-            except FileNotFoundError:
-                continue
-            except Exception as error:
-                raise _as_os_error(error, path) from error
 
     def remove_folder(self, folder: str) -> None:
-        with contextlib.suppress(Exception):  # object stores have no folders
+        with contextlib.suppress(Exception):  # most object stores have no folders to remove
             self._fs.rmdir(f"{self._root}/{safe_name(folder)}")
 
 
 class _Wrapped:
-    """A file of fsspec whose faults, of many kinds, are OSError."""
+    """A file of fsspec whose faults are raised as OSError."""
 
     def __init__(self, file: Any, path: str) -> None:
         self._file, self._path = file, path
 
     def read(self, size: int) -> bytes:
-        try:
+        with _as_os_error(self._path):
             return self._file.read(size)
-        except Exception as error:
-            raise _as_os_error(error, self._path) from error
 
     def readinto(self, target: memoryview) -> int:
         found = self.read(len(target))
@@ -284,20 +273,23 @@ class _Wrapped:
         return len(found)
 
     def seek(self, offset: int) -> object:
-        try:
+        with _as_os_error(self._path):
             return self._file.seek(offset)
-        except Exception as error:
-            raise _as_os_error(error, self._path) from error
 
     def close(self) -> None:
         self._file.close()
 
 
-def _as_os_error(error: Exception, path: str) -> OSError:
-    if isinstance(error, OSError):
-        return error
-    lines = str(error).splitlines() or [""]
-    return OSError(errno.EIO, f"{type(error).__name__} {lines[0][:200]}".strip(), path)
+@contextlib.contextmanager
+def _as_os_error(path: str) -> Generator[None]:
+    """Raise an error of any other kind, as fsspec's plugins have them, as an OSError about ``path``."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        raise OSError(errno.EIO, f"{type(error).__name__} {lines[0][:200]}".strip(), path) from error
 
 
 def _write_all(descriptor: int, chunk: Bytes) -> int:
@@ -312,7 +304,7 @@ def _write_all(descriptor: int, chunk: Bytes) -> int:
 
 
 def _make(path: Path) -> None:
-    """Make a folder so that it is still there after a power cut."""
+    """Make a folder and sync its parent, so that it survives a power cut."""
     if path.is_dir():
         return
     _make(path.parent)

@@ -1,4 +1,4 @@
-"""Which of the saved steps go to storage. Pure: times are arguments, in seconds."""
+"""Decides which of the saved steps go to storage. Pure: times are arguments, in seconds."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from keepstep.checkpoint.storage.cost import MOST_STEPS, Costs, Limits, best_int
 from keepstep.core.errors import CheckpointError
 
 _DAY_S = 86400.0
-_MEASURED = 8  # saves before an interval is reckoned
+_MEASURED = 8  # saves that are measured before an interval is computed
 _REMEMBERED = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Storing:
-    """That steps are brought to storage.
+    """Where and how often steps are brought to storage.
 
     Attributes:
-        where: a path or URL.
-        every: steps from one to the next; 0: only those that the script asks for; None: by the cost model.
-        failures_per_day: of the whole job, for the cost model.
+        where: path or URL of the storage.
+        every: steps between two that go to storage; 0: only those that the script asks for; None: the cost model
+            decides.
+        failures_per_day: failures of the whole job, for the cost model.
     """
 
     where: str
@@ -31,13 +32,13 @@ class Storing:
 
 
 class Cadence:
-    """When a step is due. All ranks ask with the same steps and agree on intervals, so all get the same answers."""
+    """Says when a step is due. Ranks pass the same steps and agree on intervals, so all get the same answers."""
 
     def __init__(self, storing: Storing) -> None:
         self._failures_per_day = storing.failures_per_day
         self._auto = storing.every is None
         self.steps = storing.every or 0
-        """From one to the next; 0: not known yet, or never."""
+        """Steps between two that go to storage; 0: not known yet, or never."""
         self._last = 0
         self._saves = 0
         self._noted: tuple[int, float] | None = None
@@ -47,16 +48,16 @@ class Cadence:
         self._stored_s = 0.0
 
     def begin(self, step: int) -> None:
-        """An incarnation begins after ``step``."""
+        """Begin an incarnation, which goes on after ``step``."""
         self._last, self._saves, self._noted, self._wanted_s = step, 0, None, None
 
     def note(self, step: int, now_s: float, blocked_s: float, *, pending: bool) -> None:
-        """A save begins.
+        """Measure the time between saves, at the beginning of a save.
 
         Args:
-            step: that is saved.
-            now_s: any steady clock.
-            blocked_s: how long training waited for the save before.
+            step: the step that is saved.
+            now_s: the time of any steady clock.
+            blocked_s: how long training waited for the previous save.
             pending: whether a step is on its way to storage.
         """
         self._saves += 1
@@ -69,13 +70,13 @@ class Cadence:
             self._stored_s, self._wanted_s = now_s - self._wanted_s, None
 
     def due(self, step: int) -> bool:
-        """Whether the step is to go to storage."""
+        """Whether the step is due to go to storage."""
         if self._auto and not self.steps:
             return self._saves > _MEASURED
         return self.steps > 0 and step // self.steps > self._last // self.steps
 
     def proposal(self) -> int:
-        """What this rank would have as the interval, in steps; 0 when it is not reckoned."""
+        """The interval that this rank proposes, in steps; 0 when it has none to propose."""
         if not self._auto or not self._step_s:
             return 0
         try:
@@ -91,10 +92,10 @@ class Cadence:
             return MOST_STEPS
 
     def agree(self, proposals: Iterable[int]) -> None:
-        """Take the longest of what the ranks would have."""
+        """Set the interval to the longest that a rank proposes."""
         if self._auto:
             self.steps = max(proposals)
 
     def accepted(self, step: int, now_s: float) -> None:
-        """The step goes to storage."""
+        """Note that all ranks bring the step to storage."""
         self._last, self._wanted_s = step, now_s

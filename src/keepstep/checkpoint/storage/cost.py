@@ -1,7 +1,7 @@
 """How often to checkpoint, and what saving and loading cost. Pure: all times in seconds, sizes in bytes.
 
 The interval follows FlashRecovery (§II, equations 1 to 4; §III-F, equation 5), the sizes and load times TRANSOM
-(§IV-C, equations 1 to 3). Both take each failure to strike at a moment of its own, evenly over the interval.
+(§IV-C, equations 1 to 3). Both assume that failures are independent and spread evenly over the interval.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ MOST_STEPS = 10**12
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a job's checkpoints and failures cost.
+    """The terms that say what a job's checkpoints and failures cost.
 
     Attributes:
-        period_s: training time that is looked at (the paper's d).
+        period_s: length of the period that is considered (the paper's d).
         failures: failures of the whole job in that period (m); above 0.
         recovery_s: one failure's detection, replacement and restart, without lost work (s0).
         checkpoint_s: what one checkpoint adds to the training's time (k0): all of the copy when training waits
@@ -27,7 +27,7 @@ class Costs:
         step_s: one training step (τ).
 
     Raises:
-        CheckpointError: a value that is not finite, negative, or 0 where it divides.
+        CheckpointError: a value is not finite, negative, or 0 where it divides.
     """
 
     period_s: float
@@ -44,10 +44,10 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What keeps an interval from being as short as the costs alone would have it.
+    """Lower limits for an interval, beside what is optimal by the costs alone.
 
     Attributes:
-        copy_s: duration of the copy to memory, hidden or not; the next one starts after it.
+        copy_s: duration of the copy to memory, hidden or not; the next checkpoint begins after it.
         backup_s: time to bring one checkpoint of a node to its neighbour.
         slowdown: largest share of the training's time that checkpoints may add, above 0.
     """
@@ -66,11 +66,11 @@ class Interval:
 
     Attributes:
         steps: steps from one checkpoint to the next, at least 1.
-        optimum_steps: t* without limits, as the equation gives it.
+        optimum_steps: the optimum t* that the equation gives without limits.
         decided_by: ``optimum``, or the limit that asks for more steps: ``step``, ``copy``, ``backup``, ``slowdown``.
         saving_s: time that checkpoints add.
-        lost_s: work done twice after failures.
-        recovery_s: time of the recoveries themselves.
+        lost_s: time of work that is repeated after failures.
+        recovery_s: time that the recoveries themselves take.
     """
 
     steps: int
@@ -82,7 +82,7 @@ class Interval:
 
     @property
     def total_s(self) -> float:
-        """F(t) of the paper."""
+        """The total cost over the period, F(t) in the paper."""
         return self.saving_s + self.lost_s + self.recovery_s
 
 
@@ -96,12 +96,12 @@ def total_cost_s(costs: Costs, steps: float) -> float:
 
 
 def optimal_steps(costs: Costs) -> float:
-    """t* = sqrt(2·d·k0/m)/τ: the interval in steps at which F is least; 0 when checkpoints cost nothing."""
+    """t* = sqrt(2·d·k0/m)/τ: the interval in steps that minimizes F; 0 when checkpoints cost nothing."""
     return math.sqrt(2 * costs.period_s * costs.checkpoint_s / costs.failures) / costs.step_s
 
 
 def kept_cost_s(costs: Costs) -> float:
-    """F = m·(s0 + τ) + d/τ·k0: equation 5, where each failure costs its step and each step is saved, for k0."""
+    """F = m·(s0 + τ) + d/τ·k0 (equation 5): the cost when every step is saved and a failure loses only its step."""
     return (
         costs.failures * (costs.recovery_s + costs.step_s)
         + costs.period_s / costs.step_s * costs.checkpoint_s
@@ -112,7 +112,7 @@ def best_interval(costs: Costs, limits: Limits | None = None) -> Interval:
     """The whole number of steps with the least total cost that the limits allow.
 
     Raises:
-        CheckpointError: the interval would be longer than ``MOST_STEPS``: a term has a wrong unit.
+        CheckpointError: the interval would be longer than ``MOST_STEPS``, so a term must have a wrong unit.
     """
     limits = limits or Limits()
     least = {
@@ -128,7 +128,7 @@ def best_interval(costs: Costs, limits: Limits | None = None) -> Interval:
             f"an interval of {max(optimum, least[decided_by]):.3g} steps cannot be meant; check the units: "
             f"period {costs.period_s:g} s, checkpoint {costs.checkpoint_s:g} s, step {costs.step_s:g} s"
         )
-    # F is convex: the best whole number is beside the optimum, or the least that is allowed.
+    # Because F is convex, the best whole number is next to the optimum, or the smallest that is allowed.
     floor = math.ceil(least[decided_by])
     around = {max(floor, math.floor(optimum)), max(floor, math.ceil(optimum))}
     steps = min(sorted(around), key=lambda count: total_cost_s(costs, count))
@@ -147,20 +147,20 @@ def best_interval(costs: Costs, limits: Limits | None = None) -> Interval:
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """A model trained with a sharded optimizer (ZeRO) and mixed precision, as TRANSOM reckons it.
+    """Sizes of a model trained with a sharded optimizer (ZeRO) and mixed precision, by TRANSOM's equations.
 
-    Every rank saves its part of the optimizer's state; of the ranks that hold the same weights, one saves them.
+    Every rank saves its part of the optimizer's state; weights that several ranks hold are saved by one of them.
 
     Attributes:
-        parameters: P.
-        nodes: N.
-        data_parallel: DP; up to ``ranks_per_node``, or a multiple of it.
-        ranks_per_node: 8 in the paper.
+        parameters: number of parameters (P).
+        nodes: number of nodes (N).
+        data_parallel: data-parallel size (DP); at most ``ranks_per_node``, or a multiple of it.
+        ranks_per_node: ranks of a node, 8 in the paper.
         weight_bytes: bytes of a parameter's weight, 2 in the paper.
         optimizer_bytes: bytes of a parameter's optimizer state, 12 in the paper.
 
     Raises:
-        CheckpointError: sizes that do not fit together.
+        CheckpointError: the sizes do not fit together.
     """
 
     parameters: float
@@ -189,43 +189,39 @@ class ShardedModel:
 
     @property
     def ranks(self) -> int:
-        """World size, g·N with g ranks a node."""
+        """The world size: nodes times ranks of a node."""
         return self.nodes * self.ranks_per_node
 
     @property
     def rank_weight_bytes(self) -> float:
-        """The weights that one rank holds."""
+        """Bytes of the weights that one rank holds."""
         return self.weight_bytes * self.parameters * self.data_parallel / self.ranks
 
     @property
     def rank_optimizer_bytes(self) -> float:
-        """The optimizer state that one rank holds."""
+        """Bytes of the optimizer state that one rank holds."""
         return self.optimizer_bytes * self.parameters / self.ranks
 
     @property
     def most_saved_bytes(self) -> float:
-        """Equation 1: the most that one rank saves; each rank loads as much."""
+        """The most bytes that one rank saves (equation 1); each rank loads as many."""
         return self.rank_weight_bytes + self.rank_optimizer_bytes
 
     @property
     def saved_bytes(self) -> float:
-        """What all ranks save together."""
+        """Bytes that all ranks save together."""
         return (self.weight_bytes + self.optimizer_bytes) * self.parameters
 
-    def save_s(self, bandwidth: float) -> float:
-        """Time of the slowest rank's save at ``bandwidth``, bytes a second of one rank."""
-        return self.most_saved_bytes / bandwidth
-
     def load_s(self, memory_bandwidth: float, node_bandwidth: float) -> float:
-        """Equation 3: time to load from the nodes' caches.
+        """Time to load from the nodes' caches (equation 3).
 
-        With DP above the ranks of a node the weights lie on one node of each DP group: it sends them to all others
-        one after the other, once a node. As in the paper, the copy out of memory is then counted for the optimizer's
-        state only.
+        When the data-parallel size exceeds the ranks of a node, only one node of each data-parallel group holds the
+        weights, and it sends them to the other nodes one after the other. As in the paper, the copy out of memory is
+        then counted for the optimizer's state only.
 
         Args:
-            memory_bandwidth: bytes a second of one rank.
-            node_bandwidth: bytes a second of a node's network.
+            memory_bandwidth: bytes per second that one rank copies from memory.
+            node_bandwidth: bytes per second of a node's network.
         """
         if self.data_parallel <= self.ranks_per_node:
             return self.most_saved_bytes / memory_bandwidth
@@ -237,7 +233,7 @@ class ShardedModel:
 
 
 def save_gain(memory_bandwidth: float, storage_bandwidth: float) -> float:
-    """Equation 2: how many times faster a save to memory is than one to storage, for each rank alike."""
+    """How many times faster a save to memory is than one to storage (equation 2), the same for each rank."""
     return memory_bandwidth / storage_bandwidth
 
 

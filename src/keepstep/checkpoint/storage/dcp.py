@@ -47,15 +47,7 @@ from keepstep.checkpoint.state import DTYPES, flatten, laid_out, tensor_of
 from keepstep.checkpoint.storage.backend import Storage, open_storage
 from keepstep.checkpoint.storage.manifest import Count, Manifest, folder_name, key_of, key_text
 from keepstep.checkpoint.storage.persist import Incomplete, conclude, remove, write_checked, write_shard
-from keepstep.checkpoint.storage.read import (
-    check_file,
-    header_of,
-    look,
-    read_storages,
-    read_whole,
-    scan,
-    why,
-)
+from keepstep.checkpoint.storage.read import ShardReader, check_file, look, read_whole, scan, why
 from keepstep.core.errors import CheckpointError
 
 DCP_FILE = "dcp.json"
@@ -260,17 +252,18 @@ class DcpReader(StorageReader):
         assert self._manifest
         if rank >= self._manifest.world_size:
             raise CheckpointError(f"{DCP_FILE} refers to rank {rank} of {self._manifest.world_size}")
-        _, header = header_of(self._storage, self._manifest, rank)
-        entries = dict(zip(tensor_paths(header), header.tensors, strict=True))
+        reader = ShardReader(self._storage, self._manifest, rank)
+        entries = dict(zip(tensor_paths(reader.header), reader.header.tensors, strict=True))
         wanted: dict[int, list[tuple[TensorEntry, ReadItem]]] = {}
         for name, item in items:
             if name not in entries:
                 raise CheckpointError(f"{DCP_FILE} refers to {name[:100]!r}, which rank {rank} has not")
             wanted.setdefault(entries[name].storage, []).append((entries[name], item))
-        for storage, data in read_storages(self._storage, self._manifest, rank, wanted):
-            whole = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-            for entry, item in wanted[storage]:
-                _give(tensor_of(entry, whole), item, planner)
+        for storage, parts in wanted.items():
+            whole = torch.empty(reader.header.storages[storage].nbytes, dtype=torch.uint8)
+            for _ in reader.read({storage: memoryview(cast("Any", whole.numpy()))}):
+                for entry, item in parts:
+                    _give(tensor_of(entry, whole), item, planner)
 
 
 def _give(tensor: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from keepstep.checkpoint.header import tensor_paths
 from keepstep.checkpoint.state import DTYPES, build, tensor_of
 from keepstep.checkpoint.storage.backend import Storage
-from keepstep.checkpoint.storage.export import view
+from keepstep.checkpoint.storage.export_safetensors import view
 from keepstep.checkpoint.storage.global_view import Block, WholeTensor
 from keepstep.checkpoint.storage.manifest import Manifest
 from keepstep.checkpoint.storage.read import StoredShard, read_shard
@@ -140,8 +140,7 @@ class _Collected:
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(chunk, properties, entry.size),
         )
-        where = tuple(slice(at, at + size) for at, size in zip(block.local, block.sizes, strict=True))
-        found.append((item, tensor[where]))
+        found.append((item, tensor[block.slices(block.local)]))
 
     def _add_plain(
         self, found: _Items, rank: int, name: str, place: tuple[str | int, ...], value: Any

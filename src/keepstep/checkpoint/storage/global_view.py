@@ -35,6 +35,10 @@ class Block:
     whole: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    def slices(self, begin: tuple[int, ...]) -> tuple[slice, ...]:
+        """Index for the block's elements in an array in which they begin at ``begin``: ``local`` or ``whole``."""
+        return tuple(slice(at, at + size) for at, size in zip(begin, self.sizes, strict=True))
+
 
 @dataclass(slots=True)
 class WholeTensor:
@@ -174,7 +178,7 @@ def _part(runs: list[Run], factor: int, count: int, at: int) -> list[Run]:
 
 
 def _chunk(runs: list[Run], chunks: int, at: int) -> Iterator[Run]:
-    """The ``at``-th of ``chunks`` parts as ``torch.chunk`` cuts them: equal, the last ones shorter or empty."""
+    """The ``at``-th of ``chunks`` parts of the runs, cut as by ``torch.chunk``: the last may be shorter or empty."""
     size = -(-sum(count for _, count in runs) // chunks)
     first, behind = at * size, (at + 1) * size
     passed = 0

@@ -79,7 +79,7 @@ def folder_name(key: Key) -> str:
 
 
 def key_text(key: Key) -> str:
-    """A step in messages: ``step 18422 (incarnation 3)``."""
+    """The name of a step for messages: ``step 18422 (incarnation 3)``."""
     return f"step {key.step} (incarnation {key.incarnation})"
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import msgspec
 
-from keepstep.checkpoint import native
 from keepstep.checkpoint.header import MOST_HEADER_BYTES, StateHeader, encode_header
-from keepstep.checkpoint.memory.slots import Key, SnapshotDamaged
+from keepstep.checkpoint.memory.slots import Key, SnapshotDamaged, damaged_storages
 from keepstep.checkpoint.storage.backend import Bytes, Storage, safe_name
 from keepstep.checkpoint.storage.manifest import (
     MANIFEST,
@@ -49,7 +47,7 @@ Source = Callable[[Key, int], AbstractContextManager[tuple[StateHeader, memoryvi
 
 
 class Incomplete(Exception):
-    """Parts of a step are not on storage yet."""
+    """Parts of a step, or its manifest, are not on storage yet."""
 
 
 class Damaged(CheckpointError):
@@ -212,28 +210,20 @@ class Persister:
             self._listed = self._listed and not remove_others
             self._changed.notify()
 
-    def sealed(self, key: Key, rank: int) -> None:
-        """Say that a rank's part of a step is sealed in the node's cache."""
+    def follow(
+        self, sealed: Iterable[tuple[Key, int]], gone: Iterable[tuple[Key, int]] = ()
+    ) -> frozenset[Key]:
+        """Note which states, by key and rank, were sealed in the cache and which are gone from it.
+
+        Returns the steps that the cache must keep.
+        """
         with self._changed:
-            self._plan.sealed(key, rank)
+            for key, rank in sealed:
+                self._plan.sealed(key, rank)
+            for key, rank in gone:
+                self._plan.evicted(key, rank)
             self._changed.notify()
-
-    def evicted(self, key: Key, rank: int) -> None:
-        """Say that a rank's part of a step is not in the cache any more."""
-        with self._changed:
-            self._plan.evicted(key, rank)
-
-    @property
-    def pinned(self) -> frozenset[Key]:
-        """Steps that the cache must keep."""
-        with self._changed:
             return self._plan.pinned
-
-    @property
-    def stored(self) -> frozenset[Key]:
-        """Wanted steps that are whole on storage."""
-        with self._changed:
-            return self._plan.stored
 
     @property
     def whole(self) -> frozenset[Key] | None:
@@ -277,28 +267,24 @@ class Persister:
             task = self._plan.next(self._clock.now_s())
         if task is None:
             return False
+        failure: Exception | None = None
         try:
             self._carry_out(task)
-        except Damaged as error:
-            with self._changed:
-                self._plan.again(task.key, error.rank)
-                self._plan.failed(task, str(error), self._clock.now_s())
-        except Incomplete:
-            with self._changed:
-                assert isinstance(task, Conclude)
-                self._plan.waits(task, self._clock.now_s())
-        except SnapshotDamaged as error:
-            with self._changed:
-                self._plan.failed(task, str(error), self._clock.now_s())
-                if isinstance(task, WriteShard):
-                    self._damaged.add((task.key, task.rank))
         except Exception as error:  # whatever a cache or a storage raises must not end the thread
-            log.warning("%s: %s: %s", self._storage.where, task, error, exc_info=_unexpected(error))
-            with self._changed:
-                self._plan.failed(task, _in_a_line(error), self._clock.now_s())
-        else:
-            with self._changed:
+            failure = error
+            if not isinstance(error, Damaged | Incomplete | SnapshotDamaged):
+                log.warning("%s: %s: %s", self._storage.where, task, error, exc_info=_unexpected(error))
+        with self._changed:
+            if failure is None:
                 self._plan.done(task)
+            elif isinstance(failure, Incomplete) and isinstance(task, Conclude):
+                self._plan.waits(task, self._clock.now_s())
+            else:
+                self._plan.failed(task, _in_a_line(failure), self._clock.now_s())
+            if isinstance(failure, Damaged):
+                self._plan.again(task.key, failure.rank)
+            if isinstance(failure, SnapshotDamaged) and isinstance(task, WriteShard):
+                self._damaged.add((task.key, task.rank))
         return True
 
     def _run(self) -> None:
@@ -363,15 +349,10 @@ def _is_there(storage: Storage, folder: str, header: StateHeader) -> bool:
 
 
 def _check_source(header: StateHeader, data: memoryview) -> None:
-    plan = array("Q")
-    for storage in header.storages:
-        plan.extend((storage.offset, storage.nbytes))
-    for index, found in enumerate(native.checksums(data, plan)):
-        if found != header.storages[index].checksum:
-            raise SnapshotDamaged(
-                f"storage {index} in the cache is not what the snapshot of rank {header.rank} at step "
-                f"{header.step} was"
-            )
+    for index in damaged_storages(data, header, begin=0):
+        raise SnapshotDamaged(
+            f"storage {index} in the cache is not what the snapshot of rank {header.rank} at step {header.step} was"
+        )
 
 
 def write_checked(storage: Storage, folder: str, name: str, content: bytes) -> StoredFile:

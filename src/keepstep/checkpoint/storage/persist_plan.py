@@ -1,8 +1,8 @@
-"""What to write to storage next, without I/O: the steps that are there are brought towards the steps that are wanted.
+"""Plans what to write to storage next, without I/O.
 
-Wanted steps are declared, not ordered: what is wanted, sealed in the node's cache and not on storage yet is written,
-tried again for as long as it is wanted, and pinned in the cache meanwhile. The oldest comes first. A later save never
-takes a wanted step's place; only a declaration without it does.
+The steps that are wanted on storage are declared as a set. A step that is wanted, sealed in the node's cache and not on
+storage yet is written, tried again for as long as it is wanted, and pinned in the cache meanwhile. The oldest step
+comes first. A later save never replaces a wanted step; only a declaration without that step gives it up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class WriteShard:
 
 @dataclass(frozen=True, slots=True)
 class Conclude:
-    """See whether all parts of a step are there; the leader then writes the manifest, the others look for it."""
+    """Check whether all parts of a step are there; then the leader writes the manifest, other nodes wait for it."""
 
     key: Key
 
@@ -42,9 +42,9 @@ Task = WriteShard | Conclude | Remove
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Delays between tries: doubled from the first to the longest, each shortened by up to half by chance.
+    """Delays between tries: doubled from the first to the longest, each shortened at random by up to half.
 
-    ``longest_wait_s``: the longest between looks for other nodes' parts.
+    ``longest_wait_s`` is the longest delay between two checks for other nodes' parts.
     """
 
     first_s: float = 1.0
@@ -52,7 +52,7 @@ class Backoff:
     longest_wait_s: float = 15.0
 
     def delay_s(self, failures: int, chance: float) -> float:
-        """After the ``failures``-th failure in a row; ``chance`` in 0 to 1."""
+        """The delay after the ``failures``-th failure in a row; ``chance`` is a random number from 0 to 1."""
         return min(self.longest_s, self.first_s * 2.0 ** min(failures - 1, 60)) * (0.5 + 0.5 * chance)
 
 
@@ -68,9 +68,10 @@ class PersistPlan:
     """The plan of one node. Times are seconds of any steady clock.
 
     Args:
-        ranks: the node's ranks.
-        leader: whether this node writes manifests and removes; true for one node of the job.
-        seed: of the jitter between tries.
+        ranks: ranks that run on the node.
+        leader: whether this node writes manifests and removes steps; true for one node of the job.
+        backoff: delays between tries.
+        seed: seed of the random numbers that shorten delays.
     """
 
     def __init__(
@@ -89,11 +90,11 @@ class PersistPlan:
         self._flying: set[Task] = set()
 
     def want(self, keys: Iterable[Key], *, remove_others: bool = False) -> None:
-        """Declare the steps that are to be on storage; replaces what was declared before.
+        """Declare the steps that are to be on storage, in place of those declared before.
 
         Args:
             keys: all steps that are wanted.
-            remove_others: remove steps that are not wanted from storage, once a newer wanted one is whole there.
+            remove_others: whether to remove all other steps from storage, once a newer wanted step is whole there.
         """
         self._wanted = set(keys)
         self._remove_others = remove_others
@@ -104,22 +105,22 @@ class PersistPlan:
         }
 
     def sealed(self, key: Key, rank: int) -> None:
-        """A rank's part of a step is whole in the node's cache."""
+        """Note that a rank's part of a step is whole in the node's cache."""
         self._sealed.setdefault(key, set()).add(rank)
 
     def evicted(self, key: Key, rank: int) -> None:
-        """It is not in the cache any more."""
+        """Note that a rank's part of a step is not in the cache any more."""
         ranks = self._sealed.get(key, set())
         ranks.discard(rank)
         if not ranks:
             self._sealed.pop(key, None)
 
     def listed(self, stored: Mapping[Key, bool]) -> None:
-        """All steps found on storage: True for those with a manifest."""
+        """Note all steps found on storage, with True for those that are whole."""
         self._stored = dict(stored)
 
     def next(self, now_s: float) -> Task | None:
-        """The task to begin now; it is in flight until ``done`` or ``failed``. None: nothing is due."""
+        """The task to begin now, in flight until ``done``, ``failed`` or ``waits``; None when none is due."""
         for task in self._due():
             if task not in self._flying and self._not_before_s(task) <= now_s:
                 self._flying.add(task)
@@ -127,13 +128,13 @@ class PersistPlan:
         return None
 
     def wake_s(self) -> float | None:
-        """When the next task that is not in flight is due; None without one."""
+        """The time at which the next task that is not in flight is due; None when there is no such task."""
         return min(
             (self._not_before_s(task) for task in self._due() if task not in self._flying), default=None
         )
 
     def done(self, task: Task) -> None:
-        """The task was carried out."""
+        """Note that a task was carried out."""
         self._flying.discard(task)
         self._tries.pop(task, None)
         if isinstance(task, WriteShard):
@@ -144,7 +145,7 @@ class PersistPlan:
             self._stored.pop(task.key, None)
 
     def failed(self, task: Task, error: str, now_s: float) -> None:
-        """The task failed and is tried again later."""
+        """Note that a task failed; it is tried again later."""
         self._flying.discard(task)
         tries = self._tries.setdefault(task, _Tries())
         tries.failures += 1
@@ -152,7 +153,7 @@ class PersistPlan:
         tries.not_before_s = now_s + self._backoff.delay_s(tries.failures, self._chance.random())
 
     def waits(self, task: Conclude, now_s: float) -> None:
-        """Parts of the step are not there yet, which is no fault: look again later."""
+        """Note that other nodes' parts of the step are not on storage yet; this is no failure, and checked later."""
         self._flying.discard(task)
         tries = self._tries.setdefault(task, _Tries())
         tries.failures, tries.waits = 0, tries.waits + 1
@@ -161,20 +162,15 @@ class PersistPlan:
         )
 
     def again(self, key: Key, rank: int) -> None:
-        """A part that was written is not on storage as it was: write it again."""
+        """Have a part written again, because it is not on storage as it was written."""
         self._written.discard((key, rank))
 
     @property
     def pinned(self) -> frozenset[Key]:
-        """Steps that must stay in the node's cache: wanted, in it, and not whole on storage."""
+        """Steps that must stay in the node's cache, because they are wanted and not whole on storage."""
         return frozenset(
             key for key in self._wanted if self._sealed.get(key) and not self._stored.get(key, False)
         )
-
-    @property
-    def stored(self) -> frozenset[Key]:
-        """Wanted steps that are whole on storage."""
-        return frozenset(key for key in self._wanted if self._stored.get(key, False))
 
     @property
     def whole(self) -> frozenset[Key]:
@@ -182,7 +178,7 @@ class PersistPlan:
         return frozenset(key for key, whole in self._stored.items() if whole)
 
     def troubles(self, now_s: float) -> list[str]:
-        """What keeps wanted steps from storage, a line each; oldest step first."""
+        """A line for each thing that keeps a wanted step from storage; oldest step first."""
         lines: list[str] = []
         for task in sorted(self._tries, key=lambda one: one.key):
             tries = self._tries[task]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -100,7 +100,7 @@ def look(storage: StorageReader, key: Key) -> StoredStep:
 
 
 def verify(storage: StorageReader, manifest: Manifest) -> Iterator[str]:
-    """A line for every file that is not what the manifest says, each read to its last byte."""
+    """Read all files of a step to their last byte; yields a line for each that is not what the manifest says."""
     folder = folder_name(manifest.key)
     ranks = {header_file(rank): rank for rank in range(manifest.world_size)}
     for name, stored in sorted(manifest.files.items()):
@@ -185,7 +185,7 @@ def header_of(storage: StorageReader, manifest: Manifest, rank: int) -> tuple[Sh
 
 
 def read_whole(storage: StorageReader, folder: str, name: str, nbytes: int, most: int) -> bytes:
-    """A small file; at most one byte more than ``nbytes`` is read, so that a longer one is noticed."""
+    """The content of a small file; one byte more than ``nbytes`` is read, so that a longer file is noticed."""
     if nbytes > most:
         raise CheckpointError(f"{folder}/{name}: has {nbytes} bytes; at most {most} are read")
     content = bytearray()
@@ -195,23 +195,11 @@ def read_whole(storage: StorageReader, folder: str, name: str, nbytes: int, most
     return bytes(content)
 
 
-def read_storages(
-    storage: StorageReader, manifest: Manifest, rank: int, wanted: Iterable[int]
-) -> Iterator[tuple[int, bytearray]]:
-    """Some storages of a rank's state, each verified by the snapshot's own checksum, not by the file's.
-
-    Raises:
-        CheckpointError: a file is missing, cut short or changed; the message names it.
-    """
-    reader = ShardReader(storage, manifest, rank)
-    for index in wanted:
-        data = bytearray(reader.header.storages[index].nbytes)
-        for _ in reader.read({index: memoryview(data)}):
-            yield index, data
-
-
 class ShardReader:
-    """Reads a rank's state from storage, one storage of the state at a time; ``header`` was verified."""
+    """Reads a rank's state from storage, one storage of the state at a time; ``header`` was verified.
+
+    The bytes are verified by the snapshot's checksum of each storage, so that the file need not be read as a whole.
+    """
 
     def __init__(self, storage: StorageReader, manifest: Manifest, rank: int) -> None:
         """Raises CheckpointError, naming the file, when the header is missing, damaged, or cannot be read."""

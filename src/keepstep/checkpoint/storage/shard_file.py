@@ -50,7 +50,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class NamedPiece(NamedTuple):
-    """A piece as readers of safetensors see it."""
+    """A piece with the name, dtype and shape that readers of safetensors see, and its alignment in bytes."""
 
     piece: Piece
     name: str
@@ -75,7 +75,7 @@ class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def cut(header: StateHeader) -> list[NamedPiece]:
-    """The pieces of a state in file order: together each byte of each storage once."""
+    """Cut a state into pieces, in file order, which together cover each byte of each storage once."""
     claimed: list[list[NamedPiece]] = [[] for _ in header.storages]
     named = list(zip(header.tensors, tensor_paths(header), strict=True))
     for tensor, path in sorted(named, key=lambda one: not _contiguous(one[0])):
@@ -136,7 +136,7 @@ def safetensors_table(entries: list[Entry], about: dict[str, str]) -> bytes:
 
 
 def encode_shard(header: StateHeader, begin: int, pieces: list[NamedPiece], data: StoredFile) -> bytes:
-    """The JSON file of a rank whose safetensors file is ``data``."""
+    """The content of a rank's JSON file; ``data`` describes its safetensors file."""
     shard = ShardFile(data, begin, tuple(one.piece for one in pieces), msgspec.Raw(encode_header(header)))
     return msgspec.json.encode(with_own_checksum(shard, msgspec.json.encode)) + b"\n"
 

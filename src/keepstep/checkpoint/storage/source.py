@@ -32,6 +32,8 @@ _PATIENCE_S = 120.0  # how long a storage may fail: an NFS server that restarts 
 _LISTING_S = 30.0  # how long a listing that fails is tried again
 _FINAL = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)  # errors that another try does not mend
 
+_Seen = tuple[frozenset[Key], tuple[str, ...], int]
+
 
 class StorageSource:
     """A `StateSource` that offers the newest steps that are whole and were saved by a job of ``world_size`` ranks.
@@ -44,10 +46,7 @@ class StorageSource:
         self._patience_s = patience_s
         self._guard = threading.Lock()
         self._listed_s = -_LISTED_S
-        self._keys: frozenset[Key] = frozenset()
-        self._refused: tuple[str, ...] = ()
-        self._trouble = ""
-        self._incarnation = -1
+        self._seen: _Seen | CheckpointError = CheckpointError("")
         self._common: dict[Key, _Common] = {}
 
     @property
@@ -58,7 +57,7 @@ class StorageSource:
         """The steps offered to any rank. Raises CheckpointError when the storage cannot be listed."""
         return self.look()[0]
 
-    def look(self) -> tuple[frozenset[Key], tuple[str, ...], int]:
+    def look(self) -> _Seen:
         """The offered steps, a line for each newer step that is refused, and the highest incarnation seen (-1: none).
 
         Steps that were not written to the end are passed over without a word: nobody was promised them.
@@ -68,11 +67,15 @@ class StorageSource:
         """
         with self._guard:
             if time.monotonic() - self._listed_s >= _LISTED_S:
-                self._list()
+                try:
+                    until_s = time.monotonic() + min(self._patience_s, _LISTING_S)
+                    self._seen = read_again(self._list, until_s)
+                except CheckpointError as error:
+                    self._seen = error
                 self._listed_s = time.monotonic()
-            if self._trouble:
-                raise CheckpointError(self._trouble)
-            return self._keys, self._refused, self._incarnation
+            if isinstance(self._seen, CheckpointError):
+                raise CheckpointError(str(self._seen))
+            return self._seen
 
     def bring(self, key: Key, rank: int, room: Room) -> str:
         until_s = time.monotonic() + self._patience_s
@@ -95,16 +98,8 @@ class StorageSource:
                 incoming.seal()
         return self.where
 
-    def _list(self) -> None:
-        try:
-            until_s = time.monotonic() + min(self._patience_s, _LISTING_S)
-            self._keys, self._refused, self._incarnation = read_again(self._listed, until_s)
-            self._trouble = ""
-        except CheckpointError as error:
-            self._trouble = str(error)
-
-    def _listed(self) -> tuple[frozenset[Key], tuple[str, ...], int]:
-        """What `look` gives, read from the storage."""
+    def _list(self) -> _Seen:
+        """The result of `look`, read from the storage once."""
         whole: list[Key] = []
         refused: list[str] = []
         try:

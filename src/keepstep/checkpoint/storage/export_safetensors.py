@@ -109,11 +109,6 @@ def array_of(shard: StoredShard, tensor: TensorEntry) -> Array:
     )
 
 
-def block_of(array: Array, block: Block) -> Array:
-    """The elements of the block in ``array``, a rank's local part of the tensor."""
-    return array[tuple(slice(at, at + size) for at, size in zip(block.local, block.sizes, strict=True))]
-
-
 def _fingerprint(array: Array) -> bytes:
     return hashlib.sha256(array.tobytes(), usedforsecurity=False).digest()
 
@@ -134,8 +129,8 @@ def _fill(storage: Storage, manifest: Manifest, tensors: list[WholeTensor], path
     for rank, blocks in targets.items():
         shard = read_shard(storage, manifest, rank)
         for block, whole in blocks:
-            where = tuple(slice(at, at + size) for at, size in zip(block.whole, block.sizes, strict=True))
-            whole[where] = block_of(array_of(shard, shard.header.tensors[block.tensor]), block)
+            part = array_of(shard, shard.header.tensors[block.tensor])
+            whole[block.slices(block.whole)] = part[block.slices(block.local)]
     for whole in maps:
         whole.flush()
 

@@ -1,0 +1,108 @@
+"""Several ranks save and load together: what they agree on, and what stops all of them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.checkpoint.trainings import Ranks
+
+from keepstep.checkpoint import snapshot as module
+from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.snapshot import Snapshots
+
+pytestmark = pytest.mark.usefixtures("copy_engine")
+
+
+def test_ranks_that_got_differently_far_resume_together(served: Any) -> None:
+    def save(rank: int, snapshots: Snapshots) -> None:
+        for number in range(1, 6 if rank else 5):
+            snapshots.save({"w": torch.full((100,), number * 10.0 + rank)}, number)
+
+    def load(rank: int, snapshots: Snapshots) -> tuple[int | None, float, list[Key | None]]:
+        state = {"w": torch.zeros(100)}
+        return snapshots.load(state), state["w"][0].item(), snapshots._cache.held()
+
+    ranks = Ranks(3)
+    ranks.run(served, save)
+    for rank, (step, value, held) in enumerate(ranks.run(served, load, incarnation=1)):
+        assert (step, value) == (4, 40.0 + rank)
+        assert [key for key in held if key] == [Key(0, 4)]
+
+
+def test_ranks_on_several_nodes_tell_each_other_what_they_hold(served: Any) -> None:
+    def save(rank: int, snapshots: Snapshots) -> list[int]:
+        for number in range(1, 6):
+            snapshots.save({"w": rank}, number)
+        return sorted(key.step for key in snapshots._cache.held() if key)
+
+    ranks = Ranks(3)
+    assert ranks.run(served, save, one_node=False) == [[4, 5]] * 3
+    assert ranks.run(served, lambda _, found: found.load({"w": 0}), 1, one_node=False) == [5, 5, 5]
+
+
+def test_when_one_rank_finds_damage_all_take_the_snapshot_before(served: Any) -> None:
+    def save(rank: int, snapshots: Snapshots) -> None:
+        for number in (1, 2):
+            snapshots.save(
+                {"w": torch.full((5000,), number * 10.0 + rank), "seen": [number] * number}, number
+            )
+
+    def load(rank: int, snapshots: Snapshots) -> Any:
+        state = {"w": torch.zeros(5000), "seen": [0]}
+        return snapshots.load(state), state["w"].unique().tolist(), state["seen"]
+
+    ranks = Ranks(2)
+    ranks.run(served, save)
+    os.pwrite(served.cache.slots(1)[1], b"\xff", 7000)
+    assert ranks.run(served, load, incarnation=1) == [(1, [10.0], [1]), (1, [11.0], [1])]
+
+
+def test_a_rank_whose_state_differs_stops_all(served: Any) -> None:
+    ranks = Ranks(2)
+    ranks.run(served, lambda rank, snapshots: snapshots.save({"w": torch.ones(4)}, 1))
+    said = ranks.run(
+        served, lambda rank, snapshots: snapshots.load({"w": torch.ones(4 + rank)}), incarnation=1
+    )
+    assert said[0] == "another rank could not restore its state: see what it says"
+    assert said[1] == "w: the snapshot has float32 of (4,), the state torch.float32 of (5,)"
+
+
+def test_a_rank_without_a_snapshot_refuses_the_restore_of_all(served: Any) -> None:
+    def save(rank: int, snapshots: Snapshots) -> None:
+        for step in (1, 2, 3):
+            snapshots.save({"w": rank}, step)
+
+    ranks = Ranks(2)
+    ranks.run(served, save)
+    served.cache._slots.pop(1)
+    for said in ranks.run(served, lambda rank, snapshots: snapshots.load({"w": 0}), incarnation=1):
+        assert "ranks 0: step 2 of incarnation 0, step 3 of incarnation 0; ranks 1: nothing" in said
+
+
+def test_ranks_that_died_over_their_very_first_snapshot_begin_anew(
+    served: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = Ranks(2)
+    ranks.run(served, lambda rank, snapshots: snapshots.save({"w": rank}, 1))
+    served.cache._slots.pop(1)
+    assert ranks.run(served, lambda rank, snapshots: snapshots.load({"w": 0}), incarnation=1) == [None, None]
+    assert "begins anew" in capsys.readouterr().err
+
+
+def test_a_rank_that_saves_alone_is_told_and_keeps_what_all_may_need(
+    served: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.0)
+
+    def save(rank: int, snapshots: Snapshots) -> list[int]:
+        snapshots.save({"w": 0}, 1)
+        if rank == 0:
+            for number in (2, 3, 4):
+                snapshots.save({"w": 0}, number)
+        return sorted(key.step for key in snapshots._cache.held() if key)
+
+    assert Ranks(2).run(served, save)[0] == [1, 2]
+    assert "step 3 was not saved" in capsys.readouterr().err
