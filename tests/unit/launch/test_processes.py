@@ -1,16 +1,16 @@
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from keepstep.launch.command import addresses
 from keepstep.launch.command.meeting import Endpoint
-from keepstep.launch.workers.processes import exit_code, failing_status, low_priority, usual_priority
+from keepstep.launch.workers.processes import Child, exit_code, failing_status, give_priority
 
 
 def alone(code: str, **environ: str) -> str:
@@ -96,14 +96,44 @@ def test_a_low_priority_is_taken_back() -> None:
         if not autogroup.exists() or not autogroup.read_text():
             process.kill()
             pytest.skip("this kernel has no autogroups")
-        low_priority(process.pid)
-        assert autogroup.read_text().endswith("nice 19\n")
-        while not usual_priority(process.pid):
-            time.sleep(0.1)  # without privileges one change in a tenth of a second is allowed
-        assert autogroup.read_text().endswith("nice 0\n")
+        child = Child("sleep", process.pid, 0.0)
+
+        async def given(*, low: bool) -> tuple[str, bool]:
+            done = asyncio.Event()
+            give_priority(child, low=low, idle=True, then=done.set)
+            await done.wait()
+            return autogroup.read_text().split()[-1], os.sched_getscheduler(child.pid) == os.SCHED_IDLE
+
+        assert asyncio.run(given(low=True)) == ("19", os.geteuid() == 0)
+        assert asyncio.run(given(low=False)) == ("0", False)
         process.kill()
-    low_priority(process.pid)
-    assert usual_priority(process.pid)  # it is gone: there is nothing to be tried again
+    assert asyncio.run(_given_to_nobody(child))
+
+
+async def _given_to_nobody(child: Child) -> bool:
+    """Whether a process that has ended is not tried again."""
+    done = asyncio.Event()
+    give_priority(child, low=True, then=done.set)
+    return done.is_set()
+
+
+def test_the_newest_wish_for_a_priority_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    child, tried = Child("x", 1, 0.0), list[bool]()
+
+    def refuse_at_first(leader: int, low: bool, idle: bool) -> bool:
+        tried.append(low)
+        return len(tried) > 2
+
+    async def main() -> None:
+        done = asyncio.Event()
+        give_priority(child, low=True, then=done.set)
+        give_priority(child, low=False, then=done.set)
+        await done.wait()
+
+    monkeypatch.setattr("keepstep.launch.workers.processes._AGAIN_S", 0.0)
+    monkeypatch.setattr("keepstep.launch.workers.processes._set_priority", refuse_at_first)
+    asyncio.run(main())
+    assert tried == [True, False, False]
 
 
 def test_orphans_are_adopted_and_found() -> None:

@@ -10,7 +10,7 @@ import pytest
 from keepstep.launch.command.placement import LINKS, OURS, RING, Place
 from keepstep.launch.workers.rings import Rings
 from keepstep.ring import link_table
-from keepstep.ring.links import LinkReader
+from keepstep.ring.link_reader import LinkReader
 
 PLACE = Place(node_rank=0, first_rank=4, world_size=8, node_count=2, master_addr="a", master_port=1)
 

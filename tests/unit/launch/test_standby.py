@@ -36,9 +36,7 @@ def fresh(folder: Path, *words: str, **environ: str) -> Result:
     return done.returncode, done.stdout, done.stderr
 
 
-def by_standby(
-    folder: Path, *words: str, modules: tuple[str, ...] = (), own_session: bool = True, **environ: str
-) -> Result:
+def by_standby(folder: Path, *words: str, modules: tuple[str, ...] = (), **environ: str) -> Result:
     imports = folder / "imports.json"
     imports.write_text(json.dumps({"modules": modules, "environment": {}}))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -52,7 +50,7 @@ def by_standby(
                 env={**os.environ, "STALE": "1", **standby},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=own_session,
+                start_new_session=True,
             )
         try:
             assert ours.recv(4096) == b"warm"
@@ -167,20 +165,3 @@ def test_what_is_imported_ahead_sees_the_script_and_what_fails_is_left_to_it(tmp
     finally:
         del os.environ["PYTHONPATH"]
     assert mine == fresh(tmp_path, "job.py", "x", **environ)
-
-
-@pytest.mark.parametrize("own_session", [True, False])
-def test_only_the_standbys_own_autogroup_is_slowed_while_it_warms(tmp_path: Path, own_session: bool) -> None:
-    """Whoever shares a session shares its autogroup; in the first process's session there is none to be read."""
-    if not Path("/proc/self/autogroup").exists():
-        pytest.skip("this kernel has no autogroups")
-    seen = "open('/proc/self/autogroup').read().split()[2:]"
-    write(tmp_path, "ahead.py", f"seen = {seen}")
-    write(tmp_path, "job.py", f"import ahead\nprint(ahead.seen, {seen})")
-    os.environ["PYTHONPATH"] = str(tmp_path)
-    try:
-        code, out, err = by_standby(tmp_path, "job.py", modules=("ahead",), own_session=own_session)
-    finally:
-        del os.environ["PYTHONPATH"]
-    ours = Path("/proc/self/autogroup").read_text().split()[2:]
-    assert (code, out, err) == (0, f"['19'] {['0']}\n" if own_session else f"{ours} {ours}\n", "")

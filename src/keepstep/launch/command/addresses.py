@@ -1,4 +1,4 @@
-"""Which host an address means: this one or another, and how the others reach us."""
+"""Hosts, addresses and ports: whether one is this machine's, how other nodes reach it, which ports are free."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from keepstep.core.errors import RunError
+from keepstep.core.local_socket import listen
 from keepstep.core.own_address import ANYWHERE, address_towards
 from keepstep.launch.command.meeting import Endpoint
 
-_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # to connections, by the kernel
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # ports that the kernel gives to connections
 _LEAST_PORT = 10_000
 _PORTS_WANTED, _PORTS_TRIED = 1000, 16
 
@@ -48,9 +49,16 @@ def is_this_host(host: str) -> bool:
         return False
 
 
+def _socket(address: str, kind: socket.SocketKind) -> socket.socket:
+    """A socket of the address's family that may bind a port left in TIME_WAIT."""
+    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, kind)
+    if kind == socket.SOCK_STREAM:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return made
+
+
 def _can_bind(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with _socket(address, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address, 0))
             return True
@@ -59,10 +67,10 @@ def _can_bind(address: str) -> bool:
 
 
 def listen_address(endpoint: Endpoint) -> str:
-    """The address to bind for others that connect to ``endpoint``.
+    """The address to bind so that other nodes can connect to ``endpoint``.
 
-    Where this host's own name leads to its loopback address (a habit of some distributions), others see another
-    address behind it: the one on the way out.
+    Some distributions map a host's own name to its loopback address. Other nodes then see another address behind the
+    name: the one from which packets leave the machine.
     """
     addresses = resolve(endpoint.host)
     outside = [address for address in addresses if not is_loopback(address)]
@@ -73,7 +81,7 @@ def listen_address(endpoint: Endpoint) -> str:
 
 
 def own_address(given: str, other: str) -> str:
-    """Where other nodes reach this one: what was given, resolved once for all ranks, else on the way to ``other``."""
+    """The address at which other nodes reach this one: the given one, else the one that is used towards ``other``."""
     return listen_address(Endpoint(given, 0)) if given else address_towards(other)
 
 
@@ -86,37 +94,33 @@ def _is_numeric(host: str) -> bool:
 
 
 def is_taken(address: str, port: int) -> bool:
-    """Whether somebody listens there already."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Whether some process listens at the address already."""
+    with _socket(address, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, port))
-            probe.listen()  # binding alone succeeds where both sides allow the address to be used again
+            probe.listen()  # binding alone succeeds where both sides set SO_REUSEADDR
         except OSError as error:
             return error.errno == errno.EADDRINUSE
     return False
 
 
 def free_port(address: str) -> int:
-    """A TCP port that nobody listens on at the moment.
+    """A TCP port on which no process listens at the moment.
 
-    Not one of those that the kernel gives to connections, where others are free: such a port may be taken again before
-    whoever is told of it listens, seconds later.
+    Ports that the kernel gives to connections are avoided: seconds pass before the port is used, and the kernel may
+    have given it away by then.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in (*_lasting_ports(), 0, 0):
-        with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with _socket(address, socket.SOCK_STREAM) as probe, suppress(OSError):
             probe.bind((address, port))
             return int(probe.getsockname()[1])
-    with socket.socket(family, socket.SOCK_STREAM) as probe:  # the address is not of this machine (yet)
-        probe.bind(("::" if family == socket.AF_INET6 else "", 0))
+    with _socket(address, socket.SOCK_STREAM) as probe:  # the address is not of this machine (yet)
+        probe.bind(("::" if ":" in address else "", 0))
         return int(probe.getsockname()[1])
 
 
 def _lasting_ports() -> list[int]:
-    """Some that no connection is given."""
+    """Some ports that the kernel gives to no connection."""
     try:
         first, last = map(int, _GIVEN_PORTS.read_text().split())
     except (OSError, ValueError):
@@ -127,14 +131,11 @@ def _lasting_ports() -> list[int]:
 
 
 def claim_host(port: int) -> socket.socket | None:
-    """Become the one launcher of this machine that hosts the rendezvous at ``port``; None when another has.
+    """Become the one launcher of this machine that hosts the controller at ``port``; None when another one does.
 
-    The claim is a name in the kernel (abstract socket) that goes with the returned socket or the process.
+    The claim is a name in the kernel (abstract Unix socket) that ends with the returned socket or the process.
     """
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        claim.bind(f"\0keepstep-rendezvous-{port}")
-        return claim
+        return listen(f"keepstep-rendezvous-{port}")
     except OSError:
-        claim.close()
         return None

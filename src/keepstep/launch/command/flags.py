@@ -1,6 +1,6 @@
-"""The command line of ``keepstep run``: torchrun's flags, a few of our own, the script last.
+"""The command line of ``keepstep run``: torchrun's flags, those of keepstep, the script last.
 
-Only words become values here; what they mean together is settled in ``keepstep.launch.command.job``.
+Only words become values here; ``keepstep.launch.command.job`` checks what they mean together.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 
 from keepstep.core.errors import UsageError
 
-# Flags that steer parts of torchrun which have no counterpart here: accepted, and named once with -v.
 WITHOUT_MEANING = {
     "monitor_interval": "a worker's death is noticed at once",
     "start_method": "workers are started as programs",
     "event_log_handler": "events are kept in the run folder",
     "logs_specs": "logs go to the run folder or --log-dir",
 }
+"""Flags of torchrun that are accepted without effect, and why; each that is given is named once with -v."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class _Flag:
 
 
 def _words(text: str) -> list[str]:
-    """Split at commas; a doubled comma stands for one that belongs to a word."""
+    """Words between commas; a doubled comma stands for a comma inside a word."""
     return [word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")]
 
 
@@ -103,14 +103,13 @@ _GROUPS = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        message = message.replace(
-            "SCRIPT, ARGUMENTS", "SCRIPT"
-        )  # argparse counts the rest, which may be empty
+        # argparse also names the script's arguments as missing, although there need not be any.
+        message = message.replace("SCRIPT, ARGUMENTS", "SCRIPT")
         raise UsageError(f"run: {message}; see `keepstep run --help`")
 
 
 def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """The parser; torchrun's flags take their defaults from ``PET_<FLAG>`` in ``environ``, as there."""
+    """The command line's parser; as in torchrun, its flags take defaults from ``PET_<FLAG>`` in ``environ``."""
     result = _Parser(
         prog="keepstep run",
         usage="keepstep run [torchrun's flags] [own flags] SCRIPT [ARGUMENTS]",
@@ -210,7 +209,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace
 
 
 def without_meaning(given: argparse.Namespace) -> list[str]:
-    """Sentences about the given flags that have no effect here."""
+    """A sentence for each given flag of torchrun that has no effect."""
     usual = {flag.dest: flag.default for flag in (*_LIFE, *_LOGS)}
     return [
         f"--{name.replace('_', '-')} has no effect: {reason}"

@@ -1,4 +1,4 @@
-"""What one ``keepstep run`` is asked to do, checked: the command line and the settings become a ``Job``."""
+"""A checked request for one run: command line and settings become a ``Job``."""
 
 from __future__ import annotations
 
@@ -32,30 +32,6 @@ from keepstep.launch.command.worker_count import worker_count
 Number = TypeVar("Number", int, float)
 
 STDOUT, STDERR = 1, 2
-_OWN_FLAGS = (
-    "watch",
-    "check",
-    "validate",
-    "mitigate",
-    "on_hang",
-    "secret_file",
-    "tls_cert",
-    "tls_key",
-    "tls_ca",
-    "controller_listen",
-    "layout",
-    "checkpoint_dir",
-    "checkpoint_every",
-    "checkpoint_keep",
-    "checkpoint_backups",
-    "checkpoint_backup_rate",
-    "failure_domain",
-    "standbys",
-    "restart_budget",
-    "shrink_after_s",
-    "elect",
-    "in_place",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +45,25 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Where the workers' output goes. Masks: ``STDOUT`` | ``STDERR``, by local rank."""
+    """Where the workers' output goes.
+
+    Attributes:
+        redirects: for each local rank ``STDOUT`` | ``STDERR``: what goes into a file.
+        tees: likewise, what goes into a file and to the console.
+        shown: local ranks shown on the console; None: all.
+        stdout_words: lines of stdout with one of these words also go to a file of their own.
+        stderr_words: likewise for stderr.
+        log_dir: folder for logs instead of the run folder.
+        prefix: template of what stands before each line on the console; None: the usual one.
+    """
 
     redirects: tuple[int, ...]
     tees: tuple[int, ...]
-    shown: frozenset[int] | None  # local ranks shown on the console; None: all
+    shown: frozenset[int] | None
     stdout_words: tuple[str, ...]
     stderr_words: tuple[str, ...]
     log_dir: Path | None
-    prefix: str | None  # template of a tee's line prefix
+    prefix: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +82,11 @@ class Job:
     master_addr: str
     master_port: int  # 0: any free one
     max_restarts: int
-    shrink_after_s: float  # that a spare is waited for where the job may go on with fewer nodes
+    shrink_after_s: float  # how long a spare is waited for before the job goes on with fewer nodes
     restart_budget: Limits
-    standbys: int  # warm processes that wait for a restart
+    standbys: int  # number of warm processes that wait for a restart
     elects: bool  # another node hosts the controller when its own is lost
-    in_place: bool  # who can goes on in its process at a restart
+    in_place: bool  # at a restart, workers that can do so begin again in their own process
     signals: tuple[signal.Signals, ...]
     shutdown_timeout_s: float
     virtual_local_rank: bool
@@ -113,7 +99,7 @@ class Job:
     check: bool  # check nodes before the start and after failures
     validate: bool  # hold the job and test devices and links when in doubt
     mitigate: str  # what is done about slowdowns that last: off, advise, auto
-    restart_hangs: bool  # a process that hangs for sure is ended
+    restart_hangs: bool  # a process that certainly hangs is ended
     secret_file: Path | None
     tls: Tls | None
     controller_listen: Endpoint | None
@@ -122,19 +108,19 @@ class Job:
     checkpoint_bytes: int  # 0: half of the node's memory
     persisting: Persisting | None  # None: checkpoints stay in memory
     checkpoint_backups: int  # nodes that back up each rank's checkpoints in memory
-    checkpoint_backup_rate: float  # bytes a second that a node sends for that; 0: no limit
-    failure_domain: str  # shared with nodes that may be lost together; empty: this node's alone
-    leave_s: float
-    linger_s: float
+    checkpoint_backup_rate: float  # most bytes a second that a node sends for backups; 0: no limit
+    failure_domain: str  # label of the nodes that may be lost together with this one; empty: none are
+    leave_s: float  # how long a worker may take to leave its training
+    linger_s: float  # how long agent and controller may take to end
     quiet: bool
     verbose: bool
     dry_run: bool
-    remarks: tuple[str, ...]  # what is worth saying with -v
-    warnings: tuple[str, ...]  # what is worth saying always
+    remarks: tuple[str, ...]  # lines to be said with -v
+    warnings: tuple[str, ...]  # lines to be said always
 
     @property
     def elastic(self) -> bool:
-        """Whether it may go on with fewer nodes after losing some, and with more when they come."""
+        """Whether the job may go on with fewer nodes after losing some, and with more when they come."""
         return self.min_nodes < self.max_nodes and self.max_restarts > 0
 
 
@@ -142,13 +128,13 @@ def job_from_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Jo
     """Parse and check everything that was asked for.
 
     Raises:
-        UsageError: something of it cannot be used; the message says which flag and what to write.
+        UsageError: a flag or setting cannot be used; the message says which one and what to write.
     """
     given = flags.parse(argv, environ)
     settings = resolve(
         SETTINGS,
         environ=environ,
-        flags={name: getattr(given, name) for name in _OWN_FLAGS},
+        flags={one.name: getattr(given, one.name) for one in SETTINGS if hasattr(given, one.name)},
         path=config_path(environ),
     )
     return _job(given, settings, environ)
@@ -197,8 +183,9 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         watch=bool(value["watch"]),
         check=bool(value["check"]),
         validate=bool(value["validate"]),
-        mitigate=_mitigate(str(value["mitigate"]).strip()),
-        restart_hangs=_on_hang(str(value["on_hang"]).strip()) and given.max_restarts > 0,
+        mitigate=_one_of("--mitigate", str(value["mitigate"]).strip(), "auto", "advise", "off"),
+        restart_hangs=_one_of("--on-hang", str(value["on_hang"]).strip(), "report", "restart") == "restart"
+        and given.max_restarts > 0,
         secret_file=Path(str(value["secret_file"])).absolute() if value["secret_file"] else None,
         tls=_tls(value),
         controller_listen=parse_endpoint("--controller-listen", str(value["controller_listen"]), 0)
@@ -219,20 +206,16 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         verbose=given.verbose,
         dry_run=given.dry_run,
         remarks=tuple(flags.without_meaning(given)),
-        warnings=_warnings(given),
+        warnings=(f"--numa-binding {given.numa_binding} is not carried out: workers run unbound",)
+        if given.numa_binding
+        else (),
     )
 
 
-def _mitigate(text: str) -> str:
-    if text not in ("off", "advise", "auto"):
-        raise UsageError(f"--mitigate {text}: say auto, advise or off")
+def _one_of(flag: str, text: str, *words: str) -> str:
+    if text not in words:
+        raise UsageError(f"{flag} {text}: say {', '.join(words[:-1])} or {words[-1]}")
     return text
-
-
-def _on_hang(text: str) -> bool:
-    if text not in ("restart", "report"):
-        raise UsageError(f"--on-hang {text}: say report or restart")
-    return text == "restart"
 
 
 def _standbys(text: str, given: argparse.Namespace, nproc: int) -> int:
@@ -275,7 +258,7 @@ def stream_masks(flag: str, text: str, nproc: int) -> tuple[int, ...]:
     """``3`` or ``0:1,1:3`` as one mask for each local rank.
 
     Raises:
-        UsageError: it has another form.
+        UsageError: the text has another form.
     """
     if re.fullmatch("[0-3]", text):
         return (int(text),) * nproc
@@ -304,7 +287,7 @@ def _name(given: argparse.Namespace) -> str:
 
 
 def _master_port(given: argparse.Namespace) -> int:
-    # As torchrun: the port counts where the rendezvous is static; c10d brings its own.
+    # As in torchrun, the port counts only where the rendezvous is static.
     if given.rdzv_backend != "static":
         return 0
     return DEFAULT_MASTER_PORT if given.master_port is None else given.master_port
@@ -364,13 +347,6 @@ def _tls(value: Mapping[str, Any]) -> Tls | None:
     return Tls(*(Path(file).absolute() for file in files.values()))
 
 
-def _warnings(given: argparse.Namespace) -> tuple[str, ...]:
-    found: list[str] = []
-    if given.numa_binding:
-        found.append(f"--numa-binding {given.numa_binding} is not carried out: workers run unbound")
-    return tuple(found)
-
-
 def interpreter(environ: Mapping[str, str]) -> str:
-    """The Python that runs the script: ``$PYTHON_EXEC``, else the one that runs us (as torchrun)."""
+    """The Python that runs the script: ``$PYTHON_EXEC``, else the launcher's own, as in torchrun."""
     return environ.get("PYTHON_EXEC") or sys.executable

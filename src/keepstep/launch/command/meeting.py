@@ -26,18 +26,27 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """How the nodes of a job meet."""
+    """How the nodes of a job meet.
 
-    endpoint: Endpoint | None  # None: one node, nobody to meet
+    Attributes:
+        endpoint: where; None: there is only one node.
+        backend: as torchrun calls it; both meet at the controller.
+        node_rank: the one that was asked for; -1: in the order of joining.
+        is_host: whether this node hosts the controller; None: it does where the endpoint's host is this machine.
+        local_addr: this node's address for the others; "": the one towards the endpoint.
+        join_timeout_s: how long to wait for the other nodes.
+    """
+
+    endpoint: Endpoint | None
     backend: Literal["static", "c10d"]
-    node_rank: int  # the one asked for; -1: in order of joining
-    is_host: bool | None  # None: decided by comparing the endpoint's host with this machine
+    node_rank: int
+    is_host: bool | None
     local_addr: str
     join_timeout_s: float
 
 
 def rendezvous_from(given: argparse.Namespace, max_nodes: int, join_timeout_s: float) -> Rendezvous:
-    """What the flags of torchrun say about it.
+    """How the nodes meet, from torchrun's flags.
 
     Raises:
         UsageError: keepstep has no such backend, the nodes have no place to meet, or a value has another form.
@@ -59,7 +68,7 @@ def rendezvous_from(given: argparse.Namespace, max_nodes: int, join_timeout_s: f
         endpoint = _meeting_point(given)
         if endpoint.port == 0:
             raise UsageError(f"--rdzv-endpoint {given.rdzv_endpoint}: give a port that all nodes know")
-        # A node beyond the others is a spare.
+        # A node rank beyond the others is a spare's.
         if backend == "static" and not (
             given.node_rank >= 0 and (given.node_rank < max_nodes or given.max_restarts)
         ):
@@ -81,7 +90,7 @@ def node_range(text: str) -> tuple[int, int]:
     """``N`` or ``MIN:MAX`` as (min, max).
 
     Raises:
-        UsageError: neither, or not 0 < MIN <= MAX.
+        UsageError: the text is neither, or not 0 < MIN <= MAX.
     """
     match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text)
     if match:
@@ -96,7 +105,7 @@ def parse_endpoint(flag: str, text: str, default_port: int | None) -> Endpoint:
     """``HOST``, ``HOST:PORT``, ``[V6]:PORT`` as an endpoint.
 
     Raises:
-        UsageError: it is none of them, or the port is missing and has no default.
+        UsageError: the text is none of them, or the port is missing and has no default.
     """
     match = re.fullmatch(r"\s*(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]\s]+))(?::([0-9]+))?\s*", text)
     if not match:

@@ -1,4 +1,4 @@
-"""How checkpoints get to storage, from the settings: where to, how often, how many stay."""
+"""Checkpoints beyond the run, from the settings: where they are kept, how often one is, and how many stay."""
 
 from __future__ import annotations
 
@@ -14,17 +14,25 @@ from keepstep.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Persisting:
-    """How checkpoints get to storage."""
+    """How checkpoints get to storage.
 
-    where: str  # absolute path or URL
-    every: int | None  # steps; 0: as the script asks; None: by the cost model
-    keep: int  # 0: all
-    wait_s: float  # at the end of a run
+    Attributes:
+        where: absolute path or URL.
+        every: steps from one to the next; 0: as the script asks; None: by the cost model.
+        keep: newest steps that stay there; 0: all.
+        wait_s: how long the end of a run waits for steps on their way there.
+        failures_per_day: failures of the whole job that the cost model expects.
+    """
+
+    where: str
+    every: int | None
+    keep: int
+    wait_s: float
     failures_per_day: float
 
 
 def persisting_from(value: Mapping[str, Any]) -> Persisting | None:
-    """What the settings say about it; None: checkpoints stay in memory.
+    """How the settings have checkpoints brought to storage; None: they stay in memory.
 
     Raises:
         UsageError: a value cannot be used, or there is no such storage.
@@ -54,7 +62,7 @@ def persisting_from(value: Mapping[str, Any]) -> Persisting | None:
 
 
 def _storage(where: str) -> str:
-    """A storage that can be reached from here: an absolute path, or a URL whose plugin is there."""
+    """Check that a storage can be used: a folder that can be written to, or a URL whose plugin is installed."""
     from keepstep.checkpoint.storage.backend import open_storage
 
     scheme, separator, rest = where.partition("://")

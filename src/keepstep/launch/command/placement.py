@@ -1,4 +1,4 @@
-"""What each worker is started with: its place in the job, its environment and its command."""
+"""The place of a node in its job, and the environment and command that each of its workers is started with."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ from keepstep.launch.command.job import Job, interpreter
 RUN_DIR = "KEEPSTEP_RUN_DIR"
 RING = "KEEPSTEP_RING"
 ORDERS = "KEEPSTEP_ORDERS"
-MICROBATCHES = "KEEPSTEP_MICROBATCHES"  # replicas' shares of them may be ordered
+MICROBATCHES = "KEEPSTEP_MICROBATCHES"  # 1 where the controller may order replicas' shares of micro-batches
 LINKS = "KEEPSTEP_LINKS"
 INCARNATION = "KEEPSTEP_INCARNATION"
 CACHE = "KEEPSTEP_CACHE"
 NO_CACHE = "KEEPSTEP_NO_CACHE"
 LAYOUT = "KEEPSTEP_LAYOUT"
-ELASTIC = "KEEPSTEP_ELASTIC"  # the job may go on with fewer nodes or more
+ELASTIC = "KEEPSTEP_ELASTIC"  # 1 where the job may go on with fewer nodes or more
 CHECKPOINT_DIR = "KEEPSTEP_CHECKPOINT_DIR"
 CHECKPOINT_EVERY = "KEEPSTEP_CHECKPOINT_EVERY"
 FAILURES_PER_DAY = "KEEPSTEP_FAILURES_PER_DAY"
 MILESTONES = "KEEPSTEP_MILESTONES"
 IMPORTS = "KEEPSTEP_IMPORTS"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-COOKIE = "KEEPSTEP_JOB"  # marks every process of a run, so that none outlives it
+COOKIE = "KEEPSTEP_JOB"  # variable that every process of a run has, by which the guard finds it
 OURS = frozenset(
     {RING, ORDERS, LINKS, RUN_DIR, CACHE, NO_CACHE, INCARNATION, MILESTONES, IMPORTS, STAYING, ELASTIC}
 )
-"""What each worker is given anew, and nobody else has."""
+"""Variables that every worker is given anew, and no other process has."""
 GLOO_IN_BATCHES = ("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "GLOO_ENABLE_STORE_V2_API")
-"""A group of Gloo's is set up from short values of its ranks, read 128 at once; see docs/design/recovery.md."""
+"""Variables that have Gloo set up a group from short values, 128 ranks at once; see docs/design/recovery.md."""
 _LOCAL_RANK_MACRO = "${local_rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This node's part of the rank table: it plays ``first_rank`` to ``first_rank + nproc - 1``."""
+    """A node's row of the rank table: it plays ``first_rank`` to ``first_rank + nproc - 1``.
+
+    The fields are those of ``wire.Placement``, in the same order.
+    """
 
     node_rank: int
     first_rank: int
@@ -56,7 +59,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One worker: ``environment`` is what is set on top of the launcher's own."""
+    """A worker that is to be started. ``environment`` is set on top of the launcher's own."""
 
     rank: int
     local_rank: int
@@ -72,7 +75,7 @@ def worker_plans(
     error_files: Mapping[int, str],
     extra: Mapping[int, Mapping[str, str]] | None = None,
 ) -> list[WorkerPlan]:
-    """The workers of this node. ``error_files`` and ``extra`` (environment) are by local rank."""
+    """The workers of this node. By local rank: ``error_files``, and ``extra``, variables for that worker alone."""
     return [
         WorkerPlan(
             rank=place.first_rank + local_rank,
@@ -89,9 +92,9 @@ def worker_plans(
 
 
 def worker_environment(job: Job, place: Place, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torchrun sets for the worker, with the values it would give them, and Gloo's switches.
+    """The variables that torchrun sets for a worker, with the values that it would give them, and Gloo's switches.
 
-    Rank 0 makes the TCP store itself (``TORCHELASTIC_USE_AGENT_STORE=False``): no torch runs in the launcher.
+    ``TORCHELASTIC_USE_AGENT_STORE=False`` has rank 0 make the TCP store itself, because the launcher runs no torch.
     """
     rank = place.first_rank + local_rank
     result = {

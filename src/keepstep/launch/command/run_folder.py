@@ -1,4 +1,4 @@
-"""The run's folder as the launcher makes and keeps it: ``run.json``, the secret, log paths, ``end.json``."""
+"""The run folder as the launcher makes and keeps it: ``run.json``, the secret, log paths, ``end.json``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keepstep.launch.command.placement import Place
 
 _REACH_S = 2.0
 
-# What a run leaves in its folder; a later run in the same folder moves exactly these aside.
+# What a run leaves in its folder, and a later run in the same folder moves aside.
 _CONTENT = (
     "run.json",
     "secret",
@@ -37,10 +37,10 @@ _CONTENT = (
 
 
 def folder_of(job: Job, environ: Mapping[str, str], now_s: float) -> Path:
-    """Where this run is kept: ``--run-dir``, else a folder named after the job's id or the time.
+    """The run folder: ``--run-dir``, else one that is named after the job's id or the time.
 
-    On several nodes the name must come out the same everywhere, so it is ``--rdzv-id`` or the Slurm job's number
-    where there is one.
+    On several nodes the name has to be the same everywhere, so it is ``--rdzv-id`` or the Slurm job's number where
+    there is one.
     """
     if job.run_dir:
         return job.run_dir
@@ -64,7 +64,7 @@ def create(job: Job, path: Path, *, first: bool) -> Path:
     Without ``--run-dir`` a name that is taken gets a number appended.
 
     Raises:
-        RunError: the folder cannot be made or written, is not ours alone, or a run that still lives is in it.
+        RunError: the folder cannot be made or written, others can write to it, or it is that of a living run.
     """
     try:
         if job.run_dir is None and not job.rendezvous.endpoint:
@@ -96,7 +96,7 @@ def _create_new(path: Path) -> Path:
 def _move_aside(path: Path) -> None:
     described = path / "run.json"
     if not described.exists():
-        # A run that died before it was described may have left its secret, which is of no use to anybody.
+        # A run that died before it was described may have left its secret, which is of no use any more.
         (path / "secret").unlink(missing_ok=True)
         return
     try:
@@ -128,7 +128,7 @@ def description(
     controller: Endpoint | None,
     secret: Path,
 ) -> dict[str, object]:
-    """What ``run.json`` says of the job."""
+    """The content of ``run.json``, apart from what changes while the job runs."""
     return {
         "id": folder.name,
         "run_id": job.run_id.encode("utf-8", "backslashreplace").decode(),
@@ -147,7 +147,7 @@ def description(
 
 
 def process_mark(pid: int) -> dict[str, int]:
-    """A process so that it is not confused with a later one of the same number: pid and start (clock ticks)."""
+    """A process with its start in clock ticks, so that it is not taken for a later one with the same number."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return {"pid": pid, "start_ticks": int(file.read().rpartition(b")")[2].split()[19])}
 
@@ -160,9 +160,10 @@ def _lives(mark: Any) -> bool:
 
 
 def secret_path(job: Job, folder: Path, home: Path | None) -> Path:
-    """The file with the secret: ``--secret-file``; ``RUN/secret`` on one node or with ``--run-dir``; else the user's.
+    """The file with the secret.
 
-    Nodes that were given a run folder find the secret in it when the folder is on a shared file system.
+    It is ``--secret-file``, else ``RUN/secret`` on one node or with ``--run-dir``, which several nodes may share, else
+    a file in the user's home.
 
     Raises:
         UsageError: it would be in the user's home, and there is none.
@@ -180,14 +181,16 @@ def secret_path(job: Job, folder: Path, home: Path | None) -> Path:
 
 
 def ensure_secret(path: Path) -> bool:
-    """Make the secret file (0600) unless it is there; it appears whole, also for other nodes. Returns if it was made.
+    """Make the secret file (0600) unless it is there; returns whether it was made.
+
+    The file appears whole, also for other nodes that share the folder.
 
     Raises:
-        AuthenticationError: it cannot be made, or the one that is there cannot serve.
+        AuthenticationError: it cannot be made, or the one that is there cannot be used.
     """
     from keepstep.wire.secret import read_secret, write_secret
 
-    if os.path.exists(path):  # not where we may not look, as in another user's home: that is said below
+    if os.path.exists(path):  # False also where this user may not look, which is said below
         read_secret(path)
         return False
     draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
@@ -209,7 +212,7 @@ def ensure_secret(path: Path) -> bool:
 
 
 def controller(folder: Path) -> Endpoint | None:
-    """The address of the newest controller, as nodes that share the folder know it; None: not known."""
+    """The address of the newest controller, as ``run.json`` in a shared folder has it; None: it is not known."""
     try:
         host, _, port = str(json.loads((folder / "run.json").read_text())["controller"]).rpartition(":")
         return Endpoint(host.strip("[]"), int(port))
@@ -218,7 +221,7 @@ def controller(folder: Path) -> Endpoint | None:
 
 
 def lives_elsewhere(folder: Path) -> bool:
-    """Whether the run in this folder goes on with a controller on another host: ours is a latecomer to it."""
+    """Whether the run in this folder goes on with a controller that has moved to another host."""
     at = controller(folder)
     if at is None or (folder / "end.json").exists():
         return False
@@ -233,7 +236,7 @@ def lives_elsewhere(folder: Path) -> bool:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write ``content`` so that a reader sees the old file or the new one, never half of it. OSError passes."""
+    """Write JSON so that a reader sees the old file or the new one, never half of it. Raises OSError."""
     write_whole(path, f"{json.dumps(content, indent=2)}\n".encode())
 
 
@@ -245,7 +248,7 @@ class LogFiles:
         self._log_dir = real_path(log_dir) / f"{_as_name(run_id)}_{folder.name}" if log_dir else None
 
     def of(self, rank: int, local_rank: int, attempt: int) -> Path:
-        """The folder of one worker; made if need be."""
+        """The log folder of one worker; it is made if need be."""
         path = self._folder / f"rank-{rank:05d}"
         if self._log_dir:
             path = self.attempt(attempt) / str(local_rank)
@@ -253,13 +256,13 @@ class LogFiles:
         return path
 
     def attempt(self, attempt: int) -> Path:
-        """The folder for what belongs to no single worker."""
+        """The folder for logs of several workers."""
         path = self._log_dir / f"attempt_{attempt}" if self._log_dir else self._folder
         make_folder(path)
         return path
 
     def error_file(self, rank: int, local_rank: int, attempt: int) -> Path:
-        """Where the worker writes its error; an earlier attempt's file is kept beside it with the attempt's number."""
+        """The file for a worker's error; that of an earlier attempt is renamed, with the attempt's number."""
         path = self.of(rank, local_rank, attempt) / "error.json"
         if os.path.lexists(path):
             path.replace(path.with_name(f"error.{attempt - 1}.json"))

@@ -1,4 +1,4 @@
-"""How many workers ``auto``, ``gpu`` and ``cpu`` mean on this node, without importing torch."""
+"""The number of workers that ``auto``, ``gpu`` and ``cpu`` mean on this node, found out without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def worker_count(text: str, environ: Mapping[str, str], dev: Path = Path("/dev")
     ``CUDA_VISIBLE_DEVICES`` leaves visible. ``auto``: GPUs where there are any, else CPUs.
 
     Raises:
-        UsageError: neither a positive number nor one of these words; ``gpu`` without a GPU.
+        UsageError: the text is neither a positive number nor one of these words, or there is no GPU for ``gpu``.
     """
     if re.fullmatch(r"[0-9]+", text.strip()):
         count = int(text)
@@ -37,12 +37,12 @@ def worker_count(text: str, environ: Mapping[str, str], dev: Path = Path("/dev")
 
 
 def cpu_count() -> int:
-    """CPUs that this process may run on."""
+    """Number of CPUs that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def gpu_count(environ: Mapping[str, str], dev: Path = Path("/dev")) -> int:
-    """NVIDIA devices that a CUDA program started with ``environ`` sees; a MIG instance named there counts one."""
+    """Number of NVIDIA devices that a CUDA program sees in this environment; a MIG instance named there is one."""
     present = sum(1 for path in dev.glob("nvidia[0-9]*") if path.name[len("nvidia") :].isdigit())
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or present == 0:

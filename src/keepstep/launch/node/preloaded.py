@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from keepstep.core.errors import RunError
-from keepstep.launch.workers.processes import Child, Processes, low_priority, restore_priority, signal_group
+from keepstep.launch.workers.processes import Child, Processes, give_priority, signal_group
 
 
 class Waiting:
@@ -62,7 +62,7 @@ class Waiting:
             return
         finally:
             os.close(theirs)
-        low_priority(self._child.pid)
+        give_priority(self._child, low=True)
         self._pipe = ours
 
     def take(self, words: Sequence[str], log: Path) -> Child | None:
@@ -86,7 +86,7 @@ class Waiting:
         if not whole:
             signal_group(child.pid, signal.SIGKILL)
             return None
-        restore_priority(child)
+        give_priority(child, low=False)
         return child
 
     def end(self) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ from keepstep.launch.workers.processes import (
     Child,
     Processes,
     end_group,
-    low_priority,
-    restore_priority,
+    give_priority,
     signal_group,
 )
 
@@ -131,8 +131,9 @@ class Companion:
     def give_way(self, seconds: float) -> None:
         """Let the process run only on CPU time that others leave, for so long, unless its imports are done already."""
         if self._child and not self.was_waiting:
-            low_priority(self._child.pid)
-            asyncio.get_running_loop().call_later(seconds, restore_priority, self._child)
+            give_priority(self._child, low=True)
+            usual = partial(give_priority, self._child, low=False)
+            asyncio.get_running_loop().call_later(seconds, usual)
 
     def may_end(self) -> None:
         """Do not start the program again when it ends, because its work is done."""

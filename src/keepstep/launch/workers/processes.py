@@ -26,7 +26,8 @@ from keepstep.launch.workers.guard import Guard
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PF_EXITING = 0x4  # flag of a thread that is exiting (linux/sched.h)
-_AGAIN_S = 0.2
+_CAP_SYS_NICE = 23
+_AGAIN_S = 0.1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -39,6 +40,7 @@ class Child:
     started_s: float  # CLOCK_MONOTONIC
     status: int | None = None
     ended_s: float = 0.0
+    low: bool = False  # the priority that it is to have
     stdout: IO[bytes] | None = None
     _popen: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
@@ -182,30 +184,54 @@ def _exiting(pid: int, thread: int) -> int | None:
     return int(words[49]) if int(words[6]) & _PF_EXITING else None
 
 
-def low_priority(pid: int) -> None:
-    """Let a process that leads a session run only on CPU time that others leave, until `usual_priority`."""
-    with suppress(OSError), open(f"/proc/{pid}/autogroup", "w") as file:
-        file.write("19")
+def give_priority(
+    child: Child, *, low: bool, idle: bool = False, then: Callable[[], None] = lambda: None
+) -> None:
+    """Let a child run only on CPU time that others leave, or as usual again; calls ``then`` once that is so.
+
+    Without privileges the kernel allows one such change in a tenth of a second on the whole machine, so that it is
+    tried again, until the next call for this child. Needs a running event loop.
+
+    Args:
+        child: whose whole session gets the priority.
+        low: whether it is to be low.
+        idle: whether to use ``SCHED_IDLE``, too, which still works where control groups switch autogroups off.
+    """
+    child.low = low
+
+    def attempt() -> None:
+        if not child.alive or child.low != low:
+            return
+        if _set_priority(child.pid, low, idle):
+            then()
+        else:
+            asyncio.get_running_loop().call_later(_AGAIN_S, attempt)
+
+    attempt()
 
 
-def usual_priority(pid: int) -> bool:
-    """Give a process of low priority the usual one again; False: the kernel refuses now, try again in 0.1 s."""
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            if os.sched_getscheduler(int(thread)) == os.SCHED_IDLE:
-                os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+def _set_priority(leader: int, low: bool, idle: bool) -> bool:
+    """Set the priority of a session; False: the kernel refuses now."""
+    if not low or (idle and _may_leave_idle()):
+        before, after = (os.SCHED_OTHER, os.SCHED_IDLE) if low else (os.SCHED_IDLE, os.SCHED_OTHER)
+        with suppress(OSError):
+            for thread in map(int, os.listdir(f"/proc/{leader}/task")):
+                if os.sched_getscheduler(thread) == before:
+                    os.sched_setscheduler(thread, after, os.sched_param(0))
     try:
-        with open(f"/proc/{pid}/autogroup", "w") as file:
-            file.write("0")
+        with open(f"/proc/{leader}/autogroup", "w") as file:
+            file.write("19" if low else "0")
     except OSError as error:
         return error.errno != errno.EAGAIN
     return True
 
 
-def restore_priority(child: Child) -> None:
-    """Give a child the usual priority, trying again while the kernel refuses; needs a running event loop."""
-    if child.alive and not usual_priority(child.pid):
-        asyncio.get_running_loop().call_later(_AGAIN_S, restore_priority, child)
+def _may_leave_idle() -> bool:
+    """Whether this process may take ``SCHED_IDLE`` back."""
+    with suppress(OSError, ValueError, StopIteration), open("/proc/self/status") as file:
+        held = next(line for line in file if line.startswith("CapEff:"))
+        return bool(int(held.split()[1], 16) >> _CAP_SYS_NICE & 1)
+    return False
 
 
 def signal_group(leader: int, number: int) -> bool:

@@ -2,9 +2,9 @@
 
     python -u standby.py [-m] SCRIPT [ARGUMENTS]
 
-run by its path, so that nothing but the standard library is there before what the worker itself would import.
+It is run by its path, so that nothing but the standard library is loaded before what the worker itself would import.
 ``KEEPSTEP_STANDBY`` is the descriptor of a socket: ``warm`` (or why not) goes out, one message with the worker's
-environment, stdout and stderr comes in. Then this process is the worker.
+environment, stdout and stderr comes in. Then this process is the worker. The launcher sees to its priority.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
-    del sys.path[0]  # ours: the script's modules must not meet those beside this file
+    del sys.path[0]  # this file's folder, whose modules the script must not see
 
 import builtins
 import importlib
@@ -22,15 +22,14 @@ import os
 import pkgutil
 import runpy
 import socket
-import time
 import types
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, NoReturn
 
 _STANDBY, _IMPORTS = "KEEPSTEP_STANDBY", "KEEPSTEP_IMPORTS"
-_CHECK_WITHOUT_CONTEXT = "PYTORCH_NVML_BASED_CUDA_CHECK"  # "is there a GPU?" then does not wake the driver
-_CAP_SYS_NICE = 23
+_CHECK_WITHOUT_CONTEXT = (
+    "PYTORCH_NVML_BASED_CUDA_CHECK"  # set to 1, torch looks for a GPU without using the driver
+)
 _NOT_FIT = 3
 _MOST_BYTES = 1 << 20
 
@@ -45,8 +44,7 @@ def main() -> None:
     _become_main(None if as_module else _absolute(script))
     launcher = socket.socket(fileno=int(os.environ.pop(_STANDBY)))
     launcher.set_inheritable(False)
-    with _low_priority():
-        ahead = _warm_up(os.environ.pop(_IMPORTS))
+    ahead = _warm_up(os.environ.pop(_IMPORTS))
     unfit = _unfit()
     launcher.send(f"not fit: {unfit}".encode() if unfit else b"warm")
     if unfit:
@@ -61,12 +59,12 @@ def main() -> None:
 
 
 def _absolute(script: str) -> str:
-    """As the interpreter makes it for ``__file__``."""
+    """A script's path as the interpreter makes it for ``__file__``."""
     return script if os.path.isabs(script) else f"{os.getcwd()}/{script}"
 
 
 def _become_main(path: str | None) -> None:
-    """A ``__main__`` and ``sys.path`` as a fresh interpreter has them; ``path`` None: of ``python -m``."""
+    """Make ``__main__`` and ``sys.path`` what a fresh interpreter has; ``path`` None: as with ``python -m``."""
     ours = vars(sys.modules["__main__"])
     main = types.ModuleType("__main__")
     vars(main).update({name: None for name in ("__cached__", "__file__") if name in ours and path})
@@ -81,68 +79,15 @@ def _become_main(path: str | None) -> None:
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)) if path else os.getcwd())
 
 
-@contextmanager
-def _low_priority() -> Generator[None, None, None]:
-    """Run on what the training leaves of the CPUs, by what can be taken back: nice cannot without privileges."""
-    autogroup = _autogroup()
-    idle = _may_be_idle()
-    if autogroup:
-        _set_autogroup("19")
-    if idle:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    yield
-    if idle:
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
-    if autogroup:
-        _set_autogroup(autogroup)
-
-
-def _autogroup() -> str | None:
-    """The niceness of this process's autogroup; None: it has none of its own.
-
-    The kernel makes one for each session; whoever is still in the session of the machine's (or container's) first
-    process has none, and reads an empty file.
-    """
-    if os.getsid(0) != os.getpid():
-        return None
-    with suppress(OSError), open("/proc/self/autogroup") as file:
-        words = file.read().split()
-        return words[-1] if words else None
-    return None
-
-
-def _set_autogroup(nice: str) -> None:
-    """Without privileges one change in a tenth of a second is allowed, on the whole machine."""
-    patience = 50
-    with suppress(FileNotFoundError, PermissionError):
-        while patience:
-            patience -= 1
-            with suppress(BlockingIOError), open("/proc/self/autogroup", "w") as file:
-                file.write(nice)
-                return
-            time.sleep(0.05)
-
-
-def _may_be_idle() -> bool:
-    """Whether SCHED_IDLE can be left again."""
-    if os.sched_getscheduler(0) != os.SCHED_OTHER:
-        return False
-    with suppress(OSError, ValueError), open("/proc/self/status") as file:
-        held = next(line for line in file if line.startswith("CapEff:"))
-        return bool(int(held.split()[1], 16) >> _CAP_SYS_NICE & 1)
-    return False
-
-
 def _warm_up(path: str) -> dict[str, str]:
-    """Import what the worker had imported, step an optimizer once; what that left in the environment."""
+    """Import what the worker had imported, step an optimizer once; returns variables that this has set."""
     with open(path) as file:
         told: dict[str, Any] = json.load(file)
     had_check = os.environ.get(_CHECK_WITHOUT_CONTEXT)
     os.environ.update({_CHECK_WITHOUT_CONTEXT: "1", **told["environment"]})
     before = dict(os.environ)
     for name in told["modules"]:
-        with suppress(BaseException):  # the script meets it, if it still imports it
+        with suppress(BaseException):  # a script that still imports this meets the error itself
             importlib.import_module(name)
     if "torch" in sys.modules:
         with suppress(Exception):
@@ -154,7 +99,7 @@ def _warm_up(path: str) -> dict[str, str]:
 
 
 def _step() -> None:
-    """The first optimizer imports the compiler: seconds."""
+    """Step an optimizer, because torch imports its compiler at the first step, which takes seconds."""
     torch = sys.modules["torch"]
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
@@ -162,7 +107,7 @@ def _step() -> None:
 
 
 def _unfit() -> str:
-    """What a fresh process would not have."""
+    """What imports have made that a fresh process would not have; "": nothing."""
     torch = sys.modules.get("torch")
     if torch is None:
         return ""
@@ -175,7 +120,7 @@ def _unfit() -> str:
 
 
 def _take_over(launcher: socket.socket, ahead: dict[str, str]) -> None:
-    """Wait for the launcher's word and be the worker that it describes; ends with the launcher."""
+    """Wait for the launcher's message and become the worker that it describes; ends with the launcher."""
     message, descriptors, _, _ = socket.recv_fds(launcher, _MOST_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
     if not message:
         os._exit(0)
@@ -223,18 +168,18 @@ def _code(path: str) -> types.CodeType:
 
 
 def _die(error: BaseException) -> NoReturn:
-    """End of an exception as a script ends of it: the traceback shows no frame of ours."""
+    """End as a script does that raises the error: the traceback shows no frame of this file."""
     origin = error.__traceback__
     while origin is not None and origin.tb_frame.f_code.co_filename == __file__:
         origin = origin.tb_next
     error.__traceback__ = origin
     sys.excepthook(type(error), error, origin)
-    sys.excepthook = _told
+    sys.excepthook = _print_nothing
     raise error
 
 
-def _told(*_: object) -> None:
-    """The exception has been printed."""
+def _print_nothing(*_: object) -> None:
+    """Stand in for the hook that has printed the exception already."""
 
 
 if __name__ == "__main__":

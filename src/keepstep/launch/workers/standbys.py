@@ -21,7 +21,7 @@ from keepstep.core.own_folders import make_folder, open_file
 from keepstep.core.ranges import fold_ranks
 from keepstep.launch.command.placement import ERROR_FILE, IMPORTS, OURS, WorkerPlan
 from keepstep.launch.local_run import LocalRun
-from keepstep.launch.workers.processes import Child, restore_priority, signal_group
+from keepstep.launch.workers.processes import Child, give_priority, signal_group
 
 TRIES = 3
 IDLE_S = 20.0
@@ -155,6 +155,7 @@ class Standbys:
             if log >= 0:
                 os.close(log)
         ours.setblocking(False)
+        give_priority(child, low=True, idle=True)
         seat.standby = _Standby(child, ours)
         loop = asyncio.get_running_loop()
         loop.add_reader(ours, self._heard, seat, seat.standby)
@@ -164,7 +165,7 @@ class Standbys:
         """Give a standby that is not warm yet the usual priority: where no CPU is ever idle it never would be."""
         if seat.standby is which and not which.warm:
             self._busy = which.hurried = True
-            restore_priority(which.child)
+            give_priority(which.child, low=False)
 
     def _heard(self, seat: _Seat, which: _Standby) -> None:
         try:
@@ -172,15 +173,19 @@ class Standbys:
         except OSError:
             said = ""
         if said == "warm":
-            which.warm = True
-            self._busy = which.hurried
-            if all(one.standby and one.standby.warm for one in self._seats.values()):
-                ranks = fold_ranks(one.plan.rank for one in self._seats.values())
-                self._run.note(f"standbys are warm for ranks {ranks}")
-            self._next()
+            give_priority(which.child, low=False, then=lambda: self._warmed(which))
             return
         asyncio.get_running_loop().remove_reader(which.socket)
         seat.trouble = said or seat.trouble
+
+    def _warmed(self, which: _Standby) -> None:
+        """Note that a standby is warm and has the priority of a worker."""
+        which.warm = True
+        self._busy = which.hurried
+        if all(one.standby and one.standby.warm for one in self._seats.values()):
+            ranks = fold_ranks(one.plan.rank for one in self._seats.values())
+            self._run.note(f"standbys are warm for ranks {ranks}")
+        self._next()
 
     def _exited(self, seat: _Seat, child: Child) -> None:
         """Note the end of a standby that has not become a worker."""
