@@ -1,4 +1,4 @@
-"""When a node that hears nothing of the controller's host ends its workers. Pure: steps and the time in."""
+"""When a node ends its workers because it hears nothing of the controller's host. Pure: steps and the time in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _USUAL_TIMES = 4
 
 
 class Standstill:
-    """For how long no step was made, where that is longer than this job has ever paused between two."""
+    """For how long no step was made, where that is much longer than any pause that this job has made before."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -20,9 +20,9 @@ class Standstill:
         self._longest_s = 0.0
 
     def look(self, steps: int, now_s: float) -> float:
-        """Seconds; 0 while a step is made now and then, and before the first. To be asked about once a second.
+        """Seconds without a step; 0 before the first one, and while the pause is a usual one. Called once a second.
 
-        ``steps``: that all ranks here have made; a smaller number than before is another incarnation's.
+        ``steps``: that all ranks of this node have made; a smaller number than before is another incarnation's.
         """
         if steps != self._steps:
             if 0 < self._steps < steps:
@@ -33,11 +33,11 @@ class Standstill:
 
 
 class CutOff:
-    """A node whose place others may be given ends its workers soon.
+    """Decides when a node that is cut off ends its workers.
 
-    In a job that does not begin again there are no others, and training waits for no controller: there the host may be
-    gone with ranks of its own, and without a last packet, so that nobody's collectives end. Its workers end once they
-    stand still, too.
+    In a job that may begin again that is soon, since another node may be given this one's place. In a job that does
+    not, training goes on without a controller. But its host may have died without a last packet, so that collectives
+    with the host's ranks never end: there workers end once they also stand still.
     """
 
     def __init__(self, member: Member) -> None:
@@ -45,7 +45,7 @@ class CutOff:
         self._standstill = Standstill()
 
     def look(self, steps: int, now_s: float) -> str:
-        """Why the workers have to end; "" while they do not. ``steps``: that all ranks here have made."""
+        """Why the workers have to end; "" while they do not. ``steps``: that all ranks of this node have made."""
         still_s = self._standstill.look(steps, now_s)
         if self._member.is_cut_off(now_s):
             return self._member.missing if self._member.runs else ""

@@ -1,4 +1,4 @@
-"""The rim around `lease`: the port on which other launchers ask this one, and what it asks them."""
+"""The connections between electors: the port on which others ask this launcher for its vote, and its questions."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import random
 import ssl
 from collections.abc import Callable
 
+from msgspec import structs
+
 from keepstep import wire
 from keepstep.launch.controller.lease import Elector
 
 _TICK_S = 0.2
-_LOOK_S = 1.0  # between two questions for the controller
-_GUIDE_S = 2.0  # for an elector to answer that it is there
+_LOOK_S = 1.0  # between two questions where the controller is
+_GUIDE_S = 2.0  # in which a connection to an elector has to be made
 
 
 class Elections:
-    """Speaks for this launcher's ``elector``, once it is open.
-
-    ``member_is_connected`` tells whether a controller's orders are heard; ``changed`` is called about five times a
-    second, to act on what the elector knows; ``led`` when the controller's host says that it has the lease.
-    """
+    """Sends and receives for this launcher's ``elector``, which there is once it is open."""
 
     def __init__(
         self,
@@ -34,7 +32,11 @@ class Elections:
         changed: Callable[[], None],
         led: Callable[[], None],
     ) -> None:
-        """``address``: this node's, numeric. ``tls``: contexts of a server and of a client."""
+        """``address``: this node's, numeric. ``tls``: contexts of a server and of a client.
+
+        ``member_is_connected`` tells whether a controller's orders are heard. ``changed`` is called about five times a
+        second, to act on what the elector knows; ``led`` when the controller's host says that it has the lease.
+        """
         self._seat = wire.Seat(token, node, pid, address, 0)
         self._tls = tls
         self._member_is_connected, self._changed, self._led = member_is_connected, changed, led
@@ -45,11 +47,14 @@ class Elections:
         self._closing: set[asyncio.Task[None]] = set()
         self._ticks: asyncio.Task[None] | None = None
         self._looked_s = 0.0
-        self._guided_s, self._guide = 0.0, 0  # who is asked for the controller by one that has no seat
+        self._guided_s, self._guide = (
+            0.0,
+            0,
+        )  # the elector that a launcher without a seat asks, and since when
         self.elector: Elector | None = None
 
     async def open(self, key: wire.RunKey) -> wire.Seat:
-        """Listen. Raises OSError when no port can be had."""
+        """Listen, and return this launcher's seat. Raises OSError when no port can be had."""
         await self.close()
         self._key = key
         callbacks = wire.ServerCallbacks(self._asked, lambda _: None, lambda _, __: None)
@@ -58,18 +63,16 @@ class Elections:
             self._server = await wire.serve(
                 self._seat.address, 0, key, callbacks, tls=tls, roles=wire.TO_ELECTOR
             )
-        except OSError:  # an address that others see, but this node has not
+        except OSError:  # behind NAT no interface of this node has the address that others see
             anywhere = "::" if ":" in self._seat.address else "0.0.0.0"
             self._server = await wire.serve(anywhere, 0, key, callbacks, tls=tls, roles=wire.TO_ELECTOR)
-        seat = wire.Seat(
-            self._seat.token, self._seat.node, self._seat.pid, self._seat.address, self._server.port
-        )
+        seat = structs.replace(self._seat, port=self._server.port)
         self.elector = Elector(seat, self._dice.random)
         self._ticks = asyncio.get_running_loop().create_task(self._run())
         return seat
 
     async def close(self) -> None:
-        """Say and hear nothing any more."""
+        """Close all connections and the port."""
         if self._ticks is not None:
             self._ticks.cancel()
             self._ticks = None
@@ -87,7 +90,9 @@ class Elections:
             self._keep_clients(self.elector)
             for to in self.elector.tick(now_s, connected=self._member_is_connected()):
                 client = self._clients.get(to.seat.token)
-                if client is not None and client.connected:  # one that waits would come too late
+                if (
+                    client is not None and client.connected
+                ):  # a question that waits would come too late
                     client.send(to.ask)
             if not self._member_is_connected() and now_s - self._looked_s >= _LOOK_S:
                 self._looked_s = now_s
@@ -98,7 +103,7 @@ class Elections:
             await asyncio.sleep(_TICK_S)
 
     def _keep_clients(self, elector: Elector) -> None:
-        """Electors know each other at all times; others look for one when they have lost the controller."""
+        """Hold connections to all electors, or without a seat to some of them while the controller is lost."""
         council = elector.council
         if council is None:
             return
@@ -119,7 +124,7 @@ class Elections:
                 )
 
     def _guides(self, seats: dict[int, wire.Seat], leader: int) -> dict[int, wire.Seat]:
-        """The leader, which knows whether it has the lease, and one other: there may be thousands that ask."""
+        """Seats to ask for the controller: the leader, and one other by chance, as thousands may ask at once."""
         client = self._clients.get(self._guide)
         late = _now_s() - self._guided_s >= _GUIDE_S
         if self._guide not in seats or (late and (client is None or not client.connected)):

@@ -1,8 +1,8 @@
 """The lease on the controller, and the election of its host. Pure: messages and time in, messages out.
 
-Every launcher of the council is a lease server without a memory of its own: each request carries the lease that the
-asker has, and a lease counts with the grants of a quorum. A launcher that is started anew is another one: it grants
-nothing before a council names it, so nothing that it has forgotten can be granted twice. See docs/design/election.md.
+Every launcher of the council grants leases but keeps none on disk: each request carries the lease that the asker has,
+and a lease counts with the grants of a quorum. A launcher that is started again is another elector: it grants nothing
+before a council names it, so nothing that it has forgotten can be granted twice. See docs/design/election.md.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from keepstep import wire
 from keepstep.core.quorum import is_quorum
 
 TTL_S = 3.0
-UNREACHED_S = 20.0  # without the controller beside us: another host may do better
-_RENEWALS = 3  # in the time of one lease
-_SPREAD_S = 1.5  # over which those that could stand begin
+UNREACHED_S = 20.0  # for which a leader may not reach its own controller before it lets another host lead
+_RENEWALS = 3  # how often a lease is renewed before it would end
+_SPREAD_S = 1.5  # time over which electors begin to stand at random
 
 
 @dataclass(frozen=True, slots=True)
 class ToSeat:
-    """A question for another launcher."""
+    """A question to another elector."""
 
     seat: wire.Seat
     ask: wire.Ask
@@ -33,36 +33,42 @@ class ToSeat:
 class Elector:
     """One launcher's vote, its lease when it has one, and the newest council that it knows.
 
-    ``dice`` gives numbers from 0 to 1.
+    Attributes:
+        leads: the term in which this launcher hosts the controller; 0: it does not.
+        leader: the newest controller that is known.
     """
 
     def __init__(self, seat: wire.Seat, dice: Callable[[], float]) -> None:
+        """``dice`` gives numbers from 0 to 1."""
         self.seat = seat
         self._dice = dice
         self.council: wire.Council | None = None
-        self.leads = 0  # the term in which the controller is ours; 0: it is not
-        self.leader = wire.Leads(0)  # the newest controller that is known
-        self._term: int = 0  # the newest in which a lease was granted here, or elsewhere
-        self._holder = 0  # to whom it was granted here
-        self._until_s = -math.inf  # and until when nobody else gets one
-        self._stands = 0  # the term that we ask for; 0: none
-        self._grants: dict[int, float] = {}  # until when ours counts, by seat
-        self._asked_s: dict[int, float] = {}  # by number
-        self._number = 0
+        self.leads = 0
+        self.leader = wire.Leads(0)
+        self._term: int = 0  # the newest term in which a lease was granted here, or elsewhere
+        self._holder = 0  # the seat that has the lease which was granted here
+        self._until_s = -math.inf  # before which no other seat is granted one
+        self._stands = 0  # the term for which this launcher asks others; 0: it does not
+        self._grants: dict[int, float] = {}  # by seat, until when its grant to this launcher counts
+        self._asked_s: dict[int, float] = {}  # by number of the question, when it was asked
+        self._number = 0  # of the last question
         self._next_s = 0.0  # when to ask next
-        self._lonely = False
+        self._lonely = False  # waits at random before it stands, because no controller is heard
         self._has_resigned = False
-        self._acted_s: float | None = None  # when ours was the lease last
-        self._reached_s: float | None = None  # and when the controller beside us was reached last
+        self._acted_s: float | None = None  # when this launcher had the lease last, while it leads
+        self._reached_s: float | None = None  # when its own controller was reached last, while it leads
 
     @property
     def term(self) -> int:
-        """The newest in which there was a leader, as far as is known here: orders of older ones are void."""
+        """The newest term in which a leader is known; orders of controllers of older terms are void."""
         return max(self.leader.term, self.leads)
 
     @property
     def inheritance(self) -> wire.Council | None:
-        """The council for our controller to go on with: led by another only when that one has not let us lead."""
+        """The council with which a controller here goes on.
+
+        It is led by this launcher where the former leader has granted it the lease, else still by that one.
+        """
         council = self.council
         if council is not None and council.leader.token in self._grants:
             return structs.replace(council, leader=self.seat)
@@ -70,43 +76,43 @@ class Elector:
 
     @property
     def has_seat(self) -> bool:
-        """In the newest council that is known here, or in the one before while that may still act."""
+        """Whether it has a seat in the newest council, or in the one before while that may still act."""
         council = self.council
         return council is not None and self.seat.token in {
             seat.token for seat in (*council.seats, *council.former)
         }
 
     def may_act(self, now_s: float) -> bool:
-        """Whether ours is the lease now."""
+        """Whether this launcher has the lease now."""
         return self.leads > 0 and self._counts(now_s)
 
     def idle_s(self, now_s: float) -> float:
-        """How long we have led without the lease."""
+        """For how long this launcher has led without the lease."""
         return now_s - self._acted_s if self.leads and self._acted_s is not None else 0.0
 
     def where(self, now_s: float) -> wire.Leads:
-        """The newest controller that is known."""
+        """The answer to a launcher that asks where the controller is."""
         return structs.replace(self.leader, acts=self.may_act(now_s))
 
     def learned(self, leads: wire.Leads) -> None:
-        """Another launcher knows a controller."""
+        """Note a controller that another launcher knows, if it is newer."""
         if leads.port and leads.term > self.term:
             self.leader = leads
 
     def resign(self, now_s: float) -> None:
-        """The controller cannot be kept running here; let others try."""
+        """Let others lead for a while, because the controller cannot be kept running here."""
         self.leads, self._has_resigned = 0, True
         self._grants.clear()
         self._next_s = now_s + 4 * TTL_S
 
     def serves(self, port: int) -> None:
-        """The controller of the term in which we lead listens here."""
+        """Note the port of the controller that runs here."""
         self.leader = wire.Leads(self.leads, self.seat.address, port)
 
     # What comes in.
 
     def received(self, council: wire.Council, now_s: float) -> wire.Kept | None:
-        """From the controller. None: it is void."""
+        """Take the council that a controller has sent; returns the answer to it, None for an old one."""
         if council.term < self._term or _order(council) < _order(self.council):
             return None
         leader = council.leader.token
@@ -114,8 +120,8 @@ class Elector:
             self.leads = 0
         if leader == self.seat.token and not self.leads:
             if council.term != 1 or self._has_resigned:
-                return None  # of a term that we have given up
-            self.leads = council.term  # the first controller is elected by nobody
+                return None  # this launcher has given up that term
+            self.leads = council.term  # the first controller begins without an election
         self.council = council
         self._stands = 0
         self._term, self._holder, self._until_s = council.term, leader, now_s + TTL_S
@@ -124,14 +130,14 @@ class Elector:
         return wire.Kept(council.term, council.version)
 
     def asked(self, ask: wire.Ask, now_s: float) -> wire.Answer | None:
-        """By another launcher."""
+        """Answer another launcher that asks for the lease; None: the question is for another seat."""
         if ask.to != self.seat.token:
             return None
         granted = self._grant(ask, now_s)
         leads = wire.Leads(ask.term, ask.address, ask.port)
         if granted and ask.port and ask.term >= self.leader.term:
             self.leader = leads
-        self.learned(leads)  # it was elected, if by others
+        self.learned(leads)  # others have elected it, whether this launcher grants it the lease or not
         return wire.Answer(ask.number, self.seat.token, granted, self._term)
 
     def _grant(self, ask: wire.Ask, now_s: float) -> bool:
@@ -150,10 +156,10 @@ class Elector:
         return True
 
     def answered(self, answer: wire.Answer, now_s: float) -> None:
-        """To what we asked."""
+        """Take an answer to a question of this launcher."""
         if answer.term > max(self._term, self._stands):
             if self.may_act(now_s):
-                return  # who granted that is one of few: most of the others would not have
+                return  # only a minority can have granted another term while this lease stands
             self._term, self._holder, self._stands, self.leads = answer.term, 0, 0, 0
             return
         asked_s = self._asked_s.get(answer.number)
@@ -166,7 +172,7 @@ class Elector:
             self._next_s = now_s
 
     def tick(self, now_s: float, *, connected: bool) -> list[ToSeat]:
-        """Time passes. ``connected``: to a controller whose orders count."""
+        """Renew the lease or stand for it when it is time. ``connected``: to a controller whose orders count."""
         others = self._others()
         if not others and not self.leads:
             return []
@@ -178,7 +184,9 @@ class Elector:
             if others and now_s - self._reached_s >= UNREACHED_S:
                 self.resign(now_s)
                 return []
-            self._until_s = max(self._until_s, now_s + TTL_S)  # nobody else gets ours
+            self._until_s = max(
+                self._until_s, now_s + TTL_S
+            )  # no other seat is granted the lease by this launcher
             self._grants[self.seat.token] = now_s + TTL_S
             if now_s < self._next_s:
                 return []
@@ -209,7 +217,7 @@ class Elector:
         return [ToSeat(seat, structs.replace(ask, to=seat.token)) for seat in others]
 
     def _others(self) -> list[wire.Seat]:
-        """The rest of the council, when we have a seat in it."""
+        """The other seats of the council; none where this launcher has no seat in it."""
         council = self.council
         if council is None:
             return []
@@ -220,7 +228,7 @@ class Elector:
     def _counts(self, now_s: float) -> bool:
         council = self.council
         if council is None:
-            return True  # nobody else can be elected yet
+            return True  # without a council no other launcher can be elected
         yes = [token for token, until_s in self._grants.items() if until_s > now_s]
         return is_quorum([seat.token for seat in council.seats], [seat.token for seat in council.former], yes)
 

@@ -1,7 +1,7 @@
-"""This launcher's part in a job of several nodes: what the controller ordered last, and what it has to be told.
+"""This launcher's part in a job: what the controller ordered last, and what it has to be told.
 
-Pure: no connection, no clock. Everything is kept as the newest state and not as a queue, so that orders that are read
-together, repeated, or meant for an incarnation that is over do no harm.
+Pure: no connection, no clock. Kept is the newest state and no queue, so that orders do no harm that are read together,
+repeated, or meant for an incarnation that is over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keepstep.launch.controller.lease import Elector
 
 _MOST_FAILURES = 64
 _MOST_TEXT = 500
-LEASE_S = 30.0  # cut off from the controller for so long: others may have our place
+LEASE_S = 30.0  # after which another node may have the place of one that is cut off from the controller
 
 _UNANSWERED = frozenset(
     (
@@ -30,10 +30,23 @@ _UNANSWERED = frozenset(
         errno.ETIMEDOUT,
     )
 )
+"""Errors of a connection that say nothing about whether its host lives."""
 
 
 class Member:
-    """See the module. ``free_port``: a port of this node that nobody listens on."""
+    """What this launcher was ordered and has told.
+
+    Attributes:
+        placement: the newest place in the rank table; None before the first.
+        stop: the order to end the job; None without one.
+        kills: orders to end a worker that hangs, which nobody has carried out yet.
+        seal: the order to tell the next sealed step, which nobody has carried out yet.
+        begins_fresh: whether no process of the incarnation that ends is to play in the next.
+        refusal: why the controller does not let this launcher join; "": it has not refused.
+        is_spare: whether this launcher waits for a place.
+        elector: this launcher's vote, where the controller can move to another node.
+        is_void: whether the connected controller has been replaced by a newer one.
+    """
 
     def __init__(
         self,
@@ -42,39 +55,36 @@ class Member:
         free_port: Callable[[], int],
         unix_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._join = join
-        self._pid = pid
-        self._free_port = free_port
-        self._unix_s = unix_s
+        """``free_port``: finds a port of this node on which no process listens."""
+        self._join, self._pid = join, pid
+        self._free_port, self._unix_s = free_port, unix_s
         self._unfit = self._rigid = ""
         self._halt = -1  # incarnation up to which nothing may run here
-        self._halted = -1  # and up to which nothing does
-        self._running = -1
+        self._halted = -1  # incarnation up to which nothing runs here
+        self._running = -1  # the newest incarnation whose workers were started
         self._findings: list[Finding] = []
-        self._failures: dict[
-            int, wire.Failed
-        ] = {}  # of this node, by incarnation, for the budgets of a new controller
+        self._failures: dict[int, wire.Failed] = {}  # by incarnation, for the budgets of a new controller
         self._ended: wire.Ended | None = None
         self._alone_since_s: float | None = None  # since when the controller's host has not answered
         self._away_since_s: float | None = None  # since when there is no connection
+        self._suspended = False
         self.placement: wire.Placement | None = None
         self.stop: wire.Stop | None = None
-        self.kills: list[wire.Kill] = []  # that nobody has carried out yet
-        self.seal: wire.Seal | None = None  # the same
-        self._suspended = False
-        self.begins_fresh = False  # no process of the incarnation that ends is to play in the next
+        self.kills: list[wire.Kill] = []
+        self.seal: wire.Seal | None = None
+        self.begins_fresh = False
         self.refusal = ""
         self.is_spare = False
-        self.elector: Elector | None = None  # where the controller can move to another node
-        self.is_void = False  # the controller that is there has been replaced by another one
+        self.elector: Elector | None = None
+        self.is_void = False
 
     def vote(self, seat: wire.Seat, elector: Elector | None) -> None:
-        """Take part in elections."""
+        """Take part in elections from now on."""
         self._join, self.elector = structs.replace(self._join, seat=seat), elector
 
     @property
     def incarnation(self) -> int:
-        """Of the newest placement; -1 without one."""
+        """The incarnation of the newest placement; -1 without one."""
         return self.placement.incarnation if self.placement is not None else -1
 
     @property
@@ -101,7 +111,7 @@ class Member:
         return self.runs and max(self._halt, self.incarnation - 1) >= self._running
 
     def greet(self) -> list[wire.Message]:
-        """What a controller that knows nothing has to hear, in this order."""
+        """The messages to a controller that has just been connected, in this order."""
         node_rank = self.placement.node_rank if self.placement is not None else -1
         join = structs.replace(self._join, unix_s=self._unix_s())
         if self.placement is not None:
@@ -119,7 +129,7 @@ class Member:
         return said
 
     def received(self, message: wire.Message) -> list[wire.Message]:
-        """An order; what is to be answered at once."""
+        """Note an order; returns what is to be answered at once."""
         if isinstance(message, wire.Welcome):
             self.is_void = self.elector is not None and message.term < self.elector.term
         if self.is_void:
@@ -148,20 +158,20 @@ class Member:
         return []
 
     def place(self, placement: wire.Placement) -> None:
-        """The place is known without asking (one node)."""
+        """Take a place that is known without asking, as it is on one node, and whose workers run."""
         self.placement, self._running = placement, placement.incarnation
 
     def started(self) -> None:
-        """Workers of the newest placement run."""
+        """Note that workers of the newest placement run."""
         self._running, self._rigid = self.incarnation, ""
 
     def found(self, finding: Finding) -> list[wire.Message]:
-        """Told at once, and again to a controller that is started anew."""
+        """Tell of a failure now, and again a controller that is started later."""
         self._findings.append(finding)
         return [wire.Found(finding)]
 
     def recovered(self, recovery: Recovery) -> list[wire.Message]:
-        """All ranks of this node train again after a restart."""
+        """Tell that all ranks of this node train again after a restart."""
         self._findings = [one for one in self._findings if one.incarnation >= recovery.incarnation]
         node_rank = self.placement.node_rank if self.placement is not None else -1
         return [wire.Recovered(node_rank, recovery)]
@@ -175,7 +185,7 @@ class Member:
         unix_s: float = 0.0,
         by_keepstep: bool = False,
     ) -> list[wire.Message]:
-        """A worker of this incarnation failed; or, said once more, the one that was to blame."""
+        """Tell that a worker of this incarnation failed; said again, it names the worker that was to blame."""
         failed = wire.Failed(self.incarnation, exit_code, text, rank, step, unix_s, by_keepstep)
         self._failures[self.incarnation] = failed
         if len(self._failures) > _MOST_FAILURES:
@@ -186,7 +196,7 @@ class Member:
         return wire.Halted(self._halted, self._free_port(), self._suspended, self._unfit, self._rigid)
 
     def halted(self, unfit: str = "", rigid: str = "") -> list[wire.Message]:
-        """None of ours runs any more, by order or because we ended them by ourselves.
+        """Tell that no worker runs here any more, whether by order or not.
 
         ``unfit``: why workers should not begin again on this node. ``rigid``: why they cannot in a job of another size.
         """
@@ -197,7 +207,7 @@ class Member:
         return [self._said_halted()]
 
     def ended(self, exit_code: int, text: str) -> list[wire.Message]:
-        """This node's workers have ended, and it begins them again only by order; a spare just goes."""
+        """Tell that this node's workers have ended, and begin again only by order; or that a spare leaves."""
         by_operator = self.stop is not None and self.stop.by_operator
         if self.placement is None and self.is_spare:
             return [wire.Bye(text)]
@@ -208,45 +218,47 @@ class Member:
     # The connection.
 
     def connected(self) -> None:
-        """The controller is there."""
+        """Note that the controller is connected."""
         self._alone_since_s = self._away_since_s = None
 
     def disconnected(self, now_s: float) -> None:
-        """It is not."""
-        if not self.is_void or self._away_since_s is None:  # one that was replaced has never been there
+        """Note that the connection has ended."""
+        if (
+            not self.is_void or self._away_since_s is None
+        ):  # a controller that was replaced counts as away all the time
             self._alone_since_s = self._away_since_s = now_s
         self.is_void = False
 
     def trouble(self, error: Exception, now_s: float) -> None:
-        """An attempt failed."""
+        """Note that an attempt to connect failed."""
         silence = isinstance(error, OSError) and error.errno in _UNANSWERED
         silence = silence or (isinstance(error, wire.Violation) and error.reason == "handshake-timeout")
         if self._away_since_s is not None and not silence and self.elector is None:
-            self._alone_since_s = now_s  # its host answers: the controller alone is away
+            self._alone_since_s = now_s  # the host answers, so that only the controller is away
 
     def led(self, now_s: float) -> None:
-        """The launcher beside the controller has the lease: nobody else gives our place away."""
+        """Note that the controller's launcher has the lease: no other controller gives this node's place away."""
         if self._away_since_s is not None:
             self._alone_since_s = now_s
 
     def away_s(self, now_s: float) -> float:
-        """How long there has been no connection, or for one beside us no lease: it can order nothing."""
+        """For how long no controller could order anything: without a connection, or on its own node without a lease."""
         if self._away_since_s is not None:
             return now_s - self._away_since_s
         return self.elector.idle_s(now_s) if self.elector is not None else 0.0
 
     @property
     def missing(self) -> str:
-        """What a node that is cut off lacks."""
+        """What a node lacks that is cut off, in words."""
         if self.elector is not None and self.elector.leads:
             return "no majority of the nodes that elect answers the controller's node"
         return "no way to the controller"
 
     def is_cut_off(self, now_s: float) -> bool:
-        """Whether we may have been replaced, so that our workers have to end.
+        """Whether another node may have this one's place, so that the workers here have to end.
 
-        Not when its host answers that no controller is there: then nobody gives our place to others, and training does
-        not wait for a controller. Where the controller can move, it is its lease that has to stand, ours too.
+        Where the controller's host answers that no controller is there, no place is given away, and training goes on
+        without one. Where the controller can move to another node, its lease has to stand.
         """
         if not self.begins_again:
             return False
@@ -255,5 +267,5 @@ class Member:
         return self.is_alone(now_s)
 
     def is_alone(self, now_s: float) -> bool:
-        """Whether nothing has come from the controller's host for some time, not even that no controller is there."""
+        """Whether the controller's host has been silent for `LEASE_S`: it does not even refuse a connection."""
         return self._alone_since_s is not None and now_s - self._alone_since_s >= LEASE_S

@@ -1,4 +1,4 @@
-"""What a watched worker has preloaded: the shim that records its NCCL calls. Nobody else has it."""
+"""The shim that records NCCL calls, as it is preloaded into watched workers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from keepstep.launch.workers.rings import path_of
 
 LD_PRELOAD = "LD_PRELOAD"
 SHIM = "KEEPSTEP_NCCL_SHIM"
-"""0 in the launcher's environment: workers go without it."""
-_SEPARATORS = " :"  # of paths in LD_PRELOAD; nothing quotes them
+"""Variable of the launcher that is 0 where workers are to run without the shim."""
+_SEPARATORS = " :"  # characters that end a path in LD_PRELOAD and cannot be quoted
 _LIBRARY = "libkeepstep_nccl.so"
 
 
 def shim() -> Path | None:
-    """Where it was installed; None where it was not."""
+    """The shim's path; None where it was not built."""
     native = find_spec("keepstep.ring._native")
     path = Path(native.origin).with_name(_LIBRARY) if native and native.origin else None
     return path if path and path.exists() else None
 
 
 def preload(environ: Mapping[str, str], library: Path | None) -> dict[str, str]:
-    """The environment that preloads ``library`` after what ``environ`` does.
+    """The variable that preloads ``library`` after what ``environ`` preloads: a sanitizer's runtime must come first.
 
-    After it: a sanitizer's runtime must come first. Empty where it is not wanted, there already, or cannot be read.
+    Empty where the library is not wanted, is preloaded already, or cannot be read.
     """
     before = environ.get(LD_PRELOAD, "")
     if library is None or environ.get(SHIM) == "0" or str(library) in before:
@@ -43,5 +43,5 @@ def preload(environ: Mapping[str, str], library: Path | None) -> dict[str, str]:
 
 @cache
 def _by_descriptor(path: str) -> str:
-    """A path to the same file without the characters that separate paths, for as long as this process lives."""
+    """A path to the same file without separators in it, which is valid while this process lives."""
     return path_of(os.open(path, os.O_RDONLY | os.O_CLOEXEC))

@@ -1,4 +1,4 @@
-"""Why a worker ended: its error file where it wrote one, else its exit code; and which failure came first."""
+"""Why a worker failed, from its error file, else its stderr or exit code; and which of several failures came first."""
 
 from __future__ import annotations
 
@@ -23,26 +23,34 @@ _SAME_MOMENT_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One worker that ended badly."""
+    """A worker that failed.
+
+    Attributes:
+        status: exit code, or -N for signal N.
+        unix_s: when its error file was written, else when it died.
+        message: its error in one line; "" when it left none.
+        detail: the traceback, or what else there is.
+        by_keepstep: whether keepstep ended the process itself.
+    """
 
     rank: int
     local_rank: int
     pid: int
-    status: int  # exit code, or -N for signal N
-    unix_s: float  # when it failed: when its error file was written, else when it died
-    message: str  # its error in one line; empty when it left none
-    detail: str  # traceback, or what there is
+    status: int
+    unix_s: float
+    message: str
+    detail: str
     error_file: Path | None
-    by_keepstep: bool = False  # keepstep ended the process itself
+    by_keepstep: bool = False
 
     @property
     def text(self) -> str:
-        """What can be said in one line."""
+        """The failure in one line."""
         return self.message or _by_status(self.status, self.pid)
 
     @property
     def exit_code(self) -> int:
-        """As the run returns it."""
+        """The exit code that the run returns for it."""
         return exit_code(self.status)
 
 
@@ -55,7 +63,7 @@ def examine(
     error_file: Path,
     stderr: Path | None,
 ) -> Failure:
-    """Look at what a dead worker left behind; ``stderr`` is its redirected stream, None when it had the console."""
+    """The failure of a dead worker; ``stderr`` is the file with its stderr, None when that was the console."""
     written = _error_file(error_file)
     if written:
         message, detail, at_s = written
@@ -63,8 +71,7 @@ def examine(
     tail = _last_lines(stderr) if stderr else []
     if tail:
         return Failure(rank, local_rank, pid, status, died_unix_s, tail[-1], "\n".join(tail), None)
-    said = _by_status(status, pid)
-    detail = said
+    detail = _by_status(status, pid)
     if status > 0:
         detail += "; its traceback is on stderr above (to keep it: @record on main, or --redirects 3)"
     return Failure(rank, local_rank, pid, status, died_unix_s, "", detail, None)
@@ -73,15 +80,18 @@ def examine(
 def _by_status(status: int, pid: int) -> str:
     if status >= 0:
         return f"exit code {status}"
+    return f"signal {-status} ({_signal_name(-status)}) received by process {pid}"
+
+
+def _signal_name(number: int) -> str:
     try:
-        name = signal.Signals(-status).name
+        return signal.Signals(number).name
     except ValueError:
-        name = "real-time signal"
-    return f"signal {-status} ({name}) received by process {pid}"
+        return "real-time signal"
 
 
 def _error_file(path: Path) -> tuple[str, str, float] | None:
-    """Message, traceback and time from the file that torch's ``@record`` writes; None without a usable one."""
+    """Message, traceback and time in Unix seconds, from the file that torch's ``@record`` writes; None without one."""
     try:
         with open(path, "rb") as file:
             at_s = os.fstat(file.fileno()).st_mtime
@@ -122,8 +132,8 @@ def _last_lines(path: Path) -> list[str]:
 def first(failures: Sequence[Failure]) -> Failure:
     """The root cause: the failure that came first in time.
 
-    Of those of one moment rather one that keepstep ended itself, then one that does not tell of another's death: the
-    others may hear of it before we do.
+    Among failures of one moment it is rather that of a process that keepstep ended itself, then one whose error does
+    not tell of another's death: workers may notice a death before the launcher does.
     """
     earliest_s = min(failure.unix_s for failure in failures)
     together = [failure for failure in failures if failure.unix_s - earliest_s <= _SAME_MOMENT_S]
@@ -134,7 +144,7 @@ def first(failures: Sequence[Failure]) -> Failure:
 
 
 def finding(failure: Failure, node: str, incarnation: int) -> Finding:
-    """As the controller is told of it."""
+    """The failure as evidence for the controller."""
     return Finding(
         kind="crash",
         rank=failure.rank,
@@ -148,37 +158,18 @@ def finding(failure: Failure, node: str, incarnation: int) -> Finding:
 
 
 def render(job: str, host: str, failures: Sequence[Failure]) -> str:
-    """The failures as torchrun's users know them: the others, then the root cause."""
+    """The failures in torchrun's form: the root cause after the others."""
     root = first(failures)
-    others = sorted(
-        (failure for failure in failures if failure is not root), key=lambda failure: failure.unix_s
-    )
+    others = sorted((one for one in failures if one is not root), key=lambda one: one.unix_s)
     listed = [_render_one(number, host, failure) for number, failure in enumerate(others, start=1)]
-    title = f"{job} FAILED"
     wide, thin = "=" * 60, "-" * 60
-    return "\n".join(
-        [
-            wide,
-            title,
-            thin,
-            "Failures:",
-            *(listed or ["  <NO_OTHER_FAILURES>"]),
-            thin,
-            "Root Cause (first observed failure):",
-            _render_one(0, host, root),
-            wide,
-        ]
-    )
+    before = [wide, f"{job} FAILED", thin, "Failures:", *(listed or ["  <NO_OTHER_FAILURES>"]), thin]
+    return "\n".join([*before, "Root Cause (first observed failure):", _render_one(0, host, root), wide])
 
 
 def _render_one(number: int, host: str, failure: Failure) -> str:
     when = time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(failure.unix_s))
-    name = ""
-    if failure.status < 0:
-        try:
-            name = f" ({signal.Signals(-failure.status).name})"
-        except ValueError:
-            name = " (real-time signal)"
+    name = f" ({_signal_name(-failure.status)})" if failure.status < 0 else ""
     fields = {
         "time": when,
         "host": host,
@@ -191,9 +182,9 @@ def _render_one(number: int, host: str, failure: Failure) -> str:
 
 
 def hand_up(failure: Failure, target: str) -> None:
-    """Copy the root cause to the launcher's own error file, so that whatever started us finds it there.
+    """Copy the root cause to the launcher's own error file, where the program that started the launcher finds it.
 
-    ``target`` is ``TORCHELASTIC_ERROR_FILE`` of the launcher's environment. A file that cannot be written is skipped.
+    ``target``: ``TORCHELASTIC_ERROR_FILE`` of the launcher. Nothing is said where it cannot be written.
     """
     try:
         content: Any = json.loads(failure.error_file.read_bytes()) if failure.error_file else None

@@ -25,16 +25,21 @@ _FILES = {STDOUT: "stdout.log", STDERR: "stderr.log"}
 
 @dataclass(frozen=True, slots=True)
 class WorkerStreams:
-    """Where one worker writes: a file, ``/dev/null``, or (None) the console; and which files are also shown."""
+    """Where one worker's output goes.
+
+    Attributes:
+        stdout: a file, or ``/dev/null``; None: the console.
+        stderr: likewise.
+        shown: files that are followed and shown on the console, by ``STDOUT`` or ``STDERR``.
+    """
 
     stdout: Path | None
     stderr: Path | None
-    shown: Mapping[int, Path]  # STDOUT and/or STDERR to the file that is followed
-    filtered: Mapping[int, Path]  # followed for the word filters
+    shown: Mapping[int, Path]
 
 
 def worker_streams(job: Job, logs: LogFiles, rank: int, local_rank: int, attempt: int) -> WorkerStreams:
-    """Decide from ``--redirects``, ``--tee`` and ``--local-ranks-filter``."""
+    """The worker's streams as ``--redirects``, ``--tee`` and ``--local-ranks-filter`` say."""
     wanted = job.streams
     hidden = wanted.shown is not None and local_rank not in wanted.shown
     targets: dict[int, Path | None] = {}
@@ -48,13 +53,11 @@ def worker_streams(job: Job, logs: LogFiles, rank: int, local_rank: int, attempt
         target = targets[stream]
         if tee and target:
             followed[stream] = target
-    return WorkerStreams(
-        targets[STDOUT], targets[STDERR], {} if hidden else followed, {} if hidden else followed
-    )
+    return WorkerStreams(targets[STDOUT], targets[STDERR], {} if hidden else followed)
 
 
 def open_for_worker(path: Path | None) -> int | None:
-    """A descriptor to hand to a worker (append: an earlier attempt's lines stay); None: it inherits ours."""
+    """A descriptor for a worker that appends to the file, so that earlier attempts' lines stay; None: no file."""
     if path is None:
         return None
     if path == Path(os.devnull):
@@ -63,7 +66,7 @@ def open_for_worker(path: Path | None) -> int | None:
 
 
 def line_prefix(job: Job, rank: int, local_rank: int) -> bytes:
-    """What a tee puts before each line: ``[role0]:``, or ``TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE`` filled in."""
+    """What stands before a worker's lines on the console: ``[role0]:``, or the user's template filled in."""
     if job.streams.prefix is None:
         return f"[{job.role}{local_rank}]:".encode()
     filled = Template(job.streams.prefix).safe_substitute(
@@ -84,24 +87,19 @@ class Follower:
         self._sources: list[_Source] = []
 
     def follow(self, path: Path, prefix: bytes, *, from_start: bool) -> None:
-        """Add a file (it need not be there yet); ``from_start`` false: only what is written from now on."""
-        at = 0
-        if not from_start:
-            try:
-                at = path.stat().st_size
-            except OSError:
-                at = 0
-        self._sources.append(_Source(path, prefix, at))
+        """Add a file, which need not be there yet; ``from_start`` false: only what is written from now on."""
+        there = path.exists() and not from_start
+        self._sources.append(_Source(path, prefix, path.stat().st_size if there else 0))
 
     @property
     def busy(self) -> bool:
-        """Whether it follows anything."""
+        """Whether it follows any file."""
         return bool(self._sources)
 
     def pump(self, *, last: bool = False) -> None:
-        """Write the lines that are there; what the target cannot take now waits in the files.
+        """Write the lines that are there; those that the target cannot take now stay in the files.
 
-        ``last`` also writes a line without its end, and waits for a target that takes data slowly.
+        ``last``: also write a line without its end, and wait for a target that takes data slowly.
         """
         for source in self._sources:
             while source.read(last, self._keep):
@@ -118,7 +116,7 @@ class Follower:
         return not self._words or any(word in line for word in self._words)
 
     def _write(self, source: _Source, *, wait: bool) -> bool:
-        """Write what a source has ready; False when the target would block (or is closed: then it is dropped)."""
+        """Write what a source has ready; False when the target would block, or is closed, which drops the lines."""
         waiter = select.poll()
         waiter.register(self._target, select.POLLOUT)
         while source.pending:
@@ -136,7 +134,7 @@ class Follower:
 
 
 class Following:
-    """What of one incarnation's files is shown on the console and filtered, until it is stopped."""
+    """Shows an incarnation's output on the console and filters it into files, until it is stopped."""
 
     def __init__(self, job: Job, logs: LogFiles) -> None:
         self._job = job
@@ -146,7 +144,7 @@ class Following:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, streams: Mapping[int, WorkerStreams], ranks: Mapping[int, int], attempt: int) -> None:
-        """Follow what the workers (``streams``, ``ranks`` by local rank) write from now on."""
+        """Follow what the workers write from now on. ``streams`` and ``ranks`` are by local rank."""
         wanted = self._job.streams
         targets = {STDOUT: (1, wanted.stdout_words, "stdout"), STDERR: (2, wanted.stderr_words, "stderr")}
         for stream, (descriptor, words, name) in targets.items():
@@ -173,7 +171,7 @@ class Following:
         self._later()
 
     def stop(self) -> None:
-        """Write what is left."""
+        """Write what is left, and follow nothing any more."""
         if self._timer:
             self._timer.cancel()
         for follower in self._followers:
@@ -185,7 +183,7 @@ class Following:
 
 
 class _Source:
-    """One followed file: ``pending`` is what is ready to be written."""
+    """A followed file; ``pending`` holds its lines that are ready to be written."""
 
     __slots__ = ("_fd", "_offset", "_partial", "_path", "_prefix", "pending")
 
@@ -198,7 +196,7 @@ class _Source:
         self.pending = b""
 
     def read(self, last: bool, keep: Callable[[bytes], bool]) -> bool:
-        """Read on unless something still waits to be written; True when there is something to write."""
+        """Read on, unless lines still wait to be written; returns whether there are lines to write."""
         if self.pending:
             return True
         if self._fd < 0:
