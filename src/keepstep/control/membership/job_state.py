@@ -1,12 +1,11 @@
-"""The job's state as operators see it: an explicit table of what may follow what (TRANSOM, section IV-A, TOL).
+"""The job's state as operators see it, after an explicit table of what may follow what (TRANSOM, section IV-A, TOL).
 
-No second truth beside ``reforming``: what the controller knows is looked at, and the state follows along the table, so
-that nothing is ever published that the table does not name.
+It is no second truth beside ``reforming``: the state follows from what the controller knows, as far as the table allows
+it. So a job that has ended stays ended, whatever is heard late.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 from keepstep.control.cluster import Cluster
@@ -14,7 +13,7 @@ from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.rendezvous import Rendezvous
 from keepstep.control.membership.transitions import FOLLOWING, JobState
 
-_UNSEEN_STEPS_S = 60.0  # of progress without an optimizer step that we would see: it trains, too
+_UNSEEN_STEPS_S = 60.0  # ranks that get on for so long train, though no optimizer step of theirs is seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +43,21 @@ def state_of(facts: Facts) -> JobState:
     return JobState.RECOVERING if facts.incarnation else JobState.WARMING_UP
 
 
-def way(here: JobState, there: JobState) -> tuple[JobState, ...]:
-    """The shortest way along the table, without ``here``; empty when there is none, or nowhere to go."""
-    before: dict[JobState, JobState] = {here: here}
-    open_ = deque([here])
-    while open_ and there not in before:
-        state = open_.popleft()
-        for following in JobState:  # in one order: the way is always the same
-            if following in FOLLOWING[state] and following not in before:
-                before[following] = state
-                open_.append(following)
-    found: list[JobState] = []
-    while there in before and there is not here:
-        found.insert(0, there)
-        there = before[there]
-    return tuple(found)
+def leads(here: JobState, there: JobState) -> bool:
+    """Whether a job can come from one state to another along the table, with whatever states between."""
+    reached = {here}
+    while further := {state for one in reached for state in FOLLOWING[one]} - reached:
+        reached |= further
+    return there in reached
 
 
 class JobStates:
-    """Follows the facts. A controller that begins anew begins where they are."""
+    """Follows the facts. A controller that begins anew begins with the state that they amount to."""
 
     def __init__(self) -> None:
         self.state: JobState | None = None
         self.since_s = 0.0
-        self._trained = -1  # newest incarnation of which all ranks have made a step
+        self._trained = -1  # the newest incarnation in which all ranks have made a step
 
     def look(
         self,
@@ -91,20 +81,11 @@ class JobStates:
             suspended=reforming.suspended,
             exit_code=exit_code,
         )
-        self.follow(facts, now_s)
-        return self.state or state_of(facts)
+        return self.follow(facts, now_s)
 
-    def follow(self, facts: Facts, now_s: float) -> tuple[JobState, ...]:
-        """The states that it has come through since the last call, the present one last.
-
-        What happened between two looks is made up for along the table. Where no way leads, facts are older than what
-        was said: it stays, and what ended stays ended.
-        """
-        there = state_of(facts)
-        if self.state is None:
-            self.state, self.since_s = there, now_s
-            return (there,)
-        passed = way(self.state, there)
-        if passed:
-            self.state, self.since_s = there, now_s
-        return passed
+    def follow(self, facts: Facts, now_s: float) -> JobState:
+        """The state now. Where the table leads nowhere, facts are older than what was said: the state stays."""
+        state = state_of(facts)
+        if self.state is None or (state is not self.state and leads(self.state, state)):
+            self.state, self.since_s = state, now_s
+        return self.state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,8 +12,11 @@ MOST_NODES = 65_536
 MOST_RANKS = 1 << 24
 
 
-class Launcher(NamedTuple):  # of thousands, looked up by the thousands: a dataclass's hash is a Python call
-    """One launcher, whatever connection it speaks through: a process on a node."""
+class Launcher(NamedTuple):
+    """One launcher, whatever connection it speaks through: a process on a node.
+
+    A tuple, because thousands are looked up in sets and tables: hashing a dataclass would be a call in Python each.
+    """
 
     node: str
     pid: int
@@ -23,12 +26,11 @@ class Launcher(NamedTuple):  # of thousands, looked up by the thousands: a datac
 class _Joined:
     join: Join
     peer: int
-    order: int
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Placements to send, by peer."""
+    """What to answer to launchers that asked for a place, by their connections."""
 
     answers: tuple[tuple[int, Placement], ...] = ()
     refusals: tuple[tuple[int, str], ...] = ()
@@ -41,22 +43,25 @@ class Rendezvous:
 
     With fewer than the maximum it waits ``last_call_s`` after the minimum was reached; ``join_s`` is the longest wait
     for the minimum, after which everybody is refused and may start anew. Launchers beyond the maximum are spares where
-    the job may begin again; `renew` gives them the places of lost ones.
+    the job may begin again; `next_table` gives them the places of lost ones.
     """
 
     def __init__(self, nodes: int, *, join_s: float = 600.0, last_call_s: float = 30.0) -> None:
         self._nodes = nodes
         self._join_s = join_s
         self._last_call_s = last_call_s
-        self._joined: dict[Launcher, _Joined] = {}  # whose connections stand
-        self._beyond: set[Launcher] = set()  # of them, before there is a table, those that wish to be spares
-        self._wishes: dict[int, Launcher] = {}
-        self._range = (0, 0)  # of nodes, over all wishes
+        self._joined: dict[
+            Launcher, _Joined
+        ] = {}  # launchers with a connection, in the order in which they came
+        self._beyond: set[Launcher] = set()  # before there is a table: those of them that wish to be spares
+        self._wishes: dict[int, Launcher] = {}  # who asked for a node rank
+        self._range = (0, 0)  # fewest and most nodes that the launchers were started for
         self._table: dict[Launcher, Placement] = {}
-        self._sizes: dict[int, int] = {}  # ranks by node rank
-        self._agreed: tuple[int, bool, str] | None = None  # restarts, elections, who said so first
+        self._sizes: dict[int, int] = {}  # number of ranks by node rank
+        self._agreed: tuple[int, bool, str] | None = (
+            None  # --max-restarts, elections or not, who said so first
+        )
         self.barred: frozenset[str] = frozenset()  # nodes that are not to be newcomers
-        self._orders = 0
         self._since_s = 0.0
         self._enough_since_s: float | None = None
 
@@ -87,12 +92,12 @@ class Rendezvous:
 
     @property
     def incarnation(self) -> int:
-        """Of the rank table."""
+        """The incarnation of the rank table."""
         return next(iter(self._table.values())).incarnation if self._table else 0
 
     @property
     def pauses(self) -> int:
-        """How many incarnations an operator has ordered."""
+        """How many incarnations up to the table's were no restarts."""
         return next(iter(self._table.values())).pauses if self._table else 0
 
     @property
@@ -102,11 +107,10 @@ class Rendezvous:
 
     @property
     def spares(self) -> list[Launcher]:
-        """Those that are here and have no place, in the order in which they came."""
+        """Launchers that are here and have no place, in the order in which they came."""
         if not self._table:
             return [launcher for launcher in self._joined if launcher in self._beyond]
-        found = [launcher for launcher in self._joined if launcher not in self._table]
-        return sorted(found, key=lambda launcher: self._joined[launcher].order)
+        return [launcher for launcher in self._joined if launcher not in self._table]
 
     @property
     def least(self) -> int:
@@ -115,7 +119,7 @@ class Rendezvous:
 
     @property
     def most(self) -> int:
-        """Nodes that it may have."""
+        """Nodes that the job may have at most."""
         return self._limits[1]
 
     @property
@@ -158,9 +162,7 @@ class Rendezvous:
         known = self._joined.get(launcher)
         if known is not None and known.peer > peer:
             return Placed()  # the last word of a connection that was broken: it has a newer one
-        if known is None:
-            self._orders += 1
-        self._joined[launcher] = _Joined(join, peer, known.order if known else self._orders)
+        self._joined[launcher] = _Joined(join, peer)
         if self._table:
             return self._late(launcher, peer)
         self._count(launcher, join)
@@ -225,33 +227,22 @@ class Rendezvous:
             return None
         ranked = sorted(self._table.items(), key=lambda item: item[1].node_rank)
         heirs.update(exchange)
-        playing = [
-            (heirs.get(launcher, launcher), self._sizes[one.node_rank])
-            for launcher, one in ranked
-            if launcher not in left
-        ]
+        staying = [(launcher, self._sizes[at.node_rank]) for launcher, at in ranked if launcher not in left]
+        playing = [(heirs.get(launcher, launcher), size) for launcher, size in staying]
         if grow and not left:
             free = [one for one in self.newcomers if one in halted and one not in heirs.values()]
             playing += [(one, self._joined[one].join.nproc) for one in free]
         first = playing[0][0]
-        address = (
-            self._table[first].master_addr if first is ranked[0][0] else self._joined[first].join.address
-        )
-        world, next_rank = sum(size for _, size in playing), 0
-        table: dict[Launcher, Placement] = {}
-        for node_rank, (launcher, size) in enumerate(playing):
-            place = (node_rank, next_rank, world, len(playing), address, halted[first], incarnation, pauses)
-            table[launcher] = Placement(*place)
-            next_rank += size
-        return table
+        stays = first is ranked[0][0]
+        address = self._table[first].master_addr if stays else self._joined[first].join.address
+        return _table_of(playing, address, halted[first], incarnation, pauses)
 
     def renew(self, table: dict[Launcher, Placement]) -> Placed:
         """This rank table counts now."""
         self._set(table)
-        answers = [
-            (peer, one) for launcher, one in table.items() if (peer := self.peer(launcher)) is not None
-        ]
-        return Placed(answers=tuple(answers), is_new=True)
+        peers = ((self.peer(launcher), placement) for launcher, placement in table.items())
+        answers = tuple((peer, placement) for peer, placement in peers if peer is not None)
+        return Placed(answers=answers, is_new=True)
 
     def _heirs(self, lost: Collection[Launcher], halted: Mapping[Launcher, int]) -> dict[Launcher, Launcher]:
         """Who takes whose place: the one that wished for it, else the first that came."""
@@ -261,9 +252,8 @@ class Rendezvous:
             rank = self._table[launcher].node_rank
             fit = [spare for spare in free if self._joined[spare].join.nproc == self._sizes[rank]]
             if fit:
-                heirs[launcher] = next(
-                    (one for one in fit if self._joined[one].join.node_rank == rank), fit[0]
-                )
+                wishing = [spare for spare in fit if self._joined[spare].join.node_rank == rank]
+                heirs[launcher] = (wishing or fit)[0]
                 free.remove(heirs[launcher])
         return heirs
 
@@ -294,12 +284,7 @@ class Rendezvous:
         return Placed(refusals=((peer, reason),))
 
     def _objection(self, launcher: Launcher, join: Join) -> str:
-        if (
-            join.nproc < 1
-            or join.nproc > MOST_RANKS
-            or join.min_nodes > MOST_NODES
-            or join.max_nodes > MOST_NODES
-        ):
+        if not 1 <= join.nproc <= MOST_RANKS or max(join.min_nodes, join.max_nodes) > MOST_NODES:
             return f"node {join.node}: {join.nproc} ranks on one of {join.max_nodes} nodes is no job"
         if self._agreed is not None and self._agreed[0] != join.max_restarts:
             return (
@@ -346,31 +331,26 @@ class Rendezvous:
         return Placed(refusals=refusals)
 
     def _place(self) -> Placed:
-        ordered = self._ordered()
-        first = ordered[0][1].join
-        world = sum(joined.join.nproc for _, joined in ordered)
-        answers: list[tuple[int, Placement]] = []
-        table: dict[Launcher, Placement] = {}
-        first_rank = 0
-        for node_rank, (launcher, joined) in enumerate(ordered):
-            placement = Placement(node_rank, first_rank, world, len(ordered), first.address, first.free_port)
-            table[launcher] = placement
-            answers.append((joined.peer, placement))
-            first_rank += joined.join.nproc
-        self._set(table)
-        return Placed(answers=tuple(answers), is_new=True)
+        ordered = [(one, self._joined[one].join) for one in self._ordered()]
+        first = ordered[0][1]
+        playing = [(launcher, join.nproc) for launcher, join in ordered]
+        return self.renew(_table_of(playing, first.address, first.free_port, 0, 0))
 
-    def _ordered(self) -> list[tuple[Launcher, _Joined]]:
+    def _ordered(self) -> list[Launcher]:
         """By wish; launchers without one (or whose wish lies beyond those who came) fill the gaps as they came."""
-        playing = [item for item in self._joined.items() if item[0] not in self._beyond]
-        count = len(playing)
-        slots: list[tuple[Launcher, _Joined] | None] = [None] * count
-        rest: list[tuple[Launcher, _Joined]] = []
-        for launcher, joined in sorted(playing, key=lambda item: item[1].order):
-            wish = joined.join.node_rank
-            if 0 <= wish < count:
-                slots[wish] = (launcher, joined)
-            else:
-                rest.append((launcher, joined))
-        following = iter(rest)
-        return [slot if slot is not None else next(following) for slot in slots]
+        came = {one: joined.join.node_rank for one, joined in self._joined.items() if one not in self._beyond}
+        wished = {rank: launcher for launcher, rank in came.items() if 0 <= rank < len(came)}
+        rest = iter([launcher for launcher, rank in came.items() if wished.get(rank) != launcher])
+        return [wished[rank] if rank in wished else next(rest) for rank in range(len(came))]
+
+
+def _table_of(
+    playing: Sequence[tuple[Launcher, int]], address: str, port: int, incarnation: int, pauses: int
+) -> dict[Launcher, Placement]:
+    """Launchers play so many ranks each, in this order. ``address`` and ``port``: where all ranks meet."""
+    table, first_rank, world = dict[Launcher, Placement](), 0, sum(size for _, size in playing)
+    for node_rank, (launcher, size) in enumerate(playing):
+        place = (node_rank, first_rank, world, len(playing), address, port, incarnation, pauses)
+        table[launcher] = Placement(*place)
+        first_rank += size
+    return table
