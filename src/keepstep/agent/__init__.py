@@ -1,6 +1,6 @@
-"""The rim on a node: rings and sensors in, summaries, findings and states out.
+"""The agent of a node: it turns rings and sensors into summaries, findings and states for the controller.
 
-``python -m keepstep.agent`` is the program. What it computes is pure and lives in ``iterations`` (events to
-iterations), ``summarise`` (iterations to sums), ``watch`` (findings), ``clocks`` and ``states``; ``program`` and the
-modules it uses are the only ones that touch processes, files and sockets.
+The program is ``python -m keepstep.agent``. Its computations are pure functions and classes in ``ranks``, for example
+``iterations`` (events to iterations), ``summarise`` (iterations to sums) and ``watch`` (findings). Processes, files and
+sockets are used by ``program``, ``sensors`` and ``services``.
 """

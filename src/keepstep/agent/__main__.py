@@ -1,7 +1,7 @@
-"""``python -m keepstep.agent``, with its arguments or with ``--wait``: imported, and told what to do when it is time.
+"""``python -m keepstep.agent``, with the agent's arguments, or with ``--wait`` to get them later.
 
-It says so by a line on stdout. What tells it is a line on stdin, the arguments and the file for what it says:
-``{"words": […], "log": PATH}``.
+With ``--wait`` the process imports what it needs, prints a line on stdout, and waits for a line on stdin with the
+arguments and the path of a file for its output: ``{"words": […], "log": PATH}``.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    # Before numpy is imported: the agent needs none of the threads that its linear algebra would start.
+    # Must be set before numpy is imported, whose linear algebra would start threads that the agent does not need.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from keepstep.agent.arguments import parse
     from keepstep.agent.program import serve
@@ -23,7 +23,7 @@ def main() -> int:
         print("waits", flush=True)
         line = sys.stdin.readline()
         if not line:
-            return 0  # it is not needed
+            return 0  # the launcher has closed the pipe, because it needs no agent
         words = _told(line)
     try:
         arguments = parse(words)
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def _told(line: str) -> list[str]:
-    """The arguments; what is said from here on goes to the log."""
+    """The arguments in a line from stdin; from now on stdout and stderr go to the log that it names."""
     from keepstep.core.own_folders import open_file
 
     told = json.loads(line)
@@ -49,6 +49,5 @@ if __name__ == "__main__":
     code = main()
     logging.shutdown()
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # threads that wait for storage or are in native code end with the process, and do not hold it up
+    # Threads that wait for storage or run native code must not delay the end of the process.
+    os._exit(code)

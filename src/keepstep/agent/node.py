@@ -1,4 +1,4 @@
-"""The agent of one node: polls the rings of its ranks and answers the controller. Files and time, but no sockets."""
+"""The agent of one node without its connection: it polls the rings of its ranks and answers the controller."""
 
 from __future__ import annotations
 
@@ -40,15 +40,17 @@ logger = logging.getLogger("keepstep.agent")
 
 _REOPEN_NS = 2_000_000_000
 _SILENT_NS = 1_000_000_000
-_BUSIEST = 16  # paths told with the states
-_CLOSE_LOOK_S = 0.2  # after the last look at the sockets, when states are asked for
-_TIMES_S = 30.0  # for which GPUs' times are taken once the controller has asked for a profile
-_STILL_NS = 100_000_000  # without progress: its process is looked at, and again after twice that
+_BUSIEST = 16  # network paths that are sent with the states
+_CLOSE_LOOK_S = 0.2  # age of the last sample of the sockets above which a request for states takes a new one
+_TIMES_S = 30.0  # how long the GPU's times of calls are measured after the controller has asked for a profile
+_STILL_NS = (
+    100_000_000  # time without progress after which a rank's process is looked at, then again at twice this
+)
 
 
 @dataclass(slots=True)
 class _Ring:
-    """One rank's ring and what is known of the process that writes it."""
+    """The ring of one rank, and the process that writes it."""
 
     rank: int
     path: str
@@ -58,15 +60,18 @@ class _Ring:
     process: ProcessId | None = None
     complaint: str = ""
     next_try_ns: int = 0
-    ended: bool = False  # its process is gone or closed the ring
-    stopped_since_ns: int = 0  # when its process was first seen stopped; 0: it was not at the last look
+    ended: bool = False  # its process is gone or has closed the ring
+    stopped_since_ns: int = 0  # since when its process has been seen stopped; 0: it was not at the last look
     next_look_ns: int = 0
-    groups: int = 0  # of them told
+    groups: int = 0  # how many of its groups have been sent or need not be
     told: set[tuple[str, tuple[int, ...]]] = field(default_factory=set[tuple[str, tuple[int, ...]]])
 
 
 class NodeAgent:
-    """``poll`` 20 times a second, ``heartbeat`` once a second; messages for the controller go to ``send``."""
+    """Watches the ranks of one node. ``poll`` is called 20 times a second, ``heartbeat`` once a second.
+
+    ``send`` takes the messages for the controller.
+    """
 
     def __init__(
         self,
@@ -86,7 +91,7 @@ class NodeAgent:
         ]
         self._local = frozenset(rings)
         self._log = StepLog(run_dir / "nodes" / str(node_rank) / "iterations.jsonl", self._local)
-        # Not logged yet, with their start in Unix time.
+        # Iterations that are not logged yet, with their start in Unix time.
         self._ended: list[tuple[IterationSummary, float]] = []
         self._sensors = HostSensors()
         self._gpus = gpus
@@ -96,12 +101,11 @@ class NodeAgent:
         self._holding = Holding(orders or {}, node_rank, self._steps_at_end_of)
         self.microbatches = Microbatches(orders or {}, node_rank)
         self._all_overdue = False
-        self.filled = (
-            0.0  # share of its ring that a rank wrote between the last two polls; more than 1: some was lost
-        )
+        # Largest share of its ring that a rank wrote between the last two polls; above 1 records were lost.
+        self.filled = 0.0
 
     def poll(self, now_ns: int) -> bool:
-        """Read every ring; True when any had something new."""
+        """Read every ring; True if any had new records."""
         busy, self.filled = False, 0.0
         for ring in self._rings:
             busy = self._poll_safely(ring, now_ns) or busy
@@ -110,12 +114,13 @@ class NodeAgent:
             self._send(message)
         if self._rings and all(ring.track.waiting for ring in self._rings):
             last_ns = max(ring.track.last_progress_ns for ring in self._rings)
-            if self._sockets.looked_s * 1e9 < last_ns:  # what gets through while all wait counts from now on
+            # A sample taken now separates the traffic before the standstill from the traffic during it.
+            if self._sockets.looked_s * 1e9 < last_ns:
                 self._look_at_sockets(now_ns)
         return busy
 
     def hold(self, message: Message) -> None:
-        """Carry out what the controller says about holding the ranks."""
+        """Carry out a message of the controller about holds."""
         self.poll(time.monotonic_ns())
         for answer in self._holding.receive(message):
             self._send(answer)
@@ -132,13 +137,13 @@ class NodeAgent:
         return ring.track.steps_at_end_of(step) if ring is not None and not ring.ended else None
 
     def has_news(self) -> bool:
-        """Whether the next heartbeat should not wait: all ranks here wait for others longer than usual, or no more."""
+        """Whether a heartbeat is due at once, because all ranks here began or stopped to wait longer than usual."""
         all_overdue = all(ring.track.overdue_s > 0 for ring in self._rings)
         changed, self._all_overdue = all_overdue != self._all_overdue, all_overdue
         return changed
 
     def heartbeat(self, now_ns: int) -> Heartbeat:
-        """The node's state for the controller; looks at the processes and flushes the log, too."""
+        """The next heartbeat. This also takes samples of processes and sockets, and flushes the log."""
         beats = tuple(self._beat(ring, now_ns) for ring in self._rings)
         processes = {ring.rank: ring.process for ring in self._rings if ring.process is not None}
         self._sensors.look(now_ns * 1e-9, processes)
@@ -162,7 +167,7 @@ class NodeAgent:
         )
 
     def again(self) -> list[Message]:
-        """What a new controller must hear after the greeting: groups, and findings that still hold."""
+        """The messages that a new controller must hear after Hello: groups, and findings that still hold."""
         messages: list[Message] = []
         self.microbatches.again()
         for ring in self._rings:
@@ -173,7 +178,7 @@ class NodeAgent:
         return messages
 
     def profile(self, request: ProfileRequest) -> Profile:
-        """The iterations asked for, oldest first, and what was sent to whom around the onset."""
+        """The answer to a request: iterations, oldest first, and network traffic around the onset."""
         self._holding.take_times(_TIMES_S)
         found: list[IterationSummary] = []
         clock: list[ClockSample] = []
@@ -203,7 +208,7 @@ class NodeAgent:
         )
 
     async def states(self, request: StateRequest) -> States:
-        """Where every rank is now."""
+        """The answer to a request: the present state of every rank."""
         stacks: dict[int, str] = {}
         if request.stacks:
             for ring in self._rings:
@@ -221,11 +226,11 @@ class NodeAgent:
         return States(request.request, self._node_rank, known, tuple(clock), traffic)
 
     def addresses(self) -> tuple[set[str], set[str]]:
-        """The addresses that the ranks use, and those they have connections to, at the last heartbeat."""
+        """The ranks' own addresses, and the addresses to which they have connections, in the last sample."""
         return self._sockets.addresses()
 
     def save_rings(self) -> int:
-        """Save what can be read: rings under ``RUN/rings``, link tables under ``RUN/links``; how many rings were."""
+        """Save readable rings to ``RUN/rings`` and link tables to ``RUN/links``; return the number of rings."""
         folder = self._run_dir / "rings"
         make_folder(folder)
         saved = 0
@@ -244,13 +249,13 @@ class NodeAgent:
         return saved
 
     def close(self) -> None:
-        """Write what is open, let go who is held."""
+        """Release held ranks, and write the rest of the log."""
         self._holding.close()
         self.microbatches.close()
         self._log.close()
 
     def _poll_safely(self, ring: _Ring, now_ns: int) -> bool:
-        """A ring that cannot be read is tried again later; the others go on."""
+        """Poll one ring; if it cannot be read, it is tried again later."""
         try:
             return self._poll_ring(ring, now_ns)
         except (RingError, OSError) as error:
@@ -294,13 +299,13 @@ class NodeAgent:
             is not None
         ):
             ring.ended = self._gone(ring)
-            if not ring.ended:  # a death is the launcher's to tell
+            if not ring.ended:  # the launcher, not the agent, reports dead processes
                 logger.info("rank %d: %s", ring.rank, found)
                 self._send(Found(found))
         return len(batch.started) + len(batch.finished) > 0
 
     def _attach(self, ring: _Ring, header: RingHeader) -> None:
-        """A process claimed the ring: begin anew for it."""
+        """Start afresh for a process that has claimed the ring."""
         if ring.header is not None:
             ring.reader = HostRing(ring.path)
             self._log_steps()
@@ -315,7 +320,7 @@ class NodeAgent:
             logger.warning("rank %d: its ring is written by rank %d", ring.rank, header.rank)
 
     def _log_steps(self) -> None:
-        """Log what the rings gave, step by step: of one rank after the other, many at once would not meet again."""
+        """Log the new iterations in order of steps, because the log keeps only few steps open at a time."""
         for iteration, start_unix_s in sorted(self._ended, key=lambda one: one[0].step):
             self._log.add(iteration, start_unix_s)
         self._ended.clear()
@@ -327,7 +332,7 @@ class NodeAgent:
             logger.warning("rank %d is not watched: %s", ring.rank, complaint)
 
     def _new_groups(self, ring: _Ring) -> list[Message]:
-        """Groups of the rank that no rank of this node has told yet: their members are in them."""
+        """A message with groups of the rank that no other rank of this node has reported, if there are any."""
         told = {key for other in self._rings for key in other.told}
         fresh: list[GroupInfo] = []
         for group in process_groups(ring.track.groups):
@@ -374,13 +379,13 @@ class NodeAgent:
         )
 
     def _state(self, ring: _Ring, now_ns: int, stack: str) -> RankState | None:
-        """None for a rank whose ring cannot be read."""
+        """The present state of a rank; None if its ring cannot be read."""
         if ring.reader is None:
             return None
         state = self._process_state(ring)
         process = ring.process.pid if ring.process is not None else 0
         unread = self._sockets.unread_bytes(process) if process else 0
-        if ring.header is None:  # not claimed yet: the script is still on its way to its first record
+        if ring.header is None:  # the script has not made its first record yet
             state = "?"
         try:
             reader = ring.reader

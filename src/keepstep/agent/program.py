@@ -1,4 +1,4 @@
-"""The agent as a process: event loop, connection, signals, and what it owes the node when its launcher dies."""
+"""The agent as a process: its event loop, connection and signals, and ending the workers if the launcher dies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from keepstep.core.errors import KeepstepError
 from keepstep.core.log_lines import log_into
 from keepstep.core.own_address import address_towards
 from keepstep.core.own_folders import make_folder
-from keepstep.wire.blocking import BlockingServer
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -31,21 +30,23 @@ _POLL_S = 0.05
 _SLOWEST_POLL_S = 0.2
 _IDLE_POLL_S = 0.1
 _QUIET_POLLS = 100
-_FILLED = 0.25  # of a ring from one poll to the next: more shall not come, whatever the polls cost
-_CPU_SHARE = 0.018  # of one core; polls get rarer above it
+_FILLED = 0.25  # share of a ring that may be written between two polls, whatever the polls cost
+_CPU_SHARE = 0.018  # share of one core above which the agent polls less often
 _DYING_S = 0.05
 _PR_SET_PDEATHSIG = 1
 
 
 class Program:
-    """Runs a ``NodeAgent`` until its launcher is gone or it is told to end."""
+    """Runs a ``NodeAgent`` until its launcher is gone or it gets a signal to end. Made in the event loop."""
 
     def __init__(self, arguments: Arguments, parent: int) -> None:
+        """``parent``: process ID of the launcher; -1: it is gone already."""
         self._arguments = arguments
         self._parent = parent
         self._launcher = identify(parent)
         self._stop = asyncio.Event()
-        self._client: wire.Client | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         self._heartbeat_s = 1.0
         self._interval_s = _POLL_S
         self._quiet = 0
@@ -53,11 +54,9 @@ class Program:
         self._cpu_s, self._cpu_since_s = time.process_time(), time.monotonic()
         self._failure: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._key = wire.RunKey(b"")
-        self._echo: BlockingServer | None = None
+        self._key = wire.RunKey(wire.read_secret(arguments.secret_file), arguments.run_id)
+        self._echo = echo_server(self._key)
         self._probing = False
-        self._checkpoints: Checkpoints | None = None
-        self._backups: NodeBackups | None = None
         self._gpus = Gpus()
         self._gpus.start()
         self._agent = NodeAgent(
@@ -70,17 +69,8 @@ class Program:
             arguments.links,
             self._gpus,
         )
-
-    async def main(self) -> None:
-        """Until SIGTERM, SIGINT or the launcher's death."""
-        arguments = self._arguments
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
-        tls = wire.client_context(wire.TlsPaths(*arguments.tls)) if arguments.tls is not None else None
-        self._key = wire.RunKey(wire.read_secret(arguments.secret_file), arguments.run_id)
-        self._echo = echo_server(self._key)
-        self._start_backups()
+        self._backups = self._started_backups()
+        self._checkpoints = self._started_checkpoints()
         self._client = wire.Client(
             arguments.controller,
             self._key,
@@ -89,19 +79,21 @@ class Program:
             message=self._received,
             connected=lambda: logger.info("connected to the controller at %s:%d", *arguments.controller),
             disconnected=lambda: logger.info("the connection to the controller is lost"),
-            tls=tls,
+            tls=wire.client_context(arguments.tls) if arguments.tls else None,
         )
-        self._start_checkpoints()
+
+    async def main(self) -> None:
+        """Run until SIGTERM, SIGINT or the launcher's death."""
         self._tick()
         await self._stop.wait()
         await self._end()
         if self._failure is not None:
             raise self._failure
 
-    def _start_checkpoints(self) -> None:
+    def _started_checkpoints(self) -> Checkpoints | None:
         arguments = self._arguments
         if not arguments.cache or not arguments.world_size:
-            return
+            return None
         place = Place(
             cache=arguments.cache,
             ranks=tuple(sorted(arguments.rings)),
@@ -112,40 +104,41 @@ class Program:
             keep=arguments.checkpoint_keep,
         )
         try:
-            self._checkpoints = Checkpoints(place, self._backups)
-            self._checkpoints.start()
+            checkpoints = Checkpoints(place, self._backups)
+            checkpoints.start()
         except KeepstepError as error:
             logger.error("checkpoints stay in this node's cache: %s", error)
+            return None
+        return checkpoints
 
-    def _start_backups(self) -> None:
-        arguments, loop = self._arguments, asyncio.get_running_loop()
+    def _started_backups(self) -> NodeBackups | None:
+        arguments, loop, tls = self._arguments, asyncio.get_running_loop(), self._arguments.tls
         if not arguments.cache or not arguments.backups:
-            return
-        paths = wire.TlsPaths(*arguments.tls) if arguments.tls is not None else None
-        self._backups = NodeBackups(
+            return None
+        backups = NodeBackups(
             arguments.cache,
             arguments.rings.keys(),
             arguments.node,
             arguments.node_rank,
             self._key,
             lambda message: _hand_over(loop, self._send, message),
-            tls=(wire.server_context(paths), wire.client_context(paths)) if paths else None,
+            tls=(wire.server_context(tls), wire.client_context(tls)) if tls else None,
             bytes_per_s=arguments.backup_rate,
         )
-        self._backups.use_addresses(filter(is_elsewhere, {address_towards(arguments.controller[0])}))
-        self._backups.start()
+        backups.use_addresses(filter(is_elsewhere, {address_towards(arguments.controller[0])}))
+        backups.start()
+        return backups
 
     def _listen(self, addresses: set[str]) -> None:
         """Answer probes and give states on these addresses, too, as far as other nodes can reach them."""
         reachable = sorted(filter(is_elsewhere, addresses))
-        if self._echo is not None and self._echo.listen(reachable):
+        if self._echo.listen(reachable):
             self._send(wire.Reachable(self._arguments.node_rank, self._echo.endpoints))
         if self._backups is not None:
             self._backups.use_addresses(reachable)
 
     def _send(self, message: wire.Message) -> None:
-        if self._client is not None:
-            self._client.send(message)
+        self._client.send(message)
 
     def _greet(self) -> Iterator[wire.Message]:
         arguments = self._arguments
@@ -160,7 +153,7 @@ class Program:
         yield from self._agent.again()
         if self._backups is not None:
             yield from self._backups.again()
-        if self._echo is not None and self._echo.endpoints:
+        if self._echo.endpoints:
             yield wire.Reachable(arguments.node_rank, self._echo.endpoints)
 
     def _received(self, message: wire.Message) -> None:
@@ -194,7 +187,7 @@ class Program:
         self._send(await self._agent.states(request))
 
     async def _probe(self, request: wire.ProbeRequest) -> None:
-        """One request at a time; another that comes meanwhile is not answered."""
+        """Answer a request for probes; a request that comes while another is being answered is ignored."""
         if self._probing:
             return
         self._probing = True
@@ -207,7 +200,7 @@ class Program:
             self._probing = False
 
     def _tick(self) -> None:
-        """One look at the rings; comes again by itself until the end."""
+        """Poll the rings once, send a heartbeat if one is due, and schedule the next call."""
         if self._stop.is_set():
             return
         begun_s = time.monotonic()
@@ -226,7 +219,7 @@ class Program:
         interval_s = self._interval_s
         if self._quiet > _QUIET_POLLS:
             interval_s = max(interval_s, _IDLE_POLL_S)
-        elif not busy:  # such polls cost next to nothing, and a standstill may begin
+        elif not busy:  # polls of silent rings cost next to nothing, and a standstill should be noticed soon
             interval_s = _POLL_S
         if self._agent.filled > 0:
             interval_s = min(interval_s, (begun_s - self._polled_s) * _FILLED / self._agent.filled)
@@ -244,7 +237,7 @@ class Program:
         self._cpu_s, self._cpu_since_s = cpu_s, now_s
 
     def _adapt(self, share: float) -> None:
-        """Poll less often while that costs more than its budget; more often again when there is room."""
+        """Poll less often while the agent's ``share`` of a core is above its budget, else more often again."""
         if share > _CPU_SHARE:
             self._interval_s = min(self._interval_s * 1.25, _SLOWEST_POLL_S)
         elif share < 0.7 * _CPU_SHARE:
@@ -259,11 +252,10 @@ class Program:
             await asyncio.to_thread(self._checkpoints.stop)
         if self._backups is not None:
             self._backups.stop()
-        if self._echo is not None:
-            self._echo.close()
+        self._echo.close()
         orphaned = self._orphaned()
         if not orphaned:
-            # The signal that tells of the launcher's death may come a moment before the death can be seen.
+            # The signal of the launcher's death may come a moment before /proc shows that it is dead.
             await asyncio.sleep(_DYING_S)
             orphaned = self._orphaned()
         if orphaned:
@@ -277,11 +269,10 @@ class Program:
             logger.warning("%d processes killed", killed)
         self._agent.poll(time.monotonic_ns())
         logger.info("%d rings saved", self._agent.save_rings())
-        if self._client is not None:
-            self._send(self._agent.heartbeat(time.monotonic_ns()))
-            self._send(wire.Bye("the launcher is gone" if orphaned else "told to end", orphaned))
-            await self._client.drained(0.5)
-            await self._client.close()
+        self._send(self._agent.heartbeat(time.monotonic_ns()))
+        self._send(wire.Bye("the launcher is gone" if orphaned else "told to end", orphaned))
+        await self._client.drained(0.5)
+        await self._client.close()
         self._agent.close()
 
 
@@ -293,13 +284,13 @@ def _hand_over(
 
 
 def _launcher_is_gone(arguments: Arguments) -> bool:
-    """Whether it died before this process could ask to be told: rings in a memfd are reached through its maker."""
+    """Whether the launcher died before this process asked for a signal: the rings are reached through its /proc."""
     makers = {path.split("/")[2] for path in arguments.rings.values() if path.startswith("/proc/")}
     return any(not os.path.exists(f"/proc/{maker}") for maker in makers)
 
 
 def serve(arguments: Arguments) -> int:
-    """Be the agent; the exit code. The launcher's death ends it (also when it happens right at the start)."""
+    """Run the agent and return its exit code. The launcher's death ends it, even right at the start."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if _launcher_is_gone(arguments):

@@ -187,10 +187,8 @@ class Operations:
                     nbytes = measure(len(captured.members), given)
                     peer = captured.global_rank(given[peer_at]) if peer_at >= 0 else WORLD_PEER
                 except (AttributeError, IndexError, RuntimeError, TypeError):
-                    nbytes, peer = (
-                        0,
-                        WORLD_PEER,
-                    )  # a sparse tensor, or arguments that torch is about to refuse
+                    # The tensor is sparse, or torch is about to refuse these arguments.
+                    nbytes, peer = 0, WORLD_PEER
                 operation = start(kind, op, captured.ident, peer, nbytes, flags, here())
             except Exception as error:
                 recorder.stumbled(error)

@@ -78,9 +78,8 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
         AuthenticationError: the file is missing, readable by others, owned by another user, or holds no secret.
     """
     try:
-        descriptor = os.open(
-            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        )  # opening a FIFO must not block
+        # O_NONBLOCK, because opening a FIFO must not block.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise AuthenticationError(
             f"{path}: cannot read the run's secret: {error.strerror}; every node needs the secret file of the run "

@@ -108,10 +108,8 @@ class Connection(asyncio.Protocol):
             return
         self.reason = violation.reason
         self._server.refused(violation, self.peer)
-        if (
-            violation.reason == "crowded-out"
-        ):  # the descriptor is needed at once, even if the peer reads nothing
-            transport.abort()
+        if violation.reason == "crowded-out":
+            transport.abort()  # its descriptor is needed at once, even if the peer reads nothing
         elif self._tls is not None and not self._tls.is_up:
             transport.close()  # after TLS's own alert has been sent
         elif channel is not None and (denial := channel.denial(violation)):

@@ -66,9 +66,8 @@ OURS = GroupSockets()
 def install() -> None:
     """Note the sockets of all stores and groups from now on. Called at the end of ``import torch``."""
     for module, name in _MAKERS:
-        names = vars(
-            importlib.import_module(module)
-        )  # an attribute of `torch.distributed` may hide the module
+        # `torch.distributed.rendezvous` as an attribute is a function, so modules are imported by their names.
+        names = vars(importlib.import_module(module))
         made: Callable[..., Any] | None = names.get(name)
         if made is not None:
             names[name] = _noting(made)

@@ -56,10 +56,8 @@ def reached(name: str, step: int = 0) -> None:
         if name in ("groups", "step") and IMPORTS in os.environ:
             _write_imports(os.environ[IMPORTS])
             _tell(path, "imports")
-    except (
-        Exception
-    ):  # the script must go on; without its list of imports, restarts just take fresh processes
-        return
+    except Exception:
+        return  # the script must go on, and the launcher can do without these reports
 
 
 def _tell(path: str, name: str, step: int = 0) -> None:

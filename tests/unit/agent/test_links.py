@@ -16,7 +16,7 @@ from keepstep.agent.node import NodeAgent
 from keepstep.agent.sensors.nccl_links import save, standing_still
 from keepstep.core.errors import UsageError
 from keepstep.core.summary import GroupInfo
-from keepstep.ring import links
+from keepstep.ring import link_reader
 from keepstep.ring.link_table import COMM_WORDS, COMMS, FEWEST, HEADER_WORDS, create
 
 PID, COMM, LINK = 8 * 11, 8 * HEADER_WORDS, 8 * (HEADER_WORDS + COMMS * COMM_WORDS)
@@ -47,7 +47,9 @@ def name(table: str, rank: int, size: int) -> None:
         file.seek(COMM)
         words = list(struct.unpack(f"<{COMM_WORDS}Q", file.read(8 * COMM_WORDS)))
         words[3] = rank | size << 32
-        words[links._CHECK] = links._checked(words[0] >> 2, words[links._ID : links._OPENED])
+        words[link_reader._CHECK] = link_reader._checked(
+            words[0] >> 2, words[link_reader._ID : link_reader._OPENED]
+        )
         file.seek(COMM)
         file.write(struct.pack(f"<{COMM_WORDS}Q", *words))
 

@@ -1,1 +1,1 @@
-"""From the ring of one rank to iterations, summaries and where the rank is now. Start with `watch`."""
+"""From the records in the rings of a node's ranks to summaries, findings and states."""

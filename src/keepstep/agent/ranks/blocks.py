@@ -1,4 +1,4 @@
-"""What one rank did in an iteration, one after the other: passes of micro-batches, and messages."""
+"""Lists what one rank did in an iteration, in order: passes of micro-batches, and messages."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _KINDS: tuple[tuple[BlockKind, int, int], ...] = (
     ("send", _P2P, int(Op.SEND)),
     ("recv", _P2P, int(Op.RECV)),
 )
-MOST_BLOCKS = 4096  # of one rank in one iteration
+MOST_BLOCKS = 4096  # most blocks of one rank in one iteration
 
 
 def blocks_of(cut: Cut, rank: int) -> tuple[BlockSummary, ...]:
-    """The blocks of an iteration; none when there are more than 4,096. Numbers count each kind and peer from 0."""
+    """The blocks of an iteration, numbered from 0 for each kind and peer; none if there are more than 4,096."""
     rows = cut.rows[cut.rows["start_ns"] >= cut.start_ns]
     operations = cut.rows[cut.rows["kind"] != _PHASE]
     begin, until = waited(operations, cut.end_ns)

@@ -1,8 +1,8 @@
-"""Picks the operations that node clocks are compared with, by a rule that every member of a group follows alone.
+"""Picks operations by which node clocks are compared, so that all members of a group pick the same ones.
 
-Operations whose sequence number is a multiple of a power of two are picked; the power follows the group's own rate
-(about one to eight samples a second), and multiples nest, so members whose powers differ for a while still meet in the
-coarser.
+Each member picks operations whose sequence number is a multiple of a power of two. It adapts the power to the rate of
+the group, for one to eight samples a second. If members use different powers for a while, they still share the
+operations of the larger power.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ _FIRST_STRIDE = 16
 _LAST_STRIDE = 1 << 14
 _MOST_UNSEEN = 8192
 _PHASE, _P2P = int(Kind.PHASE), int(Kind.P2P)
-_NO_ORDER = int(Flag.FAILED | Flag.ON_DEVICE)  # its end says nothing of the others' starts
-# After any of these the end on one member comes after the start on every other (or the one other).
+# Flags of operations whose end says nothing about other members' starts.
+_NO_ORDER = int(Flag.FAILED | Flag.ON_DEVICE)
+# Operations that end on one member only after they have started on all others, or on the peer.
 _ORDERING = frozenset(
     {Op.ALLREDUCE, Op.ALLGATHER, Op.REDUCE_SCATTER, Op.ALLTOALL, Op.BARRIER, Op.SEND, Op.RECV}
 )
 
 
 class ClockSampler:
-    """The samples of one rank. Groups that lie within the node are of no use and left out, as is what a device moves.
+    """The clock samples of one rank, without groups inside the node and operations on a device.
 
-    ``local``: the node's ranks. Of a group's collectives only its lowest local rank gives samples.
+    ``local``: the node's ranks. For collectives, only the lowest local rank of a group takes samples.
     """
 
     def __init__(self, rank: int, local: Collection[int]) -> None:
         self._rank = rank
         self._local = frozenset(local)
         self._names: list[str] = []
-        self._mask = np.zeros(0, np.uint32)  # stride - 1, by group id
+        self._mask = np.zeros(0, np.uint32)  # the power of two minus 1, by group number
         self._collective = np.zeros(0, np.bool_)
         self._p2p = np.zeros(0, np.bool_)
         self._waiting: list[ClockSample] = []
@@ -50,7 +51,7 @@ class ClockSampler:
         self._kept: deque[ClockSample] = deque(maxlen=_KEPT)
 
     def know(self, groups: Sequence[GroupInfo]) -> None:
-        """The rank's groups, by the ring's group id."""
+        """Take the list of the rank's groups, in the order of the ring's group numbers."""
         old = self._mask
         self._names = [group.name for group in groups]
         remote = [not self._local.issuperset(group.members) for group in groups]
@@ -61,7 +62,7 @@ class ClockSampler:
         self._mask[: len(old)] = old
 
     def take(self, finished: Rows) -> None:
-        """Take completed records; they are looked through once a second, together."""
+        """Take completed records, which are searched together about once a second."""
         if len(finished):
             self._unseen.append(finished)
             self._unseen_count += len(finished)
@@ -103,7 +104,7 @@ class ClockSampler:
         self._kept.append(sample)
 
     def drain(self) -> tuple[ClockSample, ...]:
-        """The samples since the last call (made once a second); adapts the strides to what came."""
+        """The samples since the last call. To be called once a second, because it adapts the powers to the counts."""
         self._look()
         for group in range(len(self._mask)):
             count, mask = self._counts.get(group, 0), int(self._mask[group])

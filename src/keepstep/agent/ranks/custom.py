@@ -1,7 +1,7 @@
-"""Iterations of loops without an optimizer: cut by the period of their communication and backward passes alone.
+"""Cuts iterations of loops without an optimizer, by the period of their communication and backward passes alone.
 
-The cut is placed after the operation that is followed by the longest gap, which is where such a loop computes. Steps
-are numbered by the sequence number of the operation before the cut.
+The cut is placed after the operation that is followed by the longest gap, because that is where such a loop computes.
+Steps are numbered by the sequence number of the operation before the cut.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ _FIRST_LOOK = 48
 _LAST_LOOK = 1 << 15
 _PERIODS = 6
 _AGREEMENT = 0.97
-_SPAN_NS = 3_000_000_000  # a pipeline's first step repeats itself, too: its optimizer needs time to show up
+_SPAN_NS = (
+    3_000_000_000  # least time before a period counts: in a pipeline's first step micro-batches repeat, too
+)
 _QUIET_NS = 50_000_000
 
 
 class CustomLoop:
-    """Finds the period of a rank's symbols and then where each repetition ends."""
+    """Finds the period of a rank's symbols, and then where each repetition ends."""
 
     def __init__(self) -> None:
         self._usual: NDArray[np.uint64] | None = None
-        self._per_step = 1  # how often the stream of the operation before the cut occurs in an iteration
+        self._per_step = 1  # operations per iteration in the stream whose sequence numbers count the steps
         self._look_at = _FIRST_LOOK
         self._after_ticket = -1
 
     def edges(self, buffer: EventBuffer, now_ns: int) -> list[tuple[int, int]]:
-        """End (ns) and step of every iteration in ``buffer`` that is over."""
+        """The end in ns and the step of every finished iteration in ``buffer``."""
         if self._usual is None and buffer.count < self._look_at:
             return []
         rows = buffer.gather()
@@ -52,9 +54,8 @@ class CustomLoop:
         length = find_period(numbers.tolist())
         if length is None or len(rows) < _PERIODS * length:
             return False
-        settled = numbers[
-            len(numbers) // 4 :
-        ]  # micro-batches repeat inside a step, but not through all of it
+        # Micro-batches repeat inside a step, too, but not through most of the records.
+        settled = numbers[len(numbers) // 4 :]
         if float((settled[length:] == settled[:-length]).mean()) < _AGREEMENT:
             return False
         recent = rows[len(rows) - (_PERIODS - 1) * length :]
@@ -81,19 +82,20 @@ class CustomLoop:
             known = one["end_ns"][one["end_ns"] > 0]
             last_start = int(one["start_ns"].max())
             if len(known) < length and place == len(numbers) and now_ns - last_start < _QUIET_NS:
-                break  # its last operations may still end
+                break  # the last operations of this iteration may still be under way
             self._after_ticket = int(one["ticket"][-1])
             end_ns = max(last_start, int(known.max()) if len(known) else 0)
             if place < len(numbers):
                 end_ns = min(end_ns, max(last_start, int(rows["start_ns"][place])))
             found.append((end_ns, (int(one["seq"][-1]) - 1) // self._per_step))
         if not found and len(numbers) > 8 * length + 64:
-            self._usual, self._look_at = None, _FIRST_LOOK  # it does something else now
+            # The loop has changed, so its period is learned anew.
+            self._usual, self._look_at = None, _FIRST_LOOK
         return found
 
 
 def _streams(rows: Rows) -> NDArray[np.int64]:
-    """The ring's streams, in which it counts: phases by code, collectives by group, P2P by group, peer, direction."""
+    """A number for each record's stream: phases by code, collectives by group, P2P by group, peer and direction."""
     kinds = rows["kind"].astype(np.int64)
     direction = np.where(kinds == Kind.COLLECTIVE, 0, rows["op"].astype(np.int64))
     direction = np.where((kinds == Kind.P2P) & (direction != Op.SEND), Op.RECV, direction)

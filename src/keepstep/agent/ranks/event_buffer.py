@@ -1,4 +1,4 @@
-"""The records of one rank between two cuts: starts as they come, ends stamped in when they come."""
+"""Holds the records of one rank that are not cut into iterations yet, and adds their ends when they come."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from keepstep.core.events import Kind, Phase
 
-Rows = NDArray[Any]  # structured, the ring's RECORD fields
+Rows = NDArray[Any]  # a structured array with the fields of the ring's RECORD
 _PHASE, _BACKWARD = int(Kind.PHASE), int(Phase.BACKWARD)
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9))
 
 
 class EventBuffer:
-    """Records in ticket order. ``add`` is cheap (called 20 times a second); the work is done in ``gather``."""
+    """Records in order of tickets. ``add``, called 20 times a second, is cheap; ``gather`` does the work."""
 
     __slots__ = ("_finished", "_limit", "_rows", "_started", "count")
 
@@ -28,7 +28,7 @@ class EventBuffer:
         self._limit = limit
 
     def add(self, started: Rows, finished: Rows) -> bool:
-        """Take a batch; False when the oldest records had to go because nothing was cut for too long."""
+        """Take a batch; False if the oldest records were dropped because nothing was cut for too long."""
         if len(started):
             self._started.append(started)
             self.count += len(started)
@@ -41,7 +41,7 @@ class EventBuffer:
         return False
 
     def gather(self) -> Rows:
-        """All records, with every end that is known. Valid until the next call of any method."""
+        """All records with their known ends. The array is valid until the next call of any method."""
         parts = self._started if self._rows is None else [self._rows, *self._started]
         if not parts:
             return np.zeros(0, self._finished[0].dtype if self._finished else np.dtype([("ticket", "u8")]))
@@ -56,7 +56,7 @@ class EventBuffer:
         return self._rows
 
     def drop_before(self, edge_ns: int) -> None:
-        """Forget what began and ended before ``edge_ns``; what was still in flight then stays."""
+        """Drop records that ended before ``edge_ns``."""
         rows = self.gather()
         if len(rows):
             ends = rows["end_ns"]
@@ -78,23 +78,23 @@ class EventBuffer:
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """The records of all parts, copied. As plain bytes: numpy compares structured types field by field, in Python."""
+    """A copy of the records of all parts, joined as plain bytes because that is faster than as structured types."""
     return cast(Any, np.concatenate([_plain(part) for part in parts])).view(parts[0].dtype)
 
 
 def _plain(rows: Rows) -> NDArray[np.void]:
-    """The same memory without fields."""
+    """The memory of ``rows`` as an array of plain bytes."""
     return cast(Any, rows).view(f"V{rows.itemsize}")
 
 
 def is_symbol(rows: Rows) -> NDArray[np.bool_]:
-    """Which records make up the sequence that repeats every iteration: communication and begun backward passes."""
+    """Which records belong to the sequence that repeats in each iteration: communication and backward passes."""
     kinds = rows["kind"]
     return (kinds != _PHASE) | (rows["op"] == _BACKWARD)
 
 
 def symbols(rows: Rows) -> NDArray[np.uint64]:
-    """One number per record that is the same for the same (kind, operation, group, peer, bytes)."""
+    """One number per record, equal for records with equal kind, operation, group, peer and bytes."""
     place = (rows["op"].astype(np.uint64) << np.uint64(8)) | rows["kind"]
     place |= rows["group"].astype(np.uint64) << np.uint64(16)
     return (

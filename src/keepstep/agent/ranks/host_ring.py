@@ -1,8 +1,8 @@
-"""A ring as the agent judges by it: without what the NCCL shim wrote.
+"""Reads a ring as the agent needs it, without the records of the NCCL shim.
 
-Those records are of the same operations that the probe records, once more and lower down, and they end when the call
-has returned, not when the transfer has: taken for transfers they would spoil clocks, streams and waits. Who looks for
-them (a saved ring, ``keepstep.ring.RingReader``) finds them.
+The shim records the same operations as the probe a second time, and its records end when the call returns, not when the
+transfer ends. Taken for transfers they would spoil clocks, streams and waits. Saved rings and
+``keepstep.ring.RingReader`` have them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from keepstep.core.events import Flag
 from keepstep.core.summary import GroupInfo
 from keepstep.ring import Batch, RingReader
 
-BACKEND = "nccl"  # of a communicator in the ring's table; a process group's has the device, too: "cuda:nccl"
+BACKEND = (
+    "nccl"  # backend of the shim's communicators in the ring; process groups have, for example, "cuda:nccl"
+)
 _ENQUEUED = int(Flag.ENQUEUED)
 
 
 class HostRing(RingReader):
-    """See the module. Its ``groups()`` has all, as they are known by their place."""
+    """A ring without the records of the NCCL shim. ``groups()`` keeps the shim's, because places are group numbers."""
 
     def poll(self) -> Batch:
         batch = super().poll()
@@ -35,7 +37,7 @@ class HostRing(RingReader):
 
 
 def process_groups(groups: Sequence[GroupInfo]) -> list[GroupInfo]:
-    """Those of torch."""
+    """The process groups of torch among the groups of a ring, without communicators of the NCCL shim."""
     return [group for group in groups if group.backend != BACKEND]
 
 

@@ -12,7 +12,7 @@ _NONE: Times = np.zeros(0, np.int64)
 
 
 class Union:
-    """A set of disjoint, sorted intervals with their measure, made from intervals in any order that may overlap."""
+    """A union of intervals as sorted, disjoint intervals, made from intervals that may overlap, in any order."""
 
     __slots__ = ("_before", "ends", "starts", "total_ns")
 
@@ -37,7 +37,7 @@ class Union:
         self.total_ns = int(self._before[-1])
 
     def until(self, times: NDArray[Any]) -> Times:
-        """Nanoseconds of the set that lie before each of ``times``."""
+        """For each of ``times``, how many nanoseconds of this union lie before it."""
         if not len(self.starts):
             return np.zeros(len(times), np.int64)
         place = np.searchsorted(self.starts, times, "right") - 1
@@ -45,11 +45,11 @@ class Union:
         return np.where(place < 0, 0, self._before[place] + inside)
 
     def within(self, starts: NDArray[Any], ends: NDArray[Any]) -> Times:
-        """Nanoseconds of the set that lie in each interval."""
+        """For each interval, how many nanoseconds of this union lie inside it."""
         return self.until(ends) - self.until(starts)
 
     def joined(self, other: Union) -> Union:
-        """This set and ``other``."""
+        """The union of this and ``other``."""
         if not other.total_ns:
             return self
         if not self.total_ns:
@@ -57,7 +57,7 @@ class Union:
         return Union(np.concatenate((self.starts, other.starts)), np.concatenate((self.ends, other.ends)))
 
     def less(self, other: Union) -> int:
-        """Nanoseconds of this set that do not lie in ``other``."""
+        """How many nanoseconds of this union lie outside ``other``."""
         if not self.total_ns or not other.total_ns:
             return self.total_ns
         return self.total_ns - int(other.within(self.starts, self.ends).sum())
@@ -67,5 +67,5 @@ NOTHING = Union(_NONE, _NONE)
 
 
 def clipped(starts: NDArray[Any], ends: NDArray[Any], low: int, high: int) -> tuple[Times, Times]:
-    """The parts of the intervals within [low, high]; empty ones come out with end <= start."""
+    """The parts of the intervals within [low, high]; an interval outside gets an end that is not after its start."""
     return np.maximum(starts, low), np.minimum(ends, high)

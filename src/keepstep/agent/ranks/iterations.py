@@ -1,9 +1,9 @@
 """Cuts the events of one rank into iterations.
 
-An iteration ends with the end of its last optimizer step; what comes after (data loading, logging) belongs to the next.
-Evaluation, checkpoints, holds, and the communication in them, are pauses: they are taken out. Steps are numbered by the
-ring's own count of optimizer phases, so that every rank, and an agent that came later, gives a step the same number;
-they begin with the one that the incarnation went on from, where its script says so (``keepstep.checkpoint.load``).
+An iteration ends with the end of its last optimizer step; data loading and logging after that belong to the next one.
+Evaluation, checkpoints and holds, with the communication in them, are pauses and are left out. Steps are numbered by
+the ring's own count of optimizer phases, so that all ranks, and an agent that starts later, number a step alike. If the
+script loads a checkpoint (``keepstep.checkpoint.load``), its step is the number of the incarnation's first iteration.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keepstep.core.events import Kind, Phase
 WARM_UP_STEPS = 5
 QUIET_NS = 50_000_000
 _FIRST_SEQ = 1  # the ring counts from 1
-# Plain numbers: members of enumerations cost more to look up and compare than the arrays they are compared with.
+# Enum members as plain integers: looking them up and comparing them costs more than comparing whole arrays.
 _PHASE = int(Kind.PHASE)
 _STARTUP, _FORWARD, _BACKWARD, _OPTIMIZER = (
     int(code) for code in (Phase.STARTUP, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
@@ -35,10 +35,10 @@ _PASSES = (int(Phase.MODEL), _BACKWARD)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """One iteration of one rank, with its records; times in ns on the node's clock.
+    """One iteration of one rank with its records; times are in ns on the node's clock.
 
-    ``rows``: records that began in it and outside its pauses, and earlier ones that were still in flight; an end of 0
-    or after ``end_ns`` means that it was in flight when the iteration ended. ``whole``: no record of it was lost.
+    ``rows``: records that began in the iteration and outside its pauses, and earlier records that were still in flight.
+    A record whose end is 0 or after ``end_ns`` was in flight when the iteration ended. ``whole``: no record was lost.
     """
 
     step: int
@@ -53,7 +53,7 @@ class Cut:
 
     @property
     def duration_ns(self) -> int:
-        """The iteration without its pauses: what the script's own step clock shows."""
+        """The duration without pauses, as a step clock in the script would show it."""
         return self.end_ns - self.start_ns - self.pauses.total_ns
 
 
@@ -69,25 +69,27 @@ class _Marker:
 
 
 class IterationCutter:
-    """Feed it what the ring gives; it returns the iterations that ended.
+    """Takes batches of the ring and returns the iterations that have ended.
 
-    An iteration is cut as soon as its optimizer step has ended, once it is known how many optimizer steps an iteration
-    has; before that, when something new began or 50 ms passed. ``renumbered`` counts how often that knowledge changed:
-    earlier iterations are then of another length and should be forgotten.
+    Once it is known how many optimizer steps an iteration has, an iteration is cut when its last optimizer step ends.
+    Before that it is cut when another phase begins or 50 ms pass. ``renumbered`` counts how often that number changed:
+    earlier iterations then have another length and should be forgotten.
     """
 
     def __init__(self, records: int = 65536) -> None:
         self.renumbered = 0
-        self.step = -1  # the last finished one
-        self.first_step = 0  # the number of the first iteration; known before it ends
+        self.step = -1  # number of the last finished iteration
+        self.first_step = 0  # number of the first iteration; set before that ends
         self._buffer = EventBuffer()
         self._markers: list[_Marker] = []
-        self._open: dict[int, tuple[int, int]] = {}  # ticket of a begun phase: code, start
-        self._passes = dict.fromkeys(_PASSES, 0)  # begun since the last cut
-        self._usual_passes = 0  # of the kind that was more often in the last iteration
-        self._records = records  # slots of the ring: an older phase's end will never be told
-        self._last_new_ns = 0
-        self._last_end_ns = 0  # of a phase
+        self._open: dict[int, tuple[int, int]] = {}  # code and start of open phases, by ticket
+        self._passes = dict.fromkeys(_PASSES, 0)  # forward and backward passes begun since the last cut
+        self._usual_passes = 0  # forward or backward passes in the last iteration, whichever were more
+        self._records = (
+            records  # slots of the ring: the end of a record that is older than this is never reported
+        )
+        self._last_new_ns = 0  # start of the newest phase that is no optimizer step or garbage collection
+        self._last_end_ns = 0  # end of the newest phase
         self._learned = StepMarkers()
         self._usual = UsualSequence()
         self._custom = CustomLoop()
@@ -97,7 +99,7 @@ class IterationCutter:
         self._edge_number = -1
         self._edge_ticket = -1
         self._whole = True
-        self._last_pause_ns = 0  # when an evaluation or checkpoint began last
+        self._last_pause_ns = 0  # start of the newest pause
         self._paused_before_ns = 0  # pauses that began earlier are over and belong to earlier iterations
         self._provisional = 0
 
@@ -109,7 +111,7 @@ class IterationCutter:
         self._note_phases(started, finished)
         if not self._seen_optimizer:
             return self._feed_custom(now_ns)
-        if custom and self._edge_ns is not None:  # what was cut so far were no iterations
+        if custom and self._edge_ns is not None:  # iterations cut without an optimizer were wrong
             self._edge_ns, self._usual = None, UsualSequence()
             self.renumbered += 1
         cuts: list[Cut] = []
@@ -126,7 +128,7 @@ class IterationCutter:
         return self._learned.offset + (step - self.first_step + 1) * per_step if per_step else None
 
     def phase(self) -> tuple[int, int]:
-        """The innermost open phase, or FORWARD (STARTUP before the first step), and when it began (0: unknown)."""
+        """The innermost open phase and its start, 0 if unknown; FORWARD if none is open, STARTUP before the first."""
         if self._edge_ns is None:
             return _STARTUP, 0
         if self._open:
@@ -134,7 +136,7 @@ class IterationCutter:
         return _FORWARD, self._last_end_ns
 
     def microbatch(self) -> int:
-        """Of the open forward or backward pass, from 0; -1 where there is none or an iteration has but one."""
+        """Number of the open forward or backward pass, from 0; -1: none is open, or iterations have only one."""
         code, _ = self.phase()
         return self._passes[code] - 1 if code in self._passes and self._usual_passes > 1 else -1
 
@@ -166,22 +168,16 @@ class IterationCutter:
         for ticket in ended["ticket"].tolist():
             self._open.pop(ticket, None)
         steps = ended[ended["op"] == _OPTIMIZER]
-        for row in steps:
-            marker = _Marker(
-                int(row["seq"]) - _FIRST_SEQ,
-                int(row["ticket"]),
-                int(row["start_ns"]),
-                int(row["end_ns"]),
-                int(row["thread"]),
-            )
-            self._seen_optimizer = True
-            if marker.number > self._edge_number:
-                self._markers.append(marker)
-        if len(steps):
-            self._markers.sort(key=lambda marker: marker.number)
+        if not len(steps):
+            return
+        self._seen_optimizer = True
+        for seq, *others in steps[["seq", "ticket", "start_ns", "end_ns", "thread"]].tolist():
+            if seq - _FIRST_SEQ > self._edge_number:
+                self._markers.append(_Marker(seq - _FIRST_SEQ, *others))
+        self._markers.sort(key=lambda marker: marker.number)
 
     def _ended(self, now_ns: int) -> int | None:
-        """How many of the waiting markers make up an iteration that is over; None when none is."""
+        """How many of the waiting markers make up a finished iteration; None if no iteration has finished."""
         if not self._markers:
             return None
         per_step = self._learned.per_step
@@ -193,7 +189,10 @@ class IterationCutter:
         return None
 
     def _ended_provisionally(self, now_ns: int) -> int | None:
-        """Several optimizer steps in a row, with no backward pass (or communication) between, count as one."""
+        """As `_ended`, before the number of steps is known: markers without a backward pass between them are one.
+
+        Without any backward pass in the job, communication between markers separates them instead.
+        """
         rows = self._buffer.gather()
         if self._seen_backward:
             between = (rows["kind"] == _PHASE) & (rows["op"] == _BACKWARD)
@@ -216,7 +215,7 @@ class IterationCutter:
         return any(code == phase and start < time_ns for code, start in self._open.values())
 
     def _cut(self, count: int) -> Cut | None:
-        """Cut after the first ``count`` markers; None for a part of an iteration (attached late, markers lost)."""
+        """Cut after the first ``count`` markers; None if only a part of the iteration was seen."""
         taken, self._markers = self._markers[:count], self._markers[count:]
         end_ns = max(marker.end_ns for marker in taken)
         last = taken[-1]
@@ -241,7 +240,7 @@ class IterationCutter:
         return Cut(step, start_ns, end_ns, begun, pauses, evaluation_ns, checkpoint_ns, warm_up, whole)
 
     def _count_passes(self, begun: Rows) -> None:
-        """An iteration has ended: what began since belongs to the next."""
+        """Count passes for the next iteration: those that began after the last one ended."""
         fresh = {
             code: int(((begun["kind"] == _PHASE) & (begun["op"] == code)).sum()) for code in self._passes
         }
@@ -249,7 +248,7 @@ class IterationCutter:
         self._passes = fresh
 
     def _number(self, taken: list[_Marker]) -> tuple[int, bool]:
-        """The step's number, and whether no marker is missing since the last cut."""
+        """The iteration's number, and whether no marker is missing since the last cut."""
         last = taken[-1].number
         if self._learned.per_step:
             step = (last - self._learned.offset) // self._learned.per_step
@@ -262,7 +261,7 @@ class IterationCutter:
         return self._learned.per_step or self._provisional, self._learned.offset
 
     def _teach(self, begun: Rows, taken: list[_Marker]) -> None:
-        """Give the learner what came before each marker since the one before."""
+        """Give the learner the symbols between each marker and the one before it."""
         before = self._edge_ticket
         content = begun[is_symbol(begun)]
         tickets, numbers = content["ticket"], symbols(content)
@@ -273,29 +272,27 @@ class IterationCutter:
             before = marker.ticket
 
     def _feed_custom(self, now_ns: int) -> list[Cut]:
-        """No optimizer step was ever seen: a loop of the user's own, cut by its communication alone."""
+        """As `feed`, for a loop without optimizer steps, which is cut by its communication alone."""
         cuts: list[Cut] = []
         for end_ns, step in self._custom.edges(self._buffer, now_ns):
             rows = self._buffer.gather()
             begun = rows[rows["start_ns"] < end_ns]
             if self._edge_ns is not None and len(begun):
-                cut = self._custom_cut(step, self._edge_ns, end_ns, begun)
-                self.step = cut.step
-                cuts.append(cut)
+                start_ns, warm_up = self._edge_ns, step < WARM_UP_STEPS
+                self.step = step + self.first_step
+                pauses, evaluation_ns, checkpoint_ns, begun = self._without_pauses(
+                    begun, start_ns, end_ns, None
+                )
+                times = start_ns, end_ns, begun, pauses, evaluation_ns, checkpoint_ns
+                cuts.append(Cut(self.step, *times, warm_up, self._whole))
             self._edge_ns, self._whole = end_ns, True
             self._buffer.drop_before(end_ns)
         return cuts
 
-    def _custom_cut(self, step: int, start_ns: int, end_ns: int, begun: Rows) -> Cut:
-        pauses, evaluation_ns, checkpoint_ns, begun = self._without_pauses(begun, start_ns, end_ns, None)
-        warm_up = step < WARM_UP_STEPS
-        step += self.first_step
-        return Cut(step, start_ns, end_ns, begun, pauses, evaluation_ns, checkpoint_ns, warm_up, self._whole)
-
     def _without_pauses(
         self, begun: Rows, start_ns: int, end_ns: int, taken: list[_Marker] | None
     ) -> tuple[Union, int, int, Rows]:
-        """The iteration's pauses (all, evaluation, checkpoint) and the records outside them."""
+        """The iteration's pauses, the time of evaluation and of checkpoints, and the records outside all pauses."""
         pauses, evaluation_ns, checkpoint_ns = NOTHING, 0, 0
         if self._last_pause_ns >= self._paused_before_ns:
             pauses, evaluation_ns, checkpoint_ns = _pauses(
@@ -317,7 +314,7 @@ class IterationCutter:
 
 
 def _first_activity(rows: Rows, end_ns: int) -> int:
-    """Where the first iteration begins: after the start-up where that is marked, else with the first record."""
+    """When the first iteration begins: after the start-up phase if there is one, else with the first record."""
     startup = rows[(rows["kind"] == _PHASE) & (rows["op"] == _STARTUP)]
     if len(startup) and int(startup["end_ns"].max()) > 0:
         return min(int(startup["end_ns"].max()), end_ns)
@@ -325,14 +322,17 @@ def _first_activity(rows: Rows, end_ns: int) -> int:
 
 
 def _pauses(rows: Rows, start_ns: int, end_ns: int, last: _Marker | None) -> tuple[Union, int, int]:
-    """Pauses of the training thread in the iteration: their union, and the time of evaluation and of checkpoints."""
+    """The union of the training thread's pauses, and the time of evaluation and of checkpoints.
+
+    ``last``: the iteration's last optimizer step, if it has any.
+    """
     phases = rows["kind"] == _PHASE
     unions: list[Union] = []
     for code in _PAUSES:
         found = rows[phases & (rows["op"] == code)]
         if last is not None and len(found):
-            # Work in other threads (asynchronous checkpoints) holds nothing up, and a "pause" in which the optimizer
-            # stepped is none (a model left in eval mode).
+            # Other threads (asynchronous checkpoints) do not pause the training. A pause around an optimizer step is
+            # not real either: a model was left in eval mode.
             ends = found["end_ns"]
             held = (ends == 0) | (ends > last.start_ns)
             found = found[(found["thread"] == last.thread) & ~(held & (found["start_ns"] < last.start_ns))]
@@ -347,7 +347,10 @@ def _pauses(rows: Rows, start_ns: int, end_ns: int, last: _Marker | None) -> tup
 
 
 def _with_unmarked(pauses: Union, start_ns: int, length_ns: int) -> tuple[Union, int]:
-    """Add a pause of ``length_ns`` (the marked pauses before it not counted) at the iteration's start."""
+    """Add a pause at the iteration's start, ``length_ns`` long plus the marked pauses inside it.
+
+    Returns all pauses and how much they grew.
+    """
     end_ns = start_ns + length_ns + pauses.total_ns
     begin = Union(np.array([start_ns], np.int64), np.array([end_ns], np.int64))
     joined = pauses.joined(begin)
@@ -355,7 +358,7 @@ def _with_unmarked(pauses: Union, start_ns: int, length_ns: int) -> tuple[Union,
 
 
 def _outside(rows: Rows, pauses: Union) -> Rows:
-    """The records that did not begin in a pause (the pause's own record aside)."""
+    """The records that did not begin inside a pause."""
     starts: NDArray[np.int64] = rows["start_ns"]
     place = np.searchsorted(pauses.starts, starts, "right") - 1
     inside = (place >= 0) & (starts < pauses.ends[place])

@@ -1,8 +1,8 @@
-"""How many optimizer steps make one iteration, and with which of them it ends.
+"""Learns how many optimizer steps make one iteration, and with which of them it ends.
 
-One for most jobs; two for a GAN or for two optimizers side by side; as many as there are parameters when the optimizer
-runs in the backward pass. What happened between two optimizer steps (its communication and backward passes, as one
-``class`` number) repeats with the iteration, so the period of the classes is the answer.
+It is one for most jobs, two for a GAN or for two optimizers side by side, and as many as there are parameters if the
+optimizer runs inside the backward pass. A marker is a finished optimizer step. The communication and backward passes
+before a marker make its class. Classes repeat with each iteration, so their period is the number of steps.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ _KINDS = 48
 class StepMarkers:
     """Learns the iteration's length in optimizer steps from the classes of successive markers.
 
-    ``per_step`` is 0 until it is known; ``offset`` is the number of markers before the first iteration's first.
+    ``per_step`` is the length, 0 until it is known; ``offset`` is the number of markers before the first iteration.
     """
 
     def __init__(self) -> None:
         self.per_step = 0
         self.offset = 0
-        self._seen: deque[tuple[int, int]] = deque(maxlen=_MEMORY)  # marker number, class
+        self._seen: deque[tuple[int, int]] = deque(maxlen=_MEMORY)  # numbers of markers and their classes
         self._contents: dict[int, Sequence] = {}
         self._backward: dict[int, bool] = {}
         self._since = 0
         self._rival = 0
 
     def add(self, number: int, content: Sequence, backward: bool) -> None:
-        """Take marker ``number`` (0 is the job's first) with what came before it; ``backward``: a backward pass too."""
+        """Take marker ``number``, counted from 0, with the symbols of the operations before it.
+
+        ``backward``: there was a backward pass among them.
+        """
         kind = hash(content.tobytes())
         if kind not in self._contents and len(self._contents) >= _KINDS:
             self._forget()
@@ -49,7 +52,7 @@ class StepMarkers:
         self._since += 1
 
     def learn(self) -> bool:
-        """Look for the period when it is time to; True when ``per_step`` or ``offset`` changed."""
+        """Look for the period if enough markers have come; True if ``per_step`` or ``offset`` changed."""
         if len(self._seen) < _MIN_MARKERS or (self.per_step and self._since < _MEMORY // 3):
             return False
         self._since = 0
@@ -60,7 +63,7 @@ class StepMarkers:
         if found is None or found == self.per_step:
             self._rival = 0
             return False
-        # A settled count gives way only to one that was found twice while it no longer fits itself.
+        # A known length is replaced only if it no longer fits and the same other length was found twice.
         if self.per_step and (_agreement(classes, self.per_step) >= _STILL or found != self._rival):
             self._rival = found
             return False
@@ -70,7 +73,7 @@ class StepMarkers:
         return changed
 
     def _classes(self) -> list[int]:
-        """Classes with rare ones that are a frequent one plus something (an evaluation, a log line) folded into it."""
+        """The classes seen; a rare class that contains a frequent one, plus for example an evaluation, counts as it."""
         kinds = [kind for _, kind in self._seen]
         counts = Counter(kinds)
         fold: dict[int, int] = {}
@@ -83,7 +86,7 @@ class StepMarkers:
         return [fold.get(kind, kind) for kind in kinds]
 
     def _first_of_step(self, classes: list[int], per_step: int) -> int:
-        """The smallest residue whose markers come after a backward pass (or, without any, after communication)."""
+        """The smallest residue whose markers follow a backward pass, or communication if no marker does."""
         first = self._seen[0][0]
         by_residue: dict[int, Counter[int]] = {}
         for place, kind in enumerate(classes):
@@ -105,9 +108,9 @@ class StepMarkers:
 
 
 def marker_period(classes: list[int]) -> int | None:
-    """The smallest lag at which nine of ten classes repeat, seen at least twice in full; None when there is none.
+    """The smallest lag at which nine of ten classes repeat, if ``classes`` is at least twice as long; else None.
 
-    The first two are left out: a job's first iterations often differ (DDP rebuilds its buckets after the first).
+    The first two classes are left out, because a job's first iterations often differ (DDP rebuilds its buckets).
     """
     steady = classes[2:]
     for lag in range(1, len(steady) // 2 + 1):

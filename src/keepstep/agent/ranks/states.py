@@ -1,4 +1,4 @@
-"""Where a rank is now: its operations in flight, how far it is in every stream, and what its process is doing."""
+"""The present state of a rank: its operations in flight, its progress in every stream, and its process."""
 
 from __future__ import annotations
 
@@ -20,45 +20,20 @@ _STACK_CHARACTERS = 20_000
 def operations_in_flight(
     rows: Rows, groups: Sequence[GroupInfo], sites: Sequence[str] = ()
 ) -> tuple[OpInFlight, ...]:
-    """The operations among the ring's records in flight, the one entered first in front, the newest 256 at most."""
+    """The operations among the ring's records in flight, by the time they were entered; at most the newest 256."""
     rows = rows[rows["kind"] != Kind.PHASE]
     rows = rows[rows["start_ns"].argsort(kind="stable")][-_MOST_IN_FLIGHT:]
+    fields = rows[["group", "op", "peer", "seq", "start_ns", "site", "wait_ns"]].tolist()
     return tuple(
-        OpInFlight(
-            _name(groups, group),
-            op,
-            peer,
-            seq,
-            start_ns * 1e-9,
-            _site(sites, site),
-            wait_ns > 0,
-        )
-        for group, op, peer, seq, start_ns, site, wait_ns in zip(
-            rows["group"].tolist(),
-            rows["op"].tolist(),
-            rows["peer"].tolist(),
-            rows["seq"].tolist(),
-            rows["start_ns"].tolist(),
-            rows["site"].tolist(),
-            rows["wait_ns"].tolist(),
-            strict=True,
-        )
+        OpInFlight(_name(groups, group), op, peer, seq, start_ns * 1e-9, _site(sites, site), wait_ns > 0)
+        for group, op, peer, seq, start_ns, site, wait_ns in fields
     )
 
 
 def stream_progress(rows: Rows, groups: Sequence[GroupInfo]) -> tuple[StreamProgress, ...]:
-    """The ring's stream table by name."""
-    return tuple(
-        StreamProgress(_name(groups, group), op, peer, started, completed)
-        for group, op, peer, started, completed in zip(
-            rows["group"].tolist(),
-            rows["op"].tolist(),
-            rows["peer"].tolist(),
-            rows["started"].tolist(),
-            rows["completed"].tolist(),
-            strict=True,
-        )
-    )
+    """The ring's stream table with the names of its groups."""
+    fields = rows[["group", "op", "peer", "started", "completed"]].tolist()
+    return tuple(StreamProgress(_name(groups, group), *others) for group, *others in fields)
 
 
 def rank_state(
@@ -75,7 +50,7 @@ def rank_state(
 ) -> RankState:
     """The state of one rank.
 
-    ``process_state``: as in ``/proc/PID/stat``, empty when the process is gone. ``sites``: as the ring has them.
+    ``process_state``: as in ``/proc/PID/stat``, empty if the process is gone. ``sites``: lines of code, by site number.
     """
     phase, since_ns = track.phase()
     return RankState(
@@ -99,7 +74,7 @@ def rank_state(
 
 
 async def python_stack(pid: int) -> str:
-    """The Python stacks of a process as py-spy prints them; empty where py-spy is not on PATH or takes over 5 s."""
+    """The Python stacks of a process as py-spy prints them; empty if py-spy is not on PATH or takes over 5 s."""
     program = shutil.which("py-spy")
     if program is None:
         return ""

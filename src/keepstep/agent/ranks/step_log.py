@@ -1,4 +1,4 @@
-"""``iterations.jsonl``: one line per finished step of the node; the file stays below 64 MiB, one older is kept."""
+"""Writes ``iterations.jsonl``: one line per finished step of the node, in a file below 64 MiB and its predecessor."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from keepstep.core.summary import IterationSummary
 LIMIT_BYTES = 64 << 20
 _TAIL_BYTES = 1 << 16
 _STEPS_OPEN = 16
-_SAME_S = 1e-5  # times are written in microseconds
+_SAME_S = 1e-5  # largest difference of two times that count as the same; times are written in microseconds
 
 
 class StepLog:
-    """Collects the iterations of the node's ranks and writes a step when all of them have it, or later ones do.
+    """Collects the iterations of the node's ranks, and writes a step once all ranks or many later steps have come.
 
-    Opened again (by an agent that was restarted) it goes on after the last line that is there.
+    A restarted agent goes on after the last line in the file.
     """
 
     def __init__(self, path: Path, ranks: Collection[int], limit_bytes: int = LIMIT_BYTES) -> None:
@@ -33,12 +33,12 @@ class StepLog:
         self._size = self._file.tell()
 
     def add(self, iteration: IterationSummary, start_unix_s: float) -> None:
-        """Take one iteration; what an earlier agent has written already is left out."""
+        """Take one iteration, unless an earlier agent has written it already."""
         rank = str(iteration.rank)
         if start_unix_s <= self._written_to.get(rank, 0.0) + _SAME_S:
             return
         step = self._open.setdefault(iteration.step, {})
-        if rank in step:  # the job was restarted: what is open belongs to the incarnation before
+        if rank in step:  # the job was restarted, and the open steps belong to the last incarnation
             self.flush()
             step = self._open.setdefault(iteration.step, {})
         step[rank] = {
@@ -55,12 +55,12 @@ class StepLog:
             self._write_until(min(self._open))
 
     def flush(self) -> None:
-        """Write every open step as far as it is known."""
+        """Write every open step with the ranks that have come so far."""
         if self._open:
             self._write_until(max(self._open))
 
     def sync(self) -> None:
-        """Hand what is written to the kernel."""
+        """Hand the written lines to the kernel."""
         self._file.flush()
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class StepLog:
 
 
 def _last_times(path: Path) -> dict[str, float]:
-    """Per rank, the start of the last step in the file; a line cut short at its end is removed."""
+    """The start of the last step in the file, by rank. An incomplete line at the end is removed."""
     try:
         with os.fdopen(open_file(path, os.O_RDWR), "r+b") as file:
             end = file.seek(0, os.SEEK_END)
@@ -109,7 +109,7 @@ def _last_times(path: Path) -> dict[str, float]:
 
 
 def _times_in(line: bytes) -> dict[str, float]:
-    """Start of the step by rank; nothing for a line that is none of ours."""
+    """The start of the step in a line by rank; empty if it is not a line of this log."""
     try:
         return {rank: float(found["t"]) for rank, found in json.loads(line)["ranks"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -1,20 +1,20 @@
-"""One iteration's records to sums per (group, operation, peer), and the time in which the rank waited for nobody.
+"""Sums one iteration's records by group, operation and peer, and computes the time in which the rank did not wait.
 
 A rank waits in an operation
 
-- from the start of the wait to its end, where the wait was seen (``wait_ns``; one that began after the end is none);
-- not at all, where a wait would have been seen and was not: ends told by the wait (END_BY_WAIT), and operations known
-  to be asynchronous on a group on which other waits were seen in the same iteration (what DDP reduced before its
-  gradients were complete);
-- from start to end otherwise: the caller was in the call all along, or it went on and nobody saw where it waited.
+- from the start of the wait to the end of the operation, if the wait was recorded (``wait_ns``; a wait that began after
+  the end does not count);
+- not at all, if a wait would have been recorded and was not. This holds for operations whose end is recorded by the
+  wait (END_BY_WAIT), and for asynchronous operations on a group on which other waits were recorded in the same
+  iteration (buckets that DDP reduced before its gradients were complete);
+- from start to end otherwise: either the caller was inside the call all the time, or it is unknown where it waited.
 
-The last rule counts overlapped communication as waiting although the rank may have computed meanwhile, and that is
-meant. When a peer slows down, this rank's operations begin no earlier and end later, so their union can only grow:
-``self_s`` of a victim never grows because of somebody else. Crediting the rank with what it provably did while an
-operation was in flight would credit more in iterations that are longer for another's sake, which breaks exactly that.
-The rank that is slow itself arrives last, its operations are short, and its ``self_s`` grows.
-``StreamSummary.blocked_s`` is the finer guess: there an operation whose wait was not seen counts from the last thing
-its thread began before it ended.
+The last rule deliberately counts overlapped communication as waiting, although the rank may have computed meanwhile.
+When a peer slows down, this rank's operations begin no earlier and end later, so their union can only grow, and
+``self_s`` of a victim never grows because of another rank. If computation during an operation counted as own time, the
+own time would grow in iterations that another rank made longer. A rank that is slow itself arrives last, so that its
+operations are short and its ``self_s`` grows. ``StreamSummary.blocked_s`` is a finer estimate: an operation whose wait
+was not recorded counts as waiting from the last record that its thread began before the end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from keepstep.agent.ranks.iterations import Cut
 from keepstep.core.events import Flag, Kind, Phase
 from keepstep.core.summary import IterationSummary, StreamSummary
 
-# Plain numbers: members of enumerations cost more to look up and compare than the arrays they are compared with.
+# Enum members as plain integers: looking them up and comparing them costs more than comparing whole arrays.
 _PHASE = int(Kind.PHASE)
 _GC, _OPTIMIZER, _DATA, _BACKWARD = (
     int(code) for code in (Phase.GC, Phase.OPTIMIZER, Phase.DATA, Phase.BACKWARD)
@@ -38,16 +38,16 @@ _GC, _OPTIMIZER, _DATA, _BACKWARD = (
 _ASYNC = int(Flag.ASYNC)
 _END_BY_WAIT = int(Flag.END_BY_WAIT)
 _KNOWN_ASYNC = int(Flag.ASYNC | Flag.SYNC_KNOWN)
-# What a moment that lies in several phases is counted as: the first of these.
+# Phases by priority: a moment that lies in several of them counts as the first.
 _PHASES = (_GC, _OPTIMIZER, _DATA, _BACKWARD)
 
 
 def summarise(cut: Cut, rank: int, groups: Mapping[int, str]) -> IterationSummary:
-    """The summary of one iteration of ``rank``; ``groups`` names the ring's group ids.
+    """The summary of one iteration of ``rank``; ``groups`` are names by the ring's group numbers.
 
-    Phase times (``data_s`` and so on) are the rank's own: waits in them are left out, and a moment that lies in several
-    counts once, so that ``self_s`` less all of them is the forward pass and what no phase marks. ``start_s`` and the
-    streams' times count as if the pauses had come before the iteration's start.
+    Phase times such as ``data_s`` are own time: waits are left out, and a moment that lies in several phases counts
+    once. So ``self_s`` less all of them is the forward pass and everything outside of phases. ``start_s`` and the times
+    of streams are shifted as if all pauses had come before the iteration's start.
     """
     rows = cut.rows
     communicates = rows["kind"] != _PHASE
@@ -86,7 +86,7 @@ def summarise(cut: Cut, rank: int, groups: Mapping[int, str]) -> IterationSummar
 
 
 def waited(operations: Rows, end_ns: int) -> tuple[Times, Times]:
-    """From when to when the rank waited in each operation (see above); ``end_ns`` stands in for ends not yet known."""
+    """Start and end of the rank's wait in each operation; ``end_ns`` replaces ends that are not known yet."""
     starts: Times = operations["start_ns"]
     waits: Times = operations["wait_ns"]
     ends = np.where(operations["end_ns"] == 0, end_ns, operations["end_ns"])
@@ -96,7 +96,7 @@ def waited(operations: Rows, end_ns: int) -> tuple[Times, Times]:
 
 
 def blocked(in_flight: Rows) -> bool:
-    """Whether the rank waits in one of these records: not in what it only began and will wait for later."""
+    """Whether the rank waits in one of these operations now, and did not only begin it to wait for it later."""
     operations = in_flight[in_flight["kind"] != _PHASE]
     if not len(operations):
         return False
@@ -106,7 +106,7 @@ def blocked(in_flight: Rows) -> bool:
 
 
 def _would_be_seen(operations: Rows, seen: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Which operations' waits, had there been any, would have been seen."""
+    """For which operations a wait would have been recorded if there had been one."""
     flags = operations["flags"]
     certain = (flags & _END_BY_WAIT) != 0
     asynchronous = (flags & _KNOWN_ASYNC) == _KNOWN_ASYNC
@@ -167,11 +167,8 @@ def _streams(
             blocked_s=blocked * 1e-9,
             fastest_s=short * 1e-9,
         )
-        for group, op, peer, seq, count, (start, end, busy, blocked, size), short in zip(
-            heads["group"].tolist(),
-            heads["op"].tolist(),
-            heads["peer"].tolist(),
-            heads["seq"].tolist(),
+        for (group, op, peer, seq), count, (start, end, busy, blocked, size), short in zip(
+            heads[["group", "op", "peer", "seq"]].tolist(),
             counts.tolist(),
             zip(*totals.tolist(), strict=True),
             fastest.tolist(),
@@ -181,12 +178,12 @@ def _streams(
 
 
 def _without(pauses: Union, times: NDArray[np.int64]) -> Times:
-    """``times`` moved to where they would be if every pause had come before the iteration."""
+    """``times``, shifted as if all pauses had come before the iteration."""
     return times + (pauses.total_ns - pauses.until(times))
 
 
 def _surely_blocked(operations: Rows, begin: Times, until: Times) -> Times:
-    """``begin`` of ``waited`` without what the same thread provably did while the operation was in flight."""
+    """The starts of waits, moved behind the last record that the same thread began before each operation ended."""
     guessed = ((operations["flags"] & _ASYNC) != 0) & (begin == operations["start_ns"]) & (until > begin)
     if not guessed.any():
         return begin

@@ -1,4 +1,4 @@
-"""Everything an agent knows of one rank: from the ring's batches to summaries, findings and a heartbeat's line."""
+"""Follows one rank: it turns batches of ring records into summaries, findings and the rank's part of a heartbeat."""
 
 from __future__ import annotations
 
@@ -22,21 +22,25 @@ _CUT_ROWS = 32_768  # 2 MiB
 _SEARCH_NS = 300_000_000
 _PHASE = int(Kind.PHASE)
 _SHORT_PHASES = (int(Phase.DATA), int(Phase.OPTIMIZER))
-_LONGEST_SHORT_S = 30.0  # what takes longer was reported, or is learned as a pause
+_LONGEST_SHORT_S = (
+    30.0  # longer data and optimizer phases have been reported as hangs or are learned as pauses
+)
 
 
 @dataclass(slots=True)
 class Taken:
-    """What one batch led to."""
+    """Iterations and findings that one batch of records led to."""
 
     iterations: list[IterationSummary] = field(default_factory=list[IterationSummary])
     findings: list[Finding] = field(default_factory=list[Finding])
 
 
 class RankTrack:
-    """One incarnation of one rank. No I/O: batches and times in, summaries and findings out.
+    """One incarnation of one rank, without any I/O.
 
-    ``history``: the last 256 iterations of which no record was lost. ``standing``: the findings that still hold.
+    Attributes:
+        history: the last 256 iterations of which no record was lost.
+        standing: the findings that still hold, by kind.
     """
 
     def __init__(self, rank: int, node: str, local: Collection[int], records: int = 65536) -> None:
@@ -50,7 +54,7 @@ class RankTrack:
         self.standing: dict[str, Finding] = {}
         self.clock = ClockSampler(rank, local)
         self._cutter = IterationCutter(records)
-        self._cuts: deque[Cut] = deque(maxlen=_CUTS)  # with their records
+        self._cuts: deque[Cut] = deque(maxlen=_CUTS)  # the latest iterations with their records
         self._watch = RankWatch(rank, node)
         self._names: dict[int, str] = {}
         self._renumbered = 0
@@ -65,7 +69,7 @@ class RankTrack:
         return self._cutter.step
 
     def begins_at(self, step: int) -> None:
-        """The first iteration has this number."""
+        """Number the incarnation's first iteration ``step``."""
         self._cutter.first_step = step
 
     def steps_at_end_of(self, step: int) -> int | None:
@@ -74,29 +78,30 @@ class RankTrack:
 
     @property
     def overdue_s(self) -> float:
-        """How long the rank has waited for others, once that is over the usual; else 0."""
+        """How long the rank has waited for others, if that is longer than usual; else 0."""
         return self._watch.overdue_s
 
     @property
     def waiting(self) -> bool:
-        """It stands still, blocked in an operation."""
+        """Whether the rank makes no progress because it is blocked in an operation."""
         return self._waiting
 
     def microbatch(self) -> int:
-        """Of the forward or backward pass that the rank is in; -1 where there is none or no second."""
+        """Number of the micro-batch whose forward or backward pass the rank is in; -1: none, or steps have only one."""
         return self._cutter.microbatch()
 
     def phase(self) -> tuple[int, int]:
-        """The rank's phase and since when (ns; the last progress where nothing else is known)."""
+        """The rank's phase, and since when in ns; the time of the last progress if that is not known."""
         phase, since_ns = self._cutter.phase()
         return phase, since_ns or self.last_progress_ns
 
     def take(
         self, started: Rows, finished: Rows, lost: int, now_ns: int, groups: Callable[[], Sequence[GroupInfo]]
     ) -> Taken:
-        """Take a batch of the ring. ``groups()`` is asked when a record names a group that is not known yet.
+        """Take a batch of the ring. ``groups()`` is called if a record names a group that is not known yet.
 
-        The first batch is the past: what it would have found and what no longer holds is not told again.
+        The first batch may hold the past of a rank that an earlier agent has watched, so only findings that still hold
+        at its end are returned.
         """
         taken = Taken()
         if len(started) or len(finished):
@@ -121,7 +126,7 @@ class RankTrack:
         return taken
 
     def blocks(self, first_step: int, last_step: int) -> list[BlockSummary]:
-        """Blocks and messages of those of the last two dozen iterations that lie between the steps (both included)."""
+        """Blocks and messages of the iterations from ``first_step`` to ``last_step``, if among the last two dozen."""
         return [
             block
             for cut in self._cuts
@@ -132,11 +137,11 @@ class RankTrack:
     def look(
         self, now_ns: int, in_flight: Callable[[], Rows], *, stopped_ns: int = 0, held: bool = False
     ) -> Finding | None:
-        """Whether the rank makes progress; to be asked about 20 times a second while its process lives.
+        """Check whether the rank makes progress. To be called about 20 times a second while its process lives.
 
-        ``in_flight()`` is asked now and then for the ring's records in flight while the rank stands still.
-        ``stopped_ns``: for how long its process has been seen stopped. ``held``: a hold is ordered, so that it, or
-        who waits for it, stands still for our sake.
+        ``in_flight()`` is called now and then for the ring's records in flight while the rank makes no progress.
+        ``stopped_ns``: for how long its process has been seen stopped. ``held``: a hold is in force, so that
+        a standstill of this rank is intended.
         """
         if not self.progress:
             return None
@@ -171,7 +176,7 @@ class RankTrack:
             self.last_progress_ns = max(self.last_progress_ns, int(finished["end_ns"].max()))
 
     def _learn_phases(self, finished: Rows) -> None:
-        """How long data loading and optimizer steps usually take; a phase is told once it has ended."""
+        """Learn from finished phases how long data loading and optimizer steps usually take."""
         phases = finished[finished["kind"] == _PHASE]
         for code in _SHORT_PHASES if len(phases) else ():
             ended = phases[phases["op"] == code]

@@ -1,7 +1,7 @@
-"""The usual sequence of an iteration, and what came before it when one iteration had more.
+"""Learns the usual sequence of operations in an iteration, to find unmarked pauses before it.
 
-An evaluation that nothing marks (no ``model.eval()``) still communicates: its symbols come before the usual ones. The
-time they took is a pause, so that the iteration's time stays what the script's own step clock shows.
+An evaluation without ``model.eval()`` leaves no phase record, but it communicates: its operations come before the usual
+ones. The time they take counts as a pause, so that the iteration takes as long as by the script's own step clock.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 
 _KNOWN = 3
 _SEQUENCES = 8
-_SHARE = 0.05  # excess below 5 % is ignored: usually the all-reduce of a logged metric, which the script times, too
+_SHARE = (
+    0.05  # share of an iteration below which extra time is no pause: it is often an all-reduce of a metric
+)
 
 
 class UsualSequence:
-    """Learns the most common sequence of symbols and how long after the iteration's start it begins."""
+    """Learns the most common sequence of symbols, and how long after the iteration's start it begins."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
@@ -29,9 +31,9 @@ class UsualSequence:
     def pause_ns(
         self, content: NDArray[np.uint64], starts: NDArray[np.int64], start_ns: int, end_ns: int
     ) -> int:
-        """Take an iteration's symbols and when they began; return the length of the unmarked pause it began with.
+        """Take an iteration's symbols and their starts; return the length of the unmarked pause at its beginning.
 
-        ``start_ns`` to ``end_ns`` is the iteration without the pauses that were marked.
+        ``start_ns`` to ``end_ns`` is the iteration without its marked pauses.
         """
         kind = hash(content.tobytes())
         usual = self._contents.get(self._usual)
@@ -41,7 +43,7 @@ class UsualSequence:
                 lead = int(median(self._leads)) if self._leads else 0
                 pause = int(starts[extra]) - lead - start_ns
                 least = _SHARE * (end_ns - start_ns - pause)
-                # One operation at once and nothing computed before it: a log line, however long it waits for peers.
+                # A single operation right at the start is the all-reduce of a logged metric, however long it waits.
                 log_line = extra == 1 and int(starts[0]) - start_ns <= least
                 return 0 if log_line or pause <= least else pause
         self._count(kind, content)
@@ -56,7 +58,7 @@ class UsualSequence:
             del self._contents[rarest]
         self._contents.setdefault(kind, content)
         self._counts[kind] = self._counts.get(kind, 0) + 1
-        if self._counts[kind] >= 64:  # halve, so that a job that changes for good gets a new usual sequence
+        if self._counts[kind] >= 64:  # halving all counts lets a new sequence become the usual one
             self._counts = {known: count // 2 for known, count in self._counts.items()}
         best = max(self._counts, key=self._counts.__getitem__)
         if self._usual not in self._counts or self._counts[best] > self._counts[self._usual]:

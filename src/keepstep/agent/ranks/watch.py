@@ -1,4 +1,4 @@
-"""The local part of detection on one rank: its iteration times changed, it makes no progress, it does again."""
+"""Detects on one rank that its iteration times changed, that it makes no progress, or that it makes some again."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from keepstep.core.finding import Finding
 from keepstep.detect import ChangePoint, ChangePointDetector, HangDetector
 
 _STEPS_KEPT = 4096
-_SAME_STEPS = 5  # changes of iteration and own time this close are one
+_SAME_STEPS = 5  # changes of iteration time and own time at most this many steps apart count as one
 _PACE_STEPS = 16
-_FELT = 1.05  # of the iteration time: a change of own time below it is absorbed by the job
+_FELT = 1.05  # ratio of iteration times below which the job has absorbed a change of own time
 
 
 class RankWatch:
-    """Feed it every finished iteration and, at each look, how far the rank has come; it returns findings.
+    """Takes every finished iteration and the rank's progress at each look, and returns findings.
 
-    Two series are watched: the iteration time, which slows for any cause, and the rank's own time (``self_s``), in
-    which a slow rank stands out of the noise that the whole job shares. A change of own time counts when the iteration
-    time moved with it. All ranks of a job may find the same change; the controller sorts that out.
+    Two series are watched: the iteration time, which grows for any cause, and the rank's own time (``self_s``), in
+    which a slow rank stands out from the noise that the whole job shares. A change of own time counts if the iteration
+    time changed with it. All ranks of a job may find the same change; the controller makes one incident of them.
     """
 
     def __init__(self, rank: int, node: str) -> None:
@@ -31,15 +31,15 @@ class RankWatch:
         self.forget_iterations()
 
     def forget_iterations(self) -> None:
-        """Start anew with the iteration times (a new process, or iterations of another length)."""
+        """Forget all iteration times, for a new process or iterations of another length."""
         self._changes = ChangePointDetector(warmup=0)
         self._own_changes = ChangePointDetector(warmup=0)
-        self._steps: deque[tuple[int, float]] = deque(maxlen=_STEPS_KEPT)  # step, iteration time
+        self._steps: deque[tuple[int, float]] = deque(maxlen=_STEPS_KEPT)  # steps and their iteration times
         self._first_index = 0
-        self._told: dict[str, int] = {}  # kind to the onset last told
+        self._told: dict[str, int] = {}  # onset of the last finding of each kind
 
     def iteration(self, step: int, duration_s: float, self_s: float, now_s: float) -> Finding | None:
-        """An iteration after the warm-up, in order of steps."""
+        """Take an iteration after the warm-up, in order of steps."""
         if len(self._steps) == _STEPS_KEPT:
             self._first_index += 1
         self._steps.append((step, duration_s))
@@ -76,19 +76,19 @@ class RankWatch:
         return min(max(change.index - self._first_index, 0), len(self._steps) - 1)
 
     def _pace_around(self, change: ChangePoint) -> tuple[float, float]:
-        """Median iteration time of the steps before the change and since; equal where there are none before."""
+        """Median iteration times before and since the change; both are the same if no step is known before it."""
         place = self._place(change)
         times = [time for _, time in self._steps]
         after_s = median(times[place:])
         return (median(times[max(place - _PACE_STEPS, 0) : place]) if place else after_s), after_s
 
     def lasted(self, phase: int, seconds: float) -> None:
-        """A data or optimizer phase has ended that took that long."""
+        """Take the duration of a data or optimizer phase that has ended."""
         self._hang.lasted(Phase(phase), seconds)
 
     @property
     def overdue_s(self) -> float:
-        """How long the rank has waited for others, once that is over the usual; else 0."""
+        """How long the rank has waited for others, if that is longer than usual; else 0."""
         return self._hang.overdue_s
 
     def progress(
@@ -102,12 +102,12 @@ class RankWatch:
         held: bool = False,
         moved_s: float | None = None,
     ) -> Finding | None:
-        """How far the rank has come at ``now_s``: a number that grows with every record and every end.
+        """Take the rank's progress at ``now_s``: the number of records that have begun or ended so far.
 
-        ``waiting``: it is blocked in an operation. ``stopped_s``: its process has been stopped for so long.
-        ``held``: a hold is in force. ``moved_s``: the time of its last record or end.
+        ``waiting``: the rank is blocked in an operation. ``stopped_s``: for how long its process has been stopped.
+        ``held``: a hold is in force. ``moved_s``: when its last record began or ended.
         """
-        if not self._looked:  # by an agent that came later: the steps before it count, too
+        if not self._looked:  # steps before the start of this agent count as progress, too
             self._looked = True
             self._hang.observe(now_s, progress, Phase.STARTUP, step=0 if step >= 0 else -1)
         stuck = self._hang.observe(

@@ -1,1 +1,1 @@
-"""What the node itself tells: processes, host, sockets, GPUs, NCCL transfers."""
+"""Sensors of the node: processes, host, sockets, GPUs, and NCCL's network links."""

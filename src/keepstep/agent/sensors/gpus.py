@@ -1,6 +1,6 @@
-"""The node's GPUs as NVIDIA's driver tells of them, once a second, in a thread: a driver that hangs holds up nobody.
+"""Watches the node's GPUs through NVIDIA's driver once a second, in a thread, because a driver may hang.
 
-Needs ``nvidia-ml-py`` (the extra ``gpu``) and the driver's library; without them there is nothing to tell.
+This needs ``nvidia-ml-py`` (the extra ``gpu``) and the driver's library; without them no GPU is watched.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from keepstep.detect.gpu import GpuSample, low_clock, usual_clock
 
 logger = logging.getLogger("keepstep.agent")
 
-_RECENT = 10  # looks that are judged
-_HISTORY = 600  # looks that say what is usual
-_FRESH_S = 5.0  # a driver that has not answered for so long tells nothing of now
-_BUSY_PERCENT = 20  # of a second with a kernel running
-_ERRORS_EVERY = 10  # looks: two dozen questions a GPU
+_RECENT = 10  # number of newest samples that are judged
+_HISTORY = 600  # number of samples kept to know the usual clock
+_FRESH_S = 5.0  # age of the newest sample above which a GPU is not judged
+_BUSY_PERCENT = 20  # share of a second with a kernel running from which a GPU counts as busy
+_ERRORS_EVERY = 10  # rounds between two reads of the error counters, which take two dozen calls per GPU
 _MOST_LINKS = 18
 
 
@@ -41,7 +41,7 @@ class _Gpu:
 
 
 class Gpus:
-    """Looks every ``every_s``, begun by `start` where the file ``driver`` is."""
+    """Samples all GPUs every ``every_s`` seconds, if the file ``driver`` exists."""
 
     def __init__(self, driver: str = "/dev/nvidiactl", every_s: float = 1.0) -> None:
         self._driver, self._every_s = driver, every_s
@@ -49,7 +49,7 @@ class Gpus:
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Begin to look, where there is a driver."""
+        """Start the thread, if there is a driver."""
         if not os.path.exists(self._driver):
             return
         try:
@@ -60,13 +60,14 @@ class Gpus:
         threading.Thread(target=self._run, args=(pynvml,), name="keepstep-gpus", daemon=True).start()
 
     def close(self) -> None:
-        """No more looks; one that is under way may go on."""
+        """Tell the thread to end after its current round."""
         self._closed.set()
 
     def causes(self, processes: Mapping[int, int]) -> tuple[HostCause, ...]:
-        """GPUs whose clock is held down, by the ranks that compute on them. ``processes``: pid by rank, on this node.
+        """The ranks whose GPU runs at a reduced clock. ``processes``: process IDs of this node's ranks.
 
-        A container may see no process of the driver's: then, as many ranks as GPUs, the nth rank has the nth GPU.
+        In a container the driver may list no processes. Then the nth rank is taken to use the nth GPU, if there are as
+        many ranks as GPUs.
         """
         now_s, gpus = time.monotonic(), self._gpus
         looks = {gpu.number: list(gpu.looks) for gpu in gpus}
@@ -113,7 +114,7 @@ class Gpus:
 
 
 def _look(nvml: Any, gpu: _Gpu) -> None:
-    """What the driver does not tell of this GPU is left out."""
+    """Take one sample of a GPU, leaving out what its driver does not report."""
     handle = gpu.handle
     with suppress(nvml.NVMLError):
         gpu.looks.append(
@@ -152,7 +153,7 @@ def _errors(nvml: Any, handle: Any) -> dict[str, int]:
 
 
 def _register(nvml: Any, gpus: Iterable[_Gpu]) -> Any:
-    """XIDs as they come; None where the driver tells none."""
+    """Register for the driver's error events (XIDs); None if it reports none."""
     try:
         events = nvml.nvmlEventSetCreate()
         for gpu in gpus:
@@ -166,7 +167,7 @@ def _tell_events(nvml: Any, events: Any, gpus: Iterable[_Gpu]) -> None:
     while events is not None:
         try:
             event = nvml.nvmlEventSetWait(events, 0)
-        except nvml.NVMLError:  # there is none
+        except nvml.NVMLError:  # no event is waiting
             return
         device = cast(event.device, c_void_p).value
         numbers = [str(gpu.number) for gpu in gpus if cast(gpu.handle, c_void_p).value == device]

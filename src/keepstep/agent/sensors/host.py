@@ -1,4 +1,4 @@
-"""Host causes beside training: looks at the kernel's counters once a second and judges the last ten seconds."""
+"""Finds what the host takes from workers, by the kernel's counters of the last ten seconds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from keepstep.core.cpu_counters import CpuCounters, cpu_counters, quota_file
 from keepstep.core.summary import HostCause
 from keepstep.detect import host_cause
 
-_WINDOW = 11  # looks, hence ten seconds at one a second
-_QUOTA_LOOKS = 10  # a quota may be set while the job runs
+_WINDOW = 11  # number of samples that are judged: ten seconds, at one a second
+_QUOTA_LOOKS = 10  # samples between two searches for a CPU quota, which may be set while the job runs
 _LEAST_S = 2.0
 
 
@@ -31,7 +31,7 @@ class HostSensors:
             known = self._processes.get(rank) == process
             if not known or self._count % _QUOTA_LOOKS == 0:
                 quota = quota_file(process.pid)
-                if not known or quota != self._quotas.get(rank):  # counters of another cgroup begin elsewhere
+                if not known or quota != self._quotas.get(rank):  # another cgroup has counters of its own
                     self._looks[rank] = deque(maxlen=_WINDOW)
                 self._processes[rank], self._quotas[rank] = process, quota
             counters = cpu_counters(process.pid, self._quotas[rank])
@@ -40,7 +40,7 @@ class HostSensors:
         self._count += 1
 
     def causes(self) -> tuple[HostCause, ...]:
-        """What the host took from each worker lately, where it is enough to matter."""
+        """What the host has taken from each worker recently, if it is enough to matter."""
         found: list[HostCause] = []
         for rank, looks in sorted(self._looks.items()):
             if len(looks) < 2 or looks[-1][0] - looks[0][0] < _LEAST_S:

@@ -1,4 +1,4 @@
-"""What was under way on NCCL's network links, kept with an incident."""
+"""Reads the tables of NCCL's network links: saves them with an incident, and finds transfers that stand still."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from keepstep.core.errors import RingError
 from keepstep.core.link_counters import Communicator, LinkSnapshot
 from keepstep.core.own_folders import make_folder, write_whole
 from keepstep.core.summary import GroupInfo, LinkState, Standstill
-from keepstep.detect.links import Flow, judge
-from keepstep.ring.links import LinkReader
+from keepstep.detect.link_flow import Flow, judge
+from keepstep.ring.link_reader import LinkReader
 
 _STANDS: dict[int, Standstill] = {
     Flow.STALLED: "network",
@@ -23,16 +23,16 @@ _STANDS: dict[int, Standstill] = {
     Flow.WAITING: "sender",
     Flow.GPU: "gpu",
 }
-_MOST_LINKS = 64  # of a rank, told to the controller
+_MOST_LINKS = 64  # most links of a rank that the controller is told of
 
 
 def save(tables: Mapping[int, str], folder: Path) -> int:
-    """Write ``FOLDER/rank-00000.json`` for every table (paths by rank) that NCCL has written; how many.
+    """Write ``FOLDER/rank-00000.json`` for every table (paths by rank) that NCCL has written; return how many.
 
-    ``process`` in it: the state as in ``/proc/PID/stat``, empty when it is gone. Of one that is stopped or dead, all
-    that is under way looks stalled.
+    ``process`` in the file is the state of the rank's process as in ``/proc/PID/stat``, empty if it is gone. All
+    transfers of a stopped or dead process look stalled.
 
-    Raises OSError when a file cannot be written. A table that cannot be read is left out.
+    Raises OSError if a file cannot be written. A table that cannot be read is left out.
     """
     saved = 0
     for rank, path in sorted(tables.items()):
@@ -52,9 +52,9 @@ def save(tables: Mapping[int, str], folder: Path) -> int:
 
 
 def standing_still(path: str, rank: int, groups: Sequence[GroupInfo]) -> tuple[LinkState, ...]:
-    """Where the transfers of ``rank`` stand still, the longest first; one for each peer and reason.
+    """The transfers of ``rank`` that stand still, longest first, summed by peer and reason.
 
-    ``groups``: those that the rank is in; they say who a communicator's ranks are.
+    ``groups``: groups that the rank is in, from which the ranks of a communicator are found.
 
     Raises:
         RingError: the table cannot be read.
@@ -72,14 +72,14 @@ def standing_still(path: str, rank: int, groups: Sequence[GroupInfo]) -> tuple[L
             continue
         one = LinkState(ranks[number], at, max(int(judged["in_flight"]), 0), float(judged["quiet_s"]))
         known = found.get((one.peer, at))
-        if known is not None:  # another channel
+        if known is not None:  # the same peer over another channel
             one = LinkState(one.peer, at, one.in_flight + known.in_flight, max(one.quiet_s, known.quiet_s))
         found[one.peer, at] = one
     return tuple(sorted(found.values(), key=lambda one: -one.quiet_s)[:_MOST_LINKS])
 
 
 def _members(communicator: Communicator, rank: int, groups: Sequence[GroupInfo]) -> tuple[int, ...] | None:
-    """Global ranks by rank of the communicator; None where the groups that it may be do not agree."""
+    """Global ranks in the order of a communicator's own ranks; None if several groups may be meant."""
     could = {
         group.members
         for group in groups
@@ -97,7 +97,7 @@ def _members(communicator: Communicator, rank: int, groups: Sequence[GroupInfo])
 
 
 def described(seen: LinkSnapshot) -> dict[str, Any]:
-    """A snapshot and its judgement as JSON has it; times on the node's CLOCK_MONOTONIC, null: not known."""
+    """A snapshot of a table and its judgement, for JSON. Times are on CLOCK_MONOTONIC; unknown ones are null."""
     links: list[dict[str, Any]] = []
     for row, judged in zip(seen.links, judge(seen), strict=True):
         figures = {name: _known(judged[name].item()) for name in judged.dtype.names}

@@ -1,4 +1,4 @@
-"""What /proc tells about a worker: is it that process still, is it stopped, what of its time did the host take."""
+"""Finds processes in /proc: whether a worker still runs, whether it is stopped, and which processes are workers."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
-GONE = ("", "Z", "X")  # states of a process that runs no more
+GONE = ("", "Z", "X")  # states of a process that does not run any more
 STOPPED = ("T", "t")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process that cannot be taken for a later one with the same pid: ``started`` is in clock ticks after boot."""
+    """A process, distinguished from later ones with the same pid by its start in clock ticks after boot."""
 
     pid: int
     started: int
 
 
 def identify(pid: int, proc: Path = PROC) -> ProcessId | None:
-    """The process that has ``pid`` now; None when there is none."""
+    """The process that has this pid now, if there is one."""
     fields = _stat(pid, proc)
     return ProcessId(pid, int(fields[19])) if fields is not None else None
 
 
 def state_of(process: ProcessId, proc: Path = PROC) -> str:
-    """R, S, D, T, Z as in ``/proc/PID/stat``; empty when it is gone or the pid is another's now."""
+    """The state letter of a process (R, S, D, T, Z) as in ``/proc/PID/stat``; empty if the process is gone."""
     fields = _stat(process.pid, proc)
     return fields[0] if fields is not None and int(fields[19]) == process.started else ""
 
 
 def alive(process: ProcessId, proc: Path = PROC) -> bool:
-    """Whether it still runs (or is stopped); a zombie does not."""
+    """Whether a process still runs or is stopped; a zombie does not count."""
     return state_of(process, proc) not in GONE
 
 
 def carriers(environment: Mapping[str, Container[str]], proc: Path = PROC) -> list[int]:
-    """Pids of the processes that were started with, for each name, one of its values; of those we may look at."""
+    """Pids of readable processes that have, for each variable in ``environment``, one of the given values."""
     return [
         int(entry.name) for entry in proc.iterdir() if entry.name.isdigit() and _carries(entry, environment)
     ]
 
 
 def kill_carriers(environment: Mapping[str, Container[str]], patience_s: float = 2.0) -> int:
-    """SIGKILL every process (but this one) that ``carriers`` finds, until there is none; how many were killed.
+    """Kill every process except this one that ``carriers`` finds, until there is none; return how many were killed.
 
-    A process is held by a descriptor while its environment is read again, so a pid that was reused meanwhile is safe.
+    A process is held by a descriptor while its environment is read again, so that no process with a reused pid is hit.
     """
     killed: set[int] = set()
     deadline_s = time.monotonic() + patience_s
@@ -90,7 +90,7 @@ def _carries(entry: Path, environment: Mapping[str, Container[str]]) -> bool:
 
 
 def _stat(pid: int, proc: Path) -> list[str] | None:
-    """Fields of ``/proc/PID/stat`` from the state on (the name before it may hold blanks and brackets)."""
+    """Fields of ``/proc/PID/stat`` from the state on; the name before it may contain blanks and brackets."""
     try:
         text = (proc / str(pid) / "stat").read_text()
     except OSError:

@@ -1,7 +1,7 @@
-"""How fast the workers' TCP connections carry data, by the kernel's own counters (``sock_diag``, as ``ss -ti`` shows).
+"""Measures how fast the workers' TCP connections carry data, by the kernel's counters (``sock_diag``, as ``ss -ti``).
 
-A connection that a slow path holds up has data under way nearly all the time and gets little of it acknowledged; one
-that waits for its application has not. So bytes per busy second tell the path's speed whatever the job does with it.
+A connection on a slow path has data under way nearly all the time and gets little of it acknowledged; a connection that
+waits for its application has none under way. So bytes per busy second give the speed of the path under any load.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _QUEUE_AND_INODE = struct.Struct("=I8xI")  # idiag_rqueue, idiag_wqueue and idia
 _QUEUE_AT = 56
 _ATTRIBUTE = struct.Struct("=HH")
 _ACKED = struct.Struct("=Q")  # tcpi_bytes_acked
-_BUSY = struct.Struct("=QQ")  # tcpi_busy_time, tcpi_rwnd_limited; microseconds
+_BUSY = struct.Struct("=QQ")  # tcpi_busy_time and tcpi_rwnd_limited, in microseconds
 _ACKED_AT, _BUSY_AT = 120, 168
 _RECEIVE_BYTES = 1 << 16
 
@@ -45,14 +45,14 @@ _RESCAN_LOOKS = 10
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """One established TCP connection: bytes acknowledged and seconds with data under way since it was made."""
+    """One established TCP connection, with counts since it was opened."""
 
     inode: int
     source: str
     target: str
     acked_bytes: int
-    unread_bytes: int  # came and were not read by the process yet
-    busy_s: float  # less the time in which the peer's full buffer, not the path, held it up
+    unread_bytes: int  # bytes that have come and the process has not read
+    busy_s: float  # time with data under way, without the time in which the peer's buffer was full
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +63,25 @@ class _Look:
 
 
 class SocketSensor:
-    """What the node's workers sent to each address, look by look; looks are about a second apart, closer in a hang."""
+    """Samples what the node's workers send to each address, about once a second and more often in a hang."""
 
     def __init__(self) -> None:
         self._looks: deque[_Look] = deque(maxlen=_LOOKS)
         self._last: dict[int, Connection] = {}
         self._last_s = 0.0
-        self._own: dict[int, int] = {}  # process by inode
-        self._unread: dict[int, int] = {}  # bytes by process
-        self._foreign: set[int] = set()
+        self._own: dict[int, int] = {}  # process IDs of workers, by inode of the socket
+        self._unread: dict[int, int] = {}  # unread bytes by process ID
+        self._foreign: set[int] = set()  # inodes of other processes' sockets
         self._count = 0
         self._off = False
 
     @property
     def looked_s(self) -> float:
-        """When it last looked; 0 before the first time."""
+        """When the last sample was taken; 0 before the first."""
         return self._last_s
 
     def look(self, now_s: float, processes: Iterable[ProcessId]) -> None:
-        """Read the counters of all workers' connections. Where the kernel tells none, that is said once."""
+        """Take a sample of all workers' connections. If the kernel gives no counters, this is logged once."""
         if self._off:
             return
         try:
@@ -91,9 +91,10 @@ class SocketSensor:
             logger.info("the speed of TCP paths is not watched: %s", error)
 
     def traffic(self, onset_s: float, node: str, most: int = _MOST_PEERS) -> tuple[PeerTraffic, ...]:
-        """What was sent to each address in the looks that ended before ``onset_s`` and in those begun after it.
+        """What was sent to each address in the samples that ended before ``onset_s``, and in those begun after it.
 
-        The ``most`` paths with most data under way since, and at least one of every own address: it tells whose it is.
+        The result has the ``most`` paths that were busiest since, and at least one path of each of the node's own
+        addresses, so that the controller knows that the address belongs to this node.
         """
         sums: dict[tuple[str, str], list[float]] = {}
         spans = [0.0, 0.0]
@@ -115,19 +116,19 @@ class SocketSensor:
         )
 
     def addresses(self) -> tuple[set[str], set[str]]:
-        """The workers' own addresses, and those they have connections to."""
+        """The workers' own addresses, and the addresses to which they have connections."""
         last = self._last.values()
         return {one.source for one in last}, {one.target for one in last}
 
     def unread_bytes(self, pid: int) -> int:
-        """What came for a process from other hosts and lay unread at the last two looks."""
+        """Bytes from other hosts that a process had not read in the last two samples."""
         return self._unread.get(pid, 0)
 
     def _look(self, now_s: float, processes: Iterable[ProcessId]) -> None:
         found = {one.inode: one for one in connections() if one.source != one.target}
         self._count += 1
         if self._count % _RESCAN_LOOKS == 0:
-            self._foreign &= found.keys()  # an inode's number comes again
+            self._foreign &= found.keys()  # numbers of inodes are reused
             self._own = {inode: pid for inode, pid in self._own.items() if inode in found}
         if found.keys() - self._own.keys() - self._foreign:
             mine = {inode: process.pid for process in processes for inode in _socket_inodes(process.pid)}
@@ -155,7 +156,7 @@ class SocketSensor:
 
 
 def connections() -> Iterator[Connection]:
-    """All established TCP connections of this network namespace. OSError where the kernel does not tell."""
+    """All established TCP connections of this network namespace. Raises OSError if the kernel does not list them."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as asking:
         asking.settimeout(1.0)
         left = _MOST_SOCKETS
@@ -171,7 +172,7 @@ def connections() -> Iterator[Connection]:
 
 
 def _messages(asking: socket.socket) -> Iterator[bytes]:
-    """The payloads of a netlink dump, to its end."""
+    """The payloads of a netlink dump, up to its end."""
     while True:
         data = asking.recv(_RECEIVE_BYTES)
         at = 0
@@ -189,7 +190,7 @@ def _messages(asking: socket.socket) -> Iterator[bytes]:
 
 
 def _connection(message: bytes, family: int) -> Connection | None:
-    """The connection in an ``inet_diag_msg`` with a ``tcp_info`` after it; None when the kernel's is too old for it."""
+    """The connection in an ``inet_diag_msg`` followed by a ``tcp_info``; None if the kernel is too old for that."""
     width = 4 if family == socket.AF_INET else 16
     source = _text(family, message[8 : 8 + width])
     target = _text(family, message[24 : 24 + width])
@@ -209,14 +210,14 @@ def _connection(message: bytes, family: int) -> Connection | None:
 
 
 def _text(family: int, address: bytes) -> str:
-    """The address as text; an IPv4 address inside an IPv6 one is the same as the plain one."""
+    """An address as text; an IPv4 address in IPv6 form becomes a plain IPv4 address."""
     if family == socket.AF_INET6 and address.startswith(b"\0" * 10 + b"\xff\xff"):
         return socket.inet_ntop(socket.AF_INET, address[12:])
     return socket.inet_ntop(family, address)
 
 
 def _socket_inodes(pid: int) -> Iterator[int]:
-    """Inodes of the sockets that a process holds."""
+    """Inodes of the sockets that a process has open."""
     folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):

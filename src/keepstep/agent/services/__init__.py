@@ -1,1 +1,1 @@
-"""What the agent does for the job besides watching: backups, checkpoints, holds, path probes, micro-batches."""
+"""Services that an agent provides: backups, checkpoints, holds, micro-batches and probes of paths."""

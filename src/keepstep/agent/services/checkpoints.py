@@ -1,7 +1,6 @@
-"""The agent's part in checkpoints: the restore service for its node's workers, and what brings wanted steps to storage.
+"""The agent's part in checkpoints: it restores states for its node's workers and writes wanted steps to storage.
 
-All of it runs in threads of its own: reading, writing and listing may take as long as a store or a network likes, and
-the agent's polls never wait for that.
+All this runs in threads of its own, because storage and network may take any time, and the agent's polls must not wait.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from keepstep.core.own_folders import write_whole
 
 logger = logging.getLogger("keepstep.agent")
 
-FILE = "checkpoints.json"  # in the node's folder of the run
+FILE = "checkpoints.json"  # name of the status file in the node's folder of the run
 _LOOK_S = 0.25
 _TELL_S = 1.0
 _STOP_S = 0.2
@@ -41,12 +40,12 @@ class Place:
 
     Attributes:
         cache: address of the node's cache.
-        ranks: that run here.
-        node_rank: 0 leads: it writes manifests and removes old steps.
-        world_size: ranks of the job.
-        folder: of this node in the run's folder.
-        storage: path or URL; "": none.
-        keep: whole steps that stay on storage; 0: all.
+        ranks: ranks that run on this node.
+        node_rank: rank of this node; node 0 writes manifests and removes old steps.
+        world_size: number of ranks in the job.
+        folder: this node's folder inside the run's folder.
+        storage: path or URL of the storage; "": none.
+        keep: how many complete steps stay on storage; 0: all.
     """
 
     cache: str
@@ -59,10 +58,10 @@ class Place:
 
 
 class Checkpoints:
-    """Restore service and persister of one node. Other nodes are asked before storage where there are ``backups``."""
+    """Restore service and persister of one node. If there are ``backups``, other nodes are asked before storage."""
 
     def __init__(self, place: Place, backups: NodeBackups | None = None) -> None:
-        """Raises KeepstepError: the storage cannot be reached from this installation."""
+        """Raises KeepstepError if this installation cannot use the storage."""
         self._place, self._backups = place, backups
         self.states = backups.states if backups else CachedStates(place.cache, place.ranks)
         sources: list[StateSource] = [NeighbourSource(backups)] if backups else []
@@ -81,7 +80,7 @@ class Checkpoints:
         self._tell_s = 0.0
 
     def start(self) -> None:
-        """Begin, in threads."""
+        """Start the threads."""
         self._service.start()
         if self._persister:
             self._persister.start()
@@ -89,7 +88,7 @@ class Checkpoints:
         self._thread.start()
 
     def stop(self) -> None:
-        """End soon. What is on its way to storage stays wanted, in the cache; the next agent begins it anew."""
+        """Stop soon. A step whose writing is cut short stays in the cache, and the next agent writes it again."""
         self._service.stop()
         self._stopped.set()
         if self._persister:
@@ -98,7 +97,7 @@ class Checkpoints:
             self._thread.join(_STOP_S)
 
     def look(self) -> None:
-        """Once: what is wanted by what the workers sealed; what is on storage is let go."""
+        """Order newly sealed steps to be written, and release the cached steps that are on storage."""
         if self._persister is None:
             self._tell((), None)
             return
@@ -117,7 +116,7 @@ class Checkpoints:
         self._tell(pending, whole)
 
     def _declare(self, pending: frozenset[Key], whole: frozenset[Key] | None) -> None:
-        """Have pending steps wanted, and the newest that are to stay; others go once it is known what is there."""
+        """Tell the persister which steps belong on storage; others are removed once it knows what is there."""
         assert self._persister
         stay = newest(whole or (), self._place.keep)
         declared = (pending | stay, bool(self._place.keep) and whole is not None)
@@ -131,7 +130,7 @@ class Checkpoints:
             try:
                 self.look()
                 complaint = ""
-            except Exception as error:  # the cache ends before the agent; memory or files run short
+            except Exception as error:  # the cache ended before the agent, or memory or descriptors ran out
                 if str(error) != complaint:
                     ours = isinstance(error, KeepstepError | OSError)
                     logger.warning("checkpoints: %s", error, exc_info=None if ours else error)
@@ -141,7 +140,7 @@ class Checkpoints:
             self._stopped.wait(_LOOK_S)
 
     def _tell(self, pending: Collection[Key], whole: Collection[Key] | None, failure: str = "") -> None:
-        """Write for `keepstep status` how it stands. ``failure``: why the cache cannot be looked at."""
+        """Write the status file for `keepstep status`. ``failure``: why the cache cannot be read."""
         if time.monotonic() < self._tell_s:
             return
         troubles = [failure] if failure else []
@@ -166,12 +165,12 @@ class Checkpoints:
 
 
 def newest(keys: Collection[Key], count: int) -> frozenset[Key]:
-    """The ``count`` newest."""
+    """The ``count`` newest of the keys."""
     return frozenset(sorted(keys, reverse=True)[:count])
 
 
 def write(path: Path, content: object) -> None:
-    """Replace a file of the run's folder; a full disk is no reason to stop."""
+    """Replace a file of the run's folder; an error, such as a full disk, is only logged."""
     try:
         write_whole(path, f"{json.dumps(content)}\n".encode())
     except OSError as error:

@@ -1,6 +1,6 @@
-"""The node's part in a hold: orders from the controller onto the ranks' pages, what the ranks answer back to it.
+"""The node's part in a hold: it writes the controller's orders to its ranks' pages, and returns the ranks' answers.
 
-A lease on a page is renewed by the controller's messages only. When it dies, or this process does, the leases run out.
+Only the controller's messages renew the lease on a page. If the controller or this process dies, the leases run out.
 """
 
 from __future__ import annotations
@@ -23,30 +23,54 @@ logger = logging.getLogger("keepstep.agent")
 
 T = TypeVar("T")
 
-_MOST_FIGURES = 1024  # of one rank
+_MOST_FIGURES = 1024  # for one rank
 _MOST_TEXT = 256
 
 
+class RankPages(dict[int, OrdersPage]):
+    """The orders pages of a node by rank, each opened when it is first used. ``paths``: by rank.
+
+    Opening raises RingError for a file that is no orders page, KeyError for a rank without one.
+    """
+
+    def __init__(self, paths: Mapping[int, str]) -> None:
+        super().__init__()
+        self.paths = dict(sorted(paths.items()))
+
+    def __missing__(self, rank: int) -> OrdersPage:
+        page = self[rank] = OrdersPage(self.paths[rank])
+        return page
+
+    def close(self) -> None:
+        """Close all pages; the ranks keep what was ordered."""
+        for page in self.values():
+            page.close()
+        self.clear()
+
+
 class Holding:
-    """Answers ``Hold``, ``RunTests`` and ``Release``; ``poll`` tells what changed meanwhile."""
+    """Carries out ``Hold``, ``RunTests`` and ``Release`` on one node."""
 
     def __init__(
         self, pages: Mapping[int, str], node_rank: int, steps_at_end_of: Callable[[int, int], int | None]
     ) -> None:
-        """``steps_at_end_of(rank, step)``: optimizer steps of the rank at the end of an iteration, None: unknown."""
-        self._paths = dict(sorted(pages.items()))
+        """``pages``: paths of the orders pages by rank.
+
+        ``steps_at_end_of(rank, step)``: how many optimizer steps the rank has made at the end of iteration ``step``,
+        or None if that is not known.
+        """
         self._node_rank = node_rank
         self._steps_at_end_of = steps_at_end_of
-        self._pages: dict[int, OrdersPage] = {}
-        self._number = 0  # of the hold that was ordered last
-        self._released = 0
+        self._pages = RankPages(pages)
+        self._number = 0  # number of the hold that was ordered last
+        self._released = 0  # number of the hold that was ended last
         self._unable: dict[int, str] = {}
         self._told: tuple[HeldRank, ...] = ()
-        self._tests: dict[int, int] = {}  # tests that were ordered, by rank
-        self._untold: set[int] = set()  # ranks whose figures were not sent yet
+        self._tests: dict[int, int] = {}  # number of the tests that were ordered last, by rank
+        self._untold: set[int] = set()  # ranks whose figures have not been sent yet
 
     def receive(self, message: Message) -> list[Message]:
-        """Carry out a message about holds; what to answer. Repeating one is harmless: it renews and tells again."""
+        """Carry out a message about holds and return the answers. A repeated `Hold` renews the leases."""
         if isinstance(message, Hold):
             return self._hold(message)
         if isinstance(message, RunTests):
@@ -56,21 +80,21 @@ class Holding:
         return []
 
     def held(self, rank: int, now_ns: int) -> bool:
-        """Whether a hold is in force for this rank (also one that an agent before this one ordered)."""
+        """Whether a hold is in force for this rank, even if it was ordered through an earlier agent process."""
         try:
-            return self._page(rank).leased(now_ns)
+            return self._pages[rank].leased(now_ns)
         except (KeyError, RingError):
             return False
 
     def take_times(self, seconds: float) -> None:
-        """Let the NCCL shims of all ranks take the GPU's times of their calls from now on."""
+        """Have the NCCL shims of all ranks measure the GPU's times of their calls for this many seconds."""
         until_ns = time.monotonic_ns() + int(seconds * 1e9)
-        for rank in self._paths:
+        for rank in self._pages.paths:
             with suppress(RingError):
-                self._page(rank).take_times(until_ns)
+                self._pages[rank].take_times(until_ns)
 
     def poll(self) -> list[Message]:
-        """What the ranks did since the last look; cheap while nothing is ordered."""
+        """Messages about changes since the last call; costs nothing while no hold is ordered."""
         if not self._number:
             return []
         messages: list[Message] = []
@@ -85,15 +109,14 @@ class Holding:
         return messages
 
     def close(self) -> None:
-        """Let go of the pages; what is held goes on."""
+        """Release all held ranks and close the pages."""
         for page in self._pages.values():
             page.release()
-            page.close()
-        self._pages.clear()
+        self._pages.close()
 
     def _hold(self, message: Hold) -> list[Message]:
         if message.number == self._released:
-            return []  # overtaken by its own end
+            return []  # this message was overtaken by the end of its hold
         if message.number != self._number:
             self._number, self._unable, self._told = message.number, {}, ()
             self._tests.clear()
@@ -101,13 +124,13 @@ class Holding:
             logger.info("hold %d is ordered at the end of step %d", message.number, message.step)
         lease_s = min(max(message.lease_s, 0.0), MOST_LEASE_S)
         lease_ns = time.monotonic_ns() + int(lease_s * 1e9)
-        for rank in self._paths:
+        for rank in self._pages.paths:
             boundary = self._steps_at_end_of(rank, message.step)
             try:
                 if boundary is None or boundary <= 0:
                     self._unable[rank] = "its optimizer steps are not known yet"
                 else:
-                    self._page(rank).order(message.number, boundary, lease_ns)
+                    self._pages[rank].order(message.number, boundary, lease_ns)
             except RingError as error:
                 self._unable[rank] = str(error)[:_MOST_TEXT]
         return [self._tell(self._states())]
@@ -116,14 +139,14 @@ class Holding:
         if message.number != self._number:
             return []
         for tests in message.ranks:
-            if tests.rank not in self._paths:
+            if tests.rank not in self._pages.paths:
                 continue
             if self._tests.get(tests.rank) == message.tests:
-                self._untold.add(tests.rank)  # asked once more: the answer may have been lost
+                self._untold.add(tests.rank)  # the order is repeated because the answer may have been lost
                 continue
             try:
                 body: dict[str, Any] = asdict(tests)
-                self._page(tests.rank).put_tests(message.tests, body)
+                self._pages[tests.rank].put_tests(message.tests, body)
                 self._tests[tests.rank] = message.tests
                 self._untold.add(tests.rank)
             except RingError as error:
@@ -138,12 +161,12 @@ class Holding:
                 page.release()
 
     def _states(self) -> tuple[HeldRank, ...]:
-        return tuple(self._state(rank) for rank in self._paths)
+        return tuple(self._state(rank) for rank in self._pages.paths)
 
     def _state(self, rank: int) -> HeldRank:
         if rank in self._unable:
             return HeldRank(rank, State.UNABLE, why=self._unable[rank])
-        page = self._page(rank)
+        page = self._pages[rank]
         state = page.state(self._number)
         endpoint = None
         if state is State.HELD:
@@ -156,22 +179,16 @@ class Holding:
         return Held(self._number, self._node_rank, states)
 
     def _figures(self, rank: int) -> RankFigures | None:
-        figures = _checked(self._page(rank).report(self._tests[rank]), RankFigures)
+        figures = _checked(self._pages[rank].report(self._tests[rank]), RankFigures)
         if figures is None or figures.rank != rank:
             return None
         if max(len(figures.devices), len(figures.links), len(figures.missing)) > _MOST_FIGURES:
             return None
         return figures
 
-    def _page(self, rank: int) -> OrdersPage:
-        page = self._pages.get(rank)
-        if page is None:
-            page = self._pages[rank] = OrdersPage(self._paths[rank])
-        return page
-
 
 def _checked(body: dict[str, Any] | None, kind: type[T]) -> T | None:
-    """What a worker wrote, as what it should be; None when it is nothing of the kind."""
+    """The content that a worker wrote, as an object of ``kind``; None if it cannot be one."""
     if body is None:
         return None
     try:

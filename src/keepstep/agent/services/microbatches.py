@@ -1,4 +1,4 @@
-"""How the node's ranks divide micro-batches, for the controller; the shares that it orders, onto a rank's page."""
+"""Reports how the node's ranks divide micro-batches, and writes the shares that the controller orders to a page."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Any
 
 import msgspec
 
+from keepstep.agent.services.holds import RankPages
 from keepstep.core.errors import RingError
-from keepstep.core.microbatches import Split
-from keepstep.ring.orders import OrdersPage
+from keepstep.core.microbatch_shares import Split
 from keepstep.wire.messages import Shares, Splits
 
 logger = logging.getLogger("keepstep.agent")
 
 
 class Microbatches:
-    """Of the ranks of one node. ``pages``: paths of their orders pages."""
+    """Micro-batches of the ranks of one node."""
 
     def __init__(self, pages: Mapping[int, str], node_rank: int) -> None:
-        self._paths = dict(sorted(pages.items()))
+        """``pages``: paths of the orders pages by rank."""
         self._node_rank = node_rank
-        self._pages: dict[int, OrdersPage] = {}
-        self._told: dict[int, int] = {}
+        self._pages = RankPages(pages)
+        self._told: dict[int, int] = {}  # number of the split that was sent last, by rank
 
     def again(self) -> None:
-        """A new controller is to hear all of it."""
+        """Report all splits again, because the controller is a new one."""
         self._told.clear()
 
     def look(self) -> Splits | None:
-        """What ranks have changed since the last look; cheap while that is nothing."""
+        """The splits that ranks have changed since the last call, if any."""
         found: list[Split] = []
-        for rank in self._paths:
+        for rank in self._pages.paths:
             try:
-                split = self._page(rank).split(self._told.get(rank, 0))
+                split = self._pages[rank].split(self._told.get(rank, 0))
             except RingError:
                 continue
             if split is None:
@@ -47,30 +47,22 @@ class Microbatches:
         return Splits(self._node_rank, tuple(found)) if found else None
 
     def order(self, shares: Shares) -> None:
-        """Put what was ordered where its rank reads it."""
-        if shares.rank not in self._paths:
+        """Write the ordered shares to the page of their rank, if it is on this node."""
+        if shares.rank not in self._pages.paths:
             return
         try:
             body = {"incarnation": shares.incarnation, "shares": list(shares.shares)}
-            self._page(shares.rank).put_shares(shares.number, body)
+            self._pages[shares.rank].put_shares(shares.number, body)
         except RingError as error:
             logger.warning("rank %d is not told its micro-batches: %s", shares.rank, error)
 
     def close(self) -> None:
-        """Let go of the pages."""
-        for page in self._pages.values():
-            page.close()
-        self._pages.clear()
-
-    def _page(self, rank: int) -> OrdersPage:
-        page = self._pages.get(rank)
-        if page is None:
-            page = self._pages[rank] = OrdersPage(self._paths[rank])
-        return page
+        """Close the pages."""
+        self._pages.close()
 
 
 def _checked(rank: int, body: dict[str, Any]) -> Split | None:
-    """What a worker wrote, if it is whole and possible."""
+    """The split that a worker wrote; None if it is incomplete or impossible."""
     try:
         split = msgspec.convert(body | {"rank": rank}, Split)
     except msgspec.ValidationError:

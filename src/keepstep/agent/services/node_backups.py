@@ -1,7 +1,8 @@
-"""Backups as a node's agent sees them: tells what the cache holds, brings what the controller orders, gives to others.
+"""The agent's part in backups: it reports what the node's cache holds, and brings the backups the controller orders.
 
-All of it runs in threads beside the agent's loop, which only hands messages in and out. What must outlive the agent is
-in the cache: snapshots and backups, and on its board what workers keep (`Board.keep`).
+It also gives snapshots to other nodes. All this runs in threads beside the agent's loop, which only passes messages on.
+Everything that must outlive the agent is in the cache: snapshots, backups, and which snapshot workers keep
+(`Board.keep`).
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from keepstep.wire.secret import RunKey
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
-_TELL_S = 2.0  # between two inventories that differ in nothing that is waited for
-_AT_ONCE = 2  # transfers
-_AGAIN_S = (0.5, 30.0)  # after a transfer that failed; doubles
-_LOCATE_S = 10.0  # a new controller is there sooner
-_LONGEST_LOCATE_S = 120.0  # while it answers that it waits for others
+_TELL_S = 2.0  # least time between two inventories that differ in nothing that the controller waits for
+_AT_ONCE = 2  # most transfers at a time
+_AGAIN_S = (0.5, 30.0)  # first and longest wait after a failed transfer; it doubles each time
+_LOCATE_S = 10.0  # how long the controller may be silent after a question; starting a new one takes less
+_LONGEST_LOCATE_S = 120.0  # how long the controller may answer that it waits for other nodes
 _ASK_AGAIN_S = 1.0
 _MOST_WAITING = 64
 _MOST_TROUBLE = 400
@@ -53,7 +54,7 @@ _MOST_TROUBLE = 400
 
 @dataclass(slots=True)
 class _Transfer:
-    """A backup on its way here."""
+    """The transfer of a backup to this node."""
 
     key: Key
     fetch: Fetch | None = None
@@ -61,7 +62,7 @@ class _Transfer:
 
 
 class NodeBackups:
-    """Of one node. ``send`` is called in a thread of its own and must hand over to the loop."""
+    """Backups of one node. ``send`` is called from threads and must pass messages to the agent's loop."""
 
     def __init__(
         self,
@@ -75,7 +76,10 @@ class NodeBackups:
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
         bytes_per_s: float = 0.0,
     ) -> None:
-        """``address``: of the cache. ``tls``: contexts to give and to fetch. ``bytes_per_s``: of giving; 0: any."""
+        """``address``: address of the cache. ``tls``: contexts for the server and for clients.
+
+        ``bytes_per_s``: most bytes a second that are sent to other nodes; 0: no limit.
+        """
         self._address, self._ranks = address, tuple(sorted(ranks))
         self._node, self._node_rank, self._run_key, self._send = node, node_rank, run, send
         self._fetch_tls = tls[1] if tls else None
@@ -87,25 +91,26 @@ class NodeBackups:
         self._order: BackUp | None = None
         self._told: Inventory | None = None
         self._told_s = 0.0
-        self._backed: set[int] | None = None  # ranks of other nodes of which there may be something here
-        self._failure = ""  # why the cache cannot be looked at
-        self._able: dict[int, bool] = {}  # whether a rank has slots for backups, once it has any
+        self._backed: set[int] | None = (
+            None  # other nodes' ranks with backups here; None: not read from the cache yet
+        )
+        self._failure = ""  # why the cache cannot be read
+        self._able: dict[int, bool] = {}  # whether a rank has enough slots to be backed up, once known
         self._transfers: dict[int, _Transfer] = {}
-        self._waits: dict[
-            int, tuple[float, float, str]
-        ] = {}  # when to try again, how long to wait then, and why
+        # After failed transfers, by rank: when to try again, how long the last wait was, and the error.
+        self._waits: dict[int, tuple[float, float, str]] = {}
         self._questions: dict[int, tuple[threading.Event, list[Located]]] = {}
         self._requests = 0
         self._thread = threading.Thread(target=self._run, name="keepstep-backups", daemon=True)
 
-    # From the agent's loop; none of these waits.
+    # These methods are called from the agent's loop, and never wait.
 
     def start(self) -> None:
-        """Begin to look at the cache and to serve it."""
+        """Begin to watch the cache and to give its snapshots."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End all transfers. The cache keeps what is whole."""
+        """End all transfers. The cache keeps the snapshots that are complete."""
         self._stopped = True
         self._wake.set()
         self._server.close()
@@ -114,7 +119,7 @@ class NodeBackups:
                 _stop(transfer)
 
     def again(self) -> list[Message]:
-        """What a new controller must hear."""
+        """The messages that a new controller must hear."""
         return [self._told] if self._told else []
 
     def received(self, message: BackUp | Located) -> None:
@@ -132,10 +137,10 @@ class NodeBackups:
         """Give states on these addresses of this node, too."""
         self._server.listen(addresses)
 
-    # From any other thread; these wait.
+    # These methods are called from any other thread, and may wait.
 
     def locate(self, rank: int) -> list[Holder]:
-        """Which other nodes hold snapshots of a rank, or those of another that are the same on all ranks.
+        """Which other nodes hold snapshots of a rank, or snapshots of another rank that are the same on all ranks.
 
         Raises:
             CheckpointError: the controller does not answer.
@@ -153,11 +158,11 @@ class NodeBackups:
         finally:
             with self._guard:
                 del self._questions[request]
-        # what a rank left here, and comes back to before it was anywhere else, is a backup still
+        # A backup on this node itself counts: a rank may come back to the node on which it left its snapshot.
         return [one for one in holders if one.node_rank != self._node_rank or not one.own]
 
     def _ask(self, question: Locate, event: threading.Event, answers: list[Located]) -> tuple[Holder, ...]:
-        """Ask again and again: a controller that has just begun hears nothing yet, or knows nothing."""
+        """Repeat the question until it is answered: a controller that has just started may know nothing yet."""
         began_s = heard_s = time.monotonic()
         waits = ""
         while True:
@@ -183,28 +188,30 @@ class NodeBackups:
                 time.sleep(_ASK_AGAIN_S / 10)
 
     def fetch(self, key: Key, rank: int, where: Callable[[], Sequence[Endpoint]]) -> Fetch:
-        """A transfer from another node, to be run."""
+        """A transfer from another node, which the caller must run."""
         return Fetch(key, rank, where, self._run_key, tls=self._fetch_tls)
 
     def trouble(self) -> str:
-        """Why the cache cannot be looked at, or a backup that is to be here is not; "": nothing is in the way."""
+        """Why the cache cannot be read, or why an ordered backup is missing; "": nothing is wrong."""
         with self._guard:
             waits = (f"rank {rank}: {why}" for rank, (_, _, why) in sorted(self._waits.items()))
             return (self._failure or next(waits, ""))[:_MOST_TROUBLE]
 
-    # In the thread.
+    # These methods run in threads of this object.
 
     def _run(self) -> None:
         while not self._stopped:
             try:
                 self._look()
                 self._failure = ""
-            except Exception as error:  # of the cache: the launcher ends, or is short of something
+            except (
+                Exception
+            ) as error:  # the cache fails: its launcher ends, or runs out of memory or descriptors
                 if str(error) != self._failure:
                     self._failure = str(error)
                     ours = isinstance(error, CheckpointError | OSError)
                     log.warning("backups: %s", error, exc_info=None if ours else error)
-                if self._told:  # nothing else that was told has changed as far as is known
+                if self._told:  # as far as is known, only the trouble has changed since the last inventory
                     self._tell(msgspec.structs.replace(self._told, trouble=self.trouble()), time.monotonic())
             self._wake.wait(_LOOK_S)
             self._wake.clear()
@@ -282,18 +289,18 @@ class NodeBackups:
                     self._transfers[rank] = _Transfer(target)
                     try:
                         thread.start()
-                    except RuntimeError:  # no more threads
+                    except RuntimeError:  # the process can start no more threads
                         del self._transfers[rank]
                         raise
         if order.settled and not self._transfers:
             for rank in backed - set(order.ranks):
                 if rank in self._ranks and keep not in board.held(rank):
-                    continue  # it has come to play here, and counts as backed up here by what stood here before
+                    continue  # this node now runs the rank, and the old backup counts until there is a newer snapshot
                 self.states.give_up(backup_of(rank))
                 backed.discard(rank)
 
     def _bring(self, rank: int, key: Key) -> None:
-        """One backup, in a thread of its own."""
+        """Bring one backup here, in a thread of its own."""
         transfer = self._transfers[rank]
         failure = "no node that has it gives states on an address that others reach"
         done = False
@@ -320,7 +327,7 @@ class NodeBackups:
             except Cancelled:
                 failure = ""
                 break
-            except Exception as error:  # of another node, of the cache: tried again
+            except Exception as error:  # another node or the cache failed; it is tried again
                 failure = f"{error}"[:400]
                 ours = isinstance(error, CheckpointError | OSError)
                 log.warning(
@@ -357,14 +364,14 @@ class NodeBackups:
         return ()
 
     def _needed(self, target: Key) -> tuple[Key | None, Key]:
-        """What a backup must not lose."""
+        """The snapshots that must not be dropped to make room for a backup."""
         with self._guard:
             order = self._order
         return Key.unpack(order.keep) if order else None, target
 
     @contextmanager
     def _reading(self, key: Key, rank: int) -> Generator[tuple[Slot, Record]]:
-        """A state that stands here, a rank's own or a backup."""
+        """Read a state of this node's cache, a rank's own or a backup."""
         with ExitStack() as stack:
             try:
                 if rank not in self._ranks:
@@ -378,7 +385,7 @@ class NodeBackups:
 
 
 class NeighbourSource:
-    """The states that other nodes hold, as backups or as their own. A `StateSource`."""
+    """The `StateSource` of states that other nodes hold, as backups or as their own."""
 
     def __init__(self, backups: NodeBackups) -> None:
         self._backups = backups
@@ -386,15 +393,15 @@ class NeighbourSource:
     where = "the other nodes"
 
     def keys(self, rank: int) -> frozenset[Key]:
-        """What other nodes hold for a rank. Raises CheckpointError: the controller does not say."""
+        """The snapshots that other nodes hold for a rank. Raises CheckpointError if the controller does not say."""
         words = {word for one in self._backups.locate(rank) for word in one.keys}
         return frozenset(key for key in map(Key.unpack, words) if key is not None)
 
     def bring(self, key: Key, rank: int, room: Room) -> str:
-        """Have a rank's snapshot sealed in the slot that ``room`` gives, from the first node that can; which that was.
+        """Bring a rank's snapshot into the slot that ``room`` gives; return which node it came from.
 
         Raises:
-            CheckpointError: no node gives it; says which was asked last, and why not.
+            CheckpointError: no node gives it. The message names the node asked last, and why it failed.
         """
         failure = CheckpointError(f"no other node holds {key_text(key)} of rank {rank}")
         holders = [one for one in self._backups.locate(rank) if key.pack() in one.keys]
@@ -425,7 +432,7 @@ def _rows(held: Iterable[tuple[int, frozenset[Key]]]) -> tuple[RankKeys, ...]:
 
 
 def _decisive(inventory: Inventory) -> tuple[Inventory, list[tuple[int, bool, int]]]:
-    """What the controller's next decision depends on; that workers go on saving is told less often."""
+    """The part of an inventory on which the controller's decisions depend, without each new snapshot of workers."""
     kept = [
         (
             row.rank,

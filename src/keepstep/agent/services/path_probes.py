@@ -102,13 +102,13 @@ async def _probe(endpoint: Endpoint, key: RunKey, timeout_s: float, size: int) -
 
 
 class _Patience:
-    """A time limit for several waits. Time in which this process stood still does not count: it blames no path."""
+    """A time limit for several waits. Time in which this process itself stood still does not count."""
 
     def __init__(self, left_s: float) -> None:
         self.left_s, self.waited_s = left_s, 0.0
 
     async def wait_for(self, awaited: Coroutine[Any, Any, _T]) -> _T:
-        """Raises asyncio.TimeoutError when nothing of the limit is left."""
+        """Wait for the coroutine. Raises asyncio.TimeoutError when nothing of the limit is left."""
         task = asyncio.ensure_future(awaited)
         try:
             while self.left_s > 0:
@@ -156,7 +156,7 @@ async def _receive(end: socket.socket, channel: ClientChannel) -> tuple[list[Mes
 
 
 def is_elsewhere(address: str) -> bool:
-    """An address of a host as others see it: numeric, and no loopback, multicast or wildcard."""
+    """Whether other hosts may reach this address: it is numeric, and no loopback, multicast or wildcard address."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from keepstep.core.microbatches import Split
+from keepstep.core.microbatch_shares import Split
 from keepstep.wire.messages.limits import MOST_HELD_RANKS, MOST_REPLICAS, Count, Message, Rank
 
 
