@@ -23,7 +23,7 @@ from keepstep.control.effects import Effect, Send, WriteIncident
 from keepstep.control.settings import Settings
 from keepstep.core.events import Phase
 from keepstep.core.incident import Incident
-from keepstep.core.microbatches import Split, equal_shares, fits
+from keepstep.core.microbatch_shares import Split, equal_shares, fits
 from keepstep.core.summary import ClockSample, IterationSummary, PeerTraffic
 from keepstep.launch.controller.member import Member
 

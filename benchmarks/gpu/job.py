@@ -104,7 +104,7 @@ def events(device: str, quick: bool) -> dict[str, Any]:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     from keepstep.ring import RingReader
-    from keepstep.ring.links import LinkReader
+    from keepstep.ring.link_reader import LinkReader
     from keepstep.ring.orders import OrdersPage
 
     made = 0
@@ -229,7 +229,7 @@ def profiled(device: str, call: Callable[[], Any], queued: bool) -> dict[str, An
 
 def gemm(device: str, quick: bool) -> dict[str, Any]:
     """The device's tests between two steps of a training, for the first time in the process and again."""
-    from keepstep.validate.devices import device_tests
+    from keepstep.validate.device_tests import device_tests
 
     step = training(device, False)
     for _ in range(5):

@@ -10,7 +10,7 @@ from benchmarks.simulate import Fault, Workload
 
 from keepstep.core.evidence import Evidence
 from keepstep.core.layout import ParallelLayout
-from keepstep.locate import _candidates, _links, locate_slow
+from keepstep.locate import _candidates, _slow_links, locate_slow
 
 LAYOUT = ParallelLayout(tp=2, pp=4, dp=4)
 
@@ -40,7 +40,7 @@ def test_looking_at_some_tells_what_looking_at_all_does(seed: int, monkeypatch: 
     groups, nodes = workload.groups(), workload.nodes
     evidence = Evidence(groups, nodes, before=before, after=after)
     some = locate_slow(evidence)
-    monkeypatch.setattr(_links, "ranks_to_look_at", lambda *_: sorted(nodes))
+    monkeypatch.setattr(_slow_links, "ranks_to_look_at", lambda *_: sorted(nodes))
     every = locate_slow(evidence)
     assert [(c.rank, c.link, c.stage, c.cause) for c in some.culprits] == [
         (c.rank, c.link, c.stage, c.cause) for c in every.culprits

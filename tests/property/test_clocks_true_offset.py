@@ -7,10 +7,11 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 
 from keepstep.core.events import Op
 from keepstep.core.summary import ClockSample
-from keepstep.locate.clocks import estimate_offsets
+from keepstep.locate.clock_offsets import estimate_offsets
 
 
 def observed(seed, nodes, operations, drifts, kinds=("all", "pair"), per_node=2, gap_s=1.0, hours=5.0):
@@ -60,7 +61,7 @@ def check(samples, local, end_s, atol=1e-9):
     return offsets, max(errors)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=many(60), deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 5), st.integers(1, 80), st.sampled_from([0.0, 2e-5, 8e-5]))
 def test_bound_holds(seed, nodes, operations, drifts):
     check(*observed(seed, nodes, operations, drifts))

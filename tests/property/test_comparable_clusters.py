@@ -13,6 +13,7 @@ from statistics import median
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "unit" / "locate"))
 
@@ -22,7 +23,7 @@ from keepstep.core.events import Op
 from keepstep.core.evidence import Evidence
 from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
 from keepstep.locate import estimate_offsets, locate_slow
-from keepstep.locate._links import PEER_RATIO, transfers_against_peers
+from keepstep.locate._slow_links import PEER_RATIO, transfers_against_peers
 from keepstep.locate.infer import InferredLayout, Roles
 
 STEPS = 8
@@ -84,7 +85,7 @@ def twin(groups: dict[str, GroupInfo], layout: InferredLayout, rows: list[Iterat
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=many(60), deadline=None)
 @given(seed=SEEDS)
 def test_degraded_groups_are_those_of_the_definition(seed: int) -> None:
     groups, layout, rows, bad = clusters(random.Random(seed))
@@ -101,7 +102,7 @@ def class_of(job: Job) -> list[list[int]]:
     return [list(range(job.world))]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=many(30), deadline=None)
 @given(seed=SEEDS)
 def test_slow_ranks_are_told_from_those_at_the_same_place(seed: int) -> None:
     chance = random.Random(seed)
@@ -122,7 +123,7 @@ def test_slow_ranks_are_told_from_those_at_the_same_place(seed: int) -> None:
     assert {culprit.rank for culprit in found.culprits} == slow
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=many(30), deadline=None)
 @given(seed=SEEDS)
 def test_a_slow_pair_is_told_from_comparable_ones(seed: int) -> None:
     """Inside a group or between pipeline stages; with and without clocks that can be compared."""

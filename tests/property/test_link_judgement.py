@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.effort import many
 
 from keepstep.core.link_counters import COMPLETION, LINK, WINDOW, LinkLosses, LinkSnapshot
-from keepstep.detect.links import DROP, FEWEST_GROUPS, FLUCTUATION, RECENT_S, STALL_S, Flow, judge
+from keepstep.detect.link_flow import DROP, FEWEST_GROUPS, FLUCTUATION, RECENT_S, STALL_S, Flow, judge
 
 S = 1_000_000_000
 NOW = 100 * S

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 
 from keepstep.core.errors import RingError
 from keepstep.core.link_counters import WINDOW
-from keepstep.detect.links import judge
+from keepstep.detect.link_flow import judge
+from keepstep.ring.link_reader import MOST_UNDER_WAY, LinkReader
 from keepstep.ring.link_table import FEWEST, create, total_bytes
-from keepstep.ring.links import MOST_UNDER_WAY, LinkReader
 
 COMMS, ROWS, ROW = 4096, 4096 + 255 * 384, 1216
 STAGES = ("finished", "completed", "posted", "ready", "started")
@@ -46,7 +47,7 @@ KEYS = st.builds(
     st.lists(st.tuples(st.integers(8, total_bytes(FEWEST) // 8 - 1), WORDS), max_size=40),
     st.integers(0, 1 << 62),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=many(300), deadline=None)
 def test_rows_that_cannot_be_are_left_out(
     rows: list[tuple[int, int, list[int]]], words: list[tuple[int, int]], now_ns: int
 ) -> None:
@@ -80,7 +81,7 @@ def header_of(descriptor: int) -> tuple[int, ...]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), WORDS), min_size=1, max_size=3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=many(100), deadline=None)
 def test_another_header_is_refused(words: list[tuple[int, int]]) -> None:
     descriptor = create(FEWEST)
     try:

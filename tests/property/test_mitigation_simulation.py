@@ -7,18 +7,18 @@ all causes are gone shares are equal and incidents closed.
 
 from __future__ import annotations
 
-import os
 import random
 from collections import deque
 
 import pytest
+from tests.effort import many
 
 from keepstep.agent.ranks.watch import RankWatch
 from keepstep.control.controller import Controller
 from keepstep.control.effects import Effect, Send, WriteIncident
 from keepstep.control.settings import Settings
 from keepstep.core.incident import Incident
-from keepstep.core.microbatches import Split, equal_shares, fits
+from keepstep.core.microbatch_shares import Split, equal_shares, fits
 from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
 from keepstep.wire.messages import (
     Found,
@@ -32,7 +32,7 @@ from keepstep.wire.messages import (
     Splits,
 )
 
-SEEDS = int(os.environ.get("KEEPSTEP_MITIGATION_SEEDS", "12"))
+SEEDS = many(4)
 MICROBATCH_S, OPTIMIZER_S, REDUCTION_S = 0.05, 0.01, 0.02
 EACH = 8
 ALL_REDUCE = 1
@@ -264,7 +264,7 @@ def test_who_turns_slow_while_the_job_begins_again_is_named(slowness: list[float
     assert job.shares == [EACH] * 4
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(many(3)))
 def test_a_job_that_begins_again_as_it_was_is_left_alone(seed: int) -> None:
     job = Job(4, random.Random(seed), loss=0.0)
     job.run(60)

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 from tests.twins.checkpoint import python_native
 from tests.twins.ring import python_format, python_reader, python_writer
 
 from keepstep.checkpoint import native as checkpoint_native
 from keepstep.ring import native as ring_native
-from keepstep.ring.layout import RECORD, STREAM
+from keepstep.ring.rows import RECORD, STREAM
 
 MAKERS = {"native": ring_native.create, "python": python_format.create}
 WRITERS: dict[str, Any] = {"native": ring_native.RingWriter, "python": python_writer.RingWriter}
@@ -84,7 +85,7 @@ def _assert_same_poll(readers: list[Any]) -> None:
 
 
 @given(st.binary(max_size=200), st.integers(0, (1 << 64) - 1), st.integers(0, 70_000))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=many(100), deadline=None)
 def test_checksums_are_the_same(data: bytes, before: int, more: int) -> None:
     data += bytes(range(256)) * (more // 256)
     assert python_native.checksum(data, before) == checkpoint_native.checksum(data, before)
@@ -95,7 +96,7 @@ def test_checksums_are_the_same(data: bytes, before: int, more: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=6), st.binary(max_size=100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=many(60), deadline=None)
 def test_slots_are_the_same(sizes: list[tuple[int, bool]], header: bytes) -> None:
     sources = [np.random.default_rng(n).integers(0, 256, size, np.uint8) for n, (size, _) in enumerate(sizes)]
     plan, offset = np.zeros((len(sizes), 4), np.uint64), 0

@@ -8,7 +8,7 @@ from dataclasses import replace
 from keepstep.analyze._episodes import judged, slow_episodes
 from keepstep.core.errors import TraceError
 from keepstep.core.incident import Incident
-from keepstep.core.operations import Call
+from keepstep.core.traced_operations import Call
 from keepstep.detect import find_period
 from keepstep.locate import CallStep, boundaries, locate_by_gaps, split
 from keepstep.traces.call_log import CallLog

@@ -1,8 +1,8 @@
 """Is something wrong with the job, and since when? Pure: no torch, no input or output, no clock."""
 
 from keepstep.detect.changepoint import ChangeKind, ChangePoint, ChangePointDetector, change_points
-from keepstep.detect.hang import HangDetector, NoProgress
-from keepstep.detect.host import host_cause
+from keepstep.detect.host_causes import host_cause
+from keepstep.detect.no_progress import HangDetector, NoProgress
 from keepstep.detect.period import find_period
 
 __all__ = [

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from keepstep.core.events import Op
 from keepstep.core.iteration_table import IterationTable, distinct
 from keepstep.core.summary import GroupInfo
-from keepstep.locate.clocks import MAX_DRIFT
+from keepstep.locate.clock_offsets import MAX_DRIFT
 
 MOST_PATHS = 256  # of each kind, those that may have grown most
 MOST_NODES = 16  # around them, all of whose ranks are looked at, too: a fast path clears a pair

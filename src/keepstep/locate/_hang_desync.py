@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from keepstep.core.events import Op
 from keepstep.core.incident import Confidence, Diagnosis
 from keepstep.core.ranges import fold_ranks
-from keepstep.locate._hang_evidence import HangEvidence, is_of
+from keepstep.locate._hang_graph import HangEvidence, is_of
 from keepstep.locate._hang_words import culprit_of, diagnosis_of
 from keepstep.locate._waiting import Pending
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from keepstep.core.incident import Confidence, Culprit, Diagnosis, Link
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.locate._flows import Flow, cut_links, still_gpus
-from keepstep.locate._hang_evidence import FEW, MAX_CULPRITS, HangEvidence, members_of
+from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, HangEvidence, members_of
 from keepstep.locate._hang_words import culprit_of, diagnosis_of
 from keepstep.locate._paths import Pair, common_node
 from keepstep.locate._waiting import Pending

@@ -8,7 +8,7 @@ from keepstep.core.events import Op, phase_title
 from keepstep.core.incident import Confidence, Culprit, Diagnosis, IncidentKind
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import RankState
-from keepstep.locate._hang_evidence import STOPPED, UNKNOWN_PROCESS, HangEvidence, waits_in
+from keepstep.locate._hang_graph import STOPPED, UNKNOWN_PROCESS, HangEvidence, waits_in
 from keepstep.locate._waiting import Pending
 
 _LONGEST_CHAIN = 256  # most pipeline stages that are followed

@@ -14,8 +14,8 @@ from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Link
 from keepstep.core.iteration_table import table_of
 from keepstep.core.node_clocks import ClockOffsets
-from keepstep.core.operations import Operation, OperationKind
 from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary, StreamSummary
+from keepstep.core.traced_operations import Operation, OperationKind
 from keepstep.locate._components import lowest_connected
 from keepstep.locate.infer import InferredLayout
 from keepstep.locate.what_if import COMPUTE, Floats, Key, StepGraph, step_graphs

@@ -12,7 +12,7 @@ from keepstep.core.evidence import Evidence
 from keepstep.core.node_clocks import ClockOffsets
 from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
 from keepstep.locate._profile import MAD_TO_SIGMA
-from keepstep.locate.clocks import MAX_DRIFT
+from keepstep.locate.clock_offsets import MAX_DRIFT
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from keepstep.core.incident import Culprit, Diagnosis
-from keepstep.core.operations import Call
 from keepstep.core.ranges import fold_ranks
+from keepstep.core.traced_operations import Call
 
 _SMALL_BYTES = 1024
 _LEAST_SLOWDOWN = 0.03  # of a healthy step

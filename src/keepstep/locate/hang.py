@@ -17,7 +17,7 @@ from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import RankState
 from keepstep.locate._flows import cut_links
 from keepstep.locate._hang_desync import diagnose_circle, diagnose_desync, ranks_in_a_circle
-from keepstep.locate._hang_evidence import FEW, MAX_CULPRITS, STOPPED, HangEvidence, Roots, waits_in
+from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, STOPPED, HangEvidence, Roots, waits_in
 from keepstep.locate._hang_network import diagnose_silent, diagnose_transfer
 from keepstep.locate._hang_words import (
     culprit_of,

@@ -20,8 +20,8 @@ from keepstep.core.iteration_table import distinct, table_of
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import HostCause, IterationSummary
 from keepstep.locate._arrivals import arrival_evidence
-from keepstep.locate._links import SlowLinks, blame_links, transfers_against_peers, transfers_since
 from keepstep.locate._profile import Floats, Ints, Profile, profile
+from keepstep.locate._slow_links import SlowLinks, blame_links, transfers_against_peers, transfers_since
 from keepstep.locate._stages import chains
 from keepstep.locate.infer import InferredLayout, layout_of
 

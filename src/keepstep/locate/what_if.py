@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.core.errors import TraceError
-from keepstep.core.operations import Operation, OperationKind
+from keepstep.core.traced_operations import Operation, OperationKind
 
 Floats = NDArray[np.float64]
 Key = tuple[int, OperationKind, int]  # rank, kind, index

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepstep.core.errors import UsageError
-from keepstep.core.microbatches import Split, objection
+from keepstep.core.microbatch_shares import Split, objection
 from keepstep.mitigate.microbatches import allocate_microbatches
 from keepstep.mitigate.topology import Exchange
 

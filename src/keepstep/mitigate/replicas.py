@@ -9,7 +9,7 @@ from statistics import median_low
 import numpy as np
 
 from keepstep.core.iteration_table import medians, table_of
-from keepstep.core.microbatches import Split, fits
+from keepstep.core.microbatch_shares import Split, fits
 from keepstep.core.summary import GroupInfo, IterationSummary
 from keepstep.mitigate.microbatches import allocate_microbatches
 

@@ -14,8 +14,8 @@ from keepstep.ring.native import (
 )
 
 if TYPE_CHECKING:
-    from keepstep.ring.layout import RECORD, STREAM
     from keepstep.ring.reader import Batch, RingHeader, RingReader
+    from keepstep.ring.rows import RECORD, STREAM
 
 __all__ = ["RECORD", "STREAM", "Batch", "Operation", "RingHeader", "RingReader", "RingWriter", "create"]
 
@@ -23,6 +23,6 @@ __all__ = ["RECORD", "STREAM", "Batch", "Operation", "RingHeader", "RingReader",
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from keepstep.ring import layout, reader
+    from keepstep.ring import reader, rows
 
-    return getattr(layout if name in ("RECORD", "STREAM") else reader, name)
+    return getattr(rows if name in ("RECORD", "STREAM") else reader, name)

@@ -1,8 +1,8 @@
 """The link table of one rank: written by the NCCL profiler plugin in the training process, read by its agent.
 
 Like a ring it lives in a memfd of the launcher, reached as ``/proc/PID/fd/N``, and outlives its writer. The format is
-in ``native/link_table.hpp``, the reasoning in ``docs/design/links.md``, the reader in ``keepstep.ring.links``: here is
-what a launcher needs, without numpy.
+in ``native/link_table.hpp``, the reasoning in ``docs/design/links.md``, the reader in ``keepstep.ring.link_reader``.
+This module has what a launcher needs, without numpy.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from keepstep.core.own_folders import write_whole
 from keepstep.core.summary import GroupInfo
-from keepstep.ring.layout import RECORD, STREAM
 from keepstep.ring.native import Reader
+from keepstep.ring.rows import RECORD, STREAM
 
 Rows = npt.NDArray[np.void]
 

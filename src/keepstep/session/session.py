@@ -1,4 +1,4 @@
-"""A training's few lines for going on within one step. Needs torch; see ``docs/howto/session.md``."""
+"""The few lines by which a training goes on after a failure. Needs torch; see ``docs/howto/session.md``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from keepstep import capture, checkpoint
 from keepstep.core.errors import CheckpointError
-from keepstep.core.microbatches import objection
+from keepstep.core.microbatch_shares import objection
 from keepstep.session import groups
 from keepstep.session.shares import Shares
 from keepstep.session.staying import Left, Staying, staying
@@ -30,13 +30,13 @@ class Session:
     """One process's part in one incarnation of the training.
 
     Attributes:
-        rank: of this process.
-        world_size: processes of the job.
-        incarnation: how often the job has begun again, from 0.
+        rank: number of this process in the job.
+        world_size: number of processes in the job.
+        incarnation: how often the job has begun again.
         state: what is saved after each step, by name: what `restore` was given, and ``random``.
-        step: the one that `steps` is at; -1 before.
-        weight: of the loss of each of the step's `microbatches`: then the gradients that replicas average are those of
-            the mean over the global batch, whatever share each of them has.
+        step: the step that `steps` is at; -1 before the first.
+        weight: factor for the loss of each of the step's `microbatches`. With it, the gradients that replicas average
+            are those of the mean over the global batch, whatever share each replica has.
     """
 
     def __init__(self, staying: Staying | None = None) -> None:
@@ -49,11 +49,11 @@ class Session:
         self.step = -1
         self.weight = 1.0
         self._shares: Shares | None = None
-        self._apart: bool | None = None  # whether micro-batches were computed without meeting other ranks
-        self._should_be: bool | None = None  # the same by the model's kind
+        self._apart: bool | None = None  # whether ranks were seen to compute micro-batches without operations
+        self._should_be: bool | None = None  # whether they should, by the model's kind
 
     def restore(self, **state: Any) -> int:
-        """Bring back the newest step that all ranks can have, into ``state``; returns how many steps are done.
+        """Bring back the newest step that all ranks can have into ``state``; returns how many steps are done.
 
         ``state``: models, optimizers, data and whatever else has ``state_dict`` and ``load_state_dict``, tensors and
         plain values. The random states of Python, numpy, torch and CUDA are added. Called by all ranks, once, after
@@ -84,12 +84,12 @@ class Session:
                 "there is nothing to save: call session.restore(model=…, optimizer=…) before steps()"
             )
         if start != self._restored and self.step < 0 and (probe := capture.current()):
-            probe.recorder.begins_at(start)  # brought back by the script itself, which numbers steps so
+            probe.recorder.begins_at(start)  # the script has restored its own state, and numbers steps itself
         try:
             for step in range(start, total):
                 self.step = step
                 yield step
-                if self._staying and self._staying.is_over:  # what a broken step has left is not to be saved
+                if self._staying and self._staying.is_over:  # the state of a broken step must not be saved
                     raise Left
                 checkpoint.save(self.state, step + 1)
             checkpoint.wait()
@@ -97,7 +97,7 @@ class Session:
                 self._shares.finish()
         finally:
             if not (self._staying and self._staying.is_over):
-                groups.until_quiet()  # groups may go next: torch joins their threads with the interpreter locked
+                groups.until_quiet()  # groups may be destroyed next, and torch joins their threads with the GIL held
 
     def share(
         self,
@@ -116,13 +116,14 @@ class Session:
         on that.
 
         Args:
-            count: of all replicas together.
-            replica: that this rank is part of, from 0; without it, and ``replicas``, each rank is one.
-            replicas: how many there are: the data-parallel size.
+            count: micro-batches of all replicas together.
+            replica: number, from 0, of the replica that this rank is part of; without it, and ``replicas``, each rank
+                is a replica.
+            replicas: how many replicas there are: the data-parallel size.
             multiple_of: what each share has to be a multiple of, for a pipeline whose schedule asks for that.
             at_most: the largest share that fits into memory.
-            movable: whether shares may become unequal; not where ranks of several replicas meet in each micro-batch,
-                as those of an FSDP that shards over replicas do. The first rank's counts.
+            movable: whether shares may become unequal. They may not where ranks of several replicas meet in each
+                micro-batch, as in an FSDP that shards over replicas. The first rank's value counts.
 
         Raises:
             ValueError: there are too few micro-batches for the replicas, or too many; or it is called elsewhere.
@@ -131,19 +132,6 @@ class Session:
             replica, replicas = self.rank, self.world_size
         if replica is None or replicas is None:
             raise ValueError("share() is told both replica= and replicas=, or neither")
-        return self._share(count, replica, replicas, multiple_of, at_most, movable=movable)
-
-    @property
-    def division(self) -> int:
-        """Changes for all ranks in the same step, when the share of any replica may have changed.
-
-        What all replicas have to make anew together is made anew then.
-        """
-        return self._shares.number if self._shares is not None else 0
-
-    def _share(
-        self, count: int, replica: int, replicas: int, multiple_of: int, at_most: int | None, *, movable: bool
-    ) -> range:
         if self.step < 0:
             raise ValueError("micro-batches are shared out in the body of: for step in session.steps(...)")
         if at_most is not None and at_most < 1:
@@ -159,15 +147,23 @@ class Session:
         self.weight = replicas / count
         return self._shares.of(self.step, count, replica, replicas, multiple_of, most, movable)
 
+    @property
+    def division(self) -> int:
+        """A number that changes for all ranks in the same step when the share of any replica may have changed.
+
+        What all replicas have to make again together is made again then.
+        """
+        return self._shares.number if self._shares is not None else 0
+
     def microbatches(
         self, count: int, model: Any = None, *, seed: int = 0, at_most: int | None = None
     ) -> Iterator[int]:
         """The numbers of those of the step's ``count`` micro-batches that this rank computes.
 
-        All ranks are data-parallel: a `share` for each; equal ones while ranks meet in each micro-batch, as FSDP's do.
-        A `DistributedDataParallel` ``model`` averages gradients in the last backward only. Before each micro-batch
-        Python's, numpy's and torch's random numbers begin anew with ``seed``, the step and its number, so that it draws
-        the same on whatever rank, and after the last all ranks draw the same.
+        All ranks are data-parallel, so that each has a `share`. Shares are equal while ranks meet in each micro-batch,
+        as FSDP's do. A `DistributedDataParallel` ``model`` averages gradients in the last backward only. Python's,
+        numpy's and torch's random generators are seeded before each micro-batch with ``seed``, the step and its number,
+        so that it draws the same numbers on whatever rank, and once more after the last, alike on all ranks.
 
         Raises:
             ValueError: there are fewer micro-batches than ranks, or more than ``at_most`` for each.
@@ -175,14 +171,16 @@ class Session:
         if self._should_be is None:
             self._should_be = _is_apart(model)
         movable = self._should_be if self._apart is None else self._apart
-        own = self._share(count, self.rank, self.world_size, 1, at_most, movable=movable)
+        own = self.share(count, at_most=at_most, movable=movable)
         for number in own:
             _begin_randomness(f"{seed}/{self.step}/{number}")
             alone = number < own[-1] and hasattr(model, "no_sync")
             begun = groups.calls()
             with model.no_sync() if alone else nullcontext():
                 yield number
-            if own[0] < number < own[-1]:  # DDP meets in the first, for its buffers
+            if (
+                own[0] < number < own[-1]
+            ):  # ranks of a DDP meet in the first, for its buffers, and in the last
                 self._apart = self._apart is not False and begun is not None and groups.calls() == begun
         _begin_randomness(f"{seed}/{self.step}")
 
@@ -202,9 +200,10 @@ def _begin_randomness(text: str) -> None:
 
 
 def resilient(train: Callable[Concatenate[Session, P], T]) -> Callable[P, T]:
-    """Make ``train(session, ...)`` a function without the session, run anew in each incarnation of the job.
+    """Make ``train(session, ...)`` a function without the session, which is run again in each incarnation of the job.
 
-    In the same process where that can be: what ``train`` made and did is dropped then, wherever it was.
+    Where possible it is run again in the same process. It is left by an exception then, and all that it has made is
+    dropped.
     """
 
     @functools.wraps(train)

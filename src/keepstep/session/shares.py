@@ -1,7 +1,7 @@
 """The shares of micro-batches that the job's replicas have: equal, or as the controller orders when one is slow.
 
-What is ordered stands on the first rank's orders page. That rank gives it to all others in a broadcast that is begun in
-one step and used in the next: so all divide a step alike, whatever happens to the order on its way, and nobody waits.
+An order stands on the first rank's orders page. That rank sends it to all others in a broadcast that is begun in one
+step and used in the next, so that all ranks divide a step alike, whenever the order comes, and none waits for it.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ import torch
 import torch.distributed as dist
 
 from keepstep.core.errors import RingError
-from keepstep.core.microbatches import MOST_MICROBATCHES, equal_shares, fits, share_of
+from keepstep.core.microbatch_shares import MOST_MICROBATCHES, equal_shares, fits, share_of
 
 if TYPE_CHECKING:
     from keepstep.ring.orders import OrdersPage
 
-ORDERED = "KEEPSTEP_MICROBATCHES"  # set to 1 in all workers of a job whose shares may be ordered
+ORDERED = "KEEPSTEP_MICROBATCHES"
+"""Variable that is 1 in all workers of a job whose shares the controller may order."""
 
 
 class Shares:
-    """Of one incarnation of the training."""
+    """The shares in one incarnation of the training."""
 
     def __init__(self, rank: int, incarnation: int) -> None:
         self._rank, self._incarnation = rank, incarnation
         self._page = _page()
         self._group: Any = _cpu_group() if dist.is_initialized() and dist.get_world_size() > 1 else None
         self._hears = self._group is not None and _agreed(os.environ.get(ORDERED) == "1", self._group)
-        self._ordered: Sequence[int] = ()  # heard by all
-        self.number = 0  # of the order that all heard last; 0: none
-        self._seen = 0  # number on the page that was read last
-        self._found: tuple[int, list[int]] | None = None  # on it, for this incarnation
-        self._divided: tuple[int, ...] = ()  # what led to the replica's own, and whether it is as ordered
-        self._own, self._in_force = range(0), False
+        self._ordered: Sequence[int] = ()  # shares of the newest order that all ranks have
+        self.number = 0  # number of that order; 0: there is none
+        self._seen = 0  # number of the order that was read from the page last
+        self._found: tuple[int, list[int]] | None = None  # the newest order on the page for this incarnation
+        self._divided: tuple[int, ...] = ()  # arguments of the last division
+        self._own, self._in_force = range(0), False  # its result, and whether it is as ordered
         self._told: dict[str, int] = {}
         self._step = -1
-        self._news: torch.Tensor | None = None  # number and shares, on their way to the next step
+        self._news: torch.Tensor | None = None  # number and shares that are broadcast for the next step
         self._arrives: Any = None
 
     def of(
@@ -51,15 +52,15 @@ class Shares:
         at_most: int,
         movable: bool = True,
     ) -> range:
-        """The replica's micro-batches in ``step``; all ranks call it, as often in each.
+        """The replica's micro-batches in ``step``; all ranks call it equally often.
 
-        ``movable``: whether unequal shares may be given on; the first rank's counts.
+        ``movable``: whether shares may become unequal; the first rank's value counts.
         """
         if self._hears:
             self._receive()
             self._send(count, replicas, multiple_of, at_most, movable)
         divided = count, replica, replicas, multiple_of, at_most, self.number
-        if divided != self._divided:  # thousands of replicas take milliseconds
+        if divided != self._divided:  # dividing among thousands of replicas takes milliseconds
             ordered = fits(self._ordered, count, replicas, multiple_of, at_most)
             shares = self._ordered if ordered else equal_shares(count, replicas, multiple_of)
             self._divided, self._own, self._in_force = divided, share_of(replica, shares), ordered
@@ -79,7 +80,7 @@ class Shares:
         return self._own
 
     def finish(self) -> None:
-        """The training is over: what is on its way arrives."""
+        """Wait for the last broadcast, because the training is over."""
         if self._hears:
             self._receive()
 
@@ -97,13 +98,13 @@ class Shares:
         if self._rank == 0:
             self._read()
             if movable and self._found is not None and self._found[0] != int(self._news[0]):
-                number, shares = self._found  # they may be for another count, that comes again
+                number, shares = self._found  # an order for another count waits until that comes again
                 if fits(shares, count, replicas, multiple_of, at_most):
                     self._news.copy_(torch.tensor([number, *shares], dtype=torch.int64, device="cpu"))
         self._arrives = dist.broadcast(self._news, 0, group=self._group, async_op=True)
 
     def _read(self) -> None:
-        """Note what was ordered since the last look, if it is for this incarnation and possible."""
+        """Note the order that has come since the last call, if it is valid and for this incarnation."""
         if self._page is None or (found := self._page.shares(self._seen)) is None:
             return
         self._seen, body = found
@@ -115,7 +116,7 @@ class Shares:
             self._found = self._seen, cast("list[int]", numbers)
 
     def _tell(self, step: int, split: dict[str, int]) -> None:
-        first, self._step = step != self._step, step  # an evaluation in the same step is not told of
+        first, self._step = step != self._step, step  # only the first division of a step is told
         if first and split != self._told and self._page is not None:
             self._told = split
             self._page.put_split({"incarnation": self._incarnation, "step": step, **split})
@@ -130,18 +131,18 @@ def _page() -> OrdersPage | None:
     try:
         return OrdersPage(where)
     except RingError:
-        return None  # the probe has said so
+        return None  # the probe has warned of it
 
 
 def _agreed(wish: bool, group: Any) -> bool:
-    """Whether it is the wish of all ranks: nodes may have been started in different ways."""
+    """Whether all ranks wish it; nodes may have been started with different flags."""
     least = torch.tensor([int(wish)], device="cpu")
     cast("Any", dist).all_reduce(least, dist.ReduceOp.MIN, group=group)
     return bool(least)
 
 
 def _cpu_group() -> Any:
-    """One in which tensors in main memory are sent."""
+    """A group that sends tensors in main memory: the world where its backend can, else a new one of Gloo."""
     world: Any = dist.group.WORLD
     try:
         world._get_backend(torch.device("cpu"))

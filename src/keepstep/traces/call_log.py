@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO
 
 from keepstep.core.errors import TraceError
-from keepstep.core.operations import Call
 from keepstep.core.ranges import fold_ranks
+from keepstep.core.traced_operations import Call
 
 MOST_CALLS = 20_000_000
 _LINE = re.compile(

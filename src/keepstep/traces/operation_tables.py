@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.core.errors import TraceError
-from keepstep.core.operations import Operation, OperationKind
+from keepstep.core.traced_operations import Operation, OperationKind
 
 MOST_ROWS = 5_000_000
 _COLUMNS = ("rank", "step", "optype", "start_ts", "duration", "seq_id", "dp_rank", "stage")

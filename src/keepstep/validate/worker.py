@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures, Transfer, TransferEndpoint
-from keepstep.validate.devices import device_tests
-from keepstep.validate.links import MESSAGE_BYTES, Receiver, send
+from keepstep.validate.device_tests import device_tests
+from keepstep.validate.link_tests import MESSAGE_BYTES, Receiver, send
 
 MOST_LIMIT_S = 20.0
 MOST_TRANSFERS = 256

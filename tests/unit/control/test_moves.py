@@ -13,7 +13,7 @@ from test_relocation import NAMES, SLOW, TRAFFIC, Office
 from keepstep.control.cluster import Cluster
 from keepstep.control.remedies.mitigation import Mitigation
 from keepstep.core.incident import Action, Culprit
-from keepstep.core.microbatches import Split
+from keepstep.core.microbatch_shares import Split
 from keepstep.core.summary import IterationSummary
 from keepstep.wire.messages import Heartbeat, Profile, RankBeat, Shares, Splits
 

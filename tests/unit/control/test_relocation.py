@@ -12,7 +12,7 @@ import pytest
 from keepstep.control.remedies.exchange import Relocation, paths_of
 from keepstep.control.remedies.moves import Look
 from keepstep.core.incident import Culprit, Link
-from keepstep.core.microbatches import Split
+from keepstep.core.microbatch_shares import Split
 from keepstep.core.summary import PathProbe, PeerTraffic
 from keepstep.mitigate import Replicas
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keepstep.control.remedies.moves import Look
 from keepstep.control.remedies.slow_ranks import SlowRanks
-from keepstep.core.microbatches import Split
+from keepstep.core.microbatch_shares import Split
 
 REPLICAS = 4  # of two stages each: ranks 0 to 3 are the first stage, 4 to 7 the second
 SPLITS = {rank: Split(rank, 0, 32, rank % REPLICAS, REPLICAS) for rank in range(8)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
-from keepstep.core.operations import Call
+from keepstep.core.traced_operations import Call
 
 BATCHES = 4
 BLOCK_S = 0.04

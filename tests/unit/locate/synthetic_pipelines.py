@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from keepstep.core.operations import Operation
+from keepstep.core.traced_operations import Operation
 
 
 def order(stage: int, stages: int, batches: int) -> list[tuple[str, int]]:

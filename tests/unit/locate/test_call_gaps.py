@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from synthetic_calls import call_logs
 
-from keepstep.core.operations import Call
+from keepstep.core.traced_operations import Call
 from keepstep.locate import boundaries, locate_by_gaps, split
 
 PERIOD = {rank: [Call(0.0, "AllReduce", 1), Call(1.0, "ReduceScatter", 100 + rank)] for rank in range(2)}

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_pipelines import interleaved_step, pipeline_step
+from tests.effort import many
 
 from keepstep.core.errors import TraceError
-from keepstep.core.operations import Operation
+from keepstep.core.traced_operations import Operation
 from keepstep.locate import step_graphs, what_if
 
 USUAL = {"forward": 0.1, "backward": 0.2, "grads-sync": 0.05, "params-sync": 0.02}
@@ -40,7 +41,7 @@ def job(
     return operations, times
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=many(40), deadline=None)
 @given(
     stages=st.integers(1, 5), replicas=st.integers(1, 3), batches=st.integers(1, 9), seed=st.integers(0, 1000)
 )

@@ -8,9 +8,10 @@ from itertools import combinations_with_replacement
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 
 from keepstep.core.errors import UsageError
-from keepstep.core.microbatches import Split, equal_shares
+from keepstep.core.microbatch_shares import Split, equal_shares
 from keepstep.mitigate import best_consolidation, consolidation_of
 
 Places = list[list[tuple[int, int]]]
@@ -100,7 +101,7 @@ def jobs(draw: st.DrawFn) -> tuple[Places, list[float], dict[int, float], Split]
     return places, stages, slow, of(units * multiple_of, replicas, multiple_of, draw(st.booleans()))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=many(150), deadline=None)
 @given(jobs())
 def test_no_exchange_is_better_by_more_than_1_percent_and_none_as_good_has_fewer_swaps(
     job: tuple[Places, list[float], dict[int, float], Split],

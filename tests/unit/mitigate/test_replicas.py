@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from keepstep.core.iteration_table import table_of
-from keepstep.core.microbatches import Split
+from keepstep.core.microbatch_shares import Split
 from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
 from keepstep.mitigate import measure
 

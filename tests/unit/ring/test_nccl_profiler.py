@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from keepstep.core.link_counters import FOREIGN, LinkSnapshot
-from keepstep.detect.links import Flow, judge
+from keepstep.detect.link_flow import Flow, judge
+from keepstep.ring.link_reader import LinkReader
 from keepstep.ring.link_table import create
-from keepstep.ring.links import LinkReader
 
 NATIVE = Path(__file__).parents[3] / "native"
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
@@ -277,6 +277,7 @@ def test_events_without_sense_do_no_harm(built: Build, abi: int) -> None:
         ended(host)
 
 
+@pytest.mark.long
 def test_memory_and_undefined_behaviour(tmp_path: Path) -> None:
     checked = build(tmp_path, "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     for mode in (("orders",), ("hold",), ("storm", 2, 5_000)):
@@ -286,6 +287,7 @@ def test_memory_and_undefined_behaviour(tmp_path: Path) -> None:
                 ended(host)
 
 
+@pytest.mark.long
 def test_many_threads_under_the_thread_sanitizer(tmp_path: Path) -> None:
     checked = build(tmp_path, "-fsanitize=thread")
     count_all(checked, 7, 3, 300)

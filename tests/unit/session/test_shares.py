@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.microbatches import equal_shares, fits, objection, share_of
+from keepstep.core.microbatch_shares import equal_shares, fits, objection, share_of
 from keepstep.ring import orders
 from keepstep.ring.orders import OrdersPage
 

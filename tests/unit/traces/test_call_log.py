@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.core.errors import TraceError
-from keepstep.core.operations import Call
+from keepstep.core.traced_operations import Call
 from keepstep.traces.call_log import looks_like_call_log, read_call_log
 
 

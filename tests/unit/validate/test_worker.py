@@ -13,7 +13,7 @@ import torch
 
 from keepstep.core.cpu_counters import CpuCounters
 from keepstep.core.validation import RankTests, TransferEndpoint
-from keepstep.validate import devices, worker
+from keepstep.validate import device_tests, worker
 from keepstep.validate.plan import transfers
 from keepstep.validate.worker import HeldTests
 
@@ -96,7 +96,9 @@ class Entry:
 
 def test_custom_tests_are_run_and_those_that_fail_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [Entry("disk", 3.5), Entry("bad", float("nan"))]
-    monkeypatch.setattr(devices, "entry_points", lambda group: entries if group == devices.TESTS else [])
+    monkeypatch.setattr(
+        device_tests, "entry_points", lambda group: entries if group == device_tests.TESTS else []
+    )
     with held(0) as tests:
         report = run_all(tests, (0,))[0]
     assert {one["test"]: one["value"] for one in report["devices"]}["disk"] == 3.5
@@ -133,9 +135,11 @@ def test_time_of_others_on_the_core_leaves_the_figure_alone_and_time_beyond_the_
     def counters(pid: int, quota: Any) -> CpuCounters:
         return CpuCounters(0, throttled_us=int(host.busy_s * 1e9) if throttled else 0)
 
-    monkeypatch.setattr(devices, "time", host)
-    monkeypatch.setattr(devices, "cpu_counters", counters)
-    (figure,) = (one for one in devices.device_tests(0, "cpu", lambda: False) if not isinstance(one, str))
+    monkeypatch.setattr(device_tests, "time", host)
+    monkeypatch.setattr(device_tests, "cpu_counters", counters)
+    (figure,) = (
+        one for one in device_tests.device_tests(0, "cpu", lambda: False) if not isinstance(one, str)
+    )
     assert (round(figure.limited, 6), round(figure.taken, 6)) == (limited, taken)
     alone = 2 * 384**3 / 1e-3 * 1e-12
     assert figure.value == pytest.approx(alone * (1 - limited))
@@ -143,7 +147,7 @@ def test_time_of_others_on_the_core_leaves_the_figure_alone_and_time_beyond_the_
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_is_tested_in_every_number_format_that_it_has() -> None:
-    found = list(devices.device_tests(0, "cuda:0", lambda: True))
+    found = list(device_tests.device_tests(0, "cuda:0", lambda: True))
     figures = {one.test: one.value for one in found if not isinstance(one, str)}
     assert not [one for one in found if isinstance(one, str)]
     assert {"fp32"} < set(figures)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.control.cluster import Node
 from keepstep.control.remedies.moves import Look
-from keepstep.core.microbatches import Split, equal_shares
+from keepstep.core.microbatch_shares import Split, equal_shares
 
 if TYPE_CHECKING:
     from keepstep.mitigate import Replicas

@@ -13,7 +13,7 @@ from keepstep.core.summary import PeerTraffic
 
 if TYPE_CHECKING:
     from keepstep.control.incidents.slow_case import SlowCase
-    from keepstep.core.microbatches import Split
+    from keepstep.core.microbatch_shares import Split
     from keepstep.mitigate import Remedy, Replicas
 
 _PAUSE_S = 2.5  # assumed cost until one was measured: that of a small job with warm standbys

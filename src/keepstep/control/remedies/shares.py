@@ -12,7 +12,7 @@ from keepstep.control.cluster import Node
 from keepstep.control.incidents.case import Desk
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.rendezvous import MOST_RANKS
-from keepstep.core.microbatches import Split, equal_shares, objection
+from keepstep.core.microbatch_shares import Split, equal_shares, objection
 from keepstep.core.ranges import fold_ranks
 from keepstep.wire.messages import MOST_REPLICAS, Shares, Splits
 

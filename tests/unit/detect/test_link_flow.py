@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keepstep.core.link_counters import COMPLETION, LINK, WINDOW, LinkLosses, LinkSnapshot
-from keepstep.detect.links import Flow, judge
+from keepstep.detect.link_flow import Flow, judge
 
 S = 1_000_000_000
 NOW = 1000 * S

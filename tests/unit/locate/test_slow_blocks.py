@@ -10,7 +10,7 @@ from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis, Link
 from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary, StreamSummary
 from keepstep.locate import blocks_wanted, sharpen
-from keepstep.locate.blocks import pipelines
+from keepstep.locate.slow_blocks import pipelines
 
 STAGES, REPLICAS, MICROBATCHES = 3, 2, 4
 FORWARD_S, BACKWARD_S, MESSAGE_S = 0.02, 0.04, 0.001

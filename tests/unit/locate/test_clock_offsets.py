@@ -5,7 +5,7 @@ import time
 
 from keepstep.core.events import Op
 from keepstep.core.summary import ClockSample
-from keepstep.locate.clocks import SampledClocks, estimate_offsets
+from keepstep.locate.clock_offsets import SampledClocks, estimate_offsets
 
 
 def sample(rank, start, end, *, seq=0, op=Op.ALLREDUCE, group="world", peer=-1):
