@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from contextlib import suppress
 
 _PER_NODE = 2  # one connection of the launcher, one of the agent
 _BESIDE = 64  # the controller's own files, its questions to launchers, connections that are not proven yet
@@ -41,6 +42,18 @@ def open_now() -> int:
         return len(os.listdir("/proc/self/fd")) - 1  # less the one that lists the folder
     except OSError:
         return 0
+
+
+def socket_inodes(pid: int | str = "self") -> dict[int, int]:
+    """The inode of each socket that a process has open, by descriptor; empty if the process cannot be read."""
+    folder, found = f"/proc/{pid}/fd", dict[int, int]()
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            with suppress(OSError):
+                kind, _, rest = os.readlink(f"{folder}/{name}").partition(":[")
+                if kind == "socket":
+                    found[int(name)] = int(rest[:-1])
+    return found
 
 
 def needed(nodes: int) -> int:

@@ -10,15 +10,13 @@ from keepstep.core.errors import UsageError
 _UNANSWERED_MS = 3000
 
 
-def parse_address(text: str, *, default_port: int | None = None) -> tuple[str, int]:
+def parse_address(text: str) -> tuple[str, int]:
     """``host:port`` or ``[v6]:port`` as (host, port).
 
     Raises:
         UsageError: the text has neither form.
     """
-    host, colon, port = text.rpartition(":")
-    if not colon and default_port is not None:
-        host, port = text, str(default_port)
+    host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise UsageError(f"{text!r} is no address: wants HOST:PORT, for example 10.0.0.1:29400")

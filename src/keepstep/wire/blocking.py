@@ -22,7 +22,7 @@ from keepstep.wire.counters import Counters
 from keepstep.wire.framing import LENGTH_BYTES
 from keepstep.wire.messages import MOST_NODE_ENDPOINTS, Message
 from keepstep.wire.secret import RunKey
-from keepstep.wire.violation import Unproven, Violation
+from keepstep.wire.violation import Violation, left_without_proof
 
 logger = logging.getLogger("keepstep.wire")
 
@@ -251,8 +251,7 @@ class BlockingServer:
             if connection.established or self._closed or number not in self._unproven:
                 logger.debug("%s has gone: %s", peer, error)
             else:
-                why = "left without a proof: holds another secret, or none"
-                self._refused(Unproven("unauthenticated", why), peer)
+                self._refused(left_without_proof(), peer)
         except Exception:
             logger.exception("the connection of %s ends", peer)
         finally:

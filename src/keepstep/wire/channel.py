@@ -22,7 +22,7 @@ import hashlib
 import hmac
 import secrets
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -145,11 +145,6 @@ class Ends:
         return Ends(end_name(connection.getsockname()), end_name(connection.getpeername()))
 
 
-def random_nonce() -> bytes:
-    """32 unpredictable bytes."""
-    return secrets.token_bytes(NONCE_BYTES)
-
-
 class _Sealer:
     """Seals or opens the frames of one direction, with keyed BLAKE2b over a frame's number and message."""
 
@@ -203,9 +198,9 @@ class _Channel:
         "role",
     )
 
-    def __init__(self, key: RunKey, role: str, ends: Ends, nonce: bytes) -> None:
+    def __init__(self, key: RunKey, role: str, ends: Ends) -> None:
         self._key = key
-        self._nonce = nonce
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._transcript = b""
         self._runs_differ = False
         self._frames = FrameBuffer(HANDSHAKE_LIMIT)
@@ -322,9 +317,8 @@ class ServerChannel(_Channel):
         *,
         check_addresses: bool = True,
         roles: Collection[str] = TO_CONTROLLER,
-        nonce: Callable[[], bytes] = random_nonce,
     ) -> None:
-        super().__init__(key, "", ends, nonce())
+        super().__init__(key, "", ends)
         self._roles = roles
         self._check_addresses = check_addresses
 
@@ -384,10 +378,8 @@ class ClientChannel(_Channel):
 
     __slots__ = ("_opening",)
 
-    def __init__(
-        self, key: RunKey, role: Role, ends: Ends, *, nonce: Callable[[], bytes] = random_nonce
-    ) -> None:
-        super().__init__(key, role, ends, nonce())
+    def __init__(self, key: RunKey, role: Role, ends: Ends) -> None:
+        super().__init__(key, role, ends)
         self._opening = b""
 
     def open(self) -> bytes:

@@ -122,7 +122,6 @@ class Client:
         trouble: Callable[[Exception, int], None] = _no_trouble,
         tls: ssl.SSLContext | None = None,
         limits: ClientLimits | None = None,
-        jitter: random.Random | None = None,
     ) -> None:
         self.limits = limits or ClientLimits()
         self.counters = Counters()
@@ -132,7 +131,6 @@ class Client:
         self._greet, self._message = greet, message
         self._connected, self._disconnected, self._trouble = connected, disconnected, trouble
         self._tls = tls
-        self._jitter = jitter or random.Random()
         self._attempt: _Attempt | None = None
         self._heartbeats: deque[Message] = deque(maxlen=self.limits.heartbeats)
         self._queue: deque[Message] = deque()
@@ -248,7 +246,7 @@ class Client:
             self._say(error)
             self._trouble(error, failures)
             wait_s = min(self.limits.longest_wait_s, self.limits.first_wait_s * 2 ** min(failures - 1, 16))
-            if await self._pause(wait_s * self._jitter.uniform(0.5, 1.0)):
+            if await self._pause(wait_s * random.uniform(0.5, 1.0)):
                 failures = 0
 
     async def _pause(self, wait_s: float) -> bool:

@@ -17,7 +17,7 @@ from keepstep.wire.counters import Counters
 from keepstep.wire.messages import Message
 from keepstep.wire.secret import RunKey
 from keepstep.wire.tls import TlsEnd
-from keepstep.wire.violation import Reason, Unproven, Violation
+from keepstep.wire.violation import Unproven, Violation, left_without_proof
 
 logger = logging.getLogger("keepstep.wire")
 
@@ -123,8 +123,7 @@ class Connection(asyncio.Protocol):
         notice_dead_host(transport.get_extra_info("socket"))
         self.peer = end_name(transport.get_extra_info("peername"))
         ends = Ends(end_name(transport.get_extra_info("sockname")), self.peer)
-        self._channel = self._server.new_channel(ends)
-        self._tls = self._server.new_tls()
+        self._channel, self._tls = self._server.new_channel(ends)
         self._timer = self._server.await_proof(self)
 
     def data_received(self, data: bytes) -> None:
@@ -151,9 +150,7 @@ class Connection(asyncio.Protocol):
         self._transport = None
         if not established and not self.reason:
             self.reason = "unauthenticated"
-            self._server.count(
-                "unauthenticated", self.peer, "left without a proof: holds another secret, or none"
-            )
+            self._server.refused(left_without_proof(), self.peer)
         self._server.gone(self, established, self.reason or (str(exc) if exc else "closed by the peer"))
 
     def stop_timer(self) -> None:
@@ -253,18 +250,17 @@ class Server:
         self._alive += 1
         return self._numbers
 
-    def new_channel(self, ends: Ends) -> ServerChannel:
-        return ServerChannel(self._key, ends, check_addresses=self._check_addresses, roles=self._roles)
-
-    def new_tls(self) -> TlsEnd | None:
-        """TLS for a new connection, if the server uses it.
+    def new_channel(self, ends: Ends) -> tuple[ServerChannel, TlsEnd | None]:
+        """The state of a new connection, with TLS if the server uses it.
 
         The event loops' own TLS reports a connection only after its handshake, so that a peer that never speaks would
         hold a descriptor and could be neither counted nor closed.
         """
-        return TlsEnd(self._tls) if self._tls is not None else None
+        channel = ServerChannel(self._key, ends, check_addresses=self._check_addresses, roles=self._roles)
+        return channel, TlsEnd(self._tls) if self._tls is not None else None
 
     def await_proof(self, connection: Connection) -> asyncio.TimerHandle:
+        """Count a new connection, and start the timer that refuses it if no proof comes."""
         self.counters.connections += 1
         self._unproven[connection.number] = connection
         room = self._room()
@@ -298,11 +294,9 @@ class Server:
             self._callbacks.message(connection, message)
 
     def refused(self, violation: Violation, peer: str) -> None:
-        self.count(violation.reason, peer, str(violation))
-
-    def count(self, reason: Reason, peer: str, message: str) -> None:
-        if self.counters.refuse(reason, end_host(peer), self._loop.time()):
-            logger.warning("refused %s (%s): %s", peer, reason, message)
+        """Count a refusal, and log it unless that host's last one was a moment ago."""
+        if self.counters.refuse(violation.reason, end_host(peer), self._loop.time()):
+            logger.warning("refused %s (%s): %s", peer, violation.reason, violation)
 
     def gone(self, connection: Connection, established: bool, reason: str) -> None:
         self._alive -= 1

@@ -39,6 +39,11 @@ class Unproven(Violation, AuthenticationError):
     """A peer did not prove that it holds the run's secret."""
 
 
+def left_without_proof() -> Unproven:
+    """The refusal of a peer that closed its connection before the handshake was done."""
+    return Unproven("unauthenticated", "left without a proof: holds another secret, or none")
+
+
 class AnotherJob(Violation):
     """Both ends have proved that they hold the secret, but their runs have different ids.
 

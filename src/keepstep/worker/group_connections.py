@@ -12,11 +12,12 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-_DESCRIPTORS = "/proc/self/fd"
+from keepstep.core.descriptors import socket_inodes
+
 _MAKERS = (
     ("torch.distributed.rendezvous", "_create_c10d_store"),
     ("torch.distributed.distributed_c10d", "_new_process_group_helper"),
@@ -38,7 +39,7 @@ class GroupSockets:
         with self._guard:
             outermost = self._before is None
             if self._before is None:
-                self._before = set(_inodes().values())
+                self._before = set(socket_inodes().values())
         try:
             yield
         finally:
@@ -47,7 +48,7 @@ class GroupSockets:
 
     def _made(self) -> None:
         with self._guard:
-            now = set(_inodes().values())
+            now = set(socket_inodes().values())
             self._inodes = (self._inodes & now) | (now - (self._before or set()))
             self._before = None
 
@@ -55,7 +56,7 @@ class GroupSockets:
         """Make reads from all these sockets return as if their other end had closed."""
         with self._guard:
             ours, before = set(self._inodes), self._before
-        for descriptor, inode in _inodes().items():
+        for descriptor, inode in socket_inodes().items():
             if inode in ours or (before is not None and inode not in before):
                 _shut(descriptor, inode)
 
@@ -80,17 +81,6 @@ def _noting(made: Callable[..., Any]) -> Callable[..., Any]:
             return made(*args, **kwargs)
 
     return make
-
-
-def _inodes() -> dict[int, int]:
-    """The inode of each socket of this process, by descriptor."""
-    found: dict[int, int] = {}
-    for name in os.listdir(_DESCRIPTORS):
-        with suppress(OSError):
-            kind, _, rest = os.readlink(f"{_DESCRIPTORS}/{name}").partition(":[")
-            if kind == "socket":
-                found[int(name)] = int(rest[:-1])
-    return found
 
 
 def _shut(descriptor: int, inode: int) -> None:

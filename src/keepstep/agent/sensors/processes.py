@@ -12,6 +12,7 @@ from pathlib import Path
 PROC = Path("/proc")
 GONE = ("", "Z", "X")  # states of a process that does not run any more
 STOPPED = ("T", "t")
+_KILLING_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +40,18 @@ def alive(process: ProcessId, proc: Path = PROC) -> bool:
     return state_of(process, proc) not in GONE
 
 
-def carriers(environment: Mapping[str, Container[str]], proc: Path = PROC) -> list[int]:
+def carriers(environment: Mapping[str, Container[str]]) -> list[int]:
     """Pids of readable processes that have, for each variable in ``environment``, one of the given values."""
-    return [
-        int(entry.name) for entry in proc.iterdir() if entry.name.isdigit() and _carries(entry, environment)
-    ]
+    return [int(one.name) for one in PROC.iterdir() if one.name.isdigit() and _carries(one, environment)]
 
 
-def kill_carriers(environment: Mapping[str, Container[str]], patience_s: float = 2.0) -> int:
+def kill_carriers(environment: Mapping[str, Container[str]]) -> int:
     """Kill every process except this one that ``carriers`` finds, until there is none; return how many were killed.
 
     A process is held by a descriptor while its environment is read again, so that no process with a reused pid is hit.
     """
     killed: set[int] = set()
-    deadline_s = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + _KILLING_S
     while time.monotonic() < deadline_s:
         found = [pid for pid in carriers(environment) if pid != os.getpid()]
         if not found:

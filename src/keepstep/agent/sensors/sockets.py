@@ -6,7 +6,6 @@ waits for its application has none under way. So bytes per busy second give the 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from keepstep.agent.sensors.processes import ProcessId
+from keepstep.core.descriptors import socket_inodes
 from keepstep.core.summary import PeerTraffic
 
 logger = logging.getLogger("keepstep.agent")
@@ -131,7 +131,9 @@ class SocketSensor:
             self._foreign &= found.keys()  # numbers of inodes are reused
             self._own = {inode: pid for inode, pid in self._own.items() if inode in found}
         if found.keys() - self._own.keys() - self._foreign:
-            mine = {inode: process.pid for process in processes for inode in _socket_inodes(process.pid)}
+            mine = {
+                inode: process.pid for process in processes for inode in socket_inodes(process.pid).values()
+            }
             self._own.update((inode, mine[inode]) for inode in found.keys() & mine.keys())
             self._foreign |= found.keys() - mine.keys()
         own = {inode: one for inode, one in found.items() if inode in self._own}
@@ -214,14 +216,3 @@ def _text(family: int, address: bytes) -> str:
     if family == socket.AF_INET6 and address.startswith(b"\0" * 10 + b"\xff\xff"):
         return socket.inet_ntop(socket.AF_INET, address[12:])
     return socket.inet_ntop(family, address)
-
-
-def _socket_inodes(pid: int) -> Iterator[int]:
-    """Inodes of the sockets that a process has open."""
-    folder = f"/proc/{pid}/fd"
-    with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            with contextlib.suppress(OSError):
-                link = os.readlink(f"{folder}/{name}")
-                if link.startswith("socket:["):
-                    yield int(link[8:-1])
