@@ -1,7 +1,8 @@
-"""What torch keeps of an incarnation's process groups and meshes, and how all of it is let go.
+"""What torch keeps of an incarnation's process groups and meshes, and how all of it is dropped.
 
-Two incarnations' DeviceMeshes compare and hash equal, so a cache that outlives one would hand its meshes to the next:
-caches are emptied, groups get names that never come again, and whoever still holds a group or a mesh is found out.
+Two incarnations' DeviceMeshes compare and hash equal, so that a cache which outlives one incarnation would hand its
+meshes to the next. Therefore caches are emptied, groups get names that are never used again, and groups and meshes that
+something still holds are found.
 """
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportAttributeAccessIssue=false
 
@@ -26,7 +27,7 @@ _GLOO_THREADS = (_CALLERS, "gloo_tcp_loop")
 _QUIET_S, _RESTED_S = 0.003, 0.025
 _PATIENCE_S = 1.0
 _CACHED = ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed._functional")
-_REFUSED = {  # by module: what a training that imported it may hold that a second one in this process would meet
+_REFUSED = {  # modules that keep state of a training which a second one in this process would meet, with their names
     "deepspeed": "DeepSpeed",
     "megatron.core": "Megatron",
     "lightning.pytorch": "Lightning",
@@ -42,12 +43,12 @@ _world: Any = distributed_c10d._world
 
 
 def made() -> list[Any]:
-    """The process groups that there are."""
+    """All process groups of this process."""
     return list(_world.pg_map)
 
 
 def calls() -> int | None:
-    """Collective operations that were begun so far, in all groups; None where a backend does not count them."""
+    """Operations that were begun so far, in all groups; None where a backend does not count them."""
     try:
         return sum(group._get_sequence_number_for_group() for group in made())
     except RuntimeError:
@@ -55,7 +56,7 @@ def calls() -> int | None:
 
 
 def refusal() -> str:
-    """Why this process's training cannot be begun again in it, by what is alive and imported; "": it can."""
+    """Why the training cannot begin again in this process, by what it has imported and made; "": it can."""
     for module, words in _REFUSED.items():
         if module in sys.modules and (module != "torch.distributed.rpc.api" or _rpc_runs()):
             return f"a training with {words} is begun again in a fresh process"
@@ -73,13 +74,13 @@ def refusal() -> str:
 
 
 def let_go() -> list[str]:
-    """Destroy all groups, empty torch's caches of them, collect; what still holds something of them, in words.
+    """Destroy all groups, empty torch's caches and collect garbage; returns what is still there, in words.
 
-    What is there afterwards is frozen: a collection sees only what the next training makes.
+    Objects that are left are frozen, so that the next collection looks only at those that the next training makes.
     """
     kind: Any = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)
     meshes = [weakref.ref(one) for one in _objects() if type(one) is kind]
-    _empty_caches()  # before it is collected: what they hold is not known to be garbage
+    _empty_caches()  # first, because what caches hold is no garbage
     gc.collect()  # Works and models hold their groups
     until_quiet()
     if made():
@@ -104,7 +105,7 @@ def _rpc_runs() -> bool:
 
 
 def _threads_left(patience_s: float) -> int:
-    """Of Gloo; one that has been joined is listed until it has left the kernel, too."""
+    """Number of Gloo's threads after a wait, since a joined thread is listed until it has left the kernel, too."""
     deadline_s = time.monotonic() + patience_s
     while _gloo_threads() and time.monotonic() < deadline_s:
         time.sleep(_QUIET_S)
@@ -112,11 +113,11 @@ def _threads_left(patience_s: float) -> int:
 
 
 def until_quiet() -> None:
-    """Until Gloo's threads rest: a group's destructor waits for them while it holds the interpreter's lock.
+    """Wait until Gloo's threads rest: a group's destructor waits for them while it holds the GIL.
 
-    What they had to do is done, or has failed with the connections; what they still run are callbacks, and the ends of
-    tensors, which need that lock. One that is ready to run and has no CPU does not rest. The threads of connections
-    wake up by themselves a hundred times a second, and need no lock: they only end the wait of the others.
+    Their operations are done, or have failed with the connections. What they still run are callbacks and destructors of
+    tensors, which need the GIL. A thread that is ready to run but has no CPU does not rest. The threads of connections
+    wake up by themselves a hundred times a second and need no GIL: they only end the wait of the others.
     """
     began_s = rests_since_s = time.monotonic()
     before, now = None, _gloo_threads()
@@ -176,4 +177,4 @@ def _empty_caches() -> None:
 
 
 def _nothing() -> None:
-    """In place of what this torch does not have."""
+    """Stand in for a function that this torch does not have."""

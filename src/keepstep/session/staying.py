@@ -1,12 +1,12 @@
-"""A worker that outlives its incarnation: it leaves when the launcher says so, lets go of all, and begins the next.
+"""A worker that outlives its incarnation: it leaves its training when told to, drops all of it, and begins again.
 
     launcher ── leave ─────────────────────▶   the training is blocked, or will be
     launcher ◀── left  (or: refused, why) ──   no group, no model, no snapshot of the old incarnation is held any more
-    launcher ── environment, streams ──────▶   what a standby is given, too
+    launcher ── environment, streams ──────▶   the same as for a standby
 
-One thread hears the launcher; the training is left by an exception that a signal handler raises in it, over and over,
-and by shutting the connections that it may wait for. Whoever is not out in time is ended by the launcher, and a standby
-begins in its place: so nothing here has to succeed.
+One thread hears the launcher. It has a signal handler raise an exception in the training, again and again, and shuts
+the connections for which the training may wait. A worker that has not left in time is ended by the launcher, and a
+standby begins in its place: so nothing here has to succeed.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ T = TypeVar("T")
 
 SIGNAL = signal.SIGRTMAX - 3
 _FIRST_AGAIN_S, _LONGEST_AGAIN_S = 0.005, 0.1
-_UNWINDING_S = 0.5  # for what handles a `Left` before the next one is raised in it
-_ORDER_PATIENCE_S = 30.0  # of one that has lost a peer, for the launcher's word: the peer may end slowly
+_UNWINDING_S = 0.5  # for which code that handles a `Left` is spared the next one
+_ORDER_PATIENCE_S = (
+    30.0  # for which a worker that lost a peer waits to be told to leave, as the peer may die slowly
+)
 
 
 class Left(BaseException):
-    """Raised in the training of an incarnation that is over. Not an ``Exception``: nobody is to handle it."""
+    """Raised in the training of an incarnation that is over; no ``Exception``, so that scripts do not handle it."""
 
 
 class Staying:
-    """This process's way through several incarnations. Made by the thread that trains."""
+    """Runs the training of this process in one incarnation after another. Made by the thread that trains."""
 
     def __init__(self, launcher: socket.socket) -> None:
         self._launcher = launcher
@@ -59,22 +61,22 @@ class Staying:
         self._inside = False  # the training runs
         self._over = threading.Event()  # its incarnation is over
         self._raised_s = 0.0  # when `Left` was raised last
-        self._ended = False  # the training has ended by itself: there is no way back into it
-        self._out = threading.Event()  # nothing of the incarnation is left to be shut
+        self._ended = False  # the training has ended by itself, so that it cannot be left any more
+        self._out = threading.Event()  # the training was left, and all of it was dropped
         self._following: SimpleQueue[tuple[dict[str, str], list[int]]] = SimpleQueue()
         self._random = door.RandomState().state_dict()
         self._default: str | None = dist.get_backend() if dist.is_initialized() else None
         signal.signal(SIGNAL, self._signalled)
-        gc.freeze()  # what is there now stays: what a training leaves behind is found in a moment
+        gc.freeze()  # objects that are there already need not be searched when a training is left
         threading.Thread(target=self._listen, name="keepstep-staying", daemon=True).start()
 
     @property
     def is_over(self) -> bool:
-        """Whether this incarnation is over, so that nothing of it may be kept any more."""
+        """Whether this incarnation is over, so that no state of it may be saved any more."""
         return self._over.is_set()
 
     def run(self, train: Callable[[], T]) -> T:
-        """Run ``train`` in this incarnation, and anew in each that follows; what it returns, or raises, at last."""
+        """Run ``train`` in this incarnation and each that follows; returns or raises what the last call does."""
         while True:
             try:
                 self._inside = True
@@ -91,18 +93,18 @@ class Staying:
             self._begin_again()
 
     def _or_raise(self, error: BaseException) -> None:
-        """Let go of the training's frames if it was left because its incarnation is over; else raise its error."""
+        """Drop the training's frames if it was left because its incarnation is over; else raise its error."""
         if not self._over.is_set():
             lost = isinstance(error, Exception) and any(tells_of_another(str(one)) for one in _chain(error))
             if not (lost and self._over.wait(_ORDER_PATIENCE_S)):
                 self._ended = True
-                groups.until_quiet()  # its frames go next, and with them its groups
+                groups.until_quiet()  # the frames are dropped next, and groups with them
                 raise error
-        refusal = groups.refusal()  # while the frames still hold what they were training with
+        refusal = groups.refusal()  # asked while the frames still hold the model
         if refusal:
             self._refuse(refusal)
         door.keep_memory()
-        for one in _chain(error):  # frames of the training hold its model, and are held by its errors
+        for one in _chain(error):  # errors hold the training's frames, which hold its model
             traceback.clear_frames(one.__traceback__)
             one.__traceback__ = None
             one.__context__ = one.__cause__ = None
@@ -131,7 +133,7 @@ class Staying:
         torch.set_grad_enabled(True)
 
     def _refuse(self, why: str) -> None:
-        """Tell the launcher that it takes a fresh process, which it sees to."""
+        """Tell the launcher that a fresh process is needed, and wait to be killed."""
         self._say(f"{REFUSED} {why}")
         while True:
             time.sleep(_ORDER_PATIENCE_S)
@@ -139,7 +141,7 @@ class Staying:
     def _say(self, text: str) -> None:
         self._launcher.send(text.encode())
 
-    # The thread that hears the launcher.
+    # What follows runs in the thread that hears the launcher.
 
     def _listen(self) -> None:
         while True:
@@ -152,7 +154,7 @@ class Staying:
             if message == LEAVE.encode():
                 self._leave()
             else:
-                self._over.clear()  # here, where orders are read one after the other: the next may follow at once
+                self._over.clear()  # before the next message is read, which may set it again
                 self._out.clear()
                 self._following.put((json.loads(message), descriptors))
 
@@ -169,7 +171,7 @@ class Staying:
             self._say(f"{REFUSED} its training has ended")
 
     def _signalled(self, _: int, frame: FrameType | None) -> None:
-        """Raise `Left` in the training; in what handles one already, only when that takes long."""
+        """Raise `Left` in the training; in code that handles a `Left` already, only when that takes long."""
         if not (self._inside and self._over.is_set()) or (frame and frame.f_code is Staying.run.__code__):
             return
         now_s = time.monotonic()
@@ -180,7 +182,7 @@ class Staying:
 
 
 def staying() -> Staying | None:
-    """Tell the launcher whether this process can stay; None when it does not ask, or this one cannot."""
+    """Tell the launcher whether this process can outlive its incarnation; None: it cannot, or is not asked to."""
     address = os.environ.get(ADDRESS)
     if not address or not dist.is_available():
         return None
@@ -189,7 +191,7 @@ def staying() -> Staying | None:
         why = "its training does not run in the main thread"
     elif len(groups.made()) > 1:
         why = "it made process groups besides the default one before the training began"
-    else:  # as the first optimizer would; by a DDP that imports it inside its own call, that DDP is held for ever
+    else:  # a DDP whose call is the first to import this would be held by it for ever
         importlib.import_module("torch._dynamo")
     launcher = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with suppress(OSError):
@@ -202,7 +204,7 @@ def staying() -> Staying | None:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The error, and all that it came from."""
+    """The error, its causes and contexts."""
     found: dict[int, BaseException] = {}
     pending: list[BaseException | None] = [error]
     while pending:
