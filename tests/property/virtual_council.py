@@ -170,12 +170,12 @@ class Assembly:
     def _govern(self, one: Member, leader: Councils) -> None:
         """Its connections, the table it wishes for, and what it says."""
         for other in self.members:
-            joined = other.launcher in _joined(leader) and other.launcher not in leader._away
+            joined = other.launcher in _joined(leader) and other.launcher not in leader.electors.away
             reached = other.alive and other.reaches(one)
             if reached and not joined:
                 leader.here(other.launcher, other.elector.seat)
             elif joined and not reached and self.random.random() < 0.3:
-                leader.gone(other.launcher, self.now_s)
+                leader.electors.gone(other.launcher, self.now_s)
         newest = leader.newest
         incarnation, table = _table(newest) if newest is not None else (-1, -1)
         again = newest is None or (leader.allows(incarnation) and self.random.random() < 0.1)
@@ -185,12 +185,12 @@ class Assembly:
         else:  # what was wished for without having been proposed is forgotten
             one.table = table
         rows = self._rows(leader, incarnation, one.table)
-        for launcher, _ in leader.to_reach(rows):
+        for launcher, _ in leader.electors.to_reach(rows):
             after_s = self.random.choice((0.0, 0.0, 0.02, 0.3))
             if after_s:
-                self.at(after_s, lambda launcher=launcher: leader.reached(launcher))
+                self.at(after_s, lambda launcher=launcher: leader.electors.reached(launcher))
             else:
-                leader.reached(launcher)
+                leader.electors.reached(launcher)
         council = leader.tick(rows, self.now_s)
         if council is not None:
             one.stored = council
@@ -283,7 +283,8 @@ _FAULTS = (
 
 def _joined(leader: Councils) -> list[Launcher]:
     """Those that have joined, reached or not."""
-    return list(dict.fromkeys((*leader._seats, *leader._untried, *leader._tried)))
+    electors = leader.electors
+    return list(dict.fromkeys((*electors.seats, *electors.untried, *electors.tried)))
 
 
 def _table(council: wire.Council) -> tuple[int, int]:

@@ -158,7 +158,7 @@ class Controller:
         if self.rendezvous.leave(gone.launcher, peer):
             self.reforming.gone(gone.launcher, since_s)
         if self.rendezvous.peer(gone.launcher) is None:
-            self.councils.gone(gone.launcher, now_s)
+            self.councils.electors.gone(gone.launcher, now_s)
         return self._taken()
 
     def reached(self, peer: int) -> list[Effect]:
@@ -169,7 +169,7 @@ class Controller:
             and sender.launcher is not None
             and self.rendezvous.peer(sender.launcher) == peer
         ):
-            self.councils.reached(sender.launcher)
+            self.councils.electors.reached(sender.launcher)
         return self._taken()
 
     def message(self, peer: int, message: Message, now_s: float) -> list[Effect]:
@@ -422,7 +422,7 @@ class Controller:
         if peer is not None and launcher not in self.rendezvous.placements:
             self.rendezvous.leave(launcher, peer)  # a spare that has left gets no place
             self.reforming.gone(launcher, now_s)
-            self.councils.leaves(launcher)
+            self.councils.electors.leaves(launcher)
             self._tick_councils(now_s)
 
     def _end_job(self, end: End, now_s: float) -> None:

@@ -36,8 +36,8 @@ def arrive(made: Councils, *nodes: int) -> None:
     for n in nodes:
         made.here(LAUNCHERS[n], seat(n))
     for spares_too in ((0, 1), range(12)):
-        for launcher, _ in made.to_reach(table(*spares_too)):
-            made.reached(launcher)
+        for launcher, _ in made.electors.to_reach(table(*spares_too)):
+            made.electors.reached(launcher)
 
 
 def settle(made: Councils, *nodes: int) -> list[bool]:
@@ -72,7 +72,7 @@ def test_seats_change_in_two_steps() -> None:
     made = councils(0, 1, 2)
     made.tick(table(0, 1, 2), 0.0)
     settle(made, 0, 1, 2)
-    made.gone(LAUNCHERS[2], 1.0)
+    made.electors.gone(LAUNCHERS[2], 1.0)
     assert made.tick(table(0, 1, 2), 2.0) is None  # it may come back
     arrive(made, 3)
     assert names(made.tick(table(0, 1, 3, incarnation=1), 7.0)) == (
@@ -92,7 +92,7 @@ def test_newcomers_that_die_at_once_block_nothing() -> None:
     grown = table(0, 1, 2, 3, 4, 5, 6, incarnation=1)
     assert len(names(made.tick(grown, 1.0))[0]) == 7
     for n in (3, 4, 5, 6):
-        made.gone(LAUNCHERS[n], 2.0)
+        made.electors.gone(LAUNCHERS[n], 2.0)
     assert names(made.tick(grown, 9.0)) == ({"gpu-0", "gpu-1", "gpu-2"}, {"gpu-0", "gpu-1", "gpu-2"})
     assert settle(made, 0, 1) == [False, True]
 
@@ -102,7 +102,7 @@ def test_what_another_leader_left_is_settled_first_as_it_is() -> None:
     first.tick(table(0, 1, 2), 0.0)
     settle(first, 0, 1, 2)
     arrive(first, 3)
-    first.gone(LAUNCHERS[2], 1.0)
+    first.electors.gone(LAUNCHERS[2], 1.0)
     left = first.tick(table(0, 1, 3, incarnation=1), 9.0)
     assert left is not None
 
@@ -137,7 +137,7 @@ def test_two_of_three_members_are_lost_at_once_and_spares_stand_in_for_them() ->
     made.tick(table(0, 1, 2), 0.0)
     settle(made, 0, 1, 2)
     for n in (1, 2):
-        made.gone(LAUNCHERS[n], 1.0)
+        made.electors.gone(LAUNCHERS[n], 1.0)
     placed = table(0, 3, 4, incarnation=1)
     assert names(made.tick(placed, 1.0)) == ({"gpu-0", "gpu-3", "gpu-4"}, {f"gpu-{n}" for n in range(5)})
     assert settle(made, 0, 3, 4) == [False, False, True]
@@ -148,7 +148,7 @@ def test_another_spare_has_the_seat_of_one_that_is_away_at_once() -> None:
     made = councils(0, 1, 2, 3)
     made.tick(table(0, 1), 0.0)
     settle(made, 0, 1)
-    made.gone(LAUNCHERS[2], 1.0)
+    made.electors.gone(LAUNCHERS[2], 1.0)
     assert names(made.tick(table(0, 1), 1.0))[0] == {"gpu-0", "gpu-1", "gpu-3"}
 
 
@@ -156,7 +156,7 @@ def test_who_is_away_keeps_its_seat_for_a_while_where_nobody_else_could_have_it(
     made = councils(0, 1, 2)
     made.tick(table(0, 1, 2), 0.0)
     settle(made, 0, 1)
-    made.gone(LAUNCHERS[2], 1.0)
+    made.electors.gone(LAUNCHERS[2], 1.0)
     assert made.tick(table(0, 1, 2), 2.0) is None
     assert names(made.tick(table(0, 1, 2), 7.0))[0] == {"gpu-0", "gpu-1"}
 
@@ -165,8 +165,8 @@ def test_nobody_has_two_seats_when_the_leaders_own_launcher_is_away() -> None:
     made = councils(0, 1, 2)
     made.tick(table(0, 1, 2), 0.0)
     settle(made, 0, 1)
-    made.gone(LAUNCHERS[0], 1.0)
-    made.gone(LAUNCHERS[2], 1.0)
+    made.electors.gone(LAUNCHERS[0], 1.0)
+    made.electors.gone(LAUNCHERS[2], 1.0)
     council = made.tick(table(0, 1, 2, incarnation=1), 2.0)
     assert council is not None
     assert sorted(one.token for one in council.seats) == [1, 2, 3]
@@ -176,10 +176,10 @@ def test_who_leaves_loses_its_seat_at_once_and_votes_on_that() -> None:
     made = councils(0, 1, 2)
     made.tick(table(0, 1), 0.0)
     settle(made, 0, 1, 2)
-    made.leaves(LAUNCHERS[2])
+    made.electors.leaves(LAUNCHERS[2])
     assert names(made.tick(table(0, 1), 1.0)) == ({"gpu-0", "gpu-1"}, {"gpu-0", "gpu-1", "gpu-2"})
     assert settle(made, 0, 2) == [False, True]
-    made.gone(LAUNCHERS[2], 1.0)
+    made.electors.gone(LAUNCHERS[2], 1.0)
     assert names(made.tick(table(0, 1), 1.0)) == ({"gpu-0", "gpu-1"}, set())
 
 
@@ -196,15 +196,15 @@ def test_who_cannot_be_reached_has_no_seat_and_holds_up_nothing() -> None:
     made = councils(0, 1)
     made.here(LAUNCHERS[2], seat(2))
     three = table(0, 1, 2)
-    assert made.to_reach(three) == [(LAUNCHERS[2], seat(2))]
-    assert made.to_reach(three) == []  # it is being tried
+    assert made.electors.to_reach(three) == [(LAUNCHERS[2], seat(2))]
+    assert made.electors.to_reach(three) == []  # it is being tried
     assert names(made.tick(three, 0.0)) == ({"gpu-0", "gpu-1"}, set())
     assert settle(made, 2, 0) == [False, True]
-    made.reached(LAUNCHERS[2])
+    made.electors.reached(LAUNCHERS[2])
     assert names(made.tick(three, 1.0)) == ({"gpu-0", "gpu-1", "gpu-2"}, {"gpu-0", "gpu-1"})
-    made.gone(LAUNCHERS[2], 2.0)
+    made.electors.gone(LAUNCHERS[2], 2.0)
     made.here(LAUNCHERS[2], seat(2))
-    assert made.to_reach(three) == []  # it elects already
+    assert made.electors.to_reach(three) == []  # it elects already
 
 
 def test_of_thousands_a_few_are_reached_and_others_when_those_have_gone() -> None:
@@ -215,12 +215,12 @@ def test_of_thousands_a_few_are_reached_and_others_when_those_have_gone() -> Non
     grown = {
         one: Placement(n, n, 3000, 3000, "10.0.0.0", 29500, 0) for n, one in enumerate([LAUNCHERS[0], *many])
     }
-    tried = [launcher for launcher, _ in made.to_reach(grown)]
+    tried = [launcher for launcher, _ in made.electors.to_reach(grown)]
     assert len(tried) < 40
-    assert made.to_reach(grown) == []
+    assert made.electors.to_reach(grown) == []
     for launcher in tried[:5]:
-        made.gone(launcher, 1.0)
-    assert len(made.to_reach(grown)) == 5
+        made.electors.gone(launcher, 1.0)
+    assert len(made.electors.to_reach(grown)) == 5
 
 
 def test_without_a_seat_beside_it_nothing_is_held_up() -> None:

@@ -29,6 +29,7 @@ class Placing:
     ) -> None:
         self._cluster, self._rendezvous, self._councils = cluster, rendezvous, councils
         self._peers, self._ending, self._effects = peers, ending, effects
+        self._excluded: list[Exclude] = []  # left out of a table on which electors have not agreed yet
 
     def take(self, table: dict[Launcher, Placement]) -> None:
         """This is who plays what."""
@@ -63,13 +64,13 @@ class Placing:
     def exclude(self, order: Exclude) -> None:
         """End a launcher that plays no part any more; not before electors agree, as it may be one of them."""
         if not self._councils.allows(self._rendezvous.incarnation):
-            self._councils.excluded.append(order)
+            self._excluded.append(order)
             return
         self._effects.append(Tell(order.reason))
         peer = self._rendezvous.peer(order.launcher)
         if peer is not None:
             self._rendezvous.leave(order.launcher, peer)
-            self._councils.leaves(order.launcher)
+            self._councils.electors.leaves(order.launcher)
             self._effects.append(Send((peer,), Stop(_EXCLUDED, order.reason[:_MOST_TEXT])))
 
     def agreed(self) -> None:
@@ -77,14 +78,14 @@ class Placing:
         for one, placement in self._rendezvous.placements.items():
             if (peer := self._rendezvous.peer(one)) is not None:
                 self._effects.append(Send((peer,), placement))
-        excluded, self._councils.excluded = self._councils.excluded, []
+        excluded, self._excluded = self._excluded, []
         for order in excluded:
             if order.launcher not in self._rendezvous.placements:
                 self.exclude(order)
 
     def reach(self, table: dict[Launcher, Placement]) -> None:
         """Find out which launchers can be reached as electors."""
-        for launcher, seat in self._councils.to_reach(table):
+        for launcher, seat in self._councils.electors.to_reach(table):
             if (peer := self._rendezvous.peer(launcher)) is not None:
                 self._effects.append(Reach(peer, seat))
 
