@@ -279,7 +279,7 @@ class Program:
 def _hand_over(
     loop: asyncio.AbstractEventLoop, send: Callable[[wire.Message], None], message: wire.Message
 ) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended
+    with contextlib.suppress(RuntimeError):  # the agent's loop has ended
         loop.call_soon_threadsafe(send, message)
 
 

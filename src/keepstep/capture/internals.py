@@ -78,7 +78,7 @@ def backends_of(group: Any) -> dict[str, str]:
     return {device.type: str(group._get_backend(device).name()).lower() for device in group._device_types}
 
 
-_allreduce: Any = ProcessGroup.allreduce  # torch's own
+_allreduce: Any = ProcessGroup.allreduce  # torch's own, before the probe replaces it
 
 
 def whole_allreduce(group: Any) -> Callable[..., Any]:

@@ -21,11 +21,11 @@ from keepstep.core.events import WORLD_PEER, Flag, Kind, Op
 
 
 class Caller(IntEnum):
-    """Who calls, and so who waits for the Work and how."""
+    """The kind of caller, which decides who waits for the Work and how."""
 
-    PYTHON = 0  # waits through the Work it is given; ``opts.asyncOp`` tells whether in the same call
-    NATIVE = 1  # C++ that waits through the Work (functional collectives, coalesced broadcast)
-    REDUCER = 2  # DDP's reducer: waits for the Work's future, in C++
+    PYTHON = 0  # Python code waits through the Work; ``opts.asyncOp`` tells whether it does in the same call
+    NATIVE = 1  # C++ code waits through the Work (functional collectives, coalesced broadcast)
+    REDUCER = 2  # DDP's reducer waits for the Work's future, in C++
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +88,16 @@ METHODS: dict[str, Method] = {
 
 
 class Ending(IntEnum):
-    """What tells that an operation is over.
+    """The event that ends the record of an operation.
 
-    Never a future's callback if it can be helped: it runs on the backend's thread and takes the interpreter's lock from
-    the training thread, which on a busy host costs milliseconds.
+    A future's callback is avoided: it runs on the backend's thread and takes the interpreter's lock from the training
+    thread, which on a busy host costs milliseconds.
     """
 
-    RETURN = 0  # the call's return: device backends, whose transfer is seen elsewhere
-    CALL = 1  # our own wait in the call: the caller said that it is about to wait
-    WAIT = 2  # the return of the caller's wait
-    REDUCER = 3  # whatever DDP's reducer waits for
+    RETURN = 0  # the call returns; used for device backends, whose transfers are recorded elsewhere
+    CALL = 1  # the probe's own wait inside the call returns; used if the caller is about to wait anyway
+    WAIT = 2  # the caller's wait returns
+    REDUCER = 3  # the wait of DDP's reducer is over
 
 
 # Flags and ending for each way to call an operation; precomputed because an enum's "|" costs more than the record.

@@ -61,7 +61,7 @@ class BlockingConnection:
         wrapped.do_handshake()
 
     def ends(self) -> Ends:
-        """Both addresses."""
+        """The addresses of both ends."""
         return Ends.of(self.socket)
 
     def prove(self, channel: ClientChannel | ServerChannel) -> None:
@@ -125,7 +125,7 @@ class BlockingConnection:
         return head + self._exactly(length, end_s)
 
     def _exactly(self, count: int, end_s: float | None) -> bytes:
-        """``end_s``: when the handshake must be done."""
+        """Read this many bytes. ``end_s``: when the handshake must be done, None: it is."""
         found = bytearray()
         while len(found) < count:
             late = end_s is not None and time.monotonic() > end_s
@@ -173,7 +173,7 @@ class BlockingServer:
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """Where it listens."""
+        """The endpoints where the server listens."""
         with self._guard:
             return tuple(Endpoint(where, one.getsockname()[1]) for where, one in self._listeners.items())
 
@@ -190,7 +190,7 @@ class BlockingServer:
             try:
                 listener = socket.create_server((address, 0), family=family, backlog=128)
                 self._in_thread(self._accept, listener)
-            except (OSError, RuntimeError) as error:  # not an address of this node; no more threads
+            except (OSError, RuntimeError) as error:  # no address of this node, or no more threads
                 if address not in self._failed:
                     logger.info("no %s on %s: %s", self._purpose, address, error)
                 self._failed.add(address)
@@ -229,7 +229,7 @@ class BlockingServer:
             except (OSError, RuntimeError):
                 if self._closed:
                     return
-            time.sleep(0.1)  # out of descriptors or threads: others will end
+            time.sleep(0.1)  # out of descriptors or threads until other connections end
 
     def _meet(self, plain: socket.socket) -> None:
         connection = BlockingConnection(plain)
@@ -267,7 +267,7 @@ class BlockingServer:
             logger.warning("refused %s (%s): %s", peer, violation.reason, violation)
 
     def _enter(self, connection: BlockingConnection) -> int:
-        """Number of a connection without proof; the oldest goes when there are too many."""
+        """Count a connection without proof and return its number; the oldest is closed if there are too many."""
         with self._guard:
             self.counters.connections += 1
             number = self.counters.connections
@@ -277,7 +277,7 @@ class BlockingServer:
             return number
 
     def _prove(self, number: int, connection: BlockingConnection) -> bool:
-        """A connection has proved itself; whether there is room for it."""
+        """Count a connection as proven; False if there is no room for it."""
         with self._guard:
             self._unproven.pop(number, None)
             if self._closed or len(self._proven) >= _MOST_PEERS:

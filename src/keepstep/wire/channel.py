@@ -45,7 +45,7 @@ from keepstep.wire.violation import AnotherJob, Unproven, Violation
 
 Role = Literal["agent", "launcher", "client", "peer", "elector", "prober"]
 
-HANDSHAKE_S = 5.0  # from the connection to the proof
+HANDSHAKE_S = 5.0  # longest time from connecting to the proof
 HANDSHAKE_LIMIT = 1024
 NONCE_BYTES = 32
 CODE_BYTES = 16
@@ -106,7 +106,7 @@ class Challenge(msgspec.Struct, frozen=True, tag="keepstep-challenge", array_lik
 
 
 class Proof(msgspec.Struct, frozen=True, tag="keepstep-proof", array_like=True):
-    """The client's proof; sealed frames follow."""
+    """The client's proof, after which both sides send sealed frames."""
 
     proof: bytes
 

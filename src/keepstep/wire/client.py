@@ -205,7 +205,7 @@ class Client:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    # Called by attempts.
+    # These methods are called by `_Attempt`.
 
     def new_channel(self, ends: Ends) -> ClientChannel:
         return ClientChannel(self._key, self._role, ends)
@@ -273,7 +273,7 @@ class Client:
             timer.cancel()
         except asyncio.TimeoutError:
             return Violation("handshake-timeout", f"no connection within {patience_s:g} s"), False
-        except OSError as failure:  # refused, unreachable, unknown host, TLS
+        except OSError as failure:  # the host is unknown or unreachable, or it or TLS refused
             return failure, False
         finally:
             was_connected = made is not None and self._attempt is made

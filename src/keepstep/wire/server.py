@@ -242,7 +242,7 @@ class Server:
         while self._unproven or self._proven:
             await asyncio.sleep(0.005)
 
-    # Called by connections.
+    # These methods are called by `Connection`.
 
     def next_number(self) -> int:
         """The number of a connection that was just accepted."""

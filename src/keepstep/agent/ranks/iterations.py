@@ -61,7 +61,7 @@ class Cut:
 class _Marker:
     """A finished optimizer step."""
 
-    number: int  # 0 is the job's first
+    number: int  # counted from 0 over the whole ring
     ticket: int
     start_ns: int
     end_ns: int

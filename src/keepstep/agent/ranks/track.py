@@ -18,7 +18,7 @@ from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary
 
 HISTORY = 256
 _CUTS = 24
-_CUT_ROWS = 32_768  # 2 MiB
+_CUT_ROWS = 32_768  # most records kept with iterations, about 2 MiB
 _SEARCH_NS = 300_000_000
 _PHASE = int(Kind.PHASE)
 _SHORT_PHASES = (int(Phase.DATA), int(Phase.OPTIMIZER))

@@ -23,7 +23,7 @@ logger = logging.getLogger("keepstep.agent")
 
 T = TypeVar("T")
 
-_MOST_FIGURES = 1024  # for one rank
+_MOST_FIGURES = 1024  # most results of tests that one rank may report
 _MOST_TEXT = 256
 
 

@@ -123,7 +123,7 @@ class NodeBackups:
         return [self._told] if self._told else []
 
     def received(self, message: BackUp | Located) -> None:
-        """An order or an answer of the controller."""
+        """Take an order or an answer of the controller."""
         with self._guard:
             if isinstance(message, BackUp):
                 self._order = message
@@ -355,7 +355,7 @@ class NodeBackups:
         return max((len(pull.endpoints) for pull in pulls if rank in pull.ranks), default=0)
 
     def _where(self, rank: int, source: int) -> Sequence[Endpoint]:
-        """By the order in force: a node whose agent is another process listens elsewhere."""
+        """Endpoints of the source in the newest order, because a restarted agent listens on other ports."""
         with self._guard:
             order = self._order
         for pull in order.pulls if order else ():

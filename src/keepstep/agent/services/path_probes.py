@@ -22,7 +22,7 @@ from keepstep.wire.secret import RunKey
 from keepstep.wire.transfer import Echo, Ping
 from keepstep.wire.violation import Violation
 
-TIMEOUT_S = 2.5  # a lost SYN is sent again after 1 s: one lost packet is no broken path
+TIMEOUT_S = 2.5  # long enough for a lost SYN, which is sent again after 1 s
 MOST_TARGETS = 16
 _IDLE_S = 3.0  # how long a prober may be silent in the middle of a load
 _CHUNK_BYTES = 1 << 20
@@ -80,7 +80,7 @@ async def _probe(endpoint: Endpoint, key: RunKey, timeout_s: float, size: int) -
     connecting = _Patience(timeout_s)
     with socket.socket(family, socket.SOCK_STREAM) as end:
         end.setblocking(False)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a load waits for the ping's ACK
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the load waits for the ping's ACK
         connection = asyncio.get_running_loop().sock_connect(end, (endpoint.address, endpoint.port))
         try:
             await connecting.wait_for(connection)

@@ -1,4 +1,4 @@
-"""Which snapshots a node holds, and which it should fetch from other nodes."""
+"""Messages about which snapshots a node holds, and which it should fetch from other nodes."""
 
 from __future__ import annotations
 

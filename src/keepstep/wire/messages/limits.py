@@ -9,15 +9,15 @@ import msgspec
 from keepstep.core.summary import Endpoint
 
 PROTOCOL = 3
-MOST_HELD_KEYS = 8  # snapshots of one rank that one node holds
-MOST_HELD_RANKS = 4096  # ranks whose snapshots one node holds
+MOST_HELD_KEYS = 8  # most snapshots of one rank that one node holds
+MOST_HELD_RANKS = 4096  # most ranks whose snapshots one node holds
 MOST_NODE_ENDPOINTS = 4
-LEAST_HOLD_S, MOST_HOLD_S = 5.0, 20.0  # how long a validation may hold the job
-MOST_LABEL = 100  # characters in a failure domain's name
-MOST_SEATS = 7  # launchers in a council
-MOST_TABLE = 1 << 16  # rows of a rank table, one per node
-MOST_REPLICAS = 1 << 14  # replicas of one model
-MOST_LOAD_BYTES = 64 << 20  # test data that one probe sends
+LEAST_HOLD_S, MOST_HOLD_S = 5.0, 20.0  # bounds on how long a validation may hold the job
+MOST_LABEL = 100  # most characters in a failure domain's name
+MOST_SEATS = 7  # most launchers in a council
+MOST_TABLE = 1 << 16  # most rows of a rank table, one per node
+MOST_REPLICAS = 1 << 14  # most replicas of one model
+MOST_LOAD_BYTES = 64 << 20  # most test data that one probe sends
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 Ranks = Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]

@@ -1,4 +1,4 @@
-"""Who takes part in the job and what it does next: joining, placement, elections, restarts and endings."""
+"""Messages about who takes part in the job and what it does next: joining, placement, restarts and endings."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Hello(Message, frozen=True):
     """First message on a connection."""
 
     role: str  # "agent" | "launcher" | "client"
-    node: str  # host name
-    node_rank: int  # -1: a launcher that has not been given one yet
+    node: str  # the sender's host name
+    node_rank: int  # the sender's node rank; -1: it has none yet
     pid: int
     incarnation: int = 0
     protocol: int = PROTOCOL
-    failure_domain: Label = ""  # of the agent's node
+    failure_domain: Label = ""  # failure domain of the agent's node
     launcher: int = 0  # process ID of the launcher that started this agent; 0: unknown
 
 
@@ -42,7 +42,7 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
     token: Token
     node: Host
     pid: Count
-    address: Host  # numeric
+    address: Host  # a numeric address
     port: Port  # where it listens for other launchers
 
 
@@ -56,11 +56,11 @@ class Join(Message, frozen=True):
     node_rank: int = -1  # requested node rank; -1: assign in order of joining
     min_nodes: int = 1
     max_nodes: int = 1
-    max_restarts: Count = 0  # for the whole job; the same on all nodes
-    incarnation: int = -1  # of its current placement; -1: not placed yet
+    max_restarts: Count = 0  # most restarts of the whole job; the same on all nodes
+    incarnation: int = -1  # incarnation of the launcher's placement; -1: it is not placed yet
     # software that must be the same on all nodes
     versions: Annotated[tuple[Label, ...], msgspec.Meta(max_length=8)] = ()
-    unix_s: float = 0.0  # its clock when it sent this; 0: unknown
+    unix_s: float = 0.0  # the launcher's clock when it sent this message; 0: unknown
     # problems that its node's checks found
     checks: Annotated[tuple[Line, ...], msgspec.Meta(max_length=16)] = ()
     hosts_controller: bool = False
@@ -191,7 +191,7 @@ class Council(Message, frozen=True):
     term: Term
     version: Term
     leader: Seat  # the launcher beside the controller
-    port: Port  # of the controller, on the leader's address
+    port: Port  # where the controller listens, on the leader's node
     seats: _Seats
     former: _Seats = ()  # the previous council, which must also agree until it can no longer act alone
     table: Annotated[tuple[Row, ...], msgspec.Meta(max_length=MOST_TABLE)] = ()

@@ -1,4 +1,4 @@
-"""How many micro-batches each replica computes."""
+"""Messages about how many micro-batches each replica computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holding a job's ranks briefly in order to test them."""
+"""Messages for holding a job's ranks briefly in order to test them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class HeldRank(msgspec.Struct, frozen=True, array_like=True):
 
     rank: int
     state: int
-    endpoint: TransferEndpoint | None = None  # set once it is held
+    endpoint: TransferEndpoint | None = None  # set once the rank is held
     why: str = ""
 
 

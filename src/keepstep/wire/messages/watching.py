@@ -1,4 +1,4 @@
-"""What agents report about their ranks and the network, unasked and on request."""
+"""Messages in which agents report about their ranks and the network, and the requests for such reports."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class RankBeat(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     rank: int
     step: int  # last finished step; -1 before the first
-    phase: int  # core.events.Phase
+    phase: int  # a `core.events.Phase`
     progress: int
     iteration_s: float = 0.0  # duration of the last finished iteration; 0 before the first
     self_s: float = 0.0
     idle_s: float = 0.0  # time since the last progress
     alive: bool = True
-    in_flight: OpInFlight | None = None  # of several, the one entered first
+    in_flight: OpInFlight | None = None  # the operation in flight; of several, the one entered first
     overdue_s: float = 0.0  # how long it has waited for others, if longer than usual; else 0
 
 
@@ -47,7 +47,7 @@ class Heartbeat(Message, frozen=True, gc=False):
 
     node_rank: int
     sequence: int
-    sent_s: float  # by the node's CLOCK_MONOTONIC
+    sent_s: float  # when it was sent, by the node's CLOCK_MONOTONIC
     ranks: tuple[RankBeat, ...]
     clock: tuple[ClockSample, ...] = ()
     causes: tuple[HostCause, ...] = ()
@@ -76,8 +76,8 @@ class Profile(Message, frozen=True):
     iterations: tuple[IterationSummary, ...]
     clock: tuple[ClockSample, ...] = ()
     causes: tuple[HostCause, ...] = ()
-    traffic: tuple[PeerTraffic, ...] = ()  # around the request's ``onset_step``
-    blocks: tuple[BlockSummary, ...] = ()  # for the ranks in the request's ``blocks_of``
+    traffic: tuple[PeerTraffic, ...] = ()  # network traffic around the request's ``onset_step``
+    blocks: tuple[BlockSummary, ...] = ()  # blocks of the ranks in the request's ``blocks_of``
     packed: PackedIterations | None = None
 
 
@@ -88,7 +88,7 @@ class States(Message, frozen=True):
     node_rank: int
     states: tuple[RankState, ...]
     clock: tuple[ClockSample, ...] = ()
-    traffic: tuple[PeerTraffic, ...] = ()  # before and after the latest progress of these ranks
+    traffic: tuple[PeerTraffic, ...] = ()  # network traffic before and after these ranks' latest progress
 
 
 class Reachable(Message, frozen=True):
