@@ -19,8 +19,8 @@ from keepstep.checkpoint.storage.cadence import Storing
 from keepstep.core.errors import CheckpointError
 from keepstep.worker import milestones as _milestones
 
-_open: list[Snapshots] = []  # empty until the first use, then one
-_no_cache: list[str] = []  # why this node has no cache
+_open: list[Snapshots] = []  # empty until the first use, then the one object of this process
+_no_cache: list[str] = []  # the reason why this node has no cache, once it is known
 _told: list[bool] = []
 _left: list[torch.UntypedStorage] = []  # memory of the last incarnation's state, to restore into
 
@@ -79,7 +79,7 @@ def register(state: dict[Any, Any]) -> None:
 
 
 def wait() -> None:
-    """Return when the last snapshot is sealed, from when on it outlives this process."""
+    """Wait until the last snapshot is sealed: from then on it outlives this process."""
     for snapshots in _open:
         snapshots.wait()
 

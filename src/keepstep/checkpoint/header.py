@@ -233,7 +233,7 @@ def _check_tensor(header: StateHeader, index: int, tensor: TensorEntry) -> None:
         raise refuse(f"has {len(tensor.shape)} sizes and {len(tensor.stride)} strides")
     numel = math.prod(
         size or 1 for size in tensor.shape
-    )  # without zeros, because torch computes strides so, too
+    )  # sizes of 0 count as 1, as they do when torch computes strides
     if numel > MOST_BYTES or tensor.reach_bytes > header.storages[tensor.storage].nbytes:
         raise refuse("reaches behind its storage")
     shard = tensor.shard

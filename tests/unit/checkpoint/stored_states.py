@@ -11,7 +11,7 @@ import torch
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import StateHeader, with_checksums
 from keepstep.checkpoint.memory.slots import Key
-from keepstep.checkpoint.state import flatten, unflatten
+from keepstep.checkpoint.state import flatten, laid_out, unflatten
 from keepstep.checkpoint.storage.backend import Storage
 from keepstep.checkpoint.storage.manifest import folder_name
 from keepstep.checkpoint.storage.read import StoredShard, read_shard, scan
@@ -43,12 +43,9 @@ def taken(
 ) -> tuple[StateHeader, bytes]:
     """Header and bytes of a state, as a snapshot has them."""
     header, spans = flatten(state, step=step, rank=rank, world_size=world_size, incarnation=incarnation)
-    data = bytearray(header.data_bytes)
-    for storage, span in zip(header.storages, spans, strict=True):
-        row = torch.empty(0, dtype=torch.uint8).set_(span.storage, span.start, (span.nbytes,))
-        data[storage.offset : storage.offset + storage.nbytes] = row.numpy().tobytes()
+    data = laid_out(header, spans).numpy().tobytes()
     sums = [native.checksum(data[one.offset : one.offset + one.nbytes]) for one in header.storages]
-    return with_checksums(header, tuple(sums)), bytes(data)
+    return with_checksums(header, tuple(sums)), data
 
 
 def rebuilt(header: StateHeader, data: memoryview | bytes) -> Any:

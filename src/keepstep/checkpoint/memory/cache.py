@@ -46,7 +46,7 @@ class Backing:
     copies: int = 0
 
     def fit(self, nbytes: int, slots: int, limit_bytes: int) -> bool:
-        """Whether they fit beside ``slots`` slots of ``nbytes`` for each of the node's own ranks."""
+        """Whether the limit allows these slots beside ``slots`` slots of ``nbytes`` for each of the node's ranks."""
         per_rank = slots + BACKING_SLOTS + SLOTS_PER_BACKUP * self.copies
         return self.copies > 0 and self.ranks * per_rank * nbytes <= limit_bytes
 

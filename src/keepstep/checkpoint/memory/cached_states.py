@@ -58,7 +58,7 @@ class CachedStates:
         return sealed, gone
 
     def wished(self) -> dict[Key, set[int]]:
-        """The ranks that have sealed each key that is to be brought to storage, by key."""
+        """For each step that is to be brought to storage, the ranks that have sealed it."""
         found: dict[Key, set[int]] = {}
         with self._guard:
             for rank in self._ranks:

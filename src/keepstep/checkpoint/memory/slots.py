@@ -24,6 +24,8 @@ SPARE_HEADER_BYTES = (
 )  # spare bytes of a slot, for later snapshots whose plain values are a little longer
 _RECORD = struct.Struct("<8Q")
 _STEP_BITS = 47
+LAST_STEP = (1 << _STEP_BITS) - 2  # the largest step that a packed key can hold
+LAST_INCARNATION = (1 << 15) - 1
 _MOST_TOLD = 6
 
 
@@ -40,7 +42,7 @@ class Key(NamedTuple):
     @property
     def fits(self) -> bool:
         """Whether the key can be packed."""
-        return 0 <= self.incarnation < 1 << 15 and 0 <= self.step < (1 << _STEP_BITS) - 1
+        return 0 <= self.incarnation <= LAST_INCARNATION and 0 <= self.step <= LAST_STEP
 
     def pack(self) -> int:
         """The key as a number from 1 to 2**63 - 1, in the order of keys. Raises CheckpointError if it does not fit."""

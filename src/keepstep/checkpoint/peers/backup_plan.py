@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.memory.slots import LAST_STEP, Key
 
 _MOST_SKIPPED = 20  # the next target is at most 2**20 steps ahead of the newest snapshot
-_LAST_STEP = (1 << 47) - 2  # the largest step that a key can hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +259,7 @@ def _at_home(key: Key, holders: Mapping[Key, Mapping[int, set[int]]]) -> bool:
 
 def _after(key: Key, tries: int) -> Key:
     """The key of a later snapshot, further ahead with each try that chose one too near."""
-    return Key(key.incarnation, min(key.step + (1 << min(tries, _MOST_SKIPPED)), _LAST_STEP))
+    return Key(key.incarnation, min(key.step + (1 << min(tries, _MOST_SKIPPED)), LAST_STEP))
 
 
 def _domain(node: int, domains: Mapping[int, str] | None) -> str:

@@ -13,14 +13,12 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.memory.slot import MOST_RANKS
+from keepstep.checkpoint.memory.slots import LAST_INCARNATION, LAST_STEP, Key
 from keepstep.checkpoint.storage.backend import safe_name
 from keepstep.core.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-MOST_RANKS = 1 << 20
-MOST_STEP = (1 << 47) - 2  # the largest step that a key can hold
-MOST_INCARNATION = (1 << 15) - 1
 MOST_MANIFEST_BYTES = 256 << 20  # the manifest of a million ranks is smaller
 VERSION = 1
 FORMAT = "keepstep-checkpoint"
@@ -46,8 +44,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``checksum`` is the SHA-256 of the manifest with an empty ``checksum``.
     """
 
-    step: Annotated[int, msgspec.Meta(ge=0, le=MOST_STEP)]
-    incarnation: Annotated[int, msgspec.Meta(ge=0, le=MOST_INCARNATION)]
+    step: Annotated[int, msgspec.Meta(ge=0, le=LAST_STEP)]
+    incarnation: Annotated[int, msgspec.Meta(ge=0, le=LAST_INCARNATION)]
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     files: dict[str, StoredFile]
     format: str = FORMAT
