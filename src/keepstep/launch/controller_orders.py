@@ -94,7 +94,7 @@ class Orders:
         course, cut_off = self._course, CutOff(link.member)
         while True:
             await asyncio.sleep(1.0)
-            why = cut_off.look(self._parts.watching.steps_made, asyncio.get_running_loop().time())
+            why = cut_off.look(self._parts.watching.rings.all_steps, asyncio.get_running_loop().time())
             if why and not (course.outcome.done() or course.has_parted):
                 self._run.warn(f"{why} ({self._parts.controller.at}): the workers of this node end")
                 course.settle(Outcome("halted", 0, why) if course.together else Outcome("alone", 1, why))

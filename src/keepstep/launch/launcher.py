@@ -193,7 +193,7 @@ class Launcher:
             self._watching.start()
         first, last = place.first_rank, place.first_rank + job.nproc - 1
         ranks_text = f"rank {first}" if first == last else f"ranks {first}-{last}"
-        watched = "watched, " if self._watching.rings and controller.at else ""
+        watched = "watched, " if self._watching.rings.paths and controller.at else ""
         self._run.say(
             f"{ranks_text} of {place.world_size} on {job.node}: {watched}run folder {self._run.folder}"
         )
@@ -219,7 +219,7 @@ class Launcher:
         controller = self._controller
         if controller.is_here:
             term = controller.term if controller.seat else 0
-            self._run.describe(self._course.place, controller.at, term, self._watching.rings)
+            self._run.describe(self._course.place, controller.at, term, self._watching.rings.paths)
 
     def _try_watching(self, step: Callable[[], object]) -> None:
         try:

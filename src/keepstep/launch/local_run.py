@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from keepstep import __version__
 from keepstep.core.log_lines import one_line
 from keepstep.launch.command import run_folder
 from keepstep.launch.command.job import Job
@@ -47,11 +49,25 @@ class LocalRun:
             term: of the controller, where it may move to another node; else 0.
             rings: paths by rank.
         """
-        told = run_folder.description(
-            self.job, self.folder, place, self._started_unix_s, controller, self.secret
-        )
-        told |= {"term": term} if term else {}
-        self._write("run.json", {**told, "rings": {str(rank): path for rank, path in rings.items()}})
+        job = self.job
+        described = {
+            "id": self.folder.name,
+            "run_id": job.run_id.encode("utf-8", "backslashreplace").decode(),
+            "argv": [job.script, *job.arguments],
+            "script": job.script,
+            "nodes": place.node_count if place else job.max_nodes,
+            "nproc": job.nproc,
+            "world_size": place.world_size if place else None,
+            "started_unix_s": self._started_unix_s,
+            "version": __version__,
+            "controller": str(controller) if controller else None,
+            "host": os.uname().nodename,
+            "launcher": run_folder.process_mark(os.getpid()),
+            "secret_file": str(self.secret),
+            **({"term": term} if term else {}),
+            "rings": {str(rank): path for rank, path in rings.items()},
+        }
+        self._write("run.json", described)
 
     def ended(self, exit_code: int, reason: str) -> None:
         """Write ``end.json``: how the run ended."""

@@ -120,7 +120,7 @@ def tell_found(parts: Parts, failure: root_cause.Failure) -> None:
 
 def cause_of(parts: Parts, failure: root_cause.Failure) -> Cause:
     """A failure as the restart budgets count it."""
-    return parts.crew.restarts.cause(failure, parts.watching.steps(failure.rank))
+    return parts.crew.restarts.cause(failure, parts.watching.rings.steps(failure.rank))
 
 
 def _explain(parts: Parts, outcome: Outcome) -> Outcome:

@@ -23,7 +23,7 @@ WITHOUT_MEANING = {
 
 @dataclass(frozen=True, slots=True)
 class _Flag:
-    names: tuple[str, ...]
+    flags: str  # all spellings, separated by spaces
     text: str
     default: Any = None
     kind: Any = str
@@ -34,8 +34,7 @@ class _Flag:
 
     @property
     def dest(self) -> str:
-        long = next(name for name in self.names if name.startswith("--"))
-        return long[2:].replace("-", "_")
+        return self.flags.split()[-1].removeprefix("--").replace("-", "_")
 
 
 def _words(text: str) -> list[str]:
@@ -43,40 +42,36 @@ def _words(text: str) -> list[str]:
     return [word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")]
 
 
-def _flag(names: str, text: str, default: Any = None, **more: Any) -> _Flag:
-    return _Flag(tuple(names.split()), text, default, **more)
-
-
 _SIZE = (
-    _flag("--nnodes", "nodes, or MIN:MAX of them", "1:1", metavar="N"),
-    _flag("--nproc-per-node", "workers on this node: a number, auto, cpu or gpu", "1", metavar="N"),
-    _flag("--node-rank", "rank of this node (static rendezvous)", 0, kind=int, metavar="I"),
-    _flag("--role", "name of the workers' role", "default"),
+    _Flag("--nnodes", "nodes, or MIN:MAX of them", "1:1", metavar="N"),
+    _Flag("--nproc-per-node", "workers on this node: a number, auto, cpu or gpu", "1", metavar="N"),
+    _Flag("--node-rank", "rank of this node (static rendezvous)", 0, kind=int, metavar="I"),
+    _Flag("--role", "name of the workers' role", "default"),
 )
 _RENDEZVOUS = (
-    _flag("--rdzv-backend", "static or c10d; both meet at the controller", "static"),
-    _flag("--rdzv-endpoint", "where the nodes meet", "", metavar="HOST:PORT"),
-    _flag("--rdzv-id", "name of the job, the same on all nodes", "none"),
-    _flag("--rdzv-conf", "k=v,...: is_host, join_timeout, timeout are used", "", metavar="CONF"),
-    _flag("--standalone", "one node, any free port", switch=True),
-    _flag("--master-addr", "address of node 0 (static rendezvous)", "127.0.0.1", metavar="HOST"),
-    _flag("--master-port", "port on node 0 (static rendezvous)", kind=int, metavar="PORT"),
-    _flag("--local-addr", "address at which the other nodes reach this one", metavar="HOST"),
+    _Flag("--rdzv-backend", "static or c10d; both meet at the controller", "static"),
+    _Flag("--rdzv-endpoint", "where the nodes meet", "", metavar="HOST:PORT"),
+    _Flag("--rdzv-id", "name of the job, the same on all nodes", "none"),
+    _Flag("--rdzv-conf", "k=v,...: is_host, join_timeout, timeout are used", "", metavar="CONF"),
+    _Flag("--standalone", "one node, any free port", switch=True),
+    _Flag("--master-addr", "address of node 0 (static rendezvous)", "127.0.0.1", metavar="HOST"),
+    _Flag("--master-port", "port on node 0 (static rendezvous)", kind=int, metavar="PORT"),
+    _Flag("--local-addr", "address at which the other nodes reach this one", metavar="HOST"),
 )
 _LIFE = (
-    _flag("--max-restarts", "restarts of all workers before giving up", 0, kind=int, metavar="N"),
-    _flag("--signals-to-handle", "signals that end the job", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
-    _flag("--shutdown-timeout", "seconds from the signal to SIGKILL (30)", kind=int, metavar="S"),
-    _flag("--monitor-interval", "accepted, has no effect", 0.1, kind=float, metavar="S"),
-    _flag("--start-method", "accepted, has no effect", "spawn", choices=("spawn", "fork", "forkserver")),
-    _flag("--event-log-handler", "accepted, has no effect", "null"),
+    _Flag("--max-restarts", "restarts of all workers before giving up", 0, kind=int, metavar="N"),
+    _Flag("--signals-to-handle", "signals that end the job", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
+    _Flag("--shutdown-timeout", "seconds from the signal to SIGKILL (30)", kind=int, metavar="S"),
+    _Flag("--monitor-interval", "accepted, has no effect", 0.1, kind=float, metavar="S"),
+    _Flag("--start-method", "accepted, has no effect", "spawn", choices=("spawn", "fork", "forkserver")),
+    _Flag("--event-log-handler", "accepted, has no effect", "null"),
 )
 _WORKER = (
-    _flag("-m --module", "the script is a module, as in `python -m`", switch=True),
-    _flag("--no-python", "the script is a program; do not put python before it", switch=True),
-    _flag("--run-path", "the script is an absolute path of a Python file", switch=True),
-    _flag("--virtual-local-rank", "LOCAL_RANK is 0, each worker sees its own GPU only", switch=True),
-    _flag(
+    _Flag("-m --module", "the script is a module, as in `python -m`", switch=True),
+    _Flag("--no-python", "the script is a program; do not put python before it", switch=True),
+    _Flag("--run-path", "the script is an absolute path of a Python file", switch=True),
+    _Flag("--virtual-local-rank", "LOCAL_RANK is 0, each worker sees its own GPU only", switch=True),
+    _Flag(
         "--numa-binding",
         "bind workers to the CPUs near their GPU",
         choices=("node", "socket", "exclusive", "core-complex"),
@@ -84,13 +79,13 @@ _WORKER = (
     ),
 )
 _LOGS = (
-    _flag("--log-dir", "folder for logs instead of the run folder", metavar="DIR"),
-    _flag("-r --redirects", "write streams to files: 1 stdout, 2 stderr, 3 both; or RANK:N,...", "0"),
-    _flag("-t --tee", "the same, and to the console too", "0"),
-    _flag("--local-ranks-filter", "local ranks shown on the console", "", metavar="RANKS"),
-    _flag("--duplicate-stdout-filters", "lines with one of these words also go to a file", kind=_words),
-    _flag("--duplicate-stderr-filters", "lines with one of these words also go to a file", kind=_words),
-    _flag("--logs-specs", "accepted, has no effect", from_environment=False),
+    _Flag("--log-dir", "folder for logs instead of the run folder", metavar="DIR"),
+    _Flag("-r --redirects", "write streams to files: 1 stdout, 2 stderr, 3 both; or RANK:N,...", "0"),
+    _Flag("-t --tee", "the same, and to the console too", "0"),
+    _Flag("--local-ranks-filter", "local ranks shown on the console", "", metavar="RANKS"),
+    _Flag("--duplicate-stdout-filters", "lines with one of these words also go to a file", kind=_words),
+    _Flag("--duplicate-stderr-filters", "lines with one of these words also go to a file", kind=_words),
+    _Flag("--logs-specs", "accepted, has no effect", from_environment=False),
 )
 _GROUPS = {
     "nodes and workers": _SIZE,
@@ -127,7 +122,7 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 
 def _add(group: Any, flag: _Flag, environ: Mapping[str, str]) -> None:
-    names = list(flag.names)
+    names = flag.flags.split()
     names += [name.replace("-", "_").replace("__", "--", 1) for name in names if "-" in name[2:]]
     default = flag.default
     if flag.from_environment:

@@ -8,14 +8,12 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from keepstep import __version__
 from keepstep.core.errors import AuthenticationError, RunError, UnsafePathError, UsageError
 from keepstep.core.own_folders import make_folder, make_new_folder, real_path, write_whole
 from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
-from keepstep.launch.command.placement import Place
 
 _REACH_S = 2.0
 
@@ -94,17 +92,12 @@ def _create_new(path: Path) -> Path:
 
 
 def _move_aside(path: Path) -> None:
-    described = path / "run.json"
-    if not described.exists():
+    if not (path / "run.json").exists():
         # A run that died before it was described may have left its secret, which is of no use any more.
         (path / "secret").unlink(missing_ok=True)
         return
-    try:
-        record: dict[str, Any] = json.loads(described.read_text())
-        here = record["host"] == os.uname().nodename
-    except (ValueError, KeyError, TypeError):
-        record, here = {}, False
-    if here and _lives(record.get("launcher")):
+    record = _described(path)
+    if record.get("host") == os.uname().nodename and _lives(record.get("launcher")):
         raise RunError(
             f"{path}: the run of process {record['launcher']['pid']} lives there; give another --run-dir"
         )
@@ -120,30 +113,13 @@ def _move_aside(path: Path) -> None:
             (path / name).rename(aside / name)
 
 
-def description(
-    job: Job,
-    folder: Path,
-    place: Place | None,
-    started_unix_s: float,
-    controller: Endpoint | None,
-    secret: Path,
-) -> dict[str, object]:
-    """The content of ``run.json``, apart from what changes while the job runs."""
-    return {
-        "id": folder.name,
-        "run_id": job.run_id.encode("utf-8", "backslashreplace").decode(),
-        "argv": [job.script, *job.arguments],
-        "script": job.script,
-        "nodes": place.node_count if place else job.max_nodes,
-        "nproc": job.nproc,
-        "world_size": place.world_size if place else None,
-        "started_unix_s": started_unix_s,
-        "version": __version__,
-        "controller": str(controller) if controller else None,
-        "host": os.uname().nodename,
-        "launcher": process_mark(os.getpid()),
-        "secret_file": str(secret),
-    }
+def _described(folder: Path) -> dict[str, Any]:
+    """The content of ``run.json``; empty where it is missing or cannot be read."""
+    try:
+        found: Any = json.loads((folder / "run.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 
 def process_mark(pid: int) -> dict[str, int]:
@@ -213,26 +189,21 @@ def ensure_secret(path: Path) -> bool:
 
 def controller(folder: Path) -> Endpoint | None:
     """The address of the newest controller, as ``run.json`` in a shared folder has it; None: it is not known."""
-    try:
-        host, _, port = str(json.loads((folder / "run.json").read_text())["controller"]).rpartition(":")
-        return Endpoint(host.strip("[]"), int(port))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    host, _, port = str(_described(folder).get("controller")).rpartition(":")
+    return Endpoint(host.strip("[]"), int(port)) if port.isdecimal() else None
 
 
 def lives_elsewhere(folder: Path) -> bool:
     """Whether the run in this folder goes on with a controller that has moved to another host."""
-    at = controller(folder)
-    if at is None or (folder / "end.json").exists():
+    at, record = controller(folder), _described(folder)
+    here, term = record.get("host") == os.uname().nodename, record.get("term")
+    if at is None or here or not isinstance(term, int) or term < 2 or (folder / "end.json").exists():
         return False
     try:
-        record: dict[str, Any] = json.loads((folder / "run.json").read_text())
-        if record["host"] == os.uname().nodename or int(record["term"]) < 2:
-            return False
         socket.create_connection((at.host, at.port), _REACH_S).close()
-        return True
-    except (OSError, ValueError, KeyError, TypeError):
+    except OSError:
         return False
+    return True
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -90,9 +90,7 @@ class Elections:
             self._keep_clients(self.elector)
             for to in self.elector.tick(now_s, connected=self._member_is_connected()):
                 client = self._clients.get(to.seat.token)
-                if (
-                    client is not None and client.connected
-                ):  # a question that waits would come too late
+                if client is not None and client.connected:  # a question that waits would come too late
                     client.send(to.ask)
             if not self._member_is_connected() and now_s - self._looked_s >= _LOOK_S:
                 self._looked_s = now_s

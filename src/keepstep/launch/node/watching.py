@@ -23,23 +23,18 @@ FAILURES = (KeepstepError, OSError, ImportError)
 
 
 class Watching:
-    """The rings and the agent; all of it is optional: what fails is said once, and the job runs on."""
+    """The agent, and the ``rings`` of the newest incarnation. What fails of them is said once, and the job runs on."""
 
     def __init__(
         self, run: LocalRun, caching: NodeCache, where: Callable[[], tuple[Place | None, Endpoint | None]]
     ) -> None:
         """``where``: tells this node's place and the controller's address, as they are now."""
         self._run, self._caching, self._where = run, caching, where
-        self._rings = Rings()
+        self.rings = Rings()
         self._agent: Companion | None = None
         self._waiting = Waiting([sys.executable, "-m", "keepstep.agent"], environment(), run.processes)
         self._renewal: asyncio.Task[None] | None = None  # ends the old agent and starts the next
         self._gave_up = False  # the agent died too often
-
-    @property
-    def rings(self) -> dict[int, str]:
-        """Paths of the rings by rank; empty: nobody is watched."""
-        return self._rings.paths
 
     @property
     def pids(self) -> frozenset[int]:
@@ -52,15 +47,6 @@ class Watching:
         """Whether there is an agent, and it is started again when it dies."""
         return self._agent is not None and not self._gave_up
 
-    def steps(self, rank: int) -> int:
-        """Optimizer steps that a rank has made in this incarnation, also after its death; -1: nobody counts."""
-        return self._rings.steps(rank)
-
-    @property
-    def steps_made(self) -> int:
-        """Steps of all ranks of this node together; 0 or less: none is known."""
-        return sum(self._rings.steps(rank) for rank in self._rings.paths)
-
     def make_rings(self, place: Place, environ: Mapping[str, str]) -> dict[int, dict[str, str]]:
         """Make a ring for each worker; returns the variables that it is watched by, by local rank.
 
@@ -68,12 +54,12 @@ class Watching:
         """
         job = self._run.job
         try:
-            self._rings.make(place, job.nproc, job.ring_records)
+            self.rings.make(place, job.nproc, job.ring_records)
         except (*FAILURES, ValueError) as error:
             self._run.warn(f"the workers train unwatched, no ring can be made: {error}")
             return {}
         preloaded = preload(environ, shim())
-        found_by = self._rings.environment(place, self._run.folder, environ)
+        found_by = self.rings.environment(place, self._run.folder, environ)
         return {local: {**one, **preloaded} for local, one in found_by.items()}
 
     def start(self) -> None:
@@ -85,7 +71,7 @@ class Watching:
 
     def renew(self) -> None:
         """Have the agent of the next incarnation follow that of the old one; workers wait for neither."""
-        old, self._rings = self._rings, Rings()
+        old, self.rings = self.rings, Rings()
 
         async def renew() -> None:
             await self._stop()
@@ -129,7 +115,7 @@ class Watching:
 
     def close(self) -> None:
         """Let go of the rings."""
-        self._rings.close()
+        self.rings.close()
 
     def _then(self, work: Callable[[], Awaitable[None]]) -> None:
         before = self._renewal
@@ -142,7 +128,7 @@ class Watching:
         self._renewal = asyncio.get_running_loop().create_task(after())
 
     def _start(self) -> None:
-        run, pages = self._run, self._rings.pages
+        run, pages = self._run, self.rings.pages
         place, controller = self._where()
         if self._agent or not pages["ring"] or place is None or controller is None:
             return

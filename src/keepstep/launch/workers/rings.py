@@ -75,6 +75,11 @@ class Rings:
 
         return steps_made(descriptor)
 
+    @property
+    def all_steps(self) -> int:
+        """Steps of all ranks of this node together; 0 or less: none is known."""
+        return sum(self.steps(rank) for rank in self._made["orders"])
+
     def close(self) -> None:
         """Close all descriptors."""
         for made in self._made.values():
