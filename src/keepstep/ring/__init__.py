@@ -2,7 +2,7 @@
 
 ``create`` makes one in a memfd, ``RingWriter`` writes it, ``RingReader`` reads it live (by descriptor or
 ``/proc/PID/fd/N``) or from a saved file. See ``docs/design/ring.md``. The reading side needs numpy and is loaded when
-first asked for: launchers and workers only make and write rings.
+first asked for, as launchers and workers only make and write rings.
 """
 
 from typing import TYPE_CHECKING, Any

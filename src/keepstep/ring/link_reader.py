@@ -1,6 +1,6 @@
 """Reads a link table: live, while its process writes it, or after its death, or from a saved copy.
 
-It believes nothing that it has not checked: what cannot be is left out and counted.
+The reader checks all that it reads: impossible rows are left out and counted.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ from keepstep.ring.link_table import (
     total_bytes,
 )
 
-MOST_UNDER_WAY = 1 << 15  # steps: of all operations that the plugin follows
+MOST_UNDER_WAY = 1 << 15  # steps of all operations that the plugin follows at once
 
 Words = NDArray[np.uint64]
 Rows = NDArray[Any]  # structured
 Places = NDArray[np.int64]
 
-_LATE_NS = 1_000_000_000  # a time further ahead than this is none
+_LATE_NS = 1_000_000_000  # a time further in the future is impossible
 _KINDS = {1: "collective", 2: "p2p", 3: "copy-engine"}
 _OPEN = 2
-# Words of the header, of a communicator, of a link.
+# Places of words: in the header, in a communicator, in a link.
 _EPOCH, _ABI, _PID, _LOST = 9, 10, 11, 16
 _STATE, _CHECK, _ID, _NAME, _OPENED, _LAST = 0, 1, 2, 5, 13, 24
 _WINDOW = 16
 _COUNTERS = {
-    "finished": 5, "completed": 4, "posted": 3, "ready": 2, "started": 1,  # read in this order: none passes the next
+    # Reading the counters in this order, none can be greater than the next one.
+    "finished": 5, "completed": 4, "posted": 3, "ready": 2, "started": 1,
     "bytes": 6, "busy_ns": 7, "since_ns": 8, "posted_ns": 9, "completed_ns": 10, "moved_ns": 11, "abandoned": 12,
     "net_posted": 13, "net_completed": 14, "net_bytes": 15,
 }  # fmt: skip
@@ -66,7 +67,7 @@ class LinkReader:
     """Reads one table, live, after its writer's death, or from a saved copy (a plain file, read once)."""
 
     def __init__(self, where: str | int) -> None:
-        """``where``: path or descriptor. Raises RingError for what is no link table."""
+        """``where``: path or descriptor. Raises RingError for anything but a link table of this version."""
         try:
             descriptor = (
                 os.dup(where)
@@ -107,13 +108,13 @@ class LinkReader:
             sealed = 0
         if sealed:
             return mmap.mmap(descriptor, state.st_size, prot=mmap.PROT_READ)
-        content = os.pread(descriptor, state.st_size, 0)  # mapped, it could be cut while it is read
+        content = os.pread(descriptor, state.st_size, 0)  # a mapped file could be cut while it is read
         if len(content) != state.st_size:
             raise ValueError("it is cut")
         return content
 
     def snapshot(self, now_ns: int | None = None) -> LinkSnapshot:
-        """What is there now. ``now_ns``: CLOCK_MONOTONIC, of a saved copy the time when it was saved."""
+        """The contents now. ``now_ns``: time on CLOCK_MONOTONIC; for a saved copy, when it was saved."""
         epoch = int(self._header[_EPOCH])
         states = _field(self._comms[:, _STATE], 0, 3)
         communicators = tuple(c for i in np.flatnonzero(states >= _OPEN) if (c := self._comm(int(i))))
@@ -125,12 +126,13 @@ class LinkReader:
         taken_ns = time.monotonic_ns() if now_ns is None else now_ns
         windows = self._windows(places, rows["completed"], taken_ns)
         rows["busy_ns"] <<= 8
-        rows["send"], rows["channel"], rows["comm"] = (
-            _field(keys, 1, 1),
-            _field(keys, 2, 255),
-            _field(keys, 10, 255),
-        )
-        rows["peer"] = _field(keys, 34, 0xFFFFFF)
+        for name, shift, mask in (
+            ("send", 1, 1),
+            ("channel", 2, 255),
+            ("comm", 10, 255),
+            ("peer", 34, 0xFFFFFF),
+        ):
+            rows[name] = _field(keys, shift, mask)
         right = _sound(rows, taken_ns) & np.equal(self._links[places, 0], keys)
         generations = np.full(256, -1)
         for communicator in communicators:
@@ -138,7 +140,9 @@ class LinkReader:
                 generations[communicator.index] = communicator.generation & 0xFFFF
         generations[FOREIGN] = 0
         ours = generations[_field(keys, 10, 255)] == _field(keys, 18, 0xFFFF)
-        if int(self._header[_EPOCH]) != epoch or epoch & 1:  # wiped for another process meanwhile
+        if (
+            int(self._header[_EPOCH]) != epoch or epoch & 1
+        ):  # the table was wiped for another process meanwhile
             communicators, ours = (), np.zeros(len(places), np.bool_)
         return LinkSnapshot(
             taken_ns=taken_ns,
@@ -167,6 +171,7 @@ class LinkReader:
         return found
 
     def _comm(self, index: int) -> Communicator | None:
+        """One communicator; None when it changed while it was read."""
         row = self._comms[index].copy()
         words = [int(word) for word in row]
         state = words[_STATE]
@@ -195,13 +200,14 @@ class LinkReader:
 
 
 def _field(words: Words, shift: int, mask: int) -> Places:
+    """Some bits of each word."""
     return ((words >> np.uint64(shift)) & np.uint64(mask)).astype(np.int64)
 
 
 def _sound(rows: Rows, now_ns: int) -> NDArray[np.bool_]:
-    sound = np.less_equal(rows["started"], _UNITS) & np.less_equal(
-        rows["started"] - rows["finished"], MOST_UNDER_WAY
-    )
+    """Mask of the links whose counters and times are possible."""
+    sound = np.less_equal(rows["started"], _UNITS)
+    sound &= np.less_equal(rows["started"] - rows["finished"], MOST_UNDER_WAY)
     for lower, upper in itertools.pairwise(("finished", "completed", "posted", "ready", "started")):
         sound &= np.less_equal(rows[lower], rows[upper])
     for name in ("since_ns", "posted_ns", "completed_ns", "moved_ns"):
@@ -210,6 +216,7 @@ def _sound(rows: Rows, now_ns: int) -> NDArray[np.bool_]:
 
 
 def _checked(generation: int, words: list[int]) -> int:
+    """The checksum of a communicator's words, as the plugin writes it."""
     h = mix(MAGIC, generation)
     for word in words:
         h = mix(h, word)
@@ -217,11 +224,13 @@ def _checked(generation: int, words: list[int]) -> int:
 
 
 def _text(words: list[int]) -> str:
+    """Words as text, up to the first zero byte."""
     raw = b"".join(word.to_bytes(8, "little") for word in words).split(b"\0", 1)[0]
     return "".join(chr(byte) if 32 <= byte <= 126 else "?" for byte in raw)
 
 
 def _last(generation: int, words: list[int]) -> CalledOperation | None:
+    """The last operation of a communicator; None when there is none, or it was being written."""
     if words[0] & 1 or words[1] != _checked(generation, words[2:]):
         return None
     seq, count, started_ns, how = words[9:13]

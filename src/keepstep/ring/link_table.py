@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-LINKS = 2048
-FEWEST, MOST = 16, 1 << 16
+LINKS = 2048  # of a table that a launcher makes
+FEWEST, MOST = 16, 1 << 16  # links of a table
 MAGIC, VERSION = 0x4B4E494C5453504B, 1  # "KPSTLINK"
 HEADER_WORDS, COMM_WORDS, LINK_WORDS = 512, 48, 152
 COMMS = 255
 
 PLUGIN = "NCCL_PROFILER_PLUGIN"
-_MOST_PATH = 240  # NCCL keeps 255 characters of it
+_MOST_PATH = 240  # characters; NCCL keeps 255 of the plugin's path
 
 
 def mix(h: int, word: int) -> int:
@@ -36,7 +36,7 @@ def header_check(links: int) -> int:
 
 
 def total_bytes(links: int) -> int:
-    """Size of a table."""
+    """Size of a table with that many links."""
     return 8 * (HEADER_WORDS + COMMS * COMM_WORDS + links * LINK_WORDS)
 
 
@@ -44,8 +44,8 @@ def create(links: int = LINKS) -> int:
     """A new table in a memfd, size sealed, its memory taken; the descriptor, which the caller closes.
 
     Raises:
-        ValueError: that many links make no table.
-        OSError: no memory.
+        ValueError: a table cannot have that many links.
+        OSError: there is no memory for it.
     """
     if not FEWEST <= links <= MOST:
         raise ValueError(f"a link table has {FEWEST} to {MOST} links, not {links}")
@@ -64,9 +64,10 @@ def create(links: int = LINKS) -> int:
 
 
 def plugin(environ: Mapping[str, str]) -> Path | None:
-    """The plugin for workers' NCCL to load; None: it was not built, cannot be named, or the user chose another.
+    """The plugin for workers' NCCL to load; None: it was not built, its path is too long, or the user chose another.
 
-    NCCL reads its settings from files, too, which count less than the environment: what they say is not to be undone.
+    NCCL reads its settings from files, too. They count less than the environment, so a plugin that they name would be
+    overruled by ours.
     """
     native = find_spec("keepstep.ring._native")
     if native is None or native.origin is None:
@@ -79,6 +80,7 @@ def plugin(environ: Mapping[str, str]) -> Path | None:
 
 
 def _sets_plugin(file: Path) -> bool:
+    """Whether a file with NCCL's settings names a plugin."""
     try:
         with file.expanduser().open("rb") as lines:
             return any(line.split(b"=")[0].strip() == PLUGIN.encode() for line in lines)

@@ -17,11 +17,11 @@ from typing import Any, cast
 from keepstep.core.errors import RingError
 
 PAGE_BYTES = 262_144
-MOST_LEASE_S = 10.0  # no lease is longer, whatever was ordered
+MOST_LEASE_S = 10.0  # the longest lease of a hold, whatever was ordered
 
 _MAGIC = 0x4B53_4F52_4445_5231  # "KSORDER1"
 _TESTS, _REPORT, _SHARES, _SPLIT = range(4)
-_BODIES = (4096, 36864, 65536, 245_760, PAGE_BYTES)  # where each begins, after which bytes are the next one's
+_BODIES = (4096, 36864, 65536, 245_760, PAGE_BYTES)  # where each body begins, and where the page ends
 
 
 class Word(IntEnum):
@@ -29,28 +29,28 @@ class Word(IntEnum):
 
     MAGIC = 0
     ORDER = 1  # number of the hold that is ordered; 0: none. Written last
-    BOUNDARY = 2  # hold after this many optimizer steps, as the ring counts them
-    LEASE_NS = 3  # CLOCK_MONOTONIC up to which the hold may last
+    BOUNDARY = 2  # the hold begins after this many optimizer steps, as the ring counts them
+    LEASE_NS = 3  # time on CLOCK_MONOTONIC up to which the hold may last
     TESTS = 4  # number of the tests that are ordered; 0: none
-    TIMES_NS = 5  # CLOCK_MONOTONIC up to which the NCCL shim takes the GPU's times of calls; 0: not
+    TIMES_NS = 5  # time on CLOCK_MONOTONIC up to which the NCCL shim takes the GPU's times of calls; 0: never
     SHARES = 6  # number of the shares of micro-batches that are ordered; 0: none
-    STATE = 16  # a State of hold ACK
-    ACK = 17
-    STEPS = 18  # optimizer steps when the state was written
+    STATE = 16  # the rank's State in the hold with the number in ACK
+    ACK = 17  # number of the hold that STATE is about
+    STEPS = 18  # optimizer steps made when STATE was written
     REPORT = 19  # number of the tests whose report is there
-    COUNT = 20  # optimizer steps so far, written at the end of each: outlives the worker
-    SPLIT = 21  # how often the worker has told how micro-batches are divided
+    COUNT = 20  # optimizer steps made so far, written at the end of each step: outlives the worker
+    SPLIT = 21  # how often the worker has reported how micro-batches are divided
 
 
 class State(IntEnum):
-    """How a rank stands to the hold it was ordered."""
+    """How a rank stands to a hold that was ordered."""
 
-    UNSEEN = 0  # it has not come to an optimizer step since
-    COMING = 1  # it has seen the order
+    UNSEEN = 0  # the rank has not come to an optimizer step since the order
+    COMING = 1  # the rank has seen the order
     HELD = 2
-    MISSED = 3  # it was past the boundary when it saw the order
-    RELEASED = 4  # it was held and goes on
-    UNABLE = 5  # it cannot be held (said by its agent, never on the page)
+    MISSED = 3  # the rank was past the boundary when it saw the order
+    RELEASED = 4  # the rank was held and goes on
+    UNABLE = 5  # the rank cannot be held (a state that its agent reports, never on the page)
 
 
 def create() -> int:
@@ -68,10 +68,13 @@ def steps_made(descriptor: int) -> int:
 
 
 class OrdersPage:
-    """One side's view of a page. ``words[Word.ORDER]`` is all that a step costs while nothing is ordered."""
+    """One side's view of a page.
+
+    While nothing is ordered, a step costs no more than reading ``words[Word.ORDER]``.
+    """
 
     def __init__(self, where: str | int) -> None:
-        """``where``: path or descriptor. Raises RingError for what is no page of ours."""
+        """``where``: path or descriptor. Raises RingError for anything but an orders page of this version."""
         try:
             descriptor = os.dup(where) if isinstance(where, int) else os.open(where, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -97,11 +100,11 @@ class OrdersPage:
             words[Word.ORDER] = number
 
     def release(self) -> None:
-        """Agent: whoever is held goes on."""
+        """Agent: end the hold; a rank that is held goes on."""
         self.words[Word.ORDER] = 0
 
     def take_times(self, until_ns: int) -> None:
-        """Agent: the NCCL shim takes the GPU's times of its calls up to then (CLOCK_MONOTONIC); 0: no longer."""
+        """Agent: have the NCCL shim take its calls' times on the GPU until then (CLOCK_MONOTONIC); 0: stop now."""
         self.words[Word.TIMES_NS] = until_ns
 
     def leased(self, now_ns: int) -> bool:
@@ -120,7 +123,7 @@ class OrdersPage:
             return State.UNSEEN
 
     def say(self, number: int, state: State, steps: int) -> None:
-        """Worker: how it stands to hold ``number``."""
+        """Worker: write how the rank stands to hold ``number``."""
         words = self.words
         words[Word.ACK] = 0
         words[Word.STATE] = state
@@ -128,18 +131,16 @@ class OrdersPage:
         words[Word.ACK] = number
 
     def put_tests(self, number: int, body: dict[str, Any]) -> None:
-        """Agent: tests for the rank to run while it is held. Raises RingError when they are too many."""
+        """Agent: order tests for the rank to run while it is held. Raises RingError when they are too many."""
         self._put(_TESTS, number, body)
         self.words[Word.TESTS] = number
 
     def tests(self) -> tuple[int, dict[str, Any]] | None:
-        """Worker: the tests that are ordered, with their number."""
-        number = self.words[Word.TESTS]
-        body = self._get(_TESTS, number) if number else None
-        return None if body is None else (number, body)
+        """Worker: the tests that are ordered, with their number; None without any."""
+        return self._newest(_TESTS, Word.TESTS, 0)
 
     def put_report(self, number: int, body: dict[str, Any]) -> None:
-        """Worker: something for the agent (its endpoint under the hold's number, figures under the tests')."""
+        """Worker: report its endpoint under the hold's number, or figures under the number of the tests."""
         self._put(_REPORT, number, body)
         self.words[Word.REPORT] = number
 
@@ -148,27 +149,23 @@ class OrdersPage:
         return self._get(_REPORT, number) if self.words[Word.REPORT] == number else None
 
     def put_shares(self, number: int, body: dict[str, Any]) -> None:
-        """Agent: micro-batches for each replica. Raises RingError when they are too many."""
+        """Agent: order shares of micro-batches. Raises RingError when there are too many."""
         self._put(_SHARES, number, body)
         self.words[Word.SHARES] = number
 
-    def shares(self, told: int) -> tuple[int, dict[str, Any]] | None:
-        """Worker: the shares that are ordered, with their number, unless that is ``told``."""
-        number = self.words[Word.SHARES]
-        body = self._get(_SHARES, number) if number not in (0, told) else None
-        return None if body is None else (number, body)
+    def shares(self, known: int) -> tuple[int, dict[str, Any]] | None:
+        """Worker: the shares that are ordered, with their number; None without any, or if that number is ``known``."""
+        return self._newest(_SHARES, Word.SHARES, known)
 
     def put_split(self, body: dict[str, Any]) -> None:
-        """Worker: how it divides micro-batches from now on."""
+        """Worker: report how it divides micro-batches from now on."""
         number = self.words[Word.SPLIT] + 1
         self._put(_SPLIT, number, body)
         self.words[Word.SPLIT] = number
 
-    def split(self, told: int) -> tuple[int, dict[str, Any]] | None:
-        """Agent: what the worker has put, with its number, unless that is ``told``."""
-        number = self.words[Word.SPLIT]
-        body = self._get(_SPLIT, number) if number != told else None
-        return None if body is None else (number, body)
+    def split(self, known: int) -> tuple[int, dict[str, Any]] | None:
+        """Agent: the split that the worker has put, with its number; None if that number is ``known``."""
+        return self._newest(_SPLIT, Word.SPLIT, known)
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -183,7 +180,14 @@ class OrdersPage:
         self._map[begin + 8 : begin + 8 + len(text)] = text
         self._map[begin : begin + 8] = len(text).to_bytes(8, "little")
 
+    def _newest(self, place: int, word: Word, known: int) -> tuple[int, dict[str, Any]] | None:
+        """The body at a place with the number that a word announces; None for no number, or one that is known."""
+        number = self.words[word]
+        body = self._get(place, number) if number not in (0, known) else None
+        return None if body is None else (number, body)
+
     def _get(self, place: int, number: int) -> dict[str, Any] | None:
+        """The body at a place; None when it is torn, old or damaged, which its number shows."""
         begin = _BODIES[place]
         length = int.from_bytes(self._map[begin : begin + 8], "little")
         if length > _room(place):
@@ -192,15 +196,13 @@ class OrdersPage:
             found: Any = json.loads(self._map[begin + 8 : begin + 8 + length])
         except (ValueError, RecursionError):
             return None
-        if not isinstance(found, dict):
-            return None
-        known = cast("dict[str, Any]", found)
-        body = known.get("body")
-        return (
-            cast("dict[str, Any]", body) if known.get("number") == number and isinstance(body, dict) else None
-        )
+        match found:
+            case {"number": known, "body": dict()} if known == number:
+                return cast("dict[str, Any]", found["body"])
+            case _:
+                return None
 
 
 def _room(place: int) -> int:
-    """Bytes that a body may have."""
+    """Most bytes that a body may have."""
     return _BODIES[place + 1] - _BODIES[place] - 8

@@ -22,37 +22,37 @@ _NO_RECORDS: Rows = np.empty(0, RECORD)
 
 @dataclass(frozen=True, slots=True)
 class RingHeader:
-    """Who writes the ring. An unclaimed ring has rank -1 and pid 0."""
+    """Who writes the ring, and how much. An unclaimed ring has rank -1 and pid 0."""
 
     rank: int
     world_size: int
     pid: int
     incarnation: int
-    monotonic_ns: int  # the two clocks of the node, read together when the ring was claimed
-    realtime_ns: int
-    records: int  # slots
-    closed: bool  # the writer ended orderly
+    monotonic_ns: int  # CLOCK_MONOTONIC when the ring was claimed
+    realtime_ns: int  # CLOCK_REALTIME, read together with it
+    records: int  # number of slots for records
+    closed: bool  # whether the writer ended orderly
     dropped: int  # records that found no slot
-    written: int  # tickets given out so far, the dropped ones included
-    late: int = 0  # ends that came when their record was already overwritten
-    overflowed: int = 0  # groups, sites and operations' streams that found no room in their tables
-    first_step: int = 0  # of the training: the number of this claim's first iteration
+    written: int  # tickets given out so far, those of dropped records included
+    late: int = 0  # operations that ended when their record was already overwritten
+    overflowed: int = 0  # groups, sites and streams that found no room in their tables
+    first_step: int = 0  # step number of this claim's first iteration in the training
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What came since the last poll. A record that began and ended in between is in both arrays."""
+    """The records that came since the last poll. One that began and ended in between is in both arrays."""
 
     started: Rows  # RECORD, shape (n,)
     finished: Rows  # RECORD, shape (m,); ``end_ns`` is set
-    lost: int  # records that this reader never got: overwritten, dropped or never finished being written
+    lost: int  # records that this reader never got: overwritten, dropped, or left half written
     unfinished: int = 0  # records once in ``started`` that were overwritten before their end was seen
 
 
 class RingReader:
     """Reads one ring from a path or descriptor. Any number of readers may read the same ring, each at its own pace.
 
-    Raises RingError (what is wrong, and where) for what is no ring, cut short, torn or of another version. Reading
+    Raises RingError (what is wrong, and where) when it is no ring, cut short, torn or of another version. Reading
     begins with the oldest record still there.
     """
 
@@ -61,7 +61,7 @@ class RingReader:
 
     @property
     def header(self) -> RingHeader:
-        """The header now."""
+        """The header as it is now."""
         return RingHeader(*self._native.header())
 
     def writer_lives(self) -> bool:
@@ -69,10 +69,10 @@ class RingReader:
         return self._native.writer_lives()
 
     def poll(self) -> Batch:
-        """What is new since the last call.
+        """The records that are new since the last call.
 
         Each record comes once in ``started`` and, when it has ended, once in ``finished``. Costs time in proportion to
-        what is new. Records come in ticket order but for those that a slow thread was still writing at the last poll.
+        what is new. Records come in ticket order, except those that a slow thread was still writing at the last poll.
         """
         started, finished, lost, unfinished = self._native.poll()
         return Batch(_records(started), _records(finished), lost, unfinished)

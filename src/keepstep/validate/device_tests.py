@@ -16,15 +16,15 @@ from keepstep.core.validation import DeviceFigure
 TESTS = "keepstep.validate_tests"
 """Entry points ``test(device: str) -> float``, more is better; they leave the training's random numbers alone."""
 
-REPETITIONS = 3
-_CPU_SIZE = 384
-_CPU_BUSY_S, _CPU_PATIENCE_S = 0.03, 0.25  # of one repetition: time on the core, time in all
+REPETITIONS = 3  # of each test; the median counts
+_CPU_SIZE = 384  # rows and columns of the matrices
+_CPU_BUSY_S, _CPU_PATIENCE_S = 0.03, 0.25  # length of one repetition: time on the core, or time in all
 _CPU_LEAST_PRODUCTS = 4
-_GPU_SIZES, _GPU_PRODUCTS = (4096, 1024), 8  # the small one where memory is short
+_GPU_SIZES, _GPU_PRODUCTS = (4096, 1024), 8  # the small size is taken where memory is short
 
 
 def device_tests(rank: int, device: str, running: Callable[[], bool]) -> Iterator[DeviceFigure | str]:
-    """The figure of each test, or in words why there is none. Ends early once ``running()`` is false."""
+    """The figure of each test, or a text that says why there is none. Ends early once ``running()`` is false."""
     if device.startswith("cuda"):
         yield from _products_on_gpu(rank, device)
     else:
@@ -45,12 +45,15 @@ def device_tests(rank: int, device: str, running: Callable[[], bool]) -> Iterato
 
 
 def _products_on_cpu(rank: int) -> DeviceFigure:
-    """Ranks share the host's cores, so time that others had the core does not count; time beyond a CPU quota does."""
+    """The speed of matrix products on the CPU.
+
+    Ranks share the host's cores, so time in which others had the core does not count; time beyond a CPU quota does.
+    """
     import torch
 
     factor = torch.full((_CPU_SIZE, _CPU_SIZE), 0.5, device="cpu", dtype=torch.float32)
     into = torch.empty_like(factor)
-    # With helper threads this thread's own time says nothing: it may sleep until they are through.
+    # With helper threads this thread's own time says nothing: it may sleep until they are done.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def product_s() -> float:
@@ -66,7 +69,7 @@ def _products_on_cpu(rank: int) -> DeviceFigure:
             time.thread_time() < busy_until_s and time.monotonic() < until_s
         ):
             times.append(product_s())
-        return quantiles(times, n=4)[0]  # the others are slowed by what neighbours do to caches
+        return quantiles(times, n=4)[0]  # slower products suffer from what neighbours do to caches
 
     product_s()
     quota = quota_file(os.getpid())
@@ -81,13 +84,16 @@ def _products_on_cpu(rank: int) -> DeviceFigure:
         now - before
         for now, before in zip((time.perf_counter(), time.thread_time(), throttled_s()), begun, strict=True)
     )
-    limited_s = min(limited_s, max(wall_s - busy_s, 0.0))  # the kernel adds it over cores and processes
+    limited_s = min(
+        limited_s, max(wall_s - busy_s, 0.0)
+    )  # the kernel adds throttled time over cores and processes
     speed = _teraflops(_CPU_SIZE, seconds * (1 + limited_s / max(busy_s, 1e-9)))
     taken = max(wall_s - busy_s - limited_s, 0.0) / wall_s
     return DeviceFigure(rank, "fp32", speed, "TFLOP/s", limited_s / (busy_s + limited_s), taken)
 
 
 def _products_on_gpu(rank: int, device: str) -> Iterator[DeviceFigure | str]:
+    """The speed of matrix products on the GPU in each number format that it has."""
     import torch
 
     half = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
@@ -112,7 +118,7 @@ def _products_on_gpu(rank: int, device: str) -> Iterator[DeviceFigure | str]:
 
 
 def _fits(size: int, device: str) -> bool:
-    """Whether the factors find room without driving out what the training keeps allocated."""
+    """Whether there is room for the matrices beside what the training keeps allocated."""
     import torch
 
     free, _ = torch.cuda.mem_get_info(device)
@@ -121,6 +127,7 @@ def _fits(size: int, device: str) -> bool:
 
 
 def _product(test: str, size: int, device: str) -> Callable[[], Any]:
+    """A function that multiplies two square matrices in one number format."""
     import torch
 
     types: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -1,4 +1,4 @@
-"""Who is slower than its peers: medians and the spread around them, which hold while a third of the peers are bad."""
+"""Who is slower than its peers: medians and the spread around them, which hold up to a third of slow peers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from statistics import median
 
 from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures, SlowDevice, SlowLink, Validation
 
-SLOW_SHARE = 0.8  # of the peers' median: a drop by 20 % makes a suspect
-_INSIDE_SHARE = (
-    0.5  # the same of links inside a node, whose speed is also that of the cores their ends happen to get
-)
-_SPREADS = 3.5  # the figure must also be this many times the usual deviation away
-_MAD_TO_SIGMA = 1.4826
-_MUCH_TAKEN = 0.3
+SLOW_SHARE = 0.8  # part of the peers' median below which a figure is slow: a drop by 20 % makes a suspect
+# For links inside a node the bar is lower: their speed also depends on the cores that their ends happen to get.
+_INSIDE_SHARE = 0.5
+_SPREADS = 3.5  # standard deviations by which a slow figure must also lie below the median
+_MAD_TO_SIGMA = 1.4826  # from a median absolute deviation to a standard deviation
+_MUCH_TAKEN = 0.3  # part of the test by which a core was taken longer than its neighbours' to be mentioned
 
 
 def judge(
@@ -35,7 +34,7 @@ def judge(
             rank = slow.figure.rank
             if rank not in devices or slow.share < devices[rank].share:
                 devices[rank] = slow
-    # Who gets too little of the processor to send and receive has slow links for that reason.
+    # A rank that gets too little of the processor to send and receive has slow links for that reason.
     starved = {rank for rank, slow in devices.items() if cause_of(slow) == "cpu quota"}
     links: list[SlowLink] = []
     speeds = {pair: speed for pair, speed in link_speeds(figures).items() if not starved.intersection(pair)}
@@ -70,7 +69,7 @@ def cause_of(slow: SlowDevice) -> str:
 
 
 def best_of(rounds: Sequence[RankFigures]) -> RankFigures:
-    """The figures of one rank over several rounds of the same tests: what a neighbour disturbed in one is not slow."""
+    """The best figures of one rank over several rounds of the same tests: neighbours may disturb it in some rounds."""
     devices: dict[str, DeviceFigure] = {}
     links: dict[tuple[int, int, str, int], LinkFigure] = {}
     for one in rounds:
@@ -96,12 +95,13 @@ def link_speeds(figures: Sequence[RankFigures]) -> dict[tuple[int, int], float]:
 
 
 def _slow_devices(known: Mapping[int, DeviceFigure]) -> list[SlowDevice]:
+    """The ranks that are slow in one test."""
     middle, bar = _bar([one.value for one in known.values()])
     return [SlowDevice(one, middle, one.value / middle) for one in known.values() if one.value < bar]
 
 
 def _taken(figures: Sequence[RankFigures], nodes: Mapping[int, str]) -> list[str]:
-    """Ranks whose core others had for much longer than those of the ranks beside them: no fault of the device."""
+    """Lines on ranks whose core other processes had for much longer than their neighbours': no fault of the device."""
     beside: dict[str, dict[int, float]] = {}
     for figure in figures:
         for one in figure.devices:
@@ -120,10 +120,10 @@ def _taken(figures: Sequence[RankFigures], nodes: Mapping[int, str]) -> list[str
 
 
 def _bar(values: Sequence[float]) -> tuple[float, float]:
-    """The median, and the value below which one is slow; 0 for both without peers to compare with.
+    """The median, and the value below which a figure is slow; 0 for both without peers to compare with.
 
     Of two values the larger counts as healthy and the smaller as the exception. The spread is that of the upper half,
-    in which there are no slow ones.
+    in which no figure is slow.
     """
     if len(values) < 2:
         return 0.0, 0.0

@@ -1,8 +1,8 @@
 """Link tests between held workers, over TCP connections of their own.
 
-The job's own transport is left alone on purpose: a transfer on it that does not come can only be ended by breaking it
-(Gloo closes the pair, NCCL aborts the communicator), and the training would not survive its own examination. What is
-measured is therefore the hosts' network between the ranks, not NVLink or RDMA.
+The job's own transport is left alone on purpose: a transfer on it that does not arrive can only be ended by breaking
+the transport (Gloo closes the pair, NCCL aborts the communicator), and the training would not survive its own test.
+Measured is therefore the hosts' network between the ranks, not NVLink or RDMA.
 """
 
 from __future__ import annotations
@@ -19,29 +19,28 @@ from keepstep.core.validation import LinkFigure, Transfer, TransferEndpoint
 
 MESSAGE_BYTES = (16 << 20, 32 << 20, 64 << 20)
 REPETITIONS = 3
-LINK_BUDGET_S = 0.3  # after which no further message is asked for
+LINK_BUDGET_S = 0.3  # time for one link, after which no further message is asked for
 _CONNECT_S = 1.0
 _CHUNK = 1 << 20
 _TOKEN_BYTES = 16
-_HELLO = struct.Struct(f">{_TOKEN_BYTES}sII")  # token, pass, source
-_ASK = struct.Struct(">I")
-_COST = struct.Struct(
-    ">QQ"
-)  # after each message: ns that the source waited for a core, and ns that it had one
-_WAITING_ROOM = 64
+_HELLO = struct.Struct(f">{_TOKEN_BYTES}sII")  # token, number of the pass, source
+_ASK = struct.Struct(">I")  # bytes of the message that is asked for
+# Sent after each message: nanoseconds that the source waited for a core, and that it had one.
+_COST = struct.Struct(">QQ")
+_WAITING_ROOM = 64  # connections that came before their turn
 
 
 def own_address() -> str:
     """The address by which this host reaches the job's master, and so its peers reach it."""
     found = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    if not alone and found.startswith(("127.", "::1")):  # the master's own name may mean loopback on its host
+    if not alone and found.startswith(("127.", "::1")):  # the master's name may mean loopback on its own host
         return address_towards(ANYWHERE)
     return found
 
 
 class Receiver:
-    """Takes the transfers that are meant for this rank. Drives them: it asks for every message."""
+    """Takes the transfers that are meant for this rank, and drives them: it asks for every message."""
 
     def __init__(self) -> None:
         host = own_address()
@@ -58,28 +57,25 @@ class Receiver:
         with self._connection(transfer, deadline_s) as connection:
             best: dict[int, float] = {}
             begun_s = time.monotonic()
-            for size in sizes:
-                for _ in range(REPETITIONS):
-                    until_s = min(begun_s + 2 * LINK_BUDGET_S, deadline_s)
-                    best[size] = max(best.get(size, 0.0), _message(connection, size, until_s))
-                    if time.monotonic() - begun_s >= LINK_BUDGET_S:
-                        break
-                else:
-                    continue
-                break
+            for size in (size for size in sizes for _ in range(REPETITIONS)):
+                until_s = min(begun_s + 2 * LINK_BUDGET_S, deadline_s)
+                best[size] = max(best.get(size, 0.0), _message(connection, size, until_s))
+                if time.monotonic() - begun_s >= LINK_BUDGET_S:
+                    break
         return [
             LinkFigure(transfer.source, transfer.target, transfer.topology, size, speed)
             for size, speed in best.items()
         ]
 
     def close(self) -> None:
-        """No further transfers."""
+        """End: no further transfer is taken."""
         self._socket.close()
         for connection in self._early.values():
             connection.close()
         self._early.clear()
 
     def _connection(self, transfer: Transfer, deadline_s: float) -> socket.socket:
+        """The connection of the transfer's source; connections of other transfers are kept until their turn."""
         wanted = transfer.number, transfer.source
         while wanted not in self._early:
             self._socket.settimeout(_left(deadline_s))
@@ -120,9 +116,9 @@ def send(transfer: Transfer, endpoint: TransferEndpoint, sizes: tuple[int, ...],
 
 
 def _message(connection: socket.socket, size: int, until_s: float) -> float:
-    """Bytes per second of one message; of the part of it that came where it takes too long.
+    """Bytes per second of one message, or of the part of it that arrived by ``until_s``.
 
-    Inside a host the cores are all that there is between two ranks: time in which others had them does not count.
+    Inside a host only the cores lie between two ranks: time in which other processes had them does not count.
     """
     buffer = memoryview(bytearray(_CHUNK))
     begun_s, queued, busy = time.monotonic(), queued_ns(), time.thread_time_ns()
@@ -143,12 +139,13 @@ def _message(connection: socket.socket, size: int, until_s: float) -> float:
             raise
         return got / max(time.monotonic() - begun_s, 1e-9)
     if connection.getpeername()[0] == connection.getsockname()[0]:
-        queued_s = (queued_ns() - queued + source_queued) * 1e-9  # of both ends, which may overlap
+        queued_s = (queued_ns() - queued + source_queued) * 1e-9  # at both ends; the times may overlap
         took_s = max(took_s - queued_s, max(time.thread_time_ns() - busy, source_busy) * 1e-9)
     return got / max(took_s, 1e-9)
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
+    """So many bytes from a connection."""
     data = b""
     while len(data) < count:
         more = connection.recv(count - len(data))
@@ -159,6 +156,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _left(until_s: float) -> float:
+    """Seconds that are left; raises TimeoutError when none are."""
     left_s = until_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError("no time left")

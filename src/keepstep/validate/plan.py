@@ -1,4 +1,4 @@
-"""Who sends to whom in which pass, so that every link of a topology is tested once and no rank is in two at a time.
+"""Which rank sends to which in each pass: every link is tested once, and no rank is in two transfers at a time.
 
 The number of passes does not depend on the group's size: a ring takes 2 (3 if it is odd), a tree 4 (GREYHOUND §4.3).
 """

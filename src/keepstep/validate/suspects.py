@@ -8,11 +8,13 @@ from statistics import median_low
 from keepstep.core.incident import Culprit
 from keepstep.core.summary import GroupInfo, IterationSummary
 
-DEGRADED = 1.1  # of the median of comparable groups (GREYHOUND §4.3)
-_EXPLAINS = 0.2  # of the job's slowdown, at least, by a degraded group: less is how groups differ anyway
+DEGRADED = 1.1  # ratio to the median of comparable groups above which a group is degraded (GREYHOUND §4.3)
+_EXPLAINS = (
+    0.2  # least part of the job's slowdown that a degraded group costs: less is how groups differ anyway
+)
 MOST_GROUPS = 8
 
-_Key = tuple[int, int, int]  # operation, bytes of one, members
+_Key = tuple[int, int, int]  # operation, bytes of each, number of members
 
 
 def degraded_groups(
@@ -20,12 +22,12 @@ def degraded_groups(
 ) -> tuple[str, ...]:
     """Groups whose transfers take over 1.1 times the median of groups with the same operation, bytes and size.
 
-    And ``least_s`` longer than these, all of an iteration together.
+    Their transfers must also cost at least ``least_s`` more in an iteration.
 
     A group's transfer time is what the last of its members to arrive sees: the shortest of an operation's durations.
     """
     fastest: dict[_Key, dict[str, float]] = {}
-    counts: dict[_Key, int] = {}  # of an iteration
+    counts: dict[_Key, int] = {}  # operations per iteration
     for row in rows:
         for stream in row.streams:
             group = groups.get(stream.group)
@@ -53,9 +55,8 @@ def suspicious_groups(
 ) -> tuple[tuple[int, ...], ...]:
     """Members of the groups to validate, at most 8 of them; all ranks as one group when nobody is suspected.
 
-    ``slowdown_s``: how much longer the job's iteration takes.
-
-    Those that hold a suspected rank come first, then degraded ones. A group of all ranks stands back for smaller ones.
+    Groups with a suspected rank come first, then degraded ones. A group of all ranks is left out where smaller ones are
+    chosen. ``slowdown_s``: how much longer the job's iteration takes.
     """
     ranks = {one.rank for one in culprits} | {rank for one in culprits if one.link for rank in one.link.ranks}
     members = {name: group.members for name, group in groups.items() if 1 < len(group.members) < len(world)}

@@ -1,4 +1,4 @@
-"""The tests of one held rank, in the order that was asked for; never longer than its limit."""
+"""Runs the tests of one held rank, in the order that was asked for, and never longer than its limit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from keepstep.validate.link_tests import MESSAGE_BYTES, Receiver, send
 
 MOST_LIMIT_S = 20.0
 MOST_TRANSFERS = 256
-_CPU_SCALE = 4  # messages are this much smaller between ranks that compute on the host
+_CPU_SCALE = 4  # how much smaller messages are between ranks that compute on the host
 _MOST_TEXT = 200
 
 
 class HeldTests:
-    """Ready to take transfers until ``stop``. Make it in the training thread: the device current there is tested."""
+    """The tests of a rank that is held. It is ready to take transfers until ``stop``.
+
+    Make it in the training thread: the device that is current there is tested.
+    """
 
     def __init__(self, rank: int, device: str | None = None) -> None:
         self._rank = rank
@@ -27,13 +30,13 @@ class HeldTests:
         self._stopped = threading.Event()
 
     def endpoint(self) -> dict[str, Any]:
-        """Where this rank takes transfers, an ``TransferEndpoint`` as plain values."""
+        """Where this rank takes transfers: a ``TransferEndpoint`` as plain values."""
         return asdict(self._receiver.endpoint)
 
     def run(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Run the tests that ``body`` (a ``RankTests`` as plain values) orders; a ``RankFigures`` as plain values.
+        """Run the tests that ``body`` orders (a ``RankTests`` as plain values); returns a ``RankFigures`` as such.
 
-        Raises KeyError, TypeError or ValueError for a body that is none.
+        Raises KeyError, TypeError or ValueError for a body of another form.
         """
         deadline_s = time.monotonic() + min(max(float(body["limit_s"]), 0.0), MOST_LIMIT_S)
         wanted = [Transfer(**one) for one in body["transfers"]][:MOST_TRANSFERS]
@@ -51,7 +54,7 @@ class HeldTests:
                     missing.append(found[:_MOST_TEXT])
                 else:
                     devices.append(found)
-        except Exception as error:  # a device that fails its test is no reason to leave the links untested
+        except Exception as error:  # links are tested even when the device's test fails
             missing.append(f"{self._device}: {type(error).__name__}: {error}"[:_MOST_TEXT])
         for transfer in sorted(wanted, key=lambda one: one.number):
             if self._stopped.is_set():
@@ -63,13 +66,14 @@ class HeldTests:
         return asdict(RankFigures(self._rank, tuple(devices), tuple(links), tuple(missing)))
 
     def stop(self) -> None:
-        """The hold is over: whatever still runs ends after the test that it is in."""
+        """End the tests, as the hold is over; a test that is running is finished first."""
         self._stopped.set()
         self._receiver.close()
 
     def _test_link(
         self, transfer: Transfer, endpoints: dict[int, TransferEndpoint], deadline_s: float
     ) -> list[LinkFigure]:
+        """Do this rank's part of a transfer: receive and measure it, or send it."""
         scale = 1 if self._device.startswith("cuda") else _CPU_SCALE
         sizes = tuple(size // scale for size in MESSAGE_BYTES)
         if transfer.target == self._rank:
@@ -80,6 +84,7 @@ class HeldTests:
 
 
 def _own_device() -> str:
+    """The device that is current in this thread."""
     import torch
 
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu"
