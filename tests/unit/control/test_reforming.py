@@ -153,6 +153,22 @@ def test_whom_keepstep_ends_at_the_same_step_again_and_again_ends_no_job() -> No
         assert kinds(fail_same(job, incarnation, 10.0 * incarnation - 0.1)) == ["Renew", "Tell"]
 
 
+def test_a_node_that_a_budget_refuses_is_replaced_though_no_spare_is_left_for_an_unfit_one() -> None:
+    job = Job(3, spares=1, max_restarts=9)
+    job.spending._limits = Limits(node=1)
+    for incarnation in range(2):
+        unix_s = 10.0 * incarnation
+        job.spending.failed(
+            "gpu-1", Failed(incarnation, 1, "rank 3: OSError", 3, incarnation, unix_s), unix_s
+        )
+        job.fail(1, incarnation)
+        job.halt(1, 3, incarnation=incarnation)
+        unfit = "disk full" if incarnation else ""
+        job.reforming.halted(job.launcher(0), incarnation, 4000, 2.0, unfit=unfit)
+        job.halt(2, incarnation=incarnation)
+    assert sorted(job.table()) == ["gpu-0", "gpu-2", "gpu-3"]
+
+
 def test_a_new_controller_counts_on_with_what_launchers_say_again() -> None:
     job = Job(2, max_restarts=9)
     job.spending.failed("gpu-1", Failed(0, 1, "rank 3: ValueError: boom", 3, 41, 10.0), 15.0)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from keepstep.control.membership.rendezvous import Launcher
 from keepstep.wire.messages import Placement
 
-_STALL_S = 1.0  # a tick this late means that we slept, not the launchers
-_MOST_SHARE = 10  # more than a tenth of the job away at once: more likely the network, or we, than they
+_STALL_S = 1.0  # when a tick is this late, the controller slept, not the launchers
+_MOST_SHARE = 10  # more than a tenth of the job away at once is rather the network's fault, or our own
 
 
 class Absence:

@@ -1,4 +1,4 @@
-"""Do the nodes of a job fit each other? Versions and clocks, as launchers say them when they join."""
+"""Whether the nodes of a job fit each other: their versions and clocks, as launchers tell them when they join."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 from keepstep.wire.messages import Join
 
-MOST_SKEW_S = 10.0  # more, and logs, storage and certificates of two nodes contradict each other
+MOST_SKEW_S = 10.0  # with a larger skew logs, files on storage and certificates of two nodes would contradict
 
 
 class Admission:
-    """``unix_s``: Unix time of a moment on the controller's clock."""
+    """Compares each launcher with the first. ``unix_s``: Unix time of a moment on the controller's clock."""
 
     def __init__(self, unix_s: Callable[[float], float]) -> None:
         self._unix_s = unix_s
         self._first: Join | None = None
-        self.found: dict[str, tuple[str, ...]] = {}  # what the checks of each node found, by its name
+        self.found: dict[str, tuple[str, ...]] = {}  # problems that each node's checks found, by its name
 
     def objection(self, join: Join, now_s: float) -> str:
         """Why this launcher cannot take part; "": it can. One that has a place already is not asked."""

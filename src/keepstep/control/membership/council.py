@@ -1,4 +1,4 @@
-"""Who may elect the next host of the controller, and which rank table they all know. Pure; the leader's half.
+"""Which launchers elect the next host of the controller, and which rank table they all know: the leader's half, pure.
 
 A council is replaced as a whole by the next version, and counts once a quorum has kept it. Seats change in two steps,
 as in Raft: in between a majority of the former ones is needed too, so that any two quorums that can act share a
@@ -20,13 +20,14 @@ from keepstep.wire.messages import Council, Kept, Placement, Row, Seat, Stop
 class Councils:
     """Proposes councils, counts who has kept the newest one, and knows what is settled.
 
-    ``token``: of the launcher beside us, 0 when nobody is ever elected: then everything is settled at once.
+    ``token``: of the seat of the launcher beside this controller; 0: there are no elections, so everything is settled
+    at once. ``term``: the controller's term of office. ``port``: where the controller listens.
     """
 
     def __init__(self, token: int, term: int, port: int = 0) -> None:
         self.term = term
         self._token = token
-        self.port = port  # this controller listens on it
+        self.port = port
         self.electors = Electors(token)
         self._table: Mapping[Launcher, Placement] = {}
         self._rows: tuple[Row, ...] = ()  # the same table as it stands in a council
@@ -35,20 +36,18 @@ class Councils:
         self._is_settled = True  # a quorum has kept the newest
         self._is_for_all = True  # the newest differs from the one before in more than its table
         self._is_ours = True  # no other controller proposed the newest
-        self._inherited: Council | None = (
-            None  # one that another controller proposed, and this one has not yet
-        )
+        self._inherited: Council | None = None  # proposed by another controller, not by this one yet
         self._settled_incarnation = -1
         self._stop: Stop | None = None
 
     @property
     def newest(self) -> Council | None:
-        """To be told to everybody that comes."""
+        """The newest council that was proposed, whether or not it is settled."""
         return self._newest
 
     @property
     def is_settled(self) -> bool:
-        """A quorum has kept the newest."""
+        """Whether a quorum has kept the newest council."""
         return self._is_settled
 
     def allows(self, incarnation: int) -> bool:
@@ -56,24 +55,24 @@ class Councils:
         return not self._token or incarnation <= self._settled_incarnation
 
     def end(self, stop: Stop) -> None:
-        """The job is to end with this; what an earlier leader may have told somebody counts."""
+        """The job is to end with this, unless an earlier leader may have told somebody of another end already."""
         self._stop = self._stop or stop
 
     @property
     def stop(self) -> Stop | None:
-        """What the job ends with, once no later leader can end it, or go on, otherwise."""
+        """What the job ends with, once no later leader can end it otherwise or have it go on."""
         if self._newest is None:
             return self._stop
         return self._newest.stop if self._is_settled else None
 
     def restore(self, held: Council) -> None:
-        """Go on with what an earlier controller began: whether it was settled is not known."""
+        """Go on with the council of an earlier controller. Whether a quorum has kept it is not known."""
         self._newest = self._inherited = held
         self._stop = held.stop
         self._is_settled = False
 
     def here(self, launcher: Launcher, seat: Seat | None) -> None:
-        """It has joined."""
+        """A launcher has joined; ``seat``: where it can be asked for its vote, if it can."""
         newest = self._newest
         if seat is None or not self._token:
             self.electors.back(launcher)
@@ -81,12 +80,13 @@ class Councils:
             self.electors.here(launcher, seat, (*newest.seats, *newest.former) if newest is not None else ())
 
     def kept(self, launcher: Launcher, kept: Kept) -> bool:
-        """An answer to the newest council; True when that settles it."""
+        """A launcher has kept a council. True when that settles the newest one."""
         seat, newest = self.electors.seats.get(launcher), self._newest
         if seat is None or newest is None or (kept.term, kept.version) != (newest.term, newest.version):
             return False
         self._kept.add(seat.token)
-        # The lease beside us counts by the council that is kept there: by an older one others would be its electors.
+        # The elector beside us has to be among them: its lease counts by the council that it keeps, and by an older one
+        # it would be other electors' lease.
         if self._is_settled or self._token not in self._kept:
             return False
         if not is_quorum(_tokens(newest.seats), _tokens(newest.former), self._kept):
@@ -96,7 +96,7 @@ class Councils:
         return True
 
     def tick(self, table: Mapping[Launcher, Placement], now_s: float) -> Council | None:
-        """The next council, where one is due; it has to be stored, then told to all. A table is never changed."""
+        """The next council, where one is due; it has to be stored, then told to all. ``table`` itself never changes."""
         self.electors.tick(now_s)
         own = self.electors.own
         if not self._token or own is None or not table:
@@ -110,13 +110,14 @@ class Councils:
             seats = self.electors.wanted(own, (), table)
             return self._propose(Council(self.term, 1, own, self.port, seats, (), rows))
         if self._inherited is not None:
-            # As it is, and nothing else before it is settled in our term: it may have been, or not.
+            # It may have been settled or not. So it is proposed as it is, and nothing else before it is settled in our
+            # term.
             self._inherited, self._is_ours = None, False
             return self._propose(structs.replace(newest, term=self.term, leader=own, port=self.port))
         wanted = self.electors.wanted(own, newest.seats, table)
         differ = set(wanted) != set(newest.seats) or wanted[0] != newest.seats[0]
         if not self._is_settled:
-            # Nobody can act for the new seats alone before this is settled: others may be tried.
+            # The new seats alone can decide nothing before this council is settled, so others may be proposed instead.
             if newest.former and differ and self._is_ours:
                 return self._propose(structs.replace(newest, seats=wanted, table=rows))
             return None
@@ -129,12 +130,12 @@ class Councils:
         return self._propose(structs.replace(newest, table=rows)) if rows != newest.table else None
 
     def tells(self, launcher: Launcher) -> Council | None:
-        """The newest, if it is news to this launcher: others than electors have no use for each table."""
+        """The newest council for this launcher; None if only its table is new, and the launcher does not elect."""
         told = self.told(launcher)
         return told if told is not None and (told.table or self._is_for_all) else None
 
     def told(self, launcher: Launcher) -> Council | None:
-        """The newest as this launcher is to know it: the table goes to the electors alone."""
+        """The newest council as this launcher may know it: only electors get the table."""
         newest, seat = self._newest, self.electors.seats.get(launcher)
         if newest is None or newest.term != self.term:
             return None

@@ -10,7 +10,7 @@ from keepstep.wire.messages import Bye, Ended, Stop
 
 
 class Ending:
-    """State of one controller. Whoever holds it reads it; the controller alone changes it.
+    """How far the job's end has come. Many parts of the controller read it; the controller alone changes it.
 
     ``join_s``: for so long nodes that have to agree on who plays which rank are waited for; ``grace_s``: between the
     end of the job and that of its controller.
@@ -18,20 +18,20 @@ class Ending:
 
     def __init__(self, join_s: float, grace_s: float) -> None:
         self.stop: Stop | None = None  # what the job is to end with
-        self.is_told = False  # launchers have been told, so that it holds
+        self.is_told = False  # launchers have been told of `stop`, so that it cannot be changed
         self.over = False  # all launchers have ended
         self.under_way = False  # true once a stop was ordered or all launchers have ended
-        self.launchers: dict[Launcher, Ended | Bye | None] = {}  # all that were placed; with what each ended
+        self.launchers: dict[
+            Launcher, Ended | Bye | None
+        ] = {}  # all that were ever placed, and their last words
         self._join_s, self._grace_s = join_s, grace_s
         self._over_s: float | None = None
         self._exited = False
-        self._withheld_since_s: float | None = (
-            None  # since when a council waits for the nodes that have to agree
-        )
+        self._withheld_since_s: float | None = None  # since when the electors have not agreed
 
     @property
     def exit_code(self) -> int | None:
-        """That of the job; 0 where an operator stopped it, None while it goes on."""
+        """The job's exit code; 0 where an operator stopped it, None while it goes on."""
         if not self.under_way:
             return None
         return 0 if self.stop is None or self.stop.by_operator else self.stop.exit_code
@@ -42,16 +42,16 @@ class Ending:
         self.stop, self.under_way = stop, stop is not None
 
     def begin(self, stop: Stop) -> None:
-        """The job is to end with this."""
+        """The job is to end with this exit code, for this reason."""
         self.stop, self.under_way = stop, True
 
     def slept(self, seconds: float) -> None:
-        """This process did not run for so long: nobody could agree meanwhile."""
+        """This process did not run for so many seconds: no elector could be heard meanwhile."""
         if self._withheld_since_s is not None:
             self._withheld_since_s += seconds
 
     def withheld(self, is_agreed: bool, now_s: float) -> bool:
-        """Whether it must end, as nodes have not agreed on who plays which rank for too long. Call it at every tick."""
+        """Whether the job must end, as electors have not agreed on a rank table for too long. Call it at every tick."""
         if is_agreed:
             self._withheld_since_s = None
         elif self._withheld_since_s is None:
@@ -86,7 +86,7 @@ class Ending:
         return True
 
     def exit(self, now_s: float) -> Exit | None:
-        """That of the controller, once, a while after the job's end."""
+        """The controller's own exit, once, a while after the job's end."""
         if self._over_s is None or now_s - self._over_s < self._grace_s or self._exited:
             return None
         self._exited = True

@@ -1,4 +1,4 @@
-"""When a job that has fewer nodes than it may have takes in those that have come."""
+"""When a job that has fewer nodes than it may have takes in nodes that have come."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.rendezvous import Launcher, Rendezvous
 from keepstep.core.ranges import fold_nodes
 
-_TOGETHER_S = 5.0  # nodes that come one after the other cost one beginning, not each its own
-_SEAL_S = 1800.0  # for every rank to seal what more nodes can begin with: nobody waits for an answer
+_TOGETHER_S = 5.0  # quiet time after the last node has come, so that several nodes cost one pause
+_SEAL_S = 1800.0  # for every rank to seal a step that more nodes can begin with; nobody waits for an answer
 
 
 class Growth:
@@ -18,13 +18,11 @@ class Growth:
         self._rendezvous, self._reforming, self._pauses = rendezvous, reforming, pauses
         self._seen: tuple[list[Launcher], int] = ([], 0)
         self._since_s = 0.0
-        self._wanted: tuple[int, Pause] | None = (
-            None  # the last pause, and the incarnation in which it was wanted
-        )
+        self._wanted: tuple[int, Pause] | None = None  # in which incarnation a pause was wanted last
 
     @property
     def newcomers(self) -> list[Launcher]:
-        """Who would be taken in now."""
+        """Launchers that would be taken in now."""
         return [] if self._reforming.under_way else self._rendezvous.newcomers
 
     def tick(self, now_s: float) -> None:

@@ -6,7 +6,7 @@ from keepstep.control.membership.rendezvous import Rendezvous
 
 
 class Incarnations:
-    """Counted from the rank table, so that every controller of the job counts alike."""
+    """Numbers of incarnations, taken from the rank table so that every controller of the job counts alike."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
@@ -32,11 +32,11 @@ class Incarnations:
         return self.current - self._rendezvous.pauses
 
     def told(self, incarnation: int) -> None:
-        """A member says that it plays this one."""
+        """A member says that it plays this incarnation."""
         self._told = max(self._told, incarnation)
 
     def stopped(self, incarnation: int) -> None:
-        """A launcher says that it runs nothing of this one or an earlier one, and will not start it."""
+        """A launcher says that it runs nothing of this incarnation or earlier ones, and will start nothing of them."""
         self._stopped = max(self._stopped, incarnation)
 
     def following(self, *, is_pause: bool) -> tuple[int, int]:

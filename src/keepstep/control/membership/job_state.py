@@ -24,8 +24,8 @@ class Facts:
     incarnation: int = 0
     trains: bool = False  # all ranks of this incarnation have made a step
     ending: bool = False  # the workers of this incarnation are being ended, or have been
-    suspended: bool = False  # for an operator, until one resumes it
-    exit_code: int | None = None  # of a job that is over; 0 when an operator stopped it
+    suspended: bool = False  # no worker runs before an operator resumes the job
+    exit_code: int | None = None  # set once the job is over; 0 when an operator stopped it
 
 
 def state_of(facts: Facts) -> JobState:
@@ -68,7 +68,7 @@ class JobStates:
         exit_code: int | None,
         now_s: float,
     ) -> JobState:
-        """Follow what the controller knows. ``dying``: incarnation of which a death is open; -1: none is."""
+        """Follow what the controller knows. ``dying``: incarnation in which a death has no verdict yet, or -1."""
         incarnation = reforming.incarnation
         if self._trained < incarnation and dying < incarnation:
             steps_unseen = now_s - self.since_s >= _UNSEEN_STEPS_S
@@ -84,7 +84,7 @@ class JobStates:
         return self.follow(facts, now_s)
 
     def follow(self, facts: Facts, now_s: float) -> JobState:
-        """The state now. Where the table leads nowhere, facts are older than what was said: the state stays."""
+        """The state now. It stays where the table does not lead to what the facts amount to: they are out of date."""
         state = state_of(facts)
         if self.state is None or (state is not self.state and leads(self.state, state)):
             self.state, self.since_s = state, now_s

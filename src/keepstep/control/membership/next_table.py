@@ -24,7 +24,7 @@ class Plan:
 
 
 class NextTable:
-    """What can be done once all have halted. ``takes_in``: nodes that come later can be given the state of others."""
+    """Plans, once all have halted. ``takes_in``: nodes that come later can be given the state of others."""
 
     def __init__(
         self, rendezvous: Rendezvous, incarnations: Incarnations, trial: Trial, *, takes_in: bool

@@ -29,9 +29,7 @@ class Pause:
     verb: str
     until_s: float  # given up when not all ranks have sealed a step by then
     unsealed: set[Launcher]  # members whose ranks have not all sealed a step yet
-    peer: int | None = (
-        None  # the operator's connection; None: the controller wants it, nobody waits for an answer
-    )
+    peer: int | None = None  # connection of the operator who waits for an answer; None: nobody waits
     why: str = BY_HAND
     exchange: Mapping[Launcher, Launcher] = field(default_factory=dict[Launcher, Launcher])  # taker by holder
     unfit: Mapping[Launcher, str] = field(default_factory=dict[Launcher, str])  # whom spares replace, and why

@@ -11,7 +11,7 @@ from keepstep.control.membership.rendezvous import MOST_NODES, MOST_RANKS, Launc
 from keepstep.control.settings import Settings
 from keepstep.wire.messages import PROTOCOL, Heartbeat, Hello, Refused, Stop, Welcome
 
-_STALL_S = 1.0  # a tick this late means that we slept, not the agents
+_STALL_S = 1.0  # when a tick is this late, the controller slept, not the agents
 
 
 @dataclass(slots=True)
@@ -26,30 +26,30 @@ class Peer:
 
 
 class Peers:
-    """``effects``: what the controller is about to do; ``pid``: its process."""
+    """All connections. ``effects``: what the controller is about to do; ``pid``: its process ID."""
 
     def __init__(
         self, settings: Settings, cluster: Cluster, rendezvous: Rendezvous, effects: list[Effect], pid: int
     ) -> None:
-        self.connected: dict[int, Peer] = {}  # by number
-        self.ignored = 0  # messages that made no sense in their place
+        self.connected: dict[int, Peer] = {}  # by the number of the connection
+        self.ignored = 0  # number of messages that made no sense when they came
         self._settings, self._cluster, self._rendezvous = settings, cluster, rendezvous
         self._effects, self._pid = effects, pid
         self._ticked_s: float | None = None
-        self._quiet_until_s = 0.0  # nobody is thought silent before
+        self._quiet_until_s = 0.0  # until then no agent counts as silent, as the controller slept
 
     def refuse(self, peer: int, reason: str) -> None:
-        """Say why, and close the connection."""
+        """Tell a peer why it is refused, and close the connection."""
         self.ignored += 1
         self._effects += [Send((peer,), Refused(reason)), Disconnect(peer, reason)]
 
     def tell_launchers(self, stop: Stop) -> None:
-        """The job ends with this."""
+        """Tell all launchers what the job ends with."""
         peers = tuple(number for number, peer in self.connected.items() if peer.launcher is not None)
         self._effects.append(Send(peers, stop))
 
     def hello(self, sender: Peer, hello: Hello, now_s: float) -> Node | None:
-        """It says what it is; the node, if it is now that node's agent."""
+        """A peer says what it is. Returns the node whose agent it is from now on, if it is one."""
         peer = sender.number
         if hello.protocol != PROTOCOL:
             self.refuse(
@@ -83,7 +83,7 @@ class Peers:
         return node
 
     def heartbeat(self, sender: Peer, beat: Heartbeat, now_s: float) -> Node | None:
-        """The agent of a node is heard; the node, None if it does not count."""
+        """An agent's heartbeat. Returns its node, or None where the heartbeat does not count."""
         node = sender.node
         if node is None:
             self.refuse(sender.number, "say Hello first")
@@ -96,7 +96,7 @@ class Peers:
         return node
 
     def gone(self, peer: int, since_s: float) -> Peer | None:
-        """A connection has gone. ``since_s``: from when on its node counts as lost, if no other is there."""
+        """A connection has gone. ``since_s``: from when on its node is away, if it has no other connection."""
         gone = self.connected.pop(peer, None)
         node = gone.node if gone is not None else None
         if node is not None:
@@ -109,7 +109,7 @@ class Peers:
         return gone
 
     def slept_s(self, now_s: float) -> float:
-        """How long this process did not run before this tick; then nobody can be thought silent for a while."""
+        """Seconds for which this process did not run before this tick; no agent counts as silent for a while then."""
         before_s, self._ticked_s = self._ticked_s, now_s
         if before_s is None or now_s - before_s <= _STALL_S:
             return 0.0
@@ -117,11 +117,11 @@ class Peers:
         return now_s - before_s
 
     def is_quiet(self, now_s: float) -> bool:
-        """Whether nobody may be thought silent now."""
+        """Whether no agent counts as silent now."""
         return now_s < self._quiet_until_s
 
     def watch(self, now_s: float) -> Iterator[Node]:
-        """Look at when each node was heard; those without agent and launcher for so long that they are lost."""
+        """Note which agents are silent; yield the nodes that have had neither agent nor launcher for too long."""
         settings = self._settings
         for node in self._cluster.nodes.values():
             if node.left:
@@ -133,7 +133,7 @@ class Peers:
                 yield node
 
     def is_heard(self, node_rank: int, now_s: float) -> bool:
-        """Whether the node's agent speaks."""
+        """Whether the node's agent has sent a heartbeat a short while ago."""
         node = self._cluster.nodes.get(node_rank)
         if node is None or node.agent is None or node.heard_s is None:
             return False

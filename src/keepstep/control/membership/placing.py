@@ -1,4 +1,4 @@
-"""Launchers are told what they play, and electors the table that they have to agree on before it counts."""
+"""Tells launchers which ranks they play, and electors the table on which they have to agree before it counts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from keepstep.control.membership.rendezvous import Launcher, Placed, Rendezvous
 from keepstep.wire.messages import Council, Placement, Spare, Stop
 
 _EXCLUDED = 1  # exit code of a launcher that was excluded
-_MOST_TEXT = 500  # characters of what went wrong
+_MOST_TEXT = 500  # characters of a reason that is sent to a launcher
 
 
 class Placing:
-    """``effects``: what the controller is about to do."""
+    """Gives out rank tables. ``effects``: what the controller is about to do."""
 
     def __init__(
         self,
@@ -29,10 +29,10 @@ class Placing:
     ) -> None:
         self._cluster, self._rendezvous, self._councils = cluster, rendezvous, councils
         self._peers, self._ending, self._effects = peers, ending, effects
-        self._excluded: list[Exclude] = []  # left out of a table on which electors have not agreed yet
+        self._excluded: list[Exclude] = []  # to be ended once electors have agreed on the table
 
     def take(self, table: dict[Launcher, Placement]) -> None:
-        """This is who plays what."""
+        """Note which node plays which ranks."""
         ordered = sorted(table.items(), key=lambda item: item[1].first_rank)
         ends = [placement.first_rank for _, placement in ordered[1:]] + [ordered[0][1].world_size]
         self._cluster.resize(ordered[0][1].world_size)
@@ -42,7 +42,7 @@ class Placing:
             self._cluster.plays(node, range(placement.first_rank, end))
 
     def answer(self, placed: Placed) -> None:
-        """Tell those who asked for a place what has become of it."""
+        """Tell launchers that asked for a place which one they have, or why they have none."""
         if placed.is_new:
             table = self._rendezvous.placements
             self.take(table)
@@ -74,7 +74,7 @@ class Placing:
             self._effects.append(Send((peer,), Stop(_EXCLUDED, order.reason[:_MOST_TEXT])))
 
     def agreed(self) -> None:
-        """Electors have agreed on the table: what waited for that is done."""
+        """Electors have agreed on the table: tell everybody their places, and end whom it leaves out."""
         for one, placement in self._rendezvous.placements.items():
             if (peer := self._rendezvous.peer(one)) is not None:
                 self._effects.append(Send((peer,), placement))
@@ -90,7 +90,7 @@ class Placing:
                 self._effects.append(Reach(peer, seat))
 
     def tell(self, council: Council) -> None:
-        """Have everybody know who elects, and electors the table."""
+        """Tell every launcher who elects, and the electors the table as well."""
         self._effects.append(StoreCouncil(council))
         for peer, sender in self._peers.connected.items():
             if sender.launcher is not None and self._rendezvous.peer(sender.launcher) in (peer, None):

@@ -58,21 +58,21 @@ class Reforming:
         # Invariant R1: both are blank in RUNNING, so nothing of one re-forming can be taken for a part of the next.
         self._roll, self._occasion = RollCall(), Occasion()
 
-        # Since when a spare is waited for, and for how long before it is looked again whether to go on without.
+        # Since when a spare is waited for, and after how many seconds to look whether the job can go on without one.
         #
         # Invariant R12: a spare is waited for in WAITING, and in no other state.
         self._waits_since_s: float | None = None
         self._patience_s = 0.0
 
-        # The next tick has to look for a conclusion, as no message may come any more that leads to one.
+        # The next tick has to look for a conclusion: perhaps no message will come any more that leads to one.
         self._is_due = False
 
-        # The newest placement gave the nodes the places that an order had them exchange.
+        # Whether the newest placement was an exchange that was ordered, and every node has the place it was to take.
         self.exchanged = False
 
     @property
     def incarnation(self) -> int:
-        """The one that runs, or is being ended."""
+        """The incarnation that runs, or is being ended."""
         return self._incarnations.current
 
     @property
@@ -82,12 +82,12 @@ class Reforming:
 
     @property
     def under_way(self) -> bool:
-        """Between a failure, or an operator's order, and the next placement."""
+        """Whether a failure or an order has ended an incarnation, and the next one is not placed yet."""
         return self.state in _UNDER_WAY
 
     @property
     def suspended(self) -> bool:
-        """No worker runs, and none is started before `resume`."""
+        """Whether an operator has suspended the job: no worker runs, and none is started before `resume`."""
         return self.state is State.SUSPENDED
 
     @property
@@ -106,23 +106,22 @@ class Reforming:
         hold: bool,
         why: str = BY_HAND,
     ) -> list[Order]:
-        """All are to begin again without a failure.
+        """All nodes are to re-form, though nothing has failed.
 
-        ``exchange``: who takes whose place, by who has it; ``unfit``: spares in their places, and why; ``hold``: not
-        before `resume`.
+        ``exchange``: who takes whose place, by who has it now; ``unfit``: members whose places spares should take, and
+        why; ``hold``: the next incarnation does not begin before `resume`.
         """
         if self.state is State.RUNNING:
             self._occasion = Occasion(why, exchange or {}, unfit or {}, hold)
             return self._fire(Event.SUSPEND if hold else Event.ORDERED, now_s)
         if not hold or not self.under_way:
             return []
-        self._occasion.is_held = (
-            True  # what has halted already is told again, so that it says so to a new controller
-        )
+        # Launchers that have halted already are told again, so that they tell a new controller of the suspension.
+        self._occasion.is_held = True
         return [*self._fire(Event.SUSPEND, now_s), *self._conclude(now_s)]
 
     def resume(self, now_s: float) -> list[Order]:
-        """An operator has the job go on."""
+        """An operator has a suspended job go on."""
         return [*self._fire(Event.RESUME, now_s), *self._conclude(now_s)] if self.suspended else []
 
     def restored(self, former: Launcher | None = None) -> None:
@@ -133,18 +132,18 @@ class Reforming:
         self._absence.restored(self._rendezvous.placements, former)
 
     def here(self, launcher: Launcher, incarnation: int, now_s: float) -> list[Order]:
-        """It has joined; ``incarnation``: of the placement that it has, -1 for none."""
+        """A launcher has joined. ``incarnation``: of the placement that it has; -1: it has none."""
         is_member = launcher in self._rendezvous.placements
         self._absence.came(launcher)
-        if not self._rendezvous.max_restarts:  # the launcher of one node begins again by itself
+        if not self._rendezvous.max_restarts:  # the launcher of one node restarts its workers by itself
             if is_member:
                 self._incarnations.told(incarnation)
-            is_early = is_member and self.state is State.HALTING  # it has done so before it read the order
+            is_early = is_member and self.state is State.HALTING  # it did so before it read the order
             return [self._halt((launcher,))] if is_early else []
         if self.state is State.OVER:
             return []
         if not is_member:
-            # Cut off and replaced, it may still run what is over; a spare says which port is free.
+            # If it was cut off and replaced, it may still run an old incarnation; a spare says which port is free.
             return [self._halt((launcher,))] if incarnation >= 0 or self.under_way else []
         if incarnation > self.incarnation:
             self._incarnations.told(incarnation)
@@ -152,14 +151,14 @@ class Reforming:
         return self._fire(Event.RETURNED, now_s, launcher)
 
     def gone(self, launcher: Launcher, now_s: float) -> None:
-        """Its connection has gone."""
+        """The last connection of a launcher has gone."""
         is_member = launcher in self._rendezvous.placements
         if is_member:
             self._absence.went(launcher, now_s)
         self._roll.went(launcher, is_member=is_member)
 
     def orphaned(self, launcher: Launcher) -> None:
-        """Its agent goes because it is gone."""
+        """A launcher is gone for certain: its agent says so."""
         self._absence.orphaned(launcher)
 
     def failed(
@@ -186,17 +185,17 @@ class Reforming:
         unfit: str = "",
         rigid: str = "",
     ) -> list[Order]:
-        """A launcher has no workers any more.
+        """A launcher runs no workers any more, and has this port free.
 
         ``suspended``: because an operator wanted that. ``unfit``: why none should begin again on its node. ``rigid``:
-        why they cannot in a job of another size.
+        why its ranks cannot go on in a job of another size.
         """
         self._incarnations.stopped(incarnation)
         if incarnation < self.incarnation or self.state is State.OVER:
             return []
         orders: list[Order] = []
         if launcher in self._rendezvous.placements:
-            # Ordered by an earlier controller, or a node that was cut off and ended by itself.
+            # An earlier controller may have told it to halt, or it was cut off and has ended its workers by itself.
             if suspended and self.state is State.RUNNING:
                 self._occasion = Occasion(BY_HAND, is_held=True)
             orders = self._fire(Event.HALTED, now_s)
@@ -210,11 +209,11 @@ class Reforming:
         self._trial.passed()
 
     def over(self) -> None:
-        """The job ends; nothing is begun any more."""
+        """The job ends: no incarnation begins any more."""
         self._fire(Event.END, 0.0)
 
     def tick(self, now_s: float) -> list[Order]:
-        """Time passes."""
+        """Time passes: somebody may be lost, or has been waited for long enough."""
         self._roll.deadline_s += self._absence.tick(now_s)
         self._rendezvous.barred = self._trial.barred(now_s)
         if self.state is State.OVER or not self._rendezvous.max_restarts:
@@ -259,7 +258,7 @@ class Reforming:
         if excluded and not self._next.is_replaceable(excluded, roll):
             if roll.is_awaited(rendezvous.spares, now_s):
                 return Event.AWAITED, None
-            excluded = {}
+            excluded = blamed  # an unfit node is better than none, but no budget allows one that it refuses
         if len(roll.lost) == len(rendezvous.placements):
             return Event.REFUSED, End(cause.exit_code, f"{cause.text}; all nodes are lost")
         if occasion.ordered_by and self._next.may_grow(roll) and roll.is_awaited(rendezvous.newcomers, now_s):
@@ -288,9 +287,9 @@ class Reforming:
             return {}
         members = [one for one in self._rendezvous.placements if one.node == refused.node]
         blamed = dict.fromkeys((one for one in members if one not in self._roll.lost), refused.reason)
-        return (
-            blamed if self._next.is_replaceable(blamed, self._roll) else End(cause.exit_code, refused.reason)
-        )
+        if self._next.is_replaceable(blamed, self._roll):
+            return blamed
+        return End(cause.exit_code, refused.reason)
 
     # --- what is done ---------------------------------------------------------------------------------------------
 
@@ -316,7 +315,7 @@ class Reforming:
         return [self._halt((member,))]
 
     def _halt(self, launchers: tuple[Launcher, ...]) -> HaltThese:
-        # Where nodes change places these are to be others, not the processes.
+        # A restart by hand is to begin with new processes, unless it is only nodes that are to change.
         occasion = self._occasion
         fresh = bool(occasion.ordered_by) and not (occasion.is_held or occasion.exchange or self._roll.unfit)
         return HaltThese(launchers, self.incarnation, occasion.is_held, fresh)

@@ -10,7 +10,10 @@ from keepstep.control.membership.rendezvous import Launcher, Placed
 
 @dataclass(frozen=True, slots=True)
 class HaltThese:
-    """Tell these launchers to end their workers of this incarnation, and to say so."""
+    """Tell these launchers to end their workers of this incarnation, and to say so.
+
+    ``suspend``: until an operator resumes the job; ``fresh``: no process may go on in the next incarnation.
+    """
 
     launchers: tuple[Launcher, ...]
     incarnation: int

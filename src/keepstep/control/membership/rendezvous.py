@@ -50,18 +50,15 @@ class Rendezvous:
         self._nodes = nodes
         self._join_s = join_s
         self._last_call_s = last_call_s
-        self._joined: dict[
-            Launcher, _Joined
-        ] = {}  # launchers with a connection, in the order in which they came
+        self._joined: dict[Launcher, _Joined] = {}  # who has a connection, in the order of coming
         self._beyond: set[Launcher] = set()  # before there is a table: those of them that wish to be spares
         self._wishes: dict[int, Launcher] = {}  # who asked for a node rank
         self._range = (0, 0)  # fewest and most nodes that the launchers were started for
         self._table: dict[Launcher, Placement] = {}
         self._sizes: dict[int, int] = {}  # number of ranks by node rank
-        self._agreed: tuple[int, bool, str] | None = (
-            None  # --max-restarts, elections or not, who said so first
-        )
-        self.barred: frozenset[str] = frozenset()  # nodes that are not to be newcomers
+        # What all have to be started with alike: --max-restarts, whether they elect; and the node that said so first.
+        self._agreed: tuple[int, bool, str] | None = None
+        self.barred: frozenset[str] = frozenset()  # names of nodes that may not be `newcomers` now
         self._since_s = 0.0
         self._enough_since_s: float | None = None
 
@@ -130,15 +127,15 @@ class Rendezvous:
 
     @property
     def _limits(self) -> tuple[int, int]:
-        """Fewest and most nodes."""
+        """Fewest and most nodes with which the job goes on, as its launchers say."""
         joins = [one.join for launcher, one in self._joined.items() if launcher in self._table]
         most = max((join.max_nodes for join in joins), default=0)
         if most <= 1 or not self.max_restarts:
-            return len(self._table), len(self._table)  # they do not say
+            return len(self._table), len(self._table)  # a job of fixed size
         return max(join.min_nodes for join in joins), most
 
     def peer(self, launcher: Launcher) -> int | None:
-        """The connection it joined through, while that stands."""
+        """The connection through which a launcher joined, while it stands."""
         joined = self._joined.get(launcher)
         return joined.peer if joined else None
 
@@ -161,7 +158,7 @@ class Rendezvous:
             self._since_s = now_s
         known = self._joined.get(launcher)
         if known is not None and known.peer > peer:
-            return Placed()  # the last word of a connection that was broken: it has a newer one
+            return Placed()  # this came late, from a connection that is broken: the launcher has a newer one
         self._joined[launcher] = _Joined(join, peer)
         if self._table:
             return self._late(launcher, peer)
@@ -186,7 +183,7 @@ class Rendezvous:
         return True
 
     def tick(self, now_s: float) -> Placed:
-        """Place, go on waiting, or give up."""
+        """Time passes: place all launchers, go on waiting, or give up."""
         here = len(self._joined) - len(self._beyond)
         if self._table or not here:
             return Placed()
@@ -245,7 +242,7 @@ class Rendezvous:
         return Placed(answers=answers, is_new=True)
 
     def _heirs(self, lost: Collection[Launcher], halted: Mapping[Launcher, int]) -> dict[Launcher, Launcher]:
-        """Who takes whose place: the one that wished for it, else the first that came."""
+        """Which spare takes which lost launcher's place: one that wished for it, else the first that came."""
         free = [spare for spare in self.spares if spare in halted] if lost else []
         heirs: dict[Launcher, Launcher] = {}
         for launcher in sorted(lost, key=lambda one: self._table[one].node_rank):
@@ -337,7 +334,7 @@ class Rendezvous:
         return self.renew(_table_of(playing, first.address, first.free_port, 0, 0))
 
     def _ordered(self) -> list[Launcher]:
-        """By wish; launchers without one (or whose wish lies beyond those who came) fill the gaps as they came."""
+        """Launchers by node rank as they wish; those whose wish cannot be met, or who have none, fill the gaps."""
         came = {one: joined.join.node_rank for one, joined in self._joined.items() if one not in self._beyond}
         wished = {rank: launcher for launcher, rank in came.items() if 0 <= rank < len(came)}
         rest = iter([launcher for launcher, rank in came.items() if wished.get(rank) != launcher])
@@ -347,7 +344,7 @@ class Rendezvous:
 def _table_of(
     playing: Sequence[tuple[Launcher, int]], address: str, port: int, incarnation: int, pauses: int
 ) -> dict[Launcher, Placement]:
-    """Launchers play so many ranks each, in this order. ``address`` and ``port``: where all ranks meet."""
+    """The table in which these launchers play so many ranks each, in this order; all meet at ``address``."""
     table, first_rank, world = dict[Launcher, Placement](), 0, sum(size for _, size in playing)
     for node_rank, (launcher, size) in enumerate(playing):
         place = (node_rank, first_rank, world, len(playing), address, port, incarnation, pauses)

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from keepstep.core.budgets import Cause, Limits, Refusal, comes_first, refusal
 from keepstep.wire.messages import Failed
 
-_MOST = 256  # incarnations
+_MOST = 256  # causes that are kept, one for each incarnation
 
 
 class Spending:
-    """``unix_s``: Unix time of a moment on the controller's clock."""
+    """The causes of all restarts. ``unix_s``: Unix time of a moment on the controller's clock."""
 
     def __init__(self, limits: Limits, unix_s: Callable[[float], float]) -> None:
         self._limits, self._unix_s = limits, unix_s
-        self._causes: dict[int, Cause] = {}  # by the incarnation that each one ended
+        self._causes: dict[int, Cause] = {}  # by the incarnation that ended because of it
 
     def failed(self, node: str, failed: Failed, now_s: float) -> None:
         """Workers of a node failed, now or earlier."""
@@ -27,11 +27,11 @@ class Spending:
         self._add(failed.incarnation, Cause(at_s, node, failed.rank, failed.step, error, failed.by_keepstep))
 
     def lost(self, node: str, incarnation: int, now_s: float) -> None:
-        """A node is lost."""
+        """A node is lost, which ends this incarnation."""
         self._add(incarnation, Cause(self._unix_s(now_s), node, error=f"node {node} lost"))
 
     def forget(self, incarnation: int) -> None:
-        """What failed there failed because an operator ended the others."""
+        """What failed in this incarnation failed because a pause had ended other ranks: it is no cause."""
         self._causes.pop(incarnation, None)
 
     def refused(self, incarnation: int) -> Refusal | None:

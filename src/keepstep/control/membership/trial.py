@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from keepstep.control.membership.rendezvous import Launcher
 
-_BARRED_S = 600.0
+_BARRED_S = 600.0  # for which a node with which the job did not train is not taken in again
 
 
 class Trial:
-    """From a placement until the job trains."""
+    """What is on trial from a placement until the job trains."""
 
     def __init__(self) -> None:
         # Members with which the job has not trained yet. A failure before it does leaves them out again.
