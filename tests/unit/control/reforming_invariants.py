@@ -58,7 +58,7 @@ INVARIANTS: Mapping[str, Callable[[Reforming], bool]] = {
     "R5": lambda one: 0 <= one.restarts <= one.incarnation,
     "R6": lambda one: one._absence._since_s.keys() <= _members(one),
     "R7": lambda one: one._absence._unheard <= one._absence._since_s.keys(),
-    "R8": lambda one: not (one.under_way and one._absence._finished),
+    "R8": lambda one: not (one.under_way and one._absence.finished),
     "R9": _are_exchanged_on_order,
     "R10": lambda one: not one.suspended or one._occasion.is_held,
     "R11": lambda one: one._trial.newcomers <= _members(one),

@@ -112,7 +112,7 @@ BROKEN: list[tuple[str, Callable[[], Job], Callable[[Reforming, Launcher], None]
     ("R5", running, lambda one, _: setattr(one, "_incarnations", SimpleNamespace(current=1, restarts=2))),
     ("R6", running, lambda one, _: one._absence.went(NOBODY, 1.0)),
     ("R7", running, lambda one, member: one._absence._unheard.add(member)),
-    ("R8", halting, lambda one, member: one._absence.finished(member)),
+    ("R8", halting, lambda one, member: one._absence.finished.add(member)),
     ("R9", halting, lambda one, member: setattr(one._occasion, "exchange", {member: member})),
     ("R10", halting, lambda one, _: setattr(one, "state", State.SUSPENDED)),
     ("R11", running, lambda one, _: setattr(one._trial, "newcomers", frozenset((NOBODY,)))),

@@ -37,12 +37,12 @@ class Absence:
 
         # Launchers that are gone for certain, as their agents or they themselves said so. A member among them is lost
         # as soon as its connection ends.
-        self._orphaned: set[Launcher] = set()
+        self.orphaned: set[Launcher] = set()
 
         # Members whose workers have all ended well: nothing is missed when they go.
         #
         # Invariant R8: there are none while a re-forming is under way, as whoever has finished has to begin again.
-        self._finished: set[Launcher] = set()
+        self.finished: set[Launcher] = set()
 
         # When this controller last looked. A late look starts everybody's time anew, as a process that slept has heard
         # nobody.
@@ -57,29 +57,17 @@ class Absence:
         """A launcher has a connection, and has joined."""
         self._since_s.pop(launcher, None)
         self._unheard.discard(launcher)
-        self._orphaned.discard(launcher)
+        self.orphaned.discard(launcher)
 
     def went(self, member: Launcher, now_s: float) -> None:
         """A member's last connection has gone."""
         self._since_s.setdefault(member, now_s)
 
-    def orphaned(self, launcher: Launcher) -> None:
-        """A launcher is gone for certain."""
-        self._orphaned.add(launcher)
-
-    def finished(self, member: Launcher) -> None:
-        """All workers of a member have ended well."""
-        self._finished.add(member)
-
-    def begin_again(self) -> None:
-        """A re-forming begins: nobody has finished any more."""
-        self._finished.clear()
-
     def keep(self, members: Collection[Launcher]) -> None:
         """These are the members now; whoever is none is not missed."""
         self._since_s = {one: since_s for one, since_s in self._since_s.items() if one in members}
         self._unheard.intersection_update(members)
-        self._orphaned.intersection_update(members)
+        self.orphaned.intersection_update(members)
 
     def tick(self, now_s: float) -> float:
         """Time passes. The seconds for which this controller slept, 0 if it did not."""
@@ -98,10 +86,10 @@ class Absence:
         many = len(self._since_s) > max(1, len(table) // _MOST_SHARE)
         found: list[Launcher] = []
         for launcher, since_s in self._since_s.items():
-            if launcher in self._finished:
+            if launcher in self.finished:
                 continue
             patience_s = self._away_s if many or launcher in self._unheard else self._lost_s
             is_silent = now_s - since_s >= patience_s and not self._heard(table[launcher].node_rank, now_s)
-            if launcher in self._orphaned or is_silent:
+            if launcher in self.orphaned or is_silent:
                 found.append(launcher)
         return found

@@ -31,24 +31,14 @@ class Councils:
         self.electors = Electors(token)
         self._table: Mapping[Launcher, Placement] = {}
         self._rows: tuple[Row, ...] = ()  # the same table as it stands in a council
-        self._newest: Council | None = None
+        self.newest: Council | None = None  # the newest that was proposed, whether or not it is settled
         self._kept: set[int] = set()  # tokens of electors that have kept the newest
-        self._is_settled = True  # a quorum has kept the newest
+        self.is_settled = True  # a quorum has kept the newest
         self._is_for_all = True  # the newest differs from the one before in more than its table
         self._is_ours = True  # no other controller proposed the newest
         self._inherited: Council | None = None  # proposed by another controller, not by this one yet
         self._settled_incarnation = -1
         self._stop: Stop | None = None
-
-    @property
-    def newest(self) -> Council | None:
-        """The newest council that was proposed, whether or not it is settled."""
-        return self._newest
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether a quorum has kept the newest council."""
-        return self._is_settled
 
     def allows(self, incarnation: int) -> bool:
         """Whether placements of this incarnation may be given out: no other leader can ever give out others."""
@@ -61,19 +51,19 @@ class Councils:
     @property
     def stop(self) -> Stop | None:
         """What the job ends with, once no later leader can end it otherwise or have it go on."""
-        if self._newest is None:
+        if self.newest is None:
             return self._stop
-        return self._newest.stop if self._is_settled else None
+        return self.newest.stop if self.is_settled else None
 
     def restore(self, held: Council) -> None:
         """Go on with the council of an earlier controller. Whether a quorum has kept it is not known."""
-        self._newest = self._inherited = held
+        self.newest = self._inherited = held
         self._stop = held.stop
-        self._is_settled = False
+        self.is_settled = False
 
     def here(self, launcher: Launcher, seat: Seat | None) -> None:
         """A launcher has joined; ``seat``: where it can be asked for its vote, if it can."""
-        newest = self._newest
+        newest = self.newest
         if seat is None or not self._token:
             self.electors.back(launcher)
         else:
@@ -81,18 +71,18 @@ class Councils:
 
     def kept(self, launcher: Launcher, kept: Kept) -> bool:
         """A launcher has kept a council. True when that settles the newest one."""
-        seat, newest = self.electors.seats.get(launcher), self._newest
+        seat, newest = self.electors.seats.get(launcher), self.newest
         if seat is None or newest is None or (kept.term, kept.version) != (newest.term, newest.version):
             return False
         self._kept.add(seat.token)
         # The elector beside us has to be among them: its lease counts by the council that it keeps, and by an older one
         # it would be other electors' lease.
-        if self._is_settled or self._token not in self._kept:
+        if self.is_settled or self._token not in self._kept:
             return False
         if not is_quorum(_tokens(newest.seats), _tokens(newest.former), self._kept):
             return False
-        self._is_settled = self._is_ours = True
-        self._settled_incarnation = _incarnation(newest)
+        self.is_settled = self._is_ours = True
+        self._settled_incarnation = max((row.placement.incarnation for row in newest.table), default=-1)
         return True
 
     def tick(self, table: Mapping[Launcher, Placement], now_s: float) -> Council | None:
@@ -101,7 +91,7 @@ class Councils:
         own = self.electors.own
         if not self._token or own is None or not table:
             return None
-        newest = self._newest
+        newest = self.newest
         if table is not self._table:
             self._table = table
             self._rows = tuple(Row(one.node, one.pid, placement) for one, placement in table.items())
@@ -116,7 +106,7 @@ class Councils:
             return self._propose(structs.replace(newest, term=self.term, leader=own, port=self.port))
         wanted = self.electors.wanted(own, newest.seats, table)
         differ = set(wanted) != set(newest.seats) or wanted[0] != newest.seats[0]
-        if not self._is_settled:
+        if not self.is_settled:
             # The new seats alone can decide nothing before this council is settled, so others may be proposed instead.
             if newest.former and differ and self._is_ours:
                 return self._propose(structs.replace(newest, seats=wanted, table=rows))
@@ -136,19 +126,19 @@ class Councils:
 
     def told(self, launcher: Launcher) -> Council | None:
         """The newest council as this launcher may know it: only electors get the table."""
-        newest, seat = self._newest, self.electors.seats.get(launcher)
+        newest, seat = self.newest, self.electors.seats.get(launcher)
         if newest is None or newest.term != self.term:
             return None
         elects = seat is not None and (seat in newest.seats or seat in newest.former)
         return newest if elects else structs.replace(newest, table=())
 
     def _propose(self, council: Council) -> Council:
-        before = self._newest
-        self._newest = structs.replace(council, version=before.version + 1 if before is not None else 1)
+        before = self.newest
+        self.newest = structs.replace(council, version=before.version + 1 if before is not None else 1)
         self._is_for_all = before is None or _without_table(before) != _without_table(council)
         self._kept.clear()
-        self._is_settled = False
-        return self._newest
+        self.is_settled = False
+        return self.newest
 
 
 def _tokens(seats: tuple[Seat, ...]) -> list[int]:
@@ -157,7 +147,3 @@ def _tokens(seats: tuple[Seat, ...]) -> list[int]:
 
 def _without_table(council: Council) -> Council:
     return structs.replace(council, version=0, table=())
-
-
-def _incarnation(council: Council) -> int:
-    return max((row.placement.incarnation for row in council.table), default=-1)

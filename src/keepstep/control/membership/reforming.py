@@ -159,7 +159,7 @@ class Reforming:
 
     def orphaned(self, launcher: Launcher) -> None:
         """A launcher is gone for certain: its agent says so."""
-        self._absence.orphaned(launcher)
+        self._absence.orphaned.add(launcher)
 
     def failed(
         self, launcher: Launcher, incarnation: int, exit_code: int, text: str, now_s: float
@@ -173,7 +173,7 @@ class Reforming:
     def ended(self, launcher: Launcher) -> None:
         """All workers of a member have ended well; nothing is missed when it goes."""
         if not self.under_way:
-            self._absence.finished(launcher)
+            self._absence.finished.add(launcher)
 
     def halted(
         self,
@@ -294,7 +294,7 @@ class Reforming:
     # --- what is done ---------------------------------------------------------------------------------------------
 
     def _call_roll(self, _: Any, now_s: float) -> list[Order]:
-        self._absence.begin_again()
+        self._absence.finished.clear()
         self._roll = RollCall(self._rendezvous.placements, self._occasion.unfit)
         self._roll.deadline_s = now_s + self._settings.halt_s
         return []
