@@ -1,4 +1,4 @@
-"""Which remedy of a slowdown pays. Pure: measurements in, decisions out."""
+"""Which remedy of a slowdown pays: pure functions from measurements to decisions."""
 
 from keepstep.mitigate.consolidation import best_consolidation, consolidation_of
 from keepstep.mitigate.microbatches import allocate_microbatches

@@ -1,12 +1,12 @@
 """Which nodes should exchange their ranks so that slow ones delay little (remedy S3; GREYHOUND §5.2, FALCON §5.3).
 
-What an iteration takes is reckoned like this. A rank of stage *s* on a node that is *f* times slow takes
-``stages[s] * f`` for a micro-batch, and a stage of a replica takes what its slowest rank takes. A pipeline is filled
-once, by a micro-batch that passes all stages; each further one takes as long as the slowest stage. Replicas run beside
-each other, with the shares that `allocate_microbatches` gives them (S2); so slow nodes belong into few replicas, and
-there into few stages. Where replicas meet in each micro-batch, shares are equal and a stage is as slow as its slowest
-rank in any of them: slow nodes belong into few stages, as in the papers. These prefer interior stages, as the first and
-the last have more to do: here that follows from ``stages``, and where they have no more, decides between equals.
+The time of an iteration is modelled like this. A rank of stage *s* on a node that is *f* times slow takes
+``stages[s] * f`` for a micro-batch, and a stage of a replica is as slow as its slowest rank. A pipeline is filled once,
+by a micro-batch that passes all stages; each further one takes as long as the slowest stage. Replicas run in parallel,
+with the shares that `allocate_microbatches` gives them (S2); so slow nodes should be in few replicas, and there in few
+stages. Where replicas synchronise in each micro-batch, shares are equal and a stage is as slow as its slowest rank in
+any replica: then slow nodes should be in few stages, as in the papers. These prefer inner stages, because the first and
+the last have more to do; here that follows from ``stages``, and it decides between equally good exchanges.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from keepstep.core.microbatch_shares import Split, objection
 from keepstep.mitigate.microbatches import allocate_microbatches
 from keepstep.mitigate.topology import Exchange
 
-_MOST_LOOKED_AT = 120_000  # places of slow nodes, in each of two searches; one that ends before is exact
-_ALIKE = 1.01  # times that differ by less are the same: fewer nodes move
+_MOST_LOOKED_AT = 120_000  # places of slow nodes after which each search ends; before, it is exact
+_ALIKE = 1.01  # times that differ by a smaller factor count as equal, so that fewer nodes move
 
 _Seconds = npt.NDArray[np.float64]
 _Part = tuple[int, int]  # replica, stage
-_Mark = tuple[float, int]  # factor of the slow node at a place, whether this is decided (1, 0: not)
-_State = tuple[tuple[int, _Mark], ...]  # of a block: kinds of its places that are not free, and what is there
+_Mark = tuple[float, int]  # the slowness of the node at a place, and whether that is decided (1) or not (0)
+_State = tuple[tuple[int, _Mark], ...]  # of a block: the kinds of its places that are taken, and their marks
 
 
 def consolidation_of(
     seconds: Mapping[int, float], splits: Mapping[int, Split], stage_of: Mapping[int, int],
     ranks_of: Mapping[int, Sequence[int]], slow: Mapping[int, float],
 ) -> Exchange | None:  # fmt: skip
-    """`best_consolidation` of a job as it was measured. None, too, where not all of it is known.
+    """The `best_consolidation` of a measured job; None, too, where something of it is not known.
 
-    A stage takes on a healthy node what the middle one of its ranks takes, less their nodes' slowness.
+    The time of a stage on a healthy node is the median of its ranks, each divided by the slowness of its node.
 
     Args:
-        seconds: for a micro-batch, by rank, as measured (`rank_seconds`).
-        splits: by rank.
-        stage_of: by rank; stages are 0, 1, …; empty where there is no pipeline.
-        ranks_of: by node rank.
+        seconds: measured seconds for a micro-batch, by rank (`rank_seconds`).
+        splits: how ranks divide micro-batches, by rank.
+        stage_of: pipeline stages 0, 1, … by rank; empty where there is no pipeline.
+        ranks_of: the ranks of each node, by node rank.
         slow: how many times as long a node takes, by node rank.
     """
     stage_of = stage_of or dict.fromkeys(splits, 0)
@@ -65,7 +65,7 @@ def consolidation_of(
     exchange = best_consolidation(places, stages, slow, splits[next(iter(node_of))])
     if exchange is None:
         return None
-    # A node that is blamed for one of its devices has others that are fast, and who was slow may be fast again.
+    # A node blamed for one device has others that are fast, and a node may have become fast again.
     devices = [
         [seconds[rank] / stages[stage_of[rank]] for rank in ranks_of[node]] for node in sorted(ranks_of)
     ]
@@ -84,7 +84,7 @@ def _measured_s(
     places: Sequence[Sequence[_Part]], stages: Sequence[float], devices: Sequence[Sequence[float]],
     splits: Mapping[int, Split],
 ) -> float:  # fmt: skip
-    """What an iteration takes, by how many times as long each device takes, by node and its place there."""
+    """The time of an iteration. ``devices``: how many times as long each device of each node takes."""
     split = next(iter(splits.values()))
     times = np.zeros((split.replicas if split.movable else 1, len(stages)), np.float64)
     for parts, factors in zip(places, devices, strict=True):
@@ -96,7 +96,7 @@ def _measured_s(
 
 
 def _dealt(slowest: _Seconds, rest: _Seconds, split: Split) -> float:
-    """What an iteration takes with the shares that fit. Seconds of replicas: for a micro-batch, and besides."""
+    """The time of an iteration with fitting shares. Of each replica: seconds for a micro-batch, and besides."""
     if split.movable:
         bounds = split.count, split.multiple_of, split.at_most or None
         shares = np.array(allocate_microbatches(slowest.tolist(), *bounds, fixed_seconds=rest.tolist()))
@@ -111,19 +111,18 @@ def best_consolidation(
 ) -> Exchange | None:
     """The fewest swaps after which an iteration takes the least time, to within 1 %; None when less is saved.
 
-    Over all sets of disjoint swaps of which each has a slow node, by branch and bound; situations that differ only in
-    which of several like replicas, places or nodes they are about are looked at once. After 120,000 places of slow
-    nodes (with six of them 20,000 partial assignments) the search ends with the best that it has; then ``bound_s`` is a
-    time that no exchange comes below.
+    All sets of disjoint swaps with a slow node in each are searched, by branch and bound; those that differ only by
+    like replicas, places or nodes are looked at once. After 120,000 places of slow nodes (20,000 partial assignments of
+    six) the search ends with the best one so far; then ``bound_s`` is a time that no exchange comes below.
 
     Args:
-        places: by node rank, replica and stage of each of the node's ranks (those of one tensor group once or often).
+        places: by node rank, the replica and stage of each of its ranks; a tensor group may be named once or often.
         stages: seconds for a micro-batch of each stage on a healthy node.
         slow: how many times as long a node takes, by node rank; above 1.
-        split: of the job's micro-batches; of any rank.
+        split: how the job's micro-batches are divided, from any rank.
 
     Raises:
-        UsageError: a number is none that can be, or a place has no rank, or a stage of a replica no place.
+        UsageError: a number is impossible, a node has no rank, or a stage of a replica is on no node.
     """
     _check(places, stages, slow, split)
     search = _Search(places, stages, slow, split)
@@ -167,11 +166,11 @@ def _check(
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Of a block: replicas that share nodes, and these nodes' places. ``kinds``: what each kind of place holds."""
+    """The shape of a block, which is replicas that share nodes. ``kinds``: the parts on each kind of place."""
 
     replicas: int
     kinds: tuple[tuple[_Part, ...], ...]
-    many: tuple[int, ...]  # places by kind
+    many: tuple[int, ...]  # number of places of each kind
 
 
 class _Blocks:
@@ -190,7 +189,7 @@ class _Blocks:
             for replica, _ in one:
                 low, high = sorted((first_of(one[0][0]), first_of(replica)))
                 leader[high] = low
-        number: dict[int, int] = {}  # within its block, by replica
+        number: dict[int, int] = {}  # by replica, its number within the block
         members: dict[int, list[int]] = {}
         for replica in range(replicas):
             mates = members.setdefault(first_of(replica), [])
@@ -201,9 +200,9 @@ class _Blocks:
             kind = tuple((number[replica], stage) for replica, stage in one)
             by_kind.setdefault(first_of(one[0][0]), {}).setdefault(kind, []).append(place)
         known: dict[_Shape, int] = {}
-        self.shape_of: list[int] = []  # by block
-        self.places: list[list[list[int]]] = []  # by block and kind
-        self.home: dict[int, _Part] = {}  # block and kind, by place
+        self.shape_of: list[int] = []  # number of the shape, by block
+        self.places: list[list[list[int]]] = []  # places by block and kind
+        self.home: dict[int, _Part] = {}  # block and kind by place
         for block, (first, kinds) in enumerate(sorted(by_kind.items())):
             ordered = sorted(kinds.items())
             shape = _Shape(
@@ -218,12 +217,12 @@ class _Blocks:
 
 
 class _Iteration:
-    """What an iteration takes, by where the slow nodes are."""
+    """The time of an iteration, depending on where the slow nodes are."""
 
     def __init__(self, blocks: _Blocks, stages: Sequence[float], split: Split) -> None:
         self._blocks, self._stages, self._split = blocks, stages, split
         first = 0
-        self._first: list[int] = []  # replica of each block
+        self._first: list[int] = []  # the first replica of each block
         for shape in blocks.shape_of:
             self._first.append(first)
             first += blocks.shapes[shape].replicas
@@ -232,7 +231,7 @@ class _Iteration:
         self._known: dict[tuple[tuple[int, _State], ...], float] = {}
 
     def seconds(self, at: tuple[tuple[int, _State], ...]) -> float:
-        """``at``: shapes and states of the blocks in which there are any."""
+        """The time of an iteration. ``at``: shapes and states of the blocks that have slow nodes."""
         if at in self._known:
             return self._known[at]
         slowest, rest = np.array(self._slowest, np.float64), np.array(self._rest, np.float64)
@@ -247,13 +246,13 @@ class _Iteration:
         return self._known[at]
 
     def floor_s(self, factors: Sequence[float]) -> float:
-        """What it takes at least, with these factors each in another block."""
+        """The least time of an iteration with these factors, each in a block of its own."""
         slowest = np.array(self._slowest, np.float64)
         slowest[: len(factors)] = np.maximum(slowest[: len(factors)], np.array(factors) * min(self._stages))
         return _dealt(slowest, self._rest, self._split)
 
     def _of_block(self, shape: _Shape, state: _State) -> list[list[float]]:
-        """Seconds of the stages of each of its replicas."""
+        """The seconds of each stage, for each replica of a block."""
         factors = [[1.0] * len(self._stages) for _ in range(shape.replicas)]
         for kind, (factor, _) in state:
             for replica, stage in shape.kinds[kind]:
@@ -262,12 +261,12 @@ class _Iteration:
 
 
 class _Search:
-    """Gives each slow node its own place or another's, the slowest first."""
+    """The search: gives each slow node its own place or another's, beginning with the slowest."""
 
     def __init__(
         self, places: Sequence[Collection[_Part]], stages: Sequence[float], slow: Mapping[int, float], split: Split
     ) -> None:  # fmt: skip
-        if not split.movable:  # a stage is as slow as its slowest rank: as if there were one replica
+        if not split.movable:  # each stage is as slow as its slowest rank, as with a single replica
             places = [{(0, stage) for _, stage in parts} for parts in places]
         self._slow = {node: factor for node, factor in slow.items() if factor > 1}
         self._blocks = _Blocks(places, split.replicas if split.movable else 1)
@@ -278,16 +277,16 @@ class _Search:
         self.swaps: tuple[tuple[int, int], ...] = ()
         self.least_s = self.after_s = self._cost_s(dict(self._slow))
         most = max(sum(shape.many) for shape in self._blocks.shapes)
-        crowded = [self._slow[node] for node in self._order[::most]]  # a block has at most so many of them
+        crowded = [self._slow[node] for node in self._order[::most]]  # a block has at most ``most`` places
         self.floor_s = max([self._iteration.floor_s(crowded), *map(self._floor_of, self._order)])
 
     def find_least(self) -> None:
-        """The least time: ``least_s``."""
+        """Search for the least time, ``least_s``."""
         self._limit_s, self._best = math.inf, None
         self._begin()
 
     def find_fewest(self) -> None:
-        """Of swaps that come close to it the fewest, then those with the fewest slow nodes in first and last stages."""
+        """Search for the fewest swaps close to the least time; of these, the fewest slow nodes in outer stages."""
         self._limit_s, self._best = self.least_s * _ALIKE, (len(self._order) + 1, 0, 0.0)
         self._begin()
 
@@ -297,13 +296,13 @@ class _Search:
         self._descend(0, {}, [], 0)
 
     def _floor_of(self, node: int) -> float:
-        """What this node alone makes of it, wherever it is."""
+        """The least time of an iteration with this slow node alone, over all places for it."""
         factor = self._slow[node]
         every = (at[0] for kinds in self._representative(set()) for at in kinds)
         return min(self._cost_s({place: factor}) for place in every)
 
     def _descend(self, depth: int, at: dict[int, float], swaps: list[tuple[int, int]], outer: int) -> None:
-        """Decide about the rest. ``at``: factors by place, decided; 1: a slow node has left it."""
+        """Try all places for the remaining nodes. ``at``: decided factors by place; 1: a slow node has left it."""
         while depth < len(self._order) and any(self._order[depth] in pair for pair in swaps):
             depth += 1
         slow_at = {place: factor for place, factor in at.items() if factor > 1}
@@ -351,7 +350,7 @@ class _Search:
         self.swaps, self.after_s = tuple(sorted(swaps)), cost_s
 
     def _options(self, node: int, at: Mapping[int, float], depth: int) -> list[int]:
-        """Its own place, those of slow nodes that are undecided, and one of each sort of like others."""
+        """The places to try: its own, those of undecided slow nodes, and one of each set of like others."""
         others = [one for one in self._order[depth:] if one not in at and self._slow[one] < self._slow[node]]
         taken = {**{one: (self._slow[one], 0) for one in self._order[depth:]}, **self._decided(at)}
         touched = {self._blocks.home[place][0] for place in taken}
@@ -367,7 +366,7 @@ class _Search:
         return [node, *others, *found.values(), *free_ones]
 
     def _representative(self, touched: Collection[int]) -> list[list[list[int]]]:
-        """Of each shape the first block that is not touched: its places by kind."""
+        """For each shape, the places by kind of the first block that is not touched."""
         firsts = (
             next((block for block in alike if block not in touched), None) for alike in self._blocks.of_shape
         )
@@ -388,7 +387,7 @@ class _Search:
         return {block: tuple(sorted(state)) for block, state in found.items()}
 
     def _states(self, marks: Mapping[int, _Mark]) -> tuple[tuple[int, _State], ...]:
-        """The same wherever only like blocks, places and nodes differ."""
+        """A key that is equal for situations that differ only by like blocks, places and nodes."""
         shape_of = self._blocks.shape_of
         return tuple(sorted((shape_of[block], state) for block, state in self._by_block(marks).items()))
 

@@ -1,8 +1,9 @@
 """Remedy S2 (GREYHOUND §5.2): slow data-parallel groups get fewer micro-batches, so that all end together.
 
-The paper minimises the variance of the groups' times with a quadratic solver; what an iteration takes is their maximum,
-and that has an exact solution without one. With its k-th micro-batch group *i* takes ``fixed[i] + k * seconds[i]``:
-each group offers these in ascending order, and the best allocation is the cheapest offers of all.
+The paper minimises the variance of the groups' times with a quadratic solver. But an iteration takes the maximum of
+these times, whose least value can be found exactly without a solver: with k micro-batches group *i* takes
+``fixed[i] + k * seconds[i]``; each group offers these times in ascending order, and the cheapest offers of all groups
+are the best allocation.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-_HALVINGS = 60  # the search for the slowest group's time; fewer suffice where no offers are equal
-_FEW = 32  # offers that are left to be taken one by one
+_HALVINGS = 60  # most halvings in the search for the time of the slowest group
+_FEW = 32  # with at most so many offers left, these are taken one by one
 
 
 def allocate_microbatches(
     seconds_per_microbatch: Sequence[float],
     total: int,
     multiple_of: int = 1,
-    at_most: int | Sequence[int] | None = None,
+    at_most: int | None = None,
     fixed_seconds: Sequence[float] | None = None,
 ) -> list[int]:
-    """How many of ``total`` micro-batches each group takes, so that the slowest of them is done as early as possible.
+    """How many of ``total`` micro-batches each group takes, so that the slowest group ends as early as possible.
 
-    Every group takes at least ``multiple_of``, and a multiple of it (the stages of a pipeline, where its schedule asks
-    for that); at most ``at_most``, of all or of each. ``fixed_seconds``: what a group takes besides, however few it
-    has (the filling of a pipeline, the optimizer). Exact; among equally good ones the time of the groups that do not
-    decide is small, too. Raises ValueError, in one line, when there is no such allocation.
+    Every group takes a multiple of ``multiple_of`` (the number of pipeline stages, where the schedule requires that),
+    at least one such multiple and at most ``at_most``. ``fixed_seconds``: time that a group takes whatever its share
+    is (filling the pipeline, the optimizer). The result is exact; among equally good ones the other groups end early,
+    too. Raises ValueError, in one line, when there is no such allocation.
     """
     seconds = np.asarray(seconds_per_microbatch, dtype=np.float64)
     if seconds.ndim != 1 or not len(seconds):
@@ -41,13 +42,16 @@ def allocate_microbatches(
     _check("fixed_seconds", fixed, fixed >= 0)
     if multiple_of < 1 or total < 0 or total % multiple_of:
         raise ValueError(f"{total} micro-batches are not a multiple of {multiple_of}")
-    units = total // multiple_of
-    most = _at_most(at_most, len(seconds), multiple_of, units)
+    units = most = total // multiple_of
+    if at_most is not None:
+        if at_most < multiple_of:
+            raise ValueError(f"at_most: {at_most} is less than {multiple_of}")
+        most = min(at_most // multiple_of, units)
     if units < len(seconds):
         raise ValueError(
             f"{total} micro-batches are too few for {len(seconds)} groups, of which each takes {multiple_of} or more"
         )
-    if (room := int(most.sum())) < units:
+    if (room := len(seconds) * most) < units:
         raise ValueError(
             f"{total} micro-batches do not fit: the groups take {room * multiple_of} at most, by at_most"
         )
@@ -60,30 +64,13 @@ def _check(name: str, times: npt.NDArray[np.float64], possible: npt.NDArray[np.b
         raise ValueError(f"{name}: {times[wrong[0]]} of group {wrong[0]} is not a time")
 
 
-def _at_most(
-    at_most: int | Sequence[int] | None, groups: int, multiple_of: int, units: int
-) -> npt.NDArray[np.int64]:
-    """The bounds in units of ``multiple_of``."""
-    if at_most is None:
-        return np.full(groups, units)
-    bounds = np.asarray(at_most, dtype=np.int64)
-    if bounds.ndim == 0:
-        bounds = np.full(groups, int(bounds))
-    if bounds.shape != (groups,):
-        raise ValueError(f"at_most: {bounds.size} bounds for {groups} groups")
-    if (bounds < multiple_of).any():
-        low = int(np.flatnonzero(bounds < multiple_of)[0])
-        raise ValueError(f"at_most: {bounds[low]} of group {low} is less than {multiple_of}")
-    return np.minimum(bounds // multiple_of, units)
-
-
 def _cheapest(
     seconds: npt.NDArray[np.float64],
     fixed: npt.NDArray[np.float64],
     units: int,
-    most: npt.NDArray[np.int64],
+    most: int,
 ) -> npt.NDArray[np.int64]:
-    """The ``units`` cheapest offers, one of each group among them: how many of each group."""
+    """How many offers of each group are among the ``units`` cheapest ones; at least one."""
     taken = np.ones(len(seconds), dtype=np.int64)
     low, high = 0.0, float((fixed + most * seconds).max())
     for _ in range(_HALVINGS):
@@ -99,14 +86,14 @@ def _cheapest(
     if not left:
         return taken
     following = np.where(taken < most, fixed + (taken + 1) * seconds, np.inf)
-    # What is left comes from the groups whose next offers are the cheapest.
+    # The remaining offers come from the groups whose next ones are the cheapest.
     cheapest = np.argpartition(following, min(left, len(seconds)) - 1)[:left]
     offers = [(float(following[place]), int(place)) for place in cheapest]
     heapq.heapify(offers)
     for _ in range(left):
         _, place = offers[0]
         taken[place] += 1
-        if taken[place] < most[place]:
+        if taken[place] < most:
             heapq.heapreplace(offers, (float(fixed[place] + (taken[place] + 1) * seconds[place]), place))
         else:
             heapq.heappop(offers)
@@ -114,9 +101,9 @@ def _cheapest(
 
 
 def _within(
-    limit: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64], most: npt.NDArray[np.int64]
+    limit: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64], most: int
 ) -> npt.NDArray[np.int64]:
-    """How many offers of each group cost its ``limit`` at most, and at least one."""
+    """How many offers of each group cost its ``limit`` at most; at least one."""
     count = np.minimum(np.floor(limit / seconds), most)
-    count -= count * seconds > limit  # the division rounds
+    count -= count * seconds > limit  # where the division was rounded up
     return np.maximum(count, 1).astype(np.int64)

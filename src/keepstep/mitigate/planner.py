@@ -1,4 +1,4 @@
-"""What is done about a slowdown, and when: remedies in the order and at the losses that `ski_rental` chooses."""
+"""Which remedy of a slowdown is applied when: in the order and at the losses that `ski_rental` chooses."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 
 from keepstep.mitigate.ski_rental import RATIO, Offer, Schedule, optimum, schedule
 
-_LEAST_SAVING = 0.05  # of the iteration time: less is within its noise
-_CHANGED = 0.1  # of a rate: a schedule is made anew
-_LIVES = 256  # durations that are remembered
+_LEAST_SAVING = 0.05  # a remedy must save this share of an iteration: less is within the noise
+_CHANGED = 0.1  # once a rate or cost has changed by this share, a new schedule is made
+_LIVES = 256  # durations of slowdowns that are remembered
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What could be done: what it costs once (seconds of training), and what an iteration would take after it."""
+    """A remedy that is possible: what it costs once, in seconds of training, and the iteration time after it."""
 
     name: str
     cost_s: float
@@ -25,15 +25,15 @@ class Remedy:
 
 
 class Planner:
-    """Of one job. Slowdowns that overlap are one: remedies act on the job as a whole.
+    """Plans the remedies of one job. Slowdowns that overlap count as one, as remedies act on the job as a whole.
 
-    `look` as often as there is something new; it never names what was refused, until the slowdown is over.
+    Call `look` whenever something new is known. It does not name a remedy that was refused until the slowdown is over.
     """
 
     def __init__(self) -> None:
         self._durations: deque[float] = deque(maxlen=_LIVES)
         self._credit_s = 0.0
-        self._spent_s = 0.0  # on this slowdown: loss, and remedies
+        self._spent_s = 0.0  # cost of this slowdown: loss, and remedies
         self._lost_s = 0.0
         self._since_s: float | None = None
         self._looked_s = 0.0
@@ -52,10 +52,10 @@ class Planner:
         Args:
             now_s: any clock that only grows.
             began_s: when the slowdown began, on that clock.
-            healthy_s: what an iteration took before.
-            iteration_s: what it takes now.
-            untreated_s: what it would take without the remedies that are in force.
-            remedies: those that are possible, by name; in force or not.
+            healthy_s: what an iteration took before the slowdown.
+            iteration_s: what an iteration takes now.
+            untreated_s: what an iteration would take without the remedies that are in force.
+            remedies: the remedies that are possible, by name, whether in force or not.
         """
         if self._since_s is None:
             self._since_s = self._looked_s = min(began_s, now_s)
@@ -87,22 +87,22 @@ class Planner:
         return None
 
     def applied(self, name: str, cost_s: float) -> None:
-        """It is in force, and has cost so much."""
+        """Note that a remedy is in force, and what it has cost."""
         if name not in self._applied:
             self._applied.append(name)
         self._spent_s += cost_s
 
     def undone(self, name: str) -> None:
-        """It is in force no longer, and may be named again."""
+        """Note that a remedy is no longer in force; it may be named again."""
         if name in self._applied:
             self._applied.remove(name)
 
     def refused(self, name: str) -> None:
-        """It cannot be, or has failed: it is not named again while this slowdown lasts."""
+        """Note that a remedy is impossible or has failed: it is not named again while this slowdown lasts."""
         self._refused.add(name)
 
     def over(self, now_s: float) -> None:
-        """No cause is left, and no remedy in force."""
+        """Note that the slowdown is over and no remedy is in force."""
         if self._since_s is None:
             return
         lasted_s = max(now_s - self._since_s, 0.0)
@@ -117,7 +117,7 @@ class Planner:
 
 
 def _rate(healthy_s: float, iteration_s: float) -> float:
-    """Seconds lost each second."""
+    """The share of time that is lost: seconds lost each second."""
     return max(1 - healthy_s / iteration_s, 0.0) if iteration_s > 0 else 0.0
 
 

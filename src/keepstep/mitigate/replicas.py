@@ -1,4 +1,4 @@
-"""How fast the replicas of a model are, from what their ranks did in some iterations, and which shares fit them."""
+"""How fast the replicas of a model are, as measured in some iterations, and which shares fit them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from keepstep.core.microbatch_shares import Split, fits
 from keepstep.core.summary import GroupInfo, IterationSummary
 from keepstep.mitigate.microbatches import allocate_microbatches
 
-_LEAST_S = 1e-7  # of a micro-batch: what was measured is never nothing
-_ALIKE = 1.1  # of the middle one's time for a micro-batch: as fast
+_LEAST_S = 1e-7  # least time of a micro-batch, as it must be above 0
+_ALIKE = 1.1  # replicas are alike if none takes more than this times the median for a micro-batch
 
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """All replicas, by number: their shares, seconds per micro-batch, and seconds besides.
+    """All replicas, by number: their shares, seconds for a micro-batch, and seconds besides micro-batches.
 
-    ``shared_s``: what an iteration takes beyond the slowest of them, as the reduction of gradients.
+    ``shared_s``: time of an iteration beyond that of the slowest replica, as for the reduction of gradients.
     """
 
     shares: tuple[int, ...]
@@ -35,16 +35,16 @@ class Replicas:
         return max(self.seconds) <= _ALIKE * float(np.median(self.seconds))
 
     def iteration_s(self, shares: Sequence[int]) -> float:
-        """What an iteration takes with these shares."""
+        """The time of an iteration with these shares."""
         busy = zip(shares, self.seconds, self.fixed_s, strict=True)
         return self.shared_s + max(share * each + rest for share, each, rest in busy)
 
     def alike_s(self, shares: Sequence[int]) -> float:
-        """What it would take if all were as fast as the middle one (of an even number, the faster one of two)."""
+        """The time of an iteration if all replicas were as fast as the (lower) median one."""
         return replace(self, seconds=(median_low(self.seconds),) * len(self.seconds)).iteration_s(shares)
 
     def best(self, multiple_of: int = 1, at_most: int = 0) -> list[int]:
-        """The shares with which it takes least."""
+        """The shares with which an iteration takes least."""
         return allocate_microbatches(
             *(self.seconds, sum(self.shares), multiple_of, at_most or None), fixed_seconds=self.fixed_s
         )
@@ -53,13 +53,11 @@ class Replicas:
 def measure(
     rows: Sequence[IterationSummary], splits: Mapping[int, Split], groups: Mapping[str, GroupInfo]
 ) -> Replicas | None:
-    """From iterations in which the shares were those of ``splits`` (by rank).
+    """The replicas, measured in iterations with the shares of ``splits`` (by rank); None if a rank or share is missing.
 
-    None: some rank is not among them, or they do not make up a whole.
-
-    A rank's own time, less its optimizer step, is its micro-batches'. A replica's is that of its slowest rank (the
-    slowest stage of a pipeline); what else it takes until it waits for other replicas (a pipeline's filling, waits
-    among its stages) does not depend on its share.
+    A rank spends its own time, less its optimizer step, on its micro-batches. A replica is as fast as its slowest rank
+    (the slowest stage of a pipeline). What else it takes before it waits for other replicas (filling the pipeline,
+    waits among its stages) does not depend on its share.
     """
     if not len(rows):
         return None
@@ -93,7 +91,7 @@ def measure(
 
 
 def rank_seconds(rows: Sequence[IterationSummary], splits: Mapping[int, Split]) -> dict[int, float]:
-    """What a micro-batch takes, by rank: its own time, less its optimizer step, over its share."""
+    """Seconds for a micro-batch by rank: its own time, less its optimizer step, over its share."""
     own, optimizer = medians(rows, "self_s"), medians(rows, "optimizer_s")
     return {
         rank: max((own[rank] - optimizer[rank]) / split.share, _LEAST_S)
@@ -103,7 +101,7 @@ def rank_seconds(rows: Sequence[IterationSummary], splits: Mapping[int, Split]) 
 
 
 def _is_across(group: GroupInfo | None, replica_of: Mapping[int, int]) -> bool:
-    """Whether a group has ranks of several replicas."""
+    """Whether a group has ranks of several replicas; not for an unknown group."""
     if group is None:
         return False
     first = replica_of.get(group.members[0]) if group.members else None

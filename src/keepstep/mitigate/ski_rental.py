@@ -1,11 +1,11 @@
 """When a slowdown has cost so much that a remedy pays, not knowing how long it lasts (GREYHOUND §5.1, algorithm 1).
 
-To go on slowly is to rent, a remedy is to buy. The paper buys each remedy, the cheapest first, when the loss so far
-equals its cost: one pays twice at most what who knows the end would pay. Here that holds, too, but for the sum over
-the job's life: what is left of it by earlier slowdowns that cost less may be ventured on what this job's slowdowns
-teach: they last hours in one job and seconds in another. One that saves little is bought later than by the paper, which
-keeps closer to the optimum. Where remedies stand in each other's way (the second is not cheaper for having bought the
-first) twice cannot always be kept; then it is the least that can.
+To go on slowly is to rent, to apply a remedy is to buy. The paper buys each remedy, the cheapest first, when the loss
+so far equals its cost: then one pays at most twice what one would pay who knew the end. Here the same holds for the sum
+over all slowdowns of a job: what earlier ones have cost less than that may be risked on what their durations suggest,
+which are hours in one job and seconds in another. A remedy that saves little is bought later than in the paper, which
+comes closer to the optimum. Where remedies compete (the second is not cheaper after the first was bought), no rule can
+always keep to twice; then the smallest ratio that can be kept is used.
 
 Loss and cost are seconds of training: a slowdown from 1 s to 1.5 s an iteration loses a third of a second each second.
 """
@@ -19,14 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-RATIO = 2.0  # to the offline optimum, at worst
-FEW = 10  # slowdowns that say little about the next
-_STEPS = (0.0, 0.5, 1.0, 2.0)  # thresholds tried, in costs of the remedy
+RATIO = 2.0  # of the paid cost to the optimum, at worst
+FEW = 10  # fewer slowdowns say nothing about the duration of the next
+_STEPS = (0.0, 0.5, 1.0, 2.0)  # thresholds that are tried, in units of the remedy's cost
 _TOLERANCE = 1e-9
-_CLOSE = 1e-4  # to the smallest ratio
-_HOPELESS = 64.0
-_NEARLY = 0.95
-_LONGER = 4.0
+_CLOSE = 1e-4  # how closely the smallest possible ratio is searched for
+_HOPELESS = 64.0  # no larger ratio is tried
+_NEARLY = 0.95  # thresholds other than the paper's must improve the ratio by this factor
+_LONGER = 4.0  # assumed length of the next slowdown, in lengths of the longest so far
 _ERRORS = 2.0  # standard errors by which a schedule must have been better to be believed
 _AT_ONCE_S, _FOREVER_S = 1e-6, 1e9
 
@@ -35,7 +35,7 @@ _Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a remedy costs, and what the job loses a second while it is in force; rates are from 0 to 1."""
+    """A remedy: its cost, and the loss rate while it is in force. Rates are seconds lost each second, from 0 to 1."""
 
     cost_s: float
     rate: float
@@ -43,9 +43,9 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The remedies worth buying, in order: (loss so far in seconds, place among the offers).
+    """The remedies worth buying, in order, as (loss so far in seconds, place among the offers).
 
-    ``ratio``: to the optimum, at worst.
+    ``ratio``: of the paid cost to the optimum, at worst.
     """
 
     buys: tuple[tuple[float, int], ...]
@@ -53,7 +53,7 @@ class Schedule:
 
 
 def plain(rate: float, offers: Sequence[Offer]) -> Schedule:
-    """The paper's: each remedy at a loss that equals its cost, the cheapest first; those that better nothing never."""
+    """The schedule of the paper: each remedy at a loss equal to its cost, the cheapest first; useless ones never."""
     buys: list[tuple[float, int]] = []
     best = rate
     for place in sorted(range(len(offers)), key=lambda one: (offers[one].cost_s, offers[one].rate)):
@@ -72,7 +72,7 @@ def schedule(
         rate: seconds lost a second while nothing is done.
         offers: the remedies.
         durations: seconds that this job's slowdowns have lasted.
-        credit_s: by which all of them together have cost less than `RATIO` times the optimum.
+        credit_s: what all of them have cost less than `RATIO` times the optimum, in seconds.
     """
     base = plain(rate, offers)
     orders = _orders(rate, offers)
@@ -81,7 +81,7 @@ def schedule(
     if len(durations) < FEW:
         return base
     allowed_s = max(credit_s, _excess_s(rate, offers, base.buys)) + _TOLERANCE
-    # The next is longer than all n before it once in n + 1 times; how much longer they do not say.
+    # The next slowdown is longer than all n before it once in n + 1 times; by how much is not known.
     ends = np.array([*durations, _LONGER * max(durations)], dtype=np.float64)
     usual = paid(rate, offers, base.buys, ends)
     best, most = base, 0.0
@@ -99,7 +99,7 @@ def schedule(
 
 
 def paid(rate: float, offers: Sequence[Offer], buys: Sequence[tuple[float, int]], ends: _Array) -> _Array:
-    """What slowdowns that last ``ends`` seconds cost in all: loss, and the remedies bought until then."""
+    """The cost of slowdowns that last ``ends`` seconds: their loss, and the remedies bought until then."""
     total = np.zeros_like(ends)
     begins, before = 0.0, rate
     lost = 0.0
@@ -114,36 +114,33 @@ def paid(rate: float, offers: Sequence[Offer], buys: Sequence[tuple[float, int]]
 
 
 def optimum(rate: float, offers: Sequence[Offer], ends: _Array) -> _Array:
-    """What one pays who knows the end: nothing is done, or the best remedy for it at once."""
+    """The cost for one who knows the end: nothing is done, or the best remedy is bought at once."""
     lines = [rate * ends, *(one.cost_s + one.rate * ends for one in offers)]
     return np.min(np.stack(lines), axis=0)
 
 
 def worst_ratio(rate: float, offers: Sequence[Offer], buys: Sequence[tuple[float, int]]) -> float:
-    """The largest of paid over optimum, whenever the slowdown ends."""
+    """The largest ratio of the paid cost to the optimum, over all ends of the slowdown."""
     ends = _moments(rate, offers, buys)
     costs, least = paid(rate, offers, buys, ends), optimum(rate, offers, ends)
     return float(np.max(costs / np.maximum(least, 1e-300), initial=1.0))
 
 
 def _excess_s(rate: float, offers: Sequence[Offer], buys: Sequence[tuple[float, int]]) -> float:
-    """By how much more than `RATIO` times the optimum is paid at worst."""
+    """What is paid beyond `RATIO` times the optimum, at worst, in seconds."""
     ends = _moments(rate, offers, buys)
     return float(np.max(paid(rate, offers, buys, ends) - RATIO * optimum(rate, offers, ends), initial=0.0))
 
 
 def _moments(rate: float, offers: Sequence[Offer], buys: Sequence[tuple[float, int]]) -> _Array:
-    """Ends of a slowdown at which paid may be furthest from the optimum.
+    """The ends of a slowdown at which the paid cost may be furthest from the optimum.
 
-    Between purchases one is linear and the other concave: it is where something is bought, where the optimum
-    changes, or at the end of all times.
+    Between purchases the paid cost is linear and the optimum concave. So these are the moments of purchases, those at
+    which another remedy becomes the optimum, and the latest possible end.
     """
     if rate <= 0:
         return np.zeros(0)
-    moments = [_FOREVER_S]
-    for one, other in itertools.combinations([Offer(0.0, rate), *offers], 2):
-        if one.rate != other.rate:
-            moments.append(min((other.cost_s - one.cost_s) / (one.rate - other.rate), _FOREVER_S))
+    moments = [_FOREVER_S, *_crossings([Offer(0.0, rate), *offers])]
     begins, before, lost = 0.0, rate, 0.0
     for threshold, place in buys:
         if threshold - lost > before * _FOREVER_S:
@@ -154,8 +151,14 @@ def _moments(rate: float, offers: Sequence[Offer], buys: Sequence[tuple[float, i
     return np.array([moment for moment in moments if moment > 0])
 
 
+def _crossings(lines: Sequence[Offer]) -> list[float]:
+    """The moments at which two offers, each bought at once, have cost the same."""
+    pairs = [pair for pair in itertools.combinations(lines, 2) if pair[0].rate != pair[1].rate]
+    return [min((b.cost_s - a.cost_s) / (a.rate - b.rate), _FOREVER_S) for a, b in pairs]
+
+
 def _orders(rate: float, offers: Sequence[Offer]) -> list[tuple[int, ...]]:
-    """Orders of purchases of which each betters something."""
+    """All orders of purchases in which each lowers the loss rate."""
     found: list[tuple[int, ...]] = []
     ordered = sorted(range(len(offers)), key=lambda one: -offers[one].rate)
     for count in range(len(offers) + 1):
@@ -167,7 +170,7 @@ def _orders(rate: float, offers: Sequence[Offer]) -> list[tuple[int, ...]]:
 
 
 def _safest(rate: float, offers: Sequence[Offer], order: Sequence[int]) -> Schedule:
-    """The thresholds with the smallest ratio for this order of purchases."""
+    """The schedule with the smallest ratio for this order of purchases."""
     low, high = 1.0, 2.0
     while (found := _eager(rate, offers, order, high)) is None and high < _HOPELESS:
         low, high = high, 2 * high
@@ -185,17 +188,12 @@ def _safest(rate: float, offers: Sequence[Offer], order: Sequence[int]) -> Sched
 def _eager(
     rate: float, offers: Sequence[Offer], order: Sequence[int], ratio: float
 ) -> tuple[tuple[float, int], ...] | None:
-    """Each purchase as early as this ratio to the optimum allows; None where it does not.
+    """Purchases in this order, each as early as the ratio to the optimum allows; None if the ratio cannot be kept.
 
-    Earlier is better for all that follows, so no other thresholds keep to a ratio that these do not keep to.
+    An earlier purchase is better for all that follow, so a ratio that these do not keep cannot be kept at all.
     """
     lines = [Offer(0.0, rate), *offers]
-    changes = {0.0}
-    for one, other in itertools.combinations(lines, 2):
-        if one.rate != other.rate:
-            moment = (other.cost_s - one.cost_s) / (one.rate - other.rate)
-            changes.add(min(max(moment, 0.0), _FOREVER_S))
-    bends = sorted(changes)
+    bends = sorted({0.0, *(max(moment, 0.0) for moment in _crossings(lines))})
     flattest = min(line.rate for line in lines)
     begins, spent, lost, slope = 0.0, 0.0, 0.0, rate
     buys: list[tuple[float, int]] = []

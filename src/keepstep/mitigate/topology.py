@@ -1,7 +1,7 @@
 """Which nodes should exchange their ranks so that slow links carry little (remedy S3; GREYHOUND §5.3, FALCON §5).
 
-What ranks send to each other is fixed by their places in the job's layout; which link carries it is decided by which
-node plays which place. So two nodes exchange all their ranks: traffic between places stays, links under it change.
+The places of ranks in the job's layout fix what these send to each other; which node plays which place decides which
+link carries it. So two nodes exchange all their ranks: the traffic between places stays the same on other links.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from keepstep.core.errors import UsageError
 
-_MOST_LOOKED_AT = 100_000  # partial assignments; a search that ends before is exact
-_MOST_PLACES = 64  # that a node may get, those with little traffic first
-_ALIKE = 1.01  # times that differ by less are the same: fewer nodes move
+_MOST_LOOKED_AT = 100_000  # partial assignments after which the search ends; before, it is exact
+_MOST_PLACES = 64  # places that are tried for a node, those with the least traffic
+_ALIKE = 1.01  # times that differ by a smaller factor count as equal, so that fewer nodes move
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class Exchange:
 
     Attributes:
         swaps: pairs of node ranks; no node is in two.
-        before_s: what the slowest link takes for an iteration's traffic now; or the iteration, where nodes are slow.
-        after_s: the same with these swaps.
-        bound_s: no disjoint swaps come more than 2 % below it.
+        before_s: time of the slowest link for the traffic of an iteration; where nodes are slow, of the iteration.
+        after_s: the same time after these swaps.
+        bound_s: no disjoint swaps lead to a time more than 2 % below this one.
     """
 
     swaps: tuple[tuple[int, int], ...]
@@ -39,35 +39,28 @@ def best_exchange(
     traffic: Mapping[tuple[int, int], float],
     seconds_per_byte: float,
     slow_links: Mapping[tuple[int, int], float],
-    slow_nodes: Mapping[int, float] | None = None,
 ) -> Exchange | None:
     """The fewest swaps after which the slowest link takes the least time, to within 2 %; None when none helps.
 
-    Over all sets of disjoint swaps, by branch and bound over the nodes that have slow links. Of more than 64 nodes the
-    64 places with the least traffic are looked at besides a node's own, and after 100,000 partial assignments (tens of
-    slow links) the search ends with the best that it has; then ``bound_s`` says how much better another one could be.
+    All sets of disjoint swaps are searched, by branch and bound over the nodes that have slow links. With more than 64
+    nodes, only the 64 places with the least traffic and a node's own place are tried. After 100,000 partial assignments
+    (tens of slow links) the search ends with the best one so far; then ``bound_s`` says how much better another set
+    could be.
 
     Args:
         nodes: how many the job has.
         traffic: bytes in an iteration by pair of node ranks; the two directions are summed.
         seconds_per_byte: of a healthy link.
         slow_links: by pair of node ranks, seconds for a byte.
-        slow_nodes: by node rank, where all links of a node are slow.
 
     Raises:
         UsageError: a number is negative or not finite, or a pair is none of two of the job's nodes.
     """
     load = _by_pair(nodes, traffic, "traffic")
     links = _by_pair(nodes, slow_links, "slow links")
-    slow = dict(slow_nodes or {})
-    for node, cost in slow.items():
-        if not (0 <= node < nodes and 0 <= cost < math.inf):
-            raise UsageError(
-                f"slow node {node}: the job has node ranks 0 to {nodes - 1}, and times are 0 or more"
-            )
     if not 0 <= seconds_per_byte < math.inf:
         raise UsageError(f"seconds for a byte: {seconds_per_byte} is no time")
-    search = _Search(nodes, load, seconds_per_byte, links, slow)
+    search = _Search(nodes, load, seconds_per_byte, links)
     before_s = search.best_s
     search.assign(0, {}, search.healthy_s, [])
     if not search.best:
@@ -89,7 +82,7 @@ def _by_pair(nodes: int, given: Mapping[tuple[int, int], float], what: str) -> d
 
 
 class _Search:
-    """Gives each node with slow links its own place or another's, the worst nodes first."""
+    """The search: gives each node with slow links its own place or another's, beginning with the worst nodes."""
 
     def __init__(
         self,
@@ -97,23 +90,18 @@ class _Search:
         load: Mapping[tuple[int, int], float],
         healthy: float,
         links: Mapping[tuple[int, int], float],
-        slow: Mapping[int, float],
     ) -> None:
-        self._load, self._links, self._slow = load, links, slow
-        self.healthy_s = (
-            max(load.values(), default=0.0) * healthy
-        )  # an iteration's slowest link, if all were healthy
-        self._heaviest = dict.fromkeys(range(count), 0.0)  # of each place, what its busiest link carries
+        self._load, self._links = load, links
+        self.healthy_s = max(load.values(), default=0.0) * healthy  # the slowest link, if all were healthy
+        self._heaviest = dict.fromkeys(range(count), 0.0)  # traffic of each place's busiest link
         for pair, carried in load.items():
             for place in pair:
                 self._heaviest[place] = max(self._heaviest[place], carried)
-        self._mine: dict[int, dict[int, float]] = {node: {} for node in slow}
+        self._mine: dict[int, dict[int, float]] = {}  # seconds for a byte by node and other end
         for (one, other), seconds in links.items():
             self._mine.setdefault(one, {})[other] = seconds
             self._mine.setdefault(other, {})[one] = seconds
-        self._order = sorted(
-            self._mine, key=lambda node: (-slow.get(node, 0.0), -sum(self._mine[node].values()), node)
-        )
+        self._order = sorted(self._mine, key=lambda node: (-sum(self._mine[node].values()), node))
         self._places = sorted(range(count), key=lambda place: (self._heaviest[place], place))[:_MOST_PLACES]
         self.is_exact = count <= _MOST_PLACES
         self.best: list[tuple[int, int]] = []
@@ -124,22 +112,20 @@ class _Search:
         self._looked_at = 0
 
     def floor_s(self) -> float:
-        """What no exchange can come below: the dearest link and node where the least is carried."""
+        """A time that no exchange can come below: that of the slowest link with the least traffic."""
         count = len(self._heaviest)
         least = min(self._load.values(), default=0.0) if 2 * len(self._load) == count * (count - 1) else 0.0
-        of_links = max(self._links.values(), default=0.0) * least
-        of_nodes = max(self._slow.values(), default=0.0) * min(self._heaviest.values(), default=0.0)
-        return max(self.healthy_s, of_links, of_nodes)
+        return max(self.healthy_s, max(self._links.values(), default=0.0) * least)
 
     def assign(self, depth: int, at: dict[int, int], so_far_s: float, swaps: list[tuple[int, int]]) -> None:
-        """Decide the places of the rest. ``at``: places by node, of those that are decided; ``so_far_s``: of these."""
+        """Try all places for the remaining nodes. ``at``: decided places by node; ``so_far_s``: the time with these."""
         if depth == len(self._order):
             if self._is_better(so_far_s, len(swaps)):
                 self.best, self.best_s = list(swaps), so_far_s
                 self._least_s = min(self._least_s, so_far_s)
             return
         node = self._order[depth]
-        if node in at:  # another one took its place
+        if node in at:  # another node has taken its place
             self.assign(depth + 1, at, so_far_s, swaps)
             return
         for cost_s, place in sorted(self._options(node, at, so_far_s)):
@@ -166,8 +152,8 @@ class _Search:
         return [(self._rise(node, place, at, so_far_s), place) for place in free]
 
     def _rise(self, node: int, place: int, at: Mapping[int, int], so_far_s: float) -> float:
-        """What the slowest link decided so far takes, with this node at that place."""
-        worst = max(so_far_s, self._heaviest[place] * self._slow.get(node, 0.0))
+        """The time of the slowest decided link, once this node is at that place."""
+        worst = so_far_s
         for other, seconds in self._mine[node].items():
             if other in at and at[other] != place:
                 there = at[other]

@@ -1,8 +1,8 @@
-"""What nodes send to each other in an iteration, from what ranks have called: where no counters show it, as over RDMA.
+"""Estimates of the traffic between nodes from the operations of ranks, where no counters show it, as over RDMA.
 
-Collectives are reckoned as rings over their group's members in order: an all-reduce of n bytes sends 2 (w - 1) / w n
-over each link of a ring of w ranks, its halves (reduce-scatter, all-gather) and all others a half of that (FALCON's
-appendix has the volumes of data and pipeline parallelism from the model's size; here they are what was called for).
+Collectives count as rings over their group's members in order: an all-reduce of n bytes sends 2 (w - 1) / w n over each
+link of a ring of w ranks; reduce-scatter, all-gather and all other collectives send half of that. (FALCON's appendix
+derives the volumes of data and pipeline parallelism from the model's size; here they come from the recorded calls.)
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from keepstep.core.events import Op
 from keepstep.core.iteration_table import table_of
 from keepstep.core.summary import GroupInfo, IterationSummary
 
-_MOST = 1 << 24  # ranks
-_OPERATIONS = 64
+_MOST = 1 << 24  # more than any rank number: packs two ranks into one key
+_OPERATIONS = 64  # more than any operation code
 
 
 def volumes(
     rows: Sequence[IterationSummary], groups: Mapping[str, GroupInfo], node_of: Mapping[int, int]
 ) -> dict[tuple[int, int], float]:
-    """Bytes an iteration by pair of nodes, both ways together.
+    """Bytes of an iteration by pair of nodes, in both directions together.
 
     Args:
-        rows: of some iterations.
-        groups: by name.
+        rows: summaries of some iterations.
+        groups: process groups by name.
         node_of: node ranks by rank.
     """
     found: dict[tuple[int, int], float] = {}
@@ -65,7 +65,7 @@ def volumes(
 
 
 def _sums(keys: NDArray[np.int64], counts: NDArray[np.int64]) -> Iterator[tuple[int, float]]:
-    """Of the counts that have the same key."""
+    """Each key with the sum of its counts."""
     known, places = np.unique(keys, return_inverse=True)
     yield from zip(
         known.tolist(), np.bincount(places, weights=counts, minlength=len(known)).tolist(), strict=True

@@ -1,1 +1,1 @@
-"""What people read: verdicts, incident files, plots."""
+"""Reports for people: verdicts, incident files, plots."""

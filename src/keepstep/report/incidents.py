@@ -1,4 +1,4 @@
-"""Incidents as JSON: what ``RUN/incidents/NNNN.json`` holds, checked when it is read."""
+"""Incidents as JSON, as in ``RUN/incidents/NNNN.json``; checked when they are read."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _version_decoder = msgspec.json.Decoder(_Version)
 
 
 def incident_to_json(incident: Incident, *, indent: int = 2) -> bytes:
-    """One JSON object in UTF-8; ``indent`` 0 gives one line."""
+    """An incident as a JSON object in UTF-8; with ``indent`` 0 on one line."""
     encoded = msgspec.json.encode(incident)
     return msgspec.json.format(encoded, indent=indent) if indent else encoded
 
 
 def incident_from_json(data: bytes, *, where: str = "incident") -> Incident:
-    """The inverse of ``incident_to_json``; ``where`` names the file in errors.
+    """The incident in a JSON object; ``where`` names the file in errors.
 
     Raises:
-        RunError: not an incident, or written by a newer keepstep.
+        RunError: the data is no incident, or was written by a newer keepstep.
     """
     try:
         version = _version_decoder.decode(data).schema
@@ -46,7 +46,7 @@ def incident_from_json(data: bytes, *, where: str = "incident") -> Incident:
 
 
 def read_incidents(folder: Path) -> list[Incident]:
-    """All incidents under ``RUN/incidents``, by number; none when there is no such folder.
+    """All incidents in the folder ``RUN/incidents``, by number; none without such a folder.
 
     Raises:
         RunError: a file in it is no incident, or newer than this keepstep.
@@ -57,6 +57,6 @@ def read_incidents(folder: Path) -> list[Incident]:
 
 
 def incident_schema() -> dict[str, Any]:
-    """The JSON schema of an incident, made from the dataclasses: ``docs/reference/incident-schema.json``."""
+    """The JSON schema of an incident, made from the dataclasses. It is in ``docs/reference/incident-schema.json``."""
     schema = msgspec.json.schema(Incident)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID, **schema}

@@ -1,4 +1,4 @@
-"""Step-time plot with change points and incidents (PNG or SVG); needs the extra ``plot``."""
+"""A plot of step times and incidents (PNG or SVG), which needs the extra ``plot``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from typing import Any
 from keepstep.core.errors import UsageError
 from keepstep.core.incident import Incident
 
-_INK, _BAND, _LINE, _MARK = "#333333", "#9ecae1", "#08519c", "#d95f02"  # told apart without colour vision too
+_INK, _BAND, _LINE, _MARK = (
+    "#333333",
+    "#9ecae1",
+    "#08519c",
+    "#d95f02",
+)  # distinguishable without colour vision
 
 
 def plot_step_times(
@@ -36,15 +41,8 @@ def plot_step_times(
 
     figure, axes = pyplot.subplots(figsize=(10, 4), layout="constrained")
     x = [row[0] for row in table]
-    axes.fill_between(
-        x,
-        [r[1] for r in table],
-        [r[3] for r in table],
-        color=_BAND,
-        alpha=0.6,
-        lw=0,
-        label="range over ranks",
-    )
+    fastest, slowest = [r[1] for r in table], [r[3] for r in table]
+    axes.fill_between(x, fastest, slowest, color=_BAND, alpha=0.6, lw=0, label="range over ranks")
     axes.plot(x, [r[2] for r in table], color=_LINE, lw=1.2, label="median over ranks")
     for incident in incidents:
         _draw_incident(axes, incident, x[-1])
@@ -69,15 +67,8 @@ def _draw_incident(axes: Any, incident: Incident, last_step: int) -> None:
     if incident.relief_step is not None:
         axes.axvline(incident.relief_step, color=_MARK, lw=1, ls=":")
     text = f"{incident.number:04d} {incident.kind}"
-    axes.annotate(
-        text,
-        (onset, 1.0),
-        xycoords=("data", "axes fraction"),
-        xytext=(3, -10),
-        textcoords="offset points",
-        fontsize=8,
-        color=_INK,
-    )
+    at: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    axes.annotate(text, (onset, 1.0), xytext=(3, -10), fontsize=8, color=_INK, **at)
 
 
 def _by_step(points: Iterable[tuple[int, int, float]]) -> dict[int, list[float]]:

@@ -19,7 +19,7 @@ _ENDS = {"relieved": "over", "transient": "over", "ended": "over with the job, o
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of it."""
+    """One line of a timeline."""
 
     unix_s: float
     step: int | None
@@ -28,7 +28,7 @@ class Row:
 
 
 def rows(incident: Incident) -> list[Row]:
-    """By time. Of an incident that an earlier version wrote: what it has times of."""
+    """The rows of an incident's timeline in order of time; what has no time, as in old files, is left out."""
     found: list[Row] = []
     if incident.onset_unix_s is not None:
         found.append(Row(incident.onset_unix_s, incident.onset_step, _ONSETS[incident.kind], True))
@@ -48,7 +48,7 @@ def rows(incident: Incident) -> list[Row]:
 
 
 def lines(incident: Incident) -> list[tuple[str, str]]:
-    """Time and step of each row in columns, and its text; the first one says when the others are counted from."""
+    """The rows as (time and step in columns, text); the first line names the moment from which times count."""
     known = rows(incident)
     if not known:
         return []

@@ -1,4 +1,4 @@
-"""What a validation measured, as a line of evidence and as a table."""
+"""The outcome of a validation, as a line of evidence and as a table."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from keepstep.core.ranges import fold_ranks
 from keepstep.core.validation import SlowDevice, SlowLink, Validation
 from keepstep.validate.judge import cause_of, link_speeds
 
-_ROWS = 64
+_ROWS = 64  # most rows of each table
 
 
 def in_a_line(outcome: Validation) -> str:
-    """What was tested and how it ended."""
+    """What was tested in a validation and who stood out, in a line."""
     tested = f"ranks {fold_ranks(outcome.ranks)} held {outcome.held_s:.1f} s"
     links = len(link_speeds(outcome.figures))
     found = [f"rank {slow.figure.rank} {of_device(slow)}" for slow in outcome.devices[:2]]
@@ -25,7 +25,7 @@ def in_a_line(outcome: Validation) -> str:
 
 
 def of_device(slow: SlowDevice) -> str:
-    """``fp32 0.9 TFLOP/s against 1.8``."""
+    """A slow device in words: ``fp32 0.9 TFLOP/s against 1.8 of its peers``."""
     one = slow.figure
     figure = f"{one.test} {_short(one.value)} {one.unit}".rstrip()
     told = f"{figure} against {_short(slow.median)} of its peers"
@@ -35,12 +35,12 @@ def of_device(slow: SlowDevice) -> str:
 
 
 def of_link(slow: SlowLink) -> str:
-    """``120 MB/s against 900``."""
+    """A slow link in words: ``120 MB/s against 900 of the others``."""
     return f"{_short(slow.bytes_per_s / 1e6)} MB/s against {_short(slow.median / 1e6)} of the others"
 
 
 def table(outcome: Validation, nodes: Mapping[int, str]) -> str:
-    """Every device and link, the slowest first; at most 64 rows of each."""
+    """A table of all devices and links, the slowest first; at most 64 rows of each."""
     slow_ranks = {slow.figure.rank for slow in outcome.devices}
     slow_pairs = {(slow.source, slow.target) for slow in outcome.links}
     lines = [in_a_line(outcome), "", f"{'RANK':<8}{'NODE':<18}{'TEST':<12}{'FIGURE':<18}"]

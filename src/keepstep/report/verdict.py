@@ -1,4 +1,4 @@
-"""The verdict: what happened, who is to blame, who only waits, how it is known, what is done, what to type next."""
+"""Verdicts as text: what happened, who is to blame, who waits, the evidence, what is done, what to type next."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from keepstep.core.ranges import fold_ranks
 from keepstep.report.timeline import lines as lines_of_time
 from keepstep.report.wording import accelerator_time, done, seconds, who
 
-WIDTH = 120
-_LABEL = 10
+WIDTH = 120  # most columns of a line
+_LABEL = 10  # width of the labels at the left
 _RIGHT = 74  # column at which the second half of a line begins
 _FOLDED = 64  # longest list of folded ranks that is printed
-_CULPRITS = 8
-_EVIDENCE = 6
+_CULPRITS = 8  # most culprits that are printed
+_EVIDENCE = 6  # most lines of evidence
 _ORDER = {"high": 0, "medium": 1, "low": 2}
 _STYLES = {"slow": "33;1", "hang": "31;1", "crash": "31;1", "desync": "31;1", "culprit": "1", "dim": "2"}
 
@@ -36,11 +36,11 @@ def render(
 
     Args:
         incident: what is known.
-        color: with ANSI colours; the caller heeds ``NO_COLOR`` and whether it is a terminal.
-        world: number of ranks of the job, where the incident does not say.
+        color: use ANSI colours; the caller heeds ``NO_COLOR`` and whether the output is a terminal.
+        world: number of ranks of the job, where the incident does not have it.
         run: the run's name, for the command in the last line.
-        timeline: with what happened when; actions are said there.
-        now_unix_s: the time now, for how soon something will be done; else it is said when.
+        timeline: add a timeline, which then holds the actions, too.
+        now_unix_s: the time now, to print how soon something will be done; without it the time of day is printed.
     """
     size = world or incident.world_size
     lines = [_line(incident.kind.upper(), _headline(incident))]
@@ -60,24 +60,22 @@ def render(
 
 
 def render_closing(incident: Incident, *, color: bool = False) -> str:
-    """One line for an incident that is over."""
+    """The line that is printed when an incident is over."""
     word = {"relieved": "RELIEF", "transient": "TRANSIENT", "ended": "ENDED"}.get(incident.status, "OPEN")
-    named = _short(incident)
-    line = _line(word, f"{_closing(incident)}  incident {incident.number:04d} ({incident.kind}, {named})")[
-        :WIDTH
-    ]
+    about = f"incident {incident.number:04d} ({incident.kind}, {_short(incident)})"
+    line = _line(word, f"{_closing(incident)}  {about}")[:WIDTH]
     return f"\x1b[32;1m{line[:_LABEL]}\x1b[0m{line[_LABEL:]}" if color else line
 
 
 def render_action(incident: Incident, *, color: bool = False) -> str:
-    """The newest of what was done about an incident."""
+    """The lines that are printed for the newest action of an incident."""
     action = incident.actions[-1]
     lines = _wrapped("ACTION", f"incident {incident.number:04d}  {done(action)}")
     return "\n".join(_colored(line) if color else line for line in lines)
 
 
 def _line(label: str, text: str) -> str:
-    # A worker's error message is part of it: nothing in that may move the terminal's cursor.
+    # The text may hold a worker's error message, which must not move the terminal's cursor.
     shown = "".join(char if char.isprintable() else " " for char in text)
     return f"{label:<{_LABEL}}{shown}".rstrip()
 
@@ -88,7 +86,7 @@ def _wrapped(label: str, text: str) -> list[str]:
 
 
 def _beside(label: str, left: str, right: str) -> list[str]:
-    """``right`` in its own column when both fit on a line, else after ``left``."""
+    """Lines with ``right`` in a column of its own when both fit on a line, else below ``left``."""
     column = max(_RIGHT - _LABEL, len(left) + 2)
     if not right:
         return _wrapped(label, left)
@@ -127,22 +125,19 @@ def _culprits(incident: Incident) -> list[str]:
     hidden = incident.culprits[_CULPRITS:]
     if hidden:
         ranks = fold_ranks(one.rank for one in hidden if one.rank is not None)
-        lines.append(
-            _line("", _cut(f"and {len(hidden)} more" + (f": ranks {ranks}" if ranks else ""), WIDTH - _LABEL))
-        )
+        more = f"and {len(hidden)} more" + (f": ranks {ranks}" if ranks else "")
+        lines.append(_line("", _cut(more, WIDTH - _LABEL)))
     return lines
 
 
 def _culprit(culprit: Culprit) -> str:
-    parts = [who(culprit)]
     what = culprit.cause or "cause unknown"
     if culprit.slowdown > 0:
         what += f" ×{culprit.slowdown:.1f}"
-    where = (
-        f"in {culprit.stage}" if culprit.stage and f"in {culprit.stage}" not in what + culprit.detail else ""
-    )
-    parts.append("; ".join(filter(None, (what, culprit.detail, where))))
-    return "  ".join(parts)
+    where = f"in {culprit.stage}" if culprit.stage else ""
+    if where in what + culprit.detail:
+        where = ""
+    return f"{who(culprit)}  {'; '.join(filter(None, (what, culprit.detail, where)))}"
 
 
 def _short(incident: Incident) -> str:
@@ -199,7 +194,7 @@ def _actions(incident: Incident, actions: Sequence[Action], now_unix_s: float | 
 
 
 def _outlook(incident: Incident, now_unix_s: float | None) -> str:
-    """``ends rank 0 in 29 s if nothing moves``."""
+    """The next action in words: ``ends rank 0 in 29 s if nothing moves``."""
     at_s = incident.next_unix_s
     if at_s is None:
         return incident.next_action
@@ -238,7 +233,7 @@ def _closing(incident: Incident) -> str:
 
 
 def _cost(incident: Incident) -> str:
-    """Of a slowdown, for all ranks together: ``, 7.2 GPU-seconds lost, 3 GPU-seconds saved``."""
+    """The cost of a slowdown for all ranks together: ``, 7.2 GPU-seconds lost, 3 GPU-seconds saved``."""
     text = ""
     if incident.lost_s is not None:
         text += f", {accelerator_time(incident.lost_s * incident.world_size)} lost"

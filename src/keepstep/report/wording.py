@@ -1,4 +1,4 @@
-"""How culprits, actions and times are said."""
+"""Culprits, actions and times in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from keepstep.core.incident import Action, Culprit, Incident
 
 
 def who(culprit: Culprit) -> str:
-    """Rank, link or node."""
+    """A culprit's name: its rank, link or node."""
     if culprit.link is not None:
         (first, second), (here, there) = culprit.link.ranks, culprit.link.nodes
         return f"link {here} ↔ {there}  (rank {first} ↔ {second})"
@@ -16,7 +16,7 @@ def who(culprit: Culprit) -> str:
 
 
 def named(incident: Incident) -> str:
-    """The first culprit and how sure that is, in a few words."""
+    """The first culprit of an incident and the confidence in it, in a few words."""
     if not incident.culprits:
         return "cause unknown"
     first, others = incident.culprits[0], len(incident.culprits) - 1
@@ -25,13 +25,13 @@ def named(incident: Incident) -> str:
 
 
 def done(action: Action) -> str:
-    """What was done, what was expected of it, and what it did."""
+    """An action in words: what was done, what was expected of it, and its effect."""
     text = f"{action.name}: {action.detail}" if action.detail else action.name
     return f"{text}; {effect}" if (effect := _effect(action)) else text
 
 
 def _effect(action: Action) -> str:
-    """``expected 490 ms → 310 ms an iteration, measured 330 ms``."""
+    """The effect of an action: ``expected 490 ms → 310 ms an iteration, measured 330 ms``."""
     before = "" if action.before_iteration_s is None else f"{seconds(action.before_iteration_s)} → "
     told: list[str] = []
     if action.expected_iteration_s is not None:
@@ -43,14 +43,14 @@ def _effect(action: Action) -> str:
 
 
 def accelerator_time(value: float) -> str:
-    """Of all ranks together, from seconds."""
+    """A time of all ranks together, given in seconds: ``7.2 GPU-hours``."""
     amount, unit = (value / 3600, "hour") if value >= 3600 else (value, "second")
     number = f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
     return f"{number} GPU-{unit}" + ("" if number == "1" else "s")
 
 
 def seconds(value: float) -> str:
-    """Three digits."""
+    """A time with three digits: ``1.25 s``, ``310 ms``."""
     if value >= 100:
         return f"{value:.0f} s"
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"

@@ -1,10 +1,10 @@
-"""PyTorch flight-recorder dumps: where every rank's device is, from what its host has enqueued (versions 2.x).
+"""PyTorch flight-recorder dumps (versions 2.x): how far each rank's device is, from what its host has enqueued.
 
-Read are the pickles that ``TORCH_NCCL_DUMP_ON_TIMEOUT`` and ``torch.distributed`` write (by an unpickler that makes
-plain data only) and their JSON form. The rank is the number at the end of the file's name, as torch names them.
+Readable are the pickles that ``TORCH_NCCL_DUMP_ON_TIMEOUT`` and ``torch.distributed`` write, by an unpickler that makes
+plain data only, and their JSON form. The rank is the number at the end of the file's name, as torch names the files.
 
-Dumps of Gloo jobs list no members of groups, and their counts of enqueued operations mix in messages that have no
-entries: members are then the ranks that have entries of a group, and counts are taken from the entries.
+Dumps of Gloo jobs list no members of groups, and their counts of enqueued operations include messages without entries.
+There, the members of a group are the ranks with entries of it, and counts are taken from the entries.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _OPS: tuple[tuple[str, Op], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Dumps:
-    """What the dumps of a job tell. ``missing`` says what could not be used, and why.
+    """The content of the dumps of a job. ``missing`` says what could not be used, and why.
 
-    ``listed``: ranks that the job has by the groups in the dumps, 0 where those list no members; ``inferred``: the
+    ``listed``: the number of ranks by the members of groups, 0 where no members are listed; ``inferred``: names of
     groups whose members are a guess.
     """
 
@@ -67,7 +67,7 @@ class _Entry:
 @dataclass(frozen=True, slots=True)
 class _Dump:
     groups: Mapping[str, GroupInfo]
-    counts: Mapping[str, tuple[int, int]]  # by group: last enqueued, last completed
+    counts: Mapping[str, tuple[int, int]]  # by group: the last operation enqueued, the last completed
     entries: Sequence[_Entry]
 
 
@@ -78,7 +78,7 @@ def rank_of(path: Path) -> int | None:
 
 
 def read_dumps(paths: Iterable[Path], least_ranks: int = 0) -> Dumps:
-    """Read the dumps of one job, one file a rank. ``least_ranks``: that the job is known to have.
+    """Read the dumps of one job, one file a rank. ``least_ranks``: a known lower bound of the number of ranks.
 
     Raises:
         TraceError: two different files are of one rank, or none can be used.
@@ -102,7 +102,7 @@ def read_dumps(paths: Iterable[Path], least_ranks: int = 0) -> Dumps:
         try:
             dumps[rank] = _parse(_load(path), rank)
         except TraceError as error:
-            missing.append(f"rank {rank}: {' '.join(str(error).split())}")  # damaged bytes may be in it
+            missing.append(f"rank {rank}: {' '.join(str(error).split())}")  # it may hold damaged bytes
     if not dumps:
         raise TraceError(
             "no flight-recorder dump could be read: " + ("; ".join(missing) or "there are no files")
@@ -131,7 +131,7 @@ def read_dumps(paths: Iterable[Path], least_ranks: int = 0) -> Dumps:
 
 
 def _strangers(dumps: Mapping[int, _Dump]) -> dict[int, str]:
-    """Dumps that do not belong to the others' job, and why."""
+    """Ranks whose dumps do not belong to the job of the others, and why."""
     lists: dict[str, Counter[tuple[int, ...]]] = {}
     for dump in dumps.values():
         for name, info in dump.groups.items():
@@ -151,16 +151,16 @@ def _strangers(dumps: Mapping[int, _Dump]) -> dict[int, str]:
 
 
 def _members(info: GroupInfo, dumps: Mapping[int, _Dump], world: int) -> tuple[int, ...]:
-    """Of a group that no dump lists: all ranks if it is the first group, else those with entries of it."""
+    """Likely members of a group without a list: all ranks for the default group, else the ranks with entries of it."""
     if info.desc == _DEFAULT_GROUP:
         return tuple(range(world))
     return tuple(sorted(rank for rank, dump in dumps.items() if info.name in dump.groups))
 
 
 def _states(dumps: Mapping[int, _Dump], groups: Mapping[str, GroupInfo]) -> tuple[RankState, ...]:
-    """Devices work off what was enqueued in order: a rank is where its oldest unfinished operation is."""
+    """The states of ranks: a device works in order, so it is in the oldest operation that is not finished."""
     now_ns = max((e.created_ns for dump in dumps.values() for e in dump.entries), default=0)
-    # a group that carries messages only counts those
+    # For each group, whether it has collectives (False) and messages (True).
     kinds: dict[str, set[bool]] = {}
     for dump in dumps.values():
         for entry in dump.entries:
@@ -172,7 +172,7 @@ def _states(dumps: Mapping[int, _Dump], groups: Mapping[str, GroupInfo]) -> tupl
         for group, (enqueued, completed) in dump.counts.items():
             if True not in kinds.get(group, set()):
                 op = int(last.get(group, Op.ALLREDUCE))
-                # a group's operations run one after the other: the device is in none beyond the first unfinished
+                # Operations of a group run one after the other, so none after the first unfinished one has begun.
                 entered = max(min(enqueued, completed + 1), 0)
                 streams[rank].append(StreamProgress(group, op, -1, entered, max(completed, 0)))
         oldest = min((e for e in dump.entries if not e.done), key=lambda e: e.created_ns, default=None)
@@ -209,7 +209,7 @@ def _states(dumps: Mapping[int, _Dump], groups: Mapping[str, GroupInfo]) -> tupl
 
 
 def _load(path: Path) -> Any:
-    """The dump as plain data."""
+    """The content of a dump as plain data."""
     try:
         size = path.stat().st_size
         if size > MOST_BYTES:
@@ -234,7 +234,7 @@ def _load(path: Path) -> Any:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Lists, dicts, strings and numbers: a dump holds nothing else, and nothing else is made."""
+    """Unpickles lists, dicts, strings and numbers only: a dump holds nothing else."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise TraceError(f"holds an object of {module_name}.{global_name}: no flight-recorder dump does")
@@ -264,7 +264,7 @@ def _parse(content: Any, rank: int) -> _Dump:
         raise TraceError(f"is damaged: {type(error).__name__}: {str(error)[:80]}") from error
     told = {key: [entry for entry in entries if entry.group == key and entry.peer < 0] for key in groups}
     for key, own in told.items():
-        if own and key not in counts:  # older dumps have no counts
+        if own and key not in counts:  # as in dumps of older versions
             done = [entry.seq for entry in own if entry.done]
             first_open = min((entry.seq for entry in own if not entry.done), default=max(done, default=0) + 1)
             counts[key] = max(entry.seq for entry in own), first_open - 1
@@ -282,30 +282,35 @@ def _groups(config: Mapping[Any, Mapping[str, Any]]) -> dict[str, GroupInfo]:
         ranks = one.get("ranks", "[]")
         members = tuple(int(rank) for rank in (ast.literal_eval(ranks) if isinstance(ranks, str) else ranks))
         if not key and not members:
-            continue  # what Gloo writes
+            continue  # Gloo writes such a group
         if any(rank < 0 or rank >= 1 << 24 for rank in members):
             raise ValueError(f"group {key} has impossible ranks")
         desc = str(one.get("desc", ""))
-        found[str(key)] = GroupInfo(f"{key} ({desc})" if desc else str(key), members, "", desc)
+        found[str(key)] = _group(str(key), members, desc)
     return found
 
 
 def _unlisted(entries: Sequence[Mapping[str, Any]]) -> dict[str, GroupInfo]:
-    """The groups that entries are of; without members."""
+    """The groups named in entries, without members."""
     found: dict[str, GroupInfo] = {}
     for entry in entries:
         key, desc = (str(word) for word in entry["process_group"][:2])
         desc = "" if desc == "undefined" else desc
-        found[key] = GroupInfo(f"{key} ({desc})" if desc else key, (), "", desc)
+        found[key] = _group(key, (), desc)
     return found
+
+
+def _group(key: str, members: tuple[int, ...], desc: str) -> GroupInfo:
+    return GroupInfo(f"{key} ({desc})" if desc else key, members, "", desc)
 
 
 def _names(
     groups: Mapping[str, GroupInfo], status: Mapping[Any, Any], entries: Sequence[Mapping[str, Any]]
 ) -> dict[str, str]:
-    """The names of groups by the numbers under which their counts are told.
+    """The names of groups by the numbers under which their counts are listed.
 
-    Entries have both. For groups without one: numbers and (numeric) names are both given in the order of making.
+    Entries hold both. Groups without an entry are matched by order: numbers and numeric names both grow as groups are
+    made.
     """
     told = {str(entry["pg_id"]): str(entry["process_group"][0]) for entry in entries if "pg_id" in entry}
     numbers = [str(key) for key in status]
@@ -327,7 +332,7 @@ def _counts(
 
 
 def _entry(entry: Mapping[str, Any], groups: Mapping[str, GroupInfo], rank: int) -> _Entry | None:
-    """None for an operation of another kind or of a group that the dump does not describe."""
+    """An entry; None for an operation of an unknown kind, or of a group that the dump does not describe."""
     group = str(entry["process_group"][0])
     title = str(entry["profiling_name"]).split(":", 1)[-1]
     op = next((op for word, op in _OPS if word in title.lower()), None)
