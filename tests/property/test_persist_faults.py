@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import pytest
+from tests.manual_clock import ManualClock
 from tests.unit.checkpoint.stored_states import Cache, newest, rebuilt, same, sample_state
 
 from keepstep.checkpoint.memory.slots import Key
@@ -16,7 +17,6 @@ from keepstep.checkpoint.storage.backend import Bytes, Readable
 from keepstep.checkpoint.storage.persist import Persister
 from keepstep.checkpoint.storage.persist_plan import Backoff, PersistPlan
 from keepstep.checkpoint.storage.read import scan, verify
-from keepstep.core.clock import ManualClock
 from keepstep.core.errors import CheckpointError
 
 SEEDS = 150

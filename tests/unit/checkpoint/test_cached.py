@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.manual_clock import ManualClock
 from tests.unit.checkpoint.conftest import Served
 from tests.unit.checkpoint.stored_states import newest, rebuilt
 
@@ -17,7 +18,6 @@ from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.storage.backend import Bytes, LocalStorage
 from keepstep.checkpoint.storage.persist import Persister
 from keepstep.checkpoint.storage.persist_plan import PersistPlan
-from keepstep.core.clock import ManualClock
 from keepstep.core.errors import CheckpointError
 
 WORKER = """

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tests.manual_clock import ManualClock
 from tests.unit.checkpoint.stored_states import Cache, newest, rebuilt, same, sample_state, taken
 
 from keepstep.checkpoint.memory.slots import Key
@@ -21,7 +22,6 @@ from keepstep.checkpoint.storage.manifest import MANIFEST, folder_name
 from keepstep.checkpoint.storage.persist import Incomplete, Persister, conclude, remove, write_shard
 from keepstep.checkpoint.storage.persist_plan import PersistPlan
 from keepstep.checkpoint.storage.read import read_shard, scan, verify
-from keepstep.core.clock import ManualClock
 from keepstep.core.errors import CheckpointError
 
 KEY = Key(2, 7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
@@ -35,7 +36,6 @@ from keepstep.checkpoint.storage.shard_file import (
     places,
     safetensors_header,
 )
-from keepstep.core.clock import Clock, MonotonicClock
 from keepstep.core.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -190,11 +190,11 @@ class Persister:
         source: Source,
         *,
         world_size: int,
-        clock: Clock | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan, self._storage, self._source = plan, storage, source
         self._ranks, self._world_size, self._leader = plan.ranks, world_size, plan.leader
-        self._clock = clock or MonotonicClock()
+        self._clock = clock
         self._changed = threading.Condition()
         self._stopped = False
         self._listed = self._ever_listed = False
@@ -241,7 +241,7 @@ class Persister:
         """A line for everything that keeps wanted steps from storage."""
         with self._changed:
             unlisted = [self._list_trouble] if self._list_trouble else []
-            return unlisted + self._plan.troubles(self._clock.now_s())
+            return unlisted + self._plan.troubles(self._clock())
 
     def start(self) -> None:
         """Start the thread that carries out the plan."""
@@ -264,7 +264,7 @@ class Persister:
         if not self._listed and not self._list():
             return False
         with self._changed:
-            task = self._plan.next(self._clock.now_s())
+            task = self._plan.next(self._clock())
         if task is None:
             return False
         failure: Exception | None = None
@@ -278,9 +278,9 @@ class Persister:
             if failure is None:
                 self._plan.done(task)
             elif isinstance(failure, Incomplete) and isinstance(task, Conclude):
-                self._plan.waits(task, self._clock.now_s())
+                self._plan.waits(task, self._clock())
             else:
-                self._plan.failed(task, _in_a_line(failure), self._clock.now_s())
+                self._plan.failed(task, _in_a_line(failure), self._clock())
             if isinstance(failure, Damaged):
                 self._plan.again(task.key, failure.rank)
             if isinstance(failure, SnapshotDamaged) and isinstance(task, WriteShard):
@@ -294,7 +294,7 @@ class Persister:
             with self._changed:
                 due_s = self._plan.wake_s() if self._listed else self._list_s
                 if not self._stopped:
-                    self._changed.wait(None if due_s is None else max(0.0, due_s - self._clock.now_s()))
+                    self._changed.wait(None if due_s is None else max(0.0, due_s - self._clock()))
 
     def _carry_out(self, task: Task) -> None:
         if isinstance(task, WriteShard):
@@ -310,14 +310,14 @@ class Persister:
             remove(self._storage, task.key)
 
     def _list(self) -> bool:
-        if self._clock.now_s() < self._list_s:
+        if self._clock() < self._list_s:
             return False
         try:
             steps = [look_until_sure(self._storage, key) for key in stored_keys(self._storage)]
         except Exception as error:  # a storage may raise anything
             self._list_trouble = f"{self._storage.where}: cannot be listed: {_in_a_line(error)}"
             log.warning("%s", self._list_trouble, exc_info=_unexpected(error))
-            self._list_s = self._clock.now_s() + _LIST_AGAIN_S
+            self._list_s = self._clock() + _LIST_AGAIN_S
             return False
         # A step with a manifest that is not whole may have been misread, so it is never removed.
         stored = {step.key: step.whole for step in steps if step.whole or step.unfinished}
@@ -389,7 +389,7 @@ def _entries(
 
 
 def _unexpected(error: Exception) -> Exception | None:
-    """The error itself when it is none that a cache or storage raises: such a one is logged with its trace."""
+    """The error itself, to be logged with its traceback, unless it is one that a cache or storage raises; else None."""
     return None if isinstance(error, CheckpointError | OSError) else error
 
 
