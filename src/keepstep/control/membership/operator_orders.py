@@ -16,7 +16,7 @@ STOPPED = 79  # exit code of a job that an operator stopped
 
 
 class OperatorOrders:
-    """``pauses``: brings about what is ordered; ``effects``: what the controller is about to do."""
+    """``pauses``: where what is ordered is brought about; ``effects``: what the controller is about to do."""
 
     def __init__(
         self, rendezvous: Rendezvous, reforming: Reforming, pauses: Pauses, effects: list[Effect]

@@ -17,30 +17,33 @@ from keepstep.control.membership.rendezvous import Launcher, Rendezvous
 from keepstep.core.ranges import fold_nodes
 from keepstep.wire.messages import Operated, Seal
 
-SEAL_S = 120.0  # for every rank to seal a step
+SEAL_S = 120.0  # every rank has to seal a step within so many seconds
 SUSPENDED = "it is suspended; say resume"
 _NOW = "; --now ends the workers at once"
 
 
 @dataclass(slots=True)
 class Pause:
-    """What somebody wants: a pause, or that a suspended job goes on."""
+    """What somebody wants: a pause, or that a suspended job goes on.
+
+    ``exchange``: who takes whose place in it, by who has it; ``unfit``: members that spares replace, and why.
+    """
 
     verb: str
-    until_s: float  # given up when not all ranks have sealed a step by then
+    until_s: float  # the pause is given up if not all ranks have sealed a step by then
     unsealed: set[Launcher]  # members whose ranks have not all sealed a step yet
     peer: int | None = None  # connection of the operator who waits for an answer; None: nobody waits
     why: str = BY_HAND
-    exchange: Mapping[Launcher, Launcher] = field(default_factory=dict[Launcher, Launcher])  # taker by holder
-    unfit: Mapping[Launcher, str] = field(default_factory=dict[Launcher, str])  # whom spares replace, and why
-    alike: bool = False  # the step has to be one that more nodes can begin with
-    step: int = -1  # sealed by all members that have answered
-    is_ordered: bool = False
+    exchange: Mapping[Launcher, Launcher] = field(default_factory=dict[Launcher, Launcher])
+    unfit: Mapping[Launcher, str] = field(default_factory=dict[Launcher, str])
+    alike: bool = False  # the sealed step has to be one that more nodes can begin with
+    step: int = -1  # the oldest step that a member has answered with; -1: none has answered
+    is_ordered: bool = False  # the nodes have been told to re-form
     is_impossible: bool = False  # some rank seals no such step
 
     @property
     def moves_ranks(self) -> bool:
-        """Ranks are to play on other nodes."""
+        """Whether ranks are to play on other nodes."""
         return bool(self.exchange or self.unfit)
 
 
@@ -109,7 +112,7 @@ class Pauses:
         return [] if pause.unsealed else self.order(pause, now_s)
 
     def tick(self, peers: Collection[int], now_s: float) -> list[Order]:
-        """Time passes. ``peers``: those that are connected."""
+        """Time passes: a pause may come to nothing, or a failure be faster. ``peers``: connections that stand."""
         pause = self.wanted
         if pause is None or pause.is_ordered:
             return []

@@ -8,7 +8,7 @@ from keepstep.control.membership.pauses import SEAL_S, Pause, Pauses
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.rendezvous import Launcher, Rendezvous
 
-_WARM_S = 60.0  # more than an operator's order has: standbys are to be warm first (`launch.workers.restarts`)
+_WARM_S = 60.0  # added to the time for sealing, as standbys are to be warm first (`launch.workers.restarts`)
 
 
 class RankMoves:
