@@ -17,14 +17,15 @@ from keepstep.core.iteration_table import IterationTable, distinct
 from keepstep.core.summary import GroupInfo
 from keepstep.locate.clock_offsets import MAX_DRIFT
 
-MOST_PATHS = 256  # of each kind, those that may have grown most
-MOST_NODES = 16  # around them, all of whose ranks are looked at, too: a fast path clears a pair
-_OP_BITS, _PEER_BITS, _RANK_BITS = 5, 19, 18  # of a key; a peer may be nobody (-1)
-_AT_ONCE = 32_768  # rows: what is unfolded of them stays in the caches
+MOST_PATHS = 256  # collectives, and messages, that are looked at: those that may have grown most
+MOST_NODES = 16  # if they are on no more nodes, all ranks there are looked at too: a fast path clears a pair
+_OP_BITS, _PEER_BITS, _RANK_BITS = 5, 19, 18  # bits of a key; a peer may be nobody (-1)
+_AT_ONCE = 32_768  # rows that are unfolded together, so that they stay in the caches
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Rows = NDArray[Any]  # structured
+_Times = tuple[Ints, Floats]  # keys, ascending; seconds per iteration
 
 
 def ranks_to_look_at(
@@ -36,19 +37,22 @@ def ranks_to_look_at(
 ) -> list[int]:
     """Ranks of the collectives and messages that may take ``least_s`` longer per iteration than before.
 
-    What is compared is the worst iteration now with the best one before, of more than half of each: nothing that
-    medians would show is missed.
+    The worst iteration now is compared with the best one before, of more than half of each: nothing that medians would
+    show is missed.
     """
-    elapsed_s = _span_s(before, after)  # clocks of nodes are not compared
+    elapsed_s = _span_s(before, after)
     before, after = _majority(before, newest=True), _majority(after, newest=False)
     number = {name: number for number, name in enumerate(dict.fromkeys((*before.names, *after.names)))}
     members = {number[name]: info.members for name, info in groups.items() if name in number}
     old, new = (_Numbered(one, np.array([number[name] for name in one.names])) for one in (before, after))
-    then, now = _times(old, np.minimum), _times(new, np.maximum)
+    (collectives, receives), (collectives_now, receives_now) = (
+        _times(old, np.minimum),
+        _times(new, np.maximum),
+    )
     found: set[int] = set()
-    for group in _grown_groups(then.collectives, now.collectives, members, least_s):
+    for group in _grown_groups(collectives, collectives_now, members, least_s):
         found.update(members[group])
-    longer, growth = _growth(then.receives, now.receives)
+    longer, growth = _growth(receives, receives_now)
     longer = longer[growth >= least_s]
     slack_s = 2 * MAX_DRIFT * elapsed_s
     late, later = _growth(_latencies(old, longer), _latencies(new, longer))
@@ -62,7 +66,7 @@ def ranks_to_look_at(
 
 
 def _majority(table: IterationTable, *, newest: bool) -> IterationTable:
-    """The newest, or oldest, half of the steps and one more; all where not all ranks tell of all steps."""
+    """The newest, or oldest, half of the steps and one more; all steps where a rank lacks some of them."""
     steps, ranks = distinct(table.column("step")), distinct(table.column("rank"))
     if len(table) != len(steps) * len(ranks):
         return table
@@ -74,16 +78,16 @@ def _majority(table: IterationTable, *, newest: bool) -> IterationTable:
 
 @dataclass(frozen=True, slots=True)
 class _Numbered:
-    """A table, and its groups' numbers, which other tables share."""
+    """A table whose groups have numbers that are the same in all tables."""
 
     table: IterationTable
-    groups: Ints  # number by place in the table's names
+    groups: Ints  # number of a group by the place of its name in the table's names
 
     def __getitem__(self, rows: slice) -> _Numbered:
         return _Numbered(self.table[rows], self.groups)
 
     def streams(self, ops: Callable[[Rows], NDArray[np.bool_]]) -> tuple[Ints, Rows, Ints]:
-        """(keys, streams, places of their rows) of the streams that ``ops`` chooses.
+        """The streams that ``ops`` chooses, as (keys, streams, places of their rows).
 
         A key is the path (group, operation, peer, rank) as one number.
         """
@@ -100,16 +104,8 @@ class _Numbered:
         return keys, streams, place
 
 
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """How long ranks are in their collectives and receives: (keys, ascending; seconds per iteration)."""
-
-    collectives: tuple[Ints, Floats]
-    receives: tuple[Ints, Floats]
-
-
-def _times(numbered: _Numbered, by: np.ufunc) -> _Times:
-    """``by``: which iteration's time is kept of each path."""
+def _times(numbered: _Numbered, by: np.ufunc) -> tuple[_Times, _Times]:
+    """How long ranks are in their collectives, and in their receives, each in one iteration that ``by`` chooses."""
     keys, seconds = [np.zeros(0, np.int64)], [np.zeros(0)]
     for begin in range(0, len(numbered.table), _AT_ONCE):
         which, streams, _ = numbered[begin : begin + _AT_ONCE].streams(
@@ -120,16 +116,16 @@ def _times(numbered: _Numbered, by: np.ufunc) -> _Times:
         seconds.append(kept_s)
     which, kept_s = _reduced(np.concatenate(keys), np.concatenate(seconds), by)
     received = _ends(which)[0] >= 0
-    return _Times((which[~received], kept_s[~received]), (which[received], kept_s[received]))
+    return (which[~received], kept_s[~received]), (which[received], kept_s[received])
 
 
 def _ends(keys: Ints) -> tuple[Ints, Ints]:
-    """(source, target) of receives."""
+    """The sources and the targets of receives."""
     return (keys >> _RANK_BITS & (1 << _PEER_BITS) - 1) - 1, keys & (1 << _RANK_BITS) - 1
 
 
 def _span_s(before: IterationTable, after: IterationTable) -> float:
-    """From the first operation of the healthy steps to the last of the slow ones, by one rank's clock."""
+    """Time from the first operation of the healthy steps to the last of the slow ones, on one rank's clock."""
     one = [int(after.column("rank")[0])]
 
     def starts(table: IterationTable) -> Floats:
@@ -140,8 +136,8 @@ def _span_s(before: IterationTable, after: IterationTable) -> float:
     return max(float(starts(after).max(initial=-np.inf) - starts(before).min(initial=np.inf)), 0.0)
 
 
-def _growth(then: tuple[Ints, Floats], now: tuple[Ints, Floats]) -> tuple[Ints, Floats]:
-    """(keys, the greatest value now less the least before) of the keys that both have."""
+def _growth(then: _Times, now: _Times) -> _Times:
+    """The keys that both have, and for each the greatest value now less the least before."""
     old, least = _reduced(*then, np.minimum)
     new, most = _reduced(*now, np.maximum)
     if np.array_equal(old, new):
@@ -150,20 +146,22 @@ def _growth(then: tuple[Ints, Floats], now: tuple[Ints, Floats]) -> tuple[Ints, 
     return both, most[after] - least[before]
 
 
-def _reduced(keys: Ints, values: Floats, by: np.ufunc) -> tuple[Ints, Floats]:
-    order = np.argsort(keys, kind="stable")  # runs are many: four times as fast
+def _reduced(keys: Ints, values: Floats, by: np.ufunc) -> _Times:
+    order = np.argsort(
+        keys, kind="stable"
+    )  # four times as fast as the default, as there are many sorted runs
     keys, values = keys[order], values[order]
     first = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1]))) if len(keys) else order
     return keys[first], by.reduceat(values, first) if len(keys) else values
 
 
 def _grown_groups(
-    then: tuple[Ints, Floats],
-    now: tuple[Ints, Floats],
+    then: _Times,
+    now: _Times,
     members: Mapping[int, tuple[int, ...]],
     least_s: float,
 ) -> list[int]:
-    """Groups with a collective that takes every member longer."""
+    """Groups with a collective that takes every member longer by at least ``least_s``."""
     keys, growth = _growth(then, now)
     every = keys >> _RANK_BITS + _PEER_BITS
     paths, told = np.unique(every, return_counts=True)
@@ -174,8 +172,8 @@ def _grown_groups(
     return [groups[place] for place in grown[np.argsort(-least[grown], kind="stable")][:MOST_PATHS].tolist()]
 
 
-def _latencies(numbered: _Numbered, wanted: Ints) -> tuple[Ints, Floats]:
-    """Of the wanted receives (keys, seconds per iteration from the sends' start to the receives' end)."""
+def _latencies(numbered: _Numbered, wanted: Ints) -> _Times:
+    """The wanted receives, and the seconds per iteration from their sends' start to their own end."""
     table = numbered.table.of_ranks(np.concatenate(_ends(wanted)).tolist())
     keys, streams, place = _Numbered(table, numbered.groups).streams(
         lambda streams: (streams["op"] == int(Op.SEND)) | (streams["op"] == int(Op.RECV))

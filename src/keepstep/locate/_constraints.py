@@ -35,14 +35,6 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
-class Constraints:
-    """All constraints by (hub, node), in breadth-first order from the reference."""
-
-    reference: str
-    pairs: Mapping[tuple[str, str], Sequence[Constraint]]
-
-
-@dataclass(frozen=True, slots=True)
 class _Mark:
     """What one node saw of one operation."""
 
@@ -60,10 +52,13 @@ class _Shared:
     enders: frozenset[str]
 
 
-def constraints_between_nodes(samples: Mapping[str, Sequence[ClockSample]]) -> Constraints:
-    """Match the samples of all nodes and bound the offsets between each operation's hub and its other members.
+def constraints_between_nodes(
+    samples: Mapping[str, Sequence[ClockSample]],
+) -> tuple[str, dict[tuple[str, str], list[Constraint]]]:
+    """The reference node, and all constraints by (hub, node), in breadth-first order from the reference.
 
-    The hub is the member nearest the reference node, so the work is linear in the number of samples.
+    The samples of all nodes are matched, and each operation bounds the offsets between its hub and its other members.
+    The hub is the member nearest to the reference node, so the work is linear in the number of samples.
     """
     shared = _match(samples)
     per_node: dict[str, list[int]] = {}
@@ -71,7 +66,7 @@ def constraints_between_nodes(samples: Mapping[str, Sequence[ClockSample]]) -> C
         for node in operation.marks:
             per_node.setdefault(node, []).append(number)
     if not per_node:
-        return Constraints(min(samples, default=""), {})
+        return min(samples, default=""), {}
     reference = min(per_node, key=lambda node: (-len(per_node[node]), node))
     pairs: dict[tuple[str, str], list[Constraint]] = {}
     seen_nodes, seen_operations = {reference}, set[int]()
@@ -92,7 +87,7 @@ def constraints_between_nodes(samples: Mapping[str, Sequence[ClockSample]]) -> C
                 if node not in seen_nodes:
                     seen_nodes.add(node)
                     queue.append(node)
-    return Constraints(reference, pairs)
+    return reference, pairs
 
 
 def _match(samples: Mapping[str, Sequence[ClockSample]]) -> list[_Shared]:

@@ -1,4 +1,4 @@
-"""What NCCL's transfers say of a collective that all have entered (MegaTrace §III-C, algorithm 2: transfers first)."""
+"""Which of NCCL's transfers stand still in a collective that all have entered (MegaTrace §III-C, algorithm 2)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from keepstep.core.summary import LinkState, RankState
 
-_LEAST_S = 0.5  # MegaTrace §IV
+_LEAST_S = 0.5  # without progress, from which on a transfer stands still (MegaTrace §IV)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Flow:
 
 
 def cut_links(states: Mapping[int, RankState], ranks: Collection[int]) -> list[Flow]:
-    """Where the network has data and completes none, the longest first: whoever else waits, waits for these."""
+    """Links on which the network has data and completes none, the longest first: all other ranks wait for these."""
     found = [
         Flow(rank, link)
         for rank in sorted(set(ranks) & set(states))
@@ -34,7 +34,7 @@ def cut_links(states: Mapping[int, RankState], ranks: Collection[int]) -> list[F
 
 
 def still_gpus(states: Mapping[int, RankState], ranks: Collection[int]) -> list[int]:
-    """Ranks whose GPU neither fills nor empties a buffer though nothing has to come to it first."""
+    """Ranks whose GPU neither fills nor empties a buffer, though it waits for no data."""
     still: list[int] = []
     for rank in sorted(set(ranks) & set(states)):
         stands = {link.at for link in states[rank].links if link.quiet_s >= _LEAST_S}

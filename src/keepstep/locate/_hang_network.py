@@ -13,8 +13,8 @@ from keepstep.locate._hang_words import culprit_of, diagnosis_of
 from keepstep.locate._paths import Pair, common_node
 from keepstep.locate._waiting import Pending
 
-_MOST_LINKS = 4  # named in one diagnosis
-_MOST_PATHS = 1024  # probed at once
+_MOST_LINKS = 4  # links that are named in one diagnosis
+_MOST_PATHS = 1024  # paths that are probed at once
 # Further nodes that probe a silent node: a single bad path would not prove that the node is at fault.
 _PROBERS = 2
 
@@ -40,7 +40,7 @@ def diagnose_silent(known: HangEvidence, p: Pending) -> Diagnosis:
 
 
 def _probers(known: HangEvidence, p: Pending, node: str, others: Sequence[str]) -> list[str]:
-    """Nodes that should probe a silent node: those that exchange data with it, and `_PROBERS` more."""
+    """Nodes that should probe a silent node: the nodes that exchange data with it, and `_PROBERS` more."""
     partners = {one for pair in known.pairs(p) if node in pair for one in pair}
     near = [other for other in others if other in partners or known.paths.holds_up((other, node))]
     return near[:_MOST_LINKS] + [other for other in others if other not in near][:_PROBERS]
@@ -85,7 +85,7 @@ def _diagnose_cut_links(known: HangEvidence, stuck: Sequence[Pending], cut: Sequ
     pairs = list(dict.fromkeys((flow.rank, flow.link.peer) for flow in cut))
     hub = common_node([_nodes_of(known, pair) for pair in pairs])
     culprits = tuple(
-        Culprit(None, Link(pair, _nodes_of(known, pair)), hub, "transfer", 0.0, "high", "network", str(flow))
+        _link(known, pair, "high", "network", str(flow), hub)
         for pair, flow in zip(pairs[:_MOST_LINKS], cut, strict=False)
     )
     blamed = {rank for pair in pairs for rank in pair}
@@ -94,7 +94,16 @@ def _diagnose_cut_links(known: HangEvidence, stuck: Sequence[Pending], cut: Sequ
 
 
 def _nodes_of(known: HangEvidence, ranks: tuple[int, int]) -> Pair:
+    """The nodes of two ranks."""
     return known.nodes.get(ranks[0], ""), known.nodes.get(ranks[1], "")
+
+
+def _link(
+    known: HangEvidence, ranks: tuple[int, int], sure: Confidence, cause: str, detail: str, hub: str = ""
+) -> Culprit:
+    """The link between two ranks as a culprit. ``hub``: the one node that all bad links have."""
+    link = Link(ranks, _nodes_of(known, ranks))
+    return Culprit(None, link, hub, "transfer", 0.0, sure, cause, detail)
 
 
 def _diagnose_still_gpus(known: HangEvidence, stuck: Sequence[Pending], gpus: Sequence[int]) -> Diagnosis:
@@ -125,19 +134,14 @@ def _diagnose_bad_paths(known: HangEvidence, stuck: Sequence[Pending], bad: Sequ
     if hub:
         detail += f"; every such pair has {hub}: its own connection is the likely cause"
     cause = "path broken" if condition == "broken" else "network"
-    culprits: list[Culprit] = []
-    blamed: set[int] = set()
-    for pair in bad[:_MOST_LINKS]:
-        main = next((p for p in stuck if _goes_over(known, p, pair)), stuck[0])
-        one, other = (_end_at(known, main, node) for node in pair)
-        culprits.append(
-            Culprit(None, Link((one, other), pair), hub, "transfer", 0.0, confidence, cause, detail)
-        )
-        blamed |= {one, other}
-    main = next((p for p in stuck if _goes_over(known, p, bad[0])), stuck[0])
-    return diagnosis_of(
-        known, tuple(culprits), blamed, main, (_entered(main),) if main.entered_by_all else ()
-    )
+    mains = [next((p for p in stuck if _goes_over(known, p, pair)), stuck[0]) for pair in bad[:_MOST_LINKS]]
+    ends = [
+        (_end_at(known, main, pair[0]), _end_at(known, main, pair[1]))
+        for main, pair in zip(mains, bad, strict=False)
+    ]
+    culprits = tuple(_link(known, pair, confidence, cause, detail, hub) for pair in ends)
+    told = (_entered(mains[0]),) if mains[0].entered_by_all else ()
+    return diagnosis_of(known, culprits, {rank for pair in ends for rank in pair}, mains[0], told)
 
 
 def _goes_over(known: HangEvidence, p: Pending, pair: Pair) -> bool:
@@ -203,10 +207,7 @@ def _diagnose_untested(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnos
         one = ranks[0]
         elsewhere = [rank for rank in ranks if known.nodes.get(rank, "") != known.nodes.get(one, "")]
         other = elsewhere[0] if elsewhere else ranks[1]
-        link = Link((one, other), (known.nodes.get(one, ""), known.nodes.get(other, "")))
-        culprit = Culprit(
-            None, link, "", "transfer", 0.0, "medium", "network", "all entered, nothing comes through"
-        )
+        culprit = _link(known, (one, other), "medium", "network", "all entered, nothing comes through")
         return diagnosis_of(known, (culprit,), {one, other}, first, (told,))
     missing = (f"between which of {fold_nodes(names)} nothing comes through: test them pair by pair",)
     return diagnosis_of(known, (), set(), first, (told,), missing)

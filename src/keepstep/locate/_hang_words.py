@@ -11,7 +11,7 @@ from keepstep.core.summary import RankState
 from keepstep.locate._hang_graph import STOPPED, UNKNOWN_PROCESS, HangEvidence, waits_in
 from keepstep.locate._waiting import Pending
 
-_LONGEST_CHAIN = 256  # most pipeline stages that are followed
+_LONGEST_CHAIN = 256  # pipeline stages that are followed at most
 
 
 def diagnosis_of(
@@ -96,11 +96,7 @@ def _cause(state: RankState, phase: str) -> str:
 
 def _innermost_frame(stack: str) -> str:
     """The first line that names a Python file: py-spy and faulthandler print the innermost frame first."""
-    for line in stack.splitlines():
-        text = line.strip()
-        if ".py" in text:
-            return text[:120]
-    return ""
+    return next((line.strip()[:120] for line in stack.splitlines() if ".py" in line), "")
 
 
 def _direct(known: HangEvidence, blamed: set[int]) -> int:
@@ -113,7 +109,7 @@ def _direct(known: HangEvidence, blamed: set[int]) -> int:
 
 
 def last_progress_s(known: HangEvidence, ranks: Sequence[int]) -> dict[int, float]:
-    """When each rank last made progress: on a common clock if clocks are known, else before its own now."""
+    """When each rank last made progress: on a common clock where clocks are known, else relative to its own present."""
     states = [known.states[rank] for rank in ranks]
     offsets = known.given.offsets_among({known.nodes.get(rank, "") for rank in ranks})
     if offsets is None:
@@ -125,7 +121,7 @@ def last_progress_s(known: HangEvidence, ranks: Sequence[int]) -> dict[int, floa
 
 
 def progress_lines(known: HangEvidence, order: Sequence[int]) -> tuple[str, ...]:
-    """A line on when it last made progress, for each of the first three ranks."""
+    """For each of the first three ranks a line on when it last made progress."""
     lines: list[str] = []
     for rank in order[:3]:
         state = known.states[rank]
@@ -138,10 +134,3 @@ def progress_lines(known: HangEvidence, order: Sequence[int]) -> tuple[str, ...]
         told.append(f"process state {process}" if process else "process gone")
         lines.append(f"rank {rank}: {', '.join(told)}")
     return tuple(lines)
-
-
-def roots_text(order: Sequence[int]) -> str:
-    """How many roots the wait-for graph has, and which."""
-    return (
-        f"one root, rank {order[0]}" if len(order) == 1 else f"{len(order)} roots, ranks {fold_ranks(order)}"
-    )

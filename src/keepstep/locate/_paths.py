@@ -1,4 +1,4 @@
-"""What probes and the kernel's counters say of the paths between nodes: broken, held up, slow or sound.
+"""What probes and the kernel's counters say about the paths between nodes: broken, held up, slow or sound.
 
 After MegaTrace §III-C: a path is the first suspect when a message needs longer than a guard time of 500 ms, or when it
 has lost 20 % of its throughput.
@@ -15,12 +15,12 @@ from keepstep.core.incident import Diagnosis
 from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import PathProbe, PeerTraffic
 
-GUARD_S = 0.5
-_DROP = 0.2
-_LEAST_BUSY_S = 1.0
-_LEAST_BUSY_SHARE = 0.25  # of the time since the onset
-_LEAST_BYTES = 65536  # before the onset: less tells no speed
-_ALL_PAIRS_NODES = 6  # of more nodes only neighbours are probed: rings run between them
+GUARD_S = 0.5  # round trip of a probe from which on a path is slow
+_DROP = 0.2  # part of a path's throughput; losing more holds up its data
+_LEAST_BUSY_S = 1.0  # data that has been under way for a shorter time shows nothing
+_LEAST_BUSY_SHARE = 0.25  # part of the time since the onset in which data must have been under way
+_LEAST_BYTES = 65536  # fewer bytes before the onset show no speed
+_ALL_PAIRS_NODES = 6  # among more nodes only neighbours are probed: rings run between them
 _MOST_PAIRS = 64
 _TOLD = {
     "silent": "its host answers, its agent does not",
@@ -33,9 +33,9 @@ Pair = tuple[str, str]
 
 
 class Paths:
-    """All that is known of paths. A pair of nodes is given in any order.
+    """All that is known about paths. A pair of nodes may be given in either order.
 
-    ``addresses``: node name by address, of nodes that told no traffic of their own.
+    ``addresses``: node name by address, of nodes that reported no traffic of their own.
     """
 
     def __init__(
@@ -56,7 +56,10 @@ class Paths:
                 self._held.setdefault(frozenset((one.node, target)), []).append(line)
 
     def condition(self, pair: Pair) -> Condition:
-        """``broken``: a probe did not come back; ``held up``: data is under way and too little of it arrives."""
+        """The state of a path.
+
+        ``broken``: a probe did not come back. ``held up``: data is under way and too little of it arrives.
+        """
         probes = self.between(pair)
         if not all(probe.arrived for probe in probes):
             return "broken"
@@ -67,15 +70,15 @@ class Paths:
         return "sound" if probes else "unknown"
 
     def holds_up(self, pair: Pair) -> bool:
-        """By the kernel's counters data is under way there and too little of it arrives."""
+        """Whether data is under way there and too little of it arrives, by the kernel's counters."""
         return frozenset(pair) in self._held
 
     def between(self, pair: Pair) -> list[PathProbe]:
-        """The probes from one to the other and back."""
+        """The probes between the two nodes, in both directions."""
         return self._probes.get(frozenset(pair), [])
 
     def bad(self, pairs: Iterable[Pair]) -> list[Pair]:
-        """Those of the pairs that are in the worst condition of all; empty when none is bad."""
+        """The pairs that are in the worst condition of all given ones; empty when none is bad."""
         found = [(self.condition(pair), pair) for pair in pairs]
         for condition in ("broken", "held up", "slow"):
             if worst := [pair for its, pair in found if its == condition]:
@@ -83,7 +86,7 @@ class Paths:
         return []
 
     def lines(self, pairs: Sequence[Pair]) -> tuple[str, ...]:
-        """Evidence: a line for every pair that is not sound, one for all that are."""
+        """Lines of evidence: one for every pair that is not sound, and one for all that are."""
         told: list[str] = []
         sound: list[Pair] = []
         for pair in pairs:
@@ -107,7 +110,7 @@ class Paths:
 
 
 def _held_up(one: PeerTraffic, target: str) -> str:
-    """What a connection's counters tell when its data does not get through; empty when it does."""
+    """A line on a connection whose data does not get through, by its counters; empty when it does."""
     busy_s = one.after_busy_s
     if busy_s < max(_LEAST_BUSY_S, _LEAST_BUSY_SHARE * one.after_s):
         return ""
@@ -121,7 +124,7 @@ def _held_up(one: PeerTraffic, target: str) -> str:
 
 
 def with_probes(diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:
-    """The diagnosis with what probes of the links that it blames tell; a link that fails them is blamed for sure."""
+    """The diagnosis with what probes of the blamed links show; a link that fails them is blamed for sure."""
     paths = Paths(probes)
     links = [culprit.link.nodes for culprit in diagnosis.culprits if culprit.link is not None]
     bad = set(paths.bad(links))
@@ -136,9 +139,9 @@ def with_probes(diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:
 
 
 def pairs_among(nodes: Sequence[str], around: Collection[str] = ()) -> list[Pair]:
-    """The pairs of nodes to look at: all of a few, of many those that are neighbours in the given order.
+    """The pairs of nodes to look at: all pairs of a few nodes, neighbours in the given order among many.
 
-    ``around``: only pairs with one of these, when there are any.
+    ``around``: if not empty, only pairs with one of these nodes are taken.
     """
     distinct = list(dict.fromkeys(nodes))
     if len(distinct) <= _ALL_PAIRS_NODES:
@@ -157,6 +160,7 @@ def common_node(pairs: Sequence[tuple[str, ...]]) -> str:
 
 
 def _outcome(probe: PathProbe) -> str:
+    """The outcome of a probe in words."""
     if probe.outcome == "timeout":
         return f"no answer in {probe.round_trip_s:.1f} s"
     return _TOLD.get(probe.outcome, f"answer after {probe.round_trip_s * 1e3:.1f} ms")

@@ -1,4 +1,4 @@
-"""Which pair of nodes a slow collective over many nodes is slow between: by the speed of their TCP connections."""
+"""Finds the pair of nodes between which a collective over many nodes is slow, by the speed of TCP connections."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from statistics import median
 
 from keepstep.core.summary import PeerTraffic
 
-MIN_DROP = 1.5  # of a path's speed, against its own before and against what the other paths lost
-_LEAST_BYTES = 65536  # before and after: less tells no speed
-_LEAST_BUSY_SHARE = 0.25  # of the time since the onset: a slow path that hardly carries anything slows nobody
+MIN_DROP = 1.5  # factor by which a slow path lost speed, and lost more than any other path
+_LEAST_BYTES = 65536  # fewer bytes, before or after, show no speed
+_LEAST_BUSY_SHARE = 0.25  # part of the time since the onset; a path that is used less slows nobody
 
 
 @dataclass(frozen=True, slots=True)
 class SlowPath:
-    """From which node to which, and its speed in bytes per second, healthy and now."""
+    """A path from one node to another, and its speed in bytes per second, healthy and now."""
 
     source: str
     target: str
     before_Bps: float
     after_Bps: float
-    others_drop: float  # what the median of the other paths lost: 1 for nothing
+    others_drop: float  # factor by which the median of the other paths lost speed: 1 for nothing
 
     @property
     def drop(self) -> float:

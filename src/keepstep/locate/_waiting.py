@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from keepstep.core.events import Op
+from keepstep.core.events import MESSAGES, SYNCHRONISING, Op, ends_of
 from keepstep.core.summary import GroupInfo, RankState, StreamProgress
 
-_PER_GROUP = 8  # operations of a group are in order: the lowest numbers are the ones that block
-_RECENT_S = 1e-3
-_P2P = (int(Op.SEND), int(Op.RECV))
-# Nobody leaves these before all members have entered; a broadcast's root does.
-_NEEDS_ALL = {Op.ALLREDUCE, Op.ALLGATHER, Op.REDUCE_SCATTER, Op.ALLTOALL, Op.BARRIER}
+_PER_GROUP = (
+    8  # operations of a group that are looked at: they are in order, those with the lowest numbers block
+)
+_RECENT_S = 1e-3  # an operation that began this shortly before the last progress is still the last thing done
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +23,14 @@ class Pending:
     seq: int
     source: int
     target: int
-    waiting: tuple[int, ...]  # ranks in it
-    firm: tuple[int, ...]  # those of them that did nothing since: certainly blocked in it
+    waiting: tuple[int, ...]  # ranks that are in it
+    firm: tuple[int, ...]  # ranks in it that have done nothing since: certainly blocked in it
     absent: tuple[int, ...]  # ranks that have not entered it
-    unknown: tuple[int, ...]  # members that told nothing
-    through: int  # members that completed it
+    unknown: tuple[int, ...]  # members whose state is not known
+    through: int  # how many members completed it
     stuck_s: float
-    waits: bool = False  # somebody was seen to begin to wait for it
-    members: tuple[int, ...] = ()  # of a collective, in the group's order
+    waits: bool = False  # whether a rank was seen to begin to wait for it
+    members: tuple[int, ...] = ()  # all members of a collective, in the group's order
 
     @property
     def collective(self) -> bool:
@@ -39,7 +38,7 @@ class Pending:
 
     @property
     def one_sided(self) -> bool:
-        """A send whose receive has not been posted: the sender may well have gone on, if it was not seen to wait."""
+        """Whether it is a send without a receive: the sender may have gone on, if it was not seen to wait."""
         return not self.collective and self.ops == (int(Op.SEND),) and not self.waits
 
     @property
@@ -58,14 +57,15 @@ _Flights = dict[int, dict[int, tuple[int, float]]]  # seq -> rank -> (op, since)
 
 
 def pending_operations(states: Sequence[RankState], groups: Mapping[str, GroupInfo]) -> list[Pending]:
-    """All operations in flight, those with most waiting ranks first. Linear in ranks and operations."""
+    """All operations in flight, the one with most waiting ranks first. Linear in ranks and operations."""
     by_rank = {state.rank: state for state in states}
     flights: dict[_Stream, _Flights] = {}
     waits: set[tuple[_Stream, int]] = set()
     for state in states:
         rank = state.rank
         for flight in state.in_flight:
-            key = _stream(rank, flight.group, flight.op, flight.peer)
+            op = flight.op if flight.op in MESSAGES else 0
+            key = flight.group, op, *ends_of(flight.op, rank, flight.peer)
             flights.setdefault(key, {}).setdefault(flight.seq, {})[rank] = (flight.op, flight.since_s)
             if flight.waits:
                 waits.add((key, flight.seq))
@@ -73,7 +73,7 @@ def pending_operations(states: Sequence[RankState], groups: Mapping[str, GroupIn
     for state in states:
         rank = state.rank
         for stream in state.streams:
-            if stream.group in progress and stream.op not in _P2P:
+            if stream.group in progress and stream.op not in MESSAGES:
                 progress[stream.group][rank] = stream
     found: list[Pending] = []
     for key, by_seq in flights.items():
@@ -88,14 +88,6 @@ def pending_operations(states: Sequence[RankState], groups: Mapping[str, GroupIn
     return sorted(found, key=lambda p: (-len(p.waiting), p.group, p.seq, p.source, p.target))
 
 
-def _stream(rank: int, group: str, op: int, peer: int) -> _Stream:
-    if op == Op.SEND:
-        return group, op, rank, peer
-    if op == Op.RECV:
-        return group, op, peer, rank
-    return group, 0, -1, -1
-
-
 def _collective(
     group: str,
     seq: int,
@@ -104,14 +96,15 @@ def _collective(
     groups: Mapping[str, GroupInfo],
     progress: Mapping[int, StreamProgress],
 ) -> Pending:
+    """A collective that the ranks ``here`` are in (rank -> operation and since when)."""
     members = groups[group].members if group in groups else tuple(sorted(progress.keys() | here.keys()))
     started = {rank: stream.started for rank, stream in progress.items()}
     absent = tuple(m for m in members if m in by_rank and m not in here and started.get(m, 0) < seq)
     unknown = tuple(m for m in members if m not in by_rank)
     through = sum(m not in here and m in progress and progress[m].completed >= seq for m in members)
     ops = {op for op, _ in here.values()}
-    if through and ops <= _NEEDS_ALL:
-        unknown = ()  # somebody is through, so all have come
+    if through and ops <= SYNCHRONISING:
+        unknown = ()  # one member is through, so all have entered
     ops |= {progress[m].op for m in members if m not in here and started.get(m, 0) == seq}
     return Pending(
         group, tuple(sorted(ops)), seq, -1, -1, tuple(sorted(here)), _firm(here, by_rank), absent, unknown, through,
@@ -126,7 +119,7 @@ def _message(
     by_rank: Mapping[int, RankState],
     waits: bool,
 ) -> Pending | None:
-    """One side of a message; when both are in flight, the receiver's tells."""
+    """A message of which one side is in flight; None for a send whose receive is in flight too: that one counts."""
     group, op, source, target = key
     receives = op == Op.RECV
     peer = source if receives else target
@@ -140,7 +133,7 @@ def _message(
     return Pending(
         group, (op,), seq, source, target, tuple(here), _firm(here, by_rank),
         (peer,) if not came and peer in by_rank else (), () if peer in by_rank else (peer,),
-        # a send that is through says nothing of the receive, which ends later
+        # A send that is through says nothing about the receive, which ends later.
         int(through and not receives), _stuck_s(here, by_rank), waits,
     )  # fmt: skip
 
@@ -152,6 +145,7 @@ def _progress(state: RankState | None, group: str, op: Op, peer: int) -> StreamP
 
 
 def _firm(here: Mapping[int, tuple[int, float]], by_rank: Mapping[int, RankState]) -> tuple[int, ...]:
+    """Ranks that have made no progress since they entered the operation."""
     return tuple(
         sorted(
             rank
@@ -162,4 +156,5 @@ def _firm(here: Mapping[int, tuple[int, float]], by_rank: Mapping[int, RankState
 
 
 def _stuck_s(here: Mapping[int, tuple[int, float]], by_rank: Mapping[int, RankState]) -> float:
+    """How long the operation has been in flight."""
     return max(by_rank[rank].now_s - since_s for rank, (_, since_s) in here.items())

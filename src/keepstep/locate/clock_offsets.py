@@ -21,8 +21,9 @@ from keepstep.locate._constraints import Constraint, constraints_between_nodes
 
 Floats = npt.NDArray[np.float64]
 
-MAX_DRIFT = 2e-4  # seconds per second: beyond what an undisciplined quartz and NTP's slewing do together
-MOST_NODES, MOST_SAMPLES = 1024, 20_000  # compared at once: about a second of work
+MAX_DRIFT = 2e-4  # seconds per second; an undisciplined quartz and NTP's slewing together drift less
+MOST_NODES, MOST_SAMPLES = 1024, 20_000  # compared at once; takes about a second
+_WINDOW_S = 300.0  # samples older than the newest by more are not used
 _BUCKETS = 32  # into which samples are sorted by time, to estimate a drift
 _GRID = 41  # drifts that are tried between two bounds
 _MIN_SPAN_S = 5.0  # samples over a shorter time show no drift
@@ -58,37 +59,31 @@ class _Edge:
     drift_bound: float
 
 
-def estimate_offsets(
-    samples: Mapping[str, Sequence[ClockSample]], *, window_s: float = 300.0, max_drift: float = MAX_DRIFT
-) -> ClockOffsets:
+def estimate_offsets(samples: Mapping[str, Sequence[ClockSample]]) -> ClockOffsets:
     """The clocks of all nodes against one of them (the one that shares most operations, then the first by name).
 
-    Args:
-        samples: per node the completed operations of its ranks, times in seconds on the node's own clock. Samples
-            without a counterpart elsewhere are ignored.
-        window_s: only samples this close to the node's newest are used, so that drift may be taken as constant.
-        max_drift: the fastest that two clocks may drift apart, in seconds per second.
+    ``samples``: for each node the completed operations of its ranks, times in seconds on the node's own clock. Samples
+    without a counterpart elsewhere are ignored. Only the newest five minutes are used, so that drift may be taken as
+    constant.
     """
-    recent = {node: _recent(rows, window_s) for node, rows in samples.items()}
-    found = constraints_between_nodes({node: rows for node, rows in recent.items() if rows})
-    if not found.pairs:
-        reference = found.reference or min(samples, default="")
+    recent = {node: _recent(rows) for node, rows in samples.items()}
+    reference, pairs = constraints_between_nodes({node: rows for node, rows in recent.items() if rows})
+    if not pairs:
+        reference = reference or min(samples, default="")
         alone = {reference: NodeClock(0.0, 0.0, 0.0, 0.0, 0.0)} if reference else {}
         return ClockOffsets(reference, alone)
     newest = {node: max(row.end_s for row in rows) for node, rows in recent.items() if rows}
-    coarse = _coarse_offsets(found.reference, found.pairs)
+    coarse = _coarse_offsets(reference, pairs)
     at_reference_s = max(newest[node] + offset for node, offset in coarse.items())
-    edges = [
-        _fit(hub, node, rows, at_reference_s - coarse[node], max_drift)
-        for (hub, node), rows in found.pairs.items()
-    ]
-    clocks = _propagate(found.reference, edges, {n: at_reference_s - offset for n, offset in coarse.items()})
-    return ClockOffsets(found.reference, clocks)
+    edges = [_fit(hub, node, rows, at_reference_s - coarse[node]) for (hub, node), rows in pairs.items()]
+    clocks = _propagate(reference, edges, {n: at_reference_s - offset for n, offset in coarse.items()})
+    return ClockOffsets(reference, clocks)
 
 
-def _recent(rows: Sequence[ClockSample], window_s: float) -> list[ClockSample]:
+def _recent(rows: Sequence[ClockSample]) -> list[ClockSample]:
+    """The samples near the newest one."""
     newest = max((row.end_s for row in rows), default=0.0)
-    return [row for row in rows if row.end_s >= newest - window_s]
+    return [row for row in rows if row.end_s >= newest - _WINDOW_S]
 
 
 def _coarse_offsets(
@@ -102,29 +97,30 @@ def _coarse_offsets(
     return offsets
 
 
-def _fit(hub: str, node: str, rows: Sequence[Constraint], at_s: float, max_drift: float) -> _Edge:
+def _fit(hub: str, node: str, rows: Sequence[Constraint], at_s: float) -> _Edge:
+    """The offset between two nodes at one instant (``at_s`` on the node's clock) that the operations allow."""
     age = np.array([row.time_s for row in rows]) - at_s
     low = np.array([row.low_s for row in rows])
     high = np.array([row.high_s for row in rows])
     middle = np.array([row.middle_s for row in rows])
     kept = np.ones(len(rows), dtype=np.bool_)
-    fit = _feasible(age, low, high, max_drift)
+    fit = _feasible(age, low, high)
     if fit is None:
-        slope = _slope(age, middle, max_drift)
+        slope = _slope(age, middle)
         flat_low, flat_high = low - slope * age, high - slope * age
         bottom, top, agreeing = _overlap(flat_low, flat_high)
         kept = (flat_low <= top) & (flat_high >= bottom)
-        fit = _feasible(age[kept], low[kept], high[kept], max_drift) if 2 * agreeing > len(rows) else None
+        fit = _feasible(age[kept], low[kept], high[kept]) if 2 * agreeing > len(rows) else None
     if fit is None:
-        fit = _Feasible(-math.inf, math.inf, -max_drift, max_drift)
-    slope = min(max(_slope(age[kept], middle[kept], max_drift), fit.drift_low), fit.drift_high)
+        fit = _Feasible(-math.inf, math.inf, -MAX_DRIFT, MAX_DRIFT)
+    slope = min(max(_slope(age[kept], middle[kept]), fit.drift_low), fit.drift_high)
     estimate = _estimate((middle - slope * age)[kept], fit, rows)
     drift_bound = max(fit.drift_high - slope, slope - fit.drift_low)
     return _Edge(hub, node, estimate, fit.low_s, fit.high_s, slope, drift_bound)
 
 
 def _estimate(middles: Floats, fit: _Feasible, rows: Sequence[Constraint]) -> float:
-    """The median of the ends, which are nearly at once, kept within what is possible."""
+    """An offset: the median of differences between nearly simultaneous ends, kept within what is possible."""
     ends = middles[np.isfinite(middles)]
     if len(ends):
         return min(max(float(np.median(ends)), fit.low_s), fit.high_s)
@@ -146,19 +142,19 @@ class _Feasible:
     drift_high: float
 
 
-def _feasible(age: Floats, low: Floats, high: Floats, max_drift: float) -> _Feasible | None:
+def _feasible(age: Floats, low: Floats, high: Floats) -> _Feasible | None:
     """Every line ``offset + drift * age`` between the bounds; None when there is none.
 
     For a given drift the possible offsets are one interval, and its length is concave in the drift: a grid, refined
     once around what is possible, is enough. Widened by a grid step, so that nothing possible is left out.
     """
-    coarse = _scan(age, low, high, -max_drift, max_drift)
-    fine = _scan(age, low, high, max(coarse.left, -max_drift), min(coarse.right, max_drift))
+    coarse = _scan(age, low, high, -MAX_DRIFT, MAX_DRIFT)
+    fine = _scan(age, low, high, max(coarse.left, -MAX_DRIFT), min(coarse.right, MAX_DRIFT))
     if not fine.possible:
         return None
     slack = (fine.right - fine.left) / (_GRID - 1) * float(np.max(np.abs(age)))
     return _Feasible(
-        fine.low_s - slack, fine.high_s + slack, max(fine.left, -max_drift), min(fine.right, max_drift)
+        fine.low_s - slack, fine.high_s + slack, max(fine.left, -MAX_DRIFT), min(fine.right, MAX_DRIFT)
     )
 
 
@@ -191,7 +187,7 @@ def _scan(age: Floats, low: Floats, high: Floats, left: float, right: float) -> 
     )
 
 
-def _slope(age: Floats, middle: Floats, max_drift: float) -> float:
+def _slope(age: Floats, middle: Floats) -> float:
     """Drift by Theil and Sen over the medians of time buckets; 0 when there is too little to tell."""
     known = np.isfinite(middle)
     age, middle = age[known], middle[known]
@@ -205,11 +201,11 @@ def _slope(age: Floats, middle: Floats, max_drift: float) -> float:
     slope = (
         float(np.median((y[second] - y[first])[apart > 0] / apart[apart > 0])) if np.any(apart > 0) else 0.0
     )
-    return min(max(slope, -max_drift), max_drift)
+    return min(max(slope, -MAX_DRIFT), MAX_DRIFT)
 
 
 def _overlap(low: Floats, high: Floats) -> tuple[float, float, int]:
-    """The interval that most of the given ones cover, and how many do (Marzullo 1984)."""
+    """The interval that most of the given intervals cover, and how many do (Marzullo 1984)."""
     edges = np.concatenate([low, high])
     closing = np.concatenate([np.zeros(len(low), dtype=np.int64), np.ones(len(high), dtype=np.int64)])
     order = np.lexsort((closing, edges))
@@ -219,6 +215,7 @@ def _overlap(low: Floats, high: Floats) -> tuple[float, float, int]:
 
 
 def _propagate(reference: str, edges: Sequence[_Edge], at_s: Mapping[str, float]) -> dict[str, NodeClock]:
+    """The clocks of all nodes that edges connect with the reference, their offsets bounded over all paths."""
     tree = _tightest_tree(reference, edges)
     index = {name: position for position, name in enumerate(tree)}
     usable = [edge for edge in edges if edge.hub in index and edge.node in index]
@@ -237,7 +234,9 @@ def _propagate(reference: str, edges: Sequence[_Edge], at_s: Mapping[str, float]
         np.minimum.at(high, hub, high[node] - lower)
         if np.array_equal(old_low, low) and np.array_equal(old_high, high):
             break
-        if np.any(low > high):  # a cycle contradicts itself: keep what is still possible
+        if np.any(
+            low > high
+        ):  # the bounds around a cycle contradict each other: the last possible ones are kept
             low, high = old_low, old_high
             break
     clocks: dict[str, NodeClock] = {}
@@ -250,12 +249,12 @@ def _propagate(reference: str, edges: Sequence[_Edge], at_s: Mapping[str, float]
 
 
 def _tightest_tree(reference: str, edges: Sequence[_Edge]) -> dict[str, tuple[float, float, float]]:
-    """Per node offset, drift and drift bound, along the tightest edge from a node nearer the reference."""
+    """For each node offset, drift and drift bound, along the tightest edge from a node nearer to the reference."""
     into: dict[str, list[_Edge]] = {}
     for edge in edges:
         into.setdefault(edge.node, []).append(edge)
     tree = {reference: (0.0, 0.0, 0.0)}
-    for node, candidates in into.items():  # in breadth-first order: hubs are placed before their nodes
+    for node, candidates in into.items():  # nodes are in breadth-first order: hubs come before their nodes
         placed = [edge for edge in candidates if edge.hub in tree]
         if node in tree or not placed:
             continue

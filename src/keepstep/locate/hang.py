@@ -24,7 +24,6 @@ from keepstep.locate._hang_words import (
     diagnosis_of,
     last_progress_s,
     progress_lines,
-    roots_text,
 )
 from keepstep.locate._paths import Paths
 from keepstep.locate._waiting import Pending, pending_operations
@@ -119,7 +118,10 @@ def _diagnose_never_entered(known: HangEvidence, roots: Roots) -> Diagnosis:
     elif known.silent:
         confidence = "medium"
     culprits = tuple(culprit_of(known, rank, first, confidence) for rank in order[:MAX_CULPRITS])
-    graph = f"wait-for graph has {roots_text(order)}"
+    roots_text = (
+        f"{len(order)} roots, ranks {fold_ranks(order)}" if len(order) > 1 else f"one root, rank {order[0]}"
+    )
+    graph = f"wait-for graph has {roots_text}"
     return diagnosis_of(known, culprits, set(order), first, (graph, *progress_lines(known, order)))
 
 
