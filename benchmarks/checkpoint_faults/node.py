@@ -27,7 +27,15 @@ from keepstep.checkpoint.memory.cache_server import CacheServer
 from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job, job_from_command_line
 from keepstep.launch.command.meeting import Endpoint
-from keepstep.launch.command.placement import CACHE, INCARNATION, RING, RUN_DIR, Place, worker_plans
+from keepstep.launch.command.placement import (
+    CACHE,
+    ERROR_FILE,
+    INCARNATION,
+    RING,
+    RUN_DIR,
+    Place,
+    worker_plan,
+)
 from keepstep.launch.node.programs import agent_command, controller_command, environment
 from keepstep.ring import create
 
@@ -122,23 +130,19 @@ class Node:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self._agent = subprocess.Popen(command, env=environment(), stdout=output, stderr=output)
-        plans = worker_plans(
-            job,
-            place,
-            os.environ,
-            error_files={
-                local: str(self._folder / f"error-{first + local}-{incarnation}") for local in range(count)
-            },
-            extra={
-                local: {
+        plans = [
+            worker_plan(
+                *(job, place, local, os.environ),
+                {
+                    ERROR_FILE: str(self._folder / f"error-{first + local}-{incarnation}"),
                     RUN_DIR: str(self._run_dir),
                     RING: path,
                     CACHE: self._server.address,
                     INCARNATION: str(incarnation),
-                }
-                for local, path in enumerate(rings)
-            },
-        )
+                },
+            )
+            for local, path in enumerate(rings)
+        ]
         self._workers = [
             self._nursery.start(
                 Path(job.script),

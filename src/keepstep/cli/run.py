@@ -18,7 +18,7 @@ from keepstep.core.own_folders import open_to_all
 from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job, job_from_command_line
 from keepstep.launch.command.meeting import Endpoint
-from keepstep.launch.command.placement import COOKIE, Place, worker_plans
+from keepstep.launch.command.placement import COOKIE, ERROR_FILE, Place, worker_plan
 from keepstep.launch.workers.guard import Guard
 
 
@@ -101,10 +101,13 @@ def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
         master_addr=job.master_addr if endpoint is None or rendezvous.backend == "static" else endpoint.host,
         master_port=job.master_port if alone else 0,
     )
-    logs = folder / "logs"
-    errors = {
-        local: str(logs / f"rank-{place.first_rank + local:05d}" / "error.json") for local in range(job.nproc)
-    }
+    workers = [
+        worker_plan(
+            *(job, place, local, environ),
+            {ERROR_FILE: str(folder / "logs" / f"rank-{place.first_rank + local:05d}" / "error.json")},
+        )
+        for local in range(job.nproc)
+    ]
     secret = run_folder.secret_path(job, folder, home_folder(environ))
     meeting = endpoint or Endpoint("127.0.0.1", 0)
     pages = {place.first_rank + local: "/proc/LAUNCHER/fd/N" for local in range(job.nproc)}
@@ -135,6 +138,6 @@ def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
                 "command": list(worker.command),
                 "environment": dict(worker.environment),
             }
-            for worker in worker_plans(job, place, environ, error_files=errors)
+            for worker in workers
         ],
     }

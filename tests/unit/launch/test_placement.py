@@ -10,7 +10,7 @@ from keepstep.launch.command.placement import (
     Place,
     worker_command,
     worker_environment,
-    worker_plans,
+    worker_plan,
 )
 
 PLACE = Place(node_rank=1, first_rank=2, world_size=6, node_count=3, master_addr="10.0.0.1", master_port=5000)
@@ -80,15 +80,11 @@ def test_commands() -> None:
     assert worker_command(job("--no-python"), 3, environ) == ("train.py", *tail)
 
 
-def test_plans_carry_error_files_and_rings() -> None:
-    plans = worker_plans(
-        job("--nproc-per-node", "2"),
-        PLACE,
-        {},
-        error_files={0: "/e0", 1: "/e1"},
-        extra={1: {"KEEPSTEP_RING": "/proc/1/fd/9"}},
-    )
+def test_a_plan_carries_what_its_worker_alone_is_given() -> None:
+    plans = [
+        worker_plan(job("--nproc-per-node", "2"), PLACE, local, {}, {"KEEPSTEP_RING": f"/proc/1/fd/{local}"})
+        for local in range(2)
+    ]
     assert [plan.rank for plan in plans] == [2, 3]
-    assert plans[0].environment["TORCHELASTIC_ERROR_FILE"] == "/e0"
-    assert "KEEPSTEP_RING" not in plans[0].environment
-    assert plans[1].environment["KEEPSTEP_RING"] == "/proc/1/fd/9"
+    assert [plan.environment["RANK"] for plan in plans] == ["2", "3"]
+    assert plans[1].environment["KEEPSTEP_RING"] == "/proc/1/fd/1"

@@ -67,28 +67,16 @@ class WorkerPlan:
     environment: Mapping[str, str]
 
 
-def worker_plans(
-    job: Job,
-    place: Place,
-    environ: Mapping[str, str],
-    *,
-    error_files: Mapping[int, str],
-    extra: Mapping[int, Mapping[str, str]] | None = None,
-) -> list[WorkerPlan]:
-    """The workers of this node. By local rank: ``error_files``, and ``extra``, variables for that worker alone."""
-    return [
-        WorkerPlan(
-            rank=place.first_rank + local_rank,
-            local_rank=local_rank,
-            command=worker_command(job, local_rank, environ),
-            environment={
-                **worker_environment(job, place, local_rank, environ),
-                ERROR_FILE: error_files[local_rank],
-                **(extra or {}).get(local_rank, {}),
-            },
-        )
-        for local_rank in range(job.nproc)
-    ]
+def worker_plan(
+    job: Job, place: Place, local_rank: int, environ: Mapping[str, str], more: Mapping[str, str]
+) -> WorkerPlan:
+    """One worker of this node. ``environ``: the launcher's own. ``more``: variables for this worker alone."""
+    return WorkerPlan(
+        rank=place.first_rank + local_rank,
+        local_rank=local_rank,
+        command=worker_command(job, local_rank, environ),
+        environment={**worker_environment(job, place, local_rank, environ), **more},
+    )
 
 
 def worker_environment(job: Job, place: Place, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:

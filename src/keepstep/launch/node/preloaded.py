@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from keepstep.core.errors import RunError
-from keepstep.launch.workers.processes import Child, Processes, give_priority, signal_group
+from keepstep.launch.workers.guard import signal_group
+from keepstep.launch.workers.processes import Child, Processes, give_priority
 
 
 class Waiting:

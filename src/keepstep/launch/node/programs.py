@@ -21,12 +21,12 @@ from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import COOKIE, OURS
 from keepstep.launch.node.preloaded import Waiting
+from keepstep.launch.workers.guard import signal_group
 from keepstep.launch.workers.processes import (
     Child,
     Processes,
     end_group,
     give_priority,
-    signal_group,
 )
 
 FIRST_WAIT_S = 0.1

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 
 from keepstep.core.incident import Recovery
 from keepstep.launch.command import run_folder
-from keepstep.launch.command.placement import OURS, Place, worker_plans
+from keepstep.launch.command.placement import ERROR_FILE, OURS, Place, WorkerPlan, worker_plan
 from keepstep.launch.local_run import LocalRun
 from keepstep.launch.workers.incarnation import Workers, sweep
 from keepstep.launch.workers.processes import Child
 from keepstep.launch.workers.restarts import Restarts
 from keepstep.launch.workers.root_cause import Failure
-from keepstep.launch.workers.streams import Following, worker_streams
+from keepstep.launch.workers.streams import Following, WorkerStreams, worker_streams
 
 
 class Crew:
@@ -61,27 +61,20 @@ class Crew:
         job, attempt = self._run.job, place.incarnation
         if self.workers is None:
             self.restarts.standbys.folder = self._run.folder / "nodes" / str(place.node_rank)
-        ranks = {local_rank: place.first_rank + local_rank for local_rank in range(job.nproc)}
-        plans = worker_plans(
-            job,
-            place,
-            self.environ,
-            error_files={
-                local: str(self._logs.error_file(rank, local, attempt)) for local, rank in ranks.items()
-            },
-            extra={
-                local: {**environment[local], **self.restarts.environment(place, local)} for local in ranks
-            },
-        )
-        streams = {
-            local: worker_streams(job, self._logs, rank, local, attempt) for local, rank in ranks.items()
-        }
+        plans: list[WorkerPlan] = []
+        streams: dict[int, WorkerStreams] = {}
+        for local in range(job.nproc):
+            rank = place.first_rank + local
+            error_file = {ERROR_FILE: str(self._logs.error_file(rank, local, attempt))}
+            more = {**error_file, **environment[local], **self.restarts.environment(place, local)}
+            plans.append(worker_plan(job, place, local, self.environ, more))
+            streams[local] = worker_streams(job, self._logs, rank, local, attempt)
         self.workers = Workers(
             *(plans, streams, self._run.processes, self.restarts),
             failed=self._failed,
             finished=self._finished,
         )
-        self._following.start(streams, ranks, attempt)
+        self._following.start(streams, place)
         self.workers.start({k: v for k, v in self.environ.items() if k not in OURS})
         self.restarts.started(plans, place)
         return self.workers

@@ -103,20 +103,21 @@ def _listen(reader: int) -> dict[int, bool] | None:
 def _end(groups: dict[int, bool], cookie: bytes) -> None:
     patient = [group for group, at_once in groups.items() if not at_once]
     for group, at_once in groups.items():
-        _signal_group(group, signal.SIGKILL if at_once else signal.SIGTERM)
+        signal_group(group, signal.SIGKILL if at_once else signal.SIGTERM)
     _kill_carriers(cookie)
     deadline = time.monotonic() + _TERM_GRACE_S
     while patient and time.monotonic() < deadline:
         time.sleep(0.02)
-        patient = [group for group in patient if _signal_group(group, 0)]
+        patient = [group for group in patient if signal_group(group, 0)]
     for group in patient:
-        _signal_group(group, signal.SIGKILL)
+        signal_group(group, signal.SIGKILL)
     _kill_carriers(cookie)
 
 
-def _signal_group(group: int, number: int) -> bool:
+def signal_group(leader: int, number: int) -> bool:
+    """Send a signal to a process group; False when it is empty, or all that are left in it have changed their user."""
     try:
-        os.killpg(group, number)
+        os.killpg(leader, number)
         return True
     except OSError:
         return False

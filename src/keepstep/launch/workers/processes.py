@@ -21,7 +21,7 @@ from typing import IO
 
 from keepstep.core.descriptors import give_limit
 from keepstep.core.errors import RunError
-from keepstep.launch.workers.guard import Guard
+from keepstep.launch.workers.guard import Guard, signal_group
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -232,15 +232,6 @@ def _may_leave_idle() -> bool:
         held = next(line for line in file if line.startswith("CapEff:"))
         return bool(int(held.split()[1], 16) >> _CAP_SYS_NICE & 1)
     return False
-
-
-def signal_group(leader: int, number: int) -> bool:
-    """Send a signal to a process group; False when it is empty, or all that are left in it have changed their user."""
-    try:
-        os.killpg(leader, number)
-        return True
-    except (ProcessLookupError, PermissionError):
-        return False
 
 
 def end_group(leader: int, number: int) -> bool:

@@ -21,7 +21,8 @@ from keepstep.core.own_folders import make_folder, open_file
 from keepstep.core.ranges import fold_ranks
 from keepstep.launch.command.placement import ERROR_FILE, IMPORTS, OURS, WorkerPlan
 from keepstep.launch.local_run import LocalRun
-from keepstep.launch.workers.processes import Child, give_priority, signal_group
+from keepstep.launch.workers.guard import signal_group
+from keepstep.launch.workers.processes import Child, give_priority
 
 TRIES = 3
 IDLE_S = 20.0

@@ -16,6 +16,7 @@ from string import Template
 
 from keepstep.core.own_folders import open_file
 from keepstep.launch.command.job import STDERR, STDOUT, Job
+from keepstep.launch.command.placement import Place
 from keepstep.launch.command.run_folder import LogFiles
 
 TEE_INTERVAL_S = 0.1
@@ -143,18 +144,18 @@ class Following:
         self._files: list[int] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, streams: Mapping[int, WorkerStreams], ranks: Mapping[int, int], attempt: int) -> None:
-        """Follow what the workers write from now on. ``streams`` and ``ranks`` are by local rank."""
+    def start(self, streams: Mapping[int, WorkerStreams], place: Place) -> None:
+        """Follow what the workers write from now on. ``streams`` are by local rank."""
         wanted = self._job.streams
         targets = {STDOUT: (1, wanted.stdout_words, "stdout"), STDERR: (2, wanted.stderr_words, "stderr")}
         for stream, (descriptor, words, name) in targets.items():
             followers = [Follower(descriptor)]
             if words:
-                path = self._logs.attempt(attempt) / f"filtered_{name}.log"
+                path = self._logs.attempt(place.incarnation) / f"filtered_{name}.log"
                 self._files.append(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
                 followers.append(Follower(self._files[-1], words))
             for local_rank, of_worker in streams.items():
-                prefix = line_prefix(self._job, ranks[local_rank], local_rank)
+                prefix = line_prefix(self._job, place.first_rank + local_rank, local_rank)
                 for follower in followers:
                     if stream in of_worker.shown:
                         follower.follow(of_worker.shown[stream], prefix, from_start=False)

@@ -20,7 +20,8 @@ from keepstep.core.local_socket import LocalServer
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.staying import ADDRESS, LEAVE, LEFT, MOST_BYTES, REFUSED, STAYS
 from keepstep.launch.local_run import LocalRun
-from keepstep.launch.workers.processes import Child, signal_group
+from keepstep.launch.workers.guard import signal_group
+from keepstep.launch.workers.processes import Child
 
 _UNKILLABLE_S = 10.0
 _PREFIX = "survivor, "
