@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from keepstep.checkpoint.memory.slots import Key, free_slots, kept_slots, newest_common, next_slot
-from keepstep.control.backups import Backups
+from keepstep.control.backup_orders import Backups
 from keepstep.control.cluster import Cluster
 from keepstep.core.summary import Endpoint
 from keepstep.wire.messages import BackUp, Inventory, RankKeys

@@ -1,5 +1,5 @@
 """The job's controller: hears agents and launchers, places nodes, turns findings into incidents and verdicts.
 
 Start reading in ``controller.py`` (messages and time in, effects out, no I/O), then ``cases.py`` (what is wrong);
-``server.py`` is the rim around it.
+``control_server.py`` is the process around them.
 """

@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from keepstep import wire
-from keepstep.control.server import ControlServer, Options
+from keepstep.control.control_server import ControlServer, Options
 from keepstep.control.settings import Settings
 from keepstep.core.budgets import limits_of
 from keepstep.core.descriptors import raise_limit

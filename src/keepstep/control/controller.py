@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
-from keepstep.control.backups import Backups
+from keepstep.control.backup_orders import Backups
 from keepstep.control.cases import Cases
 from keepstep.control.cluster import Cluster
 from keepstep.control.dispatch import FOR_ONE_PART, Handler

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
-from keepstep.control.backups import Backups
+from keepstep.control.backup_orders import Backups
 from keepstep.control.cases import Cases
 from keepstep.control.cluster import Cluster
 from keepstep.control.membership.peers import Peer

@@ -1,7 +1,7 @@
 """Which remedy of a slowdown pays: pure functions from measurements to decisions."""
 
+from keepstep.mitigate.allocation import allocate_microbatches
 from keepstep.mitigate.consolidation import best_consolidation, consolidation_of
-from keepstep.mitigate.microbatches import allocate_microbatches
 from keepstep.mitigate.planner import Planner, Remedy
 from keepstep.mitigate.replicas import Replicas, measure, rank_seconds
 from keepstep.mitigate.topology import Exchange, best_exchange

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from keepstep.core.errors import UsageError
 from keepstep.core.microbatch_shares import Split, objection
-from keepstep.mitigate.microbatches import allocate_microbatches
+from keepstep.mitigate.allocation import allocate_microbatches
 from keepstep.mitigate.topology import Exchange
 
 _MOST_LOOKED_AT = 120_000  # places of slow nodes after which each search ends; before, it is exact

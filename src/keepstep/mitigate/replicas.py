@@ -11,7 +11,7 @@ import numpy as np
 from keepstep.core.iteration_table import medians, table_of
 from keepstep.core.microbatch_shares import Split, fits
 from keepstep.core.summary import GroupInfo, IterationSummary
-from keepstep.mitigate.microbatches import allocate_microbatches
+from keepstep.mitigate.allocation import allocate_microbatches
 
 _LEAST_S = 1e-7  # least time of a micro-batch, as it must be above 0
 _ALIKE = 1.1  # replicas are alike if none takes more than this times the median for a micro-batch

@@ -24,7 +24,7 @@ from keepstep.checkpoint.memory.incoming import Incoming
 from keepstep.checkpoint.memory.rank_slots import RankSlots
 from keepstep.checkpoint.memory.slot import Board, Slot, backup_of
 from keepstep.checkpoint.memory.slots import Key, Record, slot_bytes
-from keepstep.control.backups import Backups
+from keepstep.control.backup_orders import Backups
 from keepstep.control.cluster import Cluster
 from keepstep.core.errors import CheckpointError
 from keepstep.wire.messages import BackUp, Inventory, Locate, Message

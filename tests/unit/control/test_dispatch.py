@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import get_args
 
+from keepstep.control.control_server import ControlServer
 from keepstep.control.controller import Controller
 from keepstep.control.effects import Effect
 from keepstep.control.membership.reforming_orders import Order
-from keepstep.control.server import ControlServer
 
 
 def test_every_order_of_the_recovery_has_a_handler() -> None:

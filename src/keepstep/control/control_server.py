@@ -34,8 +34,8 @@ from keepstep.control.effects import (
 )
 from keepstep.control.files import RunFiles, spoken
 from keepstep.control.incidents.locators import Locators
+from keepstep.control.run_status import interval_s, status_of
 from keepstep.control.settings import Settings
-from keepstep.control.status import interval_s, status_of
 from keepstep.core.errors import RunError
 from keepstep.core.log_lines import one_line
 from keepstep.report.verdict import render, render_action, render_closing
