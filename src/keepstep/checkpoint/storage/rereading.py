@@ -33,8 +33,8 @@ T = TypeVar("T")
 def read_again(read: Callable[[], T], until_s: float) -> T:
     """Call ``read`` until it succeeds; raises its CheckpointError once that is certain or time is over.
 
-    An `Unread` is never certain; any other CheckpointError is when the same message comes a second time. ``until_s`` is
-    on the clock of ``time.monotonic``.
+    An `Unread` is never certain; any other CheckpointError is, once the same message has come twice. ``until_s`` is on
+    the clock of ``time.monotonic``.
     """
     pause_s, damage = _PAUSE_S, set[str]()
     while True:

@@ -21,8 +21,16 @@ from keepstep.checkpoint.header import encode_header, with_checksums
 from keepstep.checkpoint.memory.incoming import Room
 from keepstep.checkpoint.memory.slots import Key, Record
 from keepstep.checkpoint.storage.backend import Storage
-from keepstep.checkpoint.storage.manifest import Manifest, folder_name, key_text
-from keepstep.checkpoint.storage.read import CHUNK_BYTES, ShardReader, Unread, look, stored_keys, why
+from keepstep.checkpoint.storage.manifest import Manifest, folder_name
+from keepstep.checkpoint.storage.read import (
+    CHUNK_BYTES,
+    ShardReader,
+    StoredStep,
+    Unread,
+    look,
+    stored_keys,
+    why,
+)
 from keepstep.checkpoint.storage.rereading import PatientStorage, look_until_sure, read_again
 from keepstep.core.errors import CheckpointError
 
@@ -106,12 +114,10 @@ class StorageSource:
             keys = stored_keys(self._storage)
             for key in keys:
                 step = look_until_sure(self._storage, key)
-                if step.manifest is None and step.unfinished:
+                if step.unfinished:
                     continue
-                if step.manifest is None or step.problems:
-                    refused.append(step.problems[0])
-                elif step.manifest.world_size != self._world_size:
-                    refused.append(self._resize(step.manifest))
+                if refusal := self._refusal(step):
+                    refused.append(refusal)
                 else:
                     whole.append(key)
                 if MOST_OFFERED in (len(whole), len(refused)):
@@ -121,10 +127,15 @@ class StorageSource:
             raise kind(f"{self.where}: cannot be listed: {why(error)}") from None
         return frozenset(whole), tuple(refused), max((key.incarnation for key in keys), default=-1)
 
-    def _resize(self, manifest: Manifest) -> str:
+    def _refusal(self, step: StoredStep) -> str:
+        """The reason why a step is not offered; "" when it is."""
+        if step.manifest is None or step.problems:
+            return step.problems[0]
+        if step.manifest.world_size == self._world_size:
+            return ""
         return (
-            f"{folder_name(manifest.key)} is of {manifest.world_size} ranks, this job has {self._world_size}: "
-            f"`keepstep checkpoint export {self._storage.where} --dcp FOLDER --step {manifest.step}` and "
+            f"{folder_name(step.key)} is of {step.manifest.world_size} ranks, this job has {self._world_size}: "
+            f"`keepstep checkpoint export {self._storage.where} --dcp FOLDER --step {step.key.step}` and "
             "torch.distributed.checkpoint.load reshard it; or use that many ranks, or another --checkpoint-dir"
         )
 
@@ -133,10 +144,9 @@ class StorageSource:
             step = look(self._storage, key)
         except OSError as error:
             raise Unread(f"{folder_name(key)}: cannot be read: {why(error)}") from None
-        if step.manifest is None or step.problems:
-            raise CheckpointError(step.problems[0] if step.problems else f"{key_text(key)} is not there")
-        if step.manifest.world_size != self._world_size:
-            raise CheckpointError(self._resize(step.manifest))
+        if refusal := self._refusal(step):
+            raise CheckpointError(refusal)
+        assert step.manifest
         return step.manifest
 
     @contextmanager
