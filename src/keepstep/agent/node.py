@@ -134,11 +134,11 @@ class NodeAgent:
 
     def _steps_at_end_of(self, rank: int, step: int) -> int | None:
         ring = self._tracks.get(rank)
-        return ring.track.steps_at_end_of(step) if ring is not None and not ring.ended else None
+        return ring.track.cutter.steps_at_end_of(step) if ring is not None and not ring.ended else None
 
     def has_news(self) -> bool:
         """Whether a heartbeat is due at once, because all ranks here began or stopped to wait longer than usual."""
-        all_overdue = all(ring.track.overdue_s > 0 for ring in self._rings)
+        all_overdue = all(ring.track.watch.overdue_s > 0 for ring in self._rings)
         changed, self._all_overdue = all_overdue != self._all_overdue, all_overdue
         return changed
 
@@ -278,7 +278,7 @@ class NodeAgent:
         elif header.records:
             self.filled = max(self.filled, (header.written - ring.header.written) / header.records)
         ring.header = header
-        ring.track.begins_at(header.first_step)
+        ring.track.cutter.first_step = header.first_step
         batch = ring.reader.poll()
         track = ring.track
         taken = track.take(batch.started, batch.finished, batch.lost, now_ns, ring.reader.groups)
@@ -298,7 +298,7 @@ class NodeAgent:
             and (found := track.look(now_ns, ring.reader.in_flight, stopped_ns=stopped_ns, held=held))
             is not None
         ):
-            ring.ended = self._gone(ring)
+            ring.ended = ring.process is None or not alive(ring.process)
             if not ring.ended:  # the launcher, not the agent, reports dead processes
                 logger.info("rank %d: %s", ring.rank, found)
                 self._send(Found(found))
@@ -343,9 +343,6 @@ class NodeAgent:
         ring.groups = len(ring.track.groups)
         return [Groups(ring.rank, tuple(fresh))] if fresh else []
 
-    def _gone(self, ring: _Ring) -> bool:
-        return ring.header is not None and (ring.process is None or not alive(ring.process))
-
     def _process_state(self, ring: _Ring) -> str:
         return state_of(ring.process) if ring.process is not None else ""
 
@@ -375,7 +372,7 @@ class NodeAgent:
             max(idle_ns, 0) * 1e-9,
             not gone,
             first,
-            track.overdue_s if not gone else 0.0,
+            track.watch.overdue_s if not gone else 0.0,
         )
 
     def _state(self, ring: _Ring, now_ns: int, stack: str) -> RankState | None:

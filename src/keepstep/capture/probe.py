@@ -27,8 +27,8 @@ _current: Probe | None = None
 class Probe:
     """All parts of the probe in this process: installed once, then switched on and off (by benchmarks)."""
 
-    def __init__(self, recorder: Recorder | None = None) -> None:
-        self.recorder = Recorder() if recorder is None else recorder
+    def __init__(self) -> None:
+        self.recorder = Recorder()
         self._patches = Patches()
         self._lasting = Patches()  # stay in while the probe is switched off, because C++ may hold twins
         self._groups = Groups(self.recorder)

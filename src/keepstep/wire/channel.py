@@ -24,7 +24,7 @@ import secrets
 import socket
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -43,6 +43,7 @@ from keepstep.wire.secret import MOST_NAME, TAG_BYTES, RunKey
 from keepstep.wire.transfer import Echo, FromHolder, Ping, ToHolder
 from keepstep.wire.violation import AnotherJob, Unproven, Violation
 
+T = TypeVar("T")
 Role = Literal["agent", "launcher", "client", "peer", "elector", "prober"]
 
 HANDSHAKE_S = 5.0  # longest time from connecting to the proof
@@ -295,6 +296,13 @@ class _Channel:
         self.established = True
 
 
+def _handshake_frame(decoder: msgspec.msgpack.Decoder[T], body: bytes | bytearray) -> T:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Violation("malformed", f"not a handshake of keepstep: {error}") from error
+
+
 def _transcript(opening: bytes | bytearray, server_nonce: bytes, server_run: bytes) -> bytes:
     return (
         len(opening).to_bytes(LENGTH_BYTES, "big")
@@ -323,10 +331,7 @@ class ServerChannel(_Channel):
         self._check_addresses = check_addresses
 
     def _handshake(self, body: bytes | bytearray) -> bytes:
-        try:
-            message = _handshake_to_server.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise Violation("malformed", f"not a handshake of keepstep: {error}") from error
+        message = _handshake_frame(_handshake_to_server, body)
         if isinstance(message, Open):
             return self._challenge(message, body)
         if not self._transcript:
@@ -390,10 +395,7 @@ class ClientChannel(_Channel):
         return frame(self._opening)
 
     def _handshake(self, body: bytes | bytearray) -> bytes:
-        try:
-            message = _handshake_to_client.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise Violation("malformed", f"not a handshake of keepstep: {error}") from error
+        message = _handshake_frame(_handshake_to_client, body)
         if isinstance(message, Denied):
             raise Violation("denied", f"the controller refused: {message.reason}")
         if isinstance(message, Stranger):

@@ -36,14 +36,6 @@ class ClientLimits:
     unsent_bytes: int = 8 << 20  # above as many unsent bytes of the transport, messages wait in the queue
 
 
-def _nothing() -> None:
-    return
-
-
-def _no_trouble(error: Exception, attempt: int) -> None:
-    del error, attempt
-
-
 class _Attempt(asyncio.Protocol):
     """One connection of a client."""
 
@@ -117,9 +109,9 @@ class Client:
         role: Role,
         greet: Callable[[], Iterable[Message]],
         message: Callable[[Message], None],
-        connected: Callable[[], None] = _nothing,
-        disconnected: Callable[[], None] = _nothing,
-        trouble: Callable[[Exception, int], None] = _no_trouble,
+        connected: Callable[[], None] = lambda: None,
+        disconnected: Callable[[], None] = lambda: None,
+        trouble: Callable[[Exception, int], None] = lambda error, attempt: None,
         tls: ssl.SSLContext | None = None,
         limits: ClientLimits | None = None,
     ) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from keepstep.core.events import Kind, Phase
 
 Rows = NDArray[Any]  # a structured array with the fields of the ring's RECORD
+_MOST_RECORDS = 1 << 17
 _PHASE, _BACKWARD = int(Kind.PHASE), int(Phase.BACKWARD)
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9))
 
@@ -18,14 +19,13 @@ _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(
 class EventBuffer:
     """Records in order of tickets. ``add``, called 20 times a second, is cheap; ``gather`` does the work."""
 
-    __slots__ = ("_finished", "_limit", "_rows", "_started", "count")
+    __slots__ = ("_finished", "_rows", "_started", "count")
 
-    def __init__(self, limit: int = 1 << 17) -> None:
+    def __init__(self) -> None:
         self._rows: Rows | None = None
         self._started: list[Rows] = []
         self._finished: list[Rows] = []
         self.count = 0
-        self._limit = limit
 
     def add(self, started: Rows, finished: Rows) -> bool:
         """Take a batch; False if the oldest records were dropped because nothing was cut for too long."""
@@ -34,7 +34,7 @@ class EventBuffer:
             self.count += len(started)
         if len(finished):
             self._finished.append(finished)
-        if self.count <= self._limit:
+        if self.count <= _MOST_RECORDS:
             return True
         rows = self.gather()
         self._keep(rows[len(rows) // 2 :])

@@ -66,7 +66,7 @@ def rank_state(
         streams=stream_progress(streams, track.groups),
         process_state=process_state,
         stack=stack,
-        microbatch=track.microbatch(),
+        microbatch=track.cutter.microbatch(),
         unread_bytes=unread_bytes,
         process=process,
         links=links,

@@ -39,6 +39,9 @@ class RankTrack:
     """One incarnation of one rank, without any I/O.
 
     Attributes:
+        cutter: cuts the rank's records into iterations, and knows its phase and micro-batch.
+        watch: makes findings of the iterations and of the rank's progress.
+        waiting: whether the rank makes no progress because it is blocked in an operation.
         history: the last 256 iterations of which no record was lost.
         standing: the findings that still hold, by kind.
     """
@@ -53,46 +56,24 @@ class RankTrack:
         self.latest: IterationSummary | None = None
         self.standing: dict[str, Finding] = {}
         self.clock = ClockSampler(rank, local)
-        self._cutter = IterationCutter(records)
+        self.cutter = IterationCutter(records)
         self._cuts: deque[Cut] = deque(maxlen=_CUTS)  # the latest iterations with their records
-        self._watch = RankWatch(rank, node)
+        self.watch = RankWatch(rank, node)
         self._names: dict[int, str] = {}
         self._renumbered = 0
         self._caught_up = False
         self._progress_then: int = 0
-        self._waiting = False
+        self.waiting = False
         self._next_search_ns = 0
 
     @property
     def step(self) -> int:
         """The last finished step; -1 before the first."""
-        return self._cutter.step
-
-    def begins_at(self, step: int) -> None:
-        """Number the incarnation's first iteration ``step``."""
-        self._cutter.first_step = step
-
-    def steps_at_end_of(self, step: int) -> int | None:
-        """How many optimizer steps the ring has counted when iteration ``step`` ends; None while that is not known."""
-        return self._cutter.steps_at_end_of(step)
-
-    @property
-    def overdue_s(self) -> float:
-        """How long the rank has waited for others, if that is longer than usual; else 0."""
-        return self._watch.overdue_s
-
-    @property
-    def waiting(self) -> bool:
-        """Whether the rank makes no progress because it is blocked in an operation."""
-        return self._waiting
-
-    def microbatch(self) -> int:
-        """Number of the micro-batch whose forward or backward pass the rank is in; -1: none, or steps have only one."""
-        return self._cutter.microbatch()
+        return self.cutter.step
 
     def phase(self) -> tuple[int, int]:
         """The rank's phase, and since when in ns; the time of the last progress if that is not known."""
-        phase, since_ns = self._cutter.phase()
+        phase, since_ns = self.cutter.phase()
         return phase, since_ns or self.last_progress_ns
 
     def take(
@@ -111,13 +92,13 @@ class RankTrack:
             self.clock.take(finished)
             self._learn_phases(finished)
         self.lost += lost
-        for cut in self._cutter.feed(started, finished, lost, now_ns):
+        for cut in self.cutter.feed(started, finished, lost, now_ns):
             self._iteration(cut, now_ns, taken)
-        if self._cutter.renumbered != self._renumbered:
-            self._renumbered = self._cutter.renumbered
+        if self.cutter.renumbered != self._renumbered:
+            self._renumbered = self.cutter.renumbered
             self.history.clear()
             self._cuts.clear()
-            self._watch.forget_iterations()
+            self.watch.forget_iterations()
             self.standing.pop("slow", None)
         self._note(taken.findings)
         if not self._caught_up:
@@ -146,20 +127,20 @@ class RankTrack:
         if not self.progress:
             return None
         if self.progress != self._progress_then:
-            self._progress_then, self._waiting, self._next_search_ns = (
+            self._progress_then, self.waiting, self._next_search_ns = (
                 self.progress,
                 False,
                 now_ns + _SEARCH_NS,
             )
         elif now_ns >= self._next_search_ns:
-            self._waiting, self._next_search_ns = blocked(in_flight()), now_ns + _SEARCH_NS
-        phase, _ = self._cutter.phase()
-        found = self._watch.progress(
+            self.waiting, self._next_search_ns = blocked(in_flight()), now_ns + _SEARCH_NS
+        phase, _ = self.cutter.phase()
+        found = self.watch.progress(
             now_ns * 1e-9,
             self.progress,
             phase,
             self.step,
-            self._waiting,
+            self.waiting,
             stopped_ns * 1e-9,
             held,
             self.last_progress_ns * 1e-9,
@@ -182,7 +163,7 @@ class RankTrack:
             ended = phases[phases["op"] == code]
             if len(ended):
                 longest_ns = int((ended["end_ns"] - ended["start_ns"]).max())
-                self._watch.lasted(code, min(longest_ns * 1e-9, _LONGEST_SHORT_S))
+                self.watch.lasted(code, min(longest_ns * 1e-9, _LONGEST_SHORT_S))
 
     def _know(self, groups: Sequence[GroupInfo]) -> None:
         self.groups = list(groups)
@@ -197,7 +178,7 @@ class RankTrack:
             self.history.append(summary)
             self._keep(cut)
         if not cut.warm_up:
-            found = self._watch.iteration(cut.step, summary.duration_s, summary.self_s, now_ns * 1e-9)
+            found = self.watch.iteration(cut.step, summary.duration_s, summary.self_s, now_ns * 1e-9)
             if found is not None:
                 taken.findings.append(found)
 

@@ -35,9 +35,9 @@ def state_of(process: ProcessId, proc: Path = PROC) -> str:
     return fields[0] if fields is not None and int(fields[19]) == process.started else ""
 
 
-def alive(process: ProcessId, proc: Path = PROC) -> bool:
+def alive(process: ProcessId) -> bool:
     """Whether a process still runs or is stopped; a zombie does not count."""
-    return state_of(process, proc) not in GONE
+    return state_of(process) not in GONE
 
 
 def carriers(environment: Mapping[str, Container[str]]) -> list[int]:

@@ -12,8 +12,9 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 import msgspec
 
@@ -99,7 +100,7 @@ class NodeBackups:
         self._transfers: dict[int, _Transfer] = {}
         # After failed transfers, by rank: when to try again, how long the last wait was, and the error.
         self._waits: dict[int, tuple[float, float, str]] = {}
-        self._questions: dict[int, tuple[threading.Event, list[Located]]] = {}
+        self._questions: dict[int, SimpleQueue[Located]] = {}  # answers to questions, by request number
         self._requests = 0
         self._thread = threading.Thread(target=self._run, name="keepstep-backups", daemon=True)
 
@@ -128,9 +129,7 @@ class NodeBackups:
             if isinstance(message, BackUp):
                 self._order = message
             elif message.request in self._questions:
-                event, answers = self._questions[message.request]
-                answers.append(message)
-                event.set()
+                self._questions[message.request].put(message)
         self._wake.set()
 
     def use_addresses(self, addresses: Iterable[str]) -> None:
@@ -151,26 +150,25 @@ class NodeBackups:
                     f"{_MOST_WAITING} questions to the controller wait for an answer already"
                 )
             self._requests += 1
-            request, event, answers = self._requests, threading.Event(), list[Located]()
-            self._questions[request] = (event, answers)
+            request, answers = self._requests, SimpleQueue[Located]()
+            self._questions[request] = answers
         try:
-            holders = self._ask(Locate(request, (rank,)), event, answers)
+            holders = self._ask(Locate(request, (rank,)), answers)
         finally:
             with self._guard:
                 del self._questions[request]
         # A backup on this node itself counts: a rank may come back to the node on which it left its snapshot.
         return [one for one in holders if one.node_rank != self._node_rank or not one.own]
 
-    def _ask(self, question: Locate, event: threading.Event, answers: list[Located]) -> tuple[Holder, ...]:
+    def _ask(self, question: Locate, answers: SimpleQueue[Located]) -> tuple[Holder, ...]:
         """Repeat the question until it is answered: a controller that has just started may know nothing yet."""
         began_s = heard_s = time.monotonic()
         waits = ""
         while True:
             self._send(question)
-            event.wait(_ASK_AGAIN_S)
-            with self._guard:
-                event.clear()
-                answer = answers.pop() if answers else None
+            answer: Located | None = None
+            with suppress(Empty):
+                answer = answers.get(timeout=_ASK_AGAIN_S)
             now_s = time.monotonic()
             if answer and not answer.waits:
                 return answer.holders
