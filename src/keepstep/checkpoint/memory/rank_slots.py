@@ -12,7 +12,7 @@ from keepstep.checkpoint import native
 from keepstep.checkpoint.header import StateHeader
 from keepstep.checkpoint.memory.cache_server import Open, Reserve, ask
 from keepstep.checkpoint.memory.slot import Board, Slot
-from keepstep.checkpoint.memory.slots import Key, kept_slots, next_slot, read_header
+from keepstep.checkpoint.memory.slots import Key, Record, kept_slots, next_slot, read_header
 from keepstep.core.errors import CheckpointError
 
 _DEVICE = re.compile(rb'"cuda:[0-9]+"')
@@ -139,23 +139,24 @@ class RankSlots:
 
     def digest(self, key: Key) -> int:
         """A hash of the snapshot ``key`` without rank and device number, to compare ranks; 0 when it is not here."""
-        for slot in self.slots:
-            record = slot.record()
-            if record is not None and record.key == key:
-                with memoryview(slot.memory) as view:
-                    text = bytes(view[record.header_at : record.header_at + record.header_bytes])
-                    table = bytes(view[record.table_at : record.table_at + 8 * record.storages])
-                plain = _DEVICE.sub(b'"cuda"', text[text.index(b',"world_size":') :])
-                which = native.checksum(key.pack().to_bytes(8, "little"))
-                return native.checksum(table, native.checksum(plain, which)) >> 1 or 1
+        for slot, record in self._sealed(key):
+            with memoryview(slot.memory) as view:
+                text = bytes(view[record.header_at : record.header_at + record.header_bytes])
+                table = bytes(view[record.table_at : record.table_at + 8 * record.storages])
+            plain = _DEVICE.sub(b'"cuda"', text[text.index(b',"world_size":') :])
+            which = native.checksum(key.pack().to_bytes(8, "little"))
+            return native.checksum(table, native.checksum(plain, which)) >> 1 or 1
         return 0
 
     def say_alike(self, key: Key) -> None:
         """Mark that all ranks of the job have saved the same bytes under ``key``."""
-        for slot in self.slots:
-            record = slot.record()
-            if record is not None and record.key == key:
-                slot.say_alike(key)
+        for slot, _ in self._sealed(key):
+            slot.say_alike(key)
+
+    def _sealed(self, key: Key) -> list[tuple[Slot, Record]]:
+        """The slots that hold the snapshot ``key``, with their records."""
+        records = [(slot, slot.record()) for slot in self.slots]
+        return [(slot, record) for slot, record in records if record and record.key == key]
 
     def take(self, complete: Callable[[], Key | None]) -> int | None:
         """Lock a slot for the next snapshot and clear it on the board; None while no slot may be overwritten.
