@@ -50,14 +50,12 @@ class Course:
         self.place: Place | None = None
         self.link: Link | None = None
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.kill_now = asyncio.Event()  # an impatient operator: nothing is waited for any more
+        self.kill_now = asyncio.Event()  # set when the operator is impatient: nothing is waited for
         self.signalled: signal.Signals | None = None  # the first signal that the launcher was sent
         self.job_over = asyncio.Event()  # the controller has said that the job ends
-        self.stop_code = 0  # exit code that the controller said
-        self.stopped_by_hand = False  # an operator had the controller end the job
-        self.has_parted = (
-            False  # the end of this node's workers was told, and the other nodes were waited for
-        )
+        self.stop_code = 0  # exit code of the job, as the controller has said it
+        self.stopped_by_hand = False  # an operator has ended the job
+        self.has_parted = False  # this node has said that its workers ended, and waited for the others
 
     @property
     def incarnation(self) -> int:

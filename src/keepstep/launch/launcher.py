@@ -95,7 +95,7 @@ class Launcher:
         self._orders.unwatch_lease()
         return await say_goodbye(self._parts, outcome)
 
-    # Before the workers.
+    # Before the workers run.
 
     async def _find_place(self) -> Place:
         job = self._job
@@ -227,20 +227,20 @@ class Launcher:
         except FAILURES as error:
             self._run.warn(f"the job is not watched: {error}")
 
-    # What happens meanwhile; what the controller orders comes to ``Orders``.
+    # Events while the workers run; orders of the controller come to ``Orders``.
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._run.processes.reap)
         for number in self._job.signals:
-            # Started under nohup: what was ignored stays ignored.
+            # A signal that nohup has the launcher ignore stays ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: signal.Signals) -> None:
         course = self._course
         if course.outcome.done() and number == signal.SIGINT:
-            course.kill_now.set()  # the second Ctrl-C, or one while the job is ending anyway
+            course.kill_now.set()  # a second Ctrl-C, or a first one while the job ends anyway
         course.signalled = course.signalled or number
         course.settle(course.signal_outcome())
 

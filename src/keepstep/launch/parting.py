@@ -11,7 +11,7 @@ from keepstep.launch.parts import Parts
 _EXIT_BARRIER_S = 300.0
 _DRAIN_S = 1.0
 _FAILED_WAIT_S = 60.0
-_NEXT_LEADER_S = 60.0  # for the next host of the controller to say that all nodes have finished
+_NEXT_LEADER_S = 60.0  # most seconds until the controller's next host says that all nodes have finished
 
 
 async def say_goodbye(parts: Parts, outcome: Outcome) -> int:

@@ -27,7 +27,7 @@ _GLOO_THREADS = (_CALLERS, "gloo_tcp_loop")
 _QUIET_S, _RESTED_S = 0.003, 0.025
 _PATIENCE_S = 1.0
 _CACHED = ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed._functional")
-_REFUSED = {  # modules that keep state of a training which a second one in this process would meet, with their names
+_REFUSED = {  # by module: libraries that keep state of a training which the next one in this process would meet
     "deepspeed": "DeepSpeed",
     "megatron.core": "Megatron",
     "lightning.pytorch": "Lightning",
@@ -80,8 +80,8 @@ def let_go() -> list[str]:
     """
     kind: Any = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)
     meshes = [weakref.ref(one) for one in _objects() if type(one) is kind]
-    _empty_caches()  # first, because what caches hold is no garbage
-    gc.collect()  # Works and models hold their groups
+    _empty_caches()  # comes first, because the collector finds nothing that a cache still holds
+    gc.collect()  # Works and models that are garbage hold groups
     until_quiet()
     if made():
         dist.destroy_process_group()
@@ -136,7 +136,7 @@ def until_quiet() -> None:
 class _Thread(NamedTuple):
     name: str
     state: str
-    turns: str  # CPU time, waits and turns
+    turns: str  # text that changes whenever the thread has run
 
 
 def _sleep(threads: dict[str, _Thread]) -> bool:

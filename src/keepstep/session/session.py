@@ -178,9 +178,7 @@ class Session:
             begun = groups.calls()
             with model.no_sync() if alone else nullcontext():
                 yield number
-            if (
-                own[0] < number < own[-1]
-            ):  # ranks of a DDP meet in the first, for its buffers, and in the last
+            if own[0] < number < own[-1]:  # in the first and the last, ranks of a DDP meet in any case
                 self._apart = self._apart is not False and begun is not None and groups.calls() == begun
         _begin_randomness(f"{seed}/{self.step}")
 

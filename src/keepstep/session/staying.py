@@ -42,10 +42,9 @@ T = TypeVar("T")
 
 SIGNAL = signal.SIGRTMAX - 3
 _FIRST_AGAIN_S, _LONGEST_AGAIN_S = 0.005, 0.1
-_UNWINDING_S = 0.5  # for which code that handles a `Left` is spared the next one
-_ORDER_PATIENCE_S = (
-    30.0  # for which a worker that lost a peer waits to be told to leave, as the peer may die slowly
-)
+_UNWINDING_S = 0.5  # seconds in which code that handles a `Left` gets no other one
+_ORDER_PATIENCE_S = 30.0
+"""Seconds that a worker which lost a peer waits to be told to leave, because the peer may die slowly."""
 
 
 class Left(BaseException):
@@ -59,7 +58,7 @@ class Staying:
         self._launcher = launcher
         self._thread = threading.get_ident()
         self._inside = False  # the training runs
-        self._over = threading.Event()  # its incarnation is over
+        self._over = threading.Event()  # the incarnation of the training is over
         self._raised_s = 0.0  # when `Left` was raised last
         self._ended = False  # the training has ended by itself, so that it cannot be left any more
         self._out = threading.Event()  # the training was left, and all of it was dropped
@@ -104,7 +103,7 @@ class Staying:
         if refusal:
             self._refuse(refusal)
         door.keep_memory()
-        for one in _chain(error):  # errors hold the training's frames, which hold its model
+        for one in _chain(error):  # the errors hold frames of the training, and these hold its model
             traceback.clear_frames(one.__traceback__)
             one.__traceback__ = None
             one.__context__ = one.__cause__ = None

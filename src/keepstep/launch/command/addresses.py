@@ -114,7 +114,7 @@ def free_port(address: str) -> int:
         with _socket(address, socket.SOCK_STREAM) as probe, suppress(OSError):
             probe.bind((address, port))
             return int(probe.getsockname()[1])
-    with _socket(address, socket.SOCK_STREAM) as probe:  # the address is not of this machine (yet)
+    with _socket(address, socket.SOCK_STREAM) as probe:  # the address is not, or not yet, one of this machine
         probe.bind(("::" if ":" in address else "", 0))
         return int(probe.getsockname()[1])
 

@@ -77,10 +77,10 @@ class Job:
     min_nodes: int
     max_nodes: int
     role: str
-    run_id: str  # TORCHELASTIC_RUN_ID
+    run_id: str  # value of TORCHELASTIC_RUN_ID
     rendezvous: Rendezvous
     master_addr: str
-    master_port: int  # 0: any free one
+    master_port: int  # 0: any free port
     max_restarts: int
     shrink_after_s: float  # how long a spare is waited for before the job goes on with fewer nodes
     restart_budget: Limits
@@ -246,7 +246,7 @@ def _label(flag: str, text: str) -> str:
 def _layout(text: str, world_size: int | None) -> str:
     """Check a declared layout against the number of ranks, where that is known."""
     if text:
-        from keepstep.core.layout import ParallelLayout  # loads numpy: only when a layout is declared
+        from keepstep.core.layout import ParallelLayout  # here, because it loads numpy
 
         layout = ParallelLayout.declared(text)
         if world_size is not None:

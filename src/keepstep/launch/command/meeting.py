@@ -68,7 +68,7 @@ def rendezvous_from(given: argparse.Namespace, max_nodes: int, join_timeout_s: f
         endpoint = _meeting_point(given)
         if endpoint.port == 0:
             raise UsageError(f"--rdzv-endpoint {given.rdzv_endpoint}: give a port that all nodes know")
-        # A node rank beyond the others is a spare's.
+        # With restarts a node rank beyond the others is allowed: that node is a spare.
         if backend == "static" and not (
             given.node_rank >= 0 and (given.node_rank < max_nodes or given.max_restarts)
         ):

@@ -49,7 +49,7 @@ class Place:
     master_addr: str
     master_port: int
     incarnation: int = 0
-    pauses: int = 0  # incarnations that are no restarts
+    pauses: int = 0  # how many incarnations so far were ordered, so that they count as no restarts
 
     @property
     def restarts(self) -> int:

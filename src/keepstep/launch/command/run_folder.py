@@ -166,7 +166,7 @@ def ensure_secret(path: Path) -> bool:
     """
     from keepstep.wire.secret import read_secret, write_secret
 
-    if os.path.exists(path):  # False also where this user may not look, which is said below
+    if os.path.exists(path):  # False also where this user may not look: then an error below says so
         read_secret(path)
         return False
     draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")

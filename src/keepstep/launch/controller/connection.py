@@ -22,11 +22,11 @@ from keepstep.launch.controller.elections import Elections
 from keepstep.launch.controller.member import Member
 from keepstep.launch.local_run import LocalRun
 
-PATIENCE_S = 60.0  # for which a node without workers waits for a connection before it ends
+PATIENCE_S = 60.0  # seconds that a node without workers waits for a connection before it ends
 _REREAD_SECRET_S = 1.0
 _LOOK_S = 0.5
-_TRY_S = 5.0  # for which one address is tried
-_STRANGER_S = 12.0  # for which the controller of another job may still be where this job's is to be
+_TRY_S = 5.0  # seconds for which one address is tried
+_STRANGER_S = 12.0  # seconds for which another job's controller may still be at this job's address
 
 
 class Link:
@@ -60,9 +60,7 @@ class Link:
         self._client: wire.Client | None = None
         self._changed = asyncio.Event()
         self._trouble = ""
-        self._stranger = (
-            ""  # what to say of another job's controller in the place of this job's; "": none is there
-        )
+        self._stranger = ""  # what `stranger` says
         self._stranger_at, self._stranger_since_s = controller, 0.0
         self._warned_of = ""
         self.address = addresses.resolve(join.address)[0] if token else ""
@@ -107,7 +105,7 @@ class Link:
 
     @property
     def stranger(self) -> str:
-        """What to say when the controller of another job is where ours should be; "": it is not."""
+        """A message about another job's controller at the address of this job's; "": none is there."""
         return self._stranger
 
     def resign(self) -> None:
@@ -119,7 +117,7 @@ class Link:
         return self.connected.is_set() and not self.member.is_void
 
     def _look(self) -> None:
-        """Go where the controller is."""
+        """Connect to the address at which the controller is now."""
         elector = self.member.elector
         assert elector is not None
         leader = elector.leader
@@ -273,7 +271,7 @@ class Link:
             self._on_welcome()
 
     def _on_welcome(self) -> None:
-        """Note that the newest controller is there; one that was replaced is left."""
+        """Note that the newest controller is connected, or leave a controller that has been replaced."""
         self._stranger = ""
         if self.member.is_void:
             assert self._client is not None
@@ -293,9 +291,9 @@ class Link:
         self.member.trouble(error, _now_s())
 
     def _meet(self, error: Exception) -> None:
-        """Note whether another job's controller is in the place of this job's. Workers that run do not mind."""
+        """Note whether another job's controller is at this job's address; workers that run go on all the same."""
         if not isinstance(error, wire.AnotherJob):
-            if self._controller == self._stranger_at:  # at another address it may still be there
+            if self._controller == self._stranger_at:  # an error at another address says nothing about it
                 self._stranger = ""
             return
         if not self._stranger:
@@ -308,7 +306,7 @@ class Link:
 
 
 def another_job(controller: Endpoint, error: wire.AnotherJob) -> str:
-    """What to tell an operator whose launcher has met the controller of another job, and what to do."""
+    """A message for the operator of a launcher that has met the controller of another job, and what to do about it."""
     return (
         f"the controller at {controller} runs {wire.job_named(error.theirs)}, this node was started for "
         f"{wire.job_named(error.ours)}: give this job its own --rdzv-endpoint, or the same --rdzv-id on all its nodes"

@@ -13,8 +13,8 @@ from keepstep import wire
 from keepstep.launch.controller.lease import Elector
 
 _TICK_S = 0.2
-_LOOK_S = 1.0  # between two questions where the controller is
-_GUIDE_S = 2.0  # in which a connection to an elector has to be made
+_LOOK_S = 1.0  # seconds between two questions where the controller is
+_GUIDE_S = 2.0  # seconds in which a connection to an elector has to be made
 
 
 class Elections:
@@ -47,10 +47,7 @@ class Elections:
         self._closing: set[asyncio.Task[None]] = set()
         self._ticks: asyncio.Task[None] | None = None
         self._looked_s = 0.0
-        self._guided_s, self._guide = (
-            0.0,
-            0,
-        )  # the elector that a launcher without a seat asks, and since when
+        self._guide, self._guided_s = 0, 0.0  # the elector that is asked without a seat, and since when
         self.elector: Elector | None = None
 
     async def open(self, key: wire.RunKey) -> wire.Seat:

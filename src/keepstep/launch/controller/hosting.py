@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from keepstep.launch.controller.lease import Elector
 
 _READY_S = 30.0
-_ASK_S = 3.0  # most seconds for finding out who has taken the port
+_ASK_S = 3.0  # most seconds for finding out what uses the port
 
 
 class Hosting:
@@ -208,7 +208,7 @@ class Hosting:
         try:
             if not lack:
                 write_whole(council, msgspec.json.encode(elector.inheritance))
-                stop_file(council).unlink(missing_ok=True)  # there was no controller of this term before
+                stop_file(council).unlink(missing_ok=True)  # a file of this name is from an earlier run
         except OSError as error:
             lack = f"{self._run.folder}: {error.strerror}"
         if lack:
@@ -227,7 +227,7 @@ class Hosting:
             assert self.at is not None
             port = said.get("port")
             if isinstance(port, int):
-                self.at = replace(self.at, port=port)  # where it listens again after its death
+                self.at = replace(self.at, port=port)  # a later start has to use the same port
             if not self._ready.is_set():
                 self._ready.set()
                 self._on_ready()

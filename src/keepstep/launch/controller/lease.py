@@ -17,9 +17,9 @@ from keepstep import wire
 from keepstep.core.quorum import is_quorum
 
 TTL_S = 3.0
-UNREACHED_S = 20.0  # for which a leader may not reach its own controller before it lets another host lead
+UNREACHED_S = 20.0  # seconds after which a leader that does not reach its own controller resigns
 _RENEWALS = 3  # how often a lease is renewed before it would end
-_SPREAD_S = 1.5  # time over which electors begin to stand at random
+_SPREAD_S = 1.5  # seconds over which electors begin to stand, at random
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Elector:
         self.leader = wire.Leads(0)
         self._term: int = 0  # the newest term in which a lease was granted here, or elsewhere
         self._holder = 0  # the seat that has the lease which was granted here
-        self._until_s = -math.inf  # before which no other seat is granted one
+        self._until_s = -math.inf  # time before which no other seat is granted a lease
         self._stands = 0  # the term for which this launcher asks others; 0: it does not
         self._grants: dict[int, float] = {}  # by seat, until when its grant to this launcher counts
         self._asked_s: dict[int, float] = {}  # by number of the question, when it was asked
-        self._number = 0  # of the last question
+        self._number = 0  # number of the last question
         self._next_s = 0.0  # when to ask next
         self._lonely = False  # waits at random before it stands, because no controller is heard
         self._has_resigned = False
@@ -109,7 +109,7 @@ class Elector:
         """Note the port of the controller that runs here."""
         self.leader = wire.Leads(self.leads, self.seat.address, port)
 
-    # What comes in.
+    # Messages that come in.
 
     def received(self, council: wire.Council, now_s: float) -> wire.Kept | None:
         """Take the council that a controller has sent; returns the answer to it, None for an old one."""
@@ -184,9 +184,7 @@ class Elector:
             if others and now_s - self._reached_s >= UNREACHED_S:
                 self.resign(now_s)
                 return []
-            self._until_s = max(
-                self._until_s, now_s + TTL_S
-            )  # no other seat is granted the lease by this launcher
+            self._until_s = max(self._until_s, now_s + TTL_S)  # no other seat is granted one here
             self._grants[self.seat.token] = now_s + TTL_S
             if now_s < self._next_s:
                 return []

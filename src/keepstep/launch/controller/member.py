@@ -18,7 +18,7 @@ from keepstep.launch.controller.lease import Elector
 
 _MOST_FAILURES = 64
 _MOST_TEXT = 500
-LEASE_S = 30.0  # after which another node may have the place of one that is cut off from the controller
+LEASE_S = 30.0  # seconds without the controller after which another node may have this one's place
 
 _UNANSWERED = frozenset(
     (
@@ -63,7 +63,9 @@ class Member:
         self._halted = -1  # incarnation up to which nothing runs here
         self._running = -1  # the newest incarnation whose workers were started
         self._findings: list[Finding] = []
-        self._failures: dict[int, wire.Failed] = {}  # by incarnation, for the budgets of a new controller
+        self._failures: dict[
+            int, wire.Failed
+        ] = {}  # what a new controller needs for its budgets, by incarnation
         self._ended: wire.Ended | None = None
         self._alone_since_s: float | None = None  # since when the controller's host has not answered
         self._away_since_s: float | None = None  # since when there is no connection
@@ -223,9 +225,7 @@ class Member:
 
     def disconnected(self, now_s: float) -> None:
         """Note that the connection has ended."""
-        if (
-            not self.is_void or self._away_since_s is None
-        ):  # a controller that was replaced counts as away all the time
+        if not self.is_void or self._away_since_s is None:  # a replaced controller counts as away
             self._alone_since_s = self._away_since_s = now_s
         self.is_void = False
 

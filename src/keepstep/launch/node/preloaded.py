@@ -25,7 +25,7 @@ class Waiting:
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], processes: Processes) -> None:
         self._command, self._environ, self._processes = tuple(command), environ, processes
         self._child: Child | None = None
-        self._pipe = -1  # to the child's stdin
+        self._pipe = -1  # end of the pipe that is the child's stdin
 
     @property
     def pid(self) -> int | None:
@@ -37,7 +37,7 @@ class Waiting:
         """Whether the process that waits has done its imports, or there is none."""
         if self._child is None or self._child.stdout is None:
             return True
-        poll = select.poll()  # unlike select.select for descriptors of any number
+        poll = select.poll()  # works with descriptors above 1023, unlike select.select
         poll.register(self._child.stdout, select.POLLIN)
         return bool(poll.poll(0))
 
@@ -58,7 +58,7 @@ class Waiting:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
-        except RunError:  # said when the program itself cannot be started
+        except RunError:  # the error is reported when the program itself is started
             os.close(ours)
             return
         finally:

@@ -77,7 +77,7 @@ class Watching:
             await self._stop()
             old.close()
             self.start()
-            if self._agent:  # where CPUs are few, workers that begin again have them first
+            if self._agent:  # where CPUs are few, workers that begin again come first
                 self._agent.give_way(_GIVES_WAY_S)
 
         self._then(renew)

@@ -24,7 +24,7 @@ from keepstep.launch.workers.streams import WorkerStreams, open_for_worker
 
 _SWEEP_PATIENCE_S = 5.0
 _UNKILLABLE_S = 10.0
-_FREEING_S = 300.0  # for the kernel to free the memory of workers that have failed
+_FREEING_S = 300.0  # most seconds that the kernel may take to free the memory of failed workers
 _LOOK_S = 0.05
 
 
@@ -50,14 +50,12 @@ class Workers:
         self._plans, self._streams = plans, streams
         self._processes, self._restarts = processes, restarts
         self._failed, self._finished = failed, finished
-        self._children: dict[int, Child] = {}  # by local rank
+        self._children: dict[int, Child] = {}  # workers by local rank
         self._asked: set[int] = set()  # signals that the launcher sent to end the workers
         self._all_ended = asyncio.Event()
-        self._interrupted: set[int] = (
-            set()
-        )  # ranks that failed, but ended with the launcher's signal as status
+        self._interrupted: set[int] = set()  # failed ranks whose status is the launcher's signal
         self._falling: set[int] = set()  # local ranks that have failed and are not gone yet
-        self._reasons: dict[int, str] = {}  # by rank, why keepstep killed the worker
+        self._reasons: dict[int, str] = {}  # why keepstep killed a worker, by rank
         self.failures: list[Failure] = []
         self.failed_s = 0.0
 
@@ -100,7 +98,7 @@ class Workers:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the first failure in time, or in sight where the launcher's signal replaced the former."""
+        """The root cause's exit code; where the launcher's signal replaced that, the code of the failure seen first."""
         root = first(self.failures)
         return (self.failures[0] if root.rank in self._interrupted else root).exit_code
 
@@ -121,7 +119,7 @@ class Workers:
                 self._falls(plan, lambda _: 1)
 
     def watch(self) -> None:
-        """Look many times a second which workers have failed but are not gone yet, as they have much memory to free."""
+        """Look many times a second for workers that have failed, but whose memory is still being freed."""
         if self.alive and not self._asked:
             asyncio.get_running_loop().call_later(_LOOK_S, self.watch)
         self._look()

@@ -37,10 +37,10 @@ class Child:
 
     name: str
     pid: int
-    started_s: float  # CLOCK_MONOTONIC
+    started_s: float  # by CLOCK_MONOTONIC
     status: int | None = None
     ended_s: float = 0.0
-    low: bool = False  # the priority that it is to have
+    low: bool = False  # whether its priority is to be low
     stdout: IO[bytes] | None = None
     _popen: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 

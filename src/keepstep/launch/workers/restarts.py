@@ -16,8 +16,8 @@ from keepstep.launch.workers.root_cause import Failure
 from keepstep.launch.workers.standbys import Standbys
 from keepstep.launch.workers.survivors import Survivors
 
-_WARM_AFTER_S = 60.0  # of training in which no optimizer step is seen
-_WARMED_S = 60.0  # for which a restart that an operator or the planner orders waits for standbys
+_WARM_AFTER_S = 60.0  # seconds after which standbys are warmed though no optimizer step was seen
+_WARMED_S = 60.0  # most seconds that a restart which can wait waits for standbys
 _LOOK_S = 0.1
 
 
@@ -55,9 +55,9 @@ class Restarts:
         self._due = False  # standbys are to be warmed as soon as a worker has said what it imports
         self._later: asyncio.TimerHandle | None = None
         self._restart: Restart | None = None
-        self._taken = {"standbys": 0, "survived": 0}  # how many of the next workers are no new processes
+        self._taken = {"standbys": 0, "survived": 0}  # how many workers of the next incarnation are each
         self._causes: list[Cause] = []
-        self._loaded: dict[int, int] = {}  # by rank, the step of the state that it began with
+        self._loaded: dict[int, int] = {}  # step of the state that a rank began with, by rank
 
     async def dismiss(self) -> None:
         """End all survivors, because the next incarnation has another size."""

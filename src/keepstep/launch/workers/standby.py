@@ -27,9 +27,8 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 _STANDBY, _IMPORTS = "KEEPSTEP_STANDBY", "KEEPSTEP_IMPORTS"
-_CHECK_WITHOUT_CONTEXT = (
-    "PYTORCH_NVML_BASED_CUDA_CHECK"  # set to 1, torch looks for a GPU without using the driver
-)
+_CHECK_WITHOUT_CONTEXT = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Variable that, set to 1, has torch look for a GPU without using the driver."""
 _NOT_FIT = 3
 _MOST_BYTES = 1 << 20
 

@@ -40,7 +40,7 @@ class _Standby:
     child: Child
     socket: socket.socket
     warm: bool = False
-    hurried: bool = False  # has the usual priority already
+    hurried: bool = False  # the standby has the usual priority already
 
 
 @dataclass(slots=True)
@@ -194,7 +194,7 @@ class Standbys:
         gone, seat.standby = seat.standby, None
         if gone is not None:
             asyncio.get_running_loop().remove_reader(gone.socket)
-            with suppress(OSError):  # its end may be seen before the message that says why it is not fit
+            with suppress(OSError):  # the end of a standby may be seen before its message why it is not fit
                 said = gone.socket.recv(_MOST_BYTES).decode(errors="replace").removeprefix("warm")
                 seat.trouble = said or seat.trouble
             gone.socket.close()

@@ -46,9 +46,9 @@ class Survivors:
 
     def __init__(self, run: LocalRun) -> None:
         self._run = run
-        self._connections: dict[int, socket.socket] = {}  # by process, of workers that can leave
-        self._reasons: dict[int, str] = {}  # by process, why it cannot survive; "": its connection has ended
-        self._survivors: dict[int, _Survivor] = {}  # by local rank
+        self._connections: dict[int, socket.socket] = {}  # connections of workers that can leave, by process
+        self._reasons: dict[int, str] = {}  # why a process cannot survive; "": it has only gone
+        self._survivors: dict[int, _Survivor] = {}  # all survivors, by local rank
         self._changed = asyncio.Event()
         self._server = LocalServer(f"keepstep-staying-{secrets.token_hex(16)}", self._heard, MOST_BYTES)
 

@@ -1,7 +1,7 @@
 """Error checks of a node (TRANSOM, section IV-A): before its first workers start, and beside each recovery.
 
-One file each, with a function ``look(subject)`` that yields what it found; add its name to `CHECKS`. Each runs in a
-thread of its own and is given up after a while: a file system that hangs must not hang the launcher.
+Each check is a file with a function ``look(subject)`` that yields what it found, and its name is in `CHECKS`. It runs
+in a thread of its own and is given up after a while: a file system that hangs must not hang the launcher.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ PATIENCE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is looked at."""
+    """The node as the checks look at it."""
 
     node: str
     nproc: int
-    folders: tuple[Path, ...] = ()  # that have to be writable
-    port: int = 0  # that has to be free; 0: any is
-    since_s: float = 0.0  # CLOCK_MONOTONIC from which on the kernel's errors count
-    fresh: bool = False  # nothing has failed here yet
+    folders: tuple[Path, ...] = ()  # folders that have to be writable
+    port: int = 0  # port that has to be free; 0: any port will do
+    since_s: float = 0.0  # CLOCK_MONOTONIC; older errors of the kernel do not count
+    fresh: bool = False  # nothing has failed on this node yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Found:
 def run(
     subject: Subject, names: Sequence[str] = CHECKS, *, patience_s: float = PATIENCE_S
 ) -> tuple[Found, ...]:
-    """Run the checks side by side; what they found, in their order, within ``patience_s``."""
+    """Run the checks side by side, for ``patience_s`` at most; returns what they found, in their order."""
     answers: queue.SimpleQueue[tuple[str, list[Found]]] = queue.SimpleQueue()
 
     def one(name: str) -> None:
@@ -67,5 +67,5 @@ def _look(name: str, subject: Subject) -> list[Found]:
     look: Callable[[Subject], Iterable[Found]] = import_module(f"{__name__}.{name}").look
     try:
         return list(look(subject))
-    except Exception as error:  # a check that fails says nothing about the node
+    except Exception as error:  # a check with a bug says nothing about the node
         return [Found(f"node {subject.node}: check {name} failed: {type(error).__name__}: {error}")]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from keepstep.launch.node.checks import Found, Subject
 
-_LEAST_BYTES = 16 << 20  # less, and a run cannot write its own files
+_LEAST_BYTES = 16 << 20  # with less free space a run cannot write its own files
 _FEW_BYTES = 1 << 30
 
 

@@ -23,19 +23,19 @@ from keepstep.launch.node.checks.xids import (
 )
 
 _PATH = "/dev/kmsg"
-_MOST = 20_000  # lines
-_MOST_QUOTED = 160  # characters of a line
+_MOST = 20_000  # most lines of the log that are read
+_MOST_QUOTED = 160  # most characters of a line that are quoted
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([^)]*)\): (\d+)\b(.*)")
 _FALLEN = re.compile(r"NVRM: .*fallen off the bus")
 _SXID = re.compile(r"SXid \([^)]*\): (\d+), (.*)")
-_SXID_DETAILS = re.compile(r"Data \{|Severity \d")  # of the SXid in the line before
+_SXID_DETAILS = re.compile(r"Data \{|Severity \d")  # a line with details of the SXid in the line before it
 _FATAL = re.compile(r"(?<!non-)(?<!non)fatal", re.IGNORECASE)
-_REQUIRED = re.compile(r" to \w+ \([^)]*(Reset|Reboot) Required\)")  # Xid 154
+_REQUIRED = re.compile(r" to \w+ \([^)]*(Reset|Reboot) Required\)")  # in a line of Xid 154
 _RECOVERED = re.compile(r" to \w+ \(None\)")
 _DRAIN = re.compile(r" to \w+ \(Drain")
-_REGISTERS = re.compile(r"\((0x[0-9a-fA-F]+(?:, *0x[0-9a-fA-F]+){4,})\)")  # Xid 74
-# Bits of these registers that the catalogue says to ignore or to go on with.
+_REGISTERS = re.compile(r"\((0x[0-9a-fA-F]+(?:, *0x[0-9a-fA-F]+){4,})\)")  # in a line of Xid 74
+# Bits of the registers in a line of Xid 74 that the catalogue calls harmless, by register.
 _HARMLESS = (0x4080_0001, 0, 0, 0, 0x2490_0000, 0, 0)
 
 _BROKEN = re.compile(
@@ -50,11 +50,11 @@ _CORRECTED = re.compile(r"\[Hardware Error\]|Machine check events|EDAC .*\bCE\b"
 
 
 class _Weight(IntEnum):
-    """What a line means for the node."""
+    """How grave a line is for the node."""
 
     PAST = 0  # corrected, or only the trace of an application that ended
     APPLICATION = 1  # the application has to begin again, anywhere
-    UNCLEAR = 2  # not known, or it depends
+    UNCLEAR = 2  # the catalogue does not say, or says that it depends
     BROKEN = 3
 
 
@@ -68,7 +68,7 @@ class _Told:
 def look(subject: Subject, path: str = _PATH) -> Iterator[Found]:
     """One finding at most: the newest of the gravest errors since ``subject.since_s``, and how many there were.
 
-    Where nothing has failed yet it is only a hint, and what the applications before met is not told.
+    Where nothing has failed yet it makes no node unfit, and errors of earlier applications are left out.
     """
     told = list(_judged(tuple(_lines(path, subject.since_s))))
     gravest = max((one.weight for one in told), default=_Weight.PAST)
@@ -114,7 +114,10 @@ def _judged(lines: Sequence[str]) -> Iterator[_Told]:
 
 
 def _xid(line: str, number: int, rest: str, *, contained: bool) -> _Told:
-    """``rest``: of the line, behind the number. ``contained``: the GPU has shown that the error harms no others."""
+    """The judgement of a line with an Xid.
+
+    ``rest``: the line after the number. ``contained``: the GPU has shown that the error harms no other application.
+    """
     xid = catalogue().get(number)
     if xid is None:
         return _Told(line, _Weight.UNCLEAR, f"keepstep does not know Xid {number}: see NVIDIA's catalogue")
@@ -131,7 +134,7 @@ def _xid(line: str, number: int, rest: str, *, contained: bool) -> _Told:
 
 
 def _says_so(action: str, rest: str, *, contained: bool) -> bool:
-    """Whether the node is unfit where the catalogue says that it depends."""
+    """Whether the line makes the node unfit, for an action of which the catalogue says that it depends."""
     if action == "WORKFLOW_XID_48":
         return not contained
     if action == "XID_154":
@@ -141,7 +144,8 @@ def _says_so(action: str, rest: str, *, contained: bool) -> bool:
     found = _REGISTERS.search(rest)
     return found is None or any(
         int(text, 16) & ~harmless
-        for text, harmless in zip(found[1].split(","), _HARMLESS, strict=False)  # drivers differ in how many
+        # Drivers print different numbers of registers.
+        for text, harmless in zip(found[1].split(","), _HARMLESS, strict=False)
     )
 
 
@@ -152,7 +156,7 @@ def _sxid(line: str, number: str, rest: str) -> _Told:
 
 
 def _lines(path: str, since_s: float) -> Iterator[str]:
-    """What came into the log since then. Older records cost next to nothing: a recovery is under way beside us."""
+    """Lines of the kernel's log since then. Older ones are skipped cheaply, as a recovery runs meanwhile."""
     try:
         log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -161,13 +165,13 @@ def _lines(path: str, since_s: float) -> Iterator[str]:
         for _ in range(_MOST):
             try:
                 record = os.read(log, 8192)
-            except BrokenPipeError:  # overwritten while we read: the next read goes on after it
+            except BrokenPipeError:  # the kernel has overwritten the record; the next read gets a newer one
                 continue
             except OSError:
                 return
             if not record:
                 return
-            # priority, sequence number, microseconds and flags; the text; on further lines its details
+            # A record is "priority,sequence number,microseconds,flags;text", with details on further lines.
             head, _, text = record.partition(b";")
             fields = head.split(b",", 3)
             if len(fields) >= 3 and fields[2].isdigit() and int(fields[2]) >= since_s * 1e6:

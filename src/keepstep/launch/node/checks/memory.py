@@ -11,7 +11,7 @@ from keepstep.core.node_memory import bounds
 from keepstep.launch.node.checks import Found, Subject
 
 _LEAST_SHARE = 0.03
-_MOST_STALLED = 20.0  # per cent of the last ten seconds in which all that could run waited for memory
+_MOST_STALLED = 20.0  # per cent of the last 10 s in which every process waited for memory
 
 
 def look(subject: Subject, proc: Path = PROC, root: Path = ROOT) -> Iterator[Found]:

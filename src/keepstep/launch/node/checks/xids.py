@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-# What each action asks for, as it is told to the operator.
+# Advice to the operator for each action of the catalogue.
 ACTIONS: Mapping[str, str] = {
     "IGNORE": "nothing needs to be done",
     "RESTART_APP": "restart the application",
@@ -29,9 +29,9 @@ ACTIONS: Mapping[str, str] = {
     "XID_154": "do what the line names",
     "-": "no action is named",
 }
-# After these nothing runs on the node's GPU until somebody has done something about it.
+# Actions without which nothing runs on the node's GPU any more.
 UNFIT = frozenset({"RESET_GPU", "RESTART_BM", "RESTART_VM", "CONTACT_SUPPORT", "CHECK_MECHANICALS"})
-# These are over when the application is, so that they say nothing about the next one.
+# Actions of errors that end with the application, and say nothing about the next one.
 PASSING = frozenset({"IGNORE", "RESTART_APP", "WORKFLOW_XID_45"})
 
 FALLEN_OFF_THE_BUS = 79
@@ -155,7 +155,7 @@ class Xid:
     """A row of the catalogue."""
 
     number: int
-    action: str  # one of ACTIONS
+    action: str  # a key of ACTIONS
     name: str
 
 
