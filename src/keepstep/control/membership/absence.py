@@ -54,23 +54,23 @@ class Absence:
         self._unheard = set(members) - {former}
 
     def came(self, launcher: Launcher) -> None:
-        """A launcher has a connection, and has joined."""
+        """A launcher has joined, so it is not away."""
         self._since_s.pop(launcher, None)
         self._unheard.discard(launcher)
         self.orphaned.discard(launcher)
 
     def went(self, member: Launcher, now_s: float) -> None:
-        """A member's last connection has gone."""
+        """A member is away from now on, as its last connection has gone."""
         self._since_s.setdefault(member, now_s)
 
     def keep(self, members: Collection[Launcher]) -> None:
-        """These are the members now; whoever is none is not missed."""
+        """From now on these are the members; launchers that are none are not missed."""
         self._since_s = {one: since_s for one, since_s in self._since_s.items() if one in members}
         self._unheard.intersection_update(members)
         self.orphaned.intersection_update(members)
 
     def tick(self, now_s: float) -> float:
-        """Time passes. The seconds for which this controller slept, 0 if it did not."""
+        """Time passes. Returns the seconds for which this controller slept, 0 if it did not."""
         before_s, self._ticked_s = self._ticked_s, now_s
         if before_s is None:
             self._since_s = {
@@ -82,7 +82,7 @@ class Absence:
         return 0.0
 
     def lost(self, table: Mapping[Launcher, Placement], now_s: float) -> list[Launcher]:
-        """Members that have been away for too long."""
+        """Members that are lost: away for too long, or gone for certain."""
         many = len(self._since_s) > max(1, len(table) // _MOST_SHARE)
         found: list[Launcher] = []
         for launcher, since_s in self._since_s.items():

@@ -14,7 +14,7 @@ _MOST_REACHED = 4 * MOST_SEATS  # a few of thousands of launchers are enough to 
 
 
 class Electors:
-    """``token``: of the seat of the launcher beside this controller."""
+    """Launchers that can vote, or may come to. ``token``: of the seat of the launcher beside this controller."""
 
     def __init__(self, token: int) -> None:
         self._token = token
@@ -39,13 +39,13 @@ class Electors:
         (self.seats if is_reached else self.untried)[launcher] = seat
 
     def back(self, launcher: Launcher) -> None:
-        """A launcher has a connection."""
+        """A launcher has a connection, so it is neither away nor about to leave."""
         self.away.pop(launcher, None)
         self._leaving.discard(launcher)
         self.tried.pop(launcher, None)
 
     def to_reach(self, table: Mapping[Launcher, Placement]) -> list[tuple[Launcher, Seat]]:
-        """Whose election ports are to be reached now: a few of those launchers that could elect."""
+        """Launchers whose election ports are to be tried now: a few of those that could elect."""
         room = _MOST_REACHED - len(self.seats) - len(self.tried)
         if room <= 0 or not self.untried or not table:
             return []
@@ -67,7 +67,7 @@ class Electors:
             self._leaving.add(launcher)
 
     def gone(self, launcher: Launcher, now_s: float) -> None:
-        """A launcher's last connection has gone."""
+        """A launcher's last connection has gone: it keeps its seat for a moment, unless it said that it leaves."""
         self.untried.pop(launcher, None)
         self.tried.pop(launcher, None)
         if launcher in self._leaving:
@@ -78,7 +78,7 @@ class Electors:
             self.away[launcher] = now_s
 
     def tick(self, now_s: float) -> None:
-        """Time passes: those that have been away for too long may elect no more."""
+        """Time passes: launchers that have been away for too long may elect no more."""
         for launcher in [one for one, since_s in self.away.items() if now_s - since_s >= _AWAY_S]:
             del self.away[launcher], self.seats[launcher]
 

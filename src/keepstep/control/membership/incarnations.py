@@ -40,6 +40,6 @@ class Incarnations:
         self._stopped = max(self._stopped, incarnation)
 
     def following(self, *, is_pause: bool) -> tuple[int, int]:
-        """Number of the next incarnation, and how many up to it were no restarts."""
+        """The number of the next incarnation, and how many incarnations up to it were no restarts."""
         unplaced = max(0, self._stopped - self.current)
         return self.current + unplaced + 1, self._rendezvous.pauses + unplaced + is_pause

@@ -24,7 +24,7 @@ class Plan:
 
 
 class NextTable:
-    """Plans, once all have halted. ``takes_in``: nodes that come later can be given the state of others."""
+    """Makes plans once all launchers have halted. ``takes_in``: newcomers can be given the state of other nodes."""
 
     def __init__(
         self, rendezvous: Rendezvous, incarnations: Incarnations, trial: Trial, *, takes_in: bool
@@ -33,7 +33,7 @@ class NextTable:
         self._takes_in = takes_in
 
     def plan(self, roll: RollCall, occasion: Occasion, excluded: dict[Launcher, str]) -> Plan | None:
-        """Without newcomers that were on trial if that can be, else without unfit members if that can be.
+        """A plan for as many nodes as before: without newcomers on trial if possible, else without unfit members.
 
         None: a place stays vacant.
         """
@@ -41,16 +41,16 @@ class NextTable:
         retreat = self.ranked(self._trial.newcomers - roll.lost) if may_retreat else []
         plan = self._plan(roll, occasion, excluded, retreat, shrink=True) if retreat else None
         plan = plan or self._plan(roll, occasion, excluded)
-        return plan or (
-            self._plan(roll, occasion, {}) if excluded else None
-        )  # an unfit node is better than none
+        if plan is None and excluded:
+            plan = self._plan(roll, occasion, {})  # an unfit node is better than none
+        return plan
 
     def smaller(self, roll: RollCall, occasion: Occasion) -> Plan | None:
-        """The same without the places that stay vacant; None: the job cannot have so few nodes."""
+        """A plan without the places that would stay vacant; None: the job cannot have so few nodes."""
         return self._plan(roll, occasion, {}, shrink=True)
 
     def is_replaceable(self, unfit: Collection[Launcher], roll: RollCall) -> bool:
-        """Whether there are spares for these and all lost ones; who hosts the controller cannot be spared."""
+        """Whether there are spares for these members and all lost ones; the controller's host cannot be replaced."""
         ready = sum(spare in roll.halted for spare in self._rendezvous.spares)
         hosts = any(self._rendezvous.hosts_controller(one) for one in unfit)
         return bool(unfit) and not hosts and len(unfit) + len(roll.lost) <= ready

@@ -48,9 +48,9 @@ class Occasion:
 
     @property
     def cause(self) -> Cause:
-        """What it is for. What fails because of an order is no cause."""
+        """What a re-forming is for: an order if there is one, as what fails because of it is no cause; else a failure."""
         return Cause(LOST_CODE, self.ordered_by) if self.ordered_by else self.failure or _UNKNOWN
 
     def failed(self, exit_code: int, text: str) -> None:
-        """Something has failed: the occasion, if it is the first."""
+        """Something has failed, and this is the occasion of the re-forming if nothing failed before."""
         self.failure = self.failure or Cause(exit_code, text)

@@ -45,7 +45,7 @@ class OperatorOrders:
         return orders
 
     def tick(self) -> None:
-        """Time passes: answer what is done, or has come to nothing."""
+        """Time passes: answer the operator once the order is carried out, or has come to nothing."""
         pause, reforming = self._pauses.wanted, self._reforming
         if pause is None or not pause.is_ordered:
             return
@@ -82,7 +82,7 @@ class OperatorOrders:
         return self._rendezvous.unequal(named[0], named[1])
 
     def _named(self, names: Collection[str]) -> list[Launcher] | str:
-        """The members of these names (or node ranks), or why there is no such one."""
+        """The members with these names or node ranks; if there is none for one of them, the reason to refuse."""
         found: list[Launcher] = []
         table = self._rendezvous.placements
         for name in names:

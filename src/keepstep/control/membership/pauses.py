@@ -66,7 +66,7 @@ class Pauses:
         self.wanted: Pause | None = None
 
     def objection(self, verb: str) -> str:
-        """Why this cannot be wanted now; "": it can."""
+        """Why an order with this verb cannot be carried out now; "": it can."""
         suspended, placed = self._reforming.suspended, self._rendezvous.placements
         if self.wanted is not None:
             return f"{self.wanted.verb} is under way already"
@@ -85,7 +85,7 @@ class Pauses:
         return ""
 
     def want(self, pause: Pause) -> None:
-        """Ask all launchers to have their ranks seal a step, as there is no objection."""
+        """Ask all launchers to have their ranks seal a step for this pause, to which there is no `objection`."""
         self.wanted = pause
         leaving, incarnation, warm = set(pause.exchange), self._reforming.incarnation, pause.peer is None
         for members, leave in ((leaving, True), (pause.unsealed - leaving, False)):
@@ -140,7 +140,7 @@ class Pauses:
         return self._reforming.pause(now_s, *moves, hold=hold, why=pause.why)
 
     def give_up(self, why: str) -> list[Order]:
-        """What is wanted will not be: tell who wants it."""
+        """The pause that is wanted will not be: tell the operator or the planner why."""
         pause = self.wanted
         if pause is not None and pause.peer is not None:
             self.answer(Operated(refused=why))

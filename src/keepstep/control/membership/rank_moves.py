@@ -12,7 +12,7 @@ _WARM_S = 60.0  # added to the time for sealing, as standbys are to be warm firs
 
 
 class RankMoves:
-    """Wants pauses in which ranks move. Whether one did what it was for is told by the next rank table."""
+    """Wants pauses in which ranks move to other nodes. The next rank table shows whether they did."""
 
     def __init__(self, rendezvous: Rendezvous, reforming: Reforming, pauses: Pauses) -> None:
         self._rendezvous, self._reforming, self._pauses = rendezvous, reforming, pauses

@@ -29,11 +29,13 @@ _UNDER_WAY = frozenset((State.HALTING, State.WAITING, State.SUSPENDED))
 
 
 class Reforming:
-    """One controller's view, soft state: after its restart launchers say again what has failed and what they ended.
+    """One controller's view of the re-forming that is under way, if one is.
+
+    It is soft state: to a new controller launchers say again what has failed and what they have ended. Invariants R1 to
+    R12 stand beside the fields, here and in the parts; simulations check them after each step.
 
     ``heard(node_rank, now_s)``: whether the node's agent speaks, which ends with its launcher. ``spending``: what the
-    budgets of the job say. Invariants R1 to R12 stand beside the fields, here and in the
-    parts; simulations check them after each step.
+    budgets of the job say.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Reforming:
 
     @property
     def is_untried(self) -> bool:
-        """Whether it is not known yet that the job trains: with newcomers, or again in the size that it has to have."""
+        """Whether it has still to be seen that the job trains: with its newcomers, or in its only possible size."""
         return self._trial.is_under_way and self.state is State.RUNNING
 
     # --- what happens ---------------------------------------------------------------------------------------------
@@ -125,14 +127,14 @@ class Reforming:
         return [*self._fire(Event.RESUME, now_s), *self._conclude(now_s)] if self.suspended else []
 
     def restored(self, former: Launcher | None = None) -> None:
-        """An earlier controller placed the members; they have a while to come back, from the first tick on.
+        """An earlier controller placed the members, which have a while to come back, counted from the first tick.
 
         ``former``: hosted it, and was away for a lease already.
         """
         self._absence.restored(self._rendezvous.placements, former)
 
     def here(self, launcher: Launcher, incarnation: int, now_s: float) -> list[Order]:
-        """A launcher has joined. ``incarnation``: of the placement that it has; -1: it has none."""
+        """A launcher has joined. ``incarnation``: what it plays by the placement that it has; -1: it has none."""
         is_member = launcher in self._rendezvous.placements
         self._absence.came(launcher)
         if not self._rendezvous.max_restarts:  # the launcher of one node restarts its workers by itself
@@ -228,7 +230,7 @@ class Reforming:
         return self._conclude(now_s) if self._is_due or late else []
 
     def _fire(self, event: Event, now_s: float, what: Any = None) -> list[Order]:
-        """Follow the table. ``what`` the event is about is handed to the actions."""
+        """Follow the table of transitions. ``what``: what the event is about, for the actions."""
         transition = TRANSITIONS[self.state].get(event)
         if transition is None:
             assert event not in CONCLUSIONS, f"{event} in {self.state}"
@@ -246,7 +248,7 @@ class Reforming:
         return self._fire(event, now_s, what)
 
     def _conclusion(self, now_s: float) -> tuple[Event, Any]:
-        """One of `CONCLUSIONS`, and what it is about."""
+        """Which of `CONCLUSIONS` follows from what launchers have said, and what the actions have to know of it."""
         rendezvous, roll, occasion = self._rendezvous, self._roll, self._occasion
         if occasion.is_held:
             return Event.HELD, None

@@ -9,7 +9,7 @@ from keepstep.control.membership.rendezvous import Launcher
 
 
 class RollCall:
-    """Called at the beginning of a re-forming; there is an empty one while none is under way.
+    """A new one is called at the beginning of each re-forming; it is empty while none is under way.
 
     Invariant R2: each member is awaited, halted or lost, and only one of these. So when nobody is awaited any more,
     nothing of the old incarnation runs on any node that is not lost.
@@ -64,7 +64,7 @@ class RollCall:
             self.rigid[member] = rigid
 
     def vacate(self, lost: Collection[Launcher]) -> None:
-        """These members are lost."""
+        """These members are lost, so their places are vacant."""
         self.lost.update(lost)
         self.awaited.difference_update(lost)
         for member in lost:

@@ -47,7 +47,7 @@ CONCLUSIONS = frozenset((Event.HELD, Event.AWAITED, Event.PLACED, Event.SHORT, E
 
 
 class Action(Enum):
-    """What is done on a transition."""
+    """What is done on a transition of a re-forming from one state to another."""
 
     CALL_ROLL = "call the roll"
     VACATE = "vacate their places"
@@ -76,7 +76,7 @@ _OVER = Transition(State.OVER)
 
 
 def _under_way(state: State) -> dict[Event, Transition]:
-    """What happens alike in all states in which a re-forming is under way."""
+    """The events that do the same in all states in which a re-forming is under way."""
     return {
         Event.LOST: Transition(state, (Action.VACATE,)),
         Event.RETURNED: Transition(state, (Action.HALT_ONE,)),
@@ -146,4 +146,4 @@ FOLLOWING: Mapping[JobState, frozenset[JobState]] = {
     _S.DONE: frozenset(),
     _S.FAILED: frozenset(),
 }
-"""What may follow a state of the job."""
+"""Which states of the job may follow each one."""

@@ -10,7 +10,7 @@ _BARRED_S = 600.0  # for which a node with which the job did not train is not ta
 
 
 class Trial:
-    """What is on trial from a placement until the job trains."""
+    """What depends on whether the job trains: whether its newcomers stay, and whether it may have another size."""
 
     def __init__(self) -> None:
         # Members with which the job has not trained yet. A failure before it does leaves them out again.
@@ -27,7 +27,7 @@ class Trial:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether anything depends on the job's training."""
+        """Whether it has still to be seen that the job trains."""
         return bool(self.newcomers or self.rigid)
 
     def begin(self, newcomers: Iterable[Launcher], rigid: str) -> None:
@@ -35,11 +35,11 @@ class Trial:
         self.newcomers, self.rigid = frozenset(newcomers), rigid or self.rigid
 
     def passed(self) -> None:
-        """All ranks have made a step."""
+        """All ranks have made a step, so nothing is on trial any more."""
         self.newcomers, self.rigid = frozenset(), ""
 
     def bar(self, launchers: Iterable[Launcher], now_s: float) -> None:
-        """The job did not train with these."""
+        """The job did not train with these newcomers: their nodes are not taken in for a while."""
         self._barred.update((one.node, now_s + _BARRED_S) for one in launchers)
 
     def barred(self, now_s: float) -> frozenset[str]:
