@@ -14,7 +14,7 @@ from keepstep.core.errors import UsageError
 from keepstep.launch.command.job import Job, job_from_command_line
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import Place
-from keepstep.launch.node.node_cache import NodeCache, next_sealed
+from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.programs import controller_command
 
 PLACE = Place(1, 6, 12, 2, "10.0.0.1", 29500)
@@ -67,7 +67,7 @@ class Caches(NodeCache):
 
 
 def sealed(caching: NodeCache, *, alike: bool) -> int | None:
-    return asyncio.run(next_sealed(caching, (0, 1), lambda: False, alike=alike))
+    return asyncio.run(caching.next_step((0, 1), lambda: False, alike=alike))
 
 
 def test_a_step_that_all_have_alike_is_waited_for_and_not_for_ever() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from keepstep.core.errors import KeepstepError
@@ -103,17 +103,37 @@ class NodeCache:
         return max(self._made[0].alike(rank), default=None) if self._made else None
 
     async def next_sealed(
-        self, place: Place, over: Callable[[], bool], *, alike: bool, leave: bool = False
+        self, place: Place, over: Callable[[], bool], *, alike: bool, leave: bool
     ) -> tuple[int | None, str]:
-        """The step of `next_sealed` for this node; where that is -1, also why there is no such step.
+        """The step of `next_step` for this node; where that is -1, also why there is no such step.
 
         ``leave``: the ranks are to leave this node, for which it may have too little memory.
         """
         ranks = range(place.first_rank, place.first_rank + self._job.nproc)
         if leave and (why := self._cramped(ranks)):
             return -1, why
-        step = await next_sealed(self, ranks, over, alike=alike)
+        step = await self.next_step(ranks, over, alike=alike)
         return step, self.rigid(place) if step is not None and step < 0 else ""
+
+    async def next_step(self, ranks: Sequence[int], over: Callable[[], bool], *, alike: bool) -> int | None:
+        """Wait for the next step that all ``ranks`` have sealed; None once ``over``.
+
+        ``alike``: only a step whose state is the same on all ranks of the job counts. -1: some rank has never sealed
+        any step, or several steps have passed without such a one.
+        """
+        look = self.newest_alike if alike else self.newest
+        first, seen = {rank: look(rank) for rank in ranks}, {self.newest(ranks[0])}
+        if not self.moved and not all(self.newest(rank) for rank in ranks):
+            return -1
+        while not over():
+            newest = [look(rank) for rank in ranks]
+            if all(key is not None and key != first[rank] for rank, key in zip(ranks, newest, strict=True)):
+                return min(key.step for key in newest if key is not None)
+            seen.add(self.newest(ranks[0]))
+            if alike and len(seen) > _MOST_UNLIKE:
+                return -1
+            await asyncio.sleep(_LOOK_S)
+        return None
 
     def _cramped(self, ranks: Iterable[int]) -> str:
         """Why this node cannot play other ranks and keep the snapshots of these until another node has them."""
@@ -170,27 +190,3 @@ class NodeCache:
         except BaseException:
             cache.close()
             raise
-
-
-async def next_sealed(
-    caching: NodeCache, ranks: Iterable[int], over: Callable[[], bool], *, alike: bool = False
-) -> int | None:
-    """Wait for the next step that all ``ranks`` have sealed; None once ``over``.
-
-    ``alike``: only a step whose state is the same on all ranks of the job counts. -1: some rank has never sealed any
-    step, or several steps have passed without such a one.
-    """
-    ranks = tuple(ranks)
-    look = caching.newest_alike if alike else caching.newest
-    first, seen = {rank: look(rank) for rank in ranks}, {caching.newest(ranks[0])}
-    if not caching.moved and not all(caching.newest(rank) for rank in ranks):
-        return -1
-    while not over():
-        newest = [look(rank) for rank in ranks]
-        if all(key is not None and key != first[rank] for rank, key in zip(ranks, newest, strict=True)):
-            return min(key.step for key in newest if key is not None)
-        seen.add(caching.newest(ranks[0]))
-        if alike and len(seen) > _MOST_UNLIKE:
-            return -1
-        await asyncio.sleep(_LOOK_S)
-    return None

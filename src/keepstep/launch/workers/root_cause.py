@@ -98,20 +98,17 @@ def _error_file(path: Path) -> tuple[str, str, float] | None:
             content: Any = json.loads(file.read(_LARGEST_ERROR_FILE_BYTES))
     except (OSError, ValueError):
         return None
-    said: Any = cast("dict[str, Any]", content).get("message") if isinstance(content, dict) else None
-    if isinstance(said, dict):
-        inner = cast("dict[str, Any]", said)
-        extra = cast("Any", inner.get("extraInfo") or {})
-        text = str(inner.get("message") or "")
-        trace = (
-            str(cast("dict[str, Any]", extra).get("py_callstack") or text)
-            if isinstance(extra, dict)
-            else text
-        )
+    said = _field(content, "message")
+    text = said if isinstance(said, str) else str(_field(said, "message") or "")
+    trace = str(_field(_field(said, "extraInfo"), "py_callstack") or text)
+    if isinstance(said, dict) or text:
         return _one_line(text or trace), trace.strip(), at_s
-    if isinstance(said, str) and said:
-        return _one_line(said), said.strip(), at_s
     return None
+
+
+def _field(value: Any, name: str) -> Any:
+    """A field of what may be an object of JSON; None where it is none, or has no such field."""
+    return cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None
 
 
 def _one_line(text: str) -> str:
@@ -192,7 +189,7 @@ def hand_up(failure: Failure, target: str) -> None:
             content = {
                 "message": {"message": failure.text, "extraInfo": {"timestamp": str(int(failure.unix_s))}}
             }
-        said = cast("dict[str, Any]", content).get("message")
+        said = _field(content, "message")
         if isinstance(said, dict):
             said["errorCode"] = failure.exit_code
         Path(target).write_text(json.dumps(content))
