@@ -49,7 +49,9 @@ class Cases:
         unix_s: Callable[[float], float],
     ) -> None:
         agents = Agents(cluster, settings, effects, unix_s)
-        validations = Validations(cluster, agents, open_cases, effects, is_wanted=settings.validate)
+        validations = Validations(
+            cluster, agents, open_cases.standstill, effects, is_wanted=settings.validate
+        )
         register = Register(settings, cluster, open_cases.reforming, effects, unix_s)
         self.desk = Desk(cluster, locators, agents, validations, rank_moves, register, unix_s)
         self.mitigation = Mitigation(self.desk, settings.mitigate, open_cases.reforming, open_cases)

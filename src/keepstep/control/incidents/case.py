@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,8 +14,8 @@ from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.register import Register, Saying
 from keepstep.control.incidents.validations import Validations
 from keepstep.control.membership.rank_moves import RankMoves
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Action, Diagnosis, Event, Incident, IncidentKind
-from keepstep.core.node_clocks import Clocks
 from keepstep.core.summary import PeerTraffic
 from keepstep.report.wording import named
 
@@ -38,12 +39,13 @@ class Desk:
     register: Register  # gives incidents their numbers, and publishes them
     unix_s: Callable[[float], float]  # Unix time of a moment on the controller's clock
 
-    def clocks(self) -> Clocks | None:
-        """The nodes' clock offsets for the locators; None where they cannot be estimated."""
-        try:
-            return self.locators.offsets(self.cluster.clock_samples())
-        except Exception:  # without clocks the locators still have durations
-            return None
+    def evidence(self, now_s: float, **known: Any) -> Evidence:
+        """Evidence for the locators: what is ``known``, with the job's groups, nodes, clocks and host causes."""
+        clocks = None
+        with suppress(Exception):  # without clocks the locators still have durations
+            clocks = self.locators.offsets(self.cluster.clock_samples())
+        causes = self.cluster.causes(now_s)
+        return Evidence(self.cluster.groups, self.cluster.node_of, clocks, causes=causes, **known)
 
 
 class Case:

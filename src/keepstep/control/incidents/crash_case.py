@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from keepstep.control.incidents.case import Case, Desk, same_culprits, unlocated
-from keepstep.core.evidence import Evidence
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis, Incident, Recovery
 from keepstep.core.ranges import fold_nodes, fold_ranks
@@ -74,7 +73,7 @@ class CrashCase(Case):
             return
         self._dirty, self._decided_s = False, now_s
         cluster, old = self._desk.cluster, self.incident
-        diagnosis = self._locate()
+        diagnosis = self._locate(now_s)
         if old is not None and (same_culprits(old, diagnosis) or not diagnosis.culprits):
             self.incident = replace(old, victims=diagnosis.victims or old.victims)
             self._publish("")
@@ -117,40 +116,30 @@ class CrashCase(Case):
         nodes = self._desk.cluster.nodes.values()
         if any(node.name in self._lost and node.agent is None for node in nodes):
             return
-        alive = {
-            one.rank
-            for node in self._desk.cluster.nodes.values()
-            if node.beat is not None
-            and node.heard_s is not None
-            and node.heard_s > self._decided_s + _SHARPEN_S
-            for one in node.beat.ranks
-            if one.alive and one.step >= 0
-        }
+        since_s = self._decided_s + _SHARPEN_S
+        beats = [node.beat for node in nodes if node.beat is not None and (node.heard_s or 0.0) > since_s]
+        alive = {one.rank for beat in beats for one in beat.ranks if one.alive and one.step >= 0}
         ranks = self._desk.cluster.known_ranks  # fewer than before, where the job goes on with fewer nodes
         if all(rank in alive or 0 < ranks <= rank for rank in self._findings):
             self._close(None, now_s)
 
-    def _locate(self) -> Diagnosis:
+    def _locate(self, now_s: float) -> Diagnosis:
         desk = self._desk
         if self._lost:
             return self._lost_nodes()
         try:
             findings = list(self._findings.values())
-            groups, nodes, clocks = desk.cluster.groups, desk.cluster.node_of, desk.clocks()
-            evidence = Evidence(groups, nodes, clocks, states=self._states(), findings=findings)
-            return desk.locators.crash(evidence)
+            return desk.locators.crash(desk.evidence(now_s, states=self._states(), findings=findings))
         except Exception as error:
             return unlocated("crash", error)
 
     def _states(self) -> list[RankState]:
         """The states of the ranks that did not die, by their heartbeats."""
-        states: list[RankState] = []
-        for one in self._desk.cluster.beats():
-            if one.rank not in self._findings and len(states) < _MOST_STATES:
-                states.append(
-                    RankState(one.rank, one.alive, one.step, one.phase, 0.0, one.progress, 0.0, 0.0)
-                )
-        return states
+        others = [one for one in self._desk.cluster.beats() if one.rank not in self._findings]
+        return [
+            RankState(one.rank, one.alive, one.step, one.phase, 0.0, one.progress, 0.0, 0.0)
+            for one in others[:_MOST_STATES]
+        ]
 
     def _lost_nodes(self) -> Diagnosis:
         """Blame the lost nodes; but where over a tenth are lost at once, the network or the controller has failed."""
@@ -158,19 +147,13 @@ class CrashCase(Case):
         lost_ranks = {rank for ranks in self._lost.values() for rank in ranks}
         others = tuple(sorted(set(cluster.node_of) - lost_ranks))
         told = f"agent and launcher of {fold_nodes(self._lost)} (ranks {fold_ranks(lost_ranks)}) are gone together"
-        if len(self._lost) > max(1, len(cluster.nodes) // 10):
-            missing = (
-                f"{len(self._lost)} of {len(cluster.nodes)} nodes vanished together: network or controller"
-            )
+        lost, count = len(self._lost), len(cluster.nodes)
+        if lost > max(1, count // 10):
+            missing = f"{lost} of {count} nodes vanished together: network or controller"
             return Diagnosis("crash", (), others, (told,), (missing,), "nodes lost")
-        culprits = tuple(
-            Culprit(
-                node=name,
-                confidence="medium",
-                cause="node lost",
-                detail=f"with ranks {fold_ranks(ranks)}: its host, network or launcher died",
-            )
-            for name, ranks in sorted(self._lost.items())
-        )
+        culprits: list[Culprit] = []
+        for name, ranks in sorted(self._lost.items()):
+            detail = f"with ranks {fold_ranks(ranks)}: its host, network or launcher died"
+            culprits.append(Culprit(node=name, confidence="medium", cause="node lost", detail=detail))
         crashed = tuple(f"rank {rank} ended, too" for rank in sorted(self._findings)[:3])
-        return Diagnosis("crash", culprits, others, (told, *crashed), (), "node lost")
+        return Diagnosis("crash", tuple(culprits), others, (told, *crashed), (), "node lost")

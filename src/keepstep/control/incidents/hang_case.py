@@ -9,7 +9,6 @@ from dataclasses import replace
 from keepstep.control.incidents.case import Case, Desk, is_traffic, unlocated
 from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.register import Saying
-from keepstep.core.evidence import Evidence
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis, Event, Incident
 from keepstep.core.ranges import fold_nodes
@@ -187,7 +186,7 @@ class HangCase(Case):
     def _decide(self, now_s: float) -> Diagnosis:
         old, states = self.incident, [state for answer in self._answers for state in answer.states]
         traffic = [one for answer in self._answers for one in answer.traffic if is_traffic(one)]
-        diagnosis = self._locate(states, traffic)
+        diagnosis = self._locate(states, traffic, now_s)
         silence = _is_silence(diagnosis.culprits)
         knows_less = not diagnosis.culprits or (silence and old is not None and not _is_silence(old.culprits))
         if old is not None and old.culprits and knows_less and not self._acquitted(old):
@@ -227,14 +226,12 @@ class HangCase(Case):
         """Whether the links that were blamed have answered probes since."""
         return bool(self._probes) and all(culprit.link is not None for culprit in old.culprits)
 
-    def _locate(self, states: Sequence[RankState], traffic: Sequence[PeerTraffic]) -> Diagnosis:
+    def _locate(self, states: Sequence[RankState], traffic: Sequence[PeerTraffic], now_s: float) -> Diagnosis:
         desk = self._desk
         cluster = desk.cluster
         try:
-            evidence = Evidence(
-                cluster.groups,
-                cluster.node_of,
-                desk.clocks(),
+            evidence = desk.evidence(
+                now_s,
                 states=states,
                 silent_nodes=cluster.silent_nodes(),
                 traffic=traffic,

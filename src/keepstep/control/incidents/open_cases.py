@@ -28,8 +28,7 @@ class OpenCases:
 
     def sweep(self) -> None:
         """Forget cases that are closed."""
-        if any(case.closed for case in self.slow):
-            self.slow[:] = [case for case in self.slow if not case.closed]
+        self.slow[:] = [case for case in self.slow if not case.closed]
         if self.hang is not None and self.hang.closed:
             self.hang = None
         if self.crash is not None and self.crash.closed:

@@ -301,15 +301,12 @@ class SlowCase(Case):
         desk = self._desk
         if self.incident is None:
             self._told_cost_s = now_s
-        evidence = Evidence(
-            desk.cluster.groups,
-            desk.cluster.node_of,
+        evidence = desk.evidence(
+            now_s,
             before=before,
             after=after,
             onset_step=self.onset_step,
             blocks=blocks,
-            clocks=desk.clocks(),
-            causes=desk.cluster.causes(now_s),
             traffic=traffic,
         )
         diagnosis = self._locate(evidence)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from keepstep.control.cluster import Cluster, Node
@@ -23,27 +23,22 @@ class Asker(Protocol):
         ...
 
 
-class Running(Protocol):
-    """What a validation must know of the job."""
-
-    def standstill(self) -> str:
-        """Why no rank can be held now; "" while the job runs."""
-        ...
-
-
 class Validations:
-    """Runs one validation at a time, and refuses others meanwhile. ``is_wanted``: cases may ask, not only operators."""
+    """Runs one validation at a time, and refuses others meanwhile.
+
+    ``standstill``: why no rank can be held now, "" while the job runs; ``is_wanted``: operators and cases may ask.
+    """
 
     def __init__(
         self,
         cluster: Cluster,
         agents: Agents,
-        running: Running,
+        standstill: Callable[[], str],
         effects: list[Effect],
         *,
         is_wanted: bool,
     ) -> None:
-        self._cluster, self._agents, self._running = cluster, agents, running
+        self._cluster, self._agents, self._standstill = cluster, agents, standstill
         self._effects, self._is_wanted = effects, is_wanted
         self._case: ValidationCase | None = None
         self._asker: Asker | int | None = None  # a case, or the number of an operator's peer
@@ -55,7 +50,7 @@ class Validations:
 
     def begin(self, asker: Asker, groups: Sequence[Sequence[int]], now_s: float) -> bool:
         """Test these groups for a case, whose ``validated`` is called with the outcome; False: not now."""
-        if not self._is_wanted or self.under_way or self._running.standstill():
+        if not self._is_wanted or self.under_way or self._standstill():
             return False
         self._case, self._asker = ValidationCase(self._cluster, self._agents, groups, now_s), asker
         self._finish(now_s)
@@ -63,7 +58,7 @@ class Validations:
 
     def asked(self, peer: int, message: Validate, now_s: float) -> None:
         """Begin a validation that an operator asks for; the answer goes to this peer."""
-        if why := "one is under way already" if self.under_way else self._running.standstill():
+        if why := "one is under way already" if self.under_way else self._standstill():
             self._effects.append(Send((peer,), Validated(refused=why)))
             return
         ranks = tuple(sorted(set(message.ranks))) or tuple(sorted(self._cluster.node_of))
@@ -90,7 +85,7 @@ class Validations:
             self._case.call_off("who asked for it has gone")
         elif asker is not None and not isinstance(asker, int) and asker.closed:
             self._case.call_off("the slowness has gone away")
-        elif why := self._running.standstill():
+        elif why := self._standstill():
             self._case.call_off(why)
         else:
             self._case.tick(now_s)
