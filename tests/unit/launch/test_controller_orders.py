@@ -1,5 +1,4 @@
 import asyncio
-import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import wraps
@@ -8,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from keepstep.launch.command.placement import Place
 from keepstep.launch.controller_orders import Orders
 from keepstep.launch.course import Course, EndedEarly, Outcome
-from keepstep.launch.next_place import AllNodes
 from keepstep.wire import Kill, Stop
 
 
@@ -120,15 +117,3 @@ async def test_what_is_waited_for_ends_with_the_incarnation() -> None:
         await course.until(asyncio.sleep(3600))
     course.renew()
     assert await course.until(asyncio.sleep(0, "came")) == "came"
-
-
-@in_a_loop
-async def test_a_signal_while_workers_are_halted_for_the_next_incarnation_ends_the_job() -> None:
-    """A scheduler that cancels a job signals workers and launcher at once: it must not end with 0."""
-    course, place = Course(), Place(0, 0, 1, 1, "127.0.0.1", 4711)
-    course.link = SimpleNamespace()  # type: ignore[assignment]
-    course.signalled = signal.SIGTERM
-    parts: Any = SimpleNamespace(course=course, crew=None)
-    ended = await AllNodes(parts, lambda: None).after(Outcome("halted", 0, "all nodes begin again"), place)
-    assert isinstance(ended, Outcome)
-    assert (ended.kind, ended.code) == ("signal", 143)

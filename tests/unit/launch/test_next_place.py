@@ -1,0 +1,119 @@
+"""What follows an incarnation, on one node and where the controller says it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.unit.launch.local_runs import ToldRun
+from tests.unit.launch.test_job import job
+
+from keepstep.core.budgets import Cause, Refusal
+from keepstep.launch.command.placement import Place
+from keepstep.launch.course import Course, Outcome
+from keepstep.launch.next_place import AllNodes, Answerer, OneNode
+from keepstep.launch.workers.root_cause import Failure
+
+PLACE = Place(0, 0, 2, 1, "127.0.0.1", 4711)
+FAILED = Outcome("failed", 137, "rank 1: boom")
+FAILURE = Failure(1, 1, 77, 5, 0.0, "boom", "boom", None)
+
+
+class Node:
+    """A node of two ranks, of which rank 1 has failed, and that may begin again once."""
+
+    def __init__(self, folder: Path, refusal: Refusal | None = None) -> None:
+        self.run = ToldRun(folder, job("--max-restarts", "1", "train.py"), children=False)
+        self.course = Course()
+        self.causes: list[Cause] = []
+
+        def refused(cause: Cause) -> Refusal | None:
+            self.causes.append(cause)
+            return refusal
+
+        def cause(failure: Failure, steps: int) -> Cause:
+            return Cause(failure.unix_s, "a", failure.rank, steps, failure.text)
+
+        restarts = SimpleNamespace(refused=refused, cause=cause)
+        self.parts: Any = SimpleNamespace(
+            run=self.run,
+            course=self.course,
+            crew=SimpleNamespace(
+                restarts=restarts,
+                failures=[FAILURE],
+                workers=SimpleNamespace(failures=[FAILURE], exit_code=5),
+            ),
+            watching=SimpleNamespace(rings=SimpleNamespace(steps=lambda rank: 3)),
+            checks=SimpleNamespace(unfit=lambda: ""),
+        )
+        nobody: Any = None
+        self.one_node: Answerer = OneNode(self.parts, nobody)
+
+    async def after(self, outcome: Outcome, place: Place = PLACE) -> Place | Outcome:
+        self.course.place = place
+        self.course.settle(outcome)
+        return await self.one_node.after(outcome, place)
+
+
+def test_a_failure_on_one_node_is_followed_by_a_restart_with_another_port(tmp_path: Path) -> None:
+    async def main() -> None:
+        node = Node(tmp_path)
+        following = await node.after(FAILED)
+        assert isinstance(following, Place)
+        assert (following.incarnation, following.world_size) == (1, 2)
+        assert following.master_port != PLACE.master_port
+        assert not node.course.outcome.done(), "the next incarnation has no outcome yet"
+        assert node.run.said == ["rank 1: boom; restart 1 of 1"]
+        (cause,) = node.causes
+        assert (cause.rank, cause.step) == (1, 3)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ending", ["no restart left", "signal", "job over", "budget"])
+def test_a_failure_ends_the_job_where_no_restart_may_follow(
+    tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def main() -> None:
+        node = Node(tmp_path, Refusal("rank 1 fails too often") if ending == "budget" else None)
+        if ending == "signal":
+            node.course.signalled = signal.SIGTERM
+        if ending == "job over":
+            node.course.job_over.set()
+        last = Place(0, 0, 2, 1, "127.0.0.1", 4711, incarnation=1)
+        ended = await node.after(FAILED, last if ending == "no restart left" else PLACE)
+        reason = "rank 1 fails too often" if ending == "budget" else "rank 1: boom"
+        assert ended == Outcome("failed", 5, reason)
+        assert node.run.said == ([reason] if ending == "budget" else [])
+
+    asyncio.run(main())
+    assert "Root Cause (first observed failure):" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["finished", "signal", "stopped", "alone"])
+def test_what_is_no_failure_ends_one_node_as_it_is(tmp_path: Path, kind: Any) -> None:
+    async def main() -> None:
+        outcome = Outcome(kind, 0, "over")
+        assert await Node(tmp_path).after(outcome) is outcome
+
+    asyncio.run(main())
+
+
+def test_a_signal_while_workers_are_halted_for_the_next_incarnation_ends_the_job() -> None:
+    """A scheduler that cancels a job signals workers and launcher at once: it must not end with 0."""
+
+    async def main() -> None:
+        course = Course()
+        course.link = SimpleNamespace()  # type: ignore[assignment]
+        course.signalled = signal.SIGTERM
+        parts: Any = SimpleNamespace(course=course, crew=None)
+        all_nodes = AllNodes(parts, lambda: None)
+        ended = await all_nodes.after(Outcome("halted", 0, "all nodes begin again"), PLACE)
+        assert isinstance(ended, Outcome)
+        assert (ended.kind, ended.code) == ("signal", 143)
+
+    asyncio.run(main())
