@@ -138,7 +138,7 @@ class NodeAgent:
 
     def has_news(self) -> bool:
         """Whether a heartbeat is due at once, because all ranks here began or stopped to wait longer than usual."""
-        all_overdue = all(ring.track.watch.overdue_s > 0 for ring in self._rings)
+        all_overdue = all(ring.track.watch.hang.overdue_s > 0 for ring in self._rings)
         changed, self._all_overdue = all_overdue != self._all_overdue, all_overdue
         return changed
 
@@ -372,7 +372,7 @@ class NodeAgent:
             max(idle_ns, 0) * 1e-9,
             not gone,
             first,
-            track.watch.overdue_s if not gone else 0.0,
+            track.watch.hang.overdue_s if not gone else 0.0,
         )
 
     def _state(self, ring: _Ring, now_ns: int, stack: str) -> RankState | None:

@@ -12,7 +12,7 @@ from typing import cast
 
 from keepstep.core import descriptors
 from keepstep.wire.address import end_host, end_name, notice_dead_host
-from keepstep.wire.channel import HANDSHAKE_S, TO_CONTROLLER, Ends, ServerChannel
+from keepstep.wire.channel import HANDSHAKE_S, TO_CONTROLLER, Ends, ServerChannel, encode
 from keepstep.wire.counters import Counters
 from keepstep.wire.messages import Message
 from keepstep.wire.secret import RunKey
@@ -86,11 +86,17 @@ class Connection(asyncio.Protocol):
 
     def send(self, message: Message) -> None:
         """Queue a message; it is dropped if the connection is closed."""
-        self._write(lambda channel: channel.send(message))
+        self.send_encoded(encode(message))
 
     def send_encoded(self, body: bytes) -> None:
         """Queue the bytes of ``wire.encode(message)``, which saves work if the message goes to many peers."""
-        self._write(lambda channel: channel.send_encoded(body))
+        transport, channel = self._transport, self._channel
+        if transport is None or channel is None or self.reason or not channel.established:
+            return
+        self._send_bytes(transport, channel.send_encoded(body))
+        self._server.counters.messages_out += 1
+        if transport.get_write_buffer_size() > self._server.limits.unsent_bytes:
+            self.refuse(Violation("slow-reader", f"{self.peer} does not read what it is sent"))
 
     def close(self, reason: str = "") -> None:
         """Close once everything queued has been sent."""
@@ -151,22 +157,13 @@ class Connection(asyncio.Protocol):
         if not established and not self.reason:
             self.reason = "unauthenticated"
             self._server.refused(left_without_proof(), self.peer)
-        self._server.gone(self, established, self.reason or (str(exc) if exc else "closed by the peer"))
+        self._server.gone(self, self.reason or (str(exc) if exc else "closed by the peer"))
 
     def stop_timer(self) -> None:
         """Stop the timer that would refuse a peer without proof."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _write(self, seal: Callable[[ServerChannel], bytes]) -> None:
-        transport, channel = self._transport, self._channel
-        if transport is None or channel is None or self.reason or not channel.established:
-            return
-        self._send_bytes(transport, seal(channel))
-        self._server.counters.messages_out += 1
-        if transport.get_write_buffer_size() > self._server.limits.unsent_bytes:
-            self.refuse(Violation("slow-reader", f"{self.peer} does not read what it is sent"))
 
     def _send_bytes(self, transport: asyncio.Transport, data: bytes) -> None:
         if not transport.is_closing():
@@ -298,11 +295,11 @@ class Server:
         if self.counters.refuse(violation.reason, end_host(peer), self._loop.time()):
             logger.warning("refused %s (%s): %s", peer, violation.reason, violation)
 
-    def gone(self, connection: Connection, established: bool, reason: str) -> None:
+    def gone(self, connection: Connection, reason: str) -> None:
         self._alive -= 1
         connection.stop_timer()
         self._unproven.pop(connection.number, None)
-        if self._proven.pop(connection.number, None) is not None and established:
+        if self._proven.pop(connection.number, None) is not None:
             self._callbacks.closed(connection, reason)
 
 

@@ -163,7 +163,7 @@ class RankTrack:
             ended = phases[phases["op"] == code]
             if len(ended):
                 longest_ns = int((ended["end_ns"] - ended["start_ns"]).max())
-                self.watch.lasted(code, min(longest_ns * 1e-9, _LONGEST_SHORT_S))
+                self.watch.hang.lasted(Phase(code), min(longest_ns * 1e-9, _LONGEST_SHORT_S))
 
     def _know(self, groups: Sequence[GroupInfo]) -> None:
         self.groups = list(groups)

@@ -21,11 +21,12 @@ class RankWatch:
     Two series are watched: the iteration time, which grows for any cause, and the rank's own time (``self_s``), in
     which a slow rank stands out from the noise that the whole job shares. A change of own time counts if the iteration
     time changed with it. All ranks of a job may find the same change; the controller makes one incident of them.
+    ``hang`` judges the rank's progress.
     """
 
     def __init__(self, rank: int, node: str) -> None:
         self._rank, self._node = rank, node
-        self._hang = HangDetector()
+        self.hang = HangDetector()
         self._looked = False
         self._hanging = False
         self.forget_iterations()
@@ -82,15 +83,6 @@ class RankWatch:
         after_s = median(times[place:])
         return (median(times[max(place - _PACE_STEPS, 0) : place]) if place else after_s), after_s
 
-    def lasted(self, phase: int, seconds: float) -> None:
-        """Take the duration of a data or optimizer phase that has ended."""
-        self._hang.lasted(Phase(phase), seconds)
-
-    @property
-    def overdue_s(self) -> float:
-        """How long the rank has waited for others, if that is longer than usual; else 0."""
-        return self._hang.overdue_s
-
     def progress(
         self,
         now_s: float,
@@ -109,8 +101,8 @@ class RankWatch:
         """
         if not self._looked:  # steps before the start of this agent count as progress, too
             self._looked = True
-            self._hang.observe(now_s, progress, Phase.STARTUP, step=0 if step >= 0 else -1)
-        stuck = self._hang.observe(
+            self.hang.observe(now_s, progress, Phase.STARTUP, step=0 if step >= 0 else -1)
+        stuck = self.hang.observe(
             now_s,
             progress,
             Phase(phase),
@@ -132,7 +124,7 @@ class RankWatch:
                 limit_s=stuck.limit_s,
                 phase=phase,
             )
-        if self._hanging and self._hang.stuck is None:
+        if self._hanging and self.hang.stuck is None:
             self._hanging = False
             return Finding("resumed", self._rank, self._node, now_s, step, phase=phase)
         return None
