@@ -15,9 +15,10 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _Prefet
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from keepstep.checkpoint import RandomState
 from keepstep.checkpoint.memory.cache_server import NO_CACHE
 from keepstep.core.errors import CheckpointError
-from keepstep.integrations import lightning, lightning_state
+from keepstep.integrations import lightning
 from keepstep.integrations.lightning import Recovery
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
@@ -106,7 +107,7 @@ def test_what_is_passed_over_is_not_seen_again(prefetched: bool) -> None:
             return 5
 
     fetcher = fetched(_PrefetchDataFetcher(), Numbers() if prefetched else SizedNumbers())
-    lightning._Data(fetcher).skip(3, lightning_state.random_states())
+    lightning._Data(fetcher).skip(3, RandomState().state_dict())
     fetcher.fetched += 3  # as Lightning's loop does
     assert [next(fetcher)[0] for _ in range(2)] == [[3], [4]]
     assert fetcher.done
