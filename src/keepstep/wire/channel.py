@@ -214,11 +214,6 @@ class _Channel:
         self.established = False
 
     @property
-    def buffered_bytes(self) -> int:
-        """Number of bytes of an unfinished frame that are held now."""
-        return len(self._frames)
-
-    @property
     def frame_limit(self) -> int:
         """Most bytes that the next frame may have, without its length field."""
         return self._frames.limit
