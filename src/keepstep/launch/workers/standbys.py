@@ -44,7 +44,7 @@ class _Standby:
 
 
 @dataclass(slots=True)
-class _Seat:
+class _LocalRank:
     """A local rank that has a standby, or is to have one."""
 
     plan: WorkerPlan
@@ -61,20 +61,20 @@ class Standbys:
         """``environ``: of every standby, beside what the place of its rank adds."""
         self._run, self._count, self._environ = run, count, environ
         self.folder = run.folder
-        self._seats: dict[int, _Seat] = {}
+        self._local_ranks: dict[int, _LocalRank] = {}
         self._ended = False
         self._busy = False  # the last standby found no CPU idle for `IDLE_S`
 
     @property
     def pids(self) -> frozenset[int]:
         """Standbys that wait or are being warmed."""
-        return frozenset(seat.standby.child.pid for seat in self._seats.values() if seat.standby)
+        return frozenset(local.standby.child.pid for local in self._local_ranks.values() if local.standby)
 
     @property
     def are_warm(self) -> bool:
         """Whether all standbys are warm, apart from those that died too often."""
-        seats = self._seats.values()
-        return all(seat.deaths >= TRIES or (seat.standby is not None and seat.standby.warm) for seat in seats)
+        ranks = self._local_ranks.values()
+        return all(rank.deaths >= TRIES or (rank.standby is not None and rank.standby.warm) for rank in ranks)
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """The variable that has a worker say what it imports; empty when that is known, or not needed."""
@@ -88,16 +88,18 @@ class Standbys:
         """Warm a standby for each of these workers, a few at a time; those that are there stay."""
         for plan in plans:
             if plan.local_rank < self._count:
-                seat = self._seats.setdefault(plan.local_rank, _Seat(plan, self._path(plan.local_rank)))
-                seat.plan = plan
+                local = self._local_ranks.setdefault(
+                    plan.local_rank, _LocalRank(plan, self._path(plan.local_rank))
+                )
+                local.plan = plan
         self._next()
 
     def take(self, local_rank: int, environment: Mapping[str, str], outputs: Sequence[int]) -> Child | None:
         """Make the standby of a local rank a worker, as ``Restarts.take`` says; None when there is no warm one."""
-        seat = self._seats.get(local_rank)
-        if seat is None or seat.standby is None or not seat.standby.warm:
+        local = self._local_ranks.get(local_rank)
+        if local is None or local.standby is None or not local.standby.warm:
             return None
-        taken, seat.standby = seat.standby, None
+        taken, local.standby = local.standby, None
         asyncio.get_running_loop().remove_reader(taken.socket)
         try:
             socket.send_fds(taken.socket, [json.dumps(environment).encode()], outputs)
@@ -121,17 +123,19 @@ class Standbys:
         """Begin to warm as many as there are CPUs to spare, but always one."""
         if self._ended:
             return
-        spare = len(os.sched_getaffinity(0)) - len(self._seats)
-        warming = sum(seat.standby is not None and not seat.standby.warm for seat in self._seats.values())
-        for _, seat in sorted(self._seats.items()):
+        spare = len(os.sched_getaffinity(0)) - len(self._local_ranks)
+        warming = sum(
+            local.standby is not None and not local.standby.warm for local in self._local_ranks.values()
+        )
+        for _, local in sorted(self._local_ranks.items()):
             if warming >= max(spare // 2, 1):
                 return
-            if seat.standby is None and seat.deaths < TRIES and seat.imports.exists():
-                self._start(seat)
-                warming += seat.standby is not None
+            if local.standby is None and local.deaths < TRIES and local.imports.exists():
+                self._start(local)
+                warming += local.standby is not None
 
-    def _start(self, seat: _Seat) -> None:
-        plan = seat.plan
+    def _start(self, local: _LocalRank) -> None:
+        plan = local.plan
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**self._environ, **plan.environment}
         environment = {name: value for name, value in environment.items() if name not in _NOT_YET}
@@ -141,15 +145,15 @@ class Standbys:
             child = self._run.processes.start(
                 f"standby of rank {plan.rank}",
                 (*plan.command[:2], PROGRAM, *plan.command[2:]),
-                {**environment, IMPORTS: str(seat.imports), "KEEPSTEP_STANDBY": str(theirs.fileno())},
-                on_exit=lambda child: self._exited(seat, child),
+                {**environment, IMPORTS: str(local.imports), "KEEPSTEP_STANDBY": str(theirs.fileno())},
+                on_exit=lambda child: self._exited(local, child),
                 stdout=log,
                 stderr=log,
                 pass_fds=(theirs.fileno(),),
             )
         except (OSError, RunError) as error:
             ours.close()
-            self._failed(seat, str(error))
+            self._failed(local, str(error))
             return
         finally:
             theirs.close()
@@ -157,18 +161,18 @@ class Standbys:
                 os.close(log)
         ours.setblocking(False)
         give_priority(child, low=True, idle=True)
-        seat.standby = _Standby(child, ours)
+        local.standby = _Standby(child, ours)
         loop = asyncio.get_running_loop()
-        loop.add_reader(ours, self._heard, seat, seat.standby)
-        loop.call_later(0.1 * IDLE_S if self._busy else IDLE_S, self._hurry, seat, seat.standby)
+        loop.add_reader(ours, self._heard, local, local.standby)
+        loop.call_later(0.1 * IDLE_S if self._busy else IDLE_S, self._hurry, local, local.standby)
 
-    def _hurry(self, seat: _Seat, which: _Standby) -> None:
+    def _hurry(self, local: _LocalRank, which: _Standby) -> None:
         """Give a standby that is not warm yet the usual priority: where no CPU is ever idle it never would be."""
-        if seat.standby is which and not which.warm:
+        if local.standby is which and not which.warm:
             self._busy = which.hurried = True
             give_priority(which.child, low=False)
 
-    def _heard(self, seat: _Seat, which: _Standby) -> None:
+    def _heard(self, local: _LocalRank, which: _Standby) -> None:
         try:
             said = which.socket.recv(_MOST_BYTES).decode(errors="replace")
         except OSError:
@@ -177,35 +181,35 @@ class Standbys:
             give_priority(which.child, low=False, then=lambda: self._warmed(which))
             return
         asyncio.get_running_loop().remove_reader(which.socket)
-        seat.trouble = said or seat.trouble
+        local.trouble = said or local.trouble
 
     def _warmed(self, which: _Standby) -> None:
         """Note that a standby is warm and has the priority of a worker."""
         which.warm = True
         self._busy = which.hurried
-        if all(one.standby and one.standby.warm for one in self._seats.values()):
-            ranks = fold_ranks(one.plan.rank for one in self._seats.values())
+        if all(one.standby and one.standby.warm for one in self._local_ranks.values()):
+            ranks = fold_ranks(one.plan.rank for one in self._local_ranks.values())
             self._run.note(f"standbys are warm for ranks {ranks}")
         self._next()
 
-    def _exited(self, seat: _Seat, child: Child) -> None:
+    def _exited(self, local: _LocalRank, child: Child) -> None:
         """Note the end of a standby that has not become a worker."""
         self._run.processes.clear(child)
-        gone, seat.standby = seat.standby, None
+        gone, local.standby = local.standby, None
         if gone is not None:
             asyncio.get_running_loop().remove_reader(gone.socket)
             with suppress(OSError):  # the end of a standby may be seen before its message why it is not fit
                 said = gone.socket.recv(_MOST_BYTES).decode(errors="replace").removeprefix("warm")
-                seat.trouble = said or seat.trouble
+                local.trouble = said or local.trouble
             gone.socket.close()
         if not self._ended:
-            self._failed(seat, seat.trouble or f"ended with status {child.status}")
+            self._failed(local, local.trouble or f"ended with status {child.status}")
 
-    def _failed(self, seat: _Seat, reason: str) -> None:
-        seat.deaths += 1
-        if seat.deaths == TRIES:
+    def _failed(self, local: _LocalRank, reason: str) -> None:
+        local.deaths += 1
+        if local.deaths == TRIES:
             self._run.warn(
-                f"no standby for rank {seat.plan.rank}: {reason} (see {self.folder}/standbys.log); "
+                f"no standby for rank {local.plan.rank}: {reason} (see {self.folder}/standbys.log); "
                 "a restart begins it as a fresh process"
             )
         asyncio.get_running_loop().call_soon(self._next)
