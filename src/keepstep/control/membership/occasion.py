@@ -48,7 +48,7 @@ class Occasion:
 
     @property
     def cause(self) -> Cause:
-        """What a re-forming is for: an order if there is one, as what fails because of it is no cause; else a failure."""
+        """What a re-forming is for: an order if there is one, as what fails because of it is no cause; or a failure."""
         return Cause(LOST_CODE, self.ordered_by) if self.ordered_by else self.failure or _UNKNOWN
 
     def failed(self, exit_code: int, text: str) -> None:
