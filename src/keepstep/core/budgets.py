@@ -1,8 +1,8 @@
-"""How often a job may begin again: by rank, by node, within an hour; and not twice for one error at one step.
+"""How often a job may be restarted: by rank, by node, within an hour; and not twice for one error at one step.
 
-Pure, and the same for one node and for several: who restarts a job keeps one `Cause` for each restart, and asks before
-the next. ``--max-restarts`` counts the whole life of the job; these budgets look an hour back, so that a job of weeks
-may be restarted often, but nothing that is broken is restarted over and over.
+The launcher of a job on one node and the controller of one on several nodes keep a `Cause` for each restart, and ask
+before the next. ``--max-restarts`` counts the whole life of the job; these budgets look an hour back, so that a job of
+weeks may be restarted often, but nothing that is broken is restarted over and over.
 """
 
 from __future__ import annotations
@@ -16,52 +16,57 @@ from keepstep.core.lost_connection import tells_of_another
 
 WINDOW_S = 3600.0
 FLAG = "--restart-budget"
-_VARIES = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)  # addresses, processes, times: in equal errors, too
-_MOST_QUOTED = 120
+_VARIES = re.compile(
+    r"0x[0-9a-f]+|\d+", re.IGNORECASE
+)  # addresses, processes and times differ in equal errors
+_MOST_QUOTED = 120  # characters of an error
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Restarts within an hour; 0: as many as ``--max-restarts`` allows."""
+    """Most restarts within an hour; 0: as many as ``--max-restarts`` allows.
 
-    rank: int = 5  # that one rank has caused on one node
-    node: int = 10  # that one node, or its ranks, have caused
-    hour: int = 30  # in all
-    same: int = (
-        2  # failures of a rank at one step with one error, whenever: no restart follows the last; 0: one does
-    )
+    ``rank`` counts the restarts that one rank has caused on one node, ``node`` those that one node or its ranks have
+    caused, ``hour`` all restarts. ``same`` counts failures of a rank at one step with one error, however long ago: no
+    restart follows the last of them.
+    """
+
+    rank: int = 5
+    node: int = 10
+    hour: int = 30
+    same: int = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What a restart was, or would be, for. ``at_s``: Unix seconds. ``rank`` -1: a node was lost."""
+    """The failure that a restart was, or would be, made for."""
 
-    at_s: float
+    at_s: float  # Unix seconds
     node: str
-    rank: int = -1
-    step: int = -1  # finished steps of that rank; -1: not known
+    rank: int = -1  # -1: a node was lost
+    step: int = -1  # steps that the rank had finished; -1: not known
     error: str = ""
-    by_keepstep: bool = False  # keepstep ended the process itself: no budget counts that
+    by_keepstep: bool = False  # whether keepstep ended the process itself: no budget counts that
 
     @property
     def is_echo(self) -> bool:
-        """Whether it only tells of another's death."""
+        """Whether the error only shows that another process has died."""
         return tells_of_another(self.error)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No restart, and why. ``node``: a job without that node could go on; "": none could."""
+    """Why there is no restart. ``node``: a job without that node could go on; "": none could."""
 
     reason: str
     node: str = ""
 
 
 def limits_of(text: str) -> Limits:
-    """``rank=3,hour=12`` as limits; what is not named has its default.
+    """The limits of ``rank=3,hour=12``; limits that are not named have their defaults.
 
     Raises:
-        UsageError: something else is named, or is no count.
+        UsageError: the text names something else, or a value is no count.
     """
     names = [field.name for field in fields(Limits)]
     given: dict[str, int] = {}
@@ -76,14 +81,14 @@ def limits_of(text: str) -> Limits:
 
 
 def as_text(limits: Limits) -> str:
-    """What `limits_of` reads."""
+    """The limits as text that `limits_of` reads."""
     return ",".join(f"{field.name}={getattr(limits, field.name)}" for field in fields(limits))
 
 
 def comes_first(one: Cause, other: Cause) -> Cause:
-    """Of two failures that led to one restart the one to blame: the first that is no echo.
+    """The one of two failures behind a restart that is to blame: the first that is no echo.
 
-    Where keepstep ended a process, the others failed because of that, whatever they say.
+    Where keepstep ended a process, the others failed because of that, whatever their errors say.
     """
     return min(one, other, key=lambda cause: (not cause.by_keepstep, cause.is_echo, cause.at_s))
 
@@ -91,7 +96,7 @@ def comes_first(one: Cause, other: Cause) -> Cause:
 def refusal(limits: Limits, causes: Sequence[Cause]) -> Refusal | None:
     """Why the job may not begin again after the last of ``causes`` (one for each restart so far, then the newest).
 
-    What keepstep ended itself is left out: ``--max-restarts`` alone counts it.
+    Processes that keepstep ended itself are left out: ``--max-restarts`` alone counts them.
     """
     last = causes[-1]
     if last.by_keepstep:
@@ -105,41 +110,33 @@ def refusal(limits: Limits, causes: Sequence[Cause]) -> Refusal | None:
             f"({error}): a restart would not help; mend that, or allow it with {FLAG} same=0"
         )
     recent = [cause for cause in causes if cause.at_s > last.at_s - WINDOW_S]
+    of_node = [cause for cause in recent if cause.node == last.node]
+    of_rank = [cause for cause in of_node if cause.rank == last.rank >= 0]
     counts = (
-        (
-            "rank",
-            f"rank {last.rank}",
-            last.node,
-            [one for one in recent if (one.rank, one.node) == (last.rank, last.node) and one.rank >= 0],
-        ),
-        ("node", f"node {last.node}", last.node, [one for one in recent if one.node == last.node]),
-        ("hour", "the job", "", recent),
+        ("rank", f"rank {last.rank} on node {last.node}", last.node, len(of_rank)),
+        ("node", f"node {last.node}", last.node, len(of_node)),
+        ("hour", "the job", "", len(recent)),
     )
-    for name, who, node, caused in counts:
+    for name, who, node, count in counts:
         limit: int = getattr(limits, name)
-        if limit and len(caused) > limit:
-            where = f" on node {last.node}" if name == "rank" else ""
-            return Refusal(
-                f"{who}{where} has failed {len(caused)} times within an hour, {limit} restarts are allowed "
-                f"({FLAG} {name}={limit})",
-                node,
-            )
+        if limit and count > limit:
+            allowed = f"{limit} restarts are allowed ({FLAG} {name}={limit})"
+            return Refusal(f"{who} has failed {count} times within an hour, {allowed}", node)
     return None
 
 
 def _same(one: Cause, last: Cause) -> bool:
-    """Of one rank, at one step, with one error; an echo is nobody's error, and what left no word may be anything."""
+    """Whether both are failures of one rank, at one step, with one error.
+
+    An echo is nobody's own error, and a death without an error may have any cause.
+    """
     return (
         one.rank == last.rank >= 0
         and one.step == last.step >= 0
         and bool(last.error)
         and not last.is_echo
-        and _bare(one.error) == _bare(last.error)
+        and _VARIES.sub("#", one.error) == _VARIES.sub("#", last.error)
     )
-
-
-def _bare(error: str) -> str:
-    return _VARIES.sub("#", error)
 
 
 def _times(count: int) -> str:

@@ -28,21 +28,21 @@ _FALSE = frozenset({"0", "false", "no", "off"})
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. The default's type is its type; a name with a unit ends in it (``_s``, ``_bytes``)."""
+    """One setting. Its type is that of the default; a name with a unit ends in it (``_s``, ``_bytes``)."""
 
-    table: str  # table of the TOML file, which is the room's or verb's name
+    table: str  # table of the TOML file, named after the room or verb
     name: str
     default: Value
-    text: str  # what it does, one line
+    text: str  # one line on what the setting does
 
     @property
     def key(self) -> str:
-        """``table.name``, as in the file and in messages."""
+        """The setting's name in the file and in messages, ``table.name``."""
         return f"{self.table}.{self.name}"
 
     @property
     def variable(self) -> str:
-        """The environment variable that sets it."""
+        """The environment variable that holds the setting."""
         return f"KEEPSTEP_{self.name.upper()}"
 
 
@@ -56,10 +56,10 @@ class Resolved:
 
 
 def config_path(environ: Mapping[str, str]) -> Path | None:
-    """The file to read: ``$KEEPSTEP_CONFIG``, ``./keepstep.toml``, or the user's own; None without.
+    """The configuration file: ``$KEEPSTEP_CONFIG``, ``./keepstep.toml``, or the user's own; None without any.
 
     Raises:
-        UsageError: ``$KEEPSTEP_CONFIG`` names a file that is not there.
+        UsageError: ``$KEEPSTEP_CONFIG`` names a file that does not exist.
     """
     named = environ.get(CONFIG_FILE)
     if named:
@@ -69,7 +69,7 @@ def config_path(environ: Mapping[str, str]) -> Path | None:
     own, home = environ.get("XDG_CONFIG_HOME"), home_folder(environ)
     folders = [Path(own)] if own else [home / ".config"] if home else []
     for path in (Path("keepstep.toml"), *(folder / "keepstep" / "config.toml" for folder in folders)):
-        if os.path.isfile(path):  # also where we may not look, as in another user's home
+        if os.path.isfile(path):  # False where we may not look, as in another user's home
             return path
     return None
 
@@ -78,7 +78,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """The tables of a TOML file.
 
     Raises:
-        UsageError: it cannot be read or is no TOML.
+        UsageError: the file cannot be read or is no TOML.
     """
     # Loaded here so that a run without a configuration file does not pay for a parser.
     try:
@@ -99,10 +99,12 @@ def resolve(
     flags: Mapping[str, Value | None] | None = None,
     path: Path | None = None,
 ) -> dict[str, Resolved]:
-    """Every setting by name. ``flags`` is what the command line said (None: nothing); ``path`` the file.
+    """Every setting by name, with the value in force.
+
+    ``flags``: values from the command line, None for flags that were not given. ``path``: the configuration file.
 
     Raises:
-        UsageError: a value of the wrong type, or a key in these settings' tables that is none of them.
+        UsageError: a value has the wrong type, or a table of the file has a key that is no setting.
     """
     tables = read_file(path) if path else {}
     known = {setting.key for setting in settings}
@@ -136,6 +138,7 @@ def _resolve(
 
 
 def _from_text(setting: Setting, text: str) -> Value:
+    """A value from the environment."""
     kind = type(setting.default)
     if kind is bool:
         word = text.strip().lower()
@@ -149,6 +152,7 @@ def _from_text(setting: Setting, text: str) -> Value:
 
 
 def _from_file(setting: Setting, value: object, path: Path | None) -> Value:
+    """A value from the configuration file."""
     kind = type(setting.default)
     if isinstance(value, bool) == (kind is bool):
         if isinstance(value, kind):

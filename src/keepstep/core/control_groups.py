@@ -1,7 +1,7 @@
 """The folders in which the kernel accounts for a process: its control group and all groups around that one.
 
-Groups nest (a step of a Slurm job, a container in a container, systemd's slices), and a limit of any of them holds for
-all that is inside.
+Groups nest (a step of a Slurm job, a container in a container, systemd's slices), and the limit of a group holds for
+all processes inside it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def folders(
 ) -> tuple[tuple[Path, ...], ...]:
     """For each hierarchy that may have ``controller`` (version 1, version 2): the group's folder, then those around it.
 
-    It ends where the hierarchy is mounted: what is around a container cannot be seen from inside. ``pid``: None is this
-    process. ``root``: below which mount points are looked for. Empty where nothing can be told.
+    A list ends where the hierarchy is mounted: the groups around a container cannot be seen from inside. ``pid``: None
+    is this process. ``root``: the folder below which mount points are looked for. Empty where nothing can be read.
     """
     try:
         groups = (proc / ("self" if pid is None else str(pid)) / "cgroup").read_text().splitlines()
@@ -47,7 +47,10 @@ def folders(
 
 
 def _mounted(lines: Sequence[str], controller: str) -> Iterator[tuple[str, str]]:
-    """Of each mount of a hierarchy the group that is mounted (containers have a part) and where. "": version 2."""
+    """For each mount of a hierarchy, the group that is mounted (in a container only a part) and where.
+
+    ``controller``: "" is the hierarchy of version 2.
+    """
     for line in lines:
         before, _, after = line.partition(" - ")
         fields, tail = before.split(), after.split()
@@ -62,6 +65,7 @@ def _mounted(lines: Sequence[str], controller: str) -> Iterator[tuple[str, str]]
 
 
 def _unescaped(text: str) -> str:
+    """A path of ``mountinfo``, in which blanks and the like are octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
@@ -74,12 +78,15 @@ def _upwards(group: str, mounted: Sequence[tuple[str, str]], root: Path) -> Iter
 
 
 def _guessed(top: Path, group: str) -> str:
-    """Where a group is that leads out of our namespace, or whose mount was made outside of it: the mount point."""
+    """The path below a mount point of a group that lies outside our namespace, or was mounted outside it.
+
+    Where it is not found below the mount point, the mount point itself is taken.
+    """
     return group if ".." not in group.split("/") and (top / group.strip("/")).is_dir() else ""
 
 
 def _below(group: str, top: str) -> str | None:
-    """Where a group is, seen from a mounted one; None when that cannot be told."""
+    """The path of a group relative to a mounted one; None when it is not inside it, or cannot be told."""
     if ".." in group.split("/") or ".." in top.split("/"):
         return None
     if top == "/":

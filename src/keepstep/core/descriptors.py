@@ -7,7 +7,7 @@ import resource
 from contextlib import suppress
 
 _PER_NODE = 2  # one connection of the launcher, one of the agent
-_BESIDE = 64  # the controller's own files, its questions to launchers, connections that are not proven yet
+_BESIDE = 64  # for files, questions to launchers and connections that are not proven yet
 
 
 def soft_limit() -> int:
@@ -16,12 +16,12 @@ def soft_limit() -> int:
 
 
 def hard_limit() -> int:
-    """Descriptors that it may have open once it has raised its limit."""
+    """Descriptors that this process may have open once it has raised its limit."""
     return _number(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
 
 def raise_limit() -> int:
-    """Raise the soft limit to the hard one; returns what it was, for programs that are started (`give_limit`)."""
+    """Raise the soft limit to the hard one; returns the former soft one, for programs to start with (`give_limit`)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         give_limit(hard)
@@ -29,7 +29,7 @@ def raise_limit() -> int:
 
 
 def give_limit(soft: int) -> None:
-    """Set the soft limit of this process, as far as the hard one and the kernel allow it."""
+    """Set the soft limit of this process, as far as the hard limit and the kernel allow."""
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     except (OSError, ValueError):
@@ -37,9 +37,9 @@ def give_limit(soft: int) -> None:
 
 
 def open_now() -> int:
-    """Descriptors that this process has open; 0: it cannot be seen."""
+    """Descriptors that this process has open; 0 when that cannot be read."""
     try:
-        return len(os.listdir("/proc/self/fd")) - 1  # less the one that lists the folder
+        return len(os.listdir("/proc/self/fd")) - 1  # without the one that lists the folder
     except OSError:
         return 0
 
@@ -57,12 +57,12 @@ def socket_inodes(pid: int | str = "self") -> dict[int, int]:
 
 
 def needed(nodes: int) -> int:
-    """Descriptors of the controller of a job of so many nodes."""
+    """Descriptors that the controller of a job of so many nodes needs."""
     return _PER_NODE * nodes + _BESIDE
 
 
 def lack(nodes: int, hard: int) -> str:
-    """Why the controller of so many nodes cannot run under this hard limit, and what to do; "": it can."""
+    """Why the controller of so many nodes cannot run under this hard limit, and what to do; "" when it can."""
     if needed(nodes) <= hard:
         return ""
     return (

@@ -10,11 +10,11 @@ class UsageError(KeepstepError):
 
 
 class LayoutError(KeepstepError):
-    """Parallel sizes, orders or group memberships that contradict each other."""
+    """Parallel sizes, orders or group memberships contradict each other."""
 
 
 class RingError(KeepstepError):
-    """A ring file or descriptor that is no ring of ours, is cut short, or has another version."""
+    """A file or descriptor is no ring, link table or orders page of ours, is cut short, or has another version."""
 
 
 class WireError(KeepstepError):
@@ -26,7 +26,7 @@ class AuthenticationError(WireError):
 
 
 class FaultError(KeepstepError):
-    """A fault sentence that cannot be parsed or carried out."""
+    """A fault sentence cannot be parsed or carried out."""
 
 
 class TraceError(KeepstepError):
@@ -34,7 +34,7 @@ class TraceError(KeepstepError):
 
 
 class RunError(KeepstepError):
-    """A run that cannot be started, found or read."""
+    """A run cannot be started, found or read."""
 
 
 class UnsafePathError(KeepstepError, OSError):
@@ -45,4 +45,4 @@ class UnsafePathError(KeepstepError, OSError):
 
 
 class CheckpointError(KeepstepError):
-    """A state that cannot be saved as asked, or a snapshot that is damaged, foreign or not the one wanted."""
+    """A state cannot be saved as asked, or a snapshot is damaged, foreign or not the one wanted."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def home_folder(environ: Mapping[str, str]) -> Path | None:
-    """``$HOME``, else what the password database says; None where neither names one."""
+    """``$HOME``, else the folder that the password database names; None where neither names one."""
     named = environ.get("HOME")
     if not named:
         try:

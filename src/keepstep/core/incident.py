@@ -1,4 +1,4 @@
-"""Diagnoses and incidents: what is decided, and what is kept of it under ``RUN/incidents/NNNN.json``."""
+"""Diagnoses and incidents: what locators conclude, and what is kept under ``RUN/incidents/NNNN.json``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Culprit:
     link: Link | None = None
     node: str = ""
     stage: str = ""  # where in the step: "forward", "backward", "optimizer", "data", "transfer"
-    slowdown: float = 0.0  # its own time over its healthy time; 0 where it does not apply
+    slowdown: float = 0.0  # own time now over the healthy own time; 0 where that does not apply
     confidence: Confidence = "low"
     cause: str = ""  # "compute", "cpu quota", "data loading", "network", "stopped", "never entered", ...
     detail: str = ""
@@ -42,12 +42,12 @@ class Diagnosis:
     culprits: tuple[Culprit, ...]
     victims: tuple[int, ...]
     evidence: tuple[str, ...]
-    missing: tuple[str, ...]  # what would be needed to say more
+    missing: tuple[str, ...]  # evidence that would be needed to say more
     summary: str = ""  # e.g. the operation that everybody waits in
     paths: tuple[tuple[str, str], ...] = ()  # pairs of nodes between which a probe would tell more
 
     def doubted(self, missing: str, apart_from: Collection[int] = ()) -> Diagnosis:
-        """The same with nobody blamed for sure, because of what is ``missing``, ``apart_from`` these ranks."""
+        """The diagnosis with nobody but the ranks ``apart_from`` blamed for sure, because evidence is ``missing``."""
         if all(one.confidence == "low" or one.rank in apart_from for one in self.culprits):
             return self
         culprits = tuple(
@@ -58,21 +58,21 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What was done (or advised) about an incident."""
+    """A remedy that was taken, or advised, against an incident."""
 
     name: str
     expected_cost_s: float | None = None
     detail: str = ""
-    before_iteration_s: float | None = None  # when it was begun
-    expected_iteration_s: float | None = None  # once it is done
+    before_iteration_s: float | None = None  # iteration time when the action was begun
+    expected_iteration_s: float | None = None  # iteration time that is expected once the action is done
     measured_iteration_s: float | None = None
-    step: int | None = field(default=None, compare=False)  # the newest when it was begun, and when that was
+    step: int | None = field(default=None, compare=False)  # the newest step when the action was begun
     begun_unix_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What became known of an incident, and when."""
+    """Something that became known about an incident, and when."""
 
     what: Literal["noticed", "verdict", "sharper", "validation"]
     unix_s: float
@@ -82,16 +82,18 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """From the failure of a rank until every rank of its node has made a step again."""
+    """The time from the failure of a rank until every rank of its node has made a step again."""
 
-    incarnation: int  # that began
-    rank: int  # that failed
+    incarnation: int  # the incarnation that began
+    rank: int  # the rank that failed
     what: str  # "was killed", "failed"
     seconds: float
-    phases: tuple[tuple[str, float], ...]  # what it was spent on, in order; they add up
-    standbys: int  # ranks that were taken over by warm standbys
+    phases: tuple[
+        tuple[str, float], ...
+    ]  # names and seconds of its parts, in order; they add up to ``seconds``
+    standbys: int  # how many ranks were taken over by warm standbys
     ranks: int
-    survived: int = 0  # ranks whose process outlived the incarnation
+    survived: int = 0  # how many ranks' processes outlived the incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +120,12 @@ class Incident:
     world_size: int = 0
     detected_unix_s: float = 0.0
     closed_unix_s: float | None = None
-    incarnation: int = 0  # of the job, in which it began
+    incarnation: int = 0  # incarnation of the job in which the incident began
     recovery: Recovery | None = None
-    lost_s: float | None = (
-        None  # seconds of training that a slowdown has cost the job, until now if it is open
-    )
-    saved_s: float = 0.0  # and would have cost besides, without what was done
-    onset_unix_s: float | None = None  # estimated
+    lost_s: float | None = None  # seconds that a slowdown has cost the job, until now if it is open
+    saved_s: float = 0.0  # seconds that the slowdown would have cost besides, without the remedies
+    onset_unix_s: float | None = None  # an estimate
     events: tuple[Event, ...] = ()
-    next_action: str = ""  # what is done about it next, as long as nothing changes
-    next_unix_s: float | None = None  # when `next_action` is due; None: it has no time
+    next_action: str = ""  # what will be done about the incident next, if nothing changes
+    next_unix_s: float | None = None  # when `next_action` is due; None when it has no time
     schema: int = INCIDENT_SCHEMA

@@ -1,4 +1,4 @@
-"""Words of others in our logs and on a terminal: one record stays one line, and nothing in it moves the cursor."""
+"""Foreign text in our logs and on a terminal: one record stays one line, and no text moves the cursor."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from types import TracebackType
 from keepstep.core.own_folders import open_file
 
 LONGEST = 2000  # characters of a line
-_LONGEST_TRACE = 16_384
+_LONGEST_TRACE = 16_384  # characters of a traceback
 
 _Raised = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
 def one_line(text: str) -> str:
-    r"""The text with what cannot be printed (newlines, escape sequences, marks that turn the writing) as ``\x1b``."""
+    r"""The text with unprintable characters (newlines, escapes, direction marks) written like ``\x1b``."""
     if len(text) > LONGEST:
         text = f"{text[:LONGEST]}… ({len(text)} characters)"
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
@@ -31,7 +31,7 @@ class OneLineFormatter(logging.Formatter):
         return one_line(super().formatMessage(record))
 
     def formatException(self, ei: _Raised) -> str:
-        """The traceback, its end where it is long."""
+        """The traceback; only the end of a long one."""
         lines = super().formatException(ei)[-_LONGEST_TRACE:].split("\n")
         return "\n".join(f"  | {one_line(line)}" for line in lines)
 
@@ -43,7 +43,7 @@ class _OwnFile(logging.FileHandler):
 
 
 def log_into(path: Path, form: str) -> None:
-    """Have this process log to the end of a file. Raises OSError, of it UnsafePathError, as ``open_file`` does."""
+    """Have this process append its log to a file. Raises OSError and UnsafePathError as ``open_file`` does."""
     handler = _OwnFile(path)
     handler.setFormatter(OneLineFormatter(form))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -1,4 +1,4 @@
-"""Does an error tell that another process has gone, rather than what went wrong here?"""
+"""Tells errors about another process that has gone from errors about what went wrong in this one."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ _OF_ANOTHER = re.compile(
 
 
 def tells_of_another(message: str) -> bool:
-    """Whether an error's message is about a lost connection."""
+    """Whether an error's message is about a lost connection, hence about another process."""
     return _OF_ANOTHER.search(message) is not None

@@ -1,4 +1,4 @@
-"""How the micro-batches of a step are divided among the replicas of a model: what workers tell, and are told."""
+"""How the micro-batches of a step are divided among the replicas of a model: what workers report, and are ordered."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class Split:
     """How one rank's job divides each global batch, from ``step`` on.
 
     Attributes:
-        rank: that tells it.
-        incarnation: of the job.
-        count: micro-batches in a step, of all replicas.
-        replica: that the rank is part of, from 0.
-        replicas: how many there are.
-        multiple_of: what each share is a multiple of.
-        at_most: of one share; 0: no bound.
-        number: of the shares that were ordered and are in force; 0: they are equal.
-        step: the first that was divided so.
-        share: of the rank's replica.
-        movable: whether another replica could have more and this one fewer: not where they meet in each micro-batch.
+        rank: the rank that reports the split.
+        incarnation: the incarnation of the job.
+        count: micro-batches in a step, of all replicas together.
+        replica: number of the replica that the rank is part of, from 0.
+        replicas: number of replicas.
+        multiple_of: the number that each share is a multiple of.
+        at_most: the largest possible share; 0: there is no bound.
+        number: number of the ordered shares that are in force; 0: shares are equal.
+        step: the first step that was divided in this way.
+        share: micro-batches of the rank's replica.
+        movable: whether shares may differ: not where replicas meet in each micro-batch.
     """
 
     rank: int
@@ -42,7 +42,7 @@ MOST_MICROBATCHES = (1 << 31) - 1
 
 
 def objection(count: int, replicas: int, multiple_of: int, at_most: int) -> str:
-    """Why this many micro-batches cannot be divided among so many replicas; "": they can."""
+    """Why so many micro-batches cannot be divided among so many replicas; "" when they can."""
     if not 0 < count <= MOST_MICROBATCHES or replicas < 1 or multiple_of < 1:
         return (
             f"{count} micro-batches for {replicas} replicas, of which each takes a multiple of {multiple_of}"
@@ -57,14 +57,14 @@ def objection(count: int, replicas: int, multiple_of: int, at_most: int) -> str:
 
 
 def equal_shares(count: int, replicas: int, multiple_of: int = 1) -> list[int]:
-    """Shares that differ by ``multiple_of`` at most."""
+    """The share of each replica; shares differ by ``multiple_of`` at most."""
     units = count // multiple_of
     ends = [end * units // replicas * multiple_of for end in range(replicas + 1)]
     return [end - begin for begin, end in pairwise(ends)]
 
 
 def fits(shares: Sequence[int], count: int, replicas: int, multiple_of: int = 1, at_most: int = 0) -> bool:
-    """Whether these are shares of ``count`` micro-batches at all."""
+    """Whether these are possible shares of ``count`` micro-batches."""
     return (
         len(shares) == replicas
         and sum(shares) == count
@@ -75,6 +75,6 @@ def fits(shares: Sequence[int], count: int, replicas: int, multiple_of: int = 1,
 
 
 def share_of(replica: int, shares: Sequence[int]) -> range:
-    """The numbers of the micro-batches of one replica: they follow each other."""
+    """The numbers of the micro-batches of one replica, which are consecutive."""
     ends = [0, *accumulate(shares)]
     return range(ends[replica], ends[replica + 1])

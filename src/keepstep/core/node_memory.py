@@ -16,7 +16,7 @@ _LIMITS = (
 )  # above ``high`` a group is slowed to a crawl
 _USED = ("memory.current", "memory.usage_in_bytes")
 _NO_LIMIT = 1 << 60  # version 1 says "none" with a number of about 2^63
-_UNKNOWN = 1 << 62
+_UNKNOWN = 1 << 62  # bytes, where the machine's memory cannot be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class Bound:
     """Memory of the machine or, with ``group``, of a control group that this process is in."""
 
     total_bytes: int
-    available_bytes: int  # without taking it from somebody; files that are cached can go
+    available_bytes: int  # not used by any process; cached files count as available
     group: Path | None = None
 
 
 def bounds(proc: Path = PROC, root: Path = ROOT) -> tuple[Bound, ...]:
-    """The machine, then every group that has a limit; the tightest counts.
+    """The machine's memory, then that of every group with a limit; the tightest counts.
 
-    ``proc``, ``root``: where /proc is, and below which mount points are.
+    ``proc``: where /proc is. ``root``: the folder below which mount points are.
     """
     try:
         sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE))
@@ -42,12 +42,12 @@ def bounds(proc: Path = PROC, root: Path = ROOT) -> tuple[Bound, ...]:
 
 
 def total_bytes() -> int:
-    """Memory that this process and what is in its control groups can have together."""
+    """Memory that all processes in this process's control groups can have together."""
     return min(bound.total_bytes for bound in bounds())
 
 
 def available_bytes() -> int:
-    """Memory that can be had without taking it from somebody."""
+    """Memory that this process can have without taking it from another."""
     return min(bound.available_bytes for bound in bounds())
 
 
@@ -55,7 +55,7 @@ def _groups(proc: Path, root: Path) -> Iterator[Bound]:
     for upwards in folders("memory", proc=proc, root=root):
         for folder in upwards:
             if folder != upwards[0] and _number(folder / "memory.use_hierarchy") == 0:
-                break  # version 1: it does not account for the groups inside
+                break  # a group of version 1 that does not account for the groups inside it
             limit = min((_number(folder / name) for name in _LIMITS), default=_NO_LIMIT)
             if limit >= _NO_LIMIT:
                 continue
@@ -65,7 +65,7 @@ def _groups(proc: Path, root: Path) -> Iterator[Bound]:
 
 
 def _number(file: Path) -> int:
-    """What a file says; no limit for ``max``, and where it cannot be read."""
+    """The number in a file; no limit for ``max``, or where it cannot be read."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -73,7 +73,7 @@ def _number(file: Path) -> int:
 
 
 def _cached_bytes(group: Path) -> int:
-    """Cached files of a group and of those inside it; shared memory is not among them, as nobody can drop it."""
+    """Bytes of cached files of a group and the groups inside it; not of shared memory, which cannot be dropped."""
     try:
         counts = dict(re.findall(r"^(\w+) (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE))
     except OSError:

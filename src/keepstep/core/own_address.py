@@ -1,10 +1,10 @@
-"""Which of this host's addresses others see."""
+"""The address of this host that other hosts see."""
 
 from __future__ import annotations
 
 import socket
 
-ANYWHERE = "192.0.2.1"  # for documentation (RFC 5737): routed like the rest of the world
+ANYWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737); it is routed like any host of the internet
 
 
 def address_towards(host: str) -> str:

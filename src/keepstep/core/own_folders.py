@@ -1,6 +1,6 @@
 """Files and folders that are ours alone: no symbolic link on the way to them is followed, nobody else can plant one.
 
-Every file of a run is opened here. The paths are real ones; of a folder that a user names, ``real_path`` finds it once.
+Every file of a run is opened here. Paths must be real ones; ``real_path`` finds that of a folder which a user names.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from keepstep.core.errors import UnsafePathError
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LINKED = "is reached over a symbolic link or a file, and no link is followed there: remove it"
-_made: dict[int, os.stat_result] = {}  # by file system: what becomes of a file that we make with mode 0600
+_made: dict[int, os.stat_result] = {}  # by file system: owner and mode of a file that we made with mode 0600
 
 
 def real_path(path: Path) -> Path:
-    """Where a folder that the user names really is; it need not be there yet.
+    """Where a folder that the user names really is; it need not exist yet.
 
     Raises:
-        UnsafePathError: another user decides where that is.
+        UnsafePathError: another user decides where it is.
     """
     for one in (path, *path.parents):
         if one.is_symlink() and one.parent.stat().st_mode & stat.S_IWOTH and _is_foreign(one.lstat()):
@@ -41,7 +41,7 @@ def real_path(path: Path) -> Path:
 
 
 def open_to_all(path: Path) -> Path | None:
-    """The folder above ``path`` in which everybody may rename what is there; None: there is none."""
+    """The folder above ``path`` in which everybody may rename files; None when there is none."""
     for one in path.parents:
         mode = one.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
@@ -50,10 +50,10 @@ def open_to_all(path: Path) -> Path | None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, whatever the umask, unless they are there.
+    """Make a folder and the folders above it, whatever the umask, unless they exist.
 
     Raises:
-        UnsafePathError: the one that is there is not ours alone, or a link leads to it.
+        UnsafePathError: the folder exists and is not ours alone, or a link leads to it.
         OSError: it cannot be made.
     """
     with _opened(path, path, make=True) as folder:
@@ -61,13 +61,13 @@ def make_folder(path: Path) -> None:
 
 
 def make_new_folder(path: Path) -> None:
-    """Make a folder that is not there yet, and those above it. Raises FileExistsError, and as ``make_folder`` does."""
+    """Make a folder that must not exist yet, and those above it. Raises FileExistsError, else as ``make_folder``."""
     with _opened(path.parent, path, make=True) as parent:
         os.mkdir(path.name, 0o755, dir_fd=parent)
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Open a file to write to it; a descriptor. Raises OSError, of it UnsafePathError, as ``make_folder`` does."""
+    """Open a file to write to it; returns a descriptor. Raises OSError and UnsafePathError as ``make_folder`` does."""
     with _opened(path.parent, path) as folder:
         _refuse_foreign(folder, path.parent)
         return os.open(path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=folder)
@@ -92,7 +92,7 @@ def write_whole(path: Path, content: bytes | bytearray) -> None:
 
 @contextmanager
 def _opened(folder: Path, wanted: Path, *, make: bool = False) -> Generator[int]:
-    """A descriptor of ``folder``. Errors, also those of the body, name ``wanted``."""
+    """A descriptor of ``folder``. Errors, also those in the body of the ``with``, name ``wanted``."""
     descriptor = os.open("/", _FOLDER)
     try:
         for name in folder.absolute().parts[1:]:
@@ -112,6 +112,7 @@ def _opened(folder: Path, wanted: Path, *, make: bool = False) -> Generator[int]
 
 
 def _below(descriptor: int, name: str, make: bool) -> int:
+    """A descriptor of the folder with this name in the open one; it is made if it is missing and ``make`` is set."""
     try:
         return os.open(name, _FOLDER, dir_fd=descriptor)
     except FileNotFoundError:
@@ -123,6 +124,7 @@ def _below(descriptor: int, name: str, make: bool) -> int:
 
 
 def _refuse_foreign(descriptor: int, path: Path) -> None:
+    """Raise UnsafePathError for a folder that belongs to, or can be written by, another user."""
     status = os.fstat(descriptor)
     is_ours, shared = status.st_uid == os.geteuid(), _is_shared(status)
     if is_ours and not shared:
@@ -143,6 +145,7 @@ def _is_foreign(status: os.stat_result) -> bool:
 
 
 def _is_shared(status: os.stat_result) -> bool:
+    """Whether other users can write there."""
     if status.st_mode & stat.S_IWOTH:
         return True
     return bool(status.st_mode & stat.S_IWGRP) and not _is_private(status.st_gid, os.geteuid())
@@ -150,7 +153,7 @@ def _is_shared(status: os.stat_result) -> bool:
 
 @cache
 def _is_private(group: int, user: int) -> bool:
-    """Whether the group is that which many systems make for each user, whose umask is 002 then."""
+    """Whether the group is a user's own one: many systems make one for each user and set the umask to 002."""
     import grp
     import pwd
 
@@ -163,7 +166,7 @@ def _is_private(group: int, user: int) -> bool:
 
 
 def _as_made(folder: int, device: int) -> os.stat_result | None:
-    """What the file system makes of a file of ours; None where we can make none."""
+    """Owner and mode that the file system gives a file of ours; None where we can make none."""
     if device not in _made:
         name = f".keepstep-{os.urandom(8).hex()}"
         try:

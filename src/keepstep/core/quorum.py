@@ -1,4 +1,4 @@
-"""Who is a majority."""
+"""Whether the electors who agreed are enough to decide."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def is_majority(seats: Sequence[int], yes: Collection[int]) -> bool:
 
 
 def is_quorum(seats: Sequence[int], former: Sequence[int], yes: Collection[int]) -> bool:
-    """A majority of ``seats``, and of the ``former`` ones while these may still act without the new ones."""
+    """Whether ``yes`` is a majority of ``seats``, and of the ``former`` seats while these may still act alone."""
     return is_majority(seats, yes) and (not former or is_majority(former, yes))

@@ -1,4 +1,4 @@
-"""What agents tell about iterations: sums per (group, operation, peer), never raw events.
+"""What agents report about iterations and ranks: sums per (group, operation, peer), never raw events.
 
 Times are seconds on the clock of the node that made them (``CLOCK_MONOTONIC``) unless the name says otherwise.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# Backends that move data on the host: there a completed Work is a completed transfer. Elsewhere it is an enqueued one.
+# Backends that move data on the host: their completed Work is a completed transfer, elsewhere only an enqueued one.
 HOST_BACKENDS = frozenset({"gloo", "mpi", "ucc"})
 
 
@@ -18,14 +18,14 @@ class GroupInfo:
 
     name: str
     members: tuple[int, ...]  # global ranks, in group order
-    backend: str = ""  # "gloo", or by device: "cpu:gloo,cuda:nccl"; empty where it is not known
+    backend: str = ""  # "gloo", or by device "cpu:gloo,cuda:nccl"; empty where it is not known
     desc: str = ""
 
     @property
     def records_waits(self) -> bool:
         """Whether the recorded end of an operation is the end of the transfer, so that waiting for others shows.
 
-        On a device's backend (NCCL) it is the return of the call that enqueues the operation.
+        On a device's backend (NCCL) the recorded end is the return of the call that enqueues the operation.
         """
         names = {one.rpartition(":")[2] for one in self.backend.split(",") if one}
         return names <= HOST_BACKENDS
@@ -40,12 +40,12 @@ class StreamSummary:
     peer: int  # global rank; -1 for collectives
     count: int
     bytes: int  # sum over the operations
-    first_seq: int  # sequence number in the stream of the first of them
+    first_seq: int  # sequence number of the first operation in the stream
     start_s: float  # mean start, from the iteration's start
     end_s: float  # mean end, from the iteration's start
     busy_s: float  # sum of end - start
     blocked_s: float  # sum of the time the rank is known to have waited in it
-    fastest_s: float  # shortest end - start: what the last to arrive sees, close to the transfer itself
+    fastest_s: float  # shortest end - start: that of the last rank to arrive, close to the transfer itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,14 @@ class IterationSummary:
     """One iteration of one rank.
 
     ``self_s`` is the time in which the rank waited for nobody: the iteration less the union of its waits (operations
-    it was blocked in; operations in flight where blocking cannot be told from overlap) and less the pauses below.
+    it was blocked in; operations in flight where blocking cannot be told from overlap) and less evaluation and
+    checkpoint.
     """
 
     rank: int
     step: int
     start_s: float
-    duration_s: float  # without pauses (evaluation, checkpoint): what the script's own step clock shows
+    duration_s: float  # without pauses (evaluation, checkpoint), as the script's own step clock shows it
     self_s: float
     blocked_s: float
     data_s: float = 0.0
@@ -81,7 +82,7 @@ class BlockSummary:
     rank: int
     step: int
     kind: BlockKind
-    peer: int  # of a message: global rank; else -1
+    peer: int  # global rank of a message's other end; -1 for a pass
     index: int  # counts the iteration's blocks of this kind (and peer) from 0
     start_s: float
     duration_s: float
@@ -98,7 +99,7 @@ class OpInFlight:
     seq: int
     since_s: float
     site: str = ""  # the user's line that led to it, "file:line function"; empty where it is not known
-    waits: bool = False  # the rank was seen to begin to wait for it
+    waits: bool = False  # whether the rank was seen to begin to wait for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class StreamProgress:
     """How far one rank is in one stream: how many operations it started and completed."""
 
     group: str
-    op: int  # of the last one started
+    op: int  # kind of the operation that was started last
     peer: int
     started: int
     completed: int
@@ -117,16 +118,16 @@ Standstill = Literal["network", "receiver", "sender", "gpu"]
 
 @dataclass(frozen=True, slots=True)
 class LinkState:
-    """Where what NCCL's proxy moves between a rank and one of its peers stands still (MegaTrace §III-B).
+    """Where NCCL's transfers between a rank and one of its peers stand still (MegaTrace §III-B).
 
-    *network*: it sends, and the network completes nothing; *receiver*: its peer takes nothing; *sender*: nothing comes
-    from its peer; *gpu*: its own GPU fills, or empties, no buffer.
+    *network*: the rank sends, and the network completes nothing; *receiver*: the peer takes nothing; *sender*: nothing
+    comes from the peer; *gpu*: the rank's own GPU fills, or empties, no buffer.
     """
 
     peer: int  # global rank
     at: Standstill
-    in_flight: int  # steps that the network has
-    quiet_s: float  # since anything moved there
+    in_flight: int  # steps that the network has not completed
+    quiet_s: float  # time since anything moved there
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ class RankState:
     step: int
     phase: int  # core.events.Phase
     phase_since_s: float
-    progress: int  # grows with every record and every end
+    progress: int  # a number that grows whenever the rank begins or ends an operation or phase
     last_progress_s: float
     now_s: float
     in_flight: tuple[OpInFlight, ...] = ()
@@ -146,9 +147,9 @@ class RankState:
     process_state: str = ""  # R, S, D, T, Z as in /proc/PID/stat; empty when the process is gone
     stack: str = ""  # Python stack where it can be had
     microbatch: int = -1  # of the forward or backward pass it is in; -1 where that is not known
-    unread_bytes: int = 0  # from other hosts over TCP, not read by the process for a second or more
-    process: int = 0  # its number on its node
-    links: tuple[LinkState, ...] = ()  # where its NCCL transfers stand still, as far as that is counted
+    unread_bytes: int = 0  # bytes received over TCP that the process has not read for a second or more
+    process: int = 0  # process id on the rank's node
+    links: tuple[LinkState, ...] = ()  # where its NCCL transfers stand still, as far as they are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +172,11 @@ class PeerTraffic:
     ``busy_s`` sums, over the connections, the time with data under way: bytes / busy_s is the speed of the path.
     """
 
-    node: str  # that sends
-    source: str  # its address
+    node: str  # the node that sends
+    source: str  # the sending node's address
     target: str  # the peer's address
-    before_s: float  # length of the time looked at
-    before_bytes: int  # acknowledged
+    before_s: float  # length of the time before the step that was looked at
+    before_bytes: int  # bytes that the peer acknowledged in that time
     before_busy_s: float
     after_s: float
     after_bytes: int
@@ -184,7 +185,7 @@ class PeerTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a node's agent answers probes. ``transport``: ``tcp``; an empty work request over RDMA would be another."""
+    """Where a node's agent answers probes. ``transport`` is ``tcp`` so far; RDMA would be another."""
 
     address: str
     port: int
@@ -193,7 +194,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class PathProbe:
-    """A message from one node's agent to another's, empty or with a load, and what came of it.
+    """A message from one node's agent to another's, empty or with a load, and its outcome.
 
     ``outcome``: ``echo`` (it came back), ``silent`` (the host took the connection, its agent did not answer),
     ``refused`` (the host is there, its agent is not), ``timeout`` (nothing came back), ``unreachable`` (no route).
@@ -202,12 +203,12 @@ class PathProbe:
     source: str  # node names
     target: str
     outcome: str
-    round_trip_s: float = 0.0  # to connect or to echo, whichever was faster
-    load_s: float = 0.0  # until a load was there, or that it was tried for at least
+    round_trip_s: float = 0.0  # time to connect or to echo, whichever was shorter
+    load_s: float = 0.0  # time until a load had arrived, or for which that was tried at least
 
     @property
     def arrived(self) -> bool:
-        """The target's host gave a sign of life."""
+        """Whether the target's host gave a sign of life."""
         return self.outcome not in ("timeout", "unreachable")
 
 
@@ -217,5 +218,5 @@ class HostCause:
 
     rank: int
     cause: str  # "cpu quota" | "run queue" | "memory pressure" | ...
-    share: float  # of the wall time lost to it, 0 to 1
+    share: float  # part of the wall time that was lost to it, 0 to 1
     detail: str = ""

@@ -1,4 +1,4 @@
-"""A step's operations as other tools record them: what a pipeline's ranks computed and sent, start and duration."""
+"""Operations of a step as other tools record them: the blocks and messages of a pipeline's ranks, and host calls."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ OperationKind = Literal[
     "backward-send",  # gradients to the stage before
     "backward-recv",
     "params-sync",  # collective over the replicas of a stage, before the first forward
-    "grads-sync",  # the same after the last backward
+    "grads-sync",  # collective over the replicas of a stage, after the last backward
     "embedding-sync",  # collective between the first and the last stage of a replica
     "norm-sync",  # collective over all ranks (gradient norm, clipping)
-    "local",  # anything else that a rank does for itself at the end of a step
+    "local",  # other work that a rank does for itself at the end of a step
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """``index`` counts operations of one kind of one rank in one step, in order; ``local`` ones of different sorts have
-    different numbers. Seconds, on one clock per step.
+    """One operation of one rank in one step. Times are seconds on a clock that all ranks share within the step.
+
+    ``index`` counts a rank's operations of one kind in one step, in order. ``local`` operations of different sorts have
+    different indices.
     """
 
     rank: int
@@ -38,7 +40,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A rank's host called a communication function. ``nbytes`` as the log has it; seconds on the log's clock."""
+    """One call of a communication function by a rank's host. ``at_s`` is on the log's clock."""
 
     at_s: float
     function: str

@@ -1,4 +1,4 @@
-"""Validation of a held job: which transfers are made, what they and the devices' tests measured, who is slow."""
+"""Validation of a held job: the transfers to make, the figures of transfers and devices, and who is slow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Topology = Literal["ring", "tree"]
 
 @dataclass(frozen=True, slots=True)
 class TransferEndpoint:
-    """Where a held worker takes transfers. ``token``: what a sender must show, hex."""
+    """Where a held worker takes transfers. ``token``: hex digits that a sender must show."""
 
     host: str
     port: int
@@ -21,7 +21,7 @@ class TransferEndpoint:
 class Transfer:
     """One link test, from ``source`` to ``target`` (global ranks). Passes are run in order of their numbers."""
 
-    number: int  # of the pass
+    number: int  # number of the pass
     topology: Topology
     source: int
     target: int
@@ -29,24 +29,24 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class RankTests:
-    """What one held rank has to do: its own transfers in order, and where the targets of those it sends are."""
+    """The tests that one held rank has to run: its transfers in order, and the endpoints of those that it sends."""
 
     rank: int
     transfers: tuple[Transfer, ...]
     endpoints: dict[int, TransferEndpoint]
-    limit_s: float = 4.0  # for all tests together
+    limit_s: float = 4.0  # time for all tests together
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFigure:
-    """What one test measured on one rank's device; more is better."""
+    """The result of one test of one rank's device; more is better."""
 
     rank: int
     test: str  # "fp32", "bf16", "fp8", or the name of a custom test
     value: float
     unit: str = "TFLOP/s"
-    limited: float = 0.0  # share of its own time in which a CPU quota kept it off its core; in ``value``
-    taken: float = 0.0  # share of the test in which other processes had its core; not in ``value``
+    limited: float = 0.0  # share of its time in which a CPU quota stopped the rank; lowers ``value``
+    taken: float = 0.0  # share of the test in which other processes had its core; does not lower ``value``
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class LinkFigure:
 
 @dataclass(frozen=True, slots=True)
 class RankFigures:
-    """The tests of one rank: its device, the links it received from, and what could not be measured."""
+    """The results of one rank's tests: of its device, of the links that it received from, and what is missing."""
 
     rank: int
     devices: tuple[DeviceFigure, ...] = ()
@@ -92,9 +92,9 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The outcome: every figure, and who stands out, the slowest first."""
+    """The outcome of a validation: every figure, and slow devices and links, the slowest first."""
 
-    ranks: tuple[int, ...]  # that were tested
+    ranks: tuple[int, ...]  # the ranks that were tested
     figures: tuple[RankFigures, ...]
     devices: tuple[SlowDevice, ...] = ()
     links: tuple[SlowLink, ...] = ()

@@ -68,7 +68,7 @@ def diagnose_circle(known: HangEvidence, circle: Sequence[int]) -> Diagnosis:
 
 
 def _called_at(known: HangEvidence, ranks: Sequence[int], p: Pending | None = None) -> str:
-    """The line of user code where most of these ranks called ``p`` (default: what each entered first)."""
+    """The line of user code where most of these ranks called ``p``, or by default the operation each entered first."""
     sites = Counter(
         flight.site
         for rank in ranks

@@ -12,7 +12,7 @@ from keepstep.locate._waiting import Pending
 
 MAX_CULPRITS = 64  # ranks that are named in one diagnosis
 FEW = 4  # suspects; more than this are unlikely all at fault
-STOPPED = ("T", "t")  # process states in Linux: stopped by a signal, stopped by a debugger
+STOPPED = ("T", "t")  # states of Linux processes: stopped by a signal, stopped by a debugger
 UNKNOWN_PROCESS = "?"  # process state of a rank that is known only from a trace
 
 
@@ -46,9 +46,9 @@ class HangEvidence:
 class Roots:
     """The roots of the wait-for graph."""
 
-    ranks: tuple[int, ...]  # others wait for them, and they wait for nobody
+    ranks: tuple[int, ...]  # ranks that others wait for, and that wait for nobody
     blocked: frozenset[int]  # ranks that wait in some operation
-    sure: bool  # whether they were found without ignoring any wait
+    sure: bool  # whether the roots were found without ignoring any wait
 
 
 def waits_in(known: HangEvidence, rank: int, p: Pending) -> bool:

@@ -1,4 +1,4 @@
-"""Medians per rank over a few iterations."""
+"""Medians over a few iterations, rank by rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines from point-to-point traffic: who is upstream of whom."""
+"""Finds pipelines in point-to-point traffic: which rank is upstream of which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What slow ranks and links cost the step: the steps of some pipelines replayed with and without them."""
+"""What slow ranks and links cost the step: the steps of some pipelines are replayed with and without their delay."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Job:
 
 
 class StepCosts:
-    """The slow steps as a graph, and what its operations take in healthy ones."""
+    """The slow steps as a graph, with the time that each operation takes in healthy steps."""
 
     def __init__(
         self, graph: StepGraph, healthy: Mapping[Key, float], job: _Job, unexplained_s: float
@@ -60,7 +60,7 @@ class StepCosts:
         self.actual_s = self.without()
 
     def of_rank(self, rank: int, only: tuple[str, int] | None = None) -> Excess:
-        """The passes of a rank, or ``only`` one (kind, index), as they usually are."""
+        """The usual times of a rank's passes, or of ``only`` one (kind, index)."""
         return self._usual(lambda key: key[0] == rank and (key[1:] == only if only else key[1] in COMPUTE))
 
     def of_link(self, link: Link, after: Sequence[IterationSummary]) -> Excess:
@@ -187,7 +187,7 @@ def _stages(ranks: set[int], job: _Job) -> dict[int, int]:
 
 
 def _measured(graph: StepGraph, rows: Sequence[IterationSummary], ranks: set[int]) -> tuple[float, float]:
-    """Mean seconds of the graph's steps as the ranks tell them, and how much of it a replay does not show."""
+    """Mean seconds of the graph's steps as ranks measured them, and how much of that a replay does not show."""
     told = [row.duration_s for row in table_of(rows).of_ranks(ranks) if row.step in graph.steps]
     seconds = float(np.mean(told))
     return seconds, seconds - float(graph.replay(graph.durations).mean())
@@ -219,7 +219,7 @@ def _operations(
     homes: Mapping[int, int],
     job: _Job,
 ) -> list[Operation]:
-    """One step's passes, messages and gradient reductions; all ranks meet at its end."""
+    """The passes, messages and gradient reductions of one step; all ranks meet at its end."""
     stages = job.layout.stages
     last = max((stages.get(rank, 0) for rank in iterations), default=0)
     found: list[Operation] = []

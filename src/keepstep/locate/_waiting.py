@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from keepstep.core.events import MESSAGES, SYNCHRONISING, Op, ends_of
 from keepstep.core.summary import GroupInfo, RankState, StreamProgress
 
-_PER_GROUP = (
-    8  # operations of a group that are looked at: they are in order, those with the lowest numbers block
-)
+_PER_GROUP = 8  # operations of a group that are looked at; those with the lowest numbers come first and block
 _RECENT_S = 1e-3  # an operation that began this shortly before the last progress is still the last thing done
 
 

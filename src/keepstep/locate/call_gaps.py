@@ -1,4 +1,4 @@
-"""Who is slow, from the times of calls alone: no ends, no groups (MegaTrace §III-B records no more).
+"""Who is slow, from the times of calls alone, without ends or groups (MegaTrace §III-B records no more).
 
 A host that waits shows it in the gap *after* a call that waits for others (a receive, a small collective whose result
 is read). The other gaps are the rank's own time. Ranks of one tensor-parallel group are held up inside each other's
@@ -17,19 +17,19 @@ from keepstep.core.incident import Culprit, Diagnosis
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.traced_operations import Call
 
-_SMALL_BYTES = 1024
-_LEAST_SLOWDOWN = 0.03  # of a healthy step
-_LEAST_SHARE = 0.25  # of the job's growth that the culprit's own time must show
-_ALIKE = 0.7  # of the greatest growth: cannot be told apart by own time
-_LATE_ALIKE = 0.5
-_LEAST_LATE = 0.02  # of the job's growth
+_SMALL_BYTES = 1024  # a smaller collective has a result that the host waits for
+_LEAST_SLOWDOWN = 0.03  # part of a healthy step by which steps must have grown
+_LEAST_SHARE = 0.25  # part of the job's growth that the culprit's own time must show
+_ALIKE = 0.7  # part of the greatest growth; ranks above it cannot be told apart by own time
+_LATE_ALIKE = 0.5  # part of the greatest lateness; ranks above it cannot be told apart by lateness
+_LEAST_LATE = 0.02  # part of the job's growth; a smaller lateness shows nothing
 
-_Key = tuple[str, int, int]  # function, bytes, count in the step
+_Key = tuple[str, int, int]  # function, bytes, how many such calls came before in the step
 
 
 @dataclass(frozen=True, slots=True)
 class CallStep:
-    """One step of one rank: the calls from one boundary call to the next, which ends it and is in it."""
+    """One step of one rank: the calls after one boundary call up to and including the next."""
 
     begin_s: float
     calls: tuple[Call, ...]
@@ -40,10 +40,10 @@ class CallStep:
 
 
 def boundaries(periods: Mapping[int, Sequence[Call]]) -> dict[int, tuple[str, int]] | None:
-    """Per rank the call (function, bytes) that ends its steps: one that comes once in its period.
+    """For each rank the call (function, bytes) that ends its steps: one that comes once in its period.
 
-    The same function on all ranks, the one that carries most; its bytes may differ between pipeline stages. None when
-    there is no such function. ``periods``: one period of each rank.
+    The function is the same on all ranks, the one that carries most; its bytes may differ between pipeline stages. None
+    when there is no such function. ``periods``: one period of each rank.
     """
     once: dict[int, dict[str, int]] = {}
     for rank, calls in periods.items():
@@ -61,7 +61,7 @@ def boundaries(periods: Mapping[int, Sequence[Call]]) -> dict[int, tuple[str, in
 
 
 def split(calls: Sequence[Call], at: tuple[str, int]) -> list[CallStep]:
-    """The steps between boundary calls."""
+    """The steps between the boundary calls ``at``."""
     places = [place for place, call in enumerate(calls) if (call.function, call.nbytes) == at]
     return [
         CallStep(calls[first].at_s, tuple(calls[first + 1 : second + 1]))
@@ -72,7 +72,7 @@ def split(calls: Sequence[Call], at: tuple[str, int]) -> list[CallStep]:
 def locate_by_gaps(
     healthy: Mapping[int, Sequence[CallStep]], slow: Mapping[int, Sequence[CallStep]]
 ) -> Diagnosis:
-    """Name the ranks whose own time grew; by rank, steps from before and from during the slowdown.
+    """Name the ranks whose own time grew. For each rank, steps before and during the slowdown are given.
 
     Times must be on one clock, or on clocks that differ by less than what the slow rank loses in a step.
     """
@@ -115,6 +115,7 @@ def locate_by_gaps(
 
 
 def _middle(steps: Sequence[CallStep]) -> float:
+    """The median duration of some steps."""
     return median(step.duration_s for step in steps)
 
 
@@ -131,13 +132,14 @@ def _own_s(steps: Sequence[CallStep]) -> float:
 
 
 def _waits(call: Call) -> bool:
+    """Whether the host waits after the call."""
     return call.function == "Recv" or (call.nbytes <= _SMALL_BYTES and call.function != "Send")
 
 
 def _lateness(
     healthy: Mapping[int, Sequence[CallStep]], slow: Mapping[int, Sequence[CallStep]], ranks: Sequence[int]
 ) -> dict[int, float]:
-    """How much later than the others of them each rank comes to small collectives, now against before."""
+    """By how much the lateness of each rank at small collectives, compared with the other ranks, has grown."""
     before, now = _late(healthy, ranks), _late(slow, ranks)
     return {
         rank: max((now[key][rank] - before[key][rank] for key in before.keys() & now.keys()), default=0.0)
@@ -146,7 +148,7 @@ def _lateness(
 
 
 def _late(steps: Mapping[int, Sequence[CallStep]], ranks: Sequence[int]) -> dict[_Key, dict[int, float]]:
-    """Per small collective of a step (function, bytes, count) how long after the first rank each came; medians."""
+    """For each small collective of a step, how long after the first rank each rank came; medians over steps."""
     late: dict[_Key, dict[int, list[float]]] = {}
     for together in _together(steps, ranks):
         arrived = {rank: _small(step) for rank, step in together.items()}
@@ -159,7 +161,7 @@ def _late(steps: Mapping[int, Sequence[CallStep]], ranks: Sequence[int]) -> dict
 
 
 def _together(steps: Mapping[int, Sequence[CallStep]], ranks: Sequence[int]) -> Iterator[dict[int, CallStep]]:
-    """The same step on all ranks: those that begin nearest to one another."""
+    """For each step of the first rank, the steps of all ranks that begin nearest to it."""
     for step in steps[ranks[0]]:
         found = {rank: min(steps[rank], key=lambda one: abs(one.begin_s - step.begin_s)) for rank in ranks}
         if all(abs(one.begin_s - step.begin_s) < 0.5 * step.duration_s for one in found.values()):
@@ -167,6 +169,7 @@ def _together(steps: Mapping[int, Sequence[CallStep]], ranks: Sequence[int]) -> 
 
 
 def _small(step: CallStep) -> dict[_Key, float]:
+    """The times of the small collectives of a step."""
     found: dict[_Key, float] = {}
     counts: Counter[tuple[str, int]] = Counter()
     for call in step.calls:

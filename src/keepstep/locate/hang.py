@@ -54,7 +54,7 @@ def locate_hang(evidence: Evidence) -> Diagnosis:
 
 
 def _with_dead(pending: Sequence[Pending], by_rank: Mapping[int, RankState]) -> list[Pending]:
-    """Dead ranks move from ``unknown``, where ranks without a state are, to ``absent``: they never enter."""
+    """The pending operations, dead ranks moved from ``unknown`` to ``absent``: they will never enter."""
     dead = {rank for rank, state in by_rank.items() if not state.alive}
     if not dead:
         return list(pending)
@@ -80,7 +80,7 @@ def _find_roots(known: HangEvidence) -> Roots:
     awaited = {rank for p in blocking for rank in p.absent}
     told_by_all = not any(p.unknown for p in blocking)
     blocked: frozenset[int] = frozenset()
-    # If a silent rank or a stuck transfer explains why nobody is left to blame, only sends are doubted.
+    # A silent rank or a stuck transfer may explain why no root is left: then only sends are doubted.
     for level in range(3 if told_by_all and not in_transfer else 2):
         waits = [p for p in blocking if level == 0 or not p.one_sided] + in_transfer
         blocked = frozenset(rank for p in waits for rank in (p.firm if level == 2 else p.waiting)) | senders
@@ -102,7 +102,7 @@ def _still_sends(known: HangEvidence, message: Pending) -> bool:
 
 
 def _diagnose_never_entered(known: HangEvidence, roots: Roots) -> Diagnosis:
-    """The roots have not entered operations in which others wait; the most awaited one is named first."""
+    """Name the roots, which have not entered operations in which others wait; the most awaited one comes first."""
     waited_for: dict[int, int] = {}
     for p in known.pending:
         for rank in p.absent:

@@ -33,9 +33,8 @@ _ENOUGH_SHARE = 0.6  # part of the slowdown from which on there is no need to lo
 _NOISE_FACTOR = 3.0  # standard errors by which a slow rank must have grown
 _MOST_NOISE = 0.12  # part of self time: even more noise must not hide a rank that explains the slowdown
 _USUAL_NOISE = 0.02  # part of self time that is assumed where too few iterations show the noise
-_LOST = (
-    0.2  # part of an iteration; a link is blamed if it explains at least 15 % of that, 3 % of an iteration
-)
+# Part of an iteration. A link is blamed if it explains 15 % of that, which is 3 % of an iteration.
+_LOST = 0.2
 _ENOUGH_RANKS = 8  # fewer do not show how far ranks differ by chance
 _FAR = 6.0  # robust standard deviations of all ranks' growth
 _LEAST_SPREAD = 0.003  # smallest standard deviation of all ranks' growth that is believed
@@ -154,7 +153,7 @@ def _growth_since(before: Sequence[IterationSummary], after: Sequence[IterationS
 
 
 def _peer_base(now: Profile, layout: InferredLayout) -> Floats:
-    """Per rank the lower median of self time among the ranks of its pipeline stage."""
+    """For each rank the lower median of self time among the ranks of its pipeline stage."""
     stage = np.array([layout.stages.get(int(rank), -1) for rank in now.ranks])
     base: Floats = np.zeros(len(stage))
     for index in np.unique(stage):
@@ -281,7 +280,7 @@ def _culprit(
 
 
 def _stage_and_cause(growth: _Growth, position: int) -> tuple[str, str]:
-    """Where in the step the rank's own time grew, and what that says of the cause."""
+    """Where in the step the rank's own time grew, and the cause that this suggests."""
     if growth.before is None:
         return "", "compute"
     gain = float(growth.gain_s[position])

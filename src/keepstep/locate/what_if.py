@@ -92,7 +92,7 @@ class StepGraph:
         return ends.max(axis=0)
 
     def ideal(self) -> Floats:
-        """Every operation as its kind usually is: the mean of what ranks do for themselves, the median of transfers."""
+        """Durations as they usually are: the mean of each kind of computation, the median of each kind of transfer."""
         found: Floats = np.array(self.durations)
         alike: dict[tuple[OperationKind, int], list[int]] = defaultdict(list)
         for place, node in enumerate(self.nodes):
@@ -204,7 +204,7 @@ class _Recorded:
         return StepGraph(tuple(steps), nodes, durations, self._placing)
 
     def _sides(self, key: Key) -> list[Key]:
-        """The same operation as all its sides recorded it, ``key`` included."""
+        """The keys under which all sides of an operation recorded it, ``key`` included."""
         rank, kind, index = key
         if kind in _SENDS:
             source = self._placing.source(rank, kind)
@@ -214,7 +214,7 @@ class _Recorded:
         return [one for one in keys if one in self._starts]
 
     def _without_waiting(self, key: Key) -> Floats:
-        """An operation's time after the last of its sides was there."""
+        """The time of an operation after the last of its sides had entered."""
         starts, lasts = self._starts[key], self._lasts[key]
         if key[1].endswith("-send"):
             return np.zeros_like(lasts)  # the receiver's time shows the transfer
@@ -222,7 +222,7 @@ class _Recorded:
         return np.maximum(starts + lasts - np.maximum(there, starts), 0.0)
 
     def _before(self) -> dict[Key, set[Key]]:
-        """For every operation those that must have ended before it starts."""
+        """For every operation, the operations that must have ended before it starts."""
         before: dict[Key, set[Key]] = {key: set() for key in self._starts}
         chains: dict[int, list[Key]] = defaultdict(list)
         for key in before:
@@ -252,7 +252,8 @@ class _Recorded:
 class _Blocks:
     """Which block of computation a message comes from and goes to.
 
-    By number where every block has a message; else (first and last stage of interleaved schedules) by time.
+    They are matched by number where every block has a message; else (first and last stage of interleaved schedules) by
+    time.
     """
 
     def __init__(self, starts: Mapping[Key, Floats], lasts: Mapping[Key, Floats]) -> None:

@@ -9,9 +9,7 @@ from keepstep.core.incident import Culprit
 from keepstep.core.summary import GroupInfo, IterationSummary
 
 DEGRADED = 1.1  # ratio to the median of comparable groups above which a group is degraded (GREYHOUND §4.3)
-_EXPLAINS = (
-    0.2  # least part of the job's slowdown that a degraded group costs: less is how groups differ anyway
-)
+_EXPLAINS = 0.2  # least part of the slowdown that a degraded group costs: less is how groups differ anyway
 MOST_GROUPS = 8
 
 _Key = tuple[int, int, int]  # operation, bytes of each, number of members
