@@ -57,7 +57,7 @@ def test_lines_arrive_whole_however_they_were_written(
     source = folder / "source"
     descriptor = os.open(folder / "target", os.O_RDWR | os.O_CREAT)
     follower = Follower(descriptor)
-    follower.follow(source, b"[0]:", from_start=True)
+    follower.follow(source, b"[0]:")
     follower.pump()
     with source.open("ab", buffering=0) as file:
         for piece in pieces:
@@ -73,18 +73,18 @@ def test_lines_arrive_whole_however_they_were_written(
 
 
 def test_words_select_lines(tmp_path: Path, target: int) -> None:
-    (tmp_path / "s").write_bytes(b"an apple\npear\n" + b"plum\n" * 50000 + b"orange\n")
     follower = Follower(target, ["apple", "orange"])
-    follower.follow(tmp_path / "s", b"", from_start=True)
+    follower.follow(tmp_path / "s", b"")
+    (tmp_path / "s").write_bytes(b"an apple\npear\n" + b"plum\n" * 50000 + b"orange\n")
     follower.pump(last=True)
     assert (tmp_path / "target").read_bytes() == b"an apple\norange\n"
 
 
 def test_a_reader_that_stalls_delays_nobody(tmp_path: Path) -> None:
     reader, writer = os.pipe()
-    (tmp_path / "s").write_bytes(b"x" * 79 + b"\n" + (b"y" * 79 + b"\n") * 20000)
     follower = Follower(writer)
-    follower.follow(tmp_path / "s", b"", from_start=True)
+    follower.follow(tmp_path / "s", b"")
+    (tmp_path / "s").write_bytes(b"x" * 79 + b"\n" + (b"y" * 79 + b"\n") * 20000)
     follower.pump()  # returns although the pipe is full
     got = b""
     while len(got) < 20001 * 80:
@@ -99,7 +99,7 @@ def test_a_reader_that_stalls_delays_nobody(tmp_path: Path) -> None:
 def test_only_what_is_new(tmp_path: Path, target: int) -> None:
     (tmp_path / "s").write_bytes(b"old\n")
     follower = Follower(target)
-    follower.follow(tmp_path / "s", b"", from_start=False)
+    follower.follow(tmp_path / "s", b"")
     with (tmp_path / "s").open("ab") as file:
         file.write(b"new\n")
     follower.pump(last=True)

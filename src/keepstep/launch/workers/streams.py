@@ -87,10 +87,9 @@ class Follower:
         self._words = [word.encode() for word in words]
         self._sources: list[_Source] = []
 
-    def follow(self, path: Path, prefix: bytes, *, from_start: bool) -> None:
-        """Add a file, which need not be there yet; ``from_start`` false: only what is written from now on."""
-        there = path.exists() and not from_start
-        self._sources.append(_Source(path, prefix, path.stat().st_size if there else 0))
+    def follow(self, path: Path, prefix: bytes) -> None:
+        """Add a file, which need not be there yet; only what is written from now on counts."""
+        self._sources.append(_Source(path, prefix, path.stat().st_size if path.exists() else 0))
 
     @property
     def busy(self) -> bool:
@@ -158,7 +157,7 @@ class Following:
                 prefix = line_prefix(self._job, place.first_rank + local_rank, local_rank)
                 for follower in followers:
                     if stream in of_worker.shown:
-                        follower.follow(of_worker.shown[stream], prefix, from_start=False)
+                        follower.follow(of_worker.shown[stream], prefix)
             self._followers += [follower for follower in followers if follower.busy]
         if self._followers:
             self._later()
