@@ -46,13 +46,13 @@ _Lines = Annotated[tuple[_Line, ...], msgspec.Meta(max_length=_MOST_LINES)]
 
 
 class Offers(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """What can be had for a rank?"""
+    """Asks which states can be had for a rank."""
 
     rank: _Rank
 
 
 class Bring(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Bring a state into an empty slot of the rank, which is to have ``slots`` of them. ``key``: packed."""
+    """Asks for a state in an empty slot of the rank, which is to have ``slots`` slots. ``key`` is packed."""
 
     rank: _Rank
     key: _Packed
@@ -60,14 +60,14 @@ class Bring(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class SourceKeys(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A source and what it has, packed."""
+    """A source, and the packed keys of the states that it has."""
 
     where: _Line
     keys: Annotated[tuple[_Packed, ...], msgspec.Meta(max_length=MOST_OFFERED)]
 
 
 class Offered(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The sources, the cheapest first.
+    """Answer to `Offers`: the sources, the cheapest first.
 
     Attributes:
         sources: what each has.
@@ -83,19 +83,22 @@ class Offered(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
     @property
     def keys(self) -> frozenset[Key]:
-        """Whatever can be had somewhere."""
+        """All states that some source has."""
         return frozenset(filter(None, (Key.unpack(one) for source in self.sources for one in source.keys)))
 
 
 class Brought(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """It stands sealed in a slot of the rank. ``where`` it came from; ``passed``: what did not give it, and why."""
+    """Answer to `Bring`: the state is sealed in a slot of the rank.
+
+    ``where``: the source that gave it. ``passed``: sources that did not, and why.
+    """
 
     where: _Line
     passed: _Lines = ()
 
 
 class Denied(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The reason is for the job's operator."""
+    """Answer to a request that was refused or has failed; the reason is for the job's operator."""
 
     reason: Annotated[str, msgspec.Meta(max_length=_MOST_LINES * _MOST_LINE)]
 
@@ -104,19 +107,19 @@ _requests = msgspec.json.Decoder(Offers | Bring)
 _answers = msgspec.json.Decoder(Offered | Brought | Denied)
 
 Filling = Callable[[int, int], AbstractContextManager[Room]]
-"""Given a rank and how many slots it is to have: what gives the room for a state (``CachedStates.filling``)."""
+"""Makes room for a state, given the rank and how many slots it is to have, as ``CachedStates.filling`` does."""
 
 
 def restore_address(cache: str) -> str:
-    """Name of the service's socket, from that of the cache."""
+    """The address of the restore service, from that of the cache."""
     return f"{cache}-restore"
 
 
 class RestoreService:
-    """Answers requests; no I/O of its own but that of the sources. From any thread.
+    """Answers requests, called from any thread. The only I/O is that of the sources.
 
     Args:
-        ranks: this node's.
+        ranks: those of this node.
         sources: the cheapest first.
         held: what a rank has sealed.
         filling: makes room.
@@ -134,7 +137,7 @@ class RestoreService:
         self._brought: dict[int, tuple[Key, Brought]] = {}
 
     def answer(self, data: bytes) -> bytes:
-        """A message for a message, whatever it is."""
+        """The answer to a message, whatever the message is."""
         try:
             request = _requests.decode(data)
             if request.rank not in self._one_at_a_time:
@@ -159,7 +162,7 @@ class RestoreService:
                     incarnation = max(incarnation, newest)
                 else:
                     keys = source.keys(request.rank)
-            except Exception as error:  # of a store or a network, of any kind
+            except Exception as error:  # stores and networks raise errors of any kind
                 troubles.append(_line(error, source.where))
                 continue
             chosen = sorted(keys, reverse=True)[:MOST_OFFERED]
@@ -173,13 +176,13 @@ class RestoreService:
         with self._one_at_a_time[request.rank]:
             brought = self._brought.get(request.rank)
             if brought and brought[0] == key and key in self._held(request.rank):
-                return brought[1]  # asked for twice, by a worker and the one that took its place
+                return brought[1]  # a worker and the one that took its place have asked for the same
             passed: list[str] = []
             for source in self._sources:
                 try:
                     with self._filling(request.rank, request.slots) as room:
                         where = source.bring(key, request.rank, room)
-                except Exception as error:  # of a store or a network, of any kind
+                except Exception as error:  # stores and networks raise errors of any kind
                     if not isinstance(error, CheckpointError):
                         log.warning("rank %d: %s: %s", request.rank, source.where, error, exc_info=True)
                     passed.append(_line(error, source.where))
@@ -205,11 +208,11 @@ class RestoreServer:
         threading.Thread(target=self._run, name="keepstep-restore", daemon=True).start()
 
     def stop(self) -> None:
-        """Take no more requests. Those at hand end with the process."""
+        """Take no more requests; those that are being answered go on until the process ends."""
         self._stopped.set()
         if self._listener:
             with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread that accepts
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
             self._listener.close()
 
     def _run(self) -> None:
@@ -262,20 +265,20 @@ class RestoreServer:
 
 @dataclass(frozen=True, slots=True)
 class RestoreClient:
-    """A worker's way to it. Calls wait for an agent that is not there (yet, or any more)."""
+    """A worker's client of the restore service; its calls wait for an agent that is not there at the moment."""
 
     address: str
     patience_s: float = 60.0
 
     def offers(self, rank: int) -> Offered:
-        """What can be had for a rank. Raises CheckpointError: the agent does not answer, or cannot say."""
+        """States that can be had for a rank. Raises CheckpointError where the agent does not answer, or cannot say."""
         answer = self._ask(Offers(rank))
         if not isinstance(answer, Offered):
             raise CheckpointError("the agent of this node gave an answer that was not asked for")
         return answer
 
     def bring(self, rank: int, key: Key, slots: int) -> Brought:
-        """Have a state brought. Raises CheckpointError: says which source did not give it, and why."""
+        """Have a state brought into the cache. Raises CheckpointError that says which sources did not give it, and why."""
         answer = self._ask(Bring(rank, key.pack(), slots))
         if not isinstance(answer, Brought):
             raise CheckpointError("the agent of this node gave an answer that was not asked for")
@@ -293,7 +296,7 @@ class RestoreClient:
                 why = "it ended"
             if data:
                 break
-            if reached:  # it died over the request: the next one has as long to come
+            if reached:  # the agent died over the request, and the next one has as long to come
                 deaths += 1
                 deadline_s = time.monotonic() + self.patience_s
             if deaths == _MOST_DEATHS or time.monotonic() > deadline_s:
@@ -310,7 +313,7 @@ class RestoreClient:
         return answer
 
     def _exchange(self, request: bytes) -> tuple[bytes, bool]:
-        """The answer, empty when the agent ended meanwhile; and whether there was an agent."""
+        """The answer, empty when the agent ended meanwhile, and whether an agent was reached."""
         with connect(self.address, "restore service", _PATIENCE_S) as connection:
             connection.send(request)
             connection.settimeout(None)  # a state may take long; an agent that dies closes the connection
