@@ -10,6 +10,7 @@ from test_reforming import SETTINGS, Job, kinds
 
 from keepstep.control.effects import Effect, Send, Tell
 from keepstep.control.membership.growth import Growth
+from keepstep.control.membership.occasion import Occasion
 from keepstep.control.membership.operator_orders import OperatorOrders
 from keepstep.control.membership.pauses import Pauses
 from keepstep.control.membership.rank_moves import RankMoves
@@ -219,7 +220,7 @@ def test_where_nobody_can_give_a_newcomer_the_state_it_stays_a_spare() -> None:
 def test_a_job_that_does_not_begin_with_newcomers_goes_on_without_them() -> None:
     job = shrunk()
     job.come(7, now_s=20.0)
-    job.reforming.pause(21.0, hold=False, why="gpu-7 can be taken in")
+    job.reforming.pause(Occasion("gpu-7 can be taken in"), 21.0)
     assert kinds(job.halt(7, 0, 2, incarnation=1, now_s=22.0)) == ["Renew", "Tell"]
     assert job.reforming.is_untried
     job.fail(7, incarnation=2, now_s=30.0)
@@ -236,7 +237,7 @@ def test_a_job_that_does_not_begin_with_newcomers_goes_on_without_them() -> None
 def test_who_holds_a_place_is_not_excluded() -> None:
     job = shrunk()
     job.come(7, now_s=20.0)
-    job.reforming.pause(21.0, hold=False)
+    job.reforming.pause(Occasion("an operator ordered it"), 21.0)
     job.halt(7, 0, 2, incarnation=1, now_s=22.0)
     job.come(8, now_s=25.0)
     job.fail(7, incarnation=2, now_s=30.0)
@@ -265,7 +266,7 @@ def test_who_has_just_come_does_not_say_that_the_job_may_have_another_size() -> 
 def test_newcomers_that_have_trained_stay() -> None:
     job = shrunk()
     job.come(7, now_s=20.0)
-    job.reforming.pause(21.0, hold=False)
+    job.reforming.pause(Occasion("an operator ordered it"), 21.0)
     job.halt(7, 0, 2, incarnation=1, now_s=22.0)
     job.reforming.trains()
     job.fail(7, incarnation=2, now_s=30.0)

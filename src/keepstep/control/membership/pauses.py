@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from keepstep.control.effects import Effect, Send, Tell
-from keepstep.control.membership.occasion import BY_HAND
+from keepstep.control.membership.occasion import BY_HAND, Occasion
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.reforming_orders import Lapsed, Order
 from keepstep.control.membership.rendezvous import Launcher, Rendezvous
@@ -136,8 +136,8 @@ class Pauses:
         self.wanted = None if pause.peer is None else pause
         if pause.peer is not None and pause.moves_ranks and self._reforming.under_way:
             return self.give_up("a failure was faster; say it again once the job trains")
-        hold, moves = pause.verb == "suspend", (pause.exchange, pause.unfit)
-        return self._reforming.pause(now_s, *moves, hold=hold, why=pause.why)
+        order = Occasion(pause.why, pause.exchange, pause.unfit, is_held=pause.verb == "suspend")
+        return self._reforming.pause(order, now_s)
 
     def give_up(self, why: str) -> list[Order]:
         """The pause that is wanted will not be: tell the operator or the planner why."""

@@ -99,24 +99,12 @@ class Reforming:
 
     # --- what happens ---------------------------------------------------------------------------------------------
 
-    def pause(
-        self,
-        now_s: float,
-        exchange: Mapping[Launcher, Launcher] | None = None,
-        unfit: Mapping[Launcher, str] | None = None,
-        *,
-        hold: bool,
-        why: str = BY_HAND,
-    ) -> list[Order]:
-        """All nodes are to re-form, though nothing has failed.
-
-        ``exchange``: who takes whose place, by who has it now; ``unfit``: members whose places spares should take, and
-        why; ``hold``: the next incarnation does not begin before `resume`.
-        """
+    def pause(self, order: Occasion, now_s: float) -> list[Order]:
+        """All nodes are to re-form by this order, though nothing has failed."""
         if self.state is State.RUNNING:
-            self._occasion = Occasion(why, exchange or {}, unfit or {}, hold)
-            return self._fire(Event.SUSPEND if hold else Event.ORDERED, now_s)
-        if not hold or not self.under_way:
+            self._occasion = order
+            return self._fire(Event.SUSPEND if order.is_held else Event.ORDERED, now_s)
+        if not order.is_held or not self.under_way:
             return []
         # Launchers that have halted already are told again, so that they tell a new controller of the suspension.
         self._occasion.is_held = True
