@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -105,6 +105,8 @@ class Denied(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 _requests = msgspec.json.Decoder(Offers | Bring)
 _answers = msgspec.json.Decoder(Offered | Brought | Denied)
+
+Wanted = TypeVar("Wanted", Offered, Brought)
 
 Filling = Callable[[int, int], AbstractContextManager[Room]]
 """Makes room for a state, given the rank and how many slots it is to have, as ``CachedStates.filling`` does."""
@@ -272,19 +274,13 @@ class RestoreClient:
 
     def offers(self, rank: int) -> Offered:
         """States that can be had for a rank. Raises CheckpointError where the agent does not answer, or cannot say."""
-        answer = self._ask(Offers(rank))
-        if not isinstance(answer, Offered):
-            raise CheckpointError("the agent of this node gave an answer that was not asked for")
-        return answer
+        return self._ask(Offers(rank), Offered)
 
     def bring(self, rank: int, key: Key, slots: int) -> Brought:
-        """Have a state brought into the cache. Raises CheckpointError that says which sources did not give it, and why."""
-        answer = self._ask(Bring(rank, key.pack(), slots))
-        if not isinstance(answer, Brought):
-            raise CheckpointError("the agent of this node gave an answer that was not asked for")
-        return answer
+        """Have a state brought into the cache. Raises CheckpointError: no source gave it, and why."""
+        return self._ask(Bring(rank, key.pack(), slots), Brought)
 
-    def _ask(self, request: Offers | Bring) -> Offered | Brought | Denied:
+    def _ask(self, request: Offers | Bring, wanted: type[Wanted]) -> Wanted:
         deadline_s = time.monotonic() + self.patience_s
         deaths = 0
         while True:
@@ -310,6 +306,8 @@ class RestoreClient:
             raise CheckpointError(f"the agent's answer cannot be read: {error}") from None
         if isinstance(answer, Denied):
             raise CheckpointError(answer.reason)
+        if not isinstance(answer, wanted):
+            raise CheckpointError("the agent of this node gave an answer that was not asked for")
         return answer
 
     def _exchange(self, request: bytes) -> tuple[bytes, bool]:
