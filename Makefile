@@ -9,15 +9,17 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 DEV    := $(VENV)/.ready-dev
+FRAMEWORKS := $(VENV)/.ready-frameworks
 NCCL   := $(VENV)/nccl/.ready
 PYTEST := $(BIN)/python -m pytest -q
 NATIVE := $(wildcard native/*.hpp native/*.cpp native/*.map)
 
-.PHONY: help setup demo nccl test test-fast lint types docs format check wheels soak bench clean
+.PHONY: help setup demo nccl test test-long test-fast lint types docs format check wheels soak bench clean
 
 help:
 	@echo "make demo    set up, watch a real training job, slow one rank, print the verdict"
-	@echo "make test    set up, run all tests"
+	@echo "make test    set up, run the tests"
+	@echo "make test-long  the same with ten times the chance, all campaigns and frameworks (hours)"
 	@echo "make nccl    get NCCL, for the tests of the shim that need its header (700 MB)"
 	@echo "make check   linters, types, layers, docs"
 	@echo "make wheels  a wheel for this Python that needs no compiler (glibc 2.28 or newer)"
@@ -42,6 +44,11 @@ $(DEV): $(READY)
 	$(PIP) -c $(VENV)/constraint.txt -e ".[dev,plot]"
 	@touch $@
 
+# What the integrations are for; torch stays as it is.
+$(FRAMEWORKS): $(DEV)
+	DS_BUILD_OPS=0 $(PIP) -c $(VENV)/constraint.txt -e ".[dev,plot,lightning,deepspeed,megatron]" accelerate transformers
+	@touch $@
+
 # The newest NCCL for CUDA 12 and 13, for the tests that look at its header and library (700 MB).
 nccl: $(NCCL)
 
@@ -54,17 +61,16 @@ $(NCCL): $(READY)
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
-# All stages run, whatever fails: one run shows all that is broken.
+# tests/conftest.py says what runs beside what.
 test: $(DEV)
-	@failed=0; \
-	stage() { echo "$$@"; "$$@" || failed=1; }; \
-	stage $(PYTEST) -n $(JOBS) -m "not e2e and not soak"; \
-	stage $(PYTEST) -n $(JOBS) --dist loadfile -m "e2e and not quiet and not soak"; \
-	stage $(PYTEST) -m "quiet and not soak"; \
-	exit $$failed
+	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not long and not soak"
+
+# Ten times the seeds and examples, whole campaigns, all sanitizers, other people's frameworks: hours.
+test-long: $(FRAMEWORKS)
+	KEEPSTEP_EFFORT=10 $(PYTEST) -n $(JOBS) --dist loadgroup -m "not soak" --timeout 3000
 
 test-fast: $(DEV)
-	$(BIN)/python -m pytest -q -n $(JOBS) -m "not e2e and not soak"
+	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not e2e and not long and not soak"
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ import keepstep
 from keepstep import ring
 from keepstep.core.events import Flag, Kind, Phase
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("capture_phases")]
 
 JOB = Path(__file__).with_name("capture_phases_job.py")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("checkpoint_resume")]
 
 JOB = Path(__file__).with_name("checkpoint_train.py")
 STEPS = 12

@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 from tests.e2e.test_reforming import Nodes
 
-pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.xdist_group("in_place"),
+    pytest.mark.soak,
+    pytest.mark.timeout(900),
+]
 
 JOB = Path(__file__).with_name("in_place_train.py")
 STEPS = 12

@@ -66,12 +66,17 @@ def batches(lines: list[str]) -> list[str]:
     ("where", "settings"),
     [
         ("7 forward", {}),
-        ("7 after step", {"ACCUMULATE": "2"}),
-        ("9 after validation", {}),
-        ("9 epoch end", {"WORKERS": "1"}),
-        ("8 forward", {"LOADER": "stateful"}),
-        ("6 forward", {"LOADER": "stream", "ACCUMULATE": "2"}),
-        ("8 forward", {"AVERAGE": "1"}),
+        *(
+            pytest.param(where, settings, marks=pytest.mark.long)
+            for where, settings in (
+                ("7 after step", {"ACCUMULATE": "2"}),
+                ("9 after validation", {}),
+                ("9 epoch end", {"WORKERS": "1"}),
+                ("8 forward", {"LOADER": "stateful"}),
+                ("6 forward", {"LOADER": "stream", "ACCUMULATE": "2"}),
+                ("8 forward", {"AVERAGE": "1"}),
+            )
+        ),
     ],
 )
 def test_a_killed_rank_costs_no_bit_and_no_sample(
@@ -83,6 +88,7 @@ def test_a_killed_rank_costs_no_bit_and_no_sample(
     assert all(len(batches(lines)) == BATCHES for lines in found)
 
 
+@pytest.mark.long
 def test_shards_of_fsdp2_come_back(tmp_path: Path) -> None:
     undisturbed, _ = train(tmp_path / "undisturbed", "fsdp2", KEEP="no")
     found, _ = train(tmp_path / "killed", "fsdp2", DIE="7 forward")

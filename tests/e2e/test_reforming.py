@@ -16,7 +16,7 @@ from tests.e2e import testbed as beds
 from tests.e2e.test_backups import backed_up, read
 from tests.e2e.testbed import HOURS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("reforming"), pytest.mark.timeout(900)]
 
 TRAIN = Path(__file__).with_name("checkpoint_train.py")
 STEPS = 12

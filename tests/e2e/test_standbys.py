@@ -172,6 +172,7 @@ def test_a_rank_that_hangs_is_ended_and_the_job_goes_on(run: Run, how: str) -> N
     assert [one["name"] for one in hang["actions"]] == ["end the hung process"]
 
 
+@pytest.mark.usefixtures("cold")
 def test_without_standbys_a_restart_begins_fresh_processes(run: Run) -> None:
     flags = ("--max-restarts", "1", "--standbys", "0", "--nproc-per-node", "4")
     run.start(*flags, str(JOB), str(run.folder), "8", "3:5")
@@ -228,6 +229,7 @@ VARIES |= {"TORCHINDUCTOR_CACHE_DIR"}  # left by an import, as documented
 VARIES |= {"KEEPSTEP_RING", "KEEPSTEP_ORDERS", "KEEPSTEP_LINKS", "KEEPSTEP_CACHE", "KEEPSTEP_IMPORTS"}
 
 
+@pytest.mark.usefixtures("cold")
 @pytest.mark.parametrize("as_module", [False, True])
 def test_a_script_sees_what_a_fresh_process_shows_it(run: Run, as_module: bool) -> None:
     package = run.folder / "package"
@@ -268,6 +270,7 @@ FAILS = """
 """
 
 
+@pytest.mark.usefixtures("cold")
 @pytest.mark.parametrize(
     ("ending", "code"), [("raise", 1), ("exit", 7), ("say", 1), ("interrupt", 130), ("abort", 134)]
 )

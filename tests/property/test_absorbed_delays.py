@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from benchmarks.simulate import Durations, Fault, Workload
+from tests.effort import many
 
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis, Link
@@ -59,7 +60,7 @@ def drawn(chance: random.Random) -> Fault:
     return replace(fault, peer=rank ^ 1, micro_batch=-1) if where == "dp" else fault
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(many(10)))
 def test_a_delay_is_dropped_exactly_when_it_costs_nothing(seed: int) -> None:
     fault = drawn(random.Random(seed))
     share = cost(fault, [])
@@ -71,7 +72,7 @@ def test_a_delay_is_dropped_exactly_when_it_costs_nothing(seed: int) -> None:
     assert found.summary == ("" if found.culprits else "cause unknown")
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(many(4)))
 def test_what_the_others_have_not_named_is_found(seed: int) -> None:
     """Of two delays only the one that costs nothing was blamed."""
     chance = random.Random(seed)
@@ -86,7 +87,7 @@ def test_what_the_others_have_not_named_is_found(seed: int) -> None:
     assert found.culprits[0].confidence == "medium"
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(many(4)))
 def test_silent_ranks_clear_nobody_who_costs_time(seed: int) -> None:
     chance = random.Random(seed)
     fault = drawn(chance)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 
 from keepstep.agent.ranks.intervals import NOTHING, Union
 from keepstep.agent.ranks.iterations import Cut, IterationCutter
@@ -55,7 +56,7 @@ record = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=many(200))
 @given(st.lists(record, max_size=12))
 def test_summaries_add_up_as_by_hand(records: list[dict]) -> None:
     end = 100
@@ -114,7 +115,7 @@ PROGRAMS = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=many(40), deadline=None)
 @given(
     st.sampled_from(sorted(PROGRAMS)),
     st.lists(st.integers(1, 700), min_size=1, max_size=8),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 
 from keepstep.checkpoint.header import decode_header, encode_header, references, tensor_paths
 from keepstep.checkpoint.state import flatten, unflatten
@@ -63,7 +64,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 @given(STATES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=many(300), deadline=None)
 def test_any_state_comes_back(state: Any) -> None:
     header, spans = flatten(state, step=1)
     read = decode_header(encode_header(header))
@@ -87,7 +88,7 @@ SAMPLE = encode_header(
 
 
 @given(st.lists(st.tuples(st.integers(0, len(SAMPLE) - 1), st.integers(0, 255)), min_size=1, max_size=4))
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=many(200), deadline=None)
 def test_flipped_bytes_are_refused_or_hold(changes: list[tuple[int, int]]) -> None:
     data = bytearray(SAMPLE)
     for place, value in changes:
@@ -96,7 +97,7 @@ def test_flipped_bytes_are_refused_or_hold(changes: list[tuple[int, int]]) -> No
 
 
 @given(st.integers(0, len(SAMPLE)), st.binary(max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=many(300), deadline=None)
 def test_cut_and_foreign_bytes_are_refused(length: int, more: bytes) -> None:
     use(SAMPLE[:length] + more)
     use(more)
@@ -116,7 +117,7 @@ JSON = st.recursive(
 
 
 @given(JSON)
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=many(200), deadline=None)
 def test_any_tree_is_refused_or_can_be_put_together(tree: Any) -> None:
     header, _ = flatten([torch.ones(2)], step=0)
     use(msgspec.json.encode(msgspec.structs.replace(header, tree=tree)))
@@ -128,7 +129,7 @@ def test_any_tree_is_refused_or_can_be_put_together(tree: Any) -> None:
     st.lists(st.integers(0, 2**60), max_size=3),
     st.integers(0, 2**60),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=many(100), deadline=None)
 def test_no_tensor_reaches_behind_its_storage(shape: list[int], stride: list[int], offset: int) -> None:
     header, _ = flatten([torch.ones(8)], step=0)
     tensor = msgspec.structs.replace(

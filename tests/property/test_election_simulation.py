@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from tests.effort import many
 
 from keepstep import wire
 from keepstep.control.membership import council
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "control"))
 from virtual_council import Assembly
 from virtual_faults import World
 
-SEEDS = int(os.environ.get("KEEPSTEP_ELECTION_SEEDS", "2000"))
+SEEDS = many(200)
 REPLAY = "KEEPSTEP_ELECTION_SEED={} pytest tests/property/test_election_simulation.py -k one_seed"
 FAULTS = frozenset({"cut_leader", "lose_leader", "cut", "lose", "give_up", "kill_controller", "come", "fail"})
 
@@ -57,7 +58,7 @@ def test_one_seed() -> None:
 
 
 def test_the_seeds_reach_what_they_are_for() -> None:
-    played = [play(seed) for seed in range(max(60, SEEDS // 20))]
+    played = [play(seed) for seed in range(60)]
     assert sum(max(one.leaders) >= 3 for one in played) > len(played) / 4
     assert sum(one.settled >= 5 for one in played) > len(played) / 2
 

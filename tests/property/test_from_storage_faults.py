@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 from tests.unit.checkpoint.stored_states import sample_state, taken
 
 from keepstep.checkpoint import native
@@ -65,7 +66,7 @@ def damage(folder: Path, kind: str, which: int, at: int) -> None:
 
 
 @given(damages)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=many(150), deadline=None)
 def test_every_bit_or_nothing(done: list[tuple[str, int, int]]) -> None:
     with tempfile.TemporaryDirectory() as where, place() as (slot, board):
         storage = LocalStorage(Path(where))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 
 from keepstep.agent.services.holds import Holding
 from keepstep.agent.services.microbatches import Microbatches
@@ -36,7 +37,7 @@ def page() -> Iterator[tuple[int, OrdersPage]]:
     st.lists(st.tuples(st.integers(8, PAGE_BYTES - 64), st.binary(min_size=1, max_size=64)), max_size=12),
     WORDS,
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=many(150), deadline=None)
 def test_an_agent_survives_any_page(writes: list[tuple[int, bytes]], state: int) -> None:
     with page() as (descriptor, worker):
         holding = Holding({4: f"/proc/{os.getpid()}/fd/{descriptor}"}, 0, lambda rank, step: step + 1)
@@ -60,7 +61,7 @@ def test_an_agent_survives_any_page(writes: list[tuple[int, bytes]], state: int)
     st.dictionaries(st.sampled_from(["count", "replica", "share", "incarnation", "x"]), JSON, max_size=4),
     WORDS,
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=many(150), deadline=None)
 def test_an_agent_tells_a_split_or_none(
     writes: list[tuple[int, bytes]], changed: dict[str, object], number: int
 ) -> None:
@@ -87,7 +88,7 @@ def test_an_agent_tells_a_split_or_none(
 
 
 @given(st.binary(max_size=400), WORDS, WORDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=many(150), deadline=None)
 def test_a_worker_reads_tests_or_none(content: bytes, order: int, lease_ns: int) -> None:
     with page() as (descriptor, worker):
         worker.words[Word.TESTS] = 5

@@ -8,15 +8,15 @@ change; when all causes are gone nothing is in force.
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass, field
 
 import pytest
+from tests.effort import many
 
 from keepstep.mitigate import Planner, Remedy
 
-SEEDS = int(os.environ.get("KEEPSTEP_PLANNER_SEEDS", "300"))
+SEEDS = many(30)
 HEALTHY_S = 1.0
 KINDS = ("S2", "S3", "S4")
 HELD = {"S2": 0.7, "S3": 0.95, "S4": 1.0}  # of what its causes cost, at best
@@ -121,7 +121,7 @@ def test_it_switches_no_oftener_than_causes_change_and_ends_with_nothing_in_forc
     assert job.switches == before
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(many(2)))
 def test_what_is_steady_is_treated_at_most_once(seed: int) -> None:
     """Noise alone moves nothing."""
     job = Job(random.Random(seed))

@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.effort import many
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "control"))
 
 from virtual_faults import HARMLESS, World
 
-SEEDS = int(os.environ.get("KEEPSTEP_REFORMING_SEEDS", "2000"))
+SEEDS = many(200)
 BLOCKS = 20
 REPLAY = "KEEPSTEP_REFORMING_SEED={} pytest tests/property/test_reforming_simulation.py -k one_seed"
 
@@ -54,7 +55,7 @@ def test_one_seed() -> None:
 
 
 def test_the_seeds_reach_what_they_are_for() -> None:
-    worlds = [play(seed) for seed in range(SEEDS // 10)]
+    worlds = [play(seed) for seed in range(100)]
     told = " ".join(line for world in worlds for line in world.told)
     for words in (
         "begin again",

@@ -11,12 +11,15 @@ from pathlib import Path
 import numpy as np
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 from tests.twins.ring.python_format import record_check
 
 from keepstep.core.errors import RingError
 from keepstep.ring import RECORD, RingReader, RingWriter, create
 
-QUIET = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUIET = settings(
+    max_examples=many(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 CHECKED = [name for name in RECORD.names or () if name not in ("end_ns", "wait_ns", "flags")]
 NEXT_TICKET = 128  # where the header keeps it
 TABLES = 4096 + 4096 * 64 + 1024 * 8 + 4096 * 8

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 
 from keepstep.core.events import Flag
 from keepstep.ring import Operation, RingReader, RingWriter, create
@@ -48,7 +49,7 @@ class Twin:
 
 
 @given(ACTIONS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=many(150), deadline=None)
 def test_ring_and_twin_agree(actions: list[tuple[str, int]]) -> None:
     fd = create(RECORDS)
     try:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 
 from keepstep.mitigate.ski_rental import RATIO, Offer, Schedule, optimum, paid, plain, schedule
 
@@ -34,7 +35,7 @@ def counted(rate: float, offers: Sequence[Offer], bought: Schedule, end_s: float
 
 
 @given(rates, offered, st.floats(0.1, 30.0))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=many(60))
 def test_what_is_paid_is_what_is_counted(rate: float, offers: tuple[Offer, ...], end_s: float) -> None:
     bought = plain(rate, offers)
     slack = TICK_S * len(offers) + 1e-6
@@ -48,7 +49,7 @@ def test_what_is_paid_is_what_is_counted(rate: float, offers: tuple[Offer, ...],
 
 
 @given(rates, offered, ends, st.lists(ends, max_size=30), st.floats(0.0, 500.0))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=many(150))
 def test_it_never_costs_more_than_it_says(
     rate: float, offers: tuple[Offer, ...], end_s: float, durations: list[float], credit_s: float
 ) -> None:

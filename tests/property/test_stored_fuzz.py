@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 from tests.unit.checkpoint.stored_states import rebuilt, same, sample_state, taken
 
 from keepstep.checkpoint.header import ALIGNMENT
@@ -99,7 +100,7 @@ def restored(content: dict[str, bytes]) -> Any:
     return rebuilt(shard.header, shard.data)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=many(400), deadline=None)
 @given(st.sampled_from(sorted(SOUND)), st.randoms(use_true_random=False), st.integers(1, 4))
 def test_damaged_bytes_are_never_accepted(name: str, chance: random.Random, edits: int) -> None:
     content = bytearray(SOUND[name])
@@ -150,7 +151,7 @@ ODD = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=many(400), deadline=None)
 @given(st.sampled_from(PLACES), ODD)
 def test_files_meant_to_harm_are_refused_or_harmless(path: tuple[Any, ...], odd: Any) -> None:
     shard = json.loads(SOUND[RANK])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 from tests.unit.locate.synthetic_calls import call_logs
 
 from keepstep.analyze import analyze
@@ -101,7 +102,7 @@ def judged(path: Path) -> None:
     assert all(text and "\n" not in text for text in found.missing)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=many(60), deadline=None)
 @given(seed=st.integers(0, 1 << 32), edits=st.integers(0, 20))
 @example(seed=364285621, edits=1)
 @pytest.mark.parametrize("kind", ["calls", "training", "noise", "dumps", "json", "gloo"])
@@ -143,7 +144,7 @@ def test_order_and_repeats_of_lines_do_not_matter(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=many(60), deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 @pytest.mark.parametrize("gloo", [False, True])
 def test_dumps_name_the_absent_rank_whatever_else_is_wrong(

@@ -11,21 +11,25 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 from tests.unit.checkpoint.conftest import Served, serving
 from tests.unit.checkpoint.sealed_slots import seal_state, stands
 from tests.unit.checkpoint.test_transfer import KEY, RUN, fetch, giving, room_in
 
 from keepstep.checkpoint.memory.slot import backup_of
 from keepstep.checkpoint.peers.fetch import Fetch
-from keepstep.checkpoint.peers.state_server import StateServer
 from keepstep.core.errors import CheckpointError
 from keepstep.core.summary import Endpoint
+from keepstep.wire.blocking import BlockingServer
 from keepstep.wire.channel import ClientChannel, Ends, ServerChannel, encode
 from keepstep.wire.transfer import Following, Have, Lacks, Piece, SendHeader, SendRange, Want
 
+pytestmark = pytest.mark.xdist_group("transfer_fuzz")  # its servers are started once
 STATE = {"w": torch.arange(2000, dtype=torch.float32)}
 COUNT = st.integers(0, 1 << 56)
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=many(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 asked = st.one_of(
     st.builds(Want, st.integers(0, (1 << 20) - 1), st.integers(1, (1 << 62) - 1)),
@@ -56,14 +60,14 @@ answered = st.one_of(
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[StateServer]:
+def server() -> Iterator[BlockingServer]:
     with serving() as served:
         seal_state(served.address, 0, STATE, KEY)
         with giving(served.address) as made:
             yield made
 
 
-def dialled(server: StateServer) -> socket.socket:
+def dialled(server: BlockingServer) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", server.endpoints[0].port))
     connection.settimeout(10)
     return connection
@@ -78,7 +82,7 @@ def drained(connection: socket.socket) -> None:
         pass
 
 
-def still_serves(server: StateServer) -> None:
+def still_serves(server: BlockingServer) -> None:
     with serving() as other:
         fetch(server, other)
         assert KEY in stands(other.address, backup_of(0))
@@ -86,7 +90,7 @@ def still_serves(server: StateServer) -> None:
 
 @FUZZ
 @given(st.binary(max_size=2000))
-def test_bytes_without_a_proof(server: StateServer, data: bytes) -> None:
+def test_bytes_without_a_proof(server: BlockingServer, data: bytes) -> None:
     with dialled(server) as connection:
         connection.sendall(data)
         drained(connection)
@@ -94,7 +98,7 @@ def test_bytes_without_a_proof(server: StateServer, data: bytes) -> None:
 
 @FUZZ
 @given(st.lists(st.one_of(asked, st.binary(min_size=1, max_size=300)), max_size=8))
-def test_a_peer_with_the_secret_that_asks_anything(server: StateServer, messages: list[object]) -> None:
+def test_a_peer_with_the_secret_that_asks_anything(server: BlockingServer, messages: list[object]) -> None:
     with dialled(server) as connection:
         host, port = connection.getsockname()
         channel = ClientChannel(RUN, "peer", Ends(f"{host}:{port}", f"127.0.0.1:{server.endpoints[0].port}"))
@@ -111,7 +115,7 @@ def test_a_peer_with_the_secret_that_asks_anything(server: StateServer, messages
         drained(connection)
 
 
-def test_afterwards_it_serves(server: StateServer) -> None:
+def test_afterwards_it_serves(server: BlockingServer) -> None:
     still_serves(server)
     for role in ("agent", "launcher", "client"):
         with dialled(server) as connection:

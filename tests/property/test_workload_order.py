@@ -8,6 +8,7 @@ import numpy as np
 from benchmarks.simulate import SCHEDULES, Fault, Workload
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 
 from keepstep.core.events import Kind, Op, Phase
 from keepstep.core.layout import ParallelLayout
@@ -42,7 +43,7 @@ def faults(draw, workload):
     ]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=many(60), deadline=None)
 @given(st.data())
 def test_causes_come_before_effects(data):
     workload = data.draw(workloads())
@@ -83,7 +84,7 @@ def own_thread(rows: np.ndarray) -> None:
     assert backward in (forward, 2 * forward)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=many(30), deadline=None)
 @given(st.data())
 def test_no_fault_makes_a_step_shorter(data):
     workload = data.draw(workloads())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from benchmarks.simulate import SCHEDULES, BlockTimes, Durations, Fault, Workload
 
-from keepstep.agent.ranks.events import Rows
+from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.states import rank_state
 from keepstep.agent.ranks.track import RankTrack
 from keepstep.core.errors import UsageError

@@ -174,6 +174,7 @@ def test_without_cuda_it_is_refused() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags", ["-fsanitize=thread", "-fsanitize=address,undefined"])
 def test_under_the_sanitizers(tmp_path: Path, flags: str) -> None:
     driver = library(tmp_path, flags)

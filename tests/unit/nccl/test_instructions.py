@@ -48,6 +48,7 @@ def test_a_record(tmp_path: Path) -> None:
     assert each(program) <= RECORD
 
 
+@pytest.mark.long
 def test_a_call_through_the_shim(tmp_path: Path, rings: list[int]) -> None:
     library = shim()
     assert library is not None

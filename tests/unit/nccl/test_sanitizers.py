@@ -16,8 +16,19 @@ from keepstep.ring import RingReader, orders
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler (set CXX)")
 
 
-@pytest.mark.parametrize("timed", [False, True])
-@pytest.mark.parametrize("flags", ["-fsanitize=thread", "-fsanitize=address,undefined"])
+THREADS, MEMORY = "-fsanitize=thread", "-fsanitize=address,undefined"
+
+
+@pytest.mark.parametrize(
+    ("flags", "timed"),
+    [
+        (THREADS, False),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in ((THREADS, True), (MEMORY, False), (MEMORY, True))
+        ),
+    ],
+)
 def test_threads_groups_and_splits(tmp_path: Path, rings: list[int], flags: str, timed: bool) -> None:
     """``timed``: each thread has a context of its own on a stand-in for CUDA, and the GPU's times are taken."""
     built = build(tmp_path, flags)

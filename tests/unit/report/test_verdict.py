@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.effort import many
 
 from keepstep.core.incident import Action, Culprit, Event, Incident, Link
 from keepstep.report.verdict import WIDTH, render, render_action, render_closing
@@ -216,7 +217,7 @@ incidents = st.builds(
 
 
 @given(incidents, st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=many(300), deadline=None)
 def test_never_wider_than_a_terminal_and_never_fails(incident: Incident, timeline: bool) -> None:
     lines = render(incident, timeline=timeline).split("\n")
     assert all(len(line) <= WIDTH for line in lines)

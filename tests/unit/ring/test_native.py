@@ -47,6 +47,7 @@ def test_many_threads_and_readers(tmp_path: Path, records: int) -> None:
     run(build("stress_threads.cpp", tmp_path), 4, 3, 20_000, records)
 
 
+@pytest.mark.long
 def test_many_threads_under_the_thread_sanitizer(tmp_path: Path) -> None:
     run(build("stress_threads.cpp", tmp_path, "-fsanitize=thread"), 4, 2, 5_000, 64)
 
