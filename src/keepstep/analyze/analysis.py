@@ -38,7 +38,7 @@ _EXPLAINS = 0.5  # least share of the lost time that a rank or stage must explai
 class Analysis:
     """``incidents`` as a live run would have written them; ``missing``: what is not in the trace or cannot be read."""
 
-    source: str  # what kind of trace it was
+    source: str  # the kind of trace
     incidents: tuple[Incident, ...]
     missing: tuple[str, ...] = ()
 
@@ -244,7 +244,7 @@ def _absent(ranks: Collection[int]) -> list[int]:
     ordered = sorted(ranks)
     step = min((b - a for a, b in pairwise(ordered)), default=1)
     if ordered[-1] // step > 2 * len(ordered):
-        return []  # no such numbering
+        return []  # the ranks are not numbered like that
     return sorted(set(range(ordered[0] % step, ordered[-1], step)) - set(ordered))
 
 

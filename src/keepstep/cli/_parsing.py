@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -50,28 +51,18 @@ def print_json(content: Any) -> None:
     print(msgspec.json.encode(content).decode())
 
 
-def least(limit: int) -> Callable[[str], int]:
-    """An argparse type: a whole number of at least ``limit``."""
+def number(kind: type[int] | type[float], low: float, high: float = math.inf) -> Callable[[str], float]:
+    """An argparse type: a number of this kind from ``low`` to ``high``."""
 
-    def number(text: str) -> int:
-        if int(text) < limit:
-            raise argparse.ArgumentTypeError(f"{text} is less than {limit}")
-        return int(text)
+    def read(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:
+            bounds = f"less than {low:g}" if high == math.inf else f"not between {low:g} and {high:g}"
+            raise argparse.ArgumentTypeError(f"{text} is {bounds}")
+        return value
 
-    number.__name__ = "int"  # argparse says "invalid int value"
-    return number
-
-
-def between(low: float, high: float) -> Callable[[str], float]:
-    """An argparse type: a number from ``low`` to ``high``."""
-
-    def number(text: str) -> float:
-        if not low <= float(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text} is not between {low:g} and {high:g}")
-        return float(text)
-
-    number.__name__ = "float"  # argparse says "invalid float value"
-    return number
+    read.__name__ = kind.__name__  # as argparse says "invalid int value"
+    return read
 
 
 def choose(

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 def _print_text(analysis: Analysis) -> None:
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for incident in analysis.incidents:
-        # The last line names a command for the run; here is no run.
+        # The last line, which names a command for the run, is left out: a trace is no run.
         print(render(incident, color=color).rsplit("\n", 1)[0])
         print()
     if not analysis.incidents:

@@ -14,7 +14,7 @@ from keepstep.checkpoint.storage.read import StoredStep, scan
 from keepstep.checkpoint.storage.read import verify as problems_of
 from keepstep.cli import _checkpoint_plan
 from keepstep.cli._checkpoint_plan import bytes_text
-from keepstep.cli._parsing import Parser, choose, least, print_json
+from keepstep.cli._parsing import Parser, choose, number, print_json
 from keepstep.core.errors import CheckpointError, UsageError
 
 _MOST_LINES = 20  # problems printed for one step
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         parser.add_argument("--dcp", type=Path, metavar="FOLDER", help=text)
         return export(**vars(parser.parse(rest)))
     text = "how many of the newest whole steps stay, at least 1"
-    parser.add_argument("--keep", type=least(1), required=True, metavar="K", help=text)
+    parser.add_argument("--keep", type=number(int, 1), required=True, metavar="K", help=text)
     parser.add_argument("--dry-run", action="store_true", help="say what would go; remove nothing")
     parser.add_json("print JSON")
     return prune(**vars(parser.parse(rest)))

@@ -20,7 +20,7 @@ _ABOUT = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the two days."""
+    """Print what failures cost in a day, without keepstep and with it."""
     parser = Parser("plan", _ABOUT)
     text = "a run whose measured step time is taken"
     parser.add_argument("run", nargs="?", default="", metavar="RUN", help=text)

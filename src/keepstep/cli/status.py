@@ -21,7 +21,7 @@ _ABOUT = "Show where a run stands. Ranks that are alike share a row; the one fur
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the status."""
+    """Print the status of a run."""
     parser = Parser("status", _ABOUT)
     parser.add_run()
     parser.add_json("print the whole status as JSON")

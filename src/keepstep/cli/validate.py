@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from keepstep import wire
 from keepstep.cli._asking import ask
-from keepstep.cli._parsing import Parser, between, print_json
+from keepstep.cli._parsing import Parser, number, print_json
 from keepstep.core.errors import RunError, UsageError
 from keepstep.core.ranges import expand_ranks
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
         f"seconds that the ranks may be held, {least:g} to {most:g}: more where hosts or links are slow to test "
         "(default: %(default)g)"
     )
-    parser.add_argument("--hold", type=between(least, most), default=least, metavar="S", help=text)
+    parser.add_argument("--hold", type=number(float, least, most), default=least, metavar="S", help=text)
     text = "seconds to wait for the outcome (default: %(default)g)"
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help=text)
     given = parser.parse(argv)

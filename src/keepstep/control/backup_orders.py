@@ -21,8 +21,8 @@ from keepstep.wire.messages import (
 )
 
 _AWAY_S = 10.0  # a node not seen since this controller began is lost after so long
-_BACK_S = 5.0  # restoring ranks wait for an agent that is away at most so long
-_STARTED_AGAIN_S = 60.0  # the same where its launcher is there, which starts it again
+_BACK_S = 5.0  # longest wait of restoring ranks for an agent whose launcher is away, too
+_STARTED_AGAIN_S = 60.0  # longest wait for an agent that its launcher starts again
 _NODES_PER_S = 2500  # sets the time between plans: 5 s for 12,500 nodes, whose plan takes most of a second
 _MOST_ALIKE = 4  # most nodes named as sources of a snapshot that is the same on all ranks
 _PATIENCE_S = 5.0  # how long workers may take to save the step that could be the next target
@@ -51,13 +51,13 @@ class Backups:
     def begin_again(self) -> None:
         """Forget what nodes hold and have to do, as they play other ranks now."""
         self.plan = BackupPlan(self.copies)
-        self._told: dict[int, _Told] = {}  # by node rank
+        self._told: dict[int, _Told] = {}  # inventories by node rank
         self._holders: dict[int, set[int]] = {}  # node ranks by rank
         self._away_s: dict[int, float] = {}  # since when agent and launcher are gone, by node rank
         self._lost: set[int] = set()
         self._sent: dict[int, BackUp] = {}  # the last order to each peer
         self._changed, self._next_s = True, 0.0
-        self._looking: tuple[Key, float] | None = None  # the snapshot to follow as a target, and since when
+        self._looking: tuple[Key, float] | None = None  # the next target, and since when it is
 
     def heard(self, node: Node, message: Inventory) -> None:
         """Take a node's inventory: what its cache holds."""
@@ -231,7 +231,7 @@ def _stock(told: _Told, homes: Mapping[int, Sequence[int]], home_of: Mapping[int
 
 
 def _common(held: Mapping[int, Collection[int]], ranks: Sequence[int]) -> frozenset[Key]:
-    """The snapshots that are held of all these ranks."""
+    """The snapshots that exist for every one of these ranks."""
     sets = [set(held.get(rank, ())) for rank in ranks]
     words = sets[0].intersection(*sets[1:]) if sets else set[int]()
     return frozenset(key for key in map(_key, words) if key is not None)

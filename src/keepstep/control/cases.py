@@ -56,7 +56,7 @@ class Cases:
         self.desk = Desk(cluster, locators, agents, validations, rank_moves, register, unix_s)
         self.mitigation = Mitigation(self.desk, settings.mitigate, open_cases.reforming, open_cases)
         self.ignored = 0  # findings that made no sense
-        self.recovery: Recovery | None = None  # the newest
+        self.recovery: Recovery | None = None  # the newest recovery of the job
         self._open, self._settings, self._effects = open_cases, settings, effects
         self._remedy: HangRemedy | None = None
         self._waiting_again_s = 0.0  # until then ranks that all wait open no case
@@ -118,7 +118,7 @@ class Cases:
         if kind == "crash":
             self._crash_found(finding, now_s)
         elif self._open.crash is not None or self._open.ending.under_way:
-            return  # what happens after a death is its consequence
+            return  # findings after a crash are its consequences
         elif kind == "slow":
             self._slow_found(finding, now_s)
         elif kind == "relief":

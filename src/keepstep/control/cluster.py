@@ -23,7 +23,7 @@ class Node:
 
     rank: int
     name: str
-    agent: int | None = None  # peer number
+    agent: int | None = None  # peer number of its agent
     agent_pid: int = 0
     agent_starts: int = 0
     launcher: int | None = None
@@ -43,7 +43,7 @@ class Node:
     clock: deque[ClockSample] = field(default_factory=deque[ClockSample])
 
     def back(self) -> None:
-        """Note that its agent or launcher is connected."""
+        """Note that the node's agent or launcher is connected."""
         self.lost_s, self.lost = None, False
 
 
@@ -54,8 +54,8 @@ class Cluster:
         self._expected_nodes = expected_nodes
         self.nodes: dict[int, Node] = {}
         self.groups: dict[str, GroupInfo] = {}
-        self.node_of: dict[int, str] = {}  # by rank
-        self.world_size = 0  # by the placement, 0 when not known
+        self.node_of: dict[int, str] = {}  # node names by rank
+        self.world_size = 0  # ranks by the rank table; 0 when that is not known
         self.newest_step = -1
         self.refused_groups = 0
         self.overdue_nodes = 0  # nodes whose ranks all wait for others, longer than usual
@@ -63,7 +63,7 @@ class Cluster:
         self._home: dict[int, Node] = {}
 
     def node(self, rank: int, name: str) -> Node:
-        """The node, made when it was not known."""
+        """The node of this rank, which is added if it is not known yet."""
         node = self.nodes.get(rank)
         if node is None:
             node = self.nodes[rank] = Node(rank, name)

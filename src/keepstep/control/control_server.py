@@ -211,7 +211,7 @@ class ControlServer:
         self._keep(lambda: self._files.write_stop(effect.stop))
 
     def _store_council(self, effect: StoreCouncil) -> None:
-        # A failure is raised, so that nobody is told: no two councils may be told for one term.
+        # A failure to write is raised: launchers must not be told of a council that was not kept.
         self._files.write_council(effect.council)
 
     def _begin_to_reach(self, effect: Reach) -> None:

@@ -300,7 +300,7 @@ class Controller:
         how = f"restart {self.reforming.restarts} of {self.rendezvous.max_restarts}"
         if len(table) != before:
             how += f", {len(table)} of {self.rendezvous.most} nodes"
-        if len(table) != before or self.reforming.exchanged:  # nodes play other ranks
+        if len(table) != before or self.reforming.exchanged:  # nodes have other ranks now
             self.backups.begin_again()
         self.cases.mitigation.begin_again(now_s, exchanged=self.reforming.exchanged)
         self.cases.begin_again(how, now_s)

@@ -20,7 +20,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     node: str
     agent: str
     launcher: str
-    heard_s_ago: float | None  # since the last heartbeat
+    heard_s_ago: float | None  # seconds since the last heartbeat
     agent_starts: int
     dropped: int  # ring records that were lost
     ranks: tuple[RankBeat, ...]  # rows in the order of ``Status.rank_columns``
@@ -33,7 +33,7 @@ class BackupStatus(msgspec.Struct, frozen=True):
     step: int  # newest step that is backed up
     incarnation: int
     target: int  # the step that is being backed up
-    trouble: str  # why that does not get on
+    trouble: str  # why the backup makes no progress
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class Status(msgspec.Struct, frozen=True):
 
     schema: int
     unix_s: float
-    state: str  # of the job, `JobState`
+    state: str  # state of the job, a value of `JobState`
     world_size: int
     newest_step: int
     open_incidents: tuple[int, ...]
@@ -49,9 +49,9 @@ class Status(msgspec.Struct, frozen=True):
     rank_columns: tuple[str, ...]
     counters: dict[str, int]
     backups: BackupStatus | None = None
-    recovery: Recovery | None = None  # the newest
-    incarnation: int = 0  # how often the job has begun again
-    restarts: int = 0  # restarts among these; the others are pauses
+    recovery: Recovery | None = None  # the newest recovery
+    incarnation: int = 0  # how often the job was re-formed
+    restarts: int = 0  # how often it was re-formed because something had failed
     max_restarts: int = 0
     spares: tuple[str, ...] = ()  # nodes that wait for a place
     checks: dict[str, tuple[str, ...]] = {}  # by node: what the checks before the start found

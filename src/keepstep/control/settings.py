@@ -13,7 +13,7 @@ class Settings:
     """The settings of a job that its controller needs. Times are in seconds."""
 
     nodes: int = 1  # nodes that the job was started for
-    heartbeat_s: float = 1.0  # between two heartbeats of an agent
+    heartbeat_s: float = 1.0  # time between two heartbeats of an agent
     mute_s: float = 1.3  # without a heartbeat for so long, nobody waits for the agent's answers
     silent_s: float = 3.0  # without a heartbeat for so long, the agent is silent
     lost_s: float = 3.0  # without a connection of agent or launcher for so long, the node is lost
@@ -28,7 +28,7 @@ class Settings:
     join_s: float = 600.0  # longest wait for launchers: for the first ones, and for a vacant place
     shrink_s: float = 30.0  # longest wait for a spare, where the job may go on with fewer nodes
     last_call_s: float = 30.0  # wait for further nodes once there are enough
-    grace_s: float = 1.0  # from the end of the last launcher to the end of the controller
+    grace_s: float = 1.0  # time from the end of the last launcher to the end of the controller
     backups: int = 0  # nodes that back up each rank's checkpoints
     validate: bool = True  # hold the job to test devices and links when profiles leave a doubt
     mitigate: Literal["off", "advise", "auto"] = "auto"  # what is done about slowdowns that last

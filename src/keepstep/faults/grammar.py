@@ -21,7 +21,7 @@ class _Sentence:
     """A fault as a sentence: the words of ``pattern``, in which ``{name}`` stands for a part that varies (`_PARTS`)."""
 
     __slots__ = ()
-    pattern: ClassVar[str]  # names the fields in their order
+    pattern: ClassVar[str]  # its parts follow the order of the fields
 
     def __str__(self) -> str:
         said = (_PARTS[word][1](self) if word in _PARTS else word for word in self.pattern.split())
@@ -36,7 +36,7 @@ class Slow(_Sentence):
     rank: int
     factor: float
     step: int
-    steps: int | None = None  # None: to the end
+    steps: int | None = None  # None: to the end of the job
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class SlowLink(_Sentence):
 
     pattern = "slow link {ends} to {rate} {at_seconds} {for_seconds}"
     host: str
-    peer: str | None  # None: everybody
+    peer: str | None  # None: all other hosts
     rate: str  # as tc writes it: 20mbit, 500kbit, 1gbit
     at_s: float = 0.0
     seconds: float | None = None
@@ -157,7 +157,7 @@ EXAMPLES = (
     "skip in rank 2 at step 20",
     "delay rank 2 by 0.06 s in forward 3 at step 20 for 12 steps",
 )
-_KINDS: dict[str, type[Fault]] = {  # by how a sentence begins
+_KINDS: dict[str, type[Fault]] = {  # kinds of faults by the first words of their sentences
     "slow rank": Slow,
     "slow data": SlowData,
     "slow link": SlowLink,

@@ -28,7 +28,7 @@ _MOST_LOOKED_AT = 120_000  # places of slow nodes after which each search ends; 
 _ALIKE = 1.01  # times that differ by a smaller factor count as equal, so that fewer nodes move
 
 _Seconds = npt.NDArray[np.float64]
-_Part = tuple[int, int]  # replica, stage
+_Part = tuple[int, int]  # a replica and a stage in it
 _Mark = tuple[float, int]  # the slowness of the node at a place, and whether that is decided (1) or not (0)
 _State = tuple[tuple[int, _Mark], ...]  # of a block: the kinds of its places that are taken, and their marks
 

@@ -24,6 +24,11 @@ class Remedy:
     iteration_s: float
 
 
+# What a schedule was made for: names of remedies; the loss rate, then the rate and cost of each remedy.
+_Basis = tuple[tuple[str, ...], tuple[float, ...]]
+_NOTHING: _Basis = (), (0.0,)
+
+
 class Planner:
     """Plans the remedies of one job. Slowdowns that overlap count as one, as remedies act on the job as a whole.
 
@@ -39,7 +44,7 @@ class Planner:
         self._looked_s = 0.0
         self._applied: list[str] = []
         self._refused: set[str] = set()
-        self._made_for: tuple[float, tuple[tuple[str, float, float], ...]] = (0.0, ())
+        self._made_for: _Basis = _NOTHING
         self._schedule = Schedule((), 1.0)
         self._optimum: tuple[float, list[Offer]] = (0.0, [])
 
@@ -72,9 +77,10 @@ class Planner:
         offers = [
             Offer(possible[name].cost_s, _rate(healthy_s, possible[name].iteration_s)) for name in names
         ]
-        made_for = rate, tuple((name, one.cost_s, one.rate) for name, one in zip(names, offers, strict=True))
-        if _differs(made_for, self._made_for):
-            self._made_for = made_for
+        costs = (number for one in offers for number in (one.rate, one.cost_s))
+        basis = tuple(names), (rate, *costs)
+        if _differs(basis, self._made_for):
+            self._made_for = basis
             self._schedule = schedule(
                 rate, offers, list(self._durations), self._credit_s + _dearest_s(offers)
             )
@@ -113,7 +119,7 @@ class Planner:
         self._since_s = None
         self._applied.clear()
         self._refused.clear()
-        self._made_for, self._schedule = (0.0, ()), Schedule((), 1.0)
+        self._made_for, self._schedule = _NOTHING, Schedule((), 1.0)
 
 
 def _rate(healthy_s: float, iteration_s: float) -> float:
@@ -125,13 +131,9 @@ def _dearest_s(offers: list[Offer]) -> float:
     return max((one.cost_s for one in offers), default=0.0)
 
 
-def _differs(
-    new: tuple[float, tuple[tuple[str, float, float], ...]],
-    old: tuple[float, tuple[tuple[str, float, float], ...]],
-) -> bool:
-    if [name for name, _, _ in new[1]] != [name for name, _, _ in old[1]]:
-        return True
-    pairs = [(new[0], old[0])]
-    for (_, cost, rate), (_, old_cost, old_rate) in zip(new[1], old[1], strict=True):
-        pairs += [(rate, old_rate), (cost, old_cost)]
-    return any(abs(one - other) > _CHANGED * max(abs(one), abs(other), 0.01) for one, other in pairs)
+def _differs(new: _Basis, old: _Basis) -> bool:
+    """Whether the bases differ so much that a new schedule is needed."""
+    return new[0] != old[0] or any(
+        abs(one - other) > _CHANGED * max(abs(one), abs(other), 0.01)
+        for one, other in zip(new[1], old[1], strict=True)
+    )

@@ -31,7 +31,7 @@ class Replicas:
 
     @property
     def alike(self) -> bool:
-        """Whether none is much slower than the others."""
+        """Whether no replica is much slower than the others."""
         return max(self.seconds) <= _ALIKE * float(np.median(self.seconds))
 
     def iteration_s(self, shares: Sequence[int]) -> float:

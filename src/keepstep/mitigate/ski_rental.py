@@ -13,7 +13,7 @@ Loss and cost are seconds of training: a slowdown from 1 s to 1.5 s an iteration
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,16 +101,25 @@ def schedule(
 def paid(rate: float, offers: Sequence[Offer], buys: Sequence[tuple[float, int]], ends: _Array) -> _Array:
     """The cost of slowdowns that last ``ends`` seconds: their loss, and the remedies bought until then."""
     total = np.zeros_like(ends)
-    begins, before = 0.0, rate
-    lost = 0.0
-    for threshold, place in buys:
-        if (threshold - lost) > before * _FOREVER_S:
-            break
-        until = begins + ((threshold - lost) / before if threshold > lost else 0.0)
-        total += before * np.minimum(np.maximum(ends - begins, 0.0), until - begins)
+    begins, loss = 0.0, rate
+    for until, place in _purchases(rate, offers, buys):
+        total += loss * np.minimum(np.maximum(ends - begins, 0.0), until - begins)
         total += np.where(ends >= until, offers[place].cost_s, 0.0)
-        lost, begins, before = max(threshold, lost), until, offers[place].rate
-    return total + before * np.maximum(ends - begins, 0.0)
+        begins, loss = until, offers[place].rate
+    return total + loss * np.maximum(ends - begins, 0.0)
+
+
+def _purchases(
+    rate: float, offers: Sequence[Offer], buys: Sequence[tuple[float, int]]
+) -> Iterator[tuple[float, int]]:
+    """The moment of each purchase, in seconds from the onset, and its place among the offers."""
+    moment, lost, loss = 0.0, 0.0, rate
+    for threshold, place in buys:
+        if threshold - lost > loss * _FOREVER_S:
+            return  # as good as never
+        moment += (threshold - lost) / loss if threshold > lost else 0.0
+        yield moment, place
+        lost, loss = max(lost, threshold), offers[place].rate
 
 
 def optimum(rate: float, offers: Sequence[Offer], ends: _Array) -> _Array:
@@ -141,13 +150,7 @@ def _moments(rate: float, offers: Sequence[Offer], buys: Sequence[tuple[float, i
     if rate <= 0:
         return np.zeros(0)
     moments = [_FOREVER_S, *_crossings([Offer(0.0, rate), *offers])]
-    begins, before, lost = 0.0, rate, 0.0
-    for threshold, place in buys:
-        if threshold - lost > before * _FOREVER_S:
-            break
-        begins += (threshold - lost) / before if threshold > lost else 0.0
-        lost, before = max(lost, threshold), offers[place].rate
-        moments.append(max(begins, _AT_ONCE_S))
+    moments += [max(moment, _AT_ONCE_S) for moment, _ in _purchases(rate, offers, buys)]
     return np.array([moment for moment in moments if moment > 0])
 
 

@@ -92,7 +92,9 @@ class _Search:
         links: Mapping[tuple[int, int], float],
     ) -> None:
         self._load, self._links = load, links
-        self.healthy_s = max(load.values(), default=0.0) * healthy  # the slowest link, if all were healthy
+        self.healthy_s = (
+            max(load.values(), default=0.0) * healthy
+        )  # time of the slowest link, if all were healthy
         self._heaviest = dict.fromkeys(range(count), 0.0)  # traffic of each place's busiest link
         for pair, carried in load.items():
             for place in pair:
@@ -138,7 +140,7 @@ class _Search:
                     self.assign(depth + 1, {**at, node: node}, cost_s, swaps)
                 continue
             then = {**at, node: place, place: node}
-            if place in self._mine:  # its slow links move with it
+            if place in self._mine:  # the slow links of that place's node move with it
                 cost_s = self._rise(place, node, then, cost_s)
             if self._is_better(cost_s, len(swaps) + 1):
                 self.assign(depth + 1, then, cost_s, [*swaps, (min(node, place), max(node, place))])

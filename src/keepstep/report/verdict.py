@@ -56,7 +56,7 @@ def render(
     if incident.status != "open" or incident.lost_s is not None:
         lines.append(_line("status", _closing(incident)))
     lines.append(_line("next", f"keepstep report {run} {incident.number:04d}"))
-    return "\n".join(_colored(line) if color else line for line in lines)
+    return _shown(lines, color=color)
 
 
 def render_closing(incident: Incident, *, color: bool = False) -> str:
@@ -70,8 +70,7 @@ def render_closing(incident: Incident, *, color: bool = False) -> str:
 def render_action(incident: Incident, *, color: bool = False) -> str:
     """The lines that are printed for the newest action of an incident."""
     action = incident.actions[-1]
-    lines = _wrapped("ACTION", f"incident {incident.number:04d}  {done(action)}")
-    return "\n".join(_colored(line) if color else line for line in lines)
+    return _shown(_wrapped("ACTION", f"incident {incident.number:04d}  {done(action)}"), color=color)
 
 
 def _line(label: str, text: str) -> str:
@@ -246,8 +245,12 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _colored(line: str) -> str:
-    label, rest = line[:_LABEL], line[_LABEL:]
-    word = label.strip().lower()
-    style = _STYLES.get(word, _STYLES["dim"])
-    return f"\x1b[{style}m{label}\x1b[0m{rest}" if label.strip() else line
+def _shown(lines: Sequence[str], *, color: bool) -> str:
+    """The lines of a verdict as one text, with coloured labels if wanted."""
+    if not color:
+        return "\n".join(lines)
+    styles = [_STYLES.get(line[:_LABEL].strip().lower(), _STYLES["dim"]) for line in lines]
+    return "\n".join(
+        f"\x1b[{style}m{line[:_LABEL]}\x1b[0m{line[_LABEL:]}" if line[:_LABEL].strip() else line
+        for line, style in zip(lines, styles, strict=True)
+    )

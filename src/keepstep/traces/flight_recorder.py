@@ -58,7 +58,7 @@ class Dumps:
 class _Entry:
     group: str
     op: Op
-    peer: int  # global rank; -1 for collectives
+    peer: int  # global rank of the other end of a message; -1 for collectives
     seq: int
     created_ns: int
     done: bool

@@ -56,7 +56,7 @@ class Question:
         return True
 
     def due(self, now_s: float) -> bool:
-        """Whether it is time to decide."""
+        """Whether the question is to be decided now."""
         return self.unanswered <= self.mute or now_s >= self.deadline_s
 
 

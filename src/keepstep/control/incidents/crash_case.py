@@ -25,12 +25,12 @@ class CrashCase(Case):
         self._lost: dict[str, tuple[int, ...]] = {}  # ranks by the name of their lost node
         self._first_s: float | None = None
         self._step = -1
-        self.incarnation = incident.incarnation if incident else -1  # of the job; -1: not known
+        self.incarnation = incident.incarnation if incident else -1  # in which ranks died; -1: not known
         self._dirty = False  # something has come since the last decision
         self._decided_s: float | None = None
 
     def found(self, finding: Finding, now_s: float) -> None:
-        """Take one more death into the case."""
+        """Take the death of one more rank into the case."""
         if finding.rank in self._findings or len(self._findings) >= _MOST_FINDINGS:
             return
         if finding.step < 0:  # launchers do not know steps

@@ -81,7 +81,7 @@ class HangCase(Case):
         self._answers, self._unanswered = answers, unanswered
         states = [state for answer in answers for state in answer.states]
         if self.incident is not None and any(not state.alive for state in states):
-            return  # somebody ends the job: what its processes say no longer tells who held it up
+            return  # the job is being ended: states of its processes no longer show who held it up
         if self.incident is None:
             self._tries += 1
             going = self._going_on(states)
@@ -190,7 +190,7 @@ class HangCase(Case):
         silence = _is_silence(diagnosis.culprits)
         knows_less = not diagnosis.culprits or (silence and old is not None and not _is_silence(old.culprits))
         if old is not None and old.culprits and knows_less and not self._acquitted(old):
-            return diagnosis  # the earlier diagnosis knows more
+            return diagnosis  # the incident keeps its earlier diagnosis, which knows more
         if old is None and self._all_wait and not self._stuck and not _is_locked_up(diagnosis, traffic):
             self.closed = self._tries >= _MOST_TRIES
             return diagnosis  # perhaps a slow transfer: agents will report the ranks that are in it too long

@@ -14,8 +14,8 @@ LOOKS_S = (0.5, 0.5, 1.0, 5.0)  # times between looks at blamed ranks; the last 
 APART_S = 0.4  # least time between two looks that prove that a process sleeps
 _MOST = 4  # most ranks blamed at once: among more it is not sure who holds up whom
 _PAUSE_S = 30.0  # any rank may pause this long: a slow disk, a compilation
-_LONG = 10.0  # a rank that computes may take so many times as long
-_NOT_ENDED = {  # by process state
+_LONG = 10.0  # a rank that computes may pause so many times as long as one that sleeps
+_NOT_ENDED = {  # why a hung process is not ended, by process state
     "D": "rank {rank} waits in the kernel, where no signal ends it",
     "t": "a debugger holds rank {rank}",
 }

@@ -14,7 +14,7 @@ from keepstep.core.incident import Action
 from keepstep.core.summary import RankState
 from keepstep.wire.messages import Kill, States
 
-_AFTER_S = 0.05  # delay of a look after the moment at which there may be evidence
+_AFTER_S = 0.05  # a look comes so long after the moment from which there may be evidence
 
 
 class HangRemedy:

@@ -14,7 +14,7 @@ from keepstep.core.summary import ClockSample, PathProbe
 NO_WAITS = (
     "what ranks wait for: the ends of their operations are not recorded (device backends, such as NCCL)"
 )
-_FEW_SAMPLES = 20_000  # up to so many, all nodes' clocks are compared; else those that matter to the verdict
+_FEW_SAMPLES = 20_000  # with more clock samples, only clocks that matter to the verdict are compared
 
 
 class Locators:
@@ -78,7 +78,7 @@ class Locators:
         return waits_seen(evidence)
 
     def probed(self, diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:
-        """The same diagnosis, with what probes of the blamed links say."""
+        """The diagnosis, sharpened by probes of the blamed links."""
         from keepstep.locate import with_probes
 
         return with_probes(diagnosis, probes)

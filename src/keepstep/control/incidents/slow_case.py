@@ -41,8 +41,8 @@ NEAR_STEPS = 3  # findings with onsets this close are about one cause
 SHARPEN_STEPS = 3  # new steps before iterations are asked for again
 BEFORE_STEPS = 16  # steps before the onset that are asked for
 _EDGE_STEPS = 2  # onsets are accurate to ± this many steps, so the last ones before may be slow already
-_LEAST_BEFORE = 8  # where this many steps lie before those, they alone count as healthy
-_BEFORE_STEPS_LARGE = 4  # the same in large jobs
+_LEAST_BEFORE = 8  # earlier steps that suffice as healthy ones; then the last before the onset are left out
+_BEFORE_STEPS_LARGE = 4  # steps before the onset that are asked for in large jobs
 _ENOUGH_RANKS = 256  # slow ranks that need no other proof, however large the job is
 _CONFIRM_RATIO = 1.08  # a growth of all ranks' iteration times that confirms what a few ranks have reported
 _OWN_RATIO = 1.10  # a growth of the slow ranks' own iteration times that confirms it at a second look
@@ -63,7 +63,7 @@ class SlowCase(Case):
         self._desk, self.incident = desk, incident
         # While a remedy is in force, the pace says nothing of the cause.
         self.treated = any(one.name.startswith(_IN_FORCE) for one in incident.actions) if incident else False
-        self._treated_steps, self._treated_lost_s = 0, 0.0  # while a remedy was in force
+        self._treated_steps, self._treated_lost_s = 0, 0.0  # steps with a remedy in force, and their cost
         self._probes: Sequence[PathProbe] = ()
         self._slow: dict[int, int] = {}  # onset by slow rank
         self._relieved: set[int] = set()
@@ -180,7 +180,7 @@ class SlowCase(Case):
             if pace_s is not None and self._before and pace_s < self._middle_pace_s():
                 self._close(_middle(self._relief_steps), now_s)
             return
-        # numpy is not in the controller's start
+        # Imported here, as the controller starts without numpy.
         from keepstep.core.iteration_table import between, column, distinct
 
         before = between(rows, 0, onset)

@@ -88,12 +88,12 @@ class ValidationCase:
         unable = next((one for one in told if one.state == UNABLE), None)
         gone = [one.rank for one in told if one.state == RELEASED]
         if unable is not None:
-            self._refuse(f"rank {unable.rank} cannot be held: {unable.why}")
+            self.call_off(f"rank {unable.rank} cannot be held: {unable.why}")
         elif any(one.state == MISSED for one in told):
             self._release()
             self._begin(now_s)
         elif gone:
-            self._refuse(f"ranks {fold_ranks(gone)} went on by themselves: the hold was not renewed in time")
+            self.call_off(f"ranks {fold_ranks(gone)} went on by themselves: the hold was not renewed in time")
         else:
             self._ready |= {one.rank: one.endpoint for one in told if one.state == HELD and one.endpoint}
             if self._held_s is None and self._ready:
@@ -127,14 +127,14 @@ class ValidationCase:
                 self._judge(now_s)
             else:
                 late = [rank for rank in self._cluster.node_of if rank not in self._ready]
-                self._refuse(f"ranks {fold_ranks(late)} did not come to the step to hold at")
+                self.call_off(f"ranks {fold_ranks(late)} did not come to the step to hold at")
         elif now_s - self._renewed_s >= RENEW_S:
             self._order(now_s)
 
     def call_off(self, why: str) -> None:
         """End the validation without an outcome: all ranks go on."""
-        if not self.closed:
-            self._refuse(why)
+        self._release()
+        self.refused, self.closed = why, True
 
     def _begin(self, now_s: float) -> None:
         """Order a hold far enough ahead that no rank can be past it when it hears of it."""
@@ -146,13 +146,13 @@ class ValidationCase:
             node.name for node in cluster.nodes.values() if node.ranks and (node.silent or node.agent is None)
         )
         if silent:
-            self._refuse(f"no agent answers on {', '.join(silent[:4])}: its ranks cannot be held")
+            self.call_off(f"no agent answers on {', '.join(silent[:4])}: its ranks cannot be held")
         elif not times or not self.tested or not set(self.tested) <= set(cluster.node_of):
-            self._refuse("the job has not done its first steps, or has no such ranks")
+            self.call_off("the job has not done its first steps, or has no such ranks")
         elif len(self.tested) > MOST_RANKS:
-            self._refuse(f"{len(self.tested)} ranks are too many to test at once; name up to {MOST_RANKS}")
+            self.call_off(f"{len(self.tested)} ranks are too many to test at once; name up to {MOST_RANKS}")
         elif self._tries > _TRIES:
-            self._refuse("ranks were past the step at every try")
+            self.call_off("ranks were past the step at every try")
         else:
             iteration_s = max(median(times), 1e-4)
             ahead = _AHEAD_STEPS * self._tries + math.ceil(_AHEAD_S * 2 ** (self._tries - 1) / iteration_s)
@@ -223,10 +223,6 @@ class ValidationCase:
         once += [f"link {s.source} → {s.target} {of_link(s)}" for s in outcome.links if s not in links]
         doubts = tuple(f"{told}: not confirmed, no time was left to test it again" for told in once)
         return replace(outcome, devices=devices, links=links, missing=(*outcome.missing, *doubts))
-
-    def _refuse(self, why: str) -> None:
-        self._release()
-        self.refused, self.closed = why, True
 
     def _release(self) -> None:
         if self._hold is not None:

@@ -66,7 +66,7 @@ class Mitigation:
         self._counted_step: int | None = None  # savings are counted up to this step
         # Seconds of an iteration with the shares in force, and with equal ones.
         self._paces: tuple[float, float] | None = None
-        self._cause_gone = False  # by the speeds of the replicas
+        self._cause_gone = False  # the replicas are equally fast again
         self._looked_s = 0.0
         self._looked_step = self._formed_step = -1
         self._next_s = 0.0
@@ -113,7 +113,7 @@ class Mitigation:
         ordered = self.shares.is_ordered or any(move.is_ordered for move in self._moves.values())
         if ordered or self.question is not None or now_s < self._next_s or self._open.standstill():
             return
-        self._next_s = now_s + _BETWEEN_S  # as what follows goes through all ranks
+        self._next_s = now_s + _BETWEEN_S  # not at each tick, as the following goes through all ranks
         missing = self.shares.missing()
         if any(case.treated for case in self._cases) and not self.shares.in_force and not missing:
             self._out_of_force()  # the job has changed its number of micro-batches
@@ -162,7 +162,7 @@ class Mitigation:
         traffic = [one for answer in answers for one in answer.traffic if is_traffic(one)]
         import numpy as np
 
-        from keepstep.core.iteration_table import between, column  # numpy is not in the controller's start
+        from keepstep.core.iteration_table import between, column  # as the controller starts without numpy
         from keepstep.mitigate import measure, rank_seconds, volumes
 
         rows = between(rows, max(self._first_step(), self._looked_step - _MOST_STEPS + 1), 1 << 30)

@@ -56,7 +56,7 @@ class Move(ABC):
 
     @abstractmethod
     def remedy(self, look: Look) -> Remedy | None:
-        """What it would cost and gain now; None: it cannot help."""
+        """The remedy that this move is now, with its cost and effect; None: it cannot help."""
 
     @abstractmethod
     def told(self) -> str:
@@ -82,7 +82,7 @@ class Move(ABC):
         return self._ordered_s is not None
 
     def tick(self, now_s: float) -> str:
-        """Why the order has failed, or ""."""
+        """Let time pass. Returns why the order has failed, or ""."""
         if self._ordered_s is None or now_s - self._ordered_s < _ORDERED_S:
             return ""
         self._ordered_s = None

@@ -19,8 +19,8 @@ from keepstep.wire.messages import MOST_REPLICAS, Shares, Splits
 if TYPE_CHECKING:
     from keepstep.mitigate import Replicas
 
-LATE_STEPS = 16  # an order without effect has failed after so many steps ...
-_LATE_S = 30.0  # ... and so many seconds
+LATE_STEPS = 16  # steps after which an order without effect has failed, if _LATE_S have passed, too
+_LATE_S = 30.0  # seconds after which it has failed, if LATE_STEPS were made, too
 _AGAIN_S = 1.0  # how often an order is repeated
 
 
