@@ -49,8 +49,7 @@ class Launcher:
 
     def __init__(self, job: Job, folder: Path, guard: Guard, cookie: str, environ: Mapping[str, str]) -> None:
         secret = run_folder.secret_path(job, folder, home_folder(environ))
-        # Programs that use select() break with descriptors above 1023: children begin with the limit that this
-        # process was given.
+        # Programs that use select() break with descriptors above 1023, so that children get the original limit.
         self._job, self._run = job, LocalRun(job, folder, secret, Processes(guard, descriptors=raise_limit()))
         self._course = course = Course()
         self._caching = NodeCache(self._run)

@@ -14,7 +14,7 @@ from keepstep.launch.controller.lease import Elector
 
 _TICK_S = 0.2
 _LOOK_S = 1.0  # seconds between two questions where the controller is
-_GUIDE_S = 2.0  # seconds in which a connection to an elector has to be made
+_GUIDE_S = 2.0  # seconds after which an elector that cannot be connected is replaced by another
 
 
 class Elections:

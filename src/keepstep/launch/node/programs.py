@@ -57,7 +57,7 @@ class Companion:
         ready: Callable[[dict[str, Any]], None] | None = None,
         waiting: Waiting | None = None,
     ) -> None:
-        """``command`` is called before each start, and ``gave_up`` with the reason when there were too many.
+        """``command`` is called before each start, ``gave_up`` with the reason once the program has died too often.
 
         ``log``: file for stdout and stderr. ``ready`` is called with the first line of its stdout, a JSON object.
         ``waiting``: a process of the same program that may have done its imports already; it needs a ``log``.

@@ -43,7 +43,10 @@ class Guard:
             self.add(group, at_once=at_once)
 
     def add(self, group: int, *, at_once: bool) -> None:
-        """Have a process group killed in the end; ``at_once`` false: after SIGTERM and seconds in which it can save."""
+        """Have the guard kill a process group in the end.
+
+        ``at_once`` false: it first sends SIGTERM and leaves the group seconds to save its work.
+        """
         self._groups[group] = at_once
         self._tell(f"{'+' if at_once else '~'}{group}\n")
 

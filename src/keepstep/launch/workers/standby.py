@@ -142,7 +142,7 @@ def _run(script: str, as_module: bool) -> None:
     run_module: Any = vars(runpy)["_run_module_as_main"]
     if as_module:
         run_module(script)
-    elif pkgutil.get_importer(script) is not None:  # a folder or archive with a __main__.py
+    elif pkgutil.get_importer(script) is not None:  # the script is a folder or archive with a __main__.py
         sys.path[0] = _absolute(script)
         run_module("__main__", False)
     else:

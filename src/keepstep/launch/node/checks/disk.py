@@ -13,7 +13,7 @@ _FEW_BYTES = 1 << 30
 
 
 def look(subject: Subject) -> Iterator[Found]:
-    """One finding for each folder at most."""
+    """Find folders that cannot be written to, or have little space left; one finding for each at most."""
     for folder in subject.folders:
         found = _folder(subject.node, folder)
         if found is not None:

@@ -134,7 +134,7 @@ def _xid(line: str, number: int, rest: str, *, contained: bool) -> _Told:
 
 
 def _says_so(action: str, rest: str, *, contained: bool) -> bool:
-    """Whether the line makes the node unfit, for an action of which the catalogue says that it depends."""
+    """Whether the line makes the node unfit, where the catalogue's action depends on what the line says."""
     if action == "WORKFLOW_XID_48":
         return not contained
     if action == "XID_154":

@@ -15,7 +15,7 @@ _MOST_STALLED = 20.0  # per cent of the last 10 s in which every process waited 
 
 
 def look(subject: Subject, proc: Path = PROC, root: Path = ROOT) -> Iterator[Found]:
-    """One finding at most."""
+    """Find whether the node, or the control group around the job, has too little memory left."""
     for bound in bounds(proc, root):
         if bound.available_bytes >= _LEAST_SHARE * bound.total_bytes:
             continue

@@ -9,7 +9,7 @@ from keepstep.launch.node.checks import Found, Subject
 
 
 def look(subject: Subject) -> Iterator[Found]:
-    """One finding at most."""
+    """Find whether the port that was asked for cannot be used."""
     if not subject.port:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

@@ -13,7 +13,7 @@ _OF_A_RANK = 64 << 20
 
 
 def look(subject: Subject, path: str = _PATH) -> Iterator[Found]:
-    """One finding at most."""
+    """Find whether shared memory is missing, cannot be written, or is too small for the ranks."""
     try:
         left = os.statvfs(path)
     except OSError as error:
