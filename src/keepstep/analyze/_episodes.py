@@ -1,4 +1,4 @@
-"""Slowdowns from onset to relief in a series of step times, and incidents with a diagnosis."""
+"""Slowdowns from onset to relief in series of step times, and in the iterations that a run's agents have logged."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Diagnosis, Incident
+from keepstep.core.summary import IterationSummary
 from keepstep.detect import ChangePointDetector, change_points
+from keepstep.locate import locate_slow
+
+_AROUND_STEPS = 16  # steps before and after an onset that are compared
 
 
 def slow_episodes(times: Sequence[float], numbers: Sequence[int], source: str) -> list[Incident]:
@@ -54,3 +59,22 @@ def judged(incident: Incident, diagnosis: Diagnosis, ranks_reporting: int, world
         ranks_reporting=ranks_reporting,
         world_size=world_size,
     )
+
+
+def slow_in_iterations(iterations: Sequence[IterationSummary]) -> list[Incident]:
+    """Incidents as the controller would have written them; links are not blamed, as the log tells nothing of them."""
+    by_step: dict[int, list[IterationSummary]] = {}
+    for one in iterations:
+        by_step.setdefault(one.step, []).append(one)
+    steps = sorted(by_step)
+    ranks = {one.rank for one in iterations}
+    times = [median(one.duration_s for one in by_step[step]) for step in steps]
+    found: list[Incident] = []
+    for incident in slow_episodes(times, steps, f"{len(steps)} steps of {len(ranks)} ranks"):
+        onset = incident.onset_step or 0
+        until = min(incident.relief_step or steps[-1] + 1, onset + _AROUND_STEPS)
+        healthy = [row for step in range(onset - _AROUND_STEPS, onset) for row in by_step.get(step, ())]
+        slow = [row for step in range(onset, until) for row in by_step.get(step, ())]
+        said = locate_slow(Evidence({}, {}, before=healthy, after=slow))
+        found.append(judged(incident, said, len(ranks), max(ranks) + 1))
+    return found

@@ -9,8 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from keepstep.analyze._call_logs import slow_in_calls
-from keepstep.analyze._episodes import judged, slow_episodes
-from keepstep.analyze._iterations import slow_in_iterations
+from keepstep.analyze._episodes import judged, slow_episodes, slow_in_iterations
 from keepstep.core.errors import RunError, TraceError
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Incident

@@ -34,7 +34,7 @@ from keepstep.control.effects import (
 )
 from keepstep.control.files import RunFiles, spoken
 from keepstep.control.incidents.locators import Locators
-from keepstep.control.run_status import interval_s, status_of
+from keepstep.control.run_status import status_of
 from keepstep.control.settings import Settings
 from keepstep.core.errors import RunError
 from keepstep.core.log_lines import one_line
@@ -43,6 +43,7 @@ from keepstep.report.verdict import render, render_action, render_closing
 logger = logging.getLogger("keepstep.control")
 
 _TICK_S = 0.1
+_FEW_NODES, _RARELY_S = 1024, 5.0  # with more nodes, status.json is written this rarely
 _UNANSWERED = tuple(f"[Errno {one}]" for one in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH))
 _REACH_S = 5.0  # after so long without an answer an election port is reported as unreachable
 
@@ -177,7 +178,8 @@ class ControlServer:
         now_s = time.monotonic()
         self._guarded(lambda: self._controller.tick(now_s))
         if now_s >= self._next_status_s:
-            self._next_status_s = now_s + interval_s(self._controller)
+            few = len(self._controller.cluster.nodes) <= _FEW_NODES
+            self._next_status_s = now_s + (1.0 if few else _RARELY_S)
             self._write_status(now_s)
         asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 

@@ -9,8 +9,6 @@ from keepstep.core.incident import Recovery
 from keepstep.wire.messages import RankBeat
 
 STATUS_SCHEMA = 1
-_FEW_NODES = 1024  # with more nodes the file is written rarely
-_RARELY_S = 5.0
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -119,8 +117,3 @@ def _backups(controller: Controller) -> BackupStatus | None:
         target.step if target else -1,
         backups.waits(),
     )
-
-
-def interval_s(controller: Controller) -> float:
-    """How often the file is written: once a second, more rarely for very many nodes."""
-    return 1.0 if len(controller.cluster.nodes) <= _FEW_NODES else _RARELY_S

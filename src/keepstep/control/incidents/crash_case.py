@@ -98,9 +98,6 @@ class CrashCase(Case):
     def restarted(self, recovery: Recovery | None, now_s: float) -> None:
         """Close the case, as the job runs in a later incarnation; without a ``recovery`` that died, too."""
         self.decide(now_s)
-        self._close(recovery, now_s)
-
-    def _close(self, recovery: Recovery | None, now_s: float) -> None:
         step = self._desk.cluster.newest_step
         self._finish("relieved", now_s, "closes", relief_step=step, recovery=recovery)
 
@@ -121,7 +118,7 @@ class CrashCase(Case):
         alive = {one.rank for beat in beats for one in beat.ranks if one.alive and one.step >= 0}
         ranks = self._desk.cluster.known_ranks  # fewer than before, where the job goes on with fewer nodes
         if all(rank in alive or 0 < ranks <= rank for rank in self._findings):
-            self._close(None, now_s)
+            self.restarted(None, now_s)
 
     def _locate(self, now_s: float) -> Diagnosis:
         desk = self._desk

@@ -185,16 +185,16 @@ class ValidationCase:
         limit_s = self._tests_until_s - now_s - (_LEAST_ROUND_S if self._rounds == 1 else 0.0)
         self._tests.clear()
         for node in self._cluster.nodes.values():
-            ranks = tuple(self._tests_of(rank, own[rank], limit_s) for rank in node.ranks if rank in own)
+            ranks: list[RankTests] = []
+            for rank in node.ranks:
+                if rank in own:
+                    targets = {one.target: self._ready[one.target] for one in own[rank] if one.source == rank}
+                    ranks.append(RankTests(rank, tuple(own[rank]), targets, limit_s))
             if ranks:
-                self._tests[node.rank] = RunTests(self.number, self._tests_number, ranks)
+                self._tests[node.rank] = RunTests(self.number, self._tests_number, tuple(ranks))
         self._awaited = set(own)
         self._deadline_s = self._tests_until_s + _ANSWER_S
         self._order(now_s)
-
-    def _tests_of(self, rank: int, own: Sequence[Transfer], limit_s: float) -> RankTests:
-        targets = {one.target: self._ready[one.target] for one in own if one.source == rank}
-        return RankTests(rank, tuple(own), targets, limit_s)
 
     def _judge(self, now_s: float) -> None:
         held_s = now_s - self._held_s if self._held_s is not None else 0.0
