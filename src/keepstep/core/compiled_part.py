@@ -2,7 +2,7 @@
 
 
 def not_loaded(error: ImportError) -> ImportError:
-    """What to raise instead of ``error``, the failed import of a compiled module: one line that says what to do."""
+    """The error to raise when a compiled module cannot be imported (``error``): one line that says what to do."""
     return ImportError(
         f"keepstep's compiled part cannot be loaded ({error}): install keepstep again with `pip install`, "
         "where there is a C++ compiler",

@@ -9,7 +9,7 @@ from enum import IntEnum, IntFlag
 
 
 class Kind(IntEnum):
-    """What sort of record it is."""
+    """The sort of a record."""
 
     COLLECTIVE = 1
     P2P = 2
@@ -108,8 +108,8 @@ class Flag(IntFlag):
     FAILED = 4  # the operation ended with an error
     SYNC_KNOWN = 8  # torch reported whether the call is asynchronous: ASYNC is no guess
     ENQUEUED = 16  # recorded by the shim: the end is the call's return; peers are ranks of the communicator
-    GROUPED = 32  # in a group of calls: the end is the group's
-    TIMED = 64  # with ENQUEUED: the wait ended and the operation ended when the GPU began and ended it
+    GROUPED = 32  # the operation was in a group of calls: its end is that of the group
+    TIMED = 64  # set with ENQUEUED: end of the wait, and end, are when the GPU began and ended the call
     ON_DEVICE = 128  # recorded by the probe: the end is the call's return; the device works on after it
 
 

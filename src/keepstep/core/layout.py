@@ -113,7 +113,7 @@ class ParallelLayout:
         return tuple(range(first, first + size * stride, stride))
 
     def _strides(self) -> dict[str, int]:
-        """Per dimension, in the order of dealing, how far apart the ranks of neighbouring indices are."""
+        """For each dimension, in the order of dealing, the difference between the ranks of neighbouring indices."""
         named = self.order.split("-")
         strides: dict[str, int] = {}
         stride = 1

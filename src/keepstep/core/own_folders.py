@@ -18,7 +18,7 @@ from keepstep.core.errors import UnsafePathError
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LINKED = "is reached over a symbolic link or a file, and no link is followed there: remove it"
-_made: dict[int, os.stat_result] = {}  # by file system: owner and mode of a file that we made with mode 0600
+_made: dict[int, os.stat_result] = {}  # owner and mode of a file that we made with mode 0600, by file system
 
 
 def real_path(path: Path) -> Path:

@@ -45,29 +45,21 @@ def fold_nodes(names: Iterable[str]) -> str:
         width = len(digits) if digits.startswith("0") else 0
         numbered.setdefault((match["prefix"], match["suffix"], width), []).append(int(digits))
     _join_widths(numbered)
-    folded = [(prefix, _fold_family(prefix, suffix, width, sorted(numbers)))
-              for (prefix, suffix, width), numbers in numbered.items()]  # fmt: skip
-    folded.extend((name, name) for name in plain)
+    folded = [(name, name) for name in plain]
+    for (prefix, suffix, width), numbers in numbered.items():
+        inner = _fold_numbers(sorted(numbers), width)
+        folded.append(
+            (prefix, f"{prefix}[{inner}]{suffix}" if len(numbers) > 1 else f"{prefix}{inner}{suffix}")
+        )
     return ",".join(text for _, text in sorted(folded))
 
 
 def _join_widths(numbered: dict[tuple[str, str, int], list[int]]) -> None:
     """Put ``10`` beside ``08``: an unpadded number as wide as a zero-padded family belongs to that family."""
     for prefix, suffix, width in [key for key in numbered if key[2] > 0]:
-        loose = numbered.get((prefix, suffix, 0), [])
-        fitting = [number for number in loose if len(str(number)) == width]
-        if fitting:
-            numbered[prefix, suffix, width].extend(fitting)
-            rest = [number for number in loose if len(str(number)) != width]
-            numbered[prefix, suffix, 0] = rest
-            if not rest:
-                del numbered[prefix, suffix, 0]
-
-
-def _fold_family(prefix: str, suffix: str, width: int, numbers: list[int]) -> str:
-    """Node names that differ in one number only, e.g. ``gpu-[01-08]``."""
-    inner = _fold_numbers(numbers, width)
-    return f"{prefix}[{inner}]{suffix}" if len(numbers) > 1 else f"{prefix}{inner}{suffix}"
+        for number in numbered.pop((prefix, suffix, 0), []):
+            its = width if len(str(number)) == width else 0
+            numbered.setdefault((prefix, suffix, its), []).append(number)
 
 
 def _fold_numbers(numbers: Iterable[int], width: int) -> str:

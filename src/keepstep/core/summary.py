@@ -60,7 +60,7 @@ class IterationSummary:
     rank: int
     step: int
     start_s: float
-    duration_s: float  # without pauses (evaluation, checkpoint), as the script's own step clock shows it
+    duration_s: float  # duration without evaluation and checkpoint, as the script's own clock shows it
     self_s: float
     blocked_s: float
     data_s: float = 0.0
@@ -86,7 +86,7 @@ class BlockSummary:
     index: int  # counts the iteration's blocks of this kind (and peer) from 0
     start_s: float
     duration_s: float
-    own_s: float  # without the time in which the rank is known to have waited for others
+    own_s: float  # duration without the time in which the rank is known to have waited for others
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class RankState:
     streams: tuple[StreamProgress, ...] = ()
     process_state: str = ""  # R, S, D, T, Z as in /proc/PID/stat; empty when the process is gone
     stack: str = ""  # Python stack where it can be had
-    microbatch: int = -1  # of the forward or backward pass it is in; -1 where that is not known
+    microbatch: int = -1  # micro-batch of the pass that the rank is in; -1 where that is not known
     unread_bytes: int = 0  # bytes received over TCP that the process has not read for a second or more
     process: int = 0  # process id on the rank's node
     links: tuple[LinkState, ...] = ()  # where its NCCL transfers stand still, as far as they are counted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from keepstep.core.cpu_counters import CpuCounters
 from keepstep.core.summary import HostCause
 
-LEAST_SHARE = 0.05  # of a worker's time: a smaller loss is no cause
+LEAST_SHARE = 0.05  # part of a worker's time; a smaller loss is no cause
 
 
 def host_cause(rank: int, window_s: float, before: CpuCounters, now: CpuCounters) -> HostCause | None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from keepstep.core.link_counters import LinkSnapshot
 
-STALL_S = 0.5  # without progress, from which on a link is stalled (MegaTrace, section IV)
+STALL_S = 0.5  # a link without progress for longer is stalled (MegaTrace, section IV)
 FLUCTUATION = 0.5  # least fluctuation of a congested link
 DROP = 0.2  # how far below its usual rate a link is slow (MegaTrace, section IV: 20 %)
 RECENT_S = 5.0  # a window that ended longer ago says nothing about now

@@ -19,7 +19,7 @@ _REPEATS = 3  # repetitions that are needed
 _LEAST_SYMBOLS = 12
 _CANDIDATES_PER_PAIR = 256
 _MISMATCH_ALLOWED = 0.1  # share of symbols that differ from those one period before, in all of the suffix
-_MISMATCH_LOCAL = 0.2  # the same share in the last two repetitions
+_MISMATCH_LOCAL = 0.2  # share of symbols that differ so in the last two repetitions
 _SURE = 0.85  # confidence from which a period with mismatches is accepted
 
 

@@ -5,17 +5,15 @@ from keepstep.locate.call_gaps import CallStep, boundaries, locate_by_gaps, spli
 from keepstep.locate.clock_offsets import SampledClocks, estimate_offsets
 from keepstep.locate.crash import locate_crash
 from keepstep.locate.hang import locate_hang
-from keepstep.locate.infer import InferredLayout, declared_layout, infer_layout, layout_of
+from keepstep.locate.infer import declared_layout, infer_layout, layout_of
 from keepstep.locate.slow import locate_slow
 from keepstep.locate.slow_blocks import blocks_wanted, sharpen
 from keepstep.locate.waits import waits_recorded, waits_seen
-from keepstep.locate.what_if import StepGraph, WhatIf, step_graphs, what_if
+from keepstep.locate.what_if import WhatIf, step_graphs, what_if
 
 __all__ = [
     "CallStep",
-    "InferredLayout",
     "SampledClocks",
-    "StepGraph",
     "WhatIf",
     "blocks_wanted",
     "boundaries",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from keepstep.core.events import Op
@@ -15,16 +14,11 @@ from keepstep.core.node_clocks import ClockOffsets
 _MAX_PEERS = 64  # ranks of a large group, enough to compare with
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """``last``: whether the rank arrives after its peers; None when its groups do not tell."""
+def arrival_evidence(evidence: Evidence, rank: int) -> tuple[bool, list[str]]:
+    """Whether the rank may arrive after its peers, and lines on that.
 
-    last: bool | None
-    text: tuple[str, ...]
-
-
-def arrival_evidence(evidence: Evidence, rank: int) -> Arrival:
-    """Compare the rank's time in its collectives with its peers': who waits least has arrived last."""
+    Its time in its collectives is compared with its peers': who waits least has arrived last.
+    """
     groups, nodes, summaries = evidence.groups, evidence.nodes, table_of(evidence.after)
     own = [
         (stream.group, stream.op)
@@ -34,7 +28,7 @@ def arrival_evidence(evidence: Evidence, rank: int) -> Arrival:
     ]
     streams = {key for key in own if key[0] in groups and len(groups[key[0]].members) > 1}
     if not streams:
-        return Arrival(None, ())
+        return True, []
     peers = {key: _sample(groups[key[0]].members, rank) for key in streams}
     busy: dict[tuple[str, int], dict[int, list[float]]] = {key: {} for key in streams}
     starts: dict[tuple[str, int], dict[int, list[float]]] = {key: {} for key in streams}
@@ -51,7 +45,7 @@ def arrival_evidence(evidence: Evidence, rank: int) -> Arrival:
         if others and rank in busy[key]:
             compared.append((median(busy[key][rank]), median(others), key))
     if not compared:
-        return Arrival(None, ())
+        return True, []
     mine, theirs, key = max(compared, key=lambda row: abs(row[1] - row[0]))
     name = f"{key[0]} {Op(key[1]).name}"
     text = [f"{name}: rank {rank} is in it {mine * 1e3:.1f} ms, its peers {theirs * 1e3:.1f} ms"]
@@ -61,7 +55,7 @@ def arrival_evidence(evidence: Evidence, rank: int) -> Arrival:
         text.append(
             f"{name}: rank {rank} arrives {late[0] * 1e3:.1f} ms after its peers (clocks to {late[1] * 1e3:.1f} ms)"
         )
-    return Arrival(mine < theirs, tuple(text))
+    return mine < theirs, text
 
 
 def _sample(members: Sequence[int], rank: int) -> frozenset[int]:
@@ -73,7 +67,7 @@ def _sample(members: Sequence[int], rank: int) -> frozenset[int]:
 def _lateness(
     starts: Mapping[int, Sequence[float]], rank: int, nodes: Mapping[int, str], offsets: ClockOffsets | None
 ) -> tuple[float, float] | None:
-    """How long after its peers' median the rank arrives, and the clocks' bound; None when that does not tell."""
+    """How much later than its peers the rank arrives, and the possible error; None if that is not certain."""
     times: dict[int, float] = {}
     bound = 0.0
     here = nodes.get(rank, "")

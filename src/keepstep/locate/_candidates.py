@@ -105,7 +105,7 @@ class _Numbered:
 
 
 def _times(numbered: _Numbered, by: np.ufunc) -> tuple[_Times, _Times]:
-    """How long ranks are in their collectives, and in their receives, each in one iteration that ``by`` chooses."""
+    """The times of ranks in their collectives, and in their receives. ``by`` chooses among the iterations."""
     keys, seconds = [np.zeros(0, np.int64)], [np.zeros(0)]
     for begin in range(0, len(numbered.table), _AT_ONCE):
         which, streams, _ = numbered[begin : begin + _AT_ONCE].streams(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def lowest_connected(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """For every rank in the pairs the lowest rank that pairs connect it with, itself included."""
+    """For each rank in the pairs, the lowest rank that it is connected with through pairs, or itself."""
     lower: dict[int, int] = {}
 
     def lowest(rank: int) -> int:

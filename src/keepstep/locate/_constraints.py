@@ -18,7 +18,7 @@ _Key = tuple[str, int, int, int]  # group, sequence number, sender, receiver (-1
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """One operation: low <= x[node] - x[hub] <= high, with x what to add to a clock. Seconds."""
+    """What one operation shows: low <= x[node] - x[hub] <= high, x being the seconds to add to a node's clock."""
 
     low_s: float
     high_s: float
@@ -28,10 +28,12 @@ class Constraint:
     @property
     def guess_s(self) -> float:
         """A finite value for the offset that fits roughly."""
-        for value in (self.middle_s, (self.low_s + self.high_s) / 2, self.low_s, self.high_s):
-            if math.isfinite(value):
-                return value
-        return 0.0
+        return first_finite(self.middle_s, (self.low_s + self.high_s) / 2, self.low_s, self.high_s)
+
+
+def first_finite(*values: float) -> float:
+    """The first of the values that is finite; 0 if none is."""
+    return next(filter(math.isfinite, values), 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from keepstep.core.incident import Confidence, Culprit, Diagnosis, Link
 from keepstep.core.ranges import fold_nodes, fold_ranks
-from keepstep.locate._flows import Flow, cut_links, still_gpus
+from keepstep.core.summary import LinkState, RankState
 from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, HangEvidence, members_of
 from keepstep.locate._hang_words import culprit_of, diagnosis_of
 from keepstep.locate._paths import Pair, common_node
 from keepstep.locate._waiting import Pending
 
+_LEAST_QUIET_S = 0.5  # a transfer without progress for longer stands still (MegaTrace §IV)
 _MOST_LINKS = 4  # links that are named in one diagnosis
 _MOST_PATHS = 1024  # paths that are probed at once
 # Further nodes that probe a silent node: a single bad path would not prove that the node is at fault.
 _PROBERS = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A link that stands still, from ``rank`` to ``link.peer``."""
+
+    rank: int
+    link: LinkState
+
+    def __str__(self) -> str:
+        stands = f"{self.link.in_flight} steps in flight, none completed for {self.link.quiet_s:.0f} s"
+        return f"rank {self.rank} to rank {self.link.peer}: {stands}"
+
+
 def diagnose_silent(known: HangEvidence, p: Pending) -> Diagnosis:
-    """All ranks that reported are waiting, so the culprit is among those that did not."""
+    """Diagnose a hang in which all ranks that reported are waiting: the culprit is among those that did not."""
     awaited = {rank for one in known.pending for rank in one.unknown}
     order = [rank for rank in known.silent if rank in awaited]
     silent = list(dict.fromkeys(known.nodes.get(rank, "") for rank in order))[:MAX_CULPRITS]
@@ -61,7 +74,7 @@ def _silent_culprit(known: HangEvidence, rank: int, p: Pending, pairs: Sequence[
 
 
 def diagnose_transfer(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnosis:
-    """All members are in and nobody gets out: a path is bad, or a member hangs though all are sound."""
+    """Diagnose operations that all members have entered and none leaves: a path is bad, or a member hangs."""
     pairs = list(dict.fromkeys(pair for p in stuck for pair in known.pairs(p)))[:_MOST_PATHS]
     bad = known.paths.bad(pairs)
     waiting = {rank for p in stuck for rank in p.waiting}
@@ -69,7 +82,7 @@ def diagnose_transfer(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnosi
         found = _diagnose_cut_links(known, stuck, cut)
     elif bad:
         found = _diagnose_bad_paths(known, stuck, bad)
-    elif 0 < len(gpus := still_gpus(known.states, waiting)) <= min(FEW, len(waiting) // 2):
+    elif 0 < len(gpus := _still_gpus(known.states, waiting)) <= min(FEW, len(waiting) // 2):
         found = _diagnose_still_gpus(known, stuck, gpus)
     elif readers := _not_reading(known, stuck):
         found = _diagnose_software(known, stuck, readers)
@@ -211,3 +224,24 @@ def _diagnose_untested(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnos
         return diagnosis_of(known, (culprit,), {one, other}, first, (told,))
     missing = (f"between which of {fold_nodes(names)} nothing comes through: test them pair by pair",)
     return diagnosis_of(known, (), set(), first, (told,), missing)
+
+
+def cut_links(states: Mapping[int, RankState], ranks: Collection[int]) -> list[Flow]:
+    """Links on which the network has data and completes none, the longest first: all other ranks wait for these."""
+    found = [
+        Flow(rank, link)
+        for rank in sorted(set(ranks) & set(states))
+        for link in states[rank].links
+        if link.at == "network" and link.quiet_s >= _LEAST_QUIET_S
+    ]
+    return sorted(found, key=lambda flow: -flow.link.quiet_s)
+
+
+def _still_gpus(states: Mapping[int, RankState], ranks: Collection[int]) -> list[int]:
+    """Ranks whose GPU neither fills nor empties a buffer, though it waits for no data."""
+    still: list[int] = []
+    for rank in sorted(set(ranks) & set(states)):
+        stands = {link.at for link in states[rank].links if link.quiet_s >= _LEAST_QUIET_S}
+        if "gpu" in stands and not stands & {"sender", "network"}:
+            still.append(rank)
+    return still

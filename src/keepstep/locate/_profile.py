@@ -20,7 +20,7 @@ MAD_TO_SIGMA = 1.4826  # from a median absolute deviation to a standard deviatio
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Per rank (ascending) the medians over its iterations; arrays of shape (ranks,), seconds."""
+    """Medians over the iterations of each rank, in seconds; arrays of shape (ranks,), ranks ascending."""
 
     ranks: Ints
     counts: Ints  # how many iterations each rank has

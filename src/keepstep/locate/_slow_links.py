@@ -29,7 +29,7 @@ from keepstep.locate.infer import InferredLayout
 
 MIN_RATIO = 1.3  # least ratio of a slow transfer to its healthy time
 PEER_RATIO = 1.1  # least ratio of a slow transfer to those on comparable paths (GREYHOUND §4.3)
-_ENOUGH_PEERS = 4  # as many comparable paths show by their own spread what is usual
+_ENOUGH_PEERS = 4  # comparable paths; fewer do not show by their spread what is usual
 _SURE = 1.5  # standard errors that are entered as a transfer's error; a slow one must grow by twice that
 MIN_SHARE = 0.15  # least part of the job's slowdown that a path must account for
 _FAST_RATIO = 1.15  # a path this near its healthy time is not the slow one

@@ -26,12 +26,12 @@ _TRUE_WITHIN = 0.2  # part of the step's time; a replay that is further off prov
 _NOTHING = 0.01  # part of a healthy step that a culprit must cost not to be absorbed
 _LITTLE = 0.1  # part of what all culprits cost together that a culprit must cost not to be absorbed
 _MANY = 1 << 20  # more than a rank receives in a step
-_SMALL_BYTES = 1024  # per operation; smaller collectives are no transfers to speak of
+_SMALL_BYTES = 1024  # bytes of an operation; the transfer time of smaller collectives is ignored
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What the steps of a job are rebuilt with."""
+    """The facts about a job that are needed to rebuild its steps."""
 
     groups: Mapping[str, GroupInfo]
     layout: InferredLayout
@@ -83,7 +83,7 @@ class StepCosts:
         return float(self._graph.replay(durations).mean())
 
     def absorbed(self, causes: Sequence[Excess]) -> list[bool]:
-        """For each cause, whether it costs nothing now and would cost nothing were the other causes mended.
+        """For each cause, whether it costs nothing now and would cost nothing if the other causes were mended.
 
         Any cause may also account for the part of the slowdown that the graph does not show, such as a sender that
         waited for its message.
@@ -158,7 +158,7 @@ def step_costs(evidence: Evidence, layout: InferredLayout) -> StepCosts | None:
 
 
 def _waited_for_others_s(graph: StepGraph, healthy: Mapping[Key, float], ranks: set[int], job: _Job) -> float:
-    """By how much the collectives at a step's end grew that also wait for ranks of which nothing is known."""
+    """The growth of the collectives at a step's end that also wait for ranks without blocks, in seconds."""
     partial: set[Key] = set()
     for members in job.reducing():
         if not ranks.issuperset(members):

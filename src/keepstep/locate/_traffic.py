@@ -47,11 +47,9 @@ def slowest_path(traffic: Sequence[PeerTraffic], among: Collection[str]) -> Slow
         target = node_of.get(one.target, "")
         if target == one.node or target not in among or one.node not in among:
             continue
-        row = sums.setdefault((one.node, target), [0.0] * 4)
-        for place, value in enumerate(
-            (one.before_bytes, one.before_busy_s, one.after_bytes, one.after_busy_s)
-        ):
-            row[place] += value
+        figures = one.before_bytes, one.before_busy_s, one.after_bytes, one.after_busy_s
+        known = sums.get((one.node, target), (0.0,) * 4)
+        sums[one.node, target] = [total + figure for total, figure in zip(known, figures, strict=True)]
         length_s = max(length_s, one.after_s)
     worst: dict[tuple[str, str], tuple[float, SlowPath, float]] = {}
     for (source, target), (bytes0, busy0, bytes1, busy1) in sums.items():

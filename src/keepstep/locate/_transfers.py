@@ -32,7 +32,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One path's transfers, healthy and now; medians over iterations."""
+    """The times of one path's transfers, healthy and now; medians over iterations."""
 
     path: Path
     ranks: tuple[int, ...]
@@ -56,7 +56,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What one path's transfers take now: an upper bound per operation, medians over iterations."""
+    """The time of one path's transfers now: an upper bound per operation, as a median over iterations."""
 
     seconds: float
     count: float  # operations per iteration
@@ -80,11 +80,11 @@ _Step = tuple[Path, int]  # path, step number
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One path's collectives, medians over iterations."""
+    """The times of one path's collectives, medians over iterations."""
 
     busy_s: Mapping[int, float]  # seconds per operation that each member is in it
     spread_s: float  # how far a member's worst iteration lies above its median, the largest of all members
-    taken: Taken  # what the member takes that is in it shortest in each iteration
+    taken: Taken  # times of the member that is in it for the shortest time in each iteration
 
     @property
     def shortest_s(self) -> float:
@@ -103,7 +103,7 @@ class Collective:
 def collective_transfers(
     summaries: Sequence[IterationSummary], groups: Mapping[str, GroupInfo]
 ) -> dict[Path, Collective]:
-    """All paths' collectives. Iterations in which a member of a group is missing say nothing about that group."""
+    """The times of all collectives. Iterations without a member of a group say nothing about that group."""
     seen: dict[_Step, dict[int, StreamSummary]] = {}
     for summary in summaries:
         for stream in summary.streams:
@@ -145,7 +145,7 @@ def message_transfers(evidence: Evidence) -> list[Transfer]:
 
 
 def messages_now(evidence: Evidence) -> dict[Path, Taken]:
-    """What every pair's messages take: no longer than the receive, nor than from the send's start to its end."""
+    """The time of every pair's messages: at most that of the receive, and that from the send's start to its end."""
     found: dict[Path, Taken] = {}
     messages = _messages(evidence.after)
     offsets = _between_ends(messages, evidence)
@@ -217,7 +217,7 @@ def _latency_growth(
 
 
 def _latency(ends: tuple[str, str], row: _Message, offsets: ClockOffsets | None) -> tuple[float, float]:
-    """From the send's start to the receive's end, and the clocks' bound; infinite where they cannot be compared."""
+    """Seconds from the send's start to the receive's end, and their possible error; infinite without common clocks."""
     source, target = ends
     if source == target:
         return max(row.latency_s, 0.0), 0.0

@@ -102,7 +102,7 @@ def _collective(
     through = sum(m not in here and m in progress and progress[m].completed >= seq for m in members)
     ops = {op for op, _ in here.values()}
     if through and ops <= SYNCHRONISING:
-        unknown = ()  # one member is through, so all have entered
+        unknown = ()  # a member has completed it, so all have entered
     ops |= {progress[m].op for m in members if m not in here and started.get(m, 0) == seq}
     return Pending(
         group, tuple(sorted(ops)), seq, -1, -1, tuple(sorted(here)), _firm(here, by_rank), absent, unknown, through,

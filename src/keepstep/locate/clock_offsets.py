@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from keepstep.core.node_clocks import ClockOffsets, NodeClock
 from keepstep.core.summary import ClockSample
-from keepstep.locate._constraints import Constraint, constraints_between_nodes
+from keepstep.locate._constraints import Constraint, constraints_between_nodes, first_finite
 
 Floats = npt.NDArray[np.float64]
 
@@ -27,14 +27,14 @@ _WINDOW_S = 300.0  # samples older than the newest by more are not used
 _BUCKETS = 32  # into which samples are sorted by time, to estimate a drift
 _GRID = 41  # drifts that are tried between two bounds
 _MIN_SPAN_S = 5.0  # samples over a shorter time show no drift
-_MAX_ROUNDS = 32  # of propagation; a chain of more nodes is left with wider bounds
+_MAX_ROUNDS = 32  # rounds of propagation; longer chains of nodes are left with wider bounds
 
 
 @dataclass(frozen=True, slots=True)
 class SampledClocks:
     """The samples of a large job's nodes, compared only as far as asked: all of it would outlast the verdict."""
 
-    samples: Mapping[str, Sequence[ClockSample]]  # by node
+    samples: Mapping[str, Sequence[ClockSample]]  # samples by node name
 
     def among(self, nodes: Collection[str]) -> ClockOffsets | None:
         """These nodes' clocks, from the operations that they share; None for more than `MOST_NODES` nodes."""
@@ -124,17 +124,12 @@ def _estimate(middles: Floats, fit: _Feasible, rows: Sequence[Constraint]) -> fl
     ends = middles[np.isfinite(middles)]
     if len(ends):
         return min(max(float(np.median(ends)), fit.low_s), fit.high_s)
-    if math.isfinite(fit.low_s) and math.isfinite(fit.high_s):
-        return (fit.low_s + fit.high_s) / 2
-    for side in (fit.low_s, fit.high_s):
-        if math.isfinite(side):
-            return side
-    return rows[-1].guess_s
+    return first_finite((fit.low_s + fit.high_s) / 2, fit.low_s, fit.high_s, rows[-1].guess_s)
 
 
 @dataclass(frozen=True, slots=True)
 class _Feasible:
-    """All offsets at age 0 and all drifts that no operation rules out."""
+    """The ranges of drifts, and of offsets at age 0, that no operation rules out."""
 
     low_s: float
     high_s: float
@@ -148,42 +143,31 @@ def _feasible(age: Floats, low: Floats, high: Floats) -> _Feasible | None:
     For a given drift the possible offsets are one interval, and its length is concave in the drift: a grid, refined
     once around what is possible, is enough. Widened by a grid step, so that nothing possible is left out.
     """
-    coarse = _scan(age, low, high, -MAX_DRIFT, MAX_DRIFT)
-    fine = _scan(age, low, high, max(coarse.left, -MAX_DRIFT), min(coarse.right, MAX_DRIFT))
-    if not fine.possible:
+    _, coarse = _scan(age, low, high, -MAX_DRIFT, MAX_DRIFT)
+    left, right = max(coarse.drift_low, -MAX_DRIFT), min(coarse.drift_high, MAX_DRIFT)
+    possible, fine = _scan(age, low, high, left, right)
+    if not possible:
         return None
-    slack = (fine.right - fine.left) / (_GRID - 1) * float(np.max(np.abs(age)))
-    return _Feasible(
-        fine.low_s - slack, fine.high_s + slack, max(fine.left, -MAX_DRIFT), min(fine.right, MAX_DRIFT)
-    )
+    slack = (fine.drift_high - fine.drift_low) / (_GRID - 1) * float(np.max(np.abs(age)))
+    left, right = max(fine.drift_low, -MAX_DRIFT), min(fine.drift_high, MAX_DRIFT)
+    return _Feasible(fine.low_s - slack, fine.high_s + slack, left, right)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scan:
-    """The possible drifts of a grid (a step more on both sides) and the offsets possible with them."""
+def _scan(age: Floats, low: Floats, high: Floats, left: float, right: float) -> tuple[bool, _Feasible]:
+    """Whether any drift of a grid is possible; and the possible ones, a step more on both sides, with their offsets.
 
-    possible: bool
-    left: float
-    right: float
-    low_s: float
-    high_s: float
-
-
-def _scan(age: Floats, low: Floats, high: Floats, left: float, right: float) -> _Scan:
+    If no drift is possible, the one that comes nearest to it is taken.
+    """
     drifts = np.linspace(left, right, _GRID)
     bottoms: Floats = np.max(low[None, :] - drifts[:, None] * age[None, :], axis=1)
     tops: Floats = np.min(high[None, :] - drifts[:, None] * age[None, :], axis=1)
     gaps = tops - bottoms
-    here = np.flatnonzero(gaps >= 0)
-    if len(here) == 0:
-        here = np.array([int(np.argmax(gaps))])
+    possible = np.flatnonzero(gaps >= 0)
+    here = possible if len(possible) else np.array([int(np.argmax(gaps))])
     step = (right - left) / (_GRID - 1)
-    return _Scan(
-        bool(np.any(gaps >= 0)),
-        float(drifts[here[0]]) - step,
-        float(drifts[here[-1]]) + step,
-        float(np.min(bottoms[here])),
-        float(np.max(tops[here])),
+    offsets = float(np.min(bottoms[here])), float(np.max(tops[here]))
+    return len(possible) > 0, _Feasible(
+        *offsets, float(drifts[here[0]]) - step, float(drifts[here[-1]]) + step
     )
 
 

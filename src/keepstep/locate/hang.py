@@ -15,10 +15,9 @@ from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Confidence, Diagnosis
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import RankState
-from keepstep.locate._flows import cut_links
 from keepstep.locate._hang_desync import diagnose_circle, diagnose_desync, ranks_in_a_circle
 from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, STOPPED, HangEvidence, Roots, waits_in
-from keepstep.locate._hang_network import diagnose_silent, diagnose_transfer
+from keepstep.locate._hang_network import cut_links, diagnose_silent, diagnose_transfer
 from keepstep.locate._hang_words import (
     culprit_of,
     diagnosis_of,

@@ -30,7 +30,7 @@ _HINTS: tuple[tuple[str, Role], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class InferredLayout:
-    """What groups are for, by name, and the pipeline stages of ranks, of those whose stage can be told.
+    """The roles of groups by name, and the pipeline stages of the ranks whose stage is known.
 
     One group may carry several kinds of traffic; its first role is the heaviest.
     """
@@ -50,7 +50,7 @@ class InferredLayout:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What groups carry by one operation, summed over ranks and iterations."""
+    """The traffic of groups in one kind of operation, summed over ranks and iterations."""
 
     seen: int  # iterations of one rank each in which it was used
     count: int
@@ -134,7 +134,7 @@ def _family(info: GroupInfo) -> _Family:
 
 
 def _loads(families: Mapping[str, _Family], table: IterationTable) -> dict[_Family, dict[int, _Load]]:
-    """What the groups of each family carry, by operation."""
+    """The traffic of the groups of each family, by operation."""
     numbers = {family: number for number, family in enumerate(dict.fromkeys(families.values()))}
     number_of = {name: numbers[family] for name, family in families.items()}
     known = np.fromiter(map(number_of.get, table.names, itertools.repeat(-1)), np.int64)

@@ -45,9 +45,9 @@ _LEAST_HOST_SHARE = 0.05  # part of a rank's time; a smaller loss to a host caus
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
-    """What changed, per rank; arrays of shape (ranks,)."""
+    """How the times of each rank changed; arrays of shape (ranks,)."""
 
-    before: Profile | None  # None: there is no healthy time, peers are the measure
+    before: Profile | None  # None when there is no healthy time: then peers are the measure
     after: Profile
     base_s: Floats  # the healthy self time, the rank's own or that of its peers
     gain_s: Floats  # growth of self time
@@ -231,9 +231,8 @@ def _diagnosis(
     last = True
     if len(chosen):
         lines.extend(_self_evidence(growth, chosen))
-        arrival = arrival_evidence(evidence, int(growth.ranks[chosen[0]]))
-        lines.extend(arrival.text)
-        last = arrival.last is not False
+        last, told = arrival_evidence(evidence, int(growth.ranks[chosen[0]]))
+        lines.extend(told)
     culprits = [_culprit(evidence, growth, int(position), stages, last) for position in chosen]
     if growth.before is None:
         missing = (

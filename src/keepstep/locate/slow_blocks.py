@@ -204,7 +204,7 @@ def _with_block(culprit: Culprit, found: _Medians) -> Culprit:
     if culprit.rank is None or culprit.rank not in found.seconds:
         return culprit
     block, of_rank = found.one_block(culprit.rank), found.seconds[culprit.rank]
-    if block is None or len(of_rank) <= len(COMPUTE):  # one micro-batch: the stage has said it
+    if block is None or len(of_rank) <= len(COMPUTE):  # with one micro-batch, the stage says enough
         return culprit
     before, since = of_rank[block]
     told = f"in {block[0]} of micro-batch {block[1]}: {before * 1e3:.0f} -> {since * 1e3:.0f} ms"

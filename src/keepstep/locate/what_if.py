@@ -31,11 +31,11 @@ _SENDS: Mapping[OperationKind, tuple[OperationKind, int]] = {
 
 
 class Placing:
-    """In which pipeline stage and replica each rank is, and who so takes part in its operations."""
+    """The pipeline stage and the replica of each rank, which decide who takes part in its operations."""
 
     def __init__(self, operations: Iterable[Operation]) -> None:
         self.stage_of: dict[int, int] = {}
-        self._rank_at: dict[tuple[int, int], int] = {}  # by replica and stage
+        self._rank_at: dict[tuple[int, int], int] = {}  # rank by replica and stage
         self._replica_of: dict[int, int] = {}
         for one in operations:
             self.stage_of[one.rank], self._replica_of[one.rank] = one.stage, one.replica
@@ -63,7 +63,7 @@ class Placing:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """One operation in all steps."""
+    """One operation of the graph, in all of its steps."""
 
     key: Key
     after: tuple[int, ...]  # positions of the nodes that end before it starts

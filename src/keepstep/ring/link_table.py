@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-LINKS = 2048  # of a table that a launcher makes
+LINKS = 2048  # links of the tables that a launcher makes
 FEWEST, MOST = 16, 1 << 16  # links of a table
 MAGIC, VERSION = 0x4B4E494C5453504B, 1  # "KPSTLINK"
 HEADER_WORDS, COMM_WORDS, LINK_WORDS = 512, 48, 152
@@ -25,7 +25,7 @@ _MOST_PATH = 240  # characters; NCCL keeps 255 of the plugin's path
 
 
 def mix(h: int, word: int) -> int:
-    """One step of the checksum."""
+    """Add a word to the checksum ``h``."""
     h = (h ^ word) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
     return h ^ h >> 29
 
@@ -84,5 +84,5 @@ def _sets_plugin(file: Path) -> bool:
     try:
         with file.expanduser().open("rb") as lines:
             return any(line.split(b"=")[0].strip() == PLUGIN.encode() for line in lines)
-    except (OSError, RuntimeError):  # no such file; no home
+    except (OSError, RuntimeError):  # there is no such file, or no home folder
         return False

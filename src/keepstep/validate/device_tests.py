@@ -16,7 +16,7 @@ from keepstep.core.validation import DeviceFigure
 TESTS = "keepstep.validate_tests"
 """Entry points ``test(device: str) -> float``, more is better; they leave the training's random numbers alone."""
 
-REPETITIONS = 3  # of each test; the median counts
+REPETITIONS = 3  # how often each test is run; the median counts
 _CPU_SIZE = 384  # rows and columns of the matrices
 _CPU_BUSY_S, _CPU_PATIENCE_S = 0.03, 0.25  # length of one repetition: time on the core, or time in all
 _CPU_LEAST_PRODUCTS = 4
