@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import control_stand_ins as stand_ins
 from virtual_checks import check, check_end, check_given, check_start, describe
+from virtual_elections import ELECTOR_S, elect
 from virtual_parts import ATTEMPT_S, RANKS, Connection, Host, Site
 
 from keepstep import wire
@@ -31,12 +32,11 @@ from keepstep.control.effects import (
     WriteIncident,
 )
 from keepstep.control.settings import Settings
-from keepstep.launch.controller.lease import Elector, ToSeat
+from keepstep.launch.controller.lease import Elector
 from keepstep.launch.controller.member import LEASE_S, Member
 
 TICK_S = 0.4
 BEAT_S = 1.4
-ELECTOR_S = 0.3
 FINISHED_S = 60.0
 
 
@@ -241,75 +241,8 @@ class Job:
         self.at(BEAT_S, lambda: self._beat(host))
         if self.elects:
             part.vote(seat, host.elector)
-            self.at(self.random.uniform(0, ELECTOR_S), lambda: self._elect(host))
+            self.at(self.random.uniform(0, ELECTOR_S), lambda: elect(self, host))
         return host
-
-    # Elections.
-
-    def _elect(self, host: Host) -> None:
-        if not host.alive or host.exit_code is not None:
-            return
-        elector = host.elector
-        for to in elector.tick(self.now_s, connected=host.connection is not None and not host.part.is_void):
-            self._ask(host, to)
-        site = host.site
-        if site is not None and not site.over and elector.leads != site.term and elector.council is not None:
-            self._kill_site(site)
-            site.over = True
-        if elector.leads > (site.term if site is not None else 0) and not host.starting:
-            host.starting = True
-            self.at(self.random.uniform(0.3, 2.0), lambda term=elector.leads: self._lead(host, term))
-        if host.connection is not None and host.connection.site is not self._target(host):
-            self._break(host.connection, host)
-        if host.aims != elector.leader.term:
-            host.aims, host.failures = elector.leader.term, 0
-            self._connect(host)
-        if host.connection is None and elector.council is not None and self.random.random() < 0.3:
-            for other in [self._at(seat) for seat in elector.council.seats]:
-                if other is not None and other is not host:
-                    self._pass(host, other, lambda other=other: self._where(other, host))
-        self.at(ELECTOR_S, lambda: self._elect(host))
-
-    def _lead(self, host: Host, term: int) -> None:
-        host.starting = False
-        if host.alive and host.exit_code is None and host.elector.leads == term:
-            self._start_site(host, term)
-
-    def _where(self, asked: Host, by: Host) -> None:
-        leads = asked.elector.where(self.now_s)
-
-        def told() -> None:
-            by.elector.learned(leads)
-            if leads.acts:
-                by.part.led(self.now_s)
-
-        self._pass(asked, by, told)
-
-    def _ask(self, host: Host, to: ToSeat) -> None:
-        other = self._at(to.seat)
-        if other is None:
-            return
-
-        def arrived() -> None:
-            answer = other.elector.asked(to.ask, self.now_s)
-            if answer is not None:
-                self._pass(other, host, lambda: host.elector.answered(answer, self.now_s))
-
-        self._pass(host, other, arrived)
-
-    def _pass(self, here: Host, there: Host, arrived: Callable[[], None]) -> None:
-        """Between launchers: lost, repeated, reordered."""
-
-        def deliver() -> None:
-            if there.alive and there.exit_code is None and not here.cut and not there.cut:
-                arrived()
-
-        for _ in range(self.random.choice((0, 1, 1, 1, 1, 1, 1, 1, 1, 2))):
-            self.at(self._delay_s(), deliver)
-
-    def _at(self, seat: wire.Seat) -> Host | None:
-        """Whoever listens there now."""
-        return next((h for h in reversed(self.hosts) if h.elector.seat.address == seat.address), None)
 
     def _target(self, host: Host) -> Site | None:
         """The controller that it connects to."""
