@@ -227,8 +227,7 @@ class HangCase(Case):
         return bool(self._probes) and all(culprit.link is not None for culprit in old.culprits)
 
     def _locate(self, states: Sequence[RankState], traffic: Sequence[PeerTraffic], now_s: float) -> Diagnosis:
-        desk = self._desk
-        cluster = desk.cluster
+        desk, cluster = self._desk, self._desk.cluster
         try:
             evidence = desk.evidence(
                 now_s,

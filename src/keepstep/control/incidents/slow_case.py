@@ -31,7 +31,7 @@ from keepstep.core.evidence import Evidence
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Diagnosis, Event, Incident
 from keepstep.core.ranges import fold_nodes
-from keepstep.core.summary import BlockSummary, IterationSummary, PathProbe, PeerTraffic
+from keepstep.core.summary import IterationSummary, PathProbe
 from keepstep.core.validation import Validation
 from keepstep.report.validation import in_a_line
 from keepstep.wire.messages import Profile
@@ -196,7 +196,8 @@ class SlowCase(Case):
             return
         traffic = [one for answer in answers for one in answer.traffic if is_traffic(one)]
         blocks = [one for answer in answers for one in answer.blocks if is_block(one)][:_MOST_BLOCKS]
-        self._decide(before, after, traffic, blocks, unanswered, now_s)
+        known = {"before": before, "after": after, "onset_step": onset, "blocks": blocks, "traffic": traffic}
+        self._decide(self._desk.evidence(now_s, **known), unanswered, now_s)
         complete = self.incident is not None and bool(self.incident.culprits) and not unanswered
         self._settled = self._looks >= (1 if complete else _MOST_LOOKS)
 
@@ -289,26 +290,10 @@ class SlowCase(Case):
         """Whether so many ranks are slow that no other proof is needed."""
         return len(self._slow) >= min(max(self._desk.cluster.known_ranks / 2, 1), _ENOUGH_RANKS)
 
-    def _decide(
-        self,
-        before: Sequence[IterationSummary],
-        after: Sequence[IterationSummary],
-        traffic: Sequence[PeerTraffic],
-        blocks: Sequence[BlockSummary],
-        unanswered: Sequence[str],
-        now_s: float,
-    ) -> None:
-        desk = self._desk
+    def _decide(self, evidence: Evidence, unanswered: Sequence[str], now_s: float) -> None:
+        desk, before, after = self._desk, evidence.before, evidence.after
         if self.incident is None:
             self._told_cost_s = now_s
-        evidence = desk.evidence(
-            now_s,
-            before=before,
-            after=after,
-            onset_step=self.onset_step,
-            blocks=blocks,
-            traffic=traffic,
-        )
         diagnosis = self._locate(evidence)
         before_s, after_s = _pace(before) or _middle_s(self._before), _pace(after) or _middle_s(self._after)
         if not self._validated and _firmness(diagnosis.culprits) <= 1:
