@@ -110,11 +110,6 @@ class ChangePointDetector:
         self._left = math.nan
         self._last_residuals = (0.0, 0.0)
 
-    @property
-    def level(self) -> float:
-        """Robust mean of the present regime in seconds; NaN before the first iterations after the warm-up."""
-        return self._level.median()
-
     def update(self, seconds: float) -> ChangePoint | None:
         """Take the next iteration's time; return the change it proves, if any."""
         self._index += 1
@@ -270,15 +265,8 @@ class ChangePointDetector:
             self._anchor, self._anchor_count = after, len(taken)
             return None
         self._left = level
-        change = ChangePoint(
-            taken[0][0],
-            self._index,
-            level,
-            after,
-            ratio,
-            _posterior(chance),
-            "onset" if sign > 0 else "relief",
-        )
+        kind: ChangeKind = "onset" if sign > 0 else "relief"
+        change = ChangePoint(taken[0][0], self._index, level, after, ratio, _posterior(chance), kind)
         self._calm_error *= scale
         self._begin(taken, scale)
         self._healthy = level if sign > 0 and self._min_change > 0 else math.inf

@@ -156,10 +156,7 @@ def _reduced(keys: Ints, values: Floats, by: np.ufunc) -> _Times:
 
 
 def _grown_groups(
-    then: _Times,
-    now: _Times,
-    members: Mapping[int, tuple[int, ...]],
-    least_s: float,
+    then: _Times, now: _Times, members: Mapping[int, tuple[int, ...]], least_s: float
 ) -> list[int]:
     """Groups with a collective that takes every member longer by at least ``least_s``."""
     keys, growth = _growth(then, now)

@@ -51,7 +51,9 @@ def locate_crash(evidence: Evidence) -> Diagnosis:
         missing.append("the first death: every message is about a lost connection")
     if not clocks_known and len(together) > 1:
         missing.append("clock offsets between the nodes: which of the deaths came first cannot be told")
-    return Diagnosis("crash", culprits, victims, lines, tuple(missing), _headline(first))
+    reason = f": {first.message[:120]}" if first.message else ""
+    headline = f"rank {first.rank} died ({_death(first)}){reason}"
+    return Diagnosis("crash", culprits, victims, lines, tuple(missing), headline)
 
 
 def _one_per_rank(crashes: Sequence[Finding]) -> list[Finding]:
@@ -114,11 +116,6 @@ def _death(finding: Finding) -> str:
         except ValueError:
             pass
     return f"exit code {finding.exit_code}"
-
-
-def _headline(first: Finding) -> str:
-    reason = f": {first.message[:120]}" if first.message else ""
-    return f"rank {first.rank} died ({_death(first)}){reason}"
 
 
 def _lines(

@@ -18,12 +18,7 @@ from keepstep.core.summary import RankState
 from keepstep.locate._hang_desync import diagnose_circle, diagnose_desync, ranks_in_a_circle
 from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, STOPPED, HangEvidence, Roots, waits_in
 from keepstep.locate._hang_network import cut_links, diagnose_silent, diagnose_transfer
-from keepstep.locate._hang_words import (
-    culprit_of,
-    diagnosis_of,
-    last_progress_s,
-    progress_lines,
-)
+from keepstep.locate._hang_words import culprit_of, diagnosis_of, last_progress_s, progress_lines
 from keepstep.locate._paths import Paths
 from keepstep.locate._waiting import Pending, pending_operations
 

@@ -50,24 +50,11 @@ class InferredLayout:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """The traffic of groups in one kind of operation, summed over ranks and iterations."""
+    """The traffic of groups in one kind of operation; means over ranks, iterations and operations."""
 
-    seen: int  # iterations of one rank each in which it was used
-    count: int
-    nbytes: int
-    place: float  # sum over operations of the start, as a share of the iteration
-
-    @property
-    def each_bytes(self) -> float:
-        return self.nbytes / self.count
-
-    @property
-    def per_iteration(self) -> float:
-        return self.count / self.seen
-
-    @property
-    def mean_place(self) -> float:
-        return self.place / self.count
+    per_iteration: float  # operations of a rank in an iteration
+    each_bytes: float
+    mean_place: float  # start of an operation, as a share of the iteration
 
 
 _Family = tuple[int, tuple[int, ...]]  # number of members, distances between neighbouring members
@@ -149,8 +136,9 @@ def _loads(families: Mapping[str, _Family], table: IterationTable) -> dict[_Fami
     found: list[list[int]] = [(keys >> 8).tolist(), (keys & 0xFF).tolist(), seen.tolist()]
     loads: dict[_Family, dict[int, _Load]] = {}
     names = list(numbers)
-    for number, op, many, count, nbytes, mean in zip(*found, *sums, strict=True):
-        loads.setdefault(names[int(number)], {})[int(op)] = _Load(int(many), int(count), int(nbytes), mean)
+    for number, op, rounds, count, nbytes, places in zip(*found, *sums, strict=True):
+        load = _Load(count / rounds, nbytes / count, places / count)
+        loads.setdefault(names[int(number)], {})[int(op)] = load
     return loads
 
 

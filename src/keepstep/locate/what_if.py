@@ -52,13 +52,12 @@ class Placing:
 
     def members(self, rank: int, kind: OperationKind) -> list[int]:
         """The ranks of a collective at an end of the step; of any other operation the rank itself."""
-        stages = {
-            "params-sync": {self.stage_of[rank]},
-            "grads-sync": {self.stage_of[rank]},
-            "embedding-sync": {0, self._last_stage},
-            "norm-sync": set(self.stage_of.values()),
-        }.get(kind)
-        return [rank] if stages is None else [r for r, stage in self.stage_of.items() if stage in stages]
+        if not kind.endswith("-sync"):
+            return [rank]
+        if kind == "norm-sync":
+            return list(self.stage_of)
+        stages = (0, self._last_stage) if kind == "embedding-sync" else (self.stage_of[rank],)
+        return [other for other, stage in self.stage_of.items() if stage in stages]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,7 @@ first asked for, as launchers and workers only make and write rings.
 
 from typing import TYPE_CHECKING, Any
 
-from keepstep.ring.native import (
-    Operation,
-    RingWriter,
-    create,
-)
+from keepstep.ring.native import Operation, RingWriter, create
 
 if TYPE_CHECKING:
     from keepstep.ring.reader import Batch, RingHeader, RingReader

@@ -177,25 +177,16 @@ class LinkReader:
         state = words[_STATE]
         if state != int(self._comms[index, _STATE]):
             return None
-        known = words[_CHECK] == _checked(state >> 2, words[_ID:_OPENED])
-        rank, size = words[3] & 0xFFFFFFFF, words[3] >> 32
+        generation = state >> 2
+        identity = (0, "", -1, 0, 0)
+        if words[_CHECK] == _checked(generation, words[_ID:_OPENED]):
+            rank, size, nodes = words[3] & 0xFFFFFFFF, words[3] >> 32, words[4] & 0xFFFFFFFF
+            identity = (words[_ID], _text(words[_NAME:_OPENED]), rank, size, nodes)
         return Communicator(
-            index=index,
-            generation=state >> 2,
-            is_open=state & 3 == _OPEN,
-            id=words[_ID] if known else 0,
-            name=_text(words[_NAME:_OPENED]) if known else "",
-            rank=rank if known else -1,
-            size=size if known else 0,
-            nodes=words[4] & 0xFFFFFFFF if known else 0,
-            opened_ns=words[_OPENED],
-            closed_ns=words[_OPENED + 1],
-            collectives=words[15],
-            p2ps=words[16],
-            enqueued=words[17],
-            kernels=words[18],
-            kernel_ns=words[19],
-            last=_last(state >> 2, words[_LAST : _LAST + 13]),
+            *(index, generation, state & 3 == _OPEN),
+            *identity,
+            *words[_OPENED : _OPENED + 7],
+            last=_last(generation, words[_LAST : _LAST + 13]),
         )
 
 

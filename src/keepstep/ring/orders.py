@@ -132,8 +132,7 @@ class OrdersPage:
 
     def put_tests(self, number: int, body: dict[str, Any]) -> None:
         """Agent: order tests for the rank to run while it is held. Raises RingError when they are too many."""
-        self._put(_TESTS, number, body)
-        self.words[Word.TESTS] = number
+        self._put(_TESTS, Word.TESTS, number, body)
 
     def tests(self) -> tuple[int, dict[str, Any]] | None:
         """Worker: the tests that are ordered, with their number; None without any."""
@@ -141,8 +140,7 @@ class OrdersPage:
 
     def put_report(self, number: int, body: dict[str, Any]) -> None:
         """Worker: report its endpoint under the hold's number, or figures under the number of the tests."""
-        self._put(_REPORT, number, body)
-        self.words[Word.REPORT] = number
+        self._put(_REPORT, Word.REPORT, number, body)
 
     def report(self, number: int) -> dict[str, Any] | None:
         """Agent: the worker's report under ``number``; None while there is none."""
@@ -150,8 +148,7 @@ class OrdersPage:
 
     def put_shares(self, number: int, body: dict[str, Any]) -> None:
         """Agent: order shares of micro-batches. Raises RingError when there are too many."""
-        self._put(_SHARES, number, body)
-        self.words[Word.SHARES] = number
+        self._put(_SHARES, Word.SHARES, number, body)
 
     def shares(self, known: int) -> tuple[int, dict[str, Any]] | None:
         """Worker: the shares that are ordered, with their number; None without any, or if that number is ``known``."""
@@ -159,9 +156,7 @@ class OrdersPage:
 
     def put_split(self, body: dict[str, Any]) -> None:
         """Worker: report how it divides micro-batches from now on."""
-        number = self.words[Word.SPLIT] + 1
-        self._put(_SPLIT, number, body)
-        self.words[Word.SPLIT] = number
+        self._put(_SPLIT, Word.SPLIT, self.words[Word.SPLIT] + 1, body)
 
     def split(self, known: int) -> tuple[int, dict[str, Any]] | None:
         """Agent: the split that the worker has put, with its number; None if that number is ``known``."""
@@ -172,13 +167,15 @@ class OrdersPage:
         self.words.release()
         self._map.close()
 
-    def _put(self, place: int, number: int, body: dict[str, Any]) -> None:
+    def _put(self, place: int, word: Word, number: int, body: dict[str, Any]) -> None:
+        """Write a body to a place, then announce it: the word gets its number last."""
         text = json.dumps({"number": number, "body": body}, separators=(",", ":")).encode()
         begin, most = _BODIES[place], _room(place)
         if len(text) > most:
             raise RingError(f"{len(text)} bytes do not fit on an orders page ({most})")
         self._map[begin + 8 : begin + 8 + len(text)] = text
         self._map[begin : begin + 8] = len(text).to_bytes(8, "little")
+        self.words[word] = number
 
     def _newest(self, place: int, word: Word, known: int) -> tuple[int, dict[str, Any]] | None:
         """The body at a place with the number that a word announces; None for no number, or one that is known."""

@@ -164,13 +164,6 @@ def test_a_constant_series_says_nothing() -> None:
     assert [change.index for change in found_in([1.0] * 100 + [1.5] * 20)] == [100]
 
 
-def test_the_level_is_readable() -> None:
-    detector = ChangePointDetector()
-    assert math.isnan(detector.level)
-    change_points(noisy([(0.4, 100)]), detector)
-    assert detector.level == pytest.approx(0.4, rel=0.02)
-
-
 @pytest.mark.parametrize("options", [{"warmup": -1}, {"min_change": 1.0}, {"min_change": -0.1}])
 def test_options_that_make_no_sense_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="ChangePointDetector needs"):
