@@ -86,7 +86,7 @@ class Recovery:
 
     incarnation: int  # the incarnation that began
     rank: int  # the rank that failed
-    what: str  # "was killed", "failed"
+    what: str  # how the rank failed: "was killed", "failed"
     seconds: float
     phases: tuple[
         tuple[str, float], ...
@@ -124,7 +124,7 @@ class Incident:
     recovery: Recovery | None = None
     lost_s: float | None = None  # seconds that a slowdown has cost the job, until now if it is open
     saved_s: float = 0.0  # seconds that the slowdown would have cost besides, without the remedies
-    onset_unix_s: float | None = None  # an estimate
+    onset_unix_s: float | None = None  # estimated time of the onset
     events: tuple[Event, ...] = ()
     next_action: str = ""  # what will be done about the incident next, if nothing changes
     next_unix_s: float | None = None  # when `next_action` is due; None when it has no time

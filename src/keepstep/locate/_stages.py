@@ -57,7 +57,7 @@ def chains(summaries: Sequence[IterationSummary]) -> Chains:
     for first in np.sort(source).tolist():
         if stages[first] < 0:
             length = max(length, _walk_around(first, down, stages))
-    if not length:  # every rank sends to every other: no direction wins
+    if not length:  # every rank sends to every other, so no order of ranks can be told
         return Chains("other", {}, 0, groups)
     if not clear and not both_ways:
         return Chains("ring", {}, 0, groups)

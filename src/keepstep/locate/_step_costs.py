@@ -163,7 +163,7 @@ def _waited_for_others_s(graph: StepGraph, healthy: Mapping[Key, float], ranks: 
     for members in job.reducing():
         if not ranks.issuperset(members):
             partial |= {(rank, "grads-sync", 0) for rank in ranks.intersection(members)}
-    if any(node.key[1] == "local" for node in graph.nodes):  # a part of a pipeline is silent
+    if any(node.key[1] == "local" for node in graph.nodes):  # some ranks of a pipeline did not report
         partial |= {(rank, "norm-sync", 0) for rank in ranks}
     grown = {"grads-sync": 0.0, "norm-sync": 0.0}
     for place, node in enumerate(graph.nodes):

@@ -22,7 +22,7 @@ from keepstep.locate._constraints import Constraint, constraints_between_nodes, 
 Floats = npt.NDArray[np.float64]
 
 MAX_DRIFT = 2e-4  # seconds per second; an undisciplined quartz and NTP's slewing together drift less
-MOST_NODES, MOST_SAMPLES = 1024, 20_000  # compared at once; takes about a second
+MOST_NODES, MOST_SAMPLES = 1024, 20_000  # compared at once at most, which takes about a second
 _WINDOW_S = 300.0  # samples older than the newest by more are not used
 _BUCKETS = 32  # into which samples are sorted by time, to estimate a drift
 _GRID = 41  # drifts that are tried between two bounds

@@ -191,7 +191,7 @@ class LinkReader:
 
 
 def _field(words: Words, shift: int, mask: int) -> Places:
-    """Some bits of each word."""
+    """The bits of each word that are left after a shift and a mask."""
     return ((words >> np.uint64(shift)) & np.uint64(mask)).astype(np.int64)
 
 
