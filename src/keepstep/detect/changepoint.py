@@ -225,7 +225,7 @@ class ChangePointDetector:
         halfway = 0.5 * (level - self._healthy) if sign < 0 else -math.inf
         latest = [sign * (value - level) for _, value in self._recent][-_REACH:]
         floor = 0.5 * self._min_change * level
-        # A healthy level may wander by half of what counts as a change, and by more while it was seen for few iterations.
+        # A healthy level may wander by half of what counts as a change, and by more if few iterations show it.
         wander = floor * (1 + 8 / len(self._residuals))
         for length, hits in _TESTS:
             if len(latest) < length:
@@ -274,7 +274,7 @@ class ChangePointDetector:
         return change
 
     def _still_left(self, after: float, level: float) -> bool:
-        """Whether ``after`` only corrects the level of a new regime, as it is still a change away from the last regime."""
+        """Whether ``after`` only corrects the level of a new regime, being still a change away from the last regime."""
         moved = after - self._left
         return moved * (level - self._left) > 0 and abs(moved) >= self._min_change * min(after, self._left)
 
