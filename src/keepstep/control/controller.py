@@ -83,7 +83,6 @@ class Controller:
         unix_s: Callable[[float], float] = lambda now_s: now_s,
         pid: int = 0,
     ) -> None:
-        self.settings = settings
         self.cluster = Cluster(max(settings.nodes, 1))
         self.rendezvous = Rendezvous(settings.nodes, join_s=settings.join_s, last_call_s=settings.last_call_s)
         self.admission = Admission(unix_s)
@@ -134,7 +133,7 @@ class Controller:
             if self.ending.stop is None and council.stop is not None:
                 self.ending.begin(council.stop)
             placements = [(row.node, row.pid, row.placement) for row in council.table]
-            if council.leader.token != self.settings.seat:
+            if council.leader.token != self.peers.settings.seat:
                 former = Launcher(council.leader.node, council.leader.pid)
         if placements:
             table = {Launcher(node, pid): placement for node, pid, placement in placements}
@@ -151,7 +150,9 @@ class Controller:
 
     def disconnected(self, peer: int, now_s: float, *, unanswered: bool = False) -> list[Effect]:
         """Note that a connection has ended. ``unanswered``: its host fell silent, without a last packet."""
-        since_s = now_s + self.settings.link_s if unanswered else now_s  # a cut link may be back in a moment
+        since_s = (
+            now_s + self.peers.settings.link_s if unanswered else now_s
+        )  # a cut link may be back in a moment
         gone = self.peers.gone(peer, since_s)
         if gone is None or gone.launcher is None:
             return self._taken()
@@ -196,7 +197,7 @@ class Controller:
         self._reform(self.reforming.tick(now_s), now_s)
         self._operator_orders.tick()
         self._reform(self._pauses.tick(self.peers.connected.keys(), now_s), now_s)
-        newcomers = self.settings.backups > 0 and bool(self._growth.newcomers)
+        newcomers = self.backups.copies > 0 and bool(self._growth.newcomers)
         if (newcomers or self.reforming.is_untried) and self.state(now_s) is JobState.RUNNING:
             self.reforming.trains()
             self._growth.tick(now_s)
@@ -368,18 +369,18 @@ class Controller:
                 node.lost_s, node.lost = None, True
         lost, waited_s = self.cluster.wait_for_lost()
         begins_again = self.rendezvous.max_restarts > 0
-        if lost and waited_s > self.settings.gone_s and not (begins_again or self.ending.under_way):
+        if lost and waited_s > self.peers.settings.gone_s and not (begins_again or self.ending.under_way):
             reason = f"{lost} lost without a last packet; all other ranks have waited for {waited_s:.0f} s"
             self._end_job(End(1, reason), now_s)
 
     def _tick_backups(self, now_s: float) -> None:
-        if self.settings.backups and not self.over:
+        if self.backups.copies and not self.over:
             for peer, order in self.backups.tick(self.cluster, self._expected_nodes, now_s):
                 self._effects.append(Send((peer,), order))
 
     @property
     def _expected_nodes(self) -> int:
-        return len(self.rendezvous.placements) or self.settings.nodes
+        return len(self.rendezvous.placements) or self.peers.settings.nodes
 
     # --- the end of the job ---------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ class Peers:
     ) -> None:
         self.connected: dict[int, Peer] = {}  # by the number of the connection
         self.ignored = 0  # number of messages that made no sense when they came
-        self._settings, self._cluster, self._rendezvous = settings, cluster, rendezvous
+        self.settings, self._cluster, self._rendezvous = settings, cluster, rendezvous
         self._effects, self._pid = effects, pid
         self._ticked_s: float | None = None
         self._quiet_until_s = 0.0  # until then no agent counts as silent, as the controller slept
@@ -65,7 +65,7 @@ class Peers:
         sender.hello = hello
         if sender.role == "launcher":
             sender.launcher = Launcher(hello.node, hello.pid)
-        welcome = Welcome(self._pid, self._settings.heartbeat_s, term=self._settings.term)
+        welcome = Welcome(self._pid, self.settings.heartbeat_s, term=self.settings.term)
         self._effects.append(Send((peer,), welcome))
         if hello.node_rank < 0 or sender.role == "client":
             return None
@@ -113,7 +113,7 @@ class Peers:
         before_s, self._ticked_s = self._ticked_s, now_s
         if before_s is None or now_s - before_s <= _STALL_S:
             return 0.0
-        self._quiet_until_s = now_s + self._settings.silent_s
+        self._quiet_until_s = now_s + self.settings.silent_s
         return now_s - before_s
 
     def is_quiet(self, now_s: float) -> bool:
@@ -122,7 +122,7 @@ class Peers:
 
     def watch(self, now_s: float) -> Iterator[Node]:
         """Note which agents are silent; yield the nodes that have had neither agent nor launcher for too long."""
-        settings = self._settings
+        settings = self.settings
         for node in self._cluster.nodes.values():
             if node.left:
                 continue
@@ -137,7 +137,7 @@ class Peers:
         node = self._cluster.nodes.get(node_rank)
         if node is None or node.agent is None or node.heard_s is None:
             return False
-        return now_s - node.heard_s <= self._settings.silent_s
+        return now_s - node.heard_s <= self.settings.silent_s
 
     def _is_ours(self, hello: Hello) -> bool:
         """Whether this agent's launcher plays its node: one that was cut off may have been replaced."""
