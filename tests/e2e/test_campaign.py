@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.quiet, pytest.mark.timeout(400)]
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
-        pytest.param("slow-link", 1, marks=[pytest.mark.root]),
+        pytest.param("slow-link", 1, marks=[pytest.mark.root, pytest.mark.long]),
         ("pauses", 0),
-        ("iteration-time", 5),
+        pytest.param("iteration-time", 5, marks=pytest.mark.long),
     ],
 )
 def test_one_seed(name: str, seed: int, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def undisturbed(folder: Path, count: int) -> dict[tuple[int, int], set[float]]:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(("size", "count"), [(2, 2), (3, 6)])
+@pytest.mark.parametrize(("size", "count"), [(2, 2), pytest.param(3, 6, marks=pytest.mark.long)])
 def test_a_lost_host_is_done_without_and_taken_in_when_it_returns(
     tmp_path: Path, size: int, count: int
 ) -> None:

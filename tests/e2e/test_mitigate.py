@@ -105,6 +105,7 @@ def test_a_slow_replica_gets_less_and_its_share_back(tmp_path: Path) -> None:
     assert [loss for *_, loss in rows] == pytest.approx([loss for *_, loss in plain], rel=1e-6, abs=1e-15)
 
 
+@pytest.mark.long
 def test_it_is_only_said_where_nothing_may_be_done(tmp_path: Path) -> None:
     with training(tmp_path, "--no-validate", "--mitigate", "advise") as process:
         until(lambda: len(steps(tmp_path)) > 60)

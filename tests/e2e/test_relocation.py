@@ -53,6 +53,7 @@ def losses_are_equal(folder: Path) -> None:
         assert sorted(values) == list(range(len(values)))
 
 
+@pytest.mark.long
 def test_a_slow_link_is_left_to_those_who_send_little_for_as_long_as_it_is_slow(tmp_path: Path) -> None:
     if reason := beds.missing():
         pytest.skip(reason)

@@ -150,7 +150,9 @@ def custom_test(folder: Path, body: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))}
 
 
-@pytest.mark.parametrize("module", ["keepstep.control", "keepstep.agent"])
+@pytest.mark.parametrize(
+    "module", ["keepstep.control", pytest.param("keepstep.agent", marks=pytest.mark.long)]
+)
 def test_when_who_holds_it_dies_the_hold_ends_and_the_training_is_unharmed(
     start: Callable[..., Run], expected: dict[int, list[float | None]], tmp_path: Path, module: str
 ) -> None:
@@ -184,6 +186,7 @@ def test_an_operator_is_told_which_device_is_slow(start: Callable[..., Run], tmp
     assert "only a running job can be validated" in ended.stderr
 
 
+@pytest.mark.long
 def test_a_slowdown_that_profiles_do_not_explain_is_validated_by_itself(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -197,6 +200,7 @@ def test_a_slowdown_that_profiles_do_not_explain_is_validated_by_itself(
     assert incident["evidence"][0].startswith("validation (")
 
 
+@pytest.mark.long
 @pytest.mark.root
 def test_a_slow_link_between_hosts_is_named(tmp_path: Path) -> None:
     if beds.missing():

@@ -96,6 +96,7 @@ def test_a_slow_rank_is_named_and_relief_is_told(tmp_path: Path) -> None:
     surfaces_tell_the_same(run_dir, tmp_path)
 
 
+@pytest.mark.long
 def test_two_slow_ranks_are_both_named(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     faults = [
@@ -200,7 +201,9 @@ def programs(run_dir: Path, module: str) -> list[psutil.Process]:
     ]
 
 
-@pytest.mark.parametrize("module", ["keepstep.agent", "keepstep.control"])
+@pytest.mark.parametrize(
+    "module", [pytest.param("keepstep.agent", marks=pytest.mark.long), "keepstep.control"]
+)
 def test_training_outlives_agent_and_controller_and_the_next_one_goes_on(tmp_path: Path, module: str) -> None:
     run_dir = tmp_path / "run"
     fault = "slow rank 1 by 2x at step 40 for 15 steps"
