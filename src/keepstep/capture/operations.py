@@ -95,7 +95,9 @@ class Ending(IntEnum):
     """
 
     RETURN = 0  # the call returns; used for device backends, whose transfers are recorded elsewhere
-    CALL = 1  # the probe's own wait inside the call returns; used if the caller is about to wait anyway
+    CALL = (
+        1  # when a wait that the probe adds to the call returns; used if the caller is about to wait anyway
+    )
     WAIT = 2  # the caller's wait returns
     REDUCER = 3  # the wait of DDP's reducer is over
 

@@ -222,7 +222,7 @@ class _Iteration:
     def __init__(self, blocks: _Blocks, stages: Sequence[float], split: Split) -> None:
         self._blocks, self._stages, self._split = blocks, stages, split
         first = 0
-        self._first: list[int] = []  # the first replica of each block
+        self._first: list[int] = []  # index of the first replica of each block of equal pipelines
         for shape in blocks.shape_of:
             self._first.append(first)
             first += blocks.shapes[shape].replicas

@@ -32,7 +32,7 @@ class CachedStates:
         self._locked: dict[tuple[int, int], Key] = {}  # by owner and index of the slot
         self._reading: Counter[Slot] = Counter()
         self._pinned: frozenset[Key] = frozenset()
-        self._filling: set[int] = set()  # owners of slots that are being filled
+        self._filling: set[int] = set()  # ranks whose slots are being filled
         self._told: set[tuple[Key, int]] = set()
         self._guard = threading.RLock()  # several threads of the agent use this object
 

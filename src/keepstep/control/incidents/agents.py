@@ -56,7 +56,7 @@ class Question:
         return True
 
     def due(self, now_s: float) -> bool:
-        """Whether the question is to be decided now."""
+        """Whether to stop waiting for answers: enough agents have answered, or the deadline has passed."""
         return self.unanswered <= self.mute or now_s >= self.deadline_s
 
 

@@ -33,7 +33,7 @@ _LOAD_S = 0.1  # time that a test load is to take on the slow link
 _LEAST_LOAD_BYTES = 65536
 _LOAD_EVERY_S, _SELDOM_S = 10.0, 60.0  # time between test loads: at first, and in the end
 _OTHERS = 3  # pairs of nodes that the link is compared with
-_FAST = 2.0  # a link is fast again that takes at most so many times as long as the fastest of these
+_FAST = 2.0  # a link that takes at most this many times the fastest compared pair is fast again
 _TRIES = 3  # loads in a look: a busy host may delay one, but a slow link is not fast by chance
 _LOOKS = 2  # successive looks that must find the link fast
 # Nodes keep their new places for so long, twice as long each time that the link turns slow again.

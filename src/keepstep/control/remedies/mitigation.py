@@ -315,7 +315,7 @@ class Mitigation:
         if self._planner is None or moved.move is self._relocation:
             return
         if iteration_s < (1 - _HELPED) * (moved.action.before_iteration_s or 0.0):
-            self._planner.undone(moved.move.name)  # further nodes may be replaced, too
+            self._planner.undone(moved.move.name)  # it helped: the same remedy may be used on further nodes
         else:
             self._planner.refused(moved.move.name)
 

@@ -56,7 +56,9 @@ class Elector:
         self._lonely = False  # waits at random before it stands, because no controller is heard
         self._has_resigned = False
         self._acted_s: float | None = None  # when this launcher had the lease last, while it leads
-        self._reached_s: float | None = None  # when its own controller was reached last, while it leads
+        self._reached_s: float | None = (
+            None  # as leader: when this node last reached the controller that it hosts
+        )
 
     @property
     def term(self) -> int:

@@ -21,7 +21,7 @@ MOST_LOAD_BYTES = 64 << 20  # most test data that one probe sends
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 Ranks = Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
-Key = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]  # a packed `checkpoint.slots.Key`
+Key = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]  # a packed `checkpoint.memory.slots.Key`
 KeyOrNone = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # 0: no snapshot
 Endpoints = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MOST_NODE_ENDPOINTS)]
 Label = Annotated[str, msgspec.Meta(max_length=MOST_LABEL)]
