@@ -77,8 +77,6 @@ def _plan(words):
     """The script and its arguments, where the command is ``python -u [-m] SCRIPT ...``."""
     if words[:1] != [sys.executable] or words[1:2] != ["-u"] or len(words) < 3:
         return None
-    if words[2].endswith("standby.py"):
-        return None
     return words[2:] if words[2] == "-m" or not words[2].startswith("-") else None
 
 
@@ -143,9 +141,10 @@ def _run(words, plan) -> int:
 
     from keepstep.launch.workers import standby
 
+    sys.orig_argv = list(words)
+    is_standby = plan[0] == standby.__file__
     as_module = plan[0] == "-m"
     script = plan[as_module]
-    sys.orig_argv = list(words)
     sys.argv = ["-m", *plan[2:]] if as_module else list(plan)
     for name in [name for name in sys.modules if name.partition(".")[0] == "keepstep"]:
         if not name.endswith("._native"):  # compiled parts cannot be loaded twice
@@ -153,14 +152,15 @@ def _run(words, plan) -> int:
     # As the interpreter would: PYTHONPATH of the worker, without the launcher's folder.
     if not getattr(sys.flags, "safe_path", False) and sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
-    standby._become_main(None if as_module else standby._absolute(script))
     torch.set_num_threads(int(os.environ.get(_MOST_THREADS) or os.cpu_count() or 1))
-    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
+    if not is_standby:
+        standby._become_main(None if as_module else standby._absolute(script))
+    if not is_standby and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
         from keepstep import _autoload
 
         _autoload.activate()
     try:
-        standby._run(script, as_module)
+        standby.main() if is_standby else standby._run(script, as_module)
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF

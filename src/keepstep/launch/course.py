@@ -55,7 +55,9 @@ class Course:
         self.job_over = asyncio.Event()  # the controller has said that the job ends
         self.stop_code = 0  # exit code of the job, as the controller has said it
         self.stopped_by_hand = False  # an operator has ended the job
-        self.has_parted = False  # this node has said that its workers ended, and waited for the others
+        self.has_parted = (
+            False  # this node has begun to part: it says that its workers ended and waits for the others
+        )
 
     @property
     def incarnation(self) -> int:

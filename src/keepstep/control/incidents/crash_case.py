@@ -96,7 +96,7 @@ class CrashCase(Case):
         self._finish("ended", now_s, "")
 
     def restarted(self, recovery: Recovery | None, now_s: float) -> None:
-        """Close the case, as the job runs in a later incarnation; ``recovery`` None: that one has died, too."""
+        """Close the case, as the job runs in a later incarnation; ``recovery`` None: none is known."""
         self.decide(now_s)
         step = self._desk.cluster.newest_step
         self._finish("relieved", now_s, "closes", relief_step=step, recovery=recovery)

@@ -1,4 +1,4 @@
-"""Are the folders that a run writes to there, writable, and not full?"""
+"""Can the folders that a run writes to be written to, and have they space left?"""
 
 from __future__ import annotations
 
