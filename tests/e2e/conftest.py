@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +16,47 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
-# `keepstep run` forks its workers, torch imported: tests/warm/sitecustomize.py says how. The length is room for the
-# environment of a worker.
+# Launchers and workers whose scripts use torch are forked off a process that has imported it: tests/warm says how.
 os.environ["KEEPSTEP_TEST_WARM"] = "x" * 16_384
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(WARM), os.environ.get("PYTHONPATH"))))
+sys.path.append(str(WARM))
+
+from warm_fork import LAUNCHER, ROOM, hide, script_of  # noqa: E402
+from zygote import Zygote  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_launchers() -> Iterator[None]:
+    """Fork launchers off a zygote, where nothing but their descriptors and folder is asked of their start."""
+    execute, zygotes = subprocess.Popen._execute_child, list[Zygote]()
+
+    def execute_child(popen, args, executable, preexec_fn, close_fds, pass_fds, *others) -> None:
+        folder, environment, pipes, identity = others[0], others[1], others[5:11], others[12:]
+        environment = dict(os.environ if environment is None else environment)
+        words = [] if isinstance(args, str | bytes) else [os.fsdecode(word) for word in args]
+        is_plain = (
+            preexec_fn is None and not pass_fds and identity[:3] == (None,) * 3 and not any(identity[4:5])
+        )
+        is_launcher = words[:1] == [sys.executable] and words[1:4] == LAUNCHER and environment.get(ROOM)
+        if not (is_plain and is_launcher and "torch" in script_of(words[4:])):
+            return execute(popen, args, executable, preexec_fn, close_fds, pass_fds, *others)
+        if not zygotes:
+            zygotes.append(Zygote())
+        hide(environment)
+        streams = [own if pipe < 0 else pipe for own, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
+        popen.pid = zygotes[0].start(words, environment, os.fspath(folder or os.getcwd()), streams)
+        popen._child_created = True
+        popen._close_pipe_fds(*pipes)
+        return None
+
+    subprocess.Popen._execute_child = execute_child
+    yield
+    subprocess.Popen._execute_child = execute
+    for zygote in zygotes:
+        zygote.close()
 
 
 @pytest.fixture
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start workers as users do, an interpreter each."""
-    monkeypatch.setenv("KEEPSTEP_TEST_WARM", "")
+    """Start launchers and workers as users do, an interpreter each."""
+    monkeypatch.setenv(ROOM, "")

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.quiet, pytest.mark.timeout(400)]
     ("name", "seed"),
     [
         pytest.param("slow-link", 1, marks=[pytest.mark.root, pytest.mark.long]),
-        ("pauses", 0),
+        pytest.param("pauses", 0, marks=pytest.mark.long),
         pytest.param("iteration-time", 5, marks=pytest.mark.long),
     ],
 )

@@ -100,6 +100,7 @@ def test_a_slow_link_is_left_to_those_who_send_little_for_as_long_as_it_is_slow(
     losses_are_equal(tmp_path)
 
 
+@pytest.mark.long
 def test_a_spare_takes_the_ranks_of_a_node_that_turned_slow(tmp_path: Path) -> None:
     if reason := beds.missing():
         pytest.skip(reason)
