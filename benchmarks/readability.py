@@ -92,7 +92,9 @@ def drawn(root: Path, seed: int, count: int) -> list[Entry]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--root", type=Path, default=Path("src/keepstep"))
     parser.add_argument("--seed", type=int, default=28)
     parser.add_argument("--count", type=int, default=40, help="docstrings, and as many comments")

@@ -12,7 +12,13 @@ from tests.e2e import testbed as beds
 pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(1200)]
 
 
-@pytest.mark.parametrize("case", [pytest.param("two-nodes", marks=pytest.mark.long), "node-at-restore"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("two-nodes", marks=pytest.mark.long),
+        pytest.param("node-at-restore", marks=pytest.mark.long),
+    ],
+)
 def test_one_seed(case: str, tmp_path: Path) -> None:
     reason = beds.missing()
     if reason:

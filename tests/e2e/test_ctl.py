@@ -100,6 +100,7 @@ def runs(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         run.end()
 
 
+@pytest.mark.long
 def test_a_job_that_is_suspended_and_resumed_gives_the_very_losses(runs: Callable[..., Run]) -> None:
     run = runs("run")
     run.until(lambda: run.steps() > 5)

@@ -99,6 +99,7 @@ def test_a_lost_host_is_done_without_and_taken_in_when_it_returns(
         assert all(math.isclose(one, right, rel_tol=1e-4) for one in found[key]), (key, right, found[key])
 
 
+@pytest.mark.long
 def test_what_differs_between_ranks_is_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOSE_AT", str(LOSE_AT))
     monkeypatch.setenv("STRANGE", "1")

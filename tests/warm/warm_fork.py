@@ -150,6 +150,8 @@ def become(words, plan, environment, streams, keep=(), prepare=None) -> NoReturn
 
 def _run(words, plan) -> int:
     """Run the script as the product's standby does; its exit code."""
+    import importlib
+
     import torch
 
     from keepstep.launch.workers import standby
@@ -162,9 +164,12 @@ def _run(words, plan) -> int:
     for name in [name for name in sys.modules if name.partition(".")[0] == "keepstep"]:
         if not name.endswith("._native"):  # compiled parts cannot be loaded twice
             del sys.modules[name]
-    # As the interpreter would: PYTHONPATH of the worker, without the launcher's folder.
+    # As the interpreter would: PYTHONPATH of this process, without the folder of what it was forked off.
     if not getattr(sys.flags, "safe_path", False) and sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:0] = [path for path in given if path not in sys.path]
+    importlib.invalidate_caches()
     torch.set_num_threads(int(os.environ.get(_MOST_THREADS) or os.cpu_count() or 1))
     if not is_standby:
         standby._become_main(None if as_module else standby._absolute(script))

@@ -104,11 +104,14 @@ class Workers:
 
     def kill(self, rank: int, process: int, reason: str) -> bool:
         """Kill a worker that hangs; ``reason`` counts as its error. False: this process does not play that rank."""
+        self._look()  # a worker that fails by itself is not to be taken for one that was killed
         for plan in self._plans:
             child = self._children.get(plan.local_rank)
             if plan.rank == rank and child is not None and child.alive and child.pid == process:
                 self._reasons[rank] = reason
                 end_group(child.pid, signal.SIGKILL)
+                # At once: others fail by its death, and their ends may be told before its own.
+                self._falls(plan, lambda _: -signal.SIGKILL)
                 return True
         return False
 
