@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from benchmarks.simulate._replay import Role
 from keepstep.core.events import Flag, Kind, Op, Phase
+from keepstep.core.summary import IterationSummary, StreamSummary
 
 Floats = NDArray[np.float64]
 Stream = tuple[Role, Op, int]  # role, operation, peer's stage (-1 for collectives)
@@ -260,3 +261,18 @@ def per_rank(arrays: list[Floats]) -> Iterator[list[list[float]]]:
     table: Floats = np.stack([np.reshape(array, (steps, -1)) for array in arrays], axis=-1)
     for place in range(table.shape[1]):
         yield table[:, place].tolist()
+
+
+def summary_of_row(
+    rank: int, step: int, row: Sequence[float], heads: Sequence[tuple[str, int, int, int]]
+) -> IterationSummary:
+    """An iteration summary of sums as `StageSums` gives them; ``heads``: group, operation, peer, bytes by stream."""
+    start, duration, own, blocked, data, backward, optimizer = row[:7]
+    return IterationSummary(
+        rank, step, start, duration, own, blocked, data, backward, optimizer,
+        streams=tuple(
+            StreamSummary(group, op, peer, count, count * nbytes, step * count + 1, *row[place + 1 : place + 6])
+            for (group, op, peer, nbytes), place in zip(heads, range(7, len(row), 6), strict=True)
+            for count in (round(row[place]),)
+        ),
+    )  # fmt: skip

@@ -29,7 +29,9 @@ from benchmarks.simulate._sinks import (
     Sums,
     joined,
     per_rank,
+    summary_of_row,
 )
+from benchmarks.simulate._traffic import address, sent_in_a_step, slower
 from keepstep.core.errors import UsageError
 from keepstep.core.events import Kind, Op, Phase
 from keepstep.core.layout import ParallelLayout
@@ -43,7 +45,6 @@ from keepstep.core.summary import (
     PeerTraffic,
     RankState,
     StreamProgress,
-    StreamSummary,
 )
 from keepstep.ring import RECORD
 
@@ -339,8 +340,11 @@ class Run:
         before_s, after_s = (float(part.sum()) for part in np.split(self.iteration_s, [onset_step]))
         counts = onset_step, self.steps - onset_step
         paths: dict[tuple[int, int], list[float]] = {}
-        for (source, target), (nbytes, usual_s) in self._sent_in_a_step().items():
-            slow = [self._slower(fault, source, target) for fault in self.faults]
+        workload = self.workload
+        per_node, batches = workload.ranks_per_node, workload.micro_batches
+        sent = sent_in_a_step(workload.layout, per_node, batches, workload.durations)
+        for (source, target), (nbytes, usual_s) in sent.items():
+            slow = [slower(fault, source, target, per_node, batches) for fault in self.faults]
             row = paths.setdefault((source, target), [0.0] * 4)
             for place, count in enumerate(counts):
                 row[2 * place] += nbytes * count
@@ -349,45 +353,10 @@ class Run:
         for (source, target), (bytes0, busy0, bytes1, busy1) in paths.items():
             name = self.workload._name(source)  # pyright: ignore[reportPrivateUsage]
             one = PeerTraffic(
-                name, _address(source), _address(target), before_s, int(bytes0), busy0, after_s, int(bytes1), busy1
+                name, address(source), address(target), before_s, int(bytes0), busy0, after_s, int(bytes1), busy1
             )  # fmt: skip
             found.setdefault(name, []).append(one)
         return found
-
-    def _sent_in_a_step(self) -> dict[tuple[int, int], tuple[float, float]]:
-        """(bytes, seconds with data under way) of every pair of nodes; the gradients go around in rings."""
-        workload, layout = self.workload, self.workload.layout
-        nodes = np.arange(layout.world_size) // workload.ranks_per_node
-        grid = np.reshape(nodes, (layout.pp, layout.dp, layout.tp))
-        usual, found = workload.durations, dict[tuple[int, int], tuple[float, float]]()
-
-        def add(here: NDArray[np.int64], there: NDArray[np.int64], nbytes: float, seconds: float) -> None:
-            pairs, counts = np.unique(
-                np.stack([here.ravel(), there.ravel()], axis=1), axis=0, return_counts=True
-            )
-            for (source, target), count in zip(pairs.tolist(), counts.tolist(), strict=True):
-                if source != target:
-                    old = found.get((source, target), (0.0, 0.0))
-                    found[source, target] = (old[0] + count * nbytes, old[1] + count * seconds)
-
-        batches = workload.micro_batches
-        for stage in range(layout.pp - 1):
-            for here, there in ((grid[stage], grid[stage + 1]), (grid[stage + 1], grid[stage])):
-                add(here, there, batches * BYTES["pp"], batches * usual.message_s)
-        if layout.dp > 1:
-            add(grid, np.roll(grid, -1, axis=1), 2.0 * BYTES["dp"], usual.dp_s)
-        return found
-
-    def _slower(self, fault: Fault, source: int, target: int) -> float:
-        """What a fault adds to the time with data under way between two nodes, per step."""
-        if fault.where not in ("message", "link") or not math.isfinite(fault.delay_s):
-            return 0.0
-        per_node = self.workload.ranks_per_node
-        ends = fault.rank // per_node, fault.peer // per_node
-        if (source, target) != ends and (fault.where == "message" or (target, source) != ends):
-            return 0.0
-        once = fault.where == "message" and fault.micro_batch >= 0
-        return fault.delay_s * (1 if once else self.workload.micro_batches)
 
     def _stage_summaries(self, stage: int, sums: StageSums, first: int) -> Iterator[list[IterationSummary]]:
         workload = self.workload
@@ -421,7 +390,7 @@ class Run:
                 for role, op, peer in streams
             ]
             yield [
-                _summary(
+                summary_of_row(
                     rank,
                     self._first + first + step,
                     [offset + rate * row[0], *(rate * value for value in row[1:])],
@@ -518,21 +487,3 @@ class Run:
 
     def _rank(self, stage: int, d: int, t: int) -> int:
         return (stage * self.workload.layout.dp + d) * self.workload.layout.tp + t
-
-
-def _summary(
-    rank: int, step: int, row: Sequence[float], heads: Sequence[tuple[str, int, int, int]]
-) -> IterationSummary:
-    start, duration, own, blocked, data, backward, optimizer = row[:7]
-    return IterationSummary(
-        rank, step, start, duration, own, blocked, data, backward, optimizer,
-        streams=tuple(
-            StreamSummary(group, op, peer, count, count * nbytes, step * count + 1, *row[place + 1 : place + 6])
-            for (group, op, peer, nbytes), place in zip(heads, range(7, len(row), 6), strict=True)
-            for count in (round(row[place]),)
-        ),
-    )  # fmt: skip
-
-
-def _address(node: int) -> str:
-    return f"10.{node >> 16}.{node >> 8 & 255}.{node & 255}"
