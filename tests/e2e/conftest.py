@@ -4,8 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -16,13 +17,23 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
-# Launchers and workers whose scripts use torch are forked off a process that has imported it: tests/warm says how.
-os.environ["KEEPSTEP_TEST_WARM"] = "x" * 16_384
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(WARM), os.environ.get("PYTHONPATH"))))
 sys.path.append(str(WARM))
 
 from warm_fork import LAUNCHER, ROOM, hide, script_of  # noqa: E402
 from zygote import Zygote  # noqa: E402
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Fork launchers and workers whose scripts use torch off a process that has it: ``tests/warm`` says how.
+
+    Unit tests, which run in the same process and get here, too, see nothing of it.
+    """
+    if item.get_closest_marker("e2e") is None:
+        return (yield)
+    path = os.pathsep.join(filter(None, (str(WARM), os.environ.get("PYTHONPATH"))))
+    with mock.patch.dict(os.environ, {ROOM: "x" * 16_384, "PYTHONPATH": path}):
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,7 @@ from tests.e2e import testbed as beds
 from tests.e2e.test_backups import read, until
 from tests.e2e.testbed import HOURS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(900), pytest.mark.usefixtures("cold")]
 
 TRAIN = Path(__file__).with_name("standby_train.py")
 IN_PLACE = str(Path(__file__).with_name("in_place_train.py"))
@@ -112,7 +112,6 @@ def test_the_processes_stay_where_they_are_and_play_each_others_ranks(tmp_path: 
     assert {len(one) for one in found.values()} == {1}
 
 
-@pytest.mark.usefixtures("cold")  # a warm job has its states before the host is gone
 def test_a_host_that_is_lost_before_its_new_ranks_have_their_states_costs_none(tmp_path: Path) -> None:
     if reason := beds.missing():
         pytest.skip(reason)

@@ -23,7 +23,7 @@ PATIENCE_S = 240.0
 RANKS, COUNT = 4, 32
 EQUAL = [8, 8, 8, 8]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.quiet]
+pytestmark = [pytest.mark.e2e, pytest.mark.quiet, pytest.mark.usefixtures("cold")]
 
 
 @contextmanager
