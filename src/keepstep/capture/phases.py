@@ -168,7 +168,7 @@ class Phases:
                 known, backwards, abandoned = self._step
                 if known != id(optimizer) and backwards == self.backwards:
                     return  # this optimizer is stepped inside the step of another one
-                abandoned.fail()  # that step raised, so its post-hook never ran
+                abandoned.fail()  # its step raised, so the post-hook never ran
                 self._step = None
             if len(sys.modules) != self._modules:
                 self._look_for_more()

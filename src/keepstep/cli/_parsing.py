@@ -61,7 +61,7 @@ def number(kind: type[int] | type[float], low: float, high: float = math.inf) ->
             raise argparse.ArgumentTypeError(f"{text} is {bounds}")
         return value
 
-    read.__name__ = kind.__name__  # as argparse says "invalid int value"
+    read.__name__ = kind.__name__  # argparse puts it into "invalid int value"
     return read
 
 

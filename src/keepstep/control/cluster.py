@@ -11,7 +11,7 @@ from keepstep.core.summary import ClockSample, Endpoint, GroupInfo, HostCause
 from keepstep.wire.messages import Heartbeat, RankBeat
 
 _MOST_GROUPS = 262_144
-_MOST_MEMBERS = 16_000_000  # of all groups together
+_MOST_MEMBERS = 16_000_000  # most members in all groups together
 _CLOCK_SAMPLES = 400_000  # kept of all nodes together
 _CLOCK_SAMPLES_OF_NODE = 2048
 _CAUSES_S = 30.0  # how long a host cause counts after it was reported

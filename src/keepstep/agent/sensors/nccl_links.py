@@ -72,7 +72,7 @@ def standing_still(path: str, rank: int, groups: Sequence[GroupInfo]) -> tuple[L
             continue
         one = LinkState(ranks[number], at, max(int(judged["in_flight"]), 0), float(judged["quiet_s"]))
         known = found.get((one.peer, at))
-        if known is not None:  # the same peer over another channel
+        if known is not None:  # NCCL reaches this peer over several channels
             one = LinkState(one.peer, at, one.in_flight + known.in_flight, max(one.quiet_s, known.quiet_s))
         found[one.peer, at] = one
     return tuple(sorted(found.values(), key=lambda one: -one.quiet_s)[:_MOST_LINKS])

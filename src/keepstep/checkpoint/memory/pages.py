@@ -81,7 +81,7 @@ class Pages:
         # MREMAP_DONTUNMAP leaves the old range mapped, without pages, so that its allocator can still free it.
         if _libc.mremap(there.start, size, size, _MAYMOVE | _FIXED | _DONTUNMAP, here.start) == here.start:
             return True
-        unsupported = ctypes.get_errno() == errno.EINVAL  # then the kernel has changed nothing
+        unsupported = ctypes.get_errno() == errno.EINVAL  # EINVAL: the kernel has changed nothing
         self._left.clear()
         again = _libc.mmap(here.start, size, mmap.PROT_READ | mmap.PROT_WRITE, _MADE_AGAIN, -1, 0)
         if not unsupported and again != here.start:

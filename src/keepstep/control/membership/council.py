@@ -30,7 +30,7 @@ class Councils:
         self.port = port
         self.electors = Electors(token)
         self._table: Mapping[Launcher, Placement] = {}
-        self._rows: tuple[Row, ...] = ()  # the same table as it stands in a council
+        self._rows: tuple[Row, ...] = ()  # the rank table as the council stores it
         self.newest: Council | None = None  # the newest that was proposed, whether or not it is settled
         self._kept: set[int] = set()  # tokens of electors that have kept the newest
         self.is_settled = True  # a quorum has kept the newest

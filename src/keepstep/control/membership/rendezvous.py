@@ -50,9 +50,11 @@ class Rendezvous:
         self._nodes = nodes
         self._join_s = join_s
         self._last_call_s = last_call_s
-        self._joined: dict[Launcher, _Joined] = {}  # who has a connection, in the order of coming
+        self._joined: dict[
+            Launcher, _Joined
+        ] = {}  # launchers with a connection, in the order in which they joined
         self._beyond: set[Launcher] = set()  # before there is a table: those of them that wish to be spares
-        self._wishes: dict[int, Launcher] = {}  # who asked for a node rank
+        self._wishes: dict[int, Launcher] = {}  # launchers that asked for a node rank
         self._range = (0, 0)  # fewest and most nodes that the launchers were started for
         self._table: dict[Launcher, Placement] = {}
         self._sizes: dict[int, int] = {}  # number of ranks by node rank
