@@ -47,11 +47,8 @@ def play(task: tuple[str, int, int]) -> dict[str, Any]:
 
 def _simulations() -> dict[str, Callable[[int], int]]:
     """By name: one seed, and how many incarnations or terms it came to."""
-    for folder in ("unit/control", "property"):
-        if str(_TESTS / folder) not in sys.path:
-            sys.path.insert(0, str(_TESTS / folder))
-    from virtual_council import Assembly
-    from virtual_faults import World
+    from tests.property.virtual_council import Assembly
+    from tests.unit.control.virtual_faults import World
 
     def reforming(seed: int) -> int:
         world = World(seed)
@@ -69,7 +66,7 @@ def _simulations() -> dict[str, Callable[[int], int]]:
 def code() -> str:
     """A digest of all files of keepstep and of the simulations that a seed runs."""
     _simulations()
-    ours = {name: module for name, module in sys.modules.items() if name.startswith(("keepstep", "virtual_"))}
+    ours = {name: module for name, module in sys.modules.items() if name.startswith(("keepstep", "tests."))}
     digest = hashlib.sha256()
     for _, module in sorted(ours.items()):
         if (file := getattr(module, "__file__", None) or "").endswith(".py"):

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.effort import many
+from tests.unit.agent import agent_generator as g
 
 from keepstep.agent.ranks.intervals import NOTHING, Union
 from keepstep.agent.ranks.iterations import Cut, IterationCutter
 from keepstep.agent.ranks.summarise import summarise
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "agent"))
-import agent_generator as g
 
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12)
 

@@ -7,17 +7,12 @@ median of the groups with the same role, operation and bytes (GREYHOUND §4.3).
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 from statistics import median
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.effort import many
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "unit" / "locate"))
-
-from synthetic_jobs import Conditions, Job, ddp, dp_pp, dp_tp, fsdp, slow_rank
+from tests.unit.locate.synthetic_jobs import Conditions, Job, ddp, dp_pp, dp_tp, fsdp, slow_rank
 
 from keepstep.core.events import Op
 from keepstep.core.evidence import Evidence

@@ -5,14 +5,8 @@ Every case is named by its seed; ``-k 'seed17'`` replays one. See ``virtual_clus
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "control"))
-
-from virtual_cluster import Crash, Hang, Network, Slow, VirtualJob
+from tests.unit.control.virtual_cluster import Crash, Hang, Network, Slow, VirtualJob
 
 CALM = Network()
 ROUGH = Network(delay_s=(0.001, 0.3), lost=0.05, repeated=0.2, breaks_per_s=0.02, agent_deaths_per_s=0.01)

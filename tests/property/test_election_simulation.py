@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
 from tests.effort import many
+from tests.property.virtual_council import Assembly
+from tests.unit.control.virtual_faults import World
 
 from keepstep import wire
 from keepstep.control.membership import council
@@ -25,12 +25,6 @@ from keepstep.control.membership.rendezvous import Launcher
 from keepstep.core.quorum import is_majority
 from keepstep.launch.controller import lease
 from keepstep.launch.controller.lease import Elector
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "control"))
-
-from virtual_council import Assembly
-from virtual_faults import World
 
 SEEDS = many(200)
 REPLAY = "KEEPSTEP_ELECTION_SEED={} pytest tests/property/test_election_simulation.py -k one_seed"

@@ -6,15 +6,10 @@ A failing seed prints how to replay it. See ``virtual_launchers.py`` and ``virtu
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 from tests.effort import many
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "control"))
-
-from virtual_faults import HARMLESS, World
+from tests.unit.control.virtual_faults import HARMLESS, World
 
 SEEDS = many(200)
 BLOCKS = 20

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.effort import many
 from tests.unit.checkpoint.conftest import Served, serving
+from tests.unit.checkpoint.memory.test_transfer import KEY, RUN, fetch, giving, room_in
 from tests.unit.checkpoint.sealed_slots import seal_state, stands
-from tests.unit.checkpoint.test_transfer import KEY, RUN, fetch, giving, room_in
 
 from keepstep.checkpoint.memory.slot import backup_of
 from keepstep.checkpoint.peers.fetch import Fetch

@@ -26,15 +26,11 @@ Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "unit" / "control"))
-
-import control_stand_ins as stand_ins
+from tests.unit.control import control_stand_ins as stand_ins
 
 from keepstep.control.controller import Controller
 from keepstep.control.effects import Effect, Send, StorePlacement, WriteIncident

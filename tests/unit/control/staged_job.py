@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import control_stand_ins as stand_ins
+from tests.unit.control import control_stand_ins as stand_ins
 
 from keepstep.control.controller import Controller
 from keepstep.control.effects import Effect, Send, StorePlacement

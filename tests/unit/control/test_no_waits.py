@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import control_stand_ins as stand_ins
 import pytest
 from tests.scenarios.test_control_scenarios import Stage
+from tests.unit.control import control_stand_ins as stand_ins
 
 from keepstep.control.controller import Controller
 from keepstep.control.effects import Send

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from control_stand_ins import iterations
+from tests.unit.control.control_stand_ins import iterations
 
 from keepstep import wire
 from keepstep.core.finding import Finding

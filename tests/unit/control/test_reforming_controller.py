@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import control_stand_ins as stand_ins
 import pytest
+from tests.unit.control import control_stand_ins as stand_ins
 
 from keepstep.control.controller import Controller
 from keepstep.control.effects import Disconnect, Effect, Send, StoreStop

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-import reforming_invariants
-from virtual_parts import ATTEMPT_S, DEAD_HOST_S, RANKS, Host, Site
+from tests.unit.control import reforming_invariants
+from tests.unit.control.virtual_job import JobState
+from tests.unit.control.virtual_parts import ATTEMPT_S, DEAD_HOST_S, RANKS, Host, Site
 
 from keepstep import wire
 from keepstep.launch.controller.lease import UNREACHED_S
 from keepstep.launch.controller.member import LEASE_S
 
-if TYPE_CHECKING:
-    from virtual_launchers import Job
 
-
-def check(job: Job) -> None:
+def check(job: JobState) -> None:
     """What holds at every moment."""
     for site in job.sites:
         reforming_invariants.check(site.controller.reforming)
@@ -52,7 +49,7 @@ def check(job: Job) -> None:
             assert other is host, f"{host.name} and {other.name} both lead term {host.elector.leads}"
 
 
-def check_seats(job: Job, leader: Site | None) -> None:
+def check_seats(job: JobState, leader: Site | None) -> None:
     """Nobody has two, all are launchers of this job, and nobody who has gone for good keeps one."""
     councils = leader.controller.councils if leader is not None else None
     newest = councils.newest if councils is not None else None
@@ -74,7 +71,7 @@ def check_seats(job: Job, leader: Site | None) -> None:
         assert job.now_s - max(host.gone_s, since_s) < 20.0, f"{host.name} has gone, and has a seat"
 
 
-def check_given(job: Job, site: Site, placement: wire.Placement) -> None:
+def check_given(job: JobState, site: Site, placement: wire.Placement) -> None:
     """One table per incarnation, of a size that the job may have."""
     count = placement.node_count
     table = (site.term, placement.master_addr, placement.master_port)
@@ -89,7 +86,7 @@ def check_given(job: Job, site: Site, placement: wire.Placement) -> None:
     assert placement.node_rank < count, f"{placement} of {count} nodes"
 
 
-def check_start(job: Job, host: Host, placement: wire.Placement) -> None:
+def check_start(job: JobState, host: Host, placement: wire.Placement) -> None:
     """Nobody plays a rank twice, and all older workers have ended."""
     place = (placement.incarnation, placement.node_rank)
     other = job.played.setdefault(place, host)
@@ -106,7 +103,7 @@ def check_start(job: Job, host: Host, placement: wire.Placement) -> None:
         )
 
 
-def check_end(job: Job, living: list[Host]) -> None:
+def check_end(job: JobState, living: list[Host]) -> None:
     """All have ended alike, and nothing began again without a reason."""
     assert job.newest <= job.disturbances + len(job.seals), (
         f"{job.newest} restarts after {job.disturbances} disturbances: {job.told}"
@@ -134,7 +131,7 @@ def gave_up(host: Host) -> bool:
     )
 
 
-def describe(job: Job) -> str:
+def describe(job: JobState) -> str:
     """Where everything stands."""
     hosts = "; ".join(
         f"{h.name} pid {h.pid} alive={h.alive} cut={h.cut} runs={h.running} connected={h.connection is not None} "

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import control_stand_ins as stand_ins
+from tests.unit.control import control_stand_ins as stand_ins
 
 from keepstep.control.controller import Controller
 from keepstep.control.effects import Effect, Say, Send, StorePlacement, WriteIncident

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from virtual_parts import Host
+from tests.unit.control.virtual_job import JobState
+from tests.unit.control.virtual_parts import Host
 
 from keepstep import wire
 from keepstep.launch.controller.lease import ToSeat
 
-if TYPE_CHECKING:
-    from virtual_launchers import Job
-
 ELECTOR_S = 0.3
 
 
-def elect(job: Job, host: Host) -> None:
+def elect(job: JobState, host: Host) -> None:
     """What a launcher does every `ELECTOR_S`: ask for votes, host the controller, or connect to another's."""
     if not host.alive or host.exit_code is not None:
         return
@@ -25,16 +22,16 @@ def elect(job: Job, host: Host) -> None:
         _ask(job, host, to)
     site = host.site
     if site is not None and not site.over and elector.leads != site.term and elector.council is not None:
-        job._kill_site(site)
+        job.kill_site(site)
         site.over = True
     if elector.leads > (site.term if site is not None else 0) and not host.starting:
         host.starting = True
         job.at(job.random.uniform(0.3, 2.0), lambda term=elector.leads: _lead(job, host, term))
-    if host.connection is not None and host.connection.site is not job._target(host):
-        job._break(host.connection, host)
+    if host.connection is not None and host.connection.site is not job.target(host):
+        job.break_connection(host.connection, host)
     if host.aims != elector.leader.term:
         host.aims, host.failures = elector.leader.term, 0
-        job._connect(host)
+        job.connect(host)
     if host.connection is None and elector.council is not None and job.random.random() < 0.3:
         for other in [_at(job, seat) for seat in elector.council.seats]:
             if other is not None and other is not host:
@@ -42,13 +39,13 @@ def elect(job: Job, host: Host) -> None:
     job.at(ELECTOR_S, lambda: elect(job, host))
 
 
-def _lead(job: Job, host: Host, term: int) -> None:
+def _lead(job: JobState, host: Host, term: int) -> None:
     host.starting = False
     if host.alive and host.exit_code is None and host.elector.leads == term:
-        job._start_site(host, term)
+        job.start_site(host, term)
 
 
-def _where(job: Job, asked: Host, by: Host) -> None:
+def _where(job: JobState, asked: Host, by: Host) -> None:
     leads = asked.elector.where(job.now_s)
 
     def told() -> None:
@@ -59,7 +56,7 @@ def _where(job: Job, asked: Host, by: Host) -> None:
     _pass(job, asked, by, told)
 
 
-def _ask(job: Job, host: Host, to: ToSeat) -> None:
+def _ask(job: JobState, host: Host, to: ToSeat) -> None:
     other = _at(job, to.seat)
     if other is None:
         return
@@ -72,7 +69,7 @@ def _ask(job: Job, host: Host, to: ToSeat) -> None:
     _pass(job, host, other, arrived)
 
 
-def _pass(job: Job, here: Host, there: Host, arrived: Callable[[], None]) -> None:
+def _pass(job: JobState, here: Host, there: Host, arrived: Callable[[], None]) -> None:
     """A message from one launcher to another: it may be lost, repeated or overtaken."""
 
     def deliver() -> None:
@@ -80,9 +77,9 @@ def _pass(job: Job, here: Host, there: Host, arrived: Callable[[], None]) -> Non
             arrived()
 
     for _ in range(job.random.choice((0, 1, 1, 1, 1, 1, 1, 1, 1, 2))):
-        job.at(job._delay_s(), deliver)
+        job.at(job.delay_s(), deliver)
 
 
-def _at(job: Job, seat: wire.Seat) -> Host | None:
+def _at(job: JobState, seat: wire.Seat) -> Host | None:
     """The launcher that listens at this address now."""
     return next((h for h in reversed(job.hosts) if h.elector.seat.address == seat.address), None)

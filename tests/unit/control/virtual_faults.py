@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from virtual_launchers import Job
-from virtual_parts import DEAD_HOST_S, Host, Site
+from tests.unit.control.virtual_launchers import Job
+from tests.unit.control.virtual_parts import DEAD_HOST_S, Host, Site
 
 from keepstep import wire
 from keepstep.control.membership.operator_orders import STOPPED
@@ -71,7 +71,7 @@ class World(Job):
             after_s = self.random.choice((0.0, DEAD_HOST_S))
             for connection in (host.connection, host.agent):
                 if connection is not None:
-                    self._break(connection, host, after_s)
+                    self.break_connection(connection, host, after_s)
 
     def kill_launcher(self) -> None:
         """A launcher is killed; its agent says farewell, and workers end with it. It may be started anew."""
@@ -88,11 +88,11 @@ class World(Job):
         host.alive, host.running = False, -1
         self._end_site(host, 0.0)
         if host.connection is not None:
-            self._break(host.connection, host)
+            self.break_connection(host.connection, host)
         if host.agent is not None:
             agent = host.agent
             self._put(agent, [wire.Bye("the launcher is gone", orphaned=True)])
-            self.at(1.0, lambda: self._break(agent, host))
+            self.at(1.0, lambda: self.break_connection(agent, host))
         if self.random.random() < 0.5:
             self.at(self.random.uniform(0.5, 10), lambda: self._again(host))
 
@@ -105,7 +105,7 @@ class World(Job):
         self.hosts.append(fresh)
         if self.elects:
             fresh.part.disconnected(self.now_s)
-        self._connect(fresh)
+        self.connect(fresh)
 
     def cut(self) -> None:
         """A node is cut off, for a moment or for longer."""
@@ -122,10 +122,10 @@ class World(Job):
         host.cut, host.cut_s = True, self.now_s
         for connection in (host.connection, host.agent):
             if connection is not None and connection.site is not host.site:
-                self._break(connection, host, DEAD_HOST_S)
+                self.break_connection(connection, host, DEAD_HOST_S)
         for connection in list(host.site.peers.values()) if host.site is not None else ():
             if connection.host is not host:
-                self._break(connection, connection.host, DEAD_HOST_S)
+                self.break_connection(connection, connection.host, DEAD_HOST_S)
         self.at(self.random.choice((1.0, 5.0, 20.0, 60.0, 200.0)), lambda: self._heal(host))
 
     def _heal(self, host: Host) -> None:
@@ -144,7 +144,7 @@ class World(Job):
         after_s = self.random.choice((0.0, DEAD_HOST_S))
         for connection in (host.connection, host.agent):
             if connection is not None and connection.site is host.site:
-                self._break(connection, host, after_s)
+                self.break_connection(connection, host, after_s)
         self.at(self.random.choice((1.0, 5.0, 20.0, 60.0, 200.0)), lambda: self._hear(host))
 
     def _hear(self, host: Host) -> None:
@@ -154,12 +154,12 @@ class World(Job):
         """A connection breaks."""
         host = self._one(lambda h: h.connection is not None)
         if host is not None and host.connection is not None:
-            self._break(host.connection, host)
+            self.break_connection(host.connection, host)
 
     def drop_all(self) -> None:
         """All connections break."""
         for connection in [one for site in self.sites for one in site.peers.values()]:
-            self._break(connection, connection.host)
+            self.break_connection(connection, connection.host)
 
     def stall(self) -> None:
         """The controller sleeps."""
@@ -172,7 +172,7 @@ class World(Job):
         site = self.leader()
         if site is None:
             return
-        self._kill_site(site)
+        self.kill_site(site)
 
         def back() -> None:
             if site.over or not site.host.alive:
@@ -187,10 +187,10 @@ class World(Job):
         """The controller cannot be kept running where it is."""
         site = self.leader()
         if site is not None and site.host.elector.council is not None:
-            self._kill_site(site)
+            self.kill_site(site)
             site.host.elector.resign(self.now_s)
 
-    def _kill_site(self, site: Site) -> None:
+    def kill_site(self, site: Site) -> None:
         site.up = False
         for connection in site.peers.values():
             connection.up = connection.there = False

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import errno
 import heapq
-import math
-import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-import control_stand_ins as stand_ins
-from virtual_checks import check, check_end, check_given, check_start, describe
-from virtual_elections import ELECTOR_S, elect
-from virtual_parts import ATTEMPT_S, RANKS, Connection, Host, Site
+from tests.unit.control import control_stand_ins as stand_ins
+from tests.unit.control.virtual_checks import check, check_end, check_given, check_start, describe
+from tests.unit.control.virtual_elections import ELECTOR_S, elect
+from tests.unit.control.virtual_job import JobState
+from tests.unit.control.virtual_parts import ATTEMPT_S, RANKS, Connection, Host, Site
 
 from keepstep import wire
 from keepstep.control.controller import Controller
@@ -40,47 +39,20 @@ BEAT_S = 1.4
 FINISHED_S = 60.0
 
 
-class Job:
+class Job(JobState):
     """One that nothing happens to but the network's delays: see `virtual_faults.World`.
 
     In most jobs the controller can move; in the others it runs on a host of its own that nothing happens to.
     """
 
     def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+        super().__init__(seed)
         dice = self.random
-        self.nodes = dice.choice((2, 2, 3, 4, 5, 12))
-        self.spares = dice.choice((0, 0, 1, 1, 2))
-        self.max_restarts = dice.choice((1, 2, 3, 6))
-        self.elects = dice.choice((True, True, False))
-        sizes = self.dice = random.Random(
-            f"{seed} sizes"
-        )  # dice of their own: what was played before is played again
-        self.least = sizes.choice((self.nodes, self.nodes, 1, max(1, self.nodes - 1), -(-self.nodes // 2)))
-        self.rigid = sizes.choice(("", "", "what rank 0 saves is not known to be the same on all ranks"))
-        if self.least < self.nodes:
-            self.spares, self.max_restarts = sizes.choice((0, 0, self.spares)), max(2, self.max_restarts)
-        self.shrink_s = sizes.choice((0.0, 3.0, 10.0))
-        self.seals: set[tuple[int, int]] = set()  # that were asked for so that nodes can be taken in
-        self.sizes: dict[int, int] = {}  # nodes by incarnation
-        self.now_s = 0.0
-        self.events: list[tuple[float, int, Callable[[], None]]] = []
-        self.count = 0
-        self.given: dict[int, tuple[int, str, int]] = {}  # where rank 0 meets the others, and in which term
-        self.leaders: dict[int, Host] = {}  # by term
-        self.told: list[str] = []
-        self.played: dict[tuple[int, int], Host] = {}  # who started, by incarnation and node rank
-        self.newest, self.newest_s = -1, 0.0
-        self.disturbances = 0  # that may cost a restart
-        self.codes: set[int] = set()
-        self.orders = self.pauses = 0  # of operators, and the incarnations that were theirs
-        self.settled_s = math.inf  # since when a council is settled
-        self.back_s = 0.0  # since when there is a controller that is awake
         self.hosts = [self._host(f"gpu-{n}", 100 + n) for n in range(self.nodes + self.spares)]
         self.head = self.hosts[0] if self.elects else self._host("head", 99)
-        self._start_site(self.head, 1)
+        self.start_site(self.head, 1)
         for host in self.hosts:
-            self.at(dice.uniform(0, 0.5), lambda host=host: self._connect(host))
+            self.at(dice.uniform(0, 0.5), lambda host=host: self.connect(host))
         self.end_s = dice.uniform(15, 60)
 
     # --- running ---------------------------------------------------------------------------------------------------
@@ -97,25 +69,9 @@ class Job:
     def _done(self) -> bool:
         return all(not host.alive or host.exit_code is not None for host in self.hosts)
 
-    @property
-    def sites(self) -> list[Site]:
-        """The newest of each host."""
-        hosts = dict.fromkeys((*self.hosts, self.head))
-        return [host.site for host in hosts if host.site is not None]
-
-    def leader(self) -> Site | None:
-        """The newest controller, while it runs where others reach it."""
-        sites = [site for site in self.sites if site.host.alive]
-        site = max(sites, key=lambda site: site.term, default=None)
-        return site if site is not None and site.up and not site.host.cut else None
-
-    def at(self, after_s: float, event: Callable[[], None]) -> None:
-        self.count += 1
-        heapq.heappush(self.events, (self.now_s + after_s, self.count, event))
-
     # --- the controller --------------------------------------------------------------------------------------------
 
-    def _start_site(self, host: Host, term: int) -> None:
+    def start_site(self, host: Host, term: int) -> None:
         site = Site(
             host, term, Controller(Settings()), council=host.elector.inheritance if term > 1 else None
         )
@@ -191,15 +147,15 @@ class Job:
                 self._carry_out(site, controller.reached(effect.peer))
 
         if connection is not None:
-            self.at(self._delay_s(), attempt)
+            self.at(self.delay_s(), attempt)
 
     def _send(self, connection: Connection, message: wire.Message) -> None:
         if connection.up and connection.there:
             if not connection.to_node:
-                self.at(self._delay_s(), lambda: self._read(connection))
+                self.at(self.delay_s(), lambda: self._read(connection))
             connection.to_node.append(message)
 
-    def _delay_s(self) -> float:
+    def delay_s(self) -> float:
         return self.random.choice((0.001, 0.01, 0.05, 0.3, 0.8))
 
     def _deliver(self, connection: Connection) -> None:
@@ -244,7 +200,7 @@ class Job:
             self.at(self.random.uniform(0, ELECTOR_S), lambda: elect(self, host))
         return host
 
-    def _target(self, host: Host) -> Site | None:
+    def target(self, host: Host) -> Site | None:
         """The controller that it connects to."""
         if not self.elects:
             return self.head.site
@@ -253,21 +209,21 @@ class Job:
         site = found.site if found is not None and found.alive else None
         return site if site is not None and site.term == leader.port else None
 
-    def _connect(self, host: Host) -> None:
+    def connect(self, host: Host) -> None:
         if not host.alive or host.exit_code is not None or host.connection is not None:
             return
-        site = self._target(host)
+        site = self.target(host)
         gone = site is None and (host.cut or self._is_dead(host.elector.leader.address))
         if gone or (site is not None and not host.reaches(site)):
             host.part.trouble(OSError(errno.ETIMEDOUT, "timed out"), self.now_s)
-            self.at(ATTEMPT_S, lambda: self._connect(host))
+            self.at(ATTEMPT_S, lambda: self.connect(host))
             self._consider(host)
             return
         if site is None or not site.up:
             host.part.trouble(ConnectionRefusedError(errno.ECONNREFUSED, "refused"), self.now_s)
             host.failures += 1
             self.at(
-                min(5.0, 0.05 * 2**host.failures) * self.random.uniform(0.5, 1), lambda: self._connect(host)
+                min(5.0, 0.05 * 2**host.failures) * self.random.uniform(0.5, 1), lambda: self.connect(host)
             )
             self._consider(host)
             return
@@ -298,7 +254,7 @@ class Job:
     def _put(self, connection: Connection, messages: list[wire.Message]) -> None:
         if connection.up:
             if not connection.to_controller:
-                self.at(self._delay_s(), lambda: self._deliver(connection))
+                self.at(self.delay_s(), lambda: self._deliver(connection))
             connection.to_controller += messages
 
     def _read(self, connection: Connection) -> None:
@@ -319,9 +275,9 @@ class Job:
                     self._say(host, [kept] if kept is not None else [])
             self._consider(host)
             if host.part.is_void:
-                self._break(connection, host)
+                self.break_connection(connection, host)
 
-    def _break(self, connection: Connection, host: Host, after_s: float = 0.0) -> None:
+    def break_connection(self, connection: Connection, host: Host, after_s: float = 0.0) -> None:
         """The connection breaks; each side notices for itself. What is under way is lost."""
         if not connection.up:
             return
@@ -338,7 +294,7 @@ class Job:
         if host.connection is connection:
             host.connection = None
             host.part.disconnected(self.now_s)
-            self.at(0.05, lambda: self._connect(host))
+            self.at(0.05, lambda: self.connect(host))
 
     def _consider(self, host: Host) -> None:
         """What a launcher does whenever something has changed."""
@@ -400,7 +356,7 @@ class Job:
             host.running = -1
             if host.alive:
                 if host.agent is not None:
-                    self._break(host.agent, host)
+                    self.break_connection(host.agent, host)
                 then()
                 self._consider(host)
 
@@ -416,7 +372,7 @@ class Job:
             host.by_itself = host.by_itself or host.cut or replaced
             self._say(host, host.part.ended(code, "ends"))
             if host.connection is not None:
-                self.at(0.5, lambda connection=host.connection: self._break(connection, host))
+                self.at(0.5, lambda connection=host.connection: self.break_connection(connection, host))
             if host.part.stop is None:  # what the end is, its controller goes on telling
                 self.at(0.5, lambda: self._end_site(host, 0.0))
 
@@ -431,7 +387,7 @@ class Job:
     def _agent(self, host: Host) -> None:
         if not host.alive or host.running < 0 or host.agent is not None or host.exit_code is not None:
             return
-        site = self._target(host)
+        site = self.target(host)
         if site is None or not site.up or not host.reaches(site):
             self.at(1.0, lambda: self._agent(host))
             return

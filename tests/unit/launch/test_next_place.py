@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.unit.launch.command.test_job import job
 from tests.unit.launch.local_runs import ToldRun
-from tests.unit.launch.test_job import job
 
 from keepstep.core.budgets import Cause, Refusal
 from keepstep.launch.command.placement import Place

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from synthetic_calls import call_logs
+from tests.unit.locate.synthetic_calls import call_logs
 
 from keepstep.core.traced_operations import Call
 from keepstep.locate import boundaries, locate_by_gaps, split

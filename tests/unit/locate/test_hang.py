@@ -3,8 +3,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from synthetic_hangs import Stuck
-from synthetic_jobs import ddp, dp_pp, dp_tp, fsdp
+from tests.unit.locate.synthetic_hangs import Stuck
+from tests.unit.locate.synthetic_jobs import ddp, dp_pp, dp_tp, fsdp
 
 from keepstep.core.events import Op, Phase
 from keepstep.core.evidence import Evidence

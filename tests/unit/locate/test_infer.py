@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from synthetic_jobs import MB, Job, ddp, dp_pp, dp_tp, fsdp
+from tests.unit.locate.synthetic_jobs import MB, Job, ddp, dp_pp, dp_tp, fsdp
 
 from keepstep.core.events import Op
 from keepstep.core.layout import ParallelLayout

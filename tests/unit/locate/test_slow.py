@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from synthetic_jobs import Conditions, ddp, dp_pp, dp_tp, fsdp, slow_rank
+from tests.unit.locate.synthetic_jobs import Conditions, ddp, dp_pp, dp_tp, fsdp, slow_rank
 
 from keepstep.core.evidence import Evidence
 from keepstep.core.summary import HostCause

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from synthetic_jobs import Conditions, ddp, dp_pp, dp_tp, slow_rank
+from tests.unit.locate.synthetic_jobs import Conditions, ddp, dp_pp, dp_tp, slow_rank
 
 from keepstep.core.evidence import Evidence
 from keepstep.locate import estimate_offsets, locate_slow

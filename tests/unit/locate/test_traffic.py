@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from synthetic_jobs import Conditions, ddp
+from tests.unit.locate.synthetic_jobs import Conditions, ddp
 
 from keepstep.core.evidence import Evidence
 from keepstep.core.summary import PeerTraffic

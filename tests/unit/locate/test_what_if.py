@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic_pipelines import interleaved_step, pipeline_step
 from tests.effort import many
+from tests.unit.locate.synthetic_pipelines import interleaved_step, pipeline_step
 
 from keepstep.core.errors import TraceError
 from keepstep.core.traced_operations import Operation

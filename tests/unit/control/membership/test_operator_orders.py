@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from staged_job import OPERATOR, Stage, sent
+from tests.unit.control.staged_job import OPERATOR, Stage, sent
 
 from keepstep.wire import (
     Ended,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from staged_job import Stage, sent
+from tests.unit.control.staged_job import Stage, sent
 
 from keepstep.control.membership.admission import Admission
 from keepstep.core.budgets import Limits

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_relocation import NAMES, SLOW, TRAFFIC, Office
+from tests.unit.control.remedies.test_relocation import NAMES, SLOW, TRAFFIC, Office
 
 from keepstep.control.cluster import Cluster
 from keepstep.control.remedies.mitigation import Mitigation

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from tests.unit.agent import agent_generator as g
 
 from keepstep.agent.ranks.iterations import WARM_UP_STEPS, Cut, IterationCutter
 from keepstep.core.events import Phase
-
-sys.path.insert(0, str(Path(__file__).parent))
-import agent_generator as g
 
 
 def cut_all(rank: g.Rank, period_ms: float = 50.0) -> tuple[list[Cut], IterationCutter]:

@@ -20,7 +20,7 @@ from keepstep.agent.sensors.gpus import Gpus
 from keepstep.ring import RingWriter, create
 
 CARDS = 2
-NATIVE = Path(__file__).parents[3] / "native" / "tests"
+NATIVE = Path(__file__).parents[4] / "native" / "tests"
 
 
 class Card(ctypes.Structure):

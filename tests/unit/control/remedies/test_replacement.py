@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_elastic import Elastic, told
-from test_reforming import kinds
+from tests.unit.control.membership.test_elastic import Elastic, told
+from tests.unit.control.membership.test_reforming import kinds
 
 from keepstep.control.remedies.moves import Look
 from keepstep.control.remedies.replacement import Replacement

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from statistics import mean
 
 import numpy as np
 import pytest
+from tests.unit.agent import agent_generator as g
 
 from keepstep.agent.ranks.intervals import NOTHING
 from keepstep.agent.ranks.iterations import Cut, IterationCutter
 from keepstep.agent.ranks.summarise import summarise
 from keepstep.core.summary import IterationSummary
-
-sys.path.insert(0, str(Path(__file__).parent))
-import agent_generator as g
 
 NAMES = {g.WORLD: "world", g.TP: "tp", g.PP: "pp", g.DP: "dp"}
 LOOPS = {

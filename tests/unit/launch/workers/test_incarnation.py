@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from tests.alone import alone
+from tests.unit.launch.command.test_job import job
 from tests.unit.launch.local_runs import ToldRun
-from tests.unit.launch.test_job import job
 
 from keepstep.launch.command.placement import ERROR_FILE, WorkerPlan
 from keepstep.launch.workers.incarnation import Workers

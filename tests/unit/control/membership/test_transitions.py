@@ -10,8 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import reforming_invariants
-from test_reforming import Job
+from tests.unit.control import reforming_invariants
+from tests.unit.control.membership.test_reforming import Job
 
 from keepstep.control.membership import reforming
 from keepstep.control.membership.reforming import Reforming
@@ -27,7 +27,7 @@ from keepstep.control.membership.transitions import (
     Transition,
 )
 
-PAGE = Path(__file__).parents[3] / "docs/design/reforming.md"
+PAGE = Path(__file__).parents[4] / "docs/design/reforming.md"
 ENDS = (JobState.DONE, JobState.FAILED)
 
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import agent_generator as g
+from tests.unit.agent import agent_generator as g
 
 from keepstep.agent.ranks.iterations import IterationCutter
 from keepstep.agent.ranks.track import RankTrack

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from tests.alone import alone
+from tests.unit.launch.command.test_job import job
 from tests.unit.launch.local_runs import ToldRun
-from tests.unit.launch.test_job import job
 
 from keepstep.launch.command.placement import Place
 from keepstep.launch.workers import restarts as module

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
-from test_reforming import SETTINGS, Job, kinds
+from tests.unit.control.membership.test_reforming import SETTINGS, Job, kinds
 
 from keepstep.control.effects import Effect, Send, Tell
 from keepstep.control.membership.growth import Growth

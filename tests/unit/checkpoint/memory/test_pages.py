@@ -6,7 +6,7 @@ import mmap
 from pathlib import Path
 
 import torch
-from tests.unit.checkpoint.test_restore import sealed
+from tests.unit.checkpoint.restore.test_restore import sealed
 
 from keepstep.checkpoint.memory.pages import LEAST_BYTES, Pages, Trace
 from keepstep.checkpoint.restore.filling import Filling
