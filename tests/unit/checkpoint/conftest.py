@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 from tests.twins.checkpoint import python_native
 
-from keepstep.checkpoint import native
+from keepstep.checkpoint import _native, native
 from keepstep.checkpoint.memory.cache import Backing, Cache
 from keepstep.checkpoint.memory.cache_server import CacheServer
 from keepstep.checkpoint.memory.cached_states import CachedStates
@@ -22,7 +22,7 @@ from keepstep.checkpoint.restore.restore_service import RestoreServer, RestoreSe
 def copy_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What copies and sums in this test: the compiled module, or its twin in plain Python."""
     if request.param == "twin":
-        for name in native.__all__:
+        for name in (name for name in vars(_native) if not name.startswith("_")):
             monkeypatch.setattr(native, name, getattr(python_native, name))
 
 
