@@ -9,6 +9,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from tests.warm.forked import fork_child
+from tests.warm.warm_fork import LAUNCHER, ROOM, script_of
 
 WARM = Path(__file__).parents[1] / "warm"
 
@@ -16,11 +18,6 @@ WARM = Path(__file__).parents[1] / "warm"
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
-
-sys.path.append(str(WARM))
-
-from warm_fork import LAUNCHER, ROOM, hide, script_of  # noqa: E402
-from zygote import Zygote  # noqa: E402
 
 
 @pytest.hookimpl(wrapper=True)
@@ -39,7 +36,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.fixture(scope="session", autouse=True)
 def forked_launchers() -> Iterator[None]:
     """Fork launchers off a zygote, where nothing but their descriptors and folder is asked of their start."""
-    execute, zygotes = subprocess.Popen._execute_child, list[Zygote]()
+    execute = subprocess.Popen._execute_child
 
     def execute_child(popen, args, executable, preexec_fn, close_fds, pass_fds, *others) -> None:
         folder, environment, pipes, identity = others[0], others[1], others[5:11], others[12:]
@@ -51,20 +48,11 @@ def forked_launchers() -> Iterator[None]:
         is_launcher = words[:1] == [sys.executable] and words[1:4] == LAUNCHER and environment.get(ROOM)
         if not (is_plain and is_launcher and "torch" in script_of(words[4:])):
             return execute(popen, args, executable, preexec_fn, close_fds, pass_fds, *others)
-        if not zygotes:
-            zygotes.append(Zygote())
-        hide(environment)
-        streams = [own if pipe < 0 else pipe for own, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
-        popen.pid = zygotes[0].start(words, environment, os.fspath(folder or os.getcwd()), streams)
-        popen._child_created = True
-        popen._close_pipe_fds(*pipes)
-        return None
+        return fork_child(popen, words, environment, folder, pipes)
 
     subprocess.Popen._execute_child = execute_child
     yield
     subprocess.Popen._execute_child = execute
-    for zygote in zygotes:
-        zygote.close()
 
 
 @pytest.fixture

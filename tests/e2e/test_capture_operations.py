@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.warm.forked import WarmPopen
 
 from keepstep import ring
 from keepstep.core.events import Flag, Kind, Op, Phase
@@ -70,10 +71,17 @@ def free_port() -> int:
 
 
 def run(
-    tmp_path: Path, job: str, world: int = 2, *, watched: bool = True, ring_path: str | None = None
+    tmp_path: Path,
+    job: str,
+    world: int = 2,
+    *,
+    watched: bool = True,
+    ring_path: str | None = None,
+    cold: bool = False,
 ) -> Ran:
     """Run a job of ``capture_jobs.py`` as ``world`` processes; ``ring_path`` in the place of the test's own rings.
 
+    ``cold`` starts an interpreter for each; else they are forked off one that has imported torch.
     A job without us is judged by its results alone: once one had written them and aborted in torch's own exit.
     """
     port = free_port()
@@ -93,7 +101,7 @@ def run(
             environment["KEEPSTEP_RUN_DIR"] = str(tmp_path)
             environment["KEEPSTEP_RING"] = ring_path or f"/proc/{os.getpid()}/fd/{descriptors[rank]}"
         processes.append(
-            subprocess.Popen(
+            (subprocess.Popen if cold else WarmPopen)(
                 [sys.executable, str(JOBS), job, str(results[rank])],
                 env=environment,
                 stderr=subprocess.PIPE,
@@ -153,8 +161,9 @@ def check_matching(ran: Ran) -> None:
 
 @pytest.mark.parametrize("job", ["plain", "ddp", "fsdp2", "pipeline", "tensor_parallel"])
 def test_everything_is_recorded_and_nothing_changed(tmp_path: Path, job: str) -> None:
-    watched = run(tmp_path, job)
-    unwatched = run(tmp_path, job, watched=False)
+    cold = job in ("plain", "fsdp2")
+    watched = run(tmp_path, job, cold=cold)
+    unwatched = run(tmp_path, job, watched=False, cold=cold)
     assert watched.codes == [0, 0], watched.errors
     assert watched.results == unwatched.results  # results bit by bit, and what torch itself counted
     for rank, result in enumerate(watched.results):

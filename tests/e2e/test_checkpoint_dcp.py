@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from tests.warm.forked import WarmPopen
 
 from keepstep.cli import main
 
@@ -19,7 +20,7 @@ def run(verb: str, world_size: int, folder: Path) -> tuple[list[int], str]:
     """Exit codes of the ranks and what they said."""
     words = [verb, folder / "run", folder / "reference.pt", folder / f"meet-{verb}-{world_size}"]
     ranks = [
-        subprocess.Popen(
+        WarmPopen(
             [sys.executable, JOB, *map(str, words)],
             env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,

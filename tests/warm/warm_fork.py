@@ -159,8 +159,9 @@ def _run(words, plan) -> int:
     sys.orig_argv = list(words)
     is_standby = plan[0] == standby.__file__
     as_module = plan[0] == "-m"
+    as_text = plan[0] == "-c"
     script = plan[as_module]
-    sys.argv = ["-m", *plan[2:]] if as_module else list(plan)
+    sys.argv = [plan[0], *plan[2:]] if as_module or as_text else list(plan)
     for name in [name for name in sys.modules if name.partition(".")[0] == "keepstep"]:
         if not name.endswith("._native"):  # compiled parts cannot be loaded twice
             del sys.modules[name]
@@ -172,13 +173,18 @@ def _run(words, plan) -> int:
     importlib.invalidate_caches()
     torch.set_num_threads(int(os.environ.get(_MOST_THREADS) or os.cpu_count() or 1))
     if not is_standby:
-        standby._become_main(None if as_module else standby._absolute(script))
+        standby._become_main(None if as_module or as_text else standby._absolute(script))
     if not is_standby and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
         from keepstep import _autoload
 
         _autoload.activate()
     try:
-        standby.main() if is_standby else standby._run(script, as_module)
+        if as_text:
+            exec(compile(plan[1], "<string>", "exec"), vars(sys.modules["__main__"]))
+        elif is_standby:
+            standby.main()
+        else:
+            standby._run(script, as_module)
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.warm.forked import WarmPopen
 
 from keepstep.core.microbatch_shares import equal_shares, fits, objection, share_of
 from keepstep.ring import orders
@@ -70,7 +71,7 @@ class Job:
         self._descriptors = [orders.create() for _ in range(ranks)]
         self.pages = [OrdersPage(one) for one in self._descriptors]
         self._processes = [
-            subprocess.Popen(
+            WarmPopen(
                 [sys.executable, "-c", program, f"{folder}/store"],
                 env=os.environ
                 | {
@@ -82,8 +83,8 @@ class Job:
                     "KEEPSTEP_MICROBATCHES": "1",
                 }
                 | environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=PIPE,
+                stdout=PIPE,
                 text=True,
             )
             for rank in range(ranks)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from tests.unit.checkpoint.conftest import Served, serving
+from tests.warm.forked import WarmPopen
 
 from keepstep.agent.services import checkpoints as module
 from keepstep.agent.services.checkpoints import FILE, Checkpoints, Place
@@ -44,10 +45,10 @@ class Worker:
     """A rank in a process of its own."""
 
     def __init__(self, address: str, where: Path, every: int) -> None:
-        self.process = subprocess.Popen(
+        self.process = WarmPopen(
             [sys.executable, "-c", textwrap.dedent(WORKER), address, str(where), str(every)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdin=PIPE,
+            stdout=PIPE,
             text=True,
         )
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from tests.manual_clock import ManualClock
 from tests.unit.checkpoint.conftest import Served
 from tests.unit.checkpoint.stored_states import newest, rebuilt
+from tests.warm.forked import WarmPopen
 
 from keepstep.checkpoint.memory.cached_states import CachedStates
 from keepstep.checkpoint.memory.slots import Key
@@ -36,10 +37,10 @@ class Worker:
     """A rank in a process of its own, that saves when told."""
 
     def __init__(self, address: str) -> None:
-        self.process = subprocess.Popen(
+        self.process = WarmPopen(
             [sys.executable, "-c", textwrap.dedent(WORKER), address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdin=PIPE,
+            stdout=PIPE,
             text=True,
         )
 
