@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.core.log_lines import one_line
 from keepstep.launch.controller.cut_off import CutOff
-from keepstep.launch.course import Outcome
-from keepstep.launch.parts import Parts
+from keepstep.launch.course import Outcome, Parts
 
 if TYPE_CHECKING:
     from keepstep.launch.controller.connection import Link

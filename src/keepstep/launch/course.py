@@ -1,4 +1,4 @@
-"""How far this node's share of the job has come, as all parts of a launcher have to know it."""
+"""How far this node's share of the job has come, and all parts of a launcher that act together on it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from keepstep.launch.command.placement import Place
+from keepstep.launch.controller.hosting import Hosting
+from keepstep.launch.local_run import LocalRun
+from keepstep.launch.node.node_cache import NodeCache
+from keepstep.launch.node.node_checks import NodeChecks
+from keepstep.launch.node.watching import Watching
+from keepstep.launch.workers.crew import Crew
 
 if TYPE_CHECKING:
     from keepstep.launch.controller.connection import Link
@@ -55,9 +61,8 @@ class Course:
         self.job_over = asyncio.Event()  # the controller has said that the job ends
         self.stop_code = 0  # exit code of the job, as the controller has said it
         self.stopped_by_hand = False  # an operator has ended the job
-        self.has_parted = (
-            False  # this node has begun to part: it says that its workers ended and waits for the others
-        )
+        # This node has begun to part: it says that its workers ended, and waits for the others.
+        self.has_parted = False
 
     @property
     def incarnation(self) -> int:
@@ -98,3 +103,16 @@ class Course:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         raise EndedEarly(self.outcome.result())
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything that one launcher owns; each part is made once and lives as long as the launcher."""
+
+    run: LocalRun
+    course: Course
+    crew: Crew
+    controller: Hosting
+    watching: Watching
+    caching: NodeCache
+    checks: NodeChecks

@@ -23,14 +23,13 @@ from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import COOKIE, Place
 from keepstep.launch.controller.hosting import Hosting
 from keepstep.launch.controller_orders import Orders
-from keepstep.launch.course import Course, EndedEarly, Outcome
+from keepstep.launch.course import Course, EndedEarly, Outcome, Parts
 from keepstep.launch.local_run import LocalRun
-from keepstep.launch.next_place import AllNodes, OneNode, may_follow, tell_failed, tell_found
+from keepstep.launch.next_place import after, may_follow, tell_failed, tell_found
 from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.node_checks import NodeChecks, versions
 from keepstep.launch.node.watching import FAILURES, Watching
 from keepstep.launch.parting import say_goodbye, sweep
-from keepstep.launch.parts import Parts
 from keepstep.launch.workers import root_cause
 from keepstep.launch.workers.crew import Crew
 from keepstep.launch.workers.guard import Guard
@@ -72,9 +71,6 @@ class Launcher:
             *(self._run, course, self._crew, self._controller, self._watching, self._caching, self._checks)
         )
         self._orders = Orders(parts)
-        all_nodes = AllNodes(parts, self._orders.follow)
-        together = job.rendezvous.endpoint is not None and job.max_restarts > 0
-        self._what_follows = all_nodes if together else OneNode(parts, all_nodes)
 
     async def run(self, *, hosts_controller: bool) -> int:
         """Run the job's share of this node; returns the exit code."""
@@ -157,7 +153,7 @@ class Launcher:
             workers = self._start_workers(place)
             outcome = await course.outcome
             await self._end_workers(workers, outcome, place)
-            following = await self._what_follows.after(outcome, place)
+            following = await after(self._parts, self._orders.follow, outcome, place)
             if isinstance(following, Outcome):
                 return following
             self._watching.renew()
@@ -206,7 +202,7 @@ class Launcher:
         for child in await self._crew.end(outcome.number, course.kill_now):
             self._run.warn(f"{child.name} (process {child.pid}) is stuck in the kernel, even when killed")
         await sweep(self._parts)
-        self._crew.stop_following()
+        self._crew.following.stop()
         if (
             outcome.kind == "failed"
             and (root := root_cause.first(workers.failures)) is not workers.failures[0]

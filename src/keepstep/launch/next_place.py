@@ -6,92 +6,80 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from keepstep.core.budgets import Cause
 from keepstep.launch.command import addresses
 from keepstep.launch.command.placement import Place
-from keepstep.launch.course import EndedEarly, Outcome
+from keepstep.launch.course import EndedEarly, Outcome, Parts
 from keepstep.launch.parting import part
-from keepstep.launch.parts import Parts
 from keepstep.launch.workers import root_cause
 
 
-class Answerer(Protocol):
-    """Says what follows an incarnation."""
+async def after(parts: Parts, follow: Callable[[], None], outcome: Outcome, place: Place) -> Place | Outcome:
+    """The place in the next incarnation, or how the job ends. No worker of ``place`` runs any more.
 
-    async def after(self, outcome: Outcome, place: Place) -> Place | Outcome:
-        """The place in the next incarnation, or how the job ends. No worker of ``place`` runs any more."""
-        ...
+    The controller says it where all nodes begin again together, and where it has halted the workers.
+    ``follow``: carries out orders that have come before the workers had ended.
+    """
+    job = parts.run.job
+    together = job.rendezvous.endpoint is not None and job.max_restarts > 0
+    if together or (outcome.kind == "halted" and parts.course.link):
+        return await after_all_nodes(parts, follow, outcome, place)
+    return _after_one_node(parts, outcome, place)
 
 
-class OneNode:
-    """Decides by itself, for a job of one node, which needs no controller to begin again, or one without restarts."""
+def _after_one_node(parts: Parts, outcome: Outcome, place: Place) -> Place | Outcome:
+    """A restart on this node while ``--max-restarts`` and the budgets allow one."""
+    run, crew = parts.run, parts.crew
+    if outcome.kind != "failed":
+        return outcome
+    if not may_follow(parts, outcome, place):
+        return _explain(parts, outcome)
+    root = root_cause.first(crew.failures)
+    if refused := crew.restarts.refused(cause_of(parts, root)):
+        ended = _explain(parts, outcome)
+        run.warn(refused.reason)
+        return replace(ended, reason=refused.reason)
+    run.say(f"rank {root.rank}: {root.text}; restart {place.restarts + 1} of {run.job.max_restarts}")
+    parts.checks.unfit()  # its warnings count; there is no other node to go to
+    parts.course.renew()
+    port = run.job.master_port or addresses.free_port("127.0.0.1")
+    return replace(place, incarnation=place.incarnation + 1, master_port=port)
 
-    def __init__(self, parts: Parts, ordered: Answerer) -> None:
-        """``ordered``: says what follows where the controller has halted the workers."""
-        self._parts, self._ordered = parts, ordered
 
-    async def after(self, outcome: Outcome, place: Place) -> Place | Outcome:
-        """A restart on this node while ``--max-restarts`` and the budgets allow one."""
-        run, course, crew = self._parts.run, self._parts.course, self._parts.crew
-        if outcome.kind == "halted" and course.link:
-            return await self._ordered.after(outcome, place)
-        if outcome.kind != "failed":
+async def after_all_nodes(
+    parts: Parts, follow: Callable[[], None], outcome: Outcome, place: Place
+) -> Place | Outcome:
+    """The place that the controller, which re-forms all nodes together, gives this one in the next incarnation."""
+    course, link = parts.course, parts.course.link
+    assert link is not None
+    if outcome.kind == "finished":
+        course.renew()
+        await part(parts, outcome)
+        if not (course.outcome.done() and course.outcome.result().kind == "halted"):
             return outcome
-        if not may_follow(self._parts, outcome, place):
-            return _explain(self._parts, outcome)
-        root = root_cause.first(crew.failures)
-        if refused := crew.restarts.refused(cause_of(self._parts, root)):
-            ended = _explain(self._parts, outcome)
-            run.warn(refused.reason)
-            return replace(ended, reason=refused.reason)
-        run.say(f"rank {root.rank}: {root.text}; restart {place.restarts + 1} of {run.job.max_restarts}")
-        self._parts.checks.unfit()  # its warnings count; there is no other node to go to
-        course.renew()
-        port = run.job.master_port or addresses.free_port("127.0.0.1")
-        return replace(place, incarnation=place.incarnation + 1, master_port=port)
-
-
-class AllNodes:
-    """Asks the controller, which re-forms all nodes of the job together."""
-
-    def __init__(self, parts: Parts, follow: Callable[[], None]) -> None:
-        """``follow``: carries out orders that have come before the workers had ended."""
-        self._parts, self._follow = parts, follow
-
-    async def after(self, outcome: Outcome, place: Place) -> Place | Outcome:
-        """The place that the controller gives this node in the next incarnation."""
-        course, crew, link = self._parts.course, self._parts.crew, self._parts.course.link
-        assert link is not None
-        if outcome.kind == "finished":
-            course.renew()
-            await part(self._parts, outcome)
-            if not (course.outcome.done() and course.outcome.result().kind == "halted"):
-                return outcome
-        elif outcome.kind not in ("failed", "halted") or course.signalled:
-            # A signal that comes while workers are halted for the next incarnation ends the job all the same.
-            return course.signal_outcome() if outcome.kind == "halted" else outcome
-        course.renew()
-        course.has_parted = False
+    elif outcome.kind not in ("failed", "halted") or course.signalled:
+        # A signal that comes while workers are halted for the next incarnation ends the job all the same.
+        return course.signal_outcome() if outcome.kind == "halted" else outcome
+    course.renew()
+    course.has_parted = False
+    if outcome.kind == "failed":
+        tell_failed(parts, root_cause.first(parts.crew.failures))
+    link.send(link.member.halted(parts.checks.unfit(), parts.caching.rigid(place)))
+    follow()
+    try:
+        following = await course.until(link.next_place())
+    except EndedEarly as early:
         if outcome.kind == "failed":
-            tell_failed(self._parts, root_cause.first(crew.failures))
-        unfit, rigid = self._parts.checks.unfit(), self._parts.caching.rigid(place)
-        link.send(link.member.halted(unfit, rigid))
-        self._follow()
-        try:
-            following = await course.until(link.next_place())
-        except EndedEarly as early:
-            if outcome.kind == "failed":
-                _explain(self._parts, outcome)
-            return early.outcome
-        if following is not None:
-            return following
-        why = link.stranger or f"{link.member.missing} ({self._parts.controller.at})"
-        self._parts.run.warn(f"{why}: this node ends")
-        failed = outcome.kind == "failed"
-        ended = _explain(self._parts, outcome) if failed else replace(outcome, kind="failed", code=1)
-        return replace(ended, reason=f"{why}; {ended.reason}")
+            _explain(parts, outcome)
+        return early.outcome
+    if following is not None:
+        return following
+    why = link.stranger or f"{link.member.missing} ({parts.controller.at})"
+    parts.run.warn(f"{why}: this node ends")
+    failed = outcome.kind == "failed"
+    ended = _explain(parts, outcome) if failed else replace(outcome, kind="failed", code=1)
+    return replace(ended, reason=f"{why}; {ended.reason}")
 
 
 def may_follow(parts: Parts, outcome: Outcome, place: Place) -> bool:

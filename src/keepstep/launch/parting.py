@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from keepstep.launch.course import Outcome
-from keepstep.launch.parts import Parts
+from keepstep.launch.course import Outcome, Parts
+from keepstep.launch.workers import incarnation
 
 _EXIT_BARRIER_S = 300.0
 _DRAIN_S = 1.0
@@ -36,9 +36,11 @@ async def say_goodbye(parts: Parts, outcome: Outcome) -> int:
 
 
 async def sweep(parts: Parts) -> None:
-    """End what workers have left behind."""
-    controller = {parts.controller.pid} if parts.controller.pid else set[int]()
-    await parts.crew.sweep(parts.watching.pids | controller, parts.course.kill_now)
+    """End what workers have left behind, but no program of ours, and no process that waits to play a rank."""
+    ours = parts.watching.pids | parts.crew.restarts.pids | {parts.run.processes.guard.pid}
+    if parts.controller.pid:
+        ours |= {parts.controller.pid}
+    await incarnation.sweep(ours, parts.course.kill_now)
 
 
 async def part(parts: Parts, outcome: Outcome) -> None:

@@ -15,7 +15,7 @@ from tests.unit.launch.local_runs import ToldRun
 from keepstep.core.budgets import Cause, Refusal
 from keepstep.launch.command.placement import Place
 from keepstep.launch.course import Course, Outcome
-from keepstep.launch.next_place import AllNodes, Answerer, OneNode
+from keepstep.launch.next_place import after, after_all_nodes
 from keepstep.launch.workers.root_cause import Failure
 
 PLACE = Place(0, 0, 2, 1, "127.0.0.1", 4711)
@@ -50,13 +50,11 @@ class Node:
             watching=SimpleNamespace(rings=SimpleNamespace(steps=lambda rank: 3)),
             checks=SimpleNamespace(unfit=lambda: ""),
         )
-        nobody: Any = None
-        self.one_node: Answerer = OneNode(self.parts, nobody)
 
     async def after(self, outcome: Outcome, place: Place = PLACE) -> Place | Outcome:
         self.course.place = place
         self.course.settle(outcome)
-        return await self.one_node.after(outcome, place)
+        return await after(self.parts, lambda: None, outcome, place)
 
 
 def test_a_failure_on_one_node_is_followed_by_a_restart_with_another_port(tmp_path: Path) -> None:
@@ -111,8 +109,8 @@ def test_a_signal_while_workers_are_halted_for_the_next_incarnation_ends_the_job
         course.link = SimpleNamespace()  # type: ignore[assignment]
         course.signalled = signal.SIGTERM
         parts: Any = SimpleNamespace(course=course, crew=None)
-        all_nodes = AllNodes(parts, lambda: None)
-        ended = await all_nodes.after(Outcome("halted", 0, "all nodes begin again"), PLACE)
+        halted = Outcome("halted", 0, "all nodes begin again")
+        ended = await after_all_nodes(parts, lambda: None, halted, PLACE)
         assert isinstance(ended, Outcome)
         assert (ended.kind, ended.code) == ("signal", 143)
 

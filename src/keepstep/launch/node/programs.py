@@ -22,12 +22,7 @@ from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import COOKIE, OURS
 from keepstep.launch.node.preloaded import Waiting
 from keepstep.launch.workers.guard import signal_group
-from keepstep.launch.workers.processes import (
-    Child,
-    Processes,
-    end_group,
-    give_priority,
-)
+from keepstep.launch.workers.processes import Child, Processes, end_group, give_priority
 
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 10.0

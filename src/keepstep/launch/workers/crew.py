@@ -9,7 +9,7 @@ from keepstep.core.incident import Recovery
 from keepstep.launch.command import run_folder
 from keepstep.launch.command.placement import ERROR_FILE, OURS, Place, WorkerPlan, worker_plan
 from keepstep.launch.local_run import LocalRun
-from keepstep.launch.workers.incarnation import Workers, sweep
+from keepstep.launch.workers.incarnation import Workers
 from keepstep.launch.workers.processes import Child
 from keepstep.launch.workers.restarts import Restarts
 from keepstep.launch.workers.root_cause import Failure
@@ -21,6 +21,7 @@ class Crew:
 
     Attributes:
         workers: of the newest incarnation; None before the first.
+        following: shows the workers' output; stopped, it has shown all of it.
         restarts: what is kept from one incarnation for the next.
     """
 
@@ -41,7 +42,7 @@ class Crew:
         self._run, self.environ = run, environ
         self._failed, self._finished = failed, finished
         self._logs = run_folder.LogFiles(run.folder, run.job.streams.log_dir, run.job.run_id)
-        self._following = Following(run.job, self._logs)
+        self.following = Following(run.job, self._logs)
         self.workers: Workers | None = None
         self.restarts = Restarts(
             run, environ, recovered=recovered, raised=lambda rank: self.workers and self.workers.raised(rank)
@@ -74,7 +75,7 @@ class Crew:
             failed=self._failed,
             finished=self._finished,
         )
-        self._following.start(streams, place)
+        self.following.start(streams, place)
         self.workers.start({k: v for k, v in self.environ.items() if k not in OURS})
         self.restarts.started(plans, place)
         return self.workers
@@ -85,15 +86,7 @@ class Crew:
             return []
         return await self.workers.end(number, self._run.job.shutdown_timeout_s, kill_now)
 
-    def stop_following(self) -> None:
-        """Show what is left of the workers' output."""
-        self._following.stop()
-
-    async def sweep(self, companions: frozenset[int], kill_now: asyncio.Event) -> None:
-        """End what workers left behind, but neither ``companions`` nor processes that wait to play a rank."""
-        await sweep(companions | self.restarts.pids | {self._run.processes.guard.pid}, kill_now)
-
     def close(self) -> None:
         """Let go of everything, because no incarnation follows."""
-        self._following.stop()
+        self.following.stop()
         self.restarts.end()

@@ -11,13 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from keepstep.launch.command.placement import ERROR_FILE, WorkerPlan
-from keepstep.launch.workers.processes import (
-    Child,
-    Processes,
-    descendants,
-    end_group,
-    failing_status,
-)
+from keepstep.launch.workers.processes import Child, Processes, descendants, end_group, failing_status
 from keepstep.launch.workers.restarts import Restarts
 from keepstep.launch.workers.root_cause import Failure, examine, first
 from keepstep.launch.workers.streams import WorkerStreams, open_for_worker
