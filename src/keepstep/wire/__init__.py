@@ -23,7 +23,8 @@ Groups and the findings that still hold. A message is delivered at most once per
 The controller's side is ``serve``. ``wire.run(main())`` runs a coroutine on uvloop where it is installed.
 """
 
-from keepstep.wire import messages
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
 from keepstep.wire.address import parse_address
 from keepstep.wire.channel import TO_ELECTOR, ClientChannel, Ends, Role, ServerChannel, encode
 from keepstep.wire.client import Client, ClientLimits
@@ -35,40 +36,3 @@ from keepstep.wire.secret import MOST_NAME, UNNAMED, RunKey, read_secret, write_
 from keepstep.wire.server import Connection, Server, ServerCallbacks, ServerLimits, serve
 from keepstep.wire.tls import TlsPaths, client_context, server_context
 from keepstep.wire.violation import AnotherJob, Reason, Unproven, Violation, job_named
-
-__all__ = [
-    "MOST_NAME",
-    "TO_ELECTOR",
-    "UNNAMED",
-    "AnotherJob",
-    "Answer",
-    "Ask",
-    "Client",
-    "ClientChannel",
-    "ClientLimits",
-    "Connection",
-    "Counters",
-    "Ends",
-    "Leads",
-    "Reason",
-    "Role",
-    "RunKey",
-    "Server",
-    "ServerCallbacks",
-    "ServerChannel",
-    "ServerLimits",
-    "TlsPaths",
-    "Unproven",
-    "Violation",
-    "Where",
-    "client_context",
-    "encode",
-    "job_named",
-    "parse_address",
-    "read_secret",
-    "run",
-    "serve",
-    "server_context",
-    "write_secret",
-]
-__all__ += messages.__all__
