@@ -42,6 +42,10 @@ class HangDetector:
     holds as soon as three gaps are known, and before that 30 seconds. A process that was stopped (SIGSTOP,
     a debugger) does nothing of all that: its limit is a second in every phase, and the time that it lost is no
     pause to learn from. A pause that was reported and ended by itself counts as usual from the second time on.
+
+    ``stuck`` is the report that still stands, None again as soon as the rank moves (relief). ``overdue_s`` is how
+    long a rank that waits for others has stood still, once that is over what is usual for its phase, else 0. This
+    is not reported, as the other ranks may be in a pause. When all ranks of a job are overdue, nobody is.
     """
 
     def __init__(self) -> None:
@@ -52,23 +56,10 @@ class HangDetector:
         self._phase = Phase.STARTUP
         self._step: int | None = None
         self._steps = 0
-        self._stuck: NoProgress | None = None
+        self.stuck: NoProgress | None = None
+        self.overdue_s = 0.0
         self._was_held = False  # whether the job was kept waiting since the last progress
-        self._overdue_s = 0.0
         self._stopped = False  # whether the report that stands is about a stopped process
-
-    @property
-    def overdue_s(self) -> float:
-        """How long a rank that waits for others has stood still, once that is over what is usual for its phase; else 0.
-
-        This is not reported, as the other ranks may be in a pause. When all ranks of a job are overdue, nobody is.
-        """
-        return self._overdue_s
-
-    @property
-    def stuck(self) -> NoProgress | None:
-        """The report that still stands; None again as soon as the rank moves (relief)."""
-        return self._stuck
 
     def limit_s(self, phase: Phase, *, waiting: bool = False) -> float:
         """How long the rank may stand still in ``phase`` before it is reported, seconds."""
@@ -120,36 +111,36 @@ class HangDetector:
         if step >= 0:
             self._steps += max(0, step - self._step) if self._step is not None else 0
             self._step = step
-        if held and self._stuck is None:
+        if held and self.stuck is None:
             self._progress, self._phase, self._was_held = progress, phase, True
             self._since_s = self._seen_s = now_s
-            self._overdue_s = 0.0
+            self.overdue_s = 0.0
             return None
         if progress != self._progress:
             since_s = now_s
             if self._progress is not None and not self._was_held:
                 self._moved(max(0.0, now_s - self._seen_s))
                 since_s = min(now_s, max(now_s - _LOOK_S, moved_s if moved_s is not None else now_s))
-            self._progress, self._since_s, self._phase, self._stuck = progress, since_s, phase, None
+            self._progress, self._since_s, self._phase, self.stuck = progress, since_s, phase, None
             self._seen_s = now_s
             self._was_held = False
-            self._overdue_s = 0.0
+            self.overdue_s = 0.0
             return None
         self._phase = phase
         stuck_s = now_s - self._seen_s
         stopped = min(stopped_s, stuck_s) > _FLOOR_S
         waited_s = now_s - self._since_s
-        self._overdue_s = waited_s if waiting and waited_s > self._usual_s(phase) else 0.0
+        self.overdue_s = waited_s if waiting and waited_s > self._usual_s(phase) else 0.0
         limit_s = _FLOOR_S if stopped else self.limit_s(phase, waiting=waiting)
-        if self._stuck is not None or stuck_s <= limit_s:
+        if self.stuck is not None or stuck_s <= limit_s:
             return None
         self._stopped = stopped
-        self._stuck = NoProgress(self._seen_s, stuck_s, limit_s, phase)
-        return self._stuck
+        self.stuck = NoProgress(self._seen_s, stuck_s, limit_s, phase)
+        return self.stuck
 
     def _moved(self, gap_s: float) -> None:
         """Learn from a gap that progress has ended."""
-        if self._stuck is not None:
+        if self.stuck is not None:
             if self._stopped:
                 return
             before = self._over_limit_once.get(self._phase)

@@ -1,5 +1,7 @@
 """Which rank, link or stage is to blame? Pure: numpy and core only, no I/O, no clock."""
 
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
 from keepstep.locate._paths import with_probes
 from keepstep.locate.call_gaps import CallStep, boundaries, locate_by_gaps, split
 from keepstep.locate.clock_offsets import SampledClocks, estimate_offsets
@@ -10,26 +12,3 @@ from keepstep.locate.slow import locate_slow
 from keepstep.locate.slow_blocks import blocks_wanted, sharpen
 from keepstep.locate.waits import waits_recorded, waits_seen
 from keepstep.locate.what_if import WhatIf, step_graphs, what_if
-
-__all__ = [
-    "CallStep",
-    "SampledClocks",
-    "WhatIf",
-    "blocks_wanted",
-    "boundaries",
-    "declared_layout",
-    "estimate_offsets",
-    "infer_layout",
-    "layout_of",
-    "locate_by_gaps",
-    "locate_crash",
-    "locate_hang",
-    "locate_slow",
-    "sharpen",
-    "split",
-    "step_graphs",
-    "waits_recorded",
-    "waits_seen",
-    "what_if",
-    "with_probes",
-]

@@ -19,9 +19,8 @@ _FIRST_LOOK = 48
 _LAST_LOOK = 1 << 15
 _PERIODS = 6
 _AGREEMENT = 0.97
-_SPAN_NS = (
-    3_000_000_000  # least time before a period counts: in a pipeline's first step micro-batches repeat, too
-)
+# Least time before a period counts: in a pipeline's first step micro-batches repeat, too.
+_SPAN_NS = 3_000_000_000
 _QUIET_NS = 50_000_000
 
 

@@ -14,9 +14,8 @@ from keepstep.core.events import Flag
 from keepstep.core.summary import GroupInfo
 from keepstep.ring import Batch, RingReader
 
-BACKEND = (
-    "nccl"  # backend of the shim's communicators in the ring; process groups have, for example, "cuda:nccl"
-)
+# Backend of the shim's communicators in the ring; process groups have, for example, "cuda:nccl".
+BACKEND = "nccl"
 _ENQUEUED = int(Flag.ENQUEUED)
 
 

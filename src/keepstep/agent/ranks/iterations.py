@@ -85,9 +85,7 @@ class IterationCutter:
         self._open: dict[int, tuple[int, int]] = {}  # code and start of open phases, by ticket
         self._passes = dict.fromkeys(_PASSES, 0)  # forward and backward passes begun since the last cut
         self._usual_passes = 0  # forward or backward passes in the last iteration, whichever were more
-        self._records = (
-            records  # slots of the ring: the end of a record that is older than this is never reported
-        )
+        self._records = records  # slots of the ring; ends of older records are never reported
         self._last_new_ns = 0  # start of the newest phase that is no optimizer step or garbage collection
         self._last_end_ns = 0  # end of the newest phase
         self._learned = StepMarkers()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Sequence
 
 from keepstep.agent.ranks.event_buffer import Rows
@@ -30,12 +31,6 @@ def operations_in_flight(
     )
 
 
-def stream_progress(rows: Rows, groups: Sequence[GroupInfo]) -> tuple[StreamProgress, ...]:
-    """The ring's stream table with the names of its groups."""
-    fields = rows[["group", "op", "peer", "started", "completed"]].tolist()
-    return tuple(StreamProgress(_name(groups, group), *others) for group, *others in fields)
-
-
 def rank_state(
     track: RankTrack,
     in_flight: Rows,
@@ -53,6 +48,7 @@ def rank_state(
     ``process_state``: as in ``/proc/PID/stat``, empty if the process is gone. ``sites``: lines of code, by site number.
     """
     phase, since_ns = track.phase()
+    table = streams[["group", "op", "peer", "started", "completed"]].tolist()
     return RankState(
         rank=track.rank,
         alive=process_state not in ("", "Z", "X"),
@@ -63,7 +59,7 @@ def rank_state(
         last_progress_s=track.last_progress_ns * 1e-9,
         now_s=now_ns * 1e-9,
         in_flight=operations_in_flight(in_flight, track.groups, sites),
-        streams=stream_progress(streams, track.groups),
+        streams=tuple(StreamProgress(_name(track.groups, group), *others) for group, *others in table),
         process_state=process_state,
         stack=stack,
         microbatch=track.cutter.microbatch(),
@@ -78,16 +74,8 @@ async def python_stack(pid: int) -> str:
     program = shutil.which("py-spy")
     if program is None:
         return ""
-    process = await asyncio.create_subprocess_exec(
-        program,
-        "dump",
-        "--nonblocking",
-        "--pid",
-        str(pid),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
+    words = program, "dump", "--nonblocking", "--pid", str(pid)
+    process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL)
     try:
         output, _ = await asyncio.wait_for(process.communicate(), _STACK_S)
     except asyncio.TimeoutError:

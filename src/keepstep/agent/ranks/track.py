@@ -21,10 +21,10 @@ _CUTS = 24
 _CUT_ROWS = 32_768  # most records kept with iterations, about 2 MiB
 _SEARCH_NS = 300_000_000
 _PHASE = int(Kind.PHASE)
+_ENDS = {"relief": "slow", "resumed": "hang"}  # by the kind of a finding, the kind that it ends
 _SHORT_PHASES = (int(Phase.DATA), int(Phase.OPTIMIZER))
-_LONGEST_SHORT_S = (
-    30.0  # longer data and optimizer phases have been reported as hangs or are learned as pauses
-)
+# Longer data and optimizer phases have been reported as hangs or are learned as pauses.
+_LONGEST_SHORT_S = 30.0
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class RankTrack:
         self._names: dict[int, str] = {}
         self._renumbered = 0
         self._caught_up = False
-        self._progress_then: int = 0
+        self._progress_then = 0
         self.waiting = False
         self._next_search_ns = 0
 
@@ -88,7 +88,9 @@ class RankTrack:
         if len(started) or len(finished):
             self._count(started, finished)
             if len(started) and int(started["group"].max()) >= len(self.groups):
-                self._know(groups())
+                self.groups = list(groups())
+                self._names = {number: group.name for number, group in enumerate(self.groups)}
+                self.clock.know(self.groups)
             self.clock.take(finished)
             self._learn_phases(finished)
         self.lost += lost
@@ -126,14 +128,10 @@ class RankTrack:
         """
         if not self.progress:
             return None
-        if self.progress != self._progress_then:
-            self._progress_then, self.waiting, self._next_search_ns = (
-                self.progress,
-                False,
-                now_ns + _SEARCH_NS,
-            )
-        elif now_ns >= self._next_search_ns:
-            self.waiting, self._next_search_ns = blocked(in_flight()), now_ns + _SEARCH_NS
+        moved = self.progress != self._progress_then
+        if moved or now_ns >= self._next_search_ns:
+            self.waiting = not moved and blocked(in_flight())
+            self._progress_then, self._next_search_ns = self.progress, now_ns + _SEARCH_NS
         phase, _ = self.cutter.phase()
         found = self.watch.progress(
             now_ns * 1e-9,
@@ -165,33 +163,23 @@ class RankTrack:
                 longest_ns = int((ended["end_ns"] - ended["start_ns"]).max())
                 self.watch.hang.lasted(Phase(code), min(longest_ns * 1e-9, _LONGEST_SHORT_S))
 
-    def _know(self, groups: Sequence[GroupInfo]) -> None:
-        self.groups = list(groups)
-        self._names = {number: group.name for number, group in enumerate(self.groups)}
-        self.clock.know(self.groups)
-
     def _iteration(self, cut: Cut, now_ns: int, taken: Taken) -> None:
         summary = summarise(cut, self.rank, self._names)
         self.latest = summary
         taken.iterations.append(summary)
         if cut.whole:
             self.history.append(summary)
-            self._keep(cut)
+            self._cuts.append(cut)
+            while len(self._cuts) > 1 and sum(len(one.rows) for one in self._cuts) > _CUT_ROWS:
+                self._cuts.popleft()
         if not cut.warm_up:
             found = self.watch.iteration(cut.step, summary.duration_s, summary.self_s, now_ns * 1e-9)
             if found is not None:
                 taken.findings.append(found)
 
-    def _keep(self, cut: Cut) -> None:
-        self._cuts.append(cut)
-        while len(self._cuts) > 1 and sum(len(one.rows) for one in self._cuts) > _CUT_ROWS:
-            self._cuts.popleft()
-
     def _note(self, findings: list[Finding]) -> None:
         for finding in findings:
-            if finding.kind in ("slow", "hang"):
+            if finding.kind in _ENDS:
+                self.standing.pop(_ENDS[finding.kind], None)
+            else:
                 self.standing[finding.kind] = finding
-            elif finding.kind == "relief":
-                self.standing.pop("slow", None)
-            elif finding.kind == "resumed":
-                self.standing.pop("hang", None)

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 _KNOWN = 3
 _SEQUENCES = 8
-_SHARE = (
-    0.05  # share of an iteration below which extra time is no pause: it is often an all-reduce of a metric
-)
+# Share of an iteration below which extra time is no pause: it is often an all-reduce of a metric.
+_SHARE = 0.05
 
 
 class UsualSequence:

@@ -28,7 +28,6 @@ class RankWatch:
         self._rank, self._node = rank, node
         self.hang = HangDetector()
         self._looked = False
-        self._hanging = False
         self.forget_iterations()
 
     def forget_iterations(self) -> None:
@@ -102,6 +101,7 @@ class RankWatch:
         if not self._looked:  # steps before the start of this agent count as progress, too
             self._looked = True
             self.hang.observe(now_s, progress, Phase.STARTUP, step=0 if step >= 0 else -1)
+        hanging = self.hang.stuck is not None
         stuck = self.hang.observe(
             now_s,
             progress,
@@ -113,7 +113,6 @@ class RankWatch:
             moved_s=moved_s,
         )
         if stuck is not None:
-            self._hanging = True
             return Finding(
                 "hang",
                 self._rank,
@@ -124,7 +123,6 @@ class RankWatch:
                 limit_s=stuck.limit_s,
                 phase=phase,
             )
-        if self._hanging and self.hang.stuck is None:
-            self._hanging = False
+        if hanging and self.hang.stuck is None:
             return Finding("resumed", self._rank, self._node, now_s, step, phase=phase)
         return None
