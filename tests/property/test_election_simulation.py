@@ -20,7 +20,7 @@ from tests.unit.control.virtual_faults import World
 from keepstep import wire
 from keepstep.control.membership import council
 from keepstep.control.membership.council import Councils
-from keepstep.control.membership.incarnations import Incarnations
+from keepstep.control.membership.next_table import Incarnations
 from keepstep.control.membership.rendezvous import Launcher
 from keepstep.core.quorum import is_majority
 from keepstep.launch.controller import lease

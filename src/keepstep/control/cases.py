@@ -21,7 +21,7 @@ from keepstep.control.incidents.open_cases import OpenCases
 from keepstep.control.incidents.register import Register
 from keepstep.control.incidents.slow_case import SlowCase
 from keepstep.control.incidents.validations import Validations
-from keepstep.control.membership.rank_moves import RankMoves
+from keepstep.control.membership.own_pauses import RankMoves
 from keepstep.control.membership.rendezvous import MOST_RANKS
 from keepstep.control.remedies.mitigation import Mitigation
 from keepstep.control.settings import Settings

@@ -17,16 +17,14 @@ from keepstep.control.dispatch import FOR_ONE_PART, Handler
 from keepstep.control.effects import Effect, Send, StoreStop, Tell
 from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.open_cases import OpenCases
-from keepstep.control.membership.admission import Admission
 from keepstep.control.membership.council import Councils
 from keepstep.control.membership.ending import Ending
-from keepstep.control.membership.growth import Growth
 from keepstep.control.membership.job_state import JobStates
 from keepstep.control.membership.operator_orders import OperatorOrders
+from keepstep.control.membership.own_pauses import Growth, RankMoves
 from keepstep.control.membership.pauses import Pauses
-from keepstep.control.membership.peers import Peer, Peers
+from keepstep.control.membership.peers import Admission, Peer, Peers
 from keepstep.control.membership.placing import Placing
-from keepstep.control.membership.rank_moves import RankMoves
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.reforming_orders import (
     End,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from keepstep.control.membership.occasion import Occasion
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.rendezvous import Launcher
+from keepstep.control.membership.roll_call import Occasion
 from keepstep.control.membership.transitions import State
 
 

@@ -1,16 +1,94 @@
-"""Which launchers have a place in the next rank table, and which of those that had one have none any more."""
+"""The next rank table: its incarnation, who has a place in it, who of them is on trial, and who has none any more."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from keepstep.control.membership.incarnations import Incarnations
-from keepstep.control.membership.occasion import Occasion
 from keepstep.control.membership.rendezvous import Launcher, Rendezvous
-from keepstep.control.membership.roll_call import RollCall
-from keepstep.control.membership.trial import Trial
+from keepstep.control.membership.roll_call import Occasion, RollCall
 from keepstep.wire.messages import Placement
+
+_BARRED_S = 600.0  # for which a node with which the job did not train is not taken in again
+
+
+class Incarnations:
+    """Numbers of incarnations, taken from the rank table so that every controller of the job counts alike."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+
+        # The highest incarnation that a launcher has told of. It is higher than the table's when the table is older
+        # than the job, and where the launcher of one node has restarted its workers by itself.
+        self._told = 0
+
+        # The highest incarnation that some launcher has confirmed stopped. It is higher than `current` when a leader
+        # before us had it halted before it was placed: that number is spent, as launchers start nothing of it any more.
+        #
+        # Invariant R5: every incarnation but the first is either a restart or a pause, so neither outnumbers them all.
+        self._stopped = 0
+
+    @property
+    def current(self) -> int:
+        """The incarnation that runs, or is being ended."""
+        return max(self._told, self._rendezvous.incarnation)
+
+    @property
+    def restarts(self) -> int:
+        """How many incarnations, the first one apart, began because something had failed."""
+        return self.current - self._rendezvous.pauses
+
+    def told(self, incarnation: int) -> None:
+        """A member says that it plays this incarnation."""
+        self._told = max(self._told, incarnation)
+
+    def stopped(self, incarnation: int) -> None:
+        """A launcher says that it runs nothing of this incarnation or earlier ones, and will start nothing of them."""
+        self._stopped = max(self._stopped, incarnation)
+
+    def following(self, *, is_pause: bool) -> tuple[int, int]:
+        """The number of the next incarnation, and how many incarnations up to it were no restarts."""
+        unplaced = max(0, self._stopped - self.current)
+        return self.current + unplaced + 1, self._rendezvous.pauses + unplaced + is_pause
+
+
+class Trial:
+    """What depends on whether the job trains: whether its newcomers stay, and whether it may have another size."""
+
+    def __init__(self) -> None:
+        # Members with which the job has not trained yet. A failure before it does leaves them out again.
+        #
+        # Invariant R11: all of them are members.
+        self.newcomers: frozenset[Launcher] = frozenset()
+
+        # Why the job could not have had another size when it was placed. It still cannot, though those who have just
+        # come say nothing of the kind: they hold no state yet.
+        self.rigid = ""
+
+        # Nodes that were left out again, until when they are not taken in (seconds). They are spares meanwhile.
+        self._barred: dict[str, float] = {}
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it has still to be seen that the job trains."""
+        return bool(self.newcomers or self.rigid)
+
+    def begin(self, newcomers: Iterable[Launcher], rigid: str) -> None:
+        """The job was placed with these newcomers; ``rigid``: why it could not have had another size, if so."""
+        self.newcomers, self.rigid = frozenset(newcomers), rigid or self.rigid
+
+    def passed(self) -> None:
+        """All ranks have made a step, so nothing is on trial any more."""
+        self.newcomers, self.rigid = frozenset(), ""
+
+    def bar(self, launchers: Iterable[Launcher], now_s: float) -> None:
+        """The job did not train with these newcomers: their nodes are not taken in for a while."""
+        self._barred.update((one.node, now_s + _BARRED_S) for one in launchers)
+
+    def barred(self, now_s: float) -> frozenset[str]:
+        """Nodes that are not to be taken in now."""
+        self._barred = {node: until_s for node, until_s in self._barred.items() if now_s < until_s}
+        return frozenset(self._barred)
 
 
 @dataclass(frozen=True, slots=True)

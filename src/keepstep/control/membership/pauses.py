@@ -1,7 +1,7 @@
 """A pause: the job is to begin again though nothing has failed. One at a time, and as a rule once a step is sealed.
 
 Pure: orders for the controller come out; `Reforming` ends and begins workers as after a failure. Operators want pauses
-(`operator_orders`), and so does the controller: `rank_moves` for a remedy, `growth` for nodes that have come.
+(`operator_orders`), and so does the controller (`own_pauses`), for a remedy or for nodes that have come.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from keepstep.control.effects import Effect, Send, Tell
-from keepstep.control.membership.occasion import BY_HAND, Occasion
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.reforming_orders import Lapsed, Order
 from keepstep.control.membership.rendezvous import Launcher, Rendezvous
+from keepstep.control.membership.roll_call import BY_HAND, Occasion
 from keepstep.core.ranges import fold_nodes
 from keepstep.wire.messages import Operated, Seal
 

@@ -13,15 +13,12 @@ from typing import Any, ClassVar
 
 from keepstep.control.effects import Tell
 from keepstep.control.membership.absence import Absence
-from keepstep.control.membership.incarnations import Incarnations
-from keepstep.control.membership.next_table import NextTable, Plan
-from keepstep.control.membership.occasion import BY_HAND, LOST_CODE, Cause, Occasion
+from keepstep.control.membership.next_table import Incarnations, NextTable, Plan, Trial
 from keepstep.control.membership.reforming_orders import End, Exclude, HaltThese, Lost, Order, Renew
 from keepstep.control.membership.rendezvous import Launcher, Rendezvous
 from keepstep.control.membership.restart_budget import Spending
-from keepstep.control.membership.roll_call import RollCall
+from keepstep.control.membership.roll_call import BY_HAND, LOST_CODE, Occasion, RollCall
 from keepstep.control.membership.transitions import CONCLUSIONS, TRANSITIONS, Action, Event, State
-from keepstep.control.membership.trial import Trial
 from keepstep.control.settings import Settings
 from keepstep.core.ranges import fold_nodes
 
@@ -250,7 +247,7 @@ class Reforming:
                 return Event.AWAITED, None
             excluded = blamed  # an unfit node is better than none, but no budget allows one that it refuses
         if len(roll.lost) == len(rendezvous.placements):
-            return Event.REFUSED, End(cause.exit_code, f"{cause.text}; all nodes are lost")
+            return Event.REFUSED, End(cause.exit_code, f"{cause.reason}; all nodes are lost")
         if occasion.ordered_by and self._next.may_grow(roll) and roll.is_awaited(rendezvous.newcomers, now_s):
             return Event.AWAITED, None
         if plan := self._next.plan(roll, occasion, excluded):
@@ -264,14 +261,14 @@ class Reforming:
         if self._waits_since_s is None or waited_s < self._settings.join_s:
             return Event.SHORT, None
         nodes = _nodes(self._next.ranked(roll.lost))
-        why = f"{cause.text}; no spare came within {self._settings.join_s:g} s for {nodes}"
+        why = f"{cause.reason}; no spare came within {self._settings.join_s:g} s for {nodes}"
         return Event.REFUSED, End(cause.exit_code, why)
 
-    def _blamed(self, cause: Cause) -> dict[Launcher, str] | End:
+    def _blamed(self, cause: End) -> dict[Launcher, str] | End:
         """Members without which budgets let the job begin again, and why; how it ends if they do not let it."""
         most = self._rendezvous.max_restarts
         if self.restarts >= most:
-            return End(cause.exit_code, f"{cause.text}; --max-restarts {most} are used up")
+            return End(cause.exit_code, f"{cause.reason}; --max-restarts {most} are used up")
         refused = self.spending.refused(self.incarnation)
         if refused is None:
             return {}
@@ -332,8 +329,8 @@ class Reforming:
         rest = count - len(self._roll.lost)
         if may_shrink and rest >= least:
             wait = f"waits {settings.shrink_s:g} s for a spare"
-            return [Tell(f"{cause.text}; {wait}, then goes on with {rest} of {count} nodes")]
-        told = f"{cause.text}; waits for the other nodes: no spare is here, {settings.join_s:g} s at most"
+            return [Tell(f"{cause.reason}; {wait}, then goes on with {rest} of {count} nodes")]
+        told = f"{cause.reason}; waits for the other nodes: no spare is here, {settings.join_s:g} s at most"
         if least < count:
             why = self._next.rigid(self._roll) or f"--nnodes says {least} at least"
             told += f"; it does not go on with fewer nodes: {why}"
@@ -370,7 +367,7 @@ class Reforming:
             how = "exchanged" if self.exchanged else "could not exchange"
             by += f"; {_nodes(sorted(exchange))} {how} their ranks"
         count = "" if self._occasion.ordered_by else f", restart {self.restarts} of {most}"
-        return f"{self._occasion.cause.text}{by}; all nodes begin again{count}"
+        return f"{self._occasion.cause.reason}{by}; all nodes begin again{count}"
 
     _ACTIONS: ClassVar[Mapping[Action, Callable[[Any, Any, float], list[Order]]]] = {
         Action.CALL_ROLL: _call_roll,

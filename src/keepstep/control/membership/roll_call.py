@@ -1,15 +1,55 @@
-"""What launchers have said in one re-forming: who has halted, who is awaited, who is lost."""
+"""What belongs to one re-forming alone: what it is for, and what launchers have said in it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
+from keepstep.control.membership.reforming_orders import End
 from keepstep.control.membership.rendezvous import Launcher
+
+LOST_CODE = 1  # exit code of a job whose first failure was the loss of a node
+BY_HAND = "an operator ordered it"
+_UNKNOWN = End(LOST_CODE, "a recovery was under way when the controller began again")
+
+
+@dataclass(slots=True)
+class Occasion:
+    """The occasion of one re-forming; there is a blank one while none is under way."""
+
+    # Who ordered it, in words. Empty for a restart: something failed, and ``--max-restarts`` counts it.
+    ordered_by: str = ""
+
+    # Who takes whose place, by the launcher that has it now.
+    #
+    # Invariant R9: places are exchanged on an order only, and those who give theirs up are those who take one.
+    exchange: Mapping[Launcher, Launcher] = field(default_factory=dict[Launcher, Launcher])
+
+    # Members whose nodes spares should have, and why, as far as an order says so.
+    unfit: Mapping[Launcher, str] = field(default_factory=dict[Launcher, str])
+
+    # An operator wants the job suspended before it goes on. It may be said of a restart, too, when a failure was faster
+    # than the order.
+    #
+    # Invariant R10: it is so in every suspended job.
+    is_held: bool = False
+
+    # The first failure. Later ones of the incarnation that is being ended are part of it.
+    failure: End | None = None
+
+    @property
+    def cause(self) -> End:
+        """The job's end if it may not begin again: a failure; or an order, as what fails because of it is no cause."""
+        return End(LOST_CODE, self.ordered_by) if self.ordered_by else self.failure or _UNKNOWN
+
+    def failed(self, exit_code: int, text: str) -> None:
+        """Something has failed, and this is the occasion of the re-forming if nothing failed before."""
+        self.failure = self.failure or End(exit_code, text)
 
 
 class RollCall:
-    """A new one is called at the beginning of each re-forming; it is empty while none is under way.
+    """Who has halted, is awaited, is lost. It is called anew when a re-forming begins, and empty while there is none.
 
     Invariant R2: each member is awaited, halted or lost, and only one of these. So when nobody is awaited any more,
     nothing of the old incarnation runs on any node that is not lost.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.control.staged_job import Stage, sent
 
-from keepstep.control.membership.admission import Admission
+from keepstep.control.membership.peers import Admission
 from keepstep.core.budgets import Limits
 from keepstep.wire import Failed, Halted, Join, Placement, Stop
 

@@ -9,14 +9,13 @@ import pytest
 from tests.unit.control.membership.test_reforming import SETTINGS, Job, kinds
 
 from keepstep.control.effects import Effect, Send, Tell
-from keepstep.control.membership.growth import Growth
-from keepstep.control.membership.occasion import Occasion
 from keepstep.control.membership.operator_orders import OperatorOrders
+from keepstep.control.membership.own_pauses import Growth, RankMoves
 from keepstep.control.membership.pauses import Pauses
-from keepstep.control.membership.rank_moves import RankMoves
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.reforming_orders import End, Lapsed, Order
 from keepstep.control.membership.rendezvous import Rendezvous
+from keepstep.control.membership.roll_call import Occasion
 from keepstep.wire.messages import Join, Message, Operate, Operated, Seal
 
 RIGID = "what rank 0 saves is not known to be the same on all ranks"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from keepstep.control.remedies.device_speeds import SlowRanks
 from keepstep.control.remedies.moves import Look
-from keepstep.control.remedies.slow_ranks import SlowRanks
 from keepstep.core.microbatch_shares import Split
 
 REPLICAS = 4  # of two stages each: ranks 0 to 3 are the first stage, 4 to 7 the second
