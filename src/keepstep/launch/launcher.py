@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from keepstep.core.descriptors import raise_limit
 from keepstep.core.errors import KeepstepError
 from keepstep.core.home import home_folder
 from keepstep.core.incident import Recovery
+from keepstep.core.ranges import fold_ranks
 from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
@@ -28,7 +29,7 @@ from keepstep.launch.local_run import LocalRun
 from keepstep.launch.next_place import after, may_follow, tell_failed, tell_found
 from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.node_checks import NodeChecks, versions
-from keepstep.launch.node.watching import FAILURES, Watching
+from keepstep.launch.node.watching import Watching
 from keepstep.launch.parting import say_goodbye, sweep
 from keepstep.launch.workers import root_cause
 from keepstep.launch.workers.crew import Crew
@@ -136,7 +137,7 @@ class Launcher:
             token=self._controller.seat,
             elected=self._on_election,
         )
-        self._controller.met(endpoint)
+        self._controller.met_at = endpoint
         if job.max_nodes > 1:
             self._orders.watch_lease(link)
         if place:
@@ -178,20 +179,18 @@ class Launcher:
             workers.watch()
         self._describe()
         if job.watch and job.rendezvous.endpoint is None and not controller.is_started:
-            self._try_watching(controller.start)
+            self._watching.attempt(controller.start)
         if controller.can_be_met:
             link = self._course.link
             if link and job.rendezvous.endpoint is None:
                 link.placed(place)
             elif not link:
-                self._try_watching(self._connect)
+                self._watching.attempt(self._connect)
             self._watching.start()
-        first, last = place.first_rank, place.first_rank + job.nproc - 1
-        ranks_text = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        ranks = fold_ranks(range(place.first_rank, place.first_rank + job.nproc))
+        which = f"rank{'s' if job.nproc > 1 else ''} {ranks} of {place.world_size}"
         watched = "watched, " if self._watching.rings.paths and controller.at else ""
-        self._run.say(
-            f"{ranks_text} of {place.world_size} on {job.node}: {watched}run folder {self._run.folder}"
-        )
+        self._run.say(f"{which} on {job.node}: {watched}run folder {self._run.folder}")
         return workers
 
     async def _end_workers(self, workers: Workers, outcome: Outcome, place: Place) -> None:
@@ -215,12 +214,6 @@ class Launcher:
         if controller.is_here:
             term = controller.term if controller.seat else 0
             self._run.describe(self._course.place, controller.at, term, self._watching.rings.paths)
-
-    def _try_watching(self, step: Callable[[], object]) -> None:
-        try:
-            step()
-        except FAILURES as error:
-            self._run.warn(f"the job is not watched: {error}")
 
     # Events while the workers run; orders of the controller come to ``Orders``.
 
@@ -256,7 +249,7 @@ class Launcher:
         self._run.note(f"controller at {self._controller.at}")
         self._describe()
         if self._job.rendezvous.endpoint is None:
-            self._try_watching(self._connect)
+            self._watching.attempt(self._connect)
             self._watching.start()
 
     def _on_election(self) -> None:

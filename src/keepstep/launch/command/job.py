@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from keepstep.core.budgets import Limits, limits_of
-from keepstep.core.config import Resolved, config_path, resolve
+from keepstep.core.config import config_path, resolve
 from keepstep.core.errors import UsageError
 from keepstep.launch.command import flags
 from keepstep.launch.command.meeting import (
@@ -27,20 +27,13 @@ from keepstep.launch.command.meeting import (
 )
 from keepstep.launch.command.persisting import Persisting, persisting_from
 from keepstep.launch.command.run_settings import SETTINGS
-from keepstep.launch.command.worker_count import worker_count
+
+if TYPE_CHECKING:
+    from keepstep.wire.tls import TlsPaths
 
 Number = TypeVar("Number", int, float)
 
 STDOUT, STDERR = 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """Files (PEM) for mutual TLS."""
-
-    cert: Path
-    key: Path
-    ca: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +94,7 @@ class Job:
     mitigate: str  # what is done about slowdowns that last: off, advise, auto
     restart_hangs: bool  # a process that certainly hangs is ended
     secret_file: Path | None
-    tls: Tls | None
+    tls: TlsPaths | None
     controller_listen: Endpoint | None
     layout: str  # declared parallel layout; empty: inferred
     ring_records: int
@@ -137,11 +130,7 @@ def job_from_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Jo
         flags={one.name: getattr(given, one.name) for one in SETTINGS if hasattr(given, one.name)},
         path=config_path(environ),
     )
-    return _job(given, settings, environ)
-
-
-def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: Mapping[str, str]) -> Job:
-    value = {name: item.value for name, item in settings.items()}
+    value: dict[str, Any] = {name: item.value for name, item in settings.items()}
     min_nodes, max_nodes = node_range(given.nnodes)
     nproc = worker_count(given.nproc_per_node, environ)
     alone = given.standalone or (
@@ -163,45 +152,43 @@ def _job(given: argparse.Namespace, settings: Mapping[str, Resolved], environ: M
         max_nodes=max_nodes,
         role=given.role,
         run_id=str(uuid.uuid4()) if alone else given.rdzv_id,
-        rendezvous=rendezvous_from(given, max_nodes, float(value["join_timeout_s"])),
+        rendezvous=rendezvous_from(given, max_nodes, value["join_timeout_s"]),
         master_addr="127.0.0.1" if alone else given.master_addr.strip("[]"),
         master_port=0 if alone else _master_port(given),
         max_restarts=given.max_restarts,
-        shrink_after_s=_not_negative("--shrink-after", float(value["shrink_after_s"])),
-        restart_budget=limits_of(str(value["restart_budget"])),
-        standbys=_standbys(str(value["standbys"]).strip(), given, nproc),
-        elects=bool(value["elect"]) and max_nodes > 1 and given.max_restarts > 0,
-        in_place=bool(value["in_place"]),
+        shrink_after_s=_not_negative("--shrink-after", value["shrink_after_s"]),
+        restart_budget=limits_of(value["restart_budget"]),
+        standbys=_standbys(value["standbys"].strip(), given, nproc),
+        elects=value["elect"] and max_nodes > 1 and given.max_restarts > 0,
+        in_place=value["in_place"],
         signals=_signals(given.signals_to_handle),
         shutdown_timeout_s=_shutdown_timeout(given, environ),
         virtual_local_rank=given.virtual_local_rank,
         streams=_streams(given, nproc, environ),
         run_dir=Path(given.run_dir).absolute() if given.run_dir else None,
-        runs_dir=Path(str(value["runs_dir"])).absolute(),
+        runs_dir=Path(value["runs_dir"]).absolute(),
         name=_name(given),
-        node=str(value["node_name"]) or os.uname().nodename,
-        watch=bool(value["watch"]),
-        check=bool(value["check"]),
-        validate=bool(value["validate"]),
-        mitigate=_one_of("--mitigate", str(value["mitigate"]).strip(), "auto", "advise", "off"),
-        restart_hangs=_one_of("--on-hang", str(value["on_hang"]).strip(), "report", "restart") == "restart"
+        node=value["node_name"] or os.uname().nodename,
+        watch=value["watch"],
+        check=value["check"],
+        validate=value["validate"],
+        mitigate=_one_of("--mitigate", value["mitigate"].strip(), "auto", "advise", "off"),
+        restart_hangs=_one_of("--on-hang", value["on_hang"].strip(), "report", "restart") == "restart"
         and given.max_restarts > 0,
-        secret_file=Path(str(value["secret_file"])).absolute() if value["secret_file"] else None,
+        secret_file=Path(value["secret_file"]).absolute() if value["secret_file"] else None,
         tls=_tls(value),
-        controller_listen=parse_endpoint("--controller-listen", str(value["controller_listen"]), 0)
+        controller_listen=parse_endpoint("--controller-listen", value["controller_listen"], 0)
         if value["controller_listen"]
         else None,
-        layout=_layout(str(value["layout"]), nproc * max_nodes if min_nodes == max_nodes else None),
-        ring_records=int(value["ring_records"]),
-        checkpoint_bytes=int(value["checkpoint_bytes"]),
+        layout=_layout(value["layout"], nproc * max_nodes if min_nodes == max_nodes else None),
+        ring_records=value["ring_records"],
+        checkpoint_bytes=value["checkpoint_bytes"],
         persisting=persisting_from(value),
-        checkpoint_backups=_not_negative("--checkpoint-backups", int(value["checkpoint_backups"])),
-        checkpoint_backup_rate=_not_negative(
-            "--checkpoint-backup-rate", float(value["checkpoint_backup_rate"])
-        ),
-        failure_domain=_label("--failure-domain", str(value["failure_domain"]).strip()),
-        leave_s=float(value["leave_s"]),
-        linger_s=float(value["linger_s"]),
+        checkpoint_backups=_not_negative("--checkpoint-backups", value["checkpoint_backups"]),
+        checkpoint_backup_rate=_not_negative("--checkpoint-backup-rate", value["checkpoint_backup_rate"]),
+        failure_domain=_label("--failure-domain", value["failure_domain"].strip()),
+        leave_s=value["leave_s"],
+        linger_s=value["linger_s"],
         quiet=given.quiet,
         verbose=given.verbose,
         dry_run=given.dry_run,
@@ -334,8 +321,8 @@ def _streams(given: argparse.Namespace, nproc: int, environ: Mapping[str, str]) 
     )
 
 
-def _tls(value: Mapping[str, Any]) -> Tls | None:
-    files = {name: str(value[name]) for name in ("tls_cert", "tls_key", "tls_ca")}
+def _tls(value: Mapping[str, Any]) -> TlsPaths | None:
+    files = {name: value[name] for name in ("tls_cert", "tls_key", "tls_ca")}
     if not any(files.values()):
         return None
     for name, file in files.items():
@@ -344,9 +331,57 @@ def _tls(value: Mapping[str, Any]) -> Tls | None:
             raise UsageError(
                 f"{flag} {file or '(missing)'}: mutual TLS needs --tls-cert, --tls-key and --tls-ca"
             )
-    return Tls(*(Path(file).absolute() for file in files.values()))
+    from keepstep.wire.tls import TlsPaths
+
+    return TlsPaths(*(os.path.abspath(file) for file in files.values()))
 
 
 def interpreter(environ: Mapping[str, str]) -> str:
     """The Python that runs the script: ``$PYTHON_EXEC``, else the launcher's own, as in torchrun."""
     return environ.get("PYTHON_EXEC") or sys.executable
+
+
+def worker_count(text: str, environ: Mapping[str, str], dev: Path = Path("/dev")) -> int:
+    """The number of workers that ``--nproc-per-node text`` asks for.
+
+    ``cpu``: the CPUs this process may use. ``gpu``: the NVIDIA devices under ``dev`` that
+    ``CUDA_VISIBLE_DEVICES`` leaves visible. ``auto``: GPUs where there are any, else CPUs.
+
+    Raises:
+        UsageError: the text is neither a positive number nor one of these words, or there is no GPU for ``gpu``.
+    """
+    if re.fullmatch(r"[0-9]+", text.strip()):
+        count = int(text)
+        if count < 1:
+            raise UsageError(f"--nproc-per-node {text}: give at least 1")
+        return count
+    if text == "cpu":
+        return cpu_count()
+    if text in ("gpu", "auto"):
+        count = gpu_count(environ, dev)
+        if count == 0 and text == "gpu":
+            raise UsageError(
+                f"--nproc-per-node gpu: no NVIDIA device visible on {os.uname().nodename}; give a number, or cpu"
+            )
+        return count or cpu_count()
+    raise UsageError(f"--nproc-per-node {text}: give a number, auto, cpu or gpu")
+
+
+def cpu_count() -> int:
+    """Number of CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def gpu_count(environ: Mapping[str, str], dev: Path = Path("/dev")) -> int:
+    """Number of NVIDIA devices that a CUDA program sees in this environment; a MIG instance named there is one."""
+    present = sum(1 for path in dev.glob("nvidia[0-9]*") if path.name[len("nvidia") :].isdigit())
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or present == 0:
+        return present
+    count = 0
+    for entry in (word.strip() for word in visible.split(",")):
+        # CUDA stops at the first entry that names no device.
+        if (entry.isdigit() and int(entry) >= present) or not re.match(r"[0-9]+$|GPU-|MIG-", entry):
+            break
+        count += 1
+    return count

@@ -34,7 +34,9 @@ class Link:
 
     Attributes:
         member: what was said and ordered.
+        controller: the address of the controller, as far as it is known.
         connected: set while the newest controller is connected.
+        stranger: a message about another job's controller at the address of this job's; "": none is there.
         address: this node's, numeric, where the controller can move to another node; else "".
     """
 
@@ -54,13 +56,13 @@ class Link:
         a second, to look whether its host has changed.
         """
         self._run, job = run, run.job
-        self._controller = self._told = controller
+        self.controller = self._told = controller
         self._next_try_s = _now_s() + _TRY_S
         self._ordered, self._elected = ordered, elected
         self._client: wire.Client | None = None
         self._changed = asyncio.Event()
         self._trouble = ""
-        self._stranger = ""  # what `stranger` says
+        self.stranger = ""
         self._stranger_at, self._stranger_since_s = controller, 0.0
         self._warned_of = ""
         self.address = addresses.resolve(join.address)[0] if token else ""
@@ -85,9 +87,8 @@ class Link:
         """
         # What goes wrong is in the message of ``join``, so that the logger need not say it at every attempt.
         logging.getLogger("keepstep.wire").addHandler(logging.NullHandler())
-        tls = contexts(self._run.job)
         self._client = wire.Client(
-            (self._controller.host, self._controller.port),
+            (self.controller.host, self.controller.port),
             wire.RunKey(wire.read_secret(self._run.secret), self._run.job.run_id),
             role="launcher",
             greet=self.member.greet,
@@ -95,18 +96,8 @@ class Link:
             connected=self._on_connected,
             disconnected=self._on_disconnected,
             trouble=self._note,
-            tls=tls[1] if tls is not None else None,
+            tls=contexts(self._run.job)[1],
         )
-
-    @property
-    def controller(self) -> Endpoint:
-        """The address of the controller, as far as it is known."""
-        return self._controller
-
-    @property
-    def stranger(self) -> str:
-        """A message about another job's controller at the address of this job's; "": none is there."""
-        return self._stranger
 
     def resign(self) -> None:
         """Let other nodes host the controller, because it cannot be kept running here."""
@@ -127,13 +118,13 @@ class Link:
             # The controller may have moved before this launcher began: the address that it was given and the one in
             # the run folder are tried in turn.
             self._next_try_s = _now_s() + _TRY_S
-            known = run_folder.controller(self._run.folder) if self._controller == self._told else None
+            known = run_folder.controller(self._run.folder) if self.controller == self._told else None
             self._go_to(known or self._told)
         self._elected()
 
     def _go_to(self, controller: Endpoint) -> None:
-        if controller != self._controller and self._client:
-            self._controller = controller
+        if controller != self.controller and self._client:
+            self.controller = controller
             self._client.redirect(controller.host, controller.port)
 
     async def join(self, timeout_s: float) -> Place:
@@ -151,11 +142,11 @@ class Link:
                 return waiting.result()
         finally:
             waiting.cancel()
-        if self._stranger:
-            raise RunError(self._stranger)
+        if self.stranger:
+            raise RunError(self.stranger)
         seen = self._trouble or "connected, but not all nodes have joined"
         raise RunError(
-            f"no place in the job after {timeout_s:g} s: controller {self._controller}: {seen}; check that every "
+            f"no place in the job after {timeout_s:g} s: controller {self.controller}: {seen}; check that every "
             f"node was started with the same --rdzv-endpoint, --nnodes and secret ({self._run.secret})"
         )
 
@@ -177,15 +168,15 @@ class Link:
             if (place := self._taken()) is not None:
                 return place
             if self.member.refusal:
-                raise RunError(f"controller {self._controller}: {self.member.refusal}")
+                raise RunError(f"controller {self.controller}: {self.member.refusal}")
             if self.member.is_spare and self.member.away_s(_now_s()) > PATIENCE_S:
                 raise RunError(
-                    self._stranger
-                    or f"controller {self._controller}: {self._trouble}: the job is gone, or out of reach"
+                    self.stranger
+                    or f"controller {self.controller}: {self._trouble}: the job is gone, or out of reach"
                 )
-            met_stranger = self._stranger and _now_s() - self._stranger_since_s > _STRANGER_S
+            met_stranger = self.stranger and _now_s() - self._stranger_since_s > _STRANGER_S
             if met_stranger and not self.member.is_spare:  # a spare waits on, as the job may go on elsewhere
-                raise RunError(self._stranger)
+                raise RunError(self.stranger)
             await self._change(_REREAD_SECRET_S)
 
     async def next_place(self) -> Place | None:
@@ -272,7 +263,7 @@ class Link:
 
     def _on_welcome(self) -> None:
         """Note that the newest controller is connected, or leave a controller that has been replaced."""
-        self._stranger = ""
+        self.stranger = ""
         if self.member.is_void:
             assert self._client is not None
             self._client.reconnect()
@@ -293,16 +284,16 @@ class Link:
     def _meet(self, error: Exception) -> None:
         """Note whether another job's controller is at this job's address; workers that run go on all the same."""
         if not isinstance(error, wire.AnotherJob):
-            if self._controller == self._stranger_at:  # an error at another address says nothing about it
-                self._stranger = ""
+            if self.controller == self._stranger_at:  # an error at another address says nothing about it
+                self.stranger = ""
             return
-        if not self._stranger:
+        if not self.stranger:
             self._stranger_since_s = _now_s()
-        self._stranger_at = self._controller
-        self._stranger = another_job(self._controller, error)
-        if self.member.runs and self._stranger != self._warned_of:
-            self._warned_of = self._stranger
-            self._run.warn(f"{self._stranger}; the workers of this node train on without it")
+        self._stranger_at = self.controller
+        self.stranger = another_job(self.controller, error)
+        if self.member.runs and self.stranger != self._warned_of:
+            self._warned_of = self.stranger
+            self._run.warn(f"{self.stranger}; the workers of this node train on without it")
 
 
 def another_job(controller: Endpoint, error: wire.AnotherJob) -> str:
@@ -313,15 +304,12 @@ def another_job(controller: Endpoint, error: wire.AnotherJob) -> str:
     )
 
 
-def contexts(job: Job) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
+def contexts(job: Job) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
     """TLS contexts of a server and of a client; None: the job uses no TLS.
 
     Raises UsageError where the files cannot be loaded.
     """
-    if job.tls is None:
-        return None
-    paths = wire.TlsPaths(str(job.tls.cert), str(job.tls.key), str(job.tls.ca))
-    return wire.server_context(paths), wire.client_context(paths)
+    return (wire.server_context(job.tls), wire.client_context(job.tls)) if job.tls else (None, None)
 
 
 def _now_s() -> float:

@@ -27,7 +27,7 @@ class Elections:
         pid: int,
         address: str,
         *,
-        tls: tuple[ssl.SSLContext, ssl.SSLContext] | None,
+        tls: tuple[ssl.SSLContext | None, ssl.SSLContext | None],
         member_is_connected: Callable[[], bool],
         changed: Callable[[], None],
         led: Callable[[], None],
@@ -55,14 +55,15 @@ class Elections:
         await self.close()
         self._key = key
         callbacks = wire.ServerCallbacks(self._asked, lambda _: None, lambda _, __: None)
-        tls = self._tls[0] if self._tls is not None else None
         try:
             self._server = await wire.serve(
-                self._seat.address, 0, key, callbacks, tls=tls, roles=wire.TO_ELECTOR
+                self._seat.address, 0, key, callbacks, tls=self._tls[0], roles=wire.TO_ELECTOR
             )
         except OSError:  # behind NAT no interface of this node has the address that others see
             anywhere = "::" if ":" in self._seat.address else "0.0.0.0"
-            self._server = await wire.serve(anywhere, 0, key, callbacks, tls=tls, roles=wire.TO_ELECTOR)
+            self._server = await wire.serve(
+                anywhere, 0, key, callbacks, tls=self._tls[0], roles=wire.TO_ELECTOR
+            )
         seat = structs.replace(self._seat, port=self._server.port)
         self.elector = Elector(seat, self._dice.random)
         self._ticks = asyncio.get_running_loop().create_task(self._run())
@@ -115,7 +116,7 @@ class Elections:
                     role="elector",
                     greet=lambda: () if self._member_is_connected() else (wire.Where(),),
                     message=self._answered,
-                    tls=self._tls[1] if self._tls is not None else None,
+                    tls=self._tls[1],
                 )
 
     def _guides(self, seats: dict[int, wire.Seat], leader: int) -> dict[int, wire.Seat]:

@@ -30,6 +30,7 @@ class Hosting:
 
     Attributes:
         at: the controller's address; None before it is known.
+        met_at: the address to which the link was led last.
         is_here: whether this node hosts it.
         seat: this launcher's token where the controller can move; else 0.
         term: of the controller that runs here.
@@ -50,6 +51,7 @@ class Hosting:
         self._run, self._job = run, run.job
         self._on_ready, self._on_gave_up, self._on_moved = ready, gave_up, moved
         self.at: Endpoint | None = None
+        self.met_at: Endpoint | None = None
         self.is_here = False
         self.seat = secrets.randbits(61) + 1 if self._job.elects else 0
         self.term = 1
@@ -57,7 +59,6 @@ class Hosting:
         self._ready = asyncio.Event()
         self._lost = ""
         self._moving: asyncio.Task[None] | None = None
-        self._met_at: Endpoint | None = None  # the address to which the link was led last
 
     @property
     def pid(self) -> int | None:
@@ -105,7 +106,6 @@ class Hosting:
         other = "another program"
         try:
             key = wire.RunKey(wire.read_secret(self._run.secret), self._job.run_id)
-            tls = contexts(self._job)
             client = wire.Client(
                 (taken.host, taken.port),
                 key,
@@ -114,7 +114,7 @@ class Hosting:
                 message=lambda message: None,
                 connected=lambda: answers.put_nowait(None),
                 trouble=lambda error, attempt: answers.put_nowait(error),
-                tls=tls[1] if tls is not None else None,
+                tls=contexts(self._job)[1],
             )
             try:
                 answer = await asyncio.wait_for(answers.get(), _ASK_S)
@@ -163,10 +163,6 @@ class Hosting:
                 "is the port of --rdzv-endpoint taken?"
             )
 
-    def met(self, at: Endpoint) -> None:
-        """Note at which address the link begins."""
-        self._met_at = at
-
     def look(self, link: Link) -> None:
         """Host the controller, or stop hosting it, or follow it to another node, as the election says."""
         elector = link.member.elector
@@ -175,8 +171,8 @@ class Hosting:
             return
         if elector.inheritance is not None and elector.leads != (self.term if self.is_here else 0):
             self._moving = asyncio.get_running_loop().create_task(self._move(link, elector, elector.leads))
-        elif not elector.leads and link.connected.is_set() and link.controller != self._met_at:
-            self._met_at = self.at = link.controller
+        elif not elector.leads and link.connected.is_set() and link.controller != self.met_at:
+            self.met_at = self.at = link.controller
             self._run.say(f"the controller is at {self.at} now")
             self._on_moved()
 
@@ -216,7 +212,7 @@ class Hosting:
             link.resign()
             return
         self.is_here, self.term = True, term
-        self.at = self._met_at = Endpoint(link.address, addresses.free_port(link.address))
+        self.at = self.met_at = Endpoint(link.address, addresses.free_port(link.address))
         self._run.say(f"the controller's node is away; it runs here now, at {self.at}")
         self._launch()
         elector.serves(self.at.port)

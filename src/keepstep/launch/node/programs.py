@@ -274,4 +274,4 @@ def agent_command(
 def _tls(job: Job) -> list[str]:
     if job.tls is None:
         return []
-    return ["--tls-cert", str(job.tls.cert), "--tls-key", str(job.tls.key), "--tls-ca", str(job.tls.ca)]
+    return ["--tls-cert", job.tls.cert, "--tls-key", job.tls.key, "--tls-ca", job.tls.ca]

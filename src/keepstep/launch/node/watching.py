@@ -17,9 +17,7 @@ from keepstep.launch.workers.preload import preload, shim
 from keepstep.launch.workers.rings import Rings
 
 _GIVES_WAY_S = 1.5
-
-FAILURES = (KeepstepError, OSError, ImportError)
-"""Exceptions of watching that do not end the job."""
+_FAILURES = (KeepstepError, OSError, ImportError)  # exceptions that do not end the job
 
 
 class Watching:
@@ -55,19 +53,23 @@ class Watching:
         job = self._run.job
         try:
             self.rings.make(place, job.nproc, job.ring_records)
-        except (*FAILURES, ValueError) as error:
+        except (*_FAILURES, ValueError) as error:
             self._run.warn(f"the workers train unwatched, no ring can be made: {error}")
             return {}
         preloaded = preload(environ, shim())
         found_by = self.rings.environment(place, self._run.folder, environ)
         return {local: {**one, **preloaded} for local, one in found_by.items()}
 
+    def attempt(self, step: Callable[[], object]) -> None:
+        """Take a step towards a watched job; where it fails, say that the job is not watched."""
+        try:
+            step()
+        except _FAILURES as error:
+            self._run.warn(f"the job is not watched: {error}")
+
     def start(self) -> None:
         """Start the agent, unless it is there already or there is nothing to be read."""
-        try:
-            self._start()
-        except FAILURES as error:
-            self._run.warn(f"the job is not watched: {error}")
+        self.attempt(self._start)
 
     def renew(self) -> None:
         """Have the agent of the next incarnation follow that of the old one; workers wait for neither."""

@@ -8,9 +8,8 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from keepstep.launch.command.placement import ERROR_FILE, WorkerPlan
+from keepstep.launch.command.placement import WorkerPlan
 from keepstep.launch.workers.processes import Child, Processes, descendants, end_group, failing_status
 from keepstep.launch.workers.restarts import Restarts
 from keepstep.launch.workers.root_cause import Failure, examine, first
@@ -199,15 +198,8 @@ class Workers:
         return any(child.status in (-number, 128 + number) for number in self._asked)
 
     def _examine(self, plan: WorkerPlan, pid: int, status: int, failed_s: float) -> Failure:
-        found = examine(
-            plan.rank,
-            plan.local_rank,
-            pid,
-            status,
-            time.time() - (time.monotonic() - failed_s),
-            Path(plan.environment[ERROR_FILE]),
-            self._streams[plan.local_rank].stderr,
-        )
+        unix_s = time.time() - (time.monotonic() - failed_s)
+        found = examine(plan, pid, status, unix_s, self._streams[plan.local_rank].stderr)
         reason = self._reasons.get(plan.rank)
         if not reason or status != -signal.SIGKILL or found.error_file:
             return found

@@ -8,11 +8,13 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from keepstep.core.finding import Finding
 from keepstep.core.lost_connection import tells_of_another
+from keepstep.launch.command.placement import ERROR_FILE, WorkerPlan
 from keepstep.launch.workers.processes import exit_code
 
 _LARGEST_ERROR_FILE_BYTES = 1 << 20
@@ -54,27 +56,21 @@ class Failure:
         return exit_code(self.status)
 
 
-def examine(
-    rank: int,
-    local_rank: int,
-    pid: int,
-    status: int,
-    died_unix_s: float,
-    error_file: Path,
-    stderr: Path | None,
-) -> Failure:
+def examine(plan: WorkerPlan, pid: int, status: int, died_unix_s: float, stderr: Path | None) -> Failure:
     """The failure of a dead worker; ``stderr`` is the file with its stderr, None when that was the console."""
+    failure = partial(Failure, plan.rank, plan.local_rank, pid, status)
+    error_file = Path(plan.environment[ERROR_FILE])
     written = _error_file(error_file)
     if written:
         message, detail, at_s = written
-        return Failure(rank, local_rank, pid, status, min(at_s, died_unix_s), message, detail, error_file)
+        return failure(min(at_s, died_unix_s), message, detail, error_file)
     tail = _last_lines(stderr) if stderr else []
     if tail:
-        return Failure(rank, local_rank, pid, status, died_unix_s, tail[-1], "\n".join(tail), None)
+        return failure(died_unix_s, tail[-1], "\n".join(tail), None)
     detail = _by_status(status, pid)
     if status > 0:
         detail += "; its traceback is on stderr above (to keep it: @record on main, or --redirects 3)"
-    return Failure(rank, local_rank, pid, status, died_unix_s, "", detail, None)
+    return failure(died_unix_s, "", detail, None)
 
 
 def _by_status(status: int, pid: int) -> str:

@@ -4,10 +4,9 @@ from pathlib import Path
 import pytest
 
 from keepstep.core.errors import UsageError
-from keepstep.launch.command.job import job_from_command_line, stream_masks
+from keepstep.launch.command.job import gpu_count, job_from_command_line, stream_masks, worker_count
 from keepstep.launch.command.meeting import Endpoint, node_range, parse_endpoint
 from keepstep.launch.command.persisting import Persisting
-from keepstep.launch.command.worker_count import gpu_count, worker_count
 
 BARE = {"HOME": "/nowhere"}
 

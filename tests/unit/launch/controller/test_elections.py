@@ -26,7 +26,7 @@ def test_a_launcher_of_another_job_has_no_part_in_an_election() -> None:
     async def play() -> None:
         one = Elections(
             *(1, "node-0", 100, "127.0.0.1"),
-            tls=None,
+            tls=(None, None),
             member_is_connected=lambda: True,
             changed=lambda: None,
             led=lambda: None,
@@ -61,7 +61,7 @@ def test_another_launcher_leads_when_the_first_is_gone() -> None:
         nodes = [
             Elections(
                 *(n + 1, f"node-{n}", 100 + n, "127.0.0.1"),
-                tls=None,
+                tls=(None, None),
                 member_is_connected=lambda: connected,
                 changed=lambda: None,
                 led=lambda n=n: led.append(n),

@@ -3,7 +3,22 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from keepstep.launch.workers.root_cause import examine, first, hand_up, render
+from keepstep.launch.command.placement import ERROR_FILE, WorkerPlan
+from keepstep.launch.workers import root_cause
+from keepstep.launch.workers.root_cause import Failure, first, hand_up, render
+
+
+def examine(
+    rank: int,
+    local_rank: int,
+    pid: int,
+    status: int,
+    died_unix_s: float,
+    error_file: Path,
+    stderr: Path | None,
+) -> Failure:
+    plan = WorkerPlan(rank, local_rank, (), {ERROR_FILE: str(error_file)})
+    return root_cause.examine(plan, pid, status, died_unix_s, stderr)
 
 
 def error_file(path: Path, message: object, at_s: float) -> Path:
