@@ -310,10 +310,11 @@ class NodeBackups:
                 transfer.fetch = fetch
             try:
                 began_s = time.monotonic()
-                with self.states.filling(
-                    backup_of(rank), SLOTS_PER_BACKUP, lambda: self._needed(key)
-                ) as room:
-                    fetch.run(room)
+                fetch.run(
+                    lambda record: self.states.filling(
+                        backup_of(rank), SLOTS_PER_BACKUP, record, self._needed(key)
+                    )
+                )
                 log.info(
                     "%s of rank %d is backed up here after %.2f s",
                     key_text(key),
@@ -405,10 +406,11 @@ class NeighbourSource:
         holders = [one for one in self._backups.locate(rank) if key.pack() in one.keys]
         alike = any(holder.rank != rank for holder in holders)
 
-        def marked(record: Record) -> Incoming:
-            incoming = room(record)
-            incoming.alike = alike
-            return incoming
+        @contextmanager
+        def marked(record: Record) -> Generator[Incoming]:
+            with room(record) as incoming:
+                incoming.alike = alike
+                yield incoming
 
         for holder in holders:
             try:

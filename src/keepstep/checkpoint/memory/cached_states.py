@@ -7,12 +7,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import StateHeader
 from keepstep.checkpoint.memory.cache_server import Answer, GiveUp, Open, Reserve, ask
-from keepstep.checkpoint.memory.incoming import Incoming, Room
+from keepstep.checkpoint.memory.incoming import Incoming
 from keepstep.checkpoint.memory.slot import SLOTS_PER_RANK, Board, Slot
 from keepstep.checkpoint.memory.slots import Key, Record, free_slots, read_header, slot_bytes
 from keepstep.checkpoint.storage.manifest import key_text
@@ -105,17 +104,18 @@ class CachedStates:
 
     @contextmanager
     def filling(
-        self, owner: int, slots: int, needed: Callable[[], Collection[Key | None]] | None = None
-    ) -> Generator[Room]:
-        """Opens a `Room` for a state of an owner that comes from elsewhere; one at a time for each owner.
+        self, owner: int, slots: int, record: Record, needed: Collection[Key | None] | None = None
+    ) -> Generator[Incoming]:
+        """Opens a slot for a state of an owner that comes from elsewhere; one at a time for each owner.
 
         Args:
             owner: a rank, or the backup of one.
             slots: how many slots the owner is to have. When all of them hold something, a rank gets one more.
+            record: the record of the state.
             needed: for a backup: the keys that must not be lost; the oldest of the others is overwritten.
 
         Raises:
-            CheckpointError: another state of this owner is being filled.
+            CheckpointError: another state of this owner is being filled, or there is no memory for it.
         """
         with self._guard:
             if owner in self._filling:
@@ -123,37 +123,32 @@ class CachedStates:
             self._filling.add(owner)
         try:
             with ExitStack() as stack:
-                yield partial(self._room, owner, slots, needed, stack)
+                with self._guard:
+                    index = self._make_way(owner, slots, slot_bytes(record, spare=needed is None), needed)
+                    # Mapped again for a lock of its own: readers in this process lock another map of the slot.
+                    slot = Slot(os.dup(self._slots[owner][index].fileno()), apart=True)
+                    stack.callback(slot.close)
+                    incoming = stack.enter_context(Incoming(slot, self.board, owner, index, record))
+                yield incoming
         finally:
             with self._guard:
                 self._filling.discard(owner)
 
-    def _room(
-        self,
-        owner: int,
-        slots: int,
-        needed: Callable[[], Collection[Key | None]] | None,
-        stack: ExitStack,
-        record: Record,
-    ) -> Incoming:
-        nbytes = slot_bytes(record, spare=needed is None)
-        with self._guard:
-            self._open(owner)
-            there = self._slots[owner]
-            free = list(self._free(owner, needed() if needed else None))
-            if not free and needed and len(there) >= slots:
-                raise CheckpointError(f"all {slots} slots of the backup are needed or being read")
-            fitting = [i for i in free if there[i].nbytes >= nbytes and there[i].record() is None]
-            index = [*fitting, *free, len(there)][0]
-            if not free or there[index].nbytes < nbytes:
-                if free:
-                    self.board.put(owner, index, None)
-                keep = tuple(i for i in range(len(there)) if i != index)
-                self._open(owner, Reserve(owner, nbytes, max(slots, len(keep) + 1), keep))
-            # The slot is mapped again for a lock of its own: readers in this process lock another map of it.
-            slot = Slot(os.dup(self._slots[owner][index].fileno()), apart=True)
-            stack.callback(slot.close)
-            return Incoming(slot, self.board, owner, index, record)
+    def _make_way(self, owner: int, slots: int, nbytes: int, needed: Collection[Key | None] | None) -> int:
+        """The index of a slot of ``nbytes`` that may be overwritten."""
+        self._open(owner)
+        there = self._slots[owner]
+        free = list(self._free(owner, needed))
+        if not free and needed is not None and len(there) >= slots:
+            raise CheckpointError(f"all {slots} slots of the backup are needed or being read")
+        fitting = [i for i in free if there[i].nbytes >= nbytes and there[i].record() is None]
+        index = [*fitting, *free, len(there)][0]
+        if not free or there[index].nbytes < nbytes:
+            if free:
+                self.board.put(owner, index, None)
+            keep = tuple(i for i in range(len(there)) if i != index)
+            self._open(owner, Reserve(owner, nbytes, max(slots, len(keep) + 1), keep))
+        return index
 
     def _free(self, owner: int, needed: Collection[Key | None] | None) -> Iterator[int]:
         """Indices of slots that may be overwritten now, the best first."""

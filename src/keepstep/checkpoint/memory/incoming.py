@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from keepstep.checkpoint import native
@@ -66,7 +67,7 @@ class Incoming:
         self._slot.unlock()
 
 
-Room = Callable[[Record], Incoming]
+Room = Callable[[Record], AbstractContextManager[Incoming]]
 """Gives a slot for a snapshot with this record. Raises CheckpointError when there is no memory for it."""
 
 

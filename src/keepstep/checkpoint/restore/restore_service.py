@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, TypeVar
 
 import msgspec
 
-from keepstep.checkpoint.memory.incoming import Room, StateSource
+from keepstep.checkpoint.memory.incoming import Incoming, StateSource
 from keepstep.checkpoint.memory.slot import MOST_RANKS, SLOTS_PER_RANK
-from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.memory.slots import Key, Record
 from keepstep.checkpoint.storage.source import MOST_OFFERED, StorageSource
 from keepstep.core.errors import CheckpointError
 from keepstep.core.local_socket import accept, connect, listen
@@ -108,7 +109,7 @@ _answers = msgspec.json.Decoder(Offered | Brought | Denied)
 
 Wanted = TypeVar("Wanted", Offered, Brought)
 
-Filling = Callable[[int, int], AbstractContextManager[Room]]
+Filling = Callable[[int, int, Record], AbstractContextManager[Incoming]]
 """Makes room for a state, given the rank and how many slots it is to have, as ``CachedStates.filling`` does."""
 
 
@@ -180,10 +181,10 @@ class RestoreService:
             if brought and brought[0] == key and key in self._held(request.rank):
                 return brought[1]  # a worker and the one that took its place have asked for the same
             passed: list[str] = []
+            room = partial(self._filling, request.rank, request.slots)
             for source in self._sources:
                 try:
-                    with self._filling(request.rank, request.slots) as room:
-                        where = source.bring(key, request.rank, room)
+                    where = source.bring(key, request.rank, room)
                 except Exception as error:  # stores and networks raise errors of any kind
                     if not isinstance(error, CheckpointError):
                         log.warning("rank %d: %s: %s", request.rank, source.where, error, exc_info=True)

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from keepstep.checkpoint.memory.incoming import Room
-from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.memory.incoming import Incoming, Room
+from keepstep.checkpoint.memory.slots import Key, Record
 from keepstep.checkpoint.restore import restore_service as module
 from keepstep.checkpoint.restore.restore_service import (
     Bring,
@@ -59,8 +59,9 @@ class Node:
         return frozenset(key for source in self.sources for key, to in source.brought if to == rank)
 
     @contextmanager
-    def filling(self, rank: int, slots: int) -> Iterator[Room]:
-        yield lambda record: pytest.fail("nobody asks")  # type: ignore[arg-type, return-value]
+    def filling(self, rank: int, slots: int, record: Record) -> Iterator[Incoming]:
+        pytest.fail("nobody asks")
+        yield
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,8 +44,7 @@ def states(served: Served) -> Iterator[CachedStates]:
 
 
 def bring(source: StorageSource, states: CachedStates, key: Key, rank: int, slots: int = 2) -> None:
-    with states.filling(rank, slots) as room:
-        source.bring(key, rank, room)
+    source.bring(key, rank, partial(states.filling, rank, slots))
 
 
 def loaded(served: Served, rank: int, world_size: int = 2) -> dict[str, Any]:
