@@ -119,11 +119,7 @@ class StateHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode_header(header: StateHeader) -> bytes:
-    """The header as JSON.
-
-    Raises:
-        CheckpointError: the JSON would be longer than any reader accepts.
-    """
+    """The header as JSON. Raises CheckpointError when it would be longer than any reader accepts."""
     data = msgspec.json.encode(header)
     if len(data) > MOST_HEADER_BYTES:
         raise CheckpointError(
@@ -139,8 +135,7 @@ _decoder = msgspec.json.Decoder(StateHeader)
 def decode_header(data: bytes | bytearray | memoryview) -> StateHeader:
     """The header that `encode_header` wrote, checked: whatever it refers to is there and inside ``data_bytes``.
 
-    Raises:
-        CheckpointError: ``data`` is anything else.
+    Raises CheckpointError when ``data`` is anything else.
     """
     if len(data) > MOST_HEADER_BYTES:
         raise CheckpointError(f"a header of {len(data)} bytes; at most {MOST_HEADER_BYTES} are possible")
@@ -162,11 +157,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> StateHeader:
 
 
 def with_checksums(header: StateHeader, checksums: tuple[int, ...]) -> StateHeader:
-    """The header with the checksums of its storages, in their order.
-
-    Raises:
-        CheckpointError: there are fewer or more checksums than storages.
-    """
+    """The header with the checksums of its storages, in their order. Raises CheckpointError for another count."""
     if len(checksums) != len(header.storages):
         raise CheckpointError(f"{len(checksums)} checksums for {len(header.storages)} storages")
     storages = tuple(
@@ -179,10 +170,8 @@ def with_checksums(header: StateHeader, checksums: tuple[int, ...]) -> StateHead
 def references(header: StateHeader) -> Iterator[tuple[str, str, int]]:
     """(path, tag, index) of each tensor, array and scalar, in the order of the tree.
 
-    A path is written as the keys that lead there, joined by dots: ``model.layers.0.weight``.
-
-    Raises:
-        CheckpointError: the tree breaks the format that this module describes.
+    A path is written as the keys that lead there, joined by dots: ``model.layers.0.weight``. Raises CheckpointError
+    when the tree breaks the format that this module describes.
     """
     yield from _references(header.tree, "", len(header.tensors), 0)
 
@@ -190,8 +179,7 @@ def references(header: StateHeader) -> Iterator[tuple[str, str, int]]:
 def tensor_paths(header: StateHeader) -> tuple[str, ...]:
     """A unique name for each entry of ``tensors``: the first path that leads to it, with ``#2``, ``#3``… if taken.
 
-    Raises:
-        CheckpointError: the tree is not sound.
+    Raises CheckpointError when the tree is not sound.
     """
     found: dict[int, str] = {}
     used: dict[str, int] = {}
@@ -231,9 +219,8 @@ def _check_tensor(header: StateHeader, index: int, tensor: TensorEntry) -> None:
         raise refuse(f"refers to storage {tensor.storage} of {len(header.storages)}")
     if len(tensor.shape) != len(tensor.stride) or len(tensor.shape) > MOST_DIMENSIONS:
         raise refuse(f"has {len(tensor.shape)} sizes and {len(tensor.stride)} strides")
-    numel = math.prod(
-        size or 1 for size in tensor.shape
-    )  # sizes of 0 count as 1, as they do when torch computes strides
+    # Sizes of 0 count as 1, as they do when torch computes strides.
+    numel = math.prod(size or 1 for size in tensor.shape)
     if numel > MOST_BYTES or tensor.reach_bytes > header.storages[tensor.storage].nbytes:
         raise refuse("reaches behind its storage")
     shard = tensor.shard
@@ -253,7 +240,7 @@ def _references(node: Any, path: str, tensors: int, depth: int) -> Iterator[tupl
         return
     if isinstance(node, int):
         if not -(1 << 63) <= node < 1 << 64:
-            raise CheckpointError(f"{path or 'the state'}: an integer of more than 64 bits without its tag")
+            raise wrong(path, "an integer of more than 64 bits without its tag")
         return
     if depth > MOST_DEPTH:
         raise CheckpointError(f"{path[:200]}: nested deeper than {MOST_DEPTH}")
@@ -264,7 +251,7 @@ def _references(node: Any, path: str, tensors: int, depth: int) -> Iterator[tupl
     tag, items = _tagged(node, path)
     if tag in ("tensor", "array", "scalar"):
         if len(items) != 1 or type(items[0]) is not int or not 0 <= items[0] < tensors:
-            raise CheckpointError(f"{path or 'the state'}: refers to no tensor of the header")
+            raise wrong(path, "refers to no tensor of the header")
         yield path, tag, items[0]
     elif tag in ("list", "tuple", "set", "frozenset"):
         for index, item in enumerate(items):
@@ -284,21 +271,20 @@ def _tagged(node: Any, path: str) -> tuple[str, list[Any]]:
     if isinstance(node, list) and node and isinstance(node[0], str):
         items = cast("list[Any]", node)
         return cast("str", items[0]), items[1:]
-    raise CheckpointError(f"{path or 'the state'}: neither a plain value nor a list that begins with a tag")
+    raise wrong(path, "neither a plain value nor a list that begins with a tag")
 
 
 def _pairs(tag: str, items: list[Any], path: str) -> list[tuple[Any, Any]]:
     pairs = items[1:] if tag == "ordered" else items
     if (tag == "ordered" and not items) or any(not isinstance(p, list) or len(p) != 2 for p in pairs):  # pyright: ignore[reportUnknownArgumentType]
-        raise CheckpointError(f"{path or 'the state'}: a dict of something else than pairs")
+        raise wrong(path, "a dict of something else than pairs")
     return pairs
 
 
 def plain_value(tag: str, items: list[Any], path: str) -> Any:
     """The value behind an ``int``, ``float``, ``complex`` or ``bytes`` tag; for torch's tags the name or sizes.
 
-    Raises:
-        CheckpointError: the tag is not known, or its items are wrong.
+    Raises CheckpointError when the tag is not known, or its items are wrong.
     """
     try:
         match tag, items:
@@ -320,7 +306,7 @@ def plain_value(tag: str, items: list[Any], path: str) -> Any:
                 pass
     except (ValueError, binascii.Error):
         pass
-    raise CheckpointError(f"{path or 'the state'}: a {tag[:40]!r} that this keepstep cannot read")
+    raise wrong(path, f"a {tag[:40]!r} that this keepstep cannot read")
 
 
 def _part(node: Any) -> float:
@@ -335,13 +321,17 @@ def _part(node: Any) -> float:
 def split_of(word: str) -> tuple[int, int]:
     """The axis that a word of ``ShardEntry.placements`` splits, -1 for none, and its split factor, 0 without one.
 
-    Raises:
-        CheckpointError: the word is no placement.
+    Raises CheckpointError when the word is no placement.
     """
     found = _PLACEMENT.fullmatch(word)
     if found is None or bool(found[1]) != bool(int(found[3] or 0)):
         raise CheckpointError(f"a placement {word[:40]!r}, which this keepstep does not know")
     return (-1, 0) if word == "R" else (int(found[2]), int(found[3] or 0))
+
+
+def wrong(path: str, why: str) -> CheckpointError:
+    """The error about a value of a state, which is at ``path``."""
+    return CheckpointError(f"{path or 'the state'}: {why}")
 
 
 def join(path: str, key: str) -> str:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from keepstep.checkpoint.state import identity
+from keepstep.checkpoint.state import identity, local_of
 
 
 class OptimizerWatch:
@@ -80,6 +80,6 @@ def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 def _identities(values: Iterable[Any]) -> Iterator[int]:
     for value in values:
         if isinstance(value, torch.Tensor):
-            local = getattr(value, "_local_tensor", value)  # the local part of a DTensor
+            local = local_of(value)
             if type(local) in (torch.Tensor, torch.nn.Parameter):
                 yield identity(local.untyped_storage())

@@ -30,6 +30,7 @@ from keepstep.checkpoint.header import (
     key_text,
     plain_value,
     split_of,
+    wrong,
 )
 from keepstep.core.errors import CheckpointError
 
@@ -72,9 +73,7 @@ def flatten(
 
     Values must be of exactly the types that a header knows: a value of a subclass would come back as something else.
     Tensors lose autograd (a parameter comes back as a plain tensor); a DTensor is represented by its local part.
-
-    Raises:
-        CheckpointError: a value in the state cannot be saved without running code; the message names its path.
+    Raises CheckpointError, naming the path, when a value in the state cannot be saved without running code.
     """
     taken = _Taken()
     tree = taken.node(state, "", 0)
@@ -117,9 +116,7 @@ def unflatten(header: StateHeader, storages: Sequence[torch.Tensor]) -> Any:
 
     The tensors of the result share memory with ``storages``, and are on their devices. In place of a DTensor stands its
     local part; ``header.tensors[i].shard`` describes the whole. ``header`` must come from `flatten` or `decode_header`.
-
-    Raises:
-        CheckpointError: a storage is too short for its entry, or a dtype is unknown to this torch.
+    Raises CheckpointError when a storage is too short for its entry, or a dtype is unknown to this torch.
     """
     for index, (entry, storage) in enumerate(zip(header.storages, storages, strict=True)):
         if storage.dtype != torch.uint8 or storage.dim() != 1 or storage.numel() < entry.nbytes:
@@ -131,8 +128,7 @@ def unflatten(header: StateHeader, storages: Sequence[torch.Tensor]) -> Any:
 def tensor_of(entry: TensorEntry, storage: torch.Tensor) -> torch.Tensor:
     """The tensor that an entry describes; it shares memory with ``storage``, a uint8 tensor.
 
-    Raises:
-        CheckpointError: the dtype is unknown to this torch.
+    Raises CheckpointError when the dtype is unknown to this torch.
     """
     if entry.dtype not in DTYPES:
         raise CheckpointError(f"dtype {entry.dtype} is unknown to torch {torch.__version__}: use a newer one")
@@ -144,15 +140,12 @@ def tensor_of(entry: TensorEntry, storage: torch.Tensor) -> torch.Tensor:
 def build(node: Any, tensors: Sequence[Any], path: str) -> Any:
     """The value that a node of a header's tree stands for; ``tensors`` are those of ``header.tensors``.
 
-    Raises:
-        CheckpointError: the tree is not sound, or holds a value that this torch does not know.
+    Raises CheckpointError when the tree is not sound, or holds a value that this torch does not know.
     """
     try:
         return _build(node, tensors, path)
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path or 'the state'}: holds a value that cannot be made here: {error}"
-        ) from None
+        raise wrong(path, f"holds a value that cannot be made here: {error}") from None
 
 
 def _build(node: Any, tensors: Sequence[Any], path: str) -> Any:
@@ -197,7 +190,7 @@ def _built_pairs(pairs: list[Any], tensors: Sequence[Any], path: str) -> list[tu
             return found
     except TypeError:
         pass
-    raise CheckpointError(f"{path or 'the state'}: a dict with a key twice, or one that cannot be a key")
+    raise wrong(path, "a dict with a key twice, or one that cannot be a key")
 
 
 @dataclass(slots=True)
@@ -240,9 +233,7 @@ class _Taken:
         if kind is float:
             return value if math.isfinite(value) else ["float", repr(value)]
         if depth >= MOST_DEPTH:
-            raise CheckpointError(
-                f"{path[:200]}: nested deeper than {MOST_DEPTH}, or in itself; give a flat state"
-            )
+            raise wrong(path[:200], f"nested deeper than {MOST_DEPTH}, or in itself; give a flat state")
         if isinstance(value, torch.Tensor):
             return ["tensor", self._tensor(value, path)]
         if kind is dict:
@@ -272,12 +263,10 @@ class _Taken:
             tag = "array" if type(cast("Any", value)) is np.ndarray else "scalar"
             return [tag, self._array(cast("Any", value), path)]
         if isinstance(value, torch.Generator):
-            raise CheckpointError(f"{path or 'the state'}: a torch.Generator; give its get_state()")
+            raise wrong(path, "a torch.Generator; give its get_state()")
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         advice = "give its state_dict()" if hasattr(value, "state_dict") else "give plain values or tensors"
-        raise CheckpointError(
-            f"{path or 'the state'}: a {name} cannot be saved without running code: {advice}"
-        )
+        raise wrong(path, f"a {name} cannot be saved without running code: {advice}")
 
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
         if all(type(key) is str for key in value):
@@ -289,9 +278,7 @@ class _Taken:
         before = len(self.tensors)
         said = self.node(metadata, join(path, "_metadata"), depth + 1)
         if len(self.tensors) != before:
-            raise CheckpointError(
-                f"{join(path, '_metadata')}: has tensors; only plain values can be kept there"
-            )
+            raise wrong(join(path, "_metadata"), "has tensors; only plain values can be kept there")
         return ["ordered", said, *self._pairs(value, path, depth)]
 
     def _pairs(self, value: dict[Any, Any], path: str, depth: int) -> list[list[Any]]:
@@ -300,9 +287,7 @@ class _Taken:
             before = len(self.tensors)
             node = self.node(key, path, depth + 1)
             if len(self.tensors) != before:
-                raise CheckpointError(
-                    f"{path or 'the state'}: a tensor as a key of a dict; use a plain value"
-                )
+                raise wrong(path, "a tensor as a key of a dict; use a plain value")
             pairs.append([node, self.node(item, join(path, key_text(node)), depth + 1)])
         return pairs
 
@@ -311,8 +296,8 @@ class _Taken:
             # The array is copied because torch takes none that is read-only or has negative strides.
             return self._tensor(torch.as_tensor(np.array(array, copy=True, order="C")), path)
         except TypeError:
-            raise CheckpointError(
-                f"{path or 'the state'}: a numpy array of dtype {array.dtype}; only plain numbers can be kept"
+            raise wrong(
+                path, f"a numpy array of dtype {array.dtype}; only plain numbers can be kept"
             ) from None
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> int:
@@ -331,13 +316,9 @@ class _Taken:
     def _local(self, tensor: torch.Tensor, shard: ShardEntry | None, path: str) -> int:
         if type(tensor) not in _PLAIN_TENSORS or tensor.layout != torch.strided or tensor.is_meta:
             kind = f"{type(tensor).__name__} ({tensor.layout}, {tensor.device})"
-            raise CheckpointError(
-                f"{path or 'the state'}: a {kind} has no plain bytes; give the tensors it is made of"
-            )
+            raise wrong(path, f"a {kind} has no plain bytes; give the tensors it is made of")
         if tensor.dtype not in _NAMES:
-            raise CheckpointError(
-                f"{path or 'the state'}: tensors of {tensor.dtype} cannot be kept; convert it"
-            )
+            raise wrong(path, f"tensors of {tensor.dtype} cannot be kept; convert it")
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.detach().resolve_conj().resolve_neg()
         name = _NAMES[tensor.dtype]
@@ -348,12 +329,12 @@ class _Taken:
         shape, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         if 0 in shape:
             offset, stride = 0, (0,) * len(shape)
-        else:
-            size, reach = ITEM_BYTES[name], self._reaches[place]
-            last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-            reach.first = min(reach.first, offset * size)
-            reach.last = max(reach.last, (last + 1) * size)
-        self.tensors.append(TensorEntry(place, name, shape, stride, offset, str(tensor.device), shard))
+        entry = TensorEntry(place, name, shape, stride, offset, str(tensor.device), shard)
+        if 0 not in shape:
+            reach = self._reaches[place]
+            reach.first = min(reach.first, offset * ITEM_BYTES[name])
+            reach.last = max(reach.last, entry.reach_bytes)
+        self.tensors.append(entry)
         return len(self.tensors) - 1
 
 
@@ -362,28 +343,30 @@ def identity(storage: torch.UntypedStorage) -> int:
     return cast("Any", storage)._cdata
 
 
+def local_of(value: Any) -> Any:
+    """The local part of a DTensor; any other value itself."""
+    return getattr(value, "_local_tensor", value)
+
+
 def _text(value: str, path: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise CheckpointError(f"{path or 'the state'}: text with half a character; give bytes") from None
+        raise wrong(path, "text with half a character; give bytes") from None
     return value
 
 
 def shard_entry(tensor: DTensor, path: str) -> ShardEntry:
     """Describes the whole tensor that the local part of ``tensor`` belongs to.
 
-    Raises:
-        CheckpointError: ``tensor`` is a partial sum, or on a mesh without this rank.
+    Raises CheckpointError when ``tensor`` is a partial sum, or on a mesh without this rank.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise CheckpointError(
-            f"{path}: a DTensor on a mesh without this rank; leave it out of this rank's state"
-        )
+        raise wrong(path, "a DTensor on a mesh without this rank; leave it out of this rank's state")
     words: list[str] = []
     for placement in tensor.placements:
         # _StridedShard is a subclass of Shard in some versions of torch only.
@@ -395,9 +378,7 @@ def shard_entry(tensor: DTensor, path: str) -> ShardEntry:
         elif isinstance(placement, Shard):
             words.append(f"S({cast('Any', placement).dim})")
         else:
-            raise CheckpointError(
-                f"{path}: a DTensor with placement {placement}, which is no state yet; reduce it first"
-            )
+            raise wrong(path, f"a DTensor with placement {placement}, which is no state yet; reduce it first")
     offset: tuple[int, ...] = ()
     if not any(word.startswith("_S") for word in words):
         offset = tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)[1])
@@ -412,11 +393,7 @@ def shard_entry(tensor: DTensor, path: str) -> ShardEntry:
 
 
 def placement_of(word: str) -> Placement:
-    """The placement that a word of ``ShardEntry.placements`` stands for.
-
-    Raises:
-        CheckpointError: the word is none that `shard_entry` writes.
-    """
+    """The placement that a word of ``ShardEntry.placements`` stands for; CheckpointError for any other word."""
     axis, factor = split_of(word)
     if axis < 0:
         return Replicate()

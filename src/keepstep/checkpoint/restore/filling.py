@@ -13,9 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint import native
-from keepstep.checkpoint.header import ITEM_BYTES, ShardEntry, StateHeader, TensorEntry, join
+from keepstep.checkpoint.header import ITEM_BYTES, ShardEntry, StateHeader, TensorEntry, join, wrong
 from keepstep.checkpoint.memory.pages import Pages
-from keepstep.checkpoint.state import DTYPES, build, identity, placement_of, shard_entry, tensor_of
+from keepstep.checkpoint.state import (
+    DTYPES,
+    build,
+    identity,
+    local_of,
+    placement_of,
+    shard_entry,
+    tensor_of,
+)
 from keepstep.core.errors import CheckpointError
 
 
@@ -39,9 +47,8 @@ class Filling:
         self._plan = array("Q")  # rows of offset in the slot, address, nbytes
         self._whole: list[int] = []  # the storage that each row of the plan copies; -1: only a part of one
         self._parts: set[int] = set()  # storages that the plan copies in parts or not at all
-        self._fresh: dict[
-            int, torch.Tensor
-        ] = {}  # new memory by storage, where the state has no tensor to fill
+        # New memory by storage, where the state has no tensor to fill.
+        self._fresh: dict[int, torch.Tensor] = {}
         self._after: list[Callable[[], object]] = []
         self.damaged: list[int] = []
         self._meshes: dict[tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]], DeviceMesh] = {}
@@ -62,16 +69,11 @@ class Filling:
             plan.extend((native.DATA_OFFSET + entries[index].offset, entries[index].nbytes))
         summed = [*zip(rows, native.checksums(self._slot, plan, self._threads), strict=True)]
         if not any(found != entries[index].checksum for index, found in summed):
-            fresh = not self._put_pages_under()
-            copied = native.copy_out(self._slot, self._plan, self._threads, fresh)
+            pages = Pages(self._left)
+            given = [pages.put_under(*self._plan[row + 1 : row + 3]) for row in range(0, len(self._plan), 3)]
+            copied = native.copy_out(self._slot, self._plan, self._threads, not any(given))
             summed += [(index, found) for index, found in zip(self._whole, copied, strict=True) if index >= 0]
         self.damaged = sorted({index for index, found in summed if found != entries[index].checksum})
-
-    def _put_pages_under(self) -> bool:
-        """Put old pages under large storages of the state. Returns whether any storage got some."""
-        pages = Pages(self._left)
-        given = [pages.put_under(*self._plan[row + 1 : row + 3]) for row in range(0, len(self._plan), 3)]
-        return any(given)
 
     def finish(self) -> None:
         """Restore everything but the copied bytes, once these are known to be sound."""
@@ -134,13 +136,9 @@ class Filling:
         if isinstance(target, DTensor):
             local = target.to_local().detach()
             if entry.shard != shard_entry(target, path):
-                raise CheckpointError(
-                    f"{path}: was saved with another mesh or placement; it must be resharded"
-                )
+                raise wrong(path, "was saved with another mesh or placement; it must be resharded")
         elif entry.shard is not None:
-            raise CheckpointError(
-                f"{path}: was saved as a part of a DTensor, and is to become a whole tensor"
-            )
+            raise wrong(path, "was saved as a part of a DTensor, and is to become a whole tensor")
         if DTYPES.get(entry.dtype) != local.dtype or entry.shape != tuple(local.shape):
             raise CheckpointError(
                 f"{path}: the snapshot has {entry.dtype} of {entry.shape}, the state {local.dtype} of "
@@ -153,9 +151,10 @@ class Filling:
         """A DTensor with this local part, on an equal mesh of another DTensor in the state."""
         mesh = self._meshes.get((shard.mesh_shape, shard.mesh_names, shard.coordinate))
         if mesh is None:
-            raise CheckpointError(
-                f"{path}: was saved as a part of a DTensor on a mesh of {shard.mesh_shape}, and nothing in the state "
-                "is on such a mesh: put the model into the state, too"
+            raise wrong(
+                path,
+                f"was saved as a part of a DTensor on a mesh of {shard.mesh_shape}, and nothing in the state "
+                "is on such a mesh: put the model into the state, too",
             )
         shape = torch.Size(shard.global_shape)
         stride = torch.empty(shape, device="meta").stride()
@@ -231,17 +230,14 @@ class Filling:
     def _object(self, node: Any, target: Any, path: str) -> None:
         if isinstance(target, torch.nn.Module):
             there: dict[str, Any] = target.state_dict()
-            own = {identity(t.untyped_storage()) for t in _own_tensors(target)}
+            tensors = [*target.parameters(), *target.buffers()]
+            own = {identity(local_of(tensor).untyped_storage()) for tensor in tensors}
             if all(_is_part_of(value, own) for value in there.values()):
                 # The module's tensors are filled in place, because load_state_dict would copy a second time.
                 self._value(node, there, path)
                 return
         value = self._value(node, None, path)
-
-        def load() -> None:
-            target.load_state_dict(value)
-
-        self._after.append(load)
+        self._after.append(lambda: target.load_state_dict(value))
 
 
 def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -249,13 +245,8 @@ def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _own_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
-    found: list[Any] = [*module.parameters(), *module.buffers()]
-    return [getattr(tensor, "_local_tensor", tensor) for tensor in found]
-
-
 def _is_part_of(value: Any, own: set[int]) -> bool:
-    local = getattr(value, "_local_tensor", value)
+    local = local_of(value)
     return isinstance(local, torch.Tensor) and identity(local.untyped_storage()) in own
 
 

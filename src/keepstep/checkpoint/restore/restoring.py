@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,52 +18,45 @@ from keepstep.core.errors import CheckpointError
 OWN_CACHE = "this node's cache"
 
 
+@dataclass
 class Restoring:
     """Carries out what `resume.Rank` describes for one rank. ``error`` is the reason when its state cannot be filled.
 
-    Args:
+    Attributes:
         cache: the rank's slots.
         rank: number of the rank.
         world_size: ranks of the job.
         state: the state that is to be filled; None for `resume.begin`, which fills none.
         slots: how many slots the rank is to have.
         service: client of the agent's restore service; None when there are no sources besides the cache.
-        elastic: whether `digest` is needed to find out if all ranks have the same state.
         required: whether other sources must answer, because they may have a state when all caches are empty.
+        elastic: whether `digest` is needed to find out if all ranks have the same state.
         threads: number of threads that copy.
         left: memory that nobody uses any more; it may be put under what is brought back.
         say: prints a line for the operator.
     """
 
-    def __init__(
-        self,
-        cache: RankSlots,
-        rank: int,
-        world_size: int,
-        state: Any,
-        *,
-        slots: int,
-        service: RestoreClient | None,
-        required: bool,
-        elastic: bool,
-        threads: int,
-        left: list[torch.UntypedStorage],
-        say: Callable[[str], None],
-    ) -> None:
-        self._cache, self._rank, self._world_size, self._slots = cache, rank, world_size, slots
-        self._service, self._required, self._threads, self._say = service, required, threads, say
-        self._elastic, self._left = elastic, left
-        self._state = state
-        self._offers: dict[Key, Offer] = {}
-        self._brought: dict[Key, str] = {}
-        self._filling: Filling | None = None
-        self._spoiled = False
-        self.error: CheckpointError | None = None
+    cache: RankSlots
+    rank: int
+    world_size: int
+    state: Any
+    slots: int
+    service: RestoreClient | None
+    required: bool
+    elastic: bool
+    threads: int
+    left: list[torch.UntypedStorage]
+    say: Callable[[str], None]
+    error: CheckpointError | None = None
+    _offers: dict[Key, Offer] = field(default_factory=dict[Key, Offer])
+    _brought: dict[Key, str] = field(default_factory=dict[Key, str])
+    _filling: Filling | None = None
+    _spoiled: bool = False
 
     def own(self) -> frozenset[Key]:
-        self._offers, refused = self._cache.offers(self._world_size)
+        self._offers, refused = self.cache.offers(self.world_size)
         for line in refused:
-            self._say(line)
+            self.say(line)
         self._spoiled = bool(refused)
         return frozenset(self._offers)
 
@@ -70,51 +64,51 @@ class Restoring:
         return not self._spoiled and all(offer.header.first for offer in self._offers.values())
 
     def elsewhere(self) -> Elsewhere:
-        if self._service is None:
+        if self.service is None:
             return Elsewhere()
         try:
-            offered = self._service.offers(self._rank)
+            offered = self.service.offers(self.rank)
         except CheckpointError as error:
-            if self._required:
+            if self.required:
                 return Elsewhere(troubles=(str(error),))
-            self._say(f"{error}; only {OWN_CACHE} is looked at")
+            self.say(f"{error}; only {OWN_CACHE} is looked at")
             return Elsewhere(unsure=True)
         for line in offered.refused:
-            self._say(line)
+            self.say(line)
         for line in offered.troubles:
-            self._say(f"{line}: what is there is not looked at")
+            self.say(f"{line}: what is there is not looked at")
         troubles, unsure = offered.troubles, bool(offered.troubles)
         return Elsewhere(
-            offered.keys, offered.incarnation, offered.refused, troubles if self._required else (), unsure
+            offered.keys, offered.incarnation, offered.refused, troubles if self.required else (), unsure
         )
 
     def bring(self, key: Key) -> None:
-        if self._service is None:
+        if self.service is None:
             raise CheckpointError("there is no source besides the node's cache")
-        self._cache.make_way(key, [offer.slot for offer in self._offers.values()])
+        self.cache.make_way(key, [offer.slot for offer in self._offers.values()])
         try:
-            brought = self._service.bring(self._rank, key, self._slots)
+            brought = self.service.bring(self.rank, key, self.slots)
         except CheckpointError as error:
-            self._say(f"rank {self._rank}: step {key.step} is passed over: {error}")
+            self.say(f"rank {self.rank}: step {key.step} is passed over: {error}")
             raise
         finally:
-            self._cache.reopen()  # a slot may have been replaced even when bringing the state failed
+            self.cache.reopen()  # a slot may have been replaced even when bringing the state failed
         for line in brought.passed:
-            self._say(f"rank {self._rank}: not restored from {line}")
+            self.say(f"rank {self.rank}: not restored from {line}")
         self._brought[key] = brought.where
         if key not in self.own():
             raise CheckpointError(f"step {key.step} of {brought.where} is not in the cache after all")
 
     def copy(self, key: Key) -> Copied:
         offer = self._offers[key]
-        slot = self._cache.slots[offer.slot]
+        slot = self.cache.slots[offer.slot]
         if not slot.lock(shared=True):
             self.error = CheckpointError(
-                f"rank {self._rank}: its snapshot is being written by another process"
+                f"rank {self.rank}: its snapshot is being written by another process"
             )
             return Copied.IMPOSSIBLE
         try:
-            self._filling = Filling(self._state, offer.header, slot.memory, self._threads, self._left)
+            self._filling = Filling(self.state, offer.header, slot.memory, self.threads, self.left)
             self._filling.copy()
         except CheckpointError as error:
             self.error = error
@@ -122,18 +116,18 @@ class Restoring:
         finally:
             slot.unlock()
         if self._filling.damaged:
-            self._say(f"the snapshot of rank {self._rank} at step {key.step} is damaged, not restored")
+            self.say(f"the snapshot of rank {self.rank} at step {key.step} is damaged, not restored")
             return Copied.DAMAGED
         return Copied.WELL
 
     def drop(self, key: Key) -> None:
-        self._cache.drop(self._offers.pop(key).slot)
+        self.cache.drop(self._offers.pop(key).slot)
 
     def wanted(self, key: Key) -> bool:
-        return key in self._cache.wanted()
+        return key in self.cache.wanted()
 
     def digest(self, key: Key) -> int:
-        return self._cache.digest(key) if self._elastic else 0
+        return self.cache.digest(key) if self.elastic else 0
 
     def source(self, key: Key) -> str:
         """Name of the source that the state came from."""
