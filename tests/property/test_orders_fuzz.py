@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.effort import many
 
-from keepstep.agent.services.holds import Holding
-from keepstep.agent.services.microbatches import Microbatches
+from keepstep.agent.services.orders import Holding, Microbatches, RankPages
 from keepstep.core.validation import RankTests
 from keepstep.ring import orders
 from keepstep.ring.orders import PAGE_BYTES, OrdersPage, Word
@@ -40,14 +39,16 @@ def page() -> Iterator[tuple[int, OrdersPage]]:
 @settings(max_examples=many(150), deadline=None)
 def test_an_agent_survives_any_page(writes: list[tuple[int, bytes]], state: int) -> None:
     with page() as (descriptor, worker):
-        holding = Holding({4: f"/proc/{os.getpid()}/fd/{descriptor}"}, 0, lambda rank, step: step + 1)
+        pages = RankPages({4: f"/proc/{os.getpid()}/fd/{descriptor}"})
+        holding = Holding(pages, 0, lambda rank, step: step + 1)
         said = holding.receive(Hold(7, 9, 2.0)) + holding.receive(RunTests(7, 8, (RankTests(4, (), {}),)))
         worker.put_report(8, {"rank": 4, "devices": [], "links": [], "missing": []})
         worker.words[Word.ACK], worker.words[Word.STATE] = 7, state
         for place, content in writes:
             os.pwrite(descriptor, content, place)
         said += holding.poll() + holding.receive(Hold(7, 9, 2.0))
-        holding.close()
+        holding.release()
+        pages.close()
     for message in said:
         assert isinstance(message, Held | Measured)
         if isinstance(message, Measured):
@@ -66,7 +67,8 @@ def test_an_agent_tells_a_split_or_none(
     writes: list[tuple[int, bytes]], changed: dict[str, object], number: int
 ) -> None:
     with page() as (descriptor, worker):
-        microbatches = Microbatches({4: f"/proc/{os.getpid()}/fd/{descriptor}"}, 0)
+        pages = RankPages({4: f"/proc/{os.getpid()}/fd/{descriptor}"})
+        microbatches = Microbatches(pages, 0)
         body: dict[str, object] = {
             "incarnation": 0,
             "count": 8,
@@ -81,7 +83,7 @@ def test_an_agent_tells_a_split_or_none(
         told = [microbatches.look()]
         worker.words[Word.SPLIT] = number
         told.append(microbatches.look())
-        microbatches.close()
+        pages.close()
     for message in told:
         assert message is None or isinstance(message, Splits)
         assert message is None or len(encode(message)) < 200

@@ -17,8 +17,7 @@ from keepstep.agent.sensors.gpus import Gpus
 from keepstep.agent.sensors.host import HostSensors
 from keepstep.agent.sensors.processes import GONE, STOPPED, ProcessId, alive, identify, state_of
 from keepstep.agent.sensors.sockets import SocketSensor
-from keepstep.agent.services.holds import Holding
-from keepstep.agent.services.microbatches import Microbatches
+from keepstep.agent.services.orders import Holding, Microbatches, RankPages
 from keepstep.core.errors import RingError
 from keepstep.core.own_folders import make_folder
 from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, LinkState, RankState
@@ -43,9 +42,8 @@ _SILENT_NS = 1_000_000_000
 _BUSIEST = 16  # network paths that are sent with the states
 _CLOSE_LOOK_S = 0.2  # age of the last sample of the sockets above which a request for states takes a new one
 _TIMES_S = 30.0  # how long the GPU's times of calls are measured after the controller has asked for a profile
-_STILL_NS = (
-    100_000_000  # time without progress after which a rank's process is looked at, then again at twice this
-)
+# Time without progress after which a rank's process is looked at, then again at twice this.
+_STILL_NS = 100_000_000
 
 
 @dataclass(slots=True)
@@ -98,8 +96,9 @@ class NodeAgent:
         self._sockets = SocketSensor()
         self._sequence = 0
         self._tracks = {ring.rank: ring for ring in self._rings}
-        self._holding = Holding(orders or {}, node_rank, self._steps_at_end_of)
-        self.microbatches = Microbatches(orders or {}, node_rank)
+        self._pages = RankPages(orders or {})
+        self._holding = Holding(self._pages, node_rank, self._steps_at_end_of)
+        self.microbatches = Microbatches(self._pages, node_rank)
         self._all_overdue = False
         # Largest share of its ring that a rank wrote between the last two polls; above 1 records were lost.
         self.filled = 0.0
@@ -125,12 +124,16 @@ class NodeAgent:
         for answer in self._holding.receive(message):
             self._send(answer)
 
+    def _processes(self) -> dict[int, ProcessId]:
+        """The processes of the ranks."""
+        return {ring.rank: ring.process for ring in self._rings if ring.process is not None}
+
     def _causes(self) -> tuple[HostCause, ...]:
-        pids = {ring.rank: ring.process.pid for ring in self._rings if ring.process is not None}
+        pids = {rank: process.pid for rank, process in self._processes().items()}
         return self._sensors.causes() + (self._gpus.causes(pids) if self._gpus is not None else ())
 
     def _look_at_sockets(self, now_ns: int) -> None:
-        self._sockets.look(now_ns * 1e-9, [ring.process for ring in self._rings if ring.process is not None])
+        self._sockets.look(now_ns * 1e-9, self._processes().values())
 
     def _steps_at_end_of(self, rank: int, step: int) -> int | None:
         ring = self._tracks.get(rank)
@@ -145,62 +148,41 @@ class NodeAgent:
     def heartbeat(self, now_ns: int) -> Heartbeat:
         """The next heartbeat. This also takes samples of processes and sockets, and flushes the log."""
         beats = tuple(self._beat(ring, now_ns) for ring in self._rings)
-        processes = {ring.rank: ring.process for ring in self._rings if ring.process is not None}
-        self._sensors.look(now_ns * 1e-9, processes)
+        self._sensors.look(now_ns * 1e-9, self._processes())
         self._look_at_sockets(now_ns)
-        clock: list[ClockSample] = []
-        for ring in self._rings:
-            clock.extend(ring.track.clock.drain())
+        clock = tuple(sample for ring in self._rings for sample in ring.track.clock.drain())
         self._log.sync()
         if (splits := self.microbatches.look()) is not None:
             self._send(splits)
         self._sequence += 1
         dropped = sum(ring.track.lost + (ring.header.dropped if ring.header else 0) for ring in self._rings)
-        return Heartbeat(
-            self._node_rank,
-            self._sequence,
-            now_ns * 1e-9,
-            beats,
-            tuple(clock),
-            self._causes(),
-            dropped,
-        )
+        now_s, causes = now_ns * 1e-9, self._causes()
+        return Heartbeat(self._node_rank, self._sequence, now_s, beats, clock, causes, dropped)
 
     def again(self) -> list[Message]:
         """The messages that a new controller must hear after Hello: groups, and findings that still hold."""
-        messages: list[Message] = []
         self.microbatches.again()
         for ring in self._rings:
             ring.told.clear()
-        for ring in self._rings:
-            messages.extend(self._new_groups(ring))
-        messages.extend(Found(finding) for ring in self._rings for finding in ring.track.standing.values())
-        return messages
+        groups = [message for ring in self._rings for message in self._new_groups(ring)]
+        return groups + [Found(one) for ring in self._rings for one in ring.track.standing.values()]
 
     def profile(self, request: ProfileRequest) -> Profile:
         """The answer to a request: iterations, oldest first, and network traffic around the onset."""
         self._holding.take_times(_TIMES_S)
-        found: list[IterationSummary] = []
-        clock: list[ClockSample] = []
-        for ring in self._rings:
-            history = ring.track.history
-            found.extend(one for one in history if request.first_step <= one.step <= request.last_step)
-            clock.extend(ring.track.clock.recent())
-        wanted = frozenset(request.blocks_of)
-        blocks = [
-            block
-            for ring in self._rings
-            if ring.rank in wanted
-            for block in ring.track.blocks(request.first_step, request.last_step)
-        ]
+        first, last, wanted = request.first_step, request.last_step, frozenset(request.blocks_of)
+        found = [one for ring in self._rings for one in ring.track.history if first <= one.step <= last]
         found.sort(key=lambda one: (one.step, one.rank))
+        clock = self._recent_clock()
+        asked = [ring.track for ring in self._rings if ring.rank in wanted]
+        blocks = [block for track in asked for block in track.blocks(first, last)]
         onset_s = min((one.start_s for one in found if one.step == request.onset_step), default=None)
         traffic = self._sockets.traffic(onset_s, self._node) if onset_s is not None else ()
         return Profile(
             request.request,
             self._node_rank,
             () if request.packed else tuple(found),
-            () if request.packed else tuple(clock),
+            () if request.packed else clock,
             self._causes(),
             traffic,
             tuple(blocks),
@@ -217,13 +199,16 @@ class NodeAgent:
         now_ns = time.monotonic_ns()
         self.poll(now_ns)
         states = [self._state(ring, now_ns, stacks.get(ring.rank, "")) for ring in self._rings]
-        clock = [sample for ring in self._rings for sample in ring.track.clock.recent()]
+        clock = self._recent_clock()
         known = tuple(state for state in states if state is not None)
         onset_s = max((state.last_progress_s for state in known if state.alive), default=0.0)
         if now_ns * 1e-9 - self._sockets.looked_s > _CLOSE_LOOK_S:
             self._look_at_sockets(now_ns)
         traffic = self._sockets.traffic(onset_s, self._node, _BUSIEST)
-        return States(request.request, self._node_rank, known, tuple(clock), traffic)
+        return States(request.request, self._node_rank, known, clock, traffic)
+
+    def _recent_clock(self) -> tuple[ClockSample, ...]:
+        return tuple(sample for ring in self._rings for sample in ring.track.clock.recent())
 
     def addresses(self) -> tuple[set[str], set[str]]:
         """The ranks' own addresses, and the addresses to which they have connections, in the last sample."""
@@ -250,8 +235,8 @@ class NodeAgent:
 
     def close(self) -> None:
         """Release held ranks, and write the rest of the log."""
-        self._holding.close()
-        self.microbatches.close()
+        self._holding.release()
+        self._pages.close()
         self._log.close()
 
     def _poll_safely(self, ring: _Ring, now_ns: int) -> bool:
@@ -381,7 +366,6 @@ class NodeAgent:
             return None
         state = self._process_state(ring)
         process = ring.process.pid if ring.process is not None else 0
-        unread = self._sockets.unread_bytes(process) if process else 0
         if ring.header is None:  # the script has not made its first record yet
             state = "?"
         try:
@@ -394,7 +378,7 @@ class NodeAgent:
                 now_ns,
                 stack,
                 reader.sites(),
-                unread,
+                self._sockets.unread_bytes(process),
                 process,
                 self._standing_still(ring) if state not in (*STOPPED, *GONE) else (),
             )

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 
 from keepstep import wire
 from keepstep.agent.arguments import Arguments
@@ -115,13 +115,18 @@ class Program:
         arguments, loop, tls = self._arguments, asyncio.get_running_loop(), self._arguments.tls
         if not arguments.cache or not arguments.backups:
             return None
+
+        def send(message: wire.Message) -> None:
+            with contextlib.suppress(RuntimeError):  # the agent's loop has ended
+                loop.call_soon_threadsafe(self._send, message)
+
         backups = NodeBackups(
             arguments.cache,
             arguments.rings.keys(),
             arguments.node,
             arguments.node_rank,
             self._key,
-            lambda message: _hand_over(loop, self._send, message),
+            send,
             tls=(wire.server_context(tls), wire.client_context(tls)) if tls else None,
             bytes_per_s=arguments.backup_rate,
         )
@@ -161,9 +166,11 @@ class Program:
             self._agent.poll(time.monotonic_ns())
             self._send(self._agent.profile(message))
         elif isinstance(message, wire.StateRequest):
-            self._later(self._tell_states(message))
+            self._later(self._agent.states(message))
         elif isinstance(message, wire.ProbeRequest):
-            self._later(self._probe(message))
+            if not self._probing:  # a request that comes while another is being answered is ignored
+                self._probing = True
+                self._later(self._probe(message))
         elif isinstance(message, wire.Hold | wire.RunTests | wire.Release):
             self._agent.hold(message)
         elif isinstance(message, wire.Shares):
@@ -178,24 +185,21 @@ class Program:
         elif isinstance(message, wire.Refused):
             logger.error("the controller refuses this agent: %s", message.reason)
 
-    def _later(self, answer: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(answer)
+    def _later(self, answer: Coroutine[None, None, wire.Message]) -> None:
+        """Send an answer that takes some time."""
+
+        async def send() -> None:
+            self._send(await answer)
+
+        task = asyncio.create_task(send())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _tell_states(self, request: wire.StateRequest) -> None:
-        self._send(await self._agent.states(request))
-
-    async def _probe(self, request: wire.ProbeRequest) -> None:
-        """Answer a request for probes; a request that comes while another is being answered is ignored."""
-        if self._probing:
-            return
-        self._probing = True
+    async def _probe(self, request: wire.ProbeRequest) -> wire.Probed:
         try:
-            arguments = self._arguments
             used = self._agent.addresses()[1]
-            probes = await probe_paths(request, arguments.node, self._key, used)
-            self._send(wire.Probed(request.request, arguments.node_rank, probes))
+            probes = await probe_paths(request, self._arguments.node, self._key, used)
+            return wire.Probed(request.request, self._arguments.node_rank, probes)
         finally:
             self._probing = False
 
@@ -233,11 +237,9 @@ class Program:
         if now_s >= self._next_beat_s:
             self._next_beat_s = max(self._next_beat_s + self._heartbeat_s, now_s)
         cpu_s = time.process_time()
-        self._adapt((cpu_s - self._cpu_s) / max(now_s - self._cpu_since_s, 1e-9))
+        share = (cpu_s - self._cpu_s) / max(now_s - self._cpu_since_s, 1e-9)
         self._cpu_s, self._cpu_since_s = cpu_s, now_s
-
-    def _adapt(self, share: float) -> None:
-        """Poll less often while the agent's ``share`` of a core is above its budget, else more often again."""
+        # Polls are made less often while the agent's share of a core is above its budget, else more often again.
         if share > _CPU_SHARE:
             self._interval_s = min(self._interval_s * 1.25, _SLOWEST_POLL_S)
         elif share < 0.7 * _CPU_SHARE:
@@ -276,24 +278,13 @@ class Program:
         self._agent.close()
 
 
-def _hand_over(
-    loop: asyncio.AbstractEventLoop, send: Callable[[wire.Message], None], message: wire.Message
-) -> None:
-    with contextlib.suppress(RuntimeError):  # the agent's loop has ended
-        loop.call_soon_threadsafe(send, message)
-
-
-def _launcher_is_gone(arguments: Arguments) -> bool:
-    """Whether the launcher died before this process asked for a signal: the rings are reached through its /proc."""
-    makers = {path.split("/")[2] for path in arguments.rings.values() if path.startswith("/proc/")}
-    return any(not os.path.exists(f"/proc/{maker}") for maker in makers)
-
-
 def serve(arguments: Arguments) -> int:
     """Run the agent and return its exit code. The launcher's death ends it, even right at the start."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if _launcher_is_gone(arguments):
+    # The launcher may have died before this process asked for a signal: the rings are reached through its /proc.
+    makers = {path.split("/")[2] for path in arguments.rings.values() if path.startswith("/proc/")}
+    if not all(os.path.exists(f"/proc/{maker}") for maker in makers):
         parent = -1
     folder = arguments.run_dir / "nodes" / str(arguments.node_rank)
     make_folder(folder)

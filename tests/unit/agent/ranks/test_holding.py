@@ -12,7 +12,7 @@ from tests.unit.agent import agent_generator as g
 
 from keepstep.agent.ranks.iterations import IterationCutter
 from keepstep.agent.ranks.track import RankTrack
-from keepstep.agent.services.holds import Holding
+from keepstep.agent.services.orders import Holding, RankPages
 from keepstep.core.events import Phase
 from keepstep.core.validation import RankTests
 from keepstep.ring import orders
@@ -32,7 +32,8 @@ class Node:
         self.workers = [OrdersPage(number) for number in self.descriptors]
         self.known = True
         paths = {rank: f"/proc/{os.getpid()}/fd/{number}" for rank, number in enumerate(self.descriptors)}
-        self.holding = Holding(paths, 3, lambda rank, step: 2 * (step + 1) if self.known else None)
+        self.pages = RankPages(paths)
+        self.holding = Holding(self.pages, 3, lambda rank, step: 2 * (step + 1) if self.known else None)
 
     def say(self, *messages: Message) -> list[Message]:
         return [answer for message in messages for answer in self.holding.receive(message)]
@@ -46,7 +47,8 @@ class Node:
 def node() -> Iterator[Node]:
     made = Node()
     yield made
-    made.holding.close()
+    made.holding.release()
+    made.pages.close()
     for page in made.workers:
         page.close()
     for number in made.descriptors:
@@ -100,7 +102,7 @@ def test_a_rank_whose_steps_are_not_known_or_whose_page_is_gone_is_unable(node: 
     assert isinstance(told, Held)
     assert {one.state for one in told.ranks} == {State.UNABLE}
     assert told.ranks[0].why == "its optimizer steps are not known yet"
-    broken = Holding({5: "/nowhere"}, 0, lambda rank, step: 4)
+    broken = Holding(RankPages({5: "/nowhere"}), 0, lambda rank, step: 4)
     (told,) = broken.receive(Hold(8, 1, 2.0))
     assert isinstance(told, Held)
     assert told.ranks[0].state == State.UNABLE

@@ -1,4 +1,4 @@
-"""The node's part in a hold: it writes the controller's orders to its ranks' pages, and returns the ranks' answers.
+"""Writes the controller's orders (holds, shares of micro-batches) to the ranks' pages, and returns the ranks' answers.
 
 Only the controller's messages renew the lease on a page. If the controller or this process dies, the leases run out.
 """
@@ -9,15 +9,26 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 import msgspec
 
 from keepstep.core.errors import RingError
+from keepstep.core.microbatch_shares import Split
 from keepstep.core.validation import RankFigures, TransferEndpoint
 from keepstep.ring.orders import MOST_LEASE_S, OrdersPage, State
-from keepstep.wire.messages import Held, HeldRank, Hold, Measured, Message, Release, RunTests
+from keepstep.wire.messages import (
+    Held,
+    HeldRank,
+    Hold,
+    Measured,
+    Message,
+    Release,
+    RunTests,
+    Shares,
+    Splits,
+)
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -52,16 +63,14 @@ class Holding:
     """Carries out ``Hold``, ``RunTests`` and ``Release`` on one node."""
 
     def __init__(
-        self, pages: Mapping[int, str], node_rank: int, steps_at_end_of: Callable[[int, int], int | None]
+        self, pages: RankPages, node_rank: int, steps_at_end_of: Callable[[int, int], int | None]
     ) -> None:
-        """``pages``: paths of the orders pages by rank.
+        """``steps_at_end_of(rank, step)``: how many optimizer steps the rank has made at the end of iteration ``step``.
 
-        ``steps_at_end_of(rank, step)``: how many optimizer steps the rank has made at the end of iteration ``step``,
-        or None if that is not known.
+        None if that is not known.
         """
-        self._node_rank = node_rank
+        self._pages, self._node_rank = pages, node_rank
         self._steps_at_end_of = steps_at_end_of
-        self._pages = RankPages(pages)
         self._number = 0  # number of the hold that was ordered last
         self._released = 0  # number of the hold that was ended last
         self._unable: dict[int, str] = {}
@@ -75,8 +84,10 @@ class Holding:
             return self._hold(message)
         if isinstance(message, RunTests):
             return self._run_tests(message)
-        if isinstance(message, Release):
-            self._release(message.number)
+        if isinstance(message, Release) and message.number == self._number:
+            logger.info("hold %d is over", message.number)
+            self._released = message.number
+            self.release()
         return []
 
     def held(self, rank: int, now_ns: int) -> bool:
@@ -108,11 +119,10 @@ class Holding:
                 messages.append(Measured(self._number, self._tests[rank], self._node_rank, figures))
         return messages
 
-    def close(self) -> None:
-        """Release all held ranks and close the pages."""
+    def release(self) -> None:
+        """Release all held ranks."""
         for page in self._pages.values():
             page.release()
-        self._pages.close()
 
     def _hold(self, message: Hold) -> list[Message]:
         if message.number == self._released:
@@ -145,20 +155,12 @@ class Holding:
                 self._untold.add(tests.rank)  # the order is repeated because the answer may have been lost
                 continue
             try:
-                body: dict[str, Any] = asdict(tests)
-                self._pages[tests.rank].put_tests(message.tests, body)
+                self._pages[tests.rank].put_tests(message.tests, asdict(tests))
                 self._tests[tests.rank] = message.tests
                 self._untold.add(tests.rank)
             except RingError as error:
                 logger.warning("rank %d cannot be tested: %s", tests.rank, error)
         return self.poll()
-
-    def _release(self, number: int) -> None:
-        if number == self._number:
-            logger.info("hold %d is over", number)
-            self._released = number
-            for page in self._pages.values():
-                page.release()
 
     def _states(self) -> tuple[HeldRank, ...]:
         return tuple(self._state(rank) for rank in self._pages.paths)
@@ -185,6 +187,43 @@ class Holding:
         if max(len(figures.devices), len(figures.links), len(figures.missing)) > _MOST_FIGURES:
             return None
         return figures
+
+
+class Microbatches:
+    """Micro-batches of the ranks of one node: tells how ranks divide them, and orders other shares."""
+
+    def __init__(self, pages: RankPages, node_rank: int) -> None:
+        self._pages, self._node_rank = pages, node_rank
+        self._told: dict[int, int] = {}  # number of the split that was sent last, by rank
+
+    def again(self) -> None:
+        """Report all splits again, because the controller is a new one."""
+        self._told.clear()
+
+    def look(self) -> Splits | None:
+        """The splits that ranks have changed since the last call, if any."""
+        found: list[Split] = []
+        for rank in self._pages.paths:
+            try:
+                told = self._pages[rank].split(self._told.get(rank, 0))
+            except RingError:
+                continue
+            split = _checked(told[1] | {"rank": rank}, Split) if told is not None else None
+            # A split that is incomplete or impossible is looked at again.
+            if told and split and all(0 <= getattr(split, one.name) < 1 << 62 for one in fields(split)):
+                found.append(split)
+                self._told[rank] = told[0]
+        return Splits(self._node_rank, tuple(found)) if found else None
+
+    def order(self, shares: Shares) -> None:
+        """Write the ordered shares to the page of their rank, if it is on this node."""
+        if shares.rank not in self._pages.paths:
+            return
+        try:
+            body = {"incarnation": shares.incarnation, "shares": list(shares.shares)}
+            self._pages[shares.rank].put_shares(shares.number, body)
+        except RingError as error:
+            logger.warning("rank %d is not told its micro-batches: %s", shares.rank, error)
 
 
 def _checked(body: dict[str, Any] | None, kind: type[T]) -> T | None:
