@@ -31,11 +31,6 @@ def end_name(address: Any) -> str:
     return f"{host.partition('%')[0].removeprefix('::ffff:')}:{port}"
 
 
-def end_host(name: str) -> str:
-    """The host in the result of ``end_name``."""
-    return name.rpartition(":")[0]
-
-
 def notice_dead_host(connection: Any) -> None:
     """Have the kernel close a connection if the other host has not answered for about 3 s."""
     if not hasattr(connection, "setsockopt"):

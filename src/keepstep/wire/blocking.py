@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from keepstep.core.summary import Endpoint
-from keepstep.wire.address import end_host, notice_dead_host
+from keepstep.wire.address import notice_dead_host
 from keepstep.wire.channel import HANDSHAKE_S, ClientChannel, Ends, Role, ServerChannel
 from keepstep.wire.counters import Counters
 from keepstep.wire.framing import LENGTH_BYTES
@@ -262,7 +262,7 @@ class BlockingServer:
 
     def _refused(self, violation: Violation, peer: str) -> None:
         with self._guard:
-            is_news = self.counters.refuse(violation.reason, end_host(peer), time.monotonic())
+            is_news = self.counters.refuse(violation.reason, peer, time.monotonic())
         if is_news:
             logger.warning("refused %s (%s): %s", peer, violation.reason, violation)
 

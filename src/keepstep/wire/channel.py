@@ -84,6 +84,7 @@ _FROM: dict[str, msgspec.msgpack.Decoder[Any]] = {  # decoders of roles whose se
     "prober": msgspec.msgpack.Decoder(Echo),
 }
 _encoder = msgspec.msgpack.Encoder()
+_NO_HANDSHAKE = "not a handshake of keepstep"
 
 
 class Open(msgspec.Struct, frozen=True, tag="keepstep-open", array_like=True):
@@ -125,12 +126,10 @@ class Denied(msgspec.Struct, frozen=True, tag="keepstep-denied", array_like=True
     reason: str
 
 
-_handshake_to_server: msgspec.msgpack.Decoder[Open | Proof | Stranger] = msgspec.msgpack.Decoder(
-    Open | Proof | Stranger
-)
-_handshake_to_client: msgspec.msgpack.Decoder[Challenge | Stranger | Denied] = msgspec.msgpack.Decoder(
-    Challenge | Stranger | Denied
-)
+_ToServer = Open | Proof | Stranger
+_ToClient = Challenge | Stranger | Denied
+_handshake_to_server: msgspec.msgpack.Decoder[_ToServer] = msgspec.msgpack.Decoder(_ToServer)
+_handshake_to_client: msgspec.msgpack.Decoder[_ToClient] = msgspec.msgpack.Decoder(_ToClient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +206,7 @@ class _Channel:
         self._frames = FrameBuffer(HANDSHAKE_LIMIT)
         self._in: _Sealer | None = None
         self._out: _Sealer | None = None
-        self._decoder: msgspec.msgpack.Decoder[Any] | None = None
+        self._decoder = _FROM_SERVER  # until `_agree`, which sets it with `_in`, nothing is decoded
         self._broken = False
         self.role = role
         self.ends = ends
@@ -228,39 +227,28 @@ class _Channel:
             raise Violation("malformed", "bytes after the connection was refused")
         messages: list[Message] = []
         answer = b""
-        frames = self._frames
         try:
-            frames.feed(data)
-            while (body := frames.take()) is not None:
+            self._frames.feed(data)
+            while (body := self._frames.take()) is not None:
                 if self._in is None:
                     answer += self._handshake(body)
                 else:
-                    messages.append(self._decode(self._in.open(body)))
+                    wrong = f"no message that a peer of role {self.role} may send"
+                    messages.append(_decoded(self._decoder, self._in.open(body), wrong))
         except Violation:
             self._broken = True
-            frames.clear()
+            self._frames.clear()
             raise
         return messages, answer
 
     def send(self, message: Message) -> bytes:
         """The bytes of one message. Only allowed when ``established``."""
-        assert self._out is not None, "send() before the handshake is done"
-        return self._out.seal(_encoder.encode(message))
+        return self.send_encoded(encode(message))
 
     def send_encoded(self, body: bytes) -> bytes:
         """The bytes of a message that was encoded once for many peers. Only allowed when ``established``."""
-        assert self._out is not None, "send_encoded() before the handshake is done"
+        assert self._out is not None, "send before the handshake is done"
         return self._out.seal(body)
-
-    def _decode(self, body: bytes | bytearray) -> Message:
-        assert self._decoder is not None
-        try:
-            message: Message = self._decoder.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise Violation(
-                "malformed", f"no message that a peer of role {self.role} may send: {error}"
-            ) from error
-        return message
 
     def _handshake(self, body: bytes | bytearray) -> bytes:
         raise NotImplementedError
@@ -291,11 +279,12 @@ class _Channel:
         self.established = True
 
 
-def _handshake_frame(decoder: msgspec.msgpack.Decoder[T], body: bytes | bytearray) -> T:
+def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes | bytearray, wrong: str) -> T:
+    """The message in ``body``. Raises Violation, which begins with ``wrong``, if the decoder knows no such message."""
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Violation("malformed", f"not a handshake of keepstep: {error}") from error
+        raise Violation("malformed", f"{wrong}: {error}") from error
 
 
 def _transcript(opening: bytes | bytearray, server_nonce: bytes, server_run: bytes) -> bytes:
@@ -326,7 +315,7 @@ class ServerChannel(_Channel):
         self._check_addresses = check_addresses
 
     def _handshake(self, body: bytes | bytearray) -> bytes:
-        message = _handshake_frame(_handshake_to_server, body)
+        message = _decoded(_handshake_to_server, body, _NO_HANDSHAKE)
         if isinstance(message, Open):
             return self._challenge(message, body)
         if not self._transcript:
@@ -390,7 +379,7 @@ class ClientChannel(_Channel):
         return frame(self._opening)
 
     def _handshake(self, body: bytes | bytearray) -> bytes:
-        message = _handshake_frame(_handshake_to_client, body)
+        message = _decoded(_handshake_to_client, body, _NO_HANDSHAKE)
         if isinstance(message, Denied):
             raise Violation("denied", f"the controller refused: {message.reason}")
         if isinstance(message, Stranger):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import cast
 
-from keepstep.wire.address import end_host, end_name, notice_dead_host
+from keepstep.wire.address import end_name, notice_dead_host
 from keepstep.wire.channel import HANDSHAKE_S, ClientChannel, Ends, Role
 from keepstep.wire.counters import Counters
 from keepstep.wire.messages import Heartbeat, Message, Profile, States
@@ -283,5 +283,5 @@ class Client:
     def _say(self, error: Exception) -> None:
         reason = error.reason if isinstance(error, Violation) else "lost"
         peer = f"{self._host}:{self._port}"
-        if self.counters.refuse(reason, end_host(peer), asyncio.get_running_loop().time()):
+        if self.counters.refuse(reason, peer, asyncio.get_running_loop().time()):
             logger.warning("no connection to the controller at %s: %s; trying again", peer, error)

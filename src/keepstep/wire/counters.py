@@ -24,27 +24,20 @@ class Counters:
         self.dropped = 0  # messages for which a bounded queue had no room
         self._said: OrderedDict[str, float] = OrderedDict()
 
-    def refuse(self, reason: Reason, peer_host: str, now_s: float) -> bool:
-        """Count a refusal; True if it should be logged, because it is the first of this host within a minute."""
+    def refuse(self, reason: Reason, peer: str, now_s: float) -> bool:
+        """Count the refusal of "host:port"; True if it is the first of this host within a minute, to be logged."""
         self.refused[reason] += 1
-        said = self._said
-        last_s = said.get(peer_host)
-        if last_s is not None and now_s - last_s < _SAY_AGAIN_S:
+        said, host = self._said, peer.rpartition(":")[0]
+        if host in said and now_s - said[host] < _SAY_AGAIN_S:
             return False
-        said[peer_host] = now_s
-        said.move_to_end(peer_host)
+        said[host] = now_s
+        said.move_to_end(host)
         if len(said) > _REMEMBERED_PEERS:
             said.popitem(last=False)
         return True
 
     def as_dict(self) -> dict[str, int]:
         """All counts by name; refusals are named ``refused_REASON``."""
-        counts = {
-            "messages_in": self.messages_in,
-            "messages_out": self.messages_out,
-            "bytes_in": self.bytes_in,
-            "connections": self.connections,
-            "dropped": self.dropped,
-        }
-        counts.update({f"refused_{reason}": count for reason, count in self.refused.items()})
-        return counts
+        names = ("messages_in", "messages_out", "bytes_in", "connections", "dropped")
+        refused = {f"refused_{reason}": count for reason, count in self.refused.items()}
+        return {name: getattr(self, name) for name in names} | refused

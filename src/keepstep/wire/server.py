@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from keepstep.core import descriptors
-from keepstep.wire.address import end_host, end_name, notice_dead_host
+from keepstep.wire.address import end_name, notice_dead_host
 from keepstep.wire.channel import HANDSHAKE_S, TO_CONTROLLER, Ends, ServerChannel, encode
 from keepstep.wire.counters import Counters
 from keepstep.wire.messages import Message
@@ -292,7 +292,7 @@ class Server:
 
     def refused(self, violation: Violation, peer: str) -> None:
         """Count a refusal, and log it unless that host's last one was a moment ago."""
-        if self.counters.refuse(violation.reason, end_host(peer), self._loop.time()):
+        if self.counters.refuse(violation.reason, peer, self._loop.time()):
             logger.warning("refused %s (%s): %s", peer, violation.reason, violation)
 
     def gone(self, connection: Connection, reason: str) -> None:

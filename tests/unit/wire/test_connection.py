@@ -272,10 +272,10 @@ def test_refusals_are_said_once_a_minute_per_host() -> None:
     counters = wire.Counters()
     said = [
         counters.refuse("malformed", host, now_s)
-        for host, now_s in [("a", 0), ("a", 59), ("b", 59), ("a", 61)]
+        for host, now_s in [("a:1", 0), ("a:2", 59), ("b:1", 59), ("a:3", 61)]
     ]
     assert said == [True, False, True, True]
     assert counters.refused["malformed"] == 4
     for number in range(5000):
-        counters.refuse("oversized", f"host {number}", 100.0)
+        counters.refuse("oversized", f"host {number}:1", 100.0)
     assert len(counters._said) <= 1024
