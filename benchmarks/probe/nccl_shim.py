@@ -32,7 +32,7 @@ def shim_lines(report: Report, pairs: int, calls: int, seconds: int) -> None:
 
     ``seconds``: for which an agent reads a million calls a second.
     """
-    from keepstep.launch.workers.preload import preload, shim
+    from keepstep.launch.workers.rings import preload, shim
     from keepstep.ring import create
 
     compiler, library = shutil.which(os.environ.get("CXX", "g++")), shim()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.unit.nccl.shim import COMPILER, NATIVE, command
 
-from keepstep.launch.workers.preload import preload, shim
+from keepstep.launch.workers.rings import preload, shim
 
 CALLGRIND = shutil.which("valgrind")
 RECORD, SHIM_CALL = 350, 700

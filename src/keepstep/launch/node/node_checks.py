@@ -1,9 +1,15 @@
-"""The launcher's checks of its node: before the first start, where an unfit node is an error; and after a failure."""
+"""The launcher's checks of its node: before the first start, where an unfit node is an error; and after a failure.
+
+Each runs in a thread of its own and is given up after a while: a file system that hangs must not hang the launcher.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import queue
+import threading
 import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,8 +19,16 @@ from keepstep import __version__
 from keepstep.core.errors import RunError
 from keepstep.launch.command.job import Job
 from keepstep.launch.local_run import LocalRun
-from keepstep.launch.node import checks
+from keepstep.launch.node.checks import Found, Subject, kernel_log, resources
 
+_CHECKS: Mapping[str, Callable[[Subject], Iterable[Found]]] = {
+    "disk": resources.disk,
+    "shared_memory": resources.shared_memory,
+    "memory": resources.memory,
+    "ports": resources.ports,
+    "kernel_log": kernel_log.look,
+}
+_PATIENCE_S = 2.0
 _LATELY_S = 3600.0  # errors that the kernel told of within this time before the start count
 
 
@@ -24,6 +38,34 @@ def versions(job: Job) -> tuple[str, ...]:
     with suppress(PackageNotFoundError):
         found += [] if job.entry == "program" else [f"torch {version('torch')}"]
     return tuple(found)
+
+
+def run(
+    subject: Subject,
+    checks: Mapping[str, Callable[[Subject], Iterable[Found]]] = _CHECKS,
+    *,
+    patience_s: float = _PATIENCE_S,
+) -> tuple[Found, ...]:
+    """Run the checks side by side, for ``patience_s`` at most; returns what they found, in their order."""
+    answers: queue.SimpleQueue[tuple[str, list[Found]]] = queue.SimpleQueue()
+
+    def look(name: str) -> None:
+        try:
+            answers.put((name, list(checks[name](subject))))
+        except Exception as error:  # a check with a bug says nothing about the node
+            text = f"node {subject.node}: check {name} failed: {type(error).__name__}: {error}"
+            answers.put((name, [Found(text)]))
+
+    for name in checks:
+        threading.Thread(target=look, args=(name,), name=f"keepstep-check-{name}", daemon=True).start()
+    late = f"has not answered within {patience_s:g} s"
+    found = {name: [Found(f"node {subject.node}: check {name} {late}")] for name in checks}
+    until_s = time.monotonic() + patience_s
+    with suppress(queue.Empty):
+        for _ in checks:
+            name, lines = answers.get(timeout=max(until_s - time.monotonic(), 0.001))
+            found[name] = lines
+    return tuple(one for lines in found.values() for one in lines)
 
 
 class NodeChecks:
@@ -38,7 +80,7 @@ class NodeChecks:
         storage = self._job.persisting.where if self._job.persisting else ""
         self._folders = (run.folder, Path(storage)) if storage and "://" not in storage else (run.folder,)
         self._began_s = 0.0  # when this incarnation began; CLOCK_MONOTONIC
-        self._running: asyncio.Future[tuple[checks.Found, ...]] | None = None
+        self._running: asyncio.Future[tuple[Found, ...]] | None = None
         self.found: tuple[str, ...] = ()
 
     def before_start(self) -> None:
@@ -48,7 +90,7 @@ class NodeChecks:
         job = self._job
         port = job.master_port if job.rendezvous.endpoint is None else 0
         since_s = time.monotonic() - _LATELY_S
-        found = checks.run(checks.Subject(job.node, job.nproc, self._folders, port, since_s, fresh=True))
+        found = run(Subject(job.node, job.nproc, self._folders, port, since_s, fresh=True))
         unfit = [one.text for one in found if one.unfit]
         if unfit:
             raise RunError(f"{'; and '.join(unfit)} (--no-check starts it anyway)")
@@ -63,8 +105,8 @@ class NodeChecks:
     def failed(self) -> None:
         """Begin to check the node in the background, because a worker has failed."""
         if self._job.check and self._running is None:
-            subject = checks.Subject(self._job.node, self._job.nproc, self._folders, 0, self._began_s)
-            self._running = asyncio.get_running_loop().run_in_executor(None, checks.run, subject)
+            subject = Subject(self._job.node, self._job.nproc, self._folders, 0, self._began_s)
+            self._running = asyncio.get_running_loop().run_in_executor(None, run, subject)
 
     def unfit(self) -> str:
         """Why workers should not begin again on this node, as far as the checks have found out by now."""

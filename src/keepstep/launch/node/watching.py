@@ -13,8 +13,7 @@ from keepstep.launch.local_run import LocalRun
 from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.preloaded import Waiting
 from keepstep.launch.node.programs import Companion, agent_command, environment
-from keepstep.launch.workers.preload import preload, shim
-from keepstep.launch.workers.rings import Rings
+from keepstep.launch.workers.rings import Rings, preload, shim
 
 _GIVES_WAY_S = 1.5
 _FAILURES = (KeepstepError, OSError, ImportError)  # exceptions that do not end the job

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.launch.node import checks
-from keepstep.launch.node.checks import Found, Subject, disk, kernel_log, memory, ports, shared_memory
+from keepstep.launch.node import node_checks
+from keepstep.launch.node.checks import Found, Subject, kernel_log, resources
 
 
 def subject(*folders: Path, port: int = 0, since_s: float = 0.0, fresh: bool = False) -> Subject:
@@ -17,16 +17,16 @@ def subject(*folders: Path, port: int = 0, since_s: float = 0.0, fresh: bool = F
 
 
 def test_a_folder_that_can_be_written_or_made_is_well_and_left_as_it_was(tmp_path: Path) -> None:
-    assert [one for one in disk.look(subject(tmp_path, tmp_path / "not" / "yet")) if one.unfit] == []
+    assert [one for one in resources.disk(subject(tmp_path, tmp_path / "not" / "yet")) if one.unfit] == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (found,) = disk.look(subject(Path("/proc/1/runs")))
+    (found,) = resources.disk(subject(Path("/proc/1/runs")))
     assert found.unfit
     assert found.text.startswith("node gpu-1: /proc/1/runs cannot be written: ")
     (tmp_path / "file").touch()
-    (found,) = disk.look(subject(tmp_path / "file" / "run"))
+    (found,) = resources.disk(subject(tmp_path / "file" / "run"))
     assert found.text.startswith(f"node gpu-1: {tmp_path}/file/run cannot be written: Not a directory")
 
 
@@ -35,18 +35,18 @@ def test_a_port_in_use_is_named_and_a_free_one_is_not() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        (found,) = ports.look(subject(port=port))
+        (found,) = resources.ports(subject(port=port))
         assert found.unfit
         assert found.text.startswith(
             f"node gpu-1: port {port} cannot be used: Address already in use; give another"
         )
-    assert list(ports.look(subject(port=port))) == []
-    assert list(ports.look(subject())) == []
+    assert list(resources.ports(subject(port=port))) == []
+    assert list(resources.ports(subject())) == []
 
 
 def test_shared_memory(tmp_path: Path) -> None:
-    assert not any(one.unfit for one in shared_memory.look(subject(), str(tmp_path)))
-    (found,) = shared_memory.look(subject(), str(tmp_path / "absent"))
+    assert not any(one.unfit for one in resources.shared_memory(subject(), str(tmp_path)))
+    (found,) = resources.shared_memory(subject(), str(tmp_path / "absent"))
     assert not found.unfit
 
 
@@ -70,7 +70,7 @@ def proc(folder: Path, available: int, full: float | None) -> Path:
     ],
 )
 def test_memory(tmp_path: Path, available: int, full: float | None, told: str) -> None:
-    found = list(memory.look(subject(), proc(tmp_path, available, full)))
+    found = list(resources.memory(subject(), proc(tmp_path, available, full)))
     assert [told in one.text for one in found] == ([True] if told else [])
 
 
@@ -84,7 +84,7 @@ def test_memory_of_the_control_group(tmp_path: Path, used_mib: int, told: bool) 
     (group / "step").mkdir(parents=True)
     (group / "memory.max").write_text(f"{1000 << 20}\n")
     (group / "memory.current").write_text(f"{used_mib << 20}\n")
-    found = [one.text for one in memory.look(subject(), tmp_path, tmp_path)]
+    found = [one.text for one in resources.memory(subject(), tmp_path, tmp_path)]
     end = "end what else runs in it, or give the job a higher memory limit"
     text = f"node gpu-1: 20 of 1000 MiB are available in control group {group}; {end}"
     assert found == ([text] if told else [])
@@ -135,17 +135,14 @@ def test_a_log_that_may_not_be_read_says_nothing() -> None:
     assert list(kernel_log.look(subject(), "/dev/no-such-log")) == []
 
 
-def test_a_check_that_hangs_or_fails_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_hangs_or_fails_holds_nobody_up() -> None:
     never = threading.Event()
     looks = {
-        "disk": lambda _: [Found("full", unfit=True)],
         "memory": lambda _: never.wait(60) or [],
+        "disk": lambda _: [Found("full", unfit=True)],
         "ports": lambda _: 1 / 0,
     }
-    monkeypatch.setattr(
-        checks, "import_module", lambda name: type("module", (), {"look": looks[name.split(".")[-1]]})
-    )
-    found = checks.run(subject(), ("memory", "disk", "ports"), patience_s=0.5)
+    found = node_checks.run(subject(), looks, patience_s=0.5)
     never.set()
     assert [one.text for one in found] == [
         "node gpu-1: check memory has not answered within 0.5 s",
@@ -156,4 +153,4 @@ def test_a_check_that_hangs_or_fails_holds_nobody_up(monkeypatch: pytest.MonkeyP
 
 
 def test_all_of_them_run_here(tmp_path: Path) -> None:
-    assert not any("check" in one.text for one in checks.run(subject(tmp_path), patience_s=60.0))
+    assert not any("check" in one.text for one in node_checks.run(subject(tmp_path), patience_s=60.0))

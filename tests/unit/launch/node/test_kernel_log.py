@@ -9,7 +9,7 @@ import pytest
 from tests.unit.launch.local_runs import ToldRun
 
 from keepstep.launch.command.job import job_from_command_line
-from keepstep.launch.node import checks
+from keepstep.launch.node import node_checks
 from keepstep.launch.node.checks import Found, Subject, kernel_log
 from keepstep.launch.node.checks.xids import ACTIONS, PASSING, UNFIT, Xid, catalogue
 from keepstep.launch.node.node_checks import NodeChecks
@@ -276,7 +276,7 @@ def test_a_restart_of_the_application_is_told_and_leaves_the_node_in_the_job(
     assert broken is not None
 
     async def after_a_failure(*found: Found) -> str:
-        monkeypatch.setattr(checks, "run", lambda _: found)
+        monkeypatch.setattr(node_checks, "run", lambda _: found)
         node.began()
         node.failed()
         assert node._running is not None

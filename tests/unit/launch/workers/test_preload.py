@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from keepstep.launch.workers.preload import preload, shim
+from keepstep.launch.workers.rings import preload, shim
 
 SHIM = Path("/somewhere/libkeepstep_nccl.so")
 
