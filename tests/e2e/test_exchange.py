@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.e2e import testbed as beds
 from tests.e2e.test_backups import read, until
 from tests.e2e.testbed import HOURS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(900), pytest.mark.usefixtures("cold")]
+pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(900)]
 
 TRAIN = Path(__file__).with_name("standby_train.py")
 IN_PLACE = str(Path(__file__).with_name("in_place_train.py"))
@@ -34,6 +35,16 @@ def ctl(host: beds.Host, run: Path, *words: str) -> str:
     process = host.start([sys.executable, "-m", "keepstep.cli", "ctl", str(run), *words], {})
     out, err = process.communicate(timeout=PATIENCE_S)
     return f"{process.returncode} {out}{err}"
+
+
+def running_nodes(run: Path, incarnation: int) -> list[str]:
+    """Wait until an incarnation runs; its nodes by node rank, read in the same look."""
+
+    def status() -> dict[str, Any] | None:
+        found = read(run / "status.json")
+        return found if (found.get("incarnation"), found.get("state")) == (incarnation, "running") else None
+
+    return [node["node"] for node in until(status)["nodes"]]
 
 
 def start(
@@ -67,9 +78,7 @@ def test_two_nodes_exchange_their_ranks_and_back(tmp_path: Path) -> None:
         for incarnation in (1, 2):
             told = ctl(hosts[0], run, "exchange", "node-a", "node-c")
             assert told.startswith("0 "), told
-            until(lambda number=incarnation: read(run / "status.json").get("incarnation") == number)
-            until(lambda: read(run / "status.json").get("state") == "running")
-            places.append([node["node"] for node in read(run / "status.json")["nodes"]])
+            places.append(running_nodes(run, incarnation))
         results = beds.collect(running, PATIENCE_S)
     assert [one.returncode for one in results.values()] == [0] * NODES, results
     assert places == [["node-c", "node-b", "node-a"], ["node-a", "node-b", "node-c"]]
@@ -98,10 +107,8 @@ def test_the_processes_stay_where_they_are_and_play_each_others_ranks(tmp_path: 
         until(lambda: log.exists() and len(log.read_text().splitlines()) > 8)
         before = [trainers(host) for host in hosts]
         assert ctl(hosts[0], run, "exchange", "node-a", "node-c").startswith("0 ")
-        until(lambda: read(run / "status.json").get("incarnation") == 1)
-        until(lambda: read(run / "status.json").get("state") == "running")
+        places = running_nodes(run, 1)
         after = [trainers(host) for host in hosts]
-        places = [node["node"] for node in read(run / "status.json")["nodes"]]
         results = beds.collect(running, PATIENCE_S)
     assert [one.returncode for one in results.values()] == [0] * NODES, results
     assert places == ["node-c", "node-b", "node-a"]
@@ -112,6 +119,7 @@ def test_the_processes_stay_where_they_are_and_play_each_others_ranks(tmp_path: 
     assert {len(one) for one in found.values()} == {1}
 
 
+@pytest.mark.usefixtures("cold")
 def test_a_host_that_is_lost_before_its_new_ranks_have_their_states_costs_none(tmp_path: Path) -> None:
     if reason := beds.missing():
         pytest.skip(reason)
