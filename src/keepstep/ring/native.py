@@ -1,15 +1,8 @@
-"""The ring's writer and scans, compiled from ``native/``."""
+"""The ring's writer and scans, compiled from ``native/``; ``_native.pyi`` lists what is in it."""
 
 from keepstep.core.compiled_part import not_loaded
 
 try:
-    from keepstep.ring._native import (  # pyright: ignore[reportMissingModuleSource]
-        Operation,
-        Reader,
-        RingWriter,
-        create,
-    )
+    from keepstep.ring._native import *  # noqa: F403  # pyright: ignore[reportMissingModuleSource]
 except ImportError as error:
     raise not_loaded(error) from error
-
-__all__ = ["Operation", "Reader", "RingWriter", "create"]
