@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,10 +135,8 @@ def _drain() -> Callable[[], None]:
 
 def _beside(work: Callable[[], None]) -> threading.Thread:
     def harmless() -> None:
-        try:
+        with suppress(Exception):  # no report is written then, and the agent waits for one only so long
             work()
-        except Exception:  # no report is written then, and the agent waits for one only so long
-            return
 
     thread = threading.Thread(target=harmless, name="keepstep-hold", daemon=True)
     thread.start()

@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 
 from keepstep.capture.captured_groups import CapturedGroup, Groups
 from keepstep.capture.internals import hidden
+from keepstep.capture.native import Here
 from keepstep.capture.patches import Patches
 from keepstep.capture.recorder import Recorder
 from keepstep.capture.reducer import REDUCED, ReducerWaits
-from keepstep.capture.sites import Sites
 from keepstep.capture.works import RecordedWork
 from keepstep.core.events import WORLD_PEER, Flag, Kind, Op
 
@@ -95,9 +95,7 @@ class Ending(IntEnum):
     """
 
     RETURN = 0  # the call returns; used for device backends, whose transfers are recorded elsewhere
-    CALL = (
-        1  # when a wait that the probe adds to the call returns; used if the caller is about to wait anyway
-    )
+    CALL = 1  # a wait that the probe adds to the call returns; used if the caller is about to wait anyway
     WAIT = 2  # the caller's wait returns
     REDUCER = 3  # the wait of DDP's reducer is over
 
@@ -137,11 +135,11 @@ def _on_host(captured: CapturedGroup, args: tuple[Any, ...]) -> bool:
 class Operations:
     """Makes the recorded form of each method of ``ProcessGroup``."""
 
-    def __init__(self, recorder: Recorder, groups: Groups, sites: Sites, reducer: ReducerWaits) -> None:
+    def __init__(self, recorder: Recorder, groups: Groups, here: Here, reducer: ReducerWaits) -> None:
         self.reducer = reducer  # takes the Works that DDP's reducer waits for
         self._recorder = recorder
         self._groups = groups
-        self._here = sites.here
+        self._here = here
         self._calls: list[dict[str, Callable[..., Any]]] = [{} for _ in Caller]
 
     def install(self, patches: Patches) -> None:

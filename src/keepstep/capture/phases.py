@@ -49,9 +49,8 @@ class Phases:
         self._hold = Hold(recorder)
         self._backward: Operation | None = None
         self._stepped_in_backward = False
-        self._step: tuple[int, int, Operation] | None = (
-            None  # id of the optimizer, `backwards` then, and record
-        )
+        # Id of the optimizer, `backwards` then, and record.
+        self._step: tuple[int, int, Operation] | None = None
         self._open: dict[int, Operation] = {}
         self._modules = 0  # number of imported modules when `_look_for_more` last ran
         self._saving_watched = self._stages_watched = self._compiling_watched = False
@@ -60,7 +59,8 @@ class Phases:
         """Hook every phase; hooks that this version of torch lacks are noted in ``patches.missing``."""
         patches = self._patches
         patches.replace(torch.autograd, "_engine_run_backward", self._run_backward)
-        patches.register(self._optimizer_hooks)
+        patches.register(lambda: register_optimizer_step_pre_hook(self._before_step).remove)
+        patches.register(lambda: register_optimizer_step_post_hook(self._after_step).remove)
         patches.replace(DistributedDataParallel, "forward", self._spanning(Phase.MODEL, training=True))
         patches.replace(LOADER_ITERATOR, "__next__", self._spanning(Phase.DATA))
         patches.replace(torch.nn.Module, "eval", self._evaluation.eval)
@@ -143,18 +143,6 @@ class Phases:
                     self._mark_step_in_backward()
 
         return run_backward
-
-    def _optimizer_hooks(self) -> Callable[[], None]:
-        handles = (
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        )
-
-        def remove() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return remove
 
     def _before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         recorder = self.recorder

@@ -15,9 +15,9 @@ from keepstep.capture.captured_groups import Groups
 from keepstep.capture.operations import Operations
 from keepstep.capture.patches import Patches
 from keepstep.capture.phases import Phases
-from keepstep.capture.recorder import Recorder
+from keepstep.capture.recorder import Recorder, harmless
 from keepstep.capture.reducer import ReducerWaits
-from keepstep.capture.sites import Sites
+from keepstep.capture.sites import finder
 from keepstep.capture.twins import Twins
 from keepstep.worker import milestones as _milestones
 
@@ -32,9 +32,9 @@ class Probe:
         self._patches = Patches()
         self._lasting = Patches()  # stay in while the probe is switched off, because C++ may hold twins
         self._groups = Groups(self.recorder)
-        sites = Sites(self.recorder, os.path.dirname(torch.__file__))
-        reducer = ReducerWaits(self.recorder, sites)
-        self._operations = Operations(self.recorder, self._groups, sites, reducer)
+        here = finder(self.recorder, os.path.dirname(torch.__file__))
+        reducer = ReducerWaits(self.recorder, here)
+        self._operations = Operations(self.recorder, self._groups, here, reducer)
         self._phases = Phases(self.recorder, self._patches, reducer.buckets)
         self._twins = Twins(self.recorder, self._operations)
 
@@ -93,15 +93,13 @@ class Probe:
 
         return new_process_group
 
+    @harmless
     def _capture(self, made: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        try:
-            group = made[0]
-            ranks = args[2] if len(args) > 2 else kwargs.get("global_ranks_in_group")
-            if isinstance(group, torch.distributed.ProcessGroup) and ranks is not None:
-                self._groups.capture(group, list(ranks))
-                _milestones.reached("groups")
-        except Exception as error:
-            self.recorder.stumbled(error)
+        group = made[0]
+        ranks = args[2] if len(args) > 2 else kwargs.get("global_ranks_in_group")
+        if isinstance(group, torch.distributed.ProcessGroup) and ranks is not None:
+            self._groups.capture(group, list(ranks))
+            _milestones.reached("groups")
 
 
 def install() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from keepstep.core.events import WORLD_PEER, Kind, Phase
+
+if TYPE_CHECKING:
+    from keepstep.ring import RingWriter
 
 NO_GROUP = -1
 PHASE = int(Kind.PHASE)
@@ -31,19 +34,7 @@ class Operation(Protocol):
 Start = Callable[[int, int, int, int, int, int, int], Operation]
 
 
-class Writer(Protocol):
-    """The part of ``keepstep.ring.RingWriter`` that the probe uses."""
-
-    def start(
-        self, kind: int, op: int, group: int, peer: int, nbytes: int, flags: int, site: int
-    ) -> Operation: ...
-    def group(self, name: str, members: Sequence[int], backend: str, desc: str) -> int: ...
-    def site(self, text: str) -> int: ...
-    def begins_at(self, step: int) -> None: ...
-    def close(self) -> None: ...
-
-
-def open_ring() -> Writer:
+def open_ring() -> RingWriter:
     """Claim the ring that the launcher made for this rank. Raises RingError, KeyError or ValueError."""
     from keepstep.ring import RingWriter
 
@@ -76,16 +67,15 @@ class Recorder:
     unwatched process (a helper, a forked child, or any process before its first record) runs nothing else of the probe.
     """
 
-    def __init__(self, open_writer: Callable[[], Writer] = open_ring) -> None:
+    def __init__(self, open_writer: Callable[[], RingWriter] = open_ring) -> None:
         self.start: Start | None = None
-        self.writer: Writer | None = None
+        self.writer: RingWriter | None = None
         self.given_up = False
         self.stumbles = 0
         self.thread = 0  # the training thread: it made the first group or was the last to step an optimizer
         self.on_give_up: Callable[[], None] = lambda: None
-        self.notes: Iterable[
-            str
-        ] = ()  # lines for readers of the ring, written into its sites table when it is claimed
+        # Lines for readers of the ring, written into its sites table when it is claimed.
+        self.notes: Iterable[str] = ()
         self._open_writer = open_writer
         self._paused = False
         self._claiming = threading.Lock()

@@ -19,9 +19,8 @@ from keepstep.capture.internals import (
     in_backward,
     whole_allreduce,
 )
-from keepstep.capture.native import Buckets
+from keepstep.capture.native import Buckets, Here
 from keepstep.capture.recorder import Operation, Recorder
-from keepstep.capture.sites import Sites
 from keepstep.capture.works import RecordedWork
 from keepstep.core.events import WORLD_PEER, Flag, Kind, Op
 
@@ -31,10 +30,10 @@ REDUCED = int(Flag.ASYNC | Flag.SYNC_KNOWN | Flag.END_BY_WAIT)
 class ReducerWaits:
     """Records the waits and ends of the operations that DDP's reducer begins."""
 
-    def __init__(self, recorder: Recorder, sites: Sites) -> None:
+    def __init__(self, recorder: Recorder, here: Here) -> None:
         fields = int(Kind.COLLECTIVE), int(Op.ALLREDUCE), WORLD_PEER, REDUCED
         self.recorder = recorder
-        self.buckets = Buckets(recorder, sites.here, after_gradients, COMPILING, OBSERVERS, *fields)
+        self.buckets = Buckets(recorder, here, after_gradients, COMPILING, OBSERVERS, *fields)
 
     def call(self, native: Any, group: int, general: Callable[..., Any]) -> Callable[..., Any]:
         """A replacement for the ``allreduce`` of a native group, whose number in the ring is ``group``."""

@@ -18,7 +18,7 @@ from keepstep.capture.evaluation import Evaluation
 from keepstep.capture.operations import METHODS
 from keepstep.capture.patches import Patches
 from keepstep.capture.recorder import Recorder
-from keepstep.capture.sites import Sites
+from keepstep.capture.sites import finder
 from keepstep.capture.works import RecordedWork
 from keepstep.core.errors import RingError
 from keepstep.core.events import Kind, Op, Phase
@@ -246,10 +246,10 @@ def test_a_model_built_for_evaluation_before_any_step_is_none() -> None:
 
 def test_a_site_is_the_users_line_and_entered_once() -> None:
     recorder, writer = claimed()
-    sites = Sites(recorder, os.path.dirname(torch.__file__))
+    here = finder(recorder, os.path.dirname(torch.__file__))
 
     def operation() -> int:  # stands for the method of ours that asks
-        return sites.here()
+        return here()
 
     found = {operation() for _ in range(3)}
     assert len(found) == 1
