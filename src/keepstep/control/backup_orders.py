@@ -61,6 +61,8 @@ class Backups:
 
     def heard(self, node: Node, message: Inventory) -> None:
         """Take a node's inventory: what its cache holds."""
+        if message.node_rank != node.rank:
+            return
         self.forget(node.rank)
         told = _Told(message, _by_rank(message.own), _by_rank(message.backups))
         self._told[node.rank] = told

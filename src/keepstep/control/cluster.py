@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from keepstep.core.ranges import fold_nodes
@@ -14,6 +14,7 @@ _MOST_GROUPS = 262_144
 _MOST_MEMBERS = 16_000_000  # most members in all groups together
 _CLOCK_SAMPLES = 400_000  # kept of all nodes together
 _CLOCK_SAMPLES_OF_NODE = 2048
+_MOST_ENDPOINTS = 4  # addresses kept for probes of one node
 _CAUSES_S = 30.0  # how long a host cause counts after it was reported
 
 
@@ -45,6 +46,10 @@ class Node:
     def back(self) -> None:
         """Note that the node's agent or launcher is connected."""
         self.lost_s, self.lost = None, False
+
+    def answers_at(self, endpoints: Sequence[Endpoint]) -> None:
+        """Note where the node's agent answers probes."""
+        self.endpoints = tuple(endpoints[:_MOST_ENDPOINTS])
 
 
 class Cluster:

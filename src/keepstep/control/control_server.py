@@ -194,27 +194,11 @@ class ControlServer:
     def _unix_s(self, now_s: float) -> float:
         return now_s + self._wall_offset_s
 
-    # Effects of the core, one method each.
+    # Effects of the core.
 
     def _carry_out(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             self._EFFECTS[type(effect)](self, effect)
-
-    def _write_incident(self, effect: WriteIncident) -> None:
-        self._keep(lambda: self._files.write_incident(effect.incident))
-
-    def _tell(self, effect: Tell) -> None:
-        self._print(f"keepstep: {one_line(effect.text)}")
-
-    def _store_placement(self, effect: StorePlacement) -> None:
-        self._keep(lambda: self._files.write_placements(effect.placements))
-
-    def _store_stop(self, effect: StoreStop) -> None:
-        self._keep(lambda: self._files.write_stop(effect.stop))
-
-    def _store_council(self, effect: StoreCouncil) -> None:
-        # A failure to write is raised: launchers must not be told of a council that was not kept.
-        self._files.write_council(effect.council)
 
     def _begin_to_reach(self, effect: Reach) -> None:
         self._reaching[effect.peer] = asyncio.get_running_loop().create_task(self._reach(effect))
@@ -257,9 +241,9 @@ class ControlServer:
             if connection is not None:
                 connection.send_encoded(body)
 
-    def _keep(self, write: Callable[[], None]) -> None:
+    def _keep(self, write: Callable[[T], None], what: T) -> None:
         try:
-            write()
+            write(what)
         except OSError as error:
             logger.error("%s: cannot be written: %s", error.filename, error.strerror)
 
@@ -284,12 +268,13 @@ class ControlServer:
 
     _EFFECTS: ClassVar[Mapping[type, _EffectHandler]] = {
         Send: _send,
-        WriteIncident: _write_incident,
+        WriteIncident: lambda self, effect: self._keep(self._files.write_incident, effect.incident),
         Say: _say,
-        Tell: _tell,
-        StorePlacement: _store_placement,
-        StoreStop: _store_stop,
-        StoreCouncil: _store_council,
+        Tell: lambda self, effect: self._print(f"keepstep: {one_line(effect.text)}"),
+        StorePlacement: lambda self, effect: self._keep(self._files.write_placements, effect.placements),
+        StoreStop: lambda self, effect: self._keep(self._files.write_stop, effect.stop),
+        # A failure to write is raised: launchers must not be told of a council that was not kept.
+        StoreCouncil: lambda self, effect: self._files.write_council(effect.council),
         Reach: _begin_to_reach,
         Disconnect: _disconnect,
         Exit: _exit,

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from keepstep.control.backup_orders import Backups
 from keepstep.control.cases import Cases
-from keepstep.control.cluster import Cluster
-from keepstep.control.dispatch import FOR_ONE_PART, Handler
+from keepstep.control.cluster import Cluster, Node
 from keepstep.control.effects import Effect, Send, StoreStop, Tell
 from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.open_cases import OpenCases
@@ -26,15 +25,7 @@ from keepstep.control.membership.pauses import Pauses
 from keepstep.control.membership.peers import Admission, Peer, Peers
 from keepstep.control.membership.placing import Placing
 from keepstep.control.membership.reforming import Reforming
-from keepstep.control.membership.reforming_orders import (
-    End,
-    Exclude,
-    HaltThese,
-    Lapsed,
-    Lost,
-    Order,
-    Renew,
-)
+from keepstep.control.membership.reforming_orders import End, Exclude, HaltThese, Lapsed, Lost, Order, Renew
 from keepstep.control.membership.rendezvous import Launcher, Rendezvous
 from keepstep.control.membership.restart_budget import Spending
 from keepstep.control.membership.transitions import JobState
@@ -46,27 +37,38 @@ from keepstep.wire.messages import (
     Ended,
     Failed,
     Found,
+    Groups,
     Halt,
     Halted,
     Heartbeat,
+    Held,
     Hello,
+    Inventory,
     Join,
     Kept,
     Locate,
+    Measured,
     Message,
     Operate,
     Placement,
     Probed,
     Profile,
+    Reachable,
+    Recovered,
     Sealed,
+    Splits,
     States,
     Stop,
+    Validate,
 )
 
 _MOST_TEXT = 500  # characters kept of a message about a failure
 _FINISHED = Stop(0, "all nodes have finished")
 _NOT_AGREED = "most of the nodes that have to agree on who plays which rank are lost, or cut off from here"
 
+_Handler: TypeAlias = Callable[[Any, Peer, Any, float], None]
+_LauncherHandler: TypeAlias = Callable[[Any, Launcher, Any, float], None]
+_NodeHandler: TypeAlias = Callable[[Any, Node, Any, float], None]
 _OrderHandler: TypeAlias = Callable[[Any, Any, float], None]
 
 
@@ -148,9 +150,8 @@ class Controller:
 
     def disconnected(self, peer: int, now_s: float, *, unanswered: bool = False) -> list[Effect]:
         """Note that a connection has ended. ``unanswered``: its host fell silent, without a last packet."""
-        since_s = (
-            now_s + self.peers.settings.link_s if unanswered else now_s
-        )  # a cut link may be back in a moment
+        # A cut link may be back in a moment.
+        since_s = now_s + self.peers.settings.link_s if unanswered else now_s
         gone = self.peers.gone(peer, since_s)
         if gone is None or gone.launcher is None:
             return self._taken()
@@ -179,12 +180,17 @@ class Controller:
         if type(message) is Heartbeat:
             self._heartbeat(sender, message, now_s)
             return self._taken() if self._effects else []
+        kind = type(message)
         if type(message) is Hello:
             self._hello(sender, message, now_s)
         elif sender.hello is None:
             self.peers.refuse(peer, "say Hello first")
-        elif handler := self._HANDLERS.get(type(message)):
+        elif handler := self._FROM_ANYBODY.get(kind):
             handler(self, sender, message, now_s)
+        elif sender.launcher is not None and (of_launcher := self._FROM_LAUNCHERS.get(kind)):
+            of_launcher(self, sender.launcher, message, now_s)
+        elif sender.node is not None and (of_node := self._FROM_NODES.get(kind)):
+            of_node(self, sender.node, message, now_s)
         return self._taken()
 
     def tick(self, now_s: float) -> list[Effect]:
@@ -212,11 +218,6 @@ class Controller:
         self.cases.end(now_s)
         return self._taken()
 
-    @property
-    def over(self) -> bool:
-        """Whether all launchers have ended."""
-        return self.ending.over
-
     def state(self, now_s: float) -> JobState:
         """The state of the job. Looks at every rank until all train."""
         known = (self.cluster, self.rendezvous, self.reforming, self.cases.dying)
@@ -228,9 +229,14 @@ class Controller:
         if not self.ending.over:
             self.cases.found(message.finding, now_s)
 
-    def _answered(self, sender: Peer, message: Profile | States | Probed, now_s: float) -> None:
-        if sender.node is not None:
-            self.cases.answered(sender.node, message, now_s)
+    def _answered(self, node: Node, message: Profile | States | Probed, now_s: float) -> None:
+        self.cases.answered(node, message, now_s)
+
+    def _tested(self, node: Node, message: Held | Measured, now_s: float) -> None:
+        self.cases.desk.validations.told(node, message, now_s)
+
+    def _validate(self, sender: Peer, message: Validate, now_s: float) -> None:
+        self.cases.desk.validations.asked(sender.number, message, now_s)
 
     def _locate(self, sender: Peer, message: Locate, now_s: float) -> None:
         located = self.backups.locate(message, self.cluster, self._expected_nodes, now_s)
@@ -271,7 +277,7 @@ class Controller:
         if placed.is_new:
             self._tick_councils(now_s)
         if self.ending.under_way:
-            if self.ending.is_told or self.over:
+            if self.ending.is_told or self.ending.over:
                 self._effects.append(Send((peer,), self.ending.stop or _FINISHED))
         elif self.rendezvous.placements and not placed.refusals:
             self._reform(self.reforming.here(sender.launcher, join.incarnation, now_s), now_s)
@@ -305,38 +311,26 @@ class Controller:
         self.cases.begin_again(how, now_s)
         self.placing.answer(order.placed)
 
-    def _lapsed(self, order: Lapsed, now_s: float) -> None:
-        self.cases.mitigation.not_moved(order.why, now_s)
-
-    def _tell(self, order: Tell, now_s: float) -> None:
-        self._effects.append(order)
-
-    def _exclude(self, order: Exclude, now_s: float) -> None:
-        self.placing.exclude(order)
-
     def _operate(self, sender: Peer, message: Operate, now_s: float) -> None:
         why = "the job is ending" if self.ending.under_way else ""
         self._reform(self._operator_orders.asked(sender.number, message, why, now_s), now_s)
 
-    def _sealed(self, sender: Peer, message: Sealed, now_s: float) -> None:
-        if sender.launcher is not None:
-            sealed = (message.incarnation, message.step, message.why[:_MOST_TEXT])
-            self._reform(self._pauses.sealed(sender.launcher, *sealed, now_s), now_s)
+    def _sealed(self, launcher: Launcher, message: Sealed, now_s: float) -> None:
+        sealed = (message.incarnation, message.step, message.why[:_MOST_TEXT])
+        self._reform(self._pauses.sealed(launcher, *sealed, now_s), now_s)
 
-    def _halted(self, sender: Peer, message: Halted, now_s: float) -> None:
-        if sender.launcher is not None:
-            told = (message.suspended, message.unfit, message.rigid)
-            halted = (message.incarnation, message.free_port, now_s, *told)
-            self._reform(self.reforming.halted(sender.launcher, *halted), now_s)
+    def _halted(self, launcher: Launcher, message: Halted, now_s: float) -> None:
+        told = (message.suspended, message.unfit, message.rigid)
+        halted = (message.incarnation, message.free_port, now_s, *told)
+        self._reform(self.reforming.halted(launcher, *halted), now_s)
 
-    def _failed(self, sender: Peer, failed: Failed, now_s: float) -> None:
-        if sender.launcher is not None:
-            self.reforming.spending.failed(sender.launcher.node, failed, now_s)
-            code, text = failed.exit_code, failed.message[:_MOST_TEXT]
-            self._reform(self.reforming.failed(sender.launcher, failed.incarnation, code, text, now_s), now_s)
+    def _failed(self, launcher: Launcher, failed: Failed, now_s: float) -> None:
+        self.reforming.spending.failed(launcher.node, failed, now_s)
+        code, text = failed.exit_code, failed.message[:_MOST_TEXT]
+        self._reform(self.reforming.failed(launcher, failed.incarnation, code, text, now_s), now_s)
 
     def _tick_councils(self, now_s: float) -> None:
-        table = self.rendezvous.placements if self.rendezvous.max_restarts and not self.over else {}
+        table = self.rendezvous.placements if self.rendezvous.max_restarts and not self.ending.over else {}
         council = self.councils.tick(table, now_s)
         self.placing.reach(table)
         is_agreed = self.councils.is_settled and self.councils.allows(self.rendezvous.incarnation)
@@ -346,10 +340,8 @@ class Controller:
         if council is not None:
             self.placing.tell(council)
 
-    def _kept(self, sender: Peer, kept: Kept, now_s: float) -> None:
-        launcher, incarnation = sender.launcher, self.rendezvous.incarnation
-        if launcher is None:
-            return
+    def _kept(self, launcher: Launcher, kept: Kept, now_s: float) -> None:
+        incarnation = self.rendezvous.incarnation
         waited = not self.councils.allows(incarnation)
         if not self.councils.kept(launcher, kept):
             return
@@ -363,7 +355,7 @@ class Controller:
         if self.peers.is_quiet(now_s):
             return
         for node in self.peers.watch(now_s):
-            if not self.over and self.cases.lost(node, now_s):
+            if not self.ending.over and self.cases.lost(node, now_s):
                 node.lost_s, node.lost = None, True
         lost, waited_s = self.cluster.wait_for_lost()
         begins_again = self.rendezvous.max_restarts > 0
@@ -372,7 +364,7 @@ class Controller:
             self._end_job(End(1, reason), now_s)
 
     def _tick_backups(self, now_s: float) -> None:
-        if self.backups.copies and not self.over:
+        if self.backups.copies and not self.ending.over:
             for peer, order in self.backups.tick(self.cluster, self._expected_nodes, now_s):
                 self._effects.append(Send((peer,), order))
 
@@ -459,28 +451,36 @@ class Controller:
 
     # --- who handles what -----------------------------------------------------------------------------------------
 
-    _HANDLERS: ClassVar[Mapping[type, Handler]] = {
-        **FOR_ONE_PART,
+    _FROM_ANYBODY: ClassVar[Mapping[type, _Handler]] = {
+        Groups: lambda self, _, message, now_s: self.cluster.learn_groups(message.groups),
+        Recovered: lambda self, _, message, now_s: self.cases.recovered(message.recovery, now_s),
         Found: _found,
-        Profile: _answered,
-        States: _answered,
-        Probed: _answered,
         Locate: _locate,
         Operate: _operate,
+        Validate: _validate,
         Join: _join,
+        Ended: _ended,
+        Bye: _bye,
+    }
+    _FROM_LAUNCHERS: ClassVar[Mapping[type, _LauncherHandler]] = {
         Sealed: _sealed,
         Failed: _failed,
         Halted: _halted,
         Kept: _kept,
-        Ended: _ended,
-        Bye: _bye,
+    }
+    _FROM_NODES: ClassVar[Mapping[type, _NodeHandler]] = {
+        **dict.fromkeys((Profile, States, Probed), _answered),
+        **dict.fromkeys((Held, Measured), _tested),
+        Reachable: lambda self, node, message, now_s: node.answers_at(message.endpoints),
+        Splits: lambda self, node, message, now_s: self.cases.mitigation.shares.told(node, message),
+        Inventory: lambda self, node, message, now_s: self.backups.heard(node, message),
     }
     _ORDERS: ClassVar[Mapping[type, _OrderHandler]] = {
         HaltThese: _halt,
         Lost: _lost,
-        Exclude: _exclude,
+        Exclude: lambda self, order, now_s: self.placing.exclude(order),
         Renew: _renew,
-        Lapsed: _lapsed,
-        Tell: _tell,
+        Lapsed: lambda self, order, now_s: self.cases.mitigation.not_moved(order.why, now_s),
+        Tell: lambda self, order, now_s: self._effects.append(order),
         End: _end_job,
     }

@@ -147,7 +147,7 @@ def test_an_end_that_is_not_agreed_on_yet_is_told_though_all_have_ended() -> Non
             told += sent(stage.say(number, Kept(1, council.version)), Stop)
         told += sent(stage.controller.tick(2.0), Stop)
     assert told == [((0, 1, 2), Stop(79, "stopped by an operator", by_operator=True))]
-    assert stage.controller.over
+    assert stage.controller.ending.over
 
 
 def test_a_controller_that_slept_does_not_take_that_for_a_lost_quorum() -> None:

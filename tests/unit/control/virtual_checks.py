@@ -65,7 +65,7 @@ def check_seats(job: JobState, leader: Site | None) -> None:
     since_s = max(job.settled_s, job.back_s, leader.stalled_until_s, leader.host.healed_s)
     if leader.host.deaf:  # nothing is settled without its own launcher, which gives the lease up soon
         since_s = max(since_s, leader.host.cut_s + UNREACHED_S + ATTEMPT_S - 20.0)
-    ends = leader.controller.over or leader.host.exit_code is not None
+    ends = leader.controller.ending.over or leader.host.exit_code is not None
     for seat in newest.seats[1:] if not ends else ():
         host = next(h for h in job.hosts if h.elector.seat.token == seat.token)
         assert job.now_s - max(host.gone_s, since_s) < 20.0, f"{host.name} has gone, and has a seat"

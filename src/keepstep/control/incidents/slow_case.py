@@ -226,7 +226,9 @@ class SlowCase(Case):
             return
         in_doubt = self.incident is not None and _firmness(self.incident.culprits) <= 1
         if self._looks and not self._validated and self._suspects and in_doubt:
-            self._validated = self._desk.validations.begin(self, self._suspects, now_s)
+            self._validated = self._desk.validations.begin(
+                self._suspects, self.validated, lambda: self.closed, now_s
+            )
         waited = newest >= self._asked_step + SHARPEN_STEPS or now_s - self._asked_s >= _SHARPEN_S
         if waited and not self._settled:
             self._looks += self.incident is not None

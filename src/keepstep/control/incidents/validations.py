@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 from keepstep.control.cluster import Cluster, Node
 from keepstep.control.effects import Effect, Send
@@ -12,15 +11,7 @@ from keepstep.control.incidents.validation_case import ValidationCase
 from keepstep.core.validation import Validation
 from keepstep.wire.messages import Held, Measured, Validate, Validated
 
-
-class Asker(Protocol):
-    """A slowdown's case that wants ranks tested."""
-
-    closed: bool
-
-    def validated(self, outcome: Validation | None, refused: str, now_s: float) -> None:
-        """What was measured, or why nothing was."""
-        ...
+_Told = Callable[[Validation | None, str, float], None]  # what was measured, or why nothing was; the time
 
 
 class Validations:
@@ -41,18 +32,22 @@ class Validations:
         self._cluster, self._agents, self._standstill = cluster, agents, standstill
         self._effects, self._is_wanted = effects, is_wanted
         self._case: ValidationCase | None = None
-        self._asker: Asker | int | None = None  # a case, or the number of an operator's peer
+        self._tell: _Told = lambda outcome, refused, now_s: None  # whoever asked for it
+        self._withdrawn: Callable[[Collection[int]], str] = lambda peers: ""  # why nobody wants it any more
 
     @property
     def under_way(self) -> bool:
         """Whether ranks are held, or will be."""
         return self._case is not None
 
-    def begin(self, asker: Asker, groups: Sequence[Sequence[int]], now_s: float) -> bool:
-        """Test these groups for a case, whose ``validated`` is called with the outcome; False: not now."""
+    def begin(
+        self, groups: Sequence[Sequence[int]], tell: _Told, is_closed: Callable[[], bool], now_s: float
+    ) -> bool:
+        """Test these groups for a case until it ``is_closed``; False: not now."""
         if not self._is_wanted or self.under_way or self._standstill():
             return False
-        self._case, self._asker = ValidationCase(self._cluster, self._agents, groups, now_s), asker
+        self._case, self._tell = ValidationCase(self._cluster, self._agents, groups, now_s), tell
+        self._withdrawn = lambda peers: "the slowness has gone away" if is_closed() else ""
         self._finish(now_s)
         return True
 
@@ -62,8 +57,14 @@ class Validations:
             self._effects.append(Send((peer,), Validated(refused=why)))
             return
         ranks = tuple(sorted(set(message.ranks))) or tuple(sorted(self._cluster.node_of))
+
+        def tell(outcome: Validation | None, refused: str, now_s: float) -> None:
+            nodes = tuple((rank, self._cluster.node_of.get(rank, "")) for rank in ranks)
+            self._effects.append(Send((peer,), Validated(outcome, nodes, refused)))
+
         self._case = ValidationCase(self._cluster, self._agents, (ranks,), now_s, message.hold_s)
-        self._asker = peer
+        self._tell = tell
+        self._withdrawn = lambda peers: "" if peer in peers else "who asked for it has gone"
         self._finish(now_s)
 
     def told(self, node: Node, message: Held | Measured, now_s: float) -> None:
@@ -80,12 +81,7 @@ class Validations:
         """Let time pass. ``peers``: the numbers of those that are connected."""
         if self._case is None:
             return
-        asker = self._asker
-        if isinstance(asker, int) and asker not in peers:
-            self._case.call_off("who asked for it has gone")
-        elif asker is not None and not isinstance(asker, int) and asker.closed:
-            self._case.call_off("the slowness has gone away")
-        elif why := self._standstill():
+        if why := self._withdrawn(peers) or self._standstill():
             self._case.call_off(why)
         else:
             self._case.tick(now_s)
@@ -98,12 +94,6 @@ class Validations:
             self._finish(now_s)
 
     def _finish(self, now_s: float) -> None:
-        case, asker = self._case, self._asker
-        if case is None or not case.closed:
-            return
-        self._case, self._asker = None, None
-        if asker is not None and not isinstance(asker, int):
-            asker.validated(case.outcome, case.refused, now_s)
-        elif asker is not None:
-            nodes = tuple((rank, self._cluster.node_of.get(rank, "")) for rank in case.tested)
-            self._effects.append(Send((asker,), Validated(case.outcome, nodes, case.refused)))
+        if self._case is not None and self._case.closed:
+            case, self._case = self._case, None
+            self._tell(case.outcome, case.refused, now_s)
