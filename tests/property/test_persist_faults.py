@@ -89,11 +89,6 @@ class _LyingFile:
     def __init__(self, file: Readable, chance: random.Random) -> None:
         self._file, self._chance = file, chance
 
-    def read(self, size: int) -> bytes:
-        found = bytearray(self._file.read(size))
-        self._spoil(memoryview(found))
-        return bytes(found)
-
     def readinto(self, target: memoryview) -> int:
         count = self._file.readinto(target)
         self._spoil(target[:count])

@@ -124,33 +124,20 @@ class Snapshots:
         self._watch = OptimizerWatch(self._before_step)
 
     def register(self, state: Any) -> None:
-        """Reserve memory for snapshots of a state as large as this one; the kernel provides it in the background.
-
-        Raises:
-            CheckpointError: the state cannot be saved, or does not fit into the node's memory.
-        """
+        """As `api.register`; the kernel provides the memory in the background."""
         if not self._cache.slots:
             header, _, text = self._flatten(state, 0)
             self._make_first_room(_slot_bytes(header, text), header.data_bytes)
 
     def save(self, state: Any, step: int, *, overlap: bool = True, persist: bool | None = None) -> None:
-        """Take a snapshot of ``state`` as it is now, after ``step`` steps. All ranks save the same steps.
+        """Take a snapshot of ``state``, as `api.save` describes; CheckpointError also if ``step`` has not grown.
 
         The first call of an incarnation that has not restored is collective, and so are calls that may bring the step
         to storage. When no slot is free, because other ranks do not save or it is being read, the snapshot is left out
         and a line says so; where all ranks are on one node, up to 30 s are spent waiting for a slot.
 
-        Args:
-            state: a dict.
-            step: steps done; must be above the step saved before.
-            overlap: copy what optimizers own during the next step.
-            persist: whether to bring the step to storage; None: when it is due. While an earlier step is on its way
-                there, a step that is due is left to a later save; True waits up to 30 s, then leaves it out and says
-                so.
-
-        Raises:
-            CheckpointError: the state cannot be saved or does not fit; ``step`` is not above the last one; ``persist``
-                is given without a storage.
+        While an earlier step is on its way to storage, a step that is due is left to a later save; ``persist`` waits
+        up to 30 s, then leaves the step out and says so.
         """
         if self._process != os.getpid():
             raise CheckpointError("a forked process cannot save: only the one that began to save can")
@@ -194,9 +181,8 @@ class Snapshots:
     def wait(self) -> None:
         """Return when the last snapshot is sealed. Call it before changing saved tensors other than by an optimizer."""
         flight = self._flight
-        if (
-            flight is not None and self._process == os.getpid()
-        ):  # a forked child has none of the copying threads
+        # A forked child has none of the copying threads.
+        if flight is not None and self._process == os.getpid():
             begun_s = time.monotonic()
             self._await(flight)
             self._flight = None
@@ -258,9 +244,8 @@ class Snapshots:
             service=self._service,
             required=self._storing is not None,
             elastic=self._worker.elastic,
-            threads=max(
-                1, min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-            ),  # no rank trains during a restore
+            # All cores, because no rank trains during a restore.
+            threads=max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)))),
             left=self._left,
             say=self._say,
         )
@@ -340,9 +325,8 @@ class Snapshots:
         now_s = time.monotonic()
         self._alone = {key: self._alone.get(key, now_s) for key in alone}
         for key, since_s in self._alone.items():
-            if (
-                now_s - since_s > _ALONE_S
-            ):  # ranks learn within seconds of each other that a step is on storage
+            # Ranks learn within seconds of each other that a step is on storage.
+            if now_s - since_s > _ALONE_S:
                 self._cache.let_go(key)
                 self._say(
                     f"step {key.step} is not brought to {self._storing_where}: not all ranks have it any more"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 from tests.twins.checkpoint import python_native
 
-from keepstep.checkpoint import _native, native
+from keepstep.checkpoint import _native, native  # pyright: ignore[reportMissingModuleSource]
 from keepstep.checkpoint.memory.cache import Backing, Cache
 from keepstep.checkpoint.memory.cache_server import CacheServer
 from keepstep.checkpoint.memory.cached_states import CachedStates

@@ -26,10 +26,6 @@ Bytes = bytes | bytearray | memoryview
 class Readable(Protocol):
     """A file that is open for reading."""
 
-    def read(self, size: int) -> bytes:
-        """Read at most ``size`` bytes; b"" at the end of the file."""
-        ...
-
     def readinto(self, target: memoryview) -> int:
         """Read into ``target``. Returns the number of bytes read, 0 at the end of the file."""
         ...
@@ -79,11 +75,7 @@ class Storage(StorageReader, Protocol):
 
 
 def safe_name(name: str) -> str:
-    """The name itself, if keepstep may use it: no separator, not hidden, at most 100 characters.
-
-    Raises:
-        CheckpointError: any other name.
-    """
+    """The name itself, if it has no separator, is not hidden and at most 100 characters; else CheckpointError."""
     if not _NAME.fullmatch(name):
         raise CheckpointError(f"{name[:100]!r}: is no name of a checkpoint's file")
     return name
@@ -92,8 +84,7 @@ def safe_name(name: str) -> str:
 def open_storage(where: str) -> Storage:
     """The storage at a path or a URL (``s3://bucket/run``).
 
-    Raises:
-        UsageError: fsspec, or its plugin for this kind of URL, is not installed.
+    Raises UsageError when fsspec, or its plugin for this kind of URL, is not installed.
     """
     scheme, separator, rest = where.partition("://")
     if not separator:
@@ -105,11 +96,7 @@ class LocalStorage:
     """A folder of a file system, NFS included. A file is written as a draft, synced, and renamed atomically."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
-
-    @property
-    def where(self) -> str:
-        return str(self._root)
+        self._root, self.where = root, str(root)
 
     def folders(self) -> list[str]:
         try:
@@ -192,11 +179,7 @@ class FsspecStorage:
         except (ImportError, ValueError) as error:
             raise UsageError(f"{url}: fsspec cannot reach it: {error}") from None
         self._fs, self._root = found[0], found[1].rstrip("/")
-        self._url = url
-
-    @property
-    def where(self) -> str:
-        return self._url
+        self.where = url
 
     def folders(self) -> list[str]:
         return sorted(name for name, entry in self._listed(self._root) if entry["type"] == "directory")
@@ -263,12 +246,9 @@ class _Wrapped:
     def __init__(self, file: Any, path: str) -> None:
         self._file, self._path = file, path
 
-    def read(self, size: int) -> bytes:
-        with _as_os_error(self._path):
-            return self._file.read(size)
-
     def readinto(self, target: memoryview) -> int:
-        found = self.read(len(target))
+        with _as_os_error(self._path):
+            found: bytes = self._file.read(len(target))
         target[: len(found)] = found
         return len(found)
 

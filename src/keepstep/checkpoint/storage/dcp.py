@@ -220,8 +220,9 @@ class DcpReader(StorageReader):
     def _chosen(self) -> Manifest:
         key = self._key
         if key is None:
-            choice = [self._newest() if _rank() == 0 else None]
-            if distributed.is_initialized() and distributed.get_world_size() > 1:
+            several = distributed.is_initialized() and distributed.get_world_size() > 1
+            choice = [self._newest() if not several or distributed.get_rank() == 0 else None]
+            if several:
                 distributed.broadcast_object_list(choice, src=0)
             key = choice[0]
         problem, found = "no whole step saved through DCP is there", None
@@ -375,7 +376,3 @@ def _parsed(checkpoint_id: Path) -> tuple[Storage, Key]:
             f"…/{folder_name(Key(0, 100))}"
         )
     return open_storage(parent or "."), key
-
-
-def _rank() -> int:
-    return distributed.get_rank() if distributed.is_initialized() else 0

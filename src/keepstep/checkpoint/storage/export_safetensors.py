@@ -37,7 +37,11 @@ def export_safetensors(storage: Storage, manifest: Manifest, target: Path) -> in
     Raises:
         CheckpointError: the step cannot be read, or the file cannot be written.
     """
-    tensors = sorted(view(storage, manifest).values(), key=lambda one: -_align(one.dtype))
+    # Tensors of larger elements come first, so that all are aligned; other dtypes are stored as bytes.
+    tensors = sorted(
+        view(storage, manifest).values(),
+        key=lambda one: -ITEM_BYTES[one.dtype] if one.dtype in SAFETENSORS else -1,
+    )
     entries = [
         Entry(
             one.name,
@@ -67,8 +71,7 @@ def export_safetensors(storage: Storage, manifest: Manifest, target: Path) -> in
 def view(storage: Storage, manifest: Manifest) -> dict[str, WholeTensor]:
     """The tensors of the whole job, by name.
 
-    Raises:
-        CheckpointError: a rank's state cannot be read, or contradicts that of another rank.
+    Raises CheckpointError when a rank's state cannot be read, or contradicts that of another rank.
     """
     headers: list[StateHeader] = []
     prints: list[dict[int, bytes]] = []
@@ -77,7 +80,7 @@ def view(storage: Storage, manifest: Manifest) -> dict[str, WholeTensor]:
         headers.append(shard.header)
         prints.append(
             {
-                index: _fingerprint(array_of(shard, tensor))
+                index: hashlib.sha256(array_of(shard, tensor).tobytes(), usedforsecurity=False).digest()
                 for index, tensor in enumerate(shard.header.tensors)
                 if tensor.shard is None
             }
@@ -109,18 +112,13 @@ def array_of(shard: StoredShard, tensor: TensorEntry) -> Array:
     )
 
 
-def _fingerprint(array: Array) -> bytes:
-    return hashlib.sha256(array.tobytes(), usedforsecurity=False).digest()
-
-
 def _fill(storage: Storage, manifest: Manifest, tensors: list[WholeTensor], path: Path, begin: int) -> None:
     targets: dict[int, list[tuple[Block, Array]]] = {}
     maps: list[np.memmap[Any, Any]] = []
     with path.open("r+b") as file:
         for tensor in tensors:
-            size = ITEM_BYTES[tensor.dtype]
             if _nbytes(tensor):
-                kind: Any = np.dtype(f"V{size}")
+                kind: Any = np.dtype(f"V{ITEM_BYTES[tensor.dtype]}")
                 whole = np.memmap(file, kind, "r+", begin, tensor.shape)
                 maps.append(whole)
                 for block in tensor.blocks:
@@ -133,10 +131,6 @@ def _fill(storage: Storage, manifest: Manifest, tensors: list[WholeTensor], path
             whole[block.slices(block.whole)] = part[block.slices(block.local)]
     for whole in maps:
         whole.flush()
-
-
-def _align(dtype: str) -> int:
-    return ITEM_BYTES[dtype] if dtype in SAFETENSORS else 1
 
 
 def _nbytes(tensor: WholeTensor) -> int:

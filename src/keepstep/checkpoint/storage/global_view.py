@@ -79,7 +79,10 @@ def whole_tensors(
                     continue
                 contents[path].append(content)
                 name = path if whole is None else f"{path}@rank{rank}"
-                found[name] = WholeTensor(name, tensor.dtype, shape, [_all_of(rank, index, shape)])
+                zeros = (0,) * len(shape)
+                found[name] = WholeTensor(
+                    name, tensor.dtype, shape, [Block(rank, index, zeros, zeros, shape)]
+                )
                 continue
             if whole is None:
                 whole = found[path] = WholeTensor(path, tensor.dtype, shape)
@@ -96,15 +99,9 @@ def whole_tensors(
     return found
 
 
-def _all_of(rank: int, index: int, shape: tuple[int, ...]) -> Block:
-    zeros = (0,) * len(shape)
-    return Block(rank, index, zeros, zeros, shape)
-
-
 def _blocks(rank: int, index: int, tensor: TensorEntry, shard: ShardEntry) -> Iterator[Block]:
-    if (
-        shard.offset and not shard.placements
-    ):  # the block's place is given without a mesh, as `DcpWriter` does
+    # `DcpWriter` gives a block's place without a mesh.
+    if shard.offset and not shard.placements:
         yield Block(rank, index, (0,) * len(tensor.shape), shard.offset, tensor.shape)
         return
     axes = local_runs(shard)

@@ -80,7 +80,6 @@ def write_shard(
     written, is removed first and written last.
 
     Args:
-        storage: the storage to write to.
         header: header of the state, with the checksums that the snapshot found.
         data: the state's bytes; they must not change meanwhile.
         go_on: called before each chunk; may raise to end the writing.
@@ -110,7 +109,10 @@ def write_shard(
 
     storage.remove(folder, [header_file(header.rank)])
     stored = StoredFile(storage.write(folder, data_file(header.rank), chunks()), found.hexdigest())
-    _check_source(header, data)
+    for index in damaged_storages(data, header, begin=0):
+        raise SnapshotDamaged(
+            f"storage {index} in the cache is not what the snapshot of rank {header.rank} at step {header.step} was"
+        )
     check_file(storage, folder, data_file(header.rank), stored)
     write_checked(storage, folder, header_file(header.rank), encode_shard(header, len(table), pieces, stored))
 
@@ -127,10 +129,7 @@ def conclude(
     """Check that all ranks' parts of a step are on storage and, as the leader, write the manifest.
 
     Args:
-        storage: the storage that holds the parts.
-        key: key of the step.
         ranks: ranks of this node, whose parts were written.
-        world_size: ranks of the job.
         leader: whether this node writes the manifest.
         besides: files of the step that belong to no rank.
 
@@ -174,14 +173,7 @@ def remove(storage: Storage, key: Key) -> None:
 
 
 class Persister:
-    """Carries out a plan in a thread of its own; all other methods may be called from any thread.
-
-    Args:
-        plan: the node's plan; nobody else may use it afterwards.
-        storage: the storage that steps are brought to.
-        source: opens sealed states of the cache.
-        world_size: ranks of the job.
-    """
+    """Carries out a plan, which nobody else may use, in a thread of its own; methods may be called from any thread."""
 
     def __init__(
         self,
@@ -346,13 +338,6 @@ def _is_there(storage: Storage, folder: str, header: StateHeader) -> bool:
     except (CheckpointError, FileNotFoundError):
         return False
     return True
-
-
-def _check_source(header: StateHeader, data: memoryview) -> None:
-    for index in damaged_storages(data, header, begin=0):
-        raise SnapshotDamaged(
-            f"storage {index} in the cache is not what the snapshot of rank {header.rank} at step {header.step} was"
-        )
 
 
 def write_checked(storage: Storage, folder: str, name: str, content: bytes) -> StoredFile:

@@ -68,8 +68,7 @@ def stored_keys(storage: StorageReader) -> list[Key]:
 def scan(storage: StorageReader) -> list[StoredStep]:
     """All steps, newest first, judged by manifests, file names and sizes; a step that cannot be read has a problem.
 
-    Raises:
-        CheckpointError: the storage cannot be listed.
+    Raises CheckpointError when the storage cannot be listed.
     """
     try:
         keys = stored_keys(storage)
@@ -116,12 +115,7 @@ def verify(storage: StorageReader, manifest: Manifest) -> Iterator[str]:
 
 
 def check_file(storage: StorageReader, folder: str, name: str, stored: StoredFile) -> None:
-    """Read a file to its end and compare it with size and checksum in ``stored``.
-
-    Raises:
-        CheckpointError: size or checksum differ.
-        OSError: the file cannot be read.
-    """
+    """Read a file to its end. Raises CheckpointError when size or checksum are not ``stored``; OSError."""
     found = hashlib.sha256(usedforsecurity=False)
     scratch = memoryview(bytearray(min(CHUNK_BYTES, stored.nbytes + 1)))
     size = 0
@@ -135,11 +129,7 @@ def check_file(storage: StorageReader, folder: str, name: str, stored: StoredFil
 
 
 def read_shard(storage: StorageReader, manifest: Manifest, rank: int) -> StoredShard:
-    """The state of a rank below ``manifest.world_size``.
-
-    Raises:
-        CheckpointError: a file is missing, cut short or changed; the message names it.
-    """
+    """The state of a rank. Raises CheckpointError, naming the file that is missing, cut short or changed."""
     folder, name = folder_name(manifest.key), data_file(rank)
     shard, header = header_of(storage, manifest, rank)
     stored = manifest.files[name]
@@ -153,7 +143,7 @@ def read_shard(storage: StorageReader, manifest: Manifest, rank: int) -> StoredS
             read = _fill(file, memoryview(bytearray(shard.begin)), found.update)
             for offset, nbytes in places(header, shard.pieces):
                 read += _fill(file, data[offset : offset + nbytes], found.update)
-            read += len(file.read(1))
+            read += file.readinto(memoryview(bytearray(1)))
     except OSError as error:
         raise CheckpointError(f"{folder}/{name}: cannot be read: {why(error)}") from None
     _compare(f"{folder}/{name}", stored, StoredFile(read, found.hexdigest()))
@@ -189,9 +179,10 @@ def read_whole(storage: StorageReader, folder: str, name: str, nbytes: int, most
     if nbytes > most:
         raise CheckpointError(f"{folder}/{name}: has {nbytes} bytes; at most {most} are read")
     content = bytearray()
+    scratch = memoryview(bytearray(min(CHUNK_BYTES, nbytes + 1)))
     with closing(storage.open(folder, name)) as file:
-        while len(content) <= nbytes and (part := file.read(min(nbytes + 1 - len(content), CHUNK_BYTES))):
-            content += part
+        while count := file.readinto(scratch[: nbytes + 1 - len(content)]):
+            content += scratch[:count]
     return bytes(content)
 
 

@@ -68,12 +68,8 @@ class PatientStorage:
     """A storage to read from whose calls raise `Hung` when they do not return within ``patience_s``."""
 
     def __init__(self, storage: StorageReader, patience_s: float) -> None:
-        self._storage, self._patience_s = storage, patience_s
+        self._storage, self._patience_s, self.where = storage, patience_s, storage.where
         self._places = threading.BoundedSemaphore(_MOST_CALLS)
-
-    @property
-    def where(self) -> str:
-        return self._storage.where
 
     def folders(self) -> list[str]:
         return self.call(self._storage.folders)
@@ -122,9 +118,6 @@ class _PatientFile:
         self._storage, self._file = storage, file
         self._buffer = memoryview(b"")
         self._hung = False
-
-    def read(self, size: int) -> bytes:
-        return self._call(lambda: self._file.read(size))
 
     def readinto(self, target: memoryview) -> int:
         if len(self._buffer) < len(target):

@@ -51,15 +51,11 @@ class StorageSource:
 
     def __init__(self, storage: Storage, world_size: int, *, patience_s: float = _PATIENCE_S) -> None:
         self._storage, self._world_size = PatientStorage(storage, patience_s), world_size
-        self._patience_s = patience_s
+        self.where, self._patience_s = f"storage {storage.where}", patience_s
         self._guard = threading.Lock()
         self._listed_s = -_LISTED_S
         self._seen: _Seen | CheckpointError = CheckpointError("")
         self._common: dict[Key, _Common] = {}
-
-    @property
-    def where(self) -> str:
-        return f"storage {self._storage.where}"
 
     def keys(self, rank: int) -> frozenset[Key]:
         """The steps offered to any rank. Raises CheckpointError when the storage cannot be listed."""
@@ -68,10 +64,8 @@ class StorageSource:
     def look(self) -> _Seen:
         """The offered steps, a line for each newer step that is refused, and the highest incarnation seen (-1: none).
 
-        Steps that were not written to the end are passed over without a word: nobody was promised them.
-
-        Raises:
-            CheckpointError: the storage cannot be listed.
+        Steps that were not written to the end are passed over without a word: nobody was promised them. Raises
+        CheckpointError when the storage cannot be listed.
         """
         with self._guard:
             if time.monotonic() - self._listed_s >= _LISTED_S:
@@ -175,10 +169,8 @@ class _Common:
         """Bring the bytes of all storages: read, or copied from what another rank reads.
 
         A rank waits for others only after it has read all of its own, so no ranks wait for each other in a circle. What
-        is copied is verified with everything else by the seal.
-
-        Raises:
-            CheckpointError: what is on storage is not what was written.
+        is copied is verified with everything else by the seal. Raises CheckpointError when what is on storage is not
+        what was written.
         """
         entries = reader.header.storages
         parts = [data[entry.offset : entry.offset + entry.nbytes] for entry in entries]

@@ -86,7 +86,8 @@ def test_a_dcp_folder(tmp_path: Path) -> None:
         "rng": torch.zeros(1, dtype=torch.long), "rng@rank2": torch.zeros(1, dtype=torch.long),
         "epoch": 0, "who": "", "who@rank3": "",
     }  # fmt: skip
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert state["model"]["weight"].equal(WEIGHT)
     assert state["model"]["tied"].equal(WEIGHT)

@@ -57,6 +57,7 @@ def test_tries_are_spaced_doubled_and_told() -> None:
     for _ in range(7):
         task = one.next(now_s)
         assert task == WriteShard(OLD, 0)
+        assert isinstance(task, WriteShard)
         assert one.next(now_s) is None
         one.failed(task, "OSError: [Errno 28] No space left on device", now_s)
         due_s = one.wake_s()
@@ -79,6 +80,7 @@ def test_waiting_for_other_nodes_is_no_failure() -> None:
     next_done(one)
     task = one.next(0.0)
     assert task == Conclude(OLD)
+    assert isinstance(task, Conclude)
     one.waits(task, 0.0)
     assert one.next(0.5) is None
     assert one.troubles(0.5) == []
