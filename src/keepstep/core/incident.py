@@ -39,10 +39,10 @@ class Diagnosis:
     """What a locator concludes from the evidence it was given."""
 
     kind: IncidentKind
-    culprits: tuple[Culprit, ...]
-    victims: tuple[int, ...]
-    evidence: tuple[str, ...]
-    missing: tuple[str, ...]  # evidence that would be needed to say more
+    culprits: tuple[Culprit, ...] = ()
+    victims: tuple[int, ...] = ()
+    evidence: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # evidence that would be needed to say more
     summary: str = ""  # e.g. the operation that everybody waits in
     paths: tuple[tuple[str, str], ...] = ()  # pairs of nodes between which a probe would tell more
 
@@ -50,10 +50,8 @@ class Diagnosis:
         """The diagnosis with nobody but the ranks ``apart_from`` blamed for sure, because evidence is ``missing``."""
         if all(one.confidence == "low" or one.rank in apart_from for one in self.culprits):
             return self
-        culprits = tuple(
-            one if one.rank in apart_from else replace(one, confidence="low") for one in self.culprits
-        )
-        return replace(self, culprits=culprits, missing=(*self.missing, missing))
+        culprits = [c if c.rank in apart_from else replace(c, confidence="low") for c in self.culprits]
+        return replace(self, culprits=tuple(culprits), missing=(*self.missing, missing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ class Recovery:
     seconds: float
     phases: tuple[
         tuple[str, float], ...
-    ]  # names and seconds of its parts, in order; they add up to ``seconds``
+    ]  # names and seconds of its parts, in order, which add up to ``seconds``
     standbys: int  # how many ranks were taken over by warm standbys
     ranks: int
     survived: int = 0  # how many ranks' processes outlived the incarnation

@@ -9,7 +9,6 @@ from keepstep.core.events import Op
 from keepstep.core.incident import Confidence, Diagnosis
 from keepstep.core.ranges import fold_ranks
 from keepstep.locate._hang_graph import HangEvidence, is_of
-from keepstep.locate._hang_words import culprit_of, diagnosis_of
 from keepstep.locate._waiting import Pending
 
 
@@ -33,9 +32,9 @@ def diagnose_desync(known: HangEvidence, mixed: Pending) -> Diagnosis:
         for op in reversed(by_size)
     )
     confidence: Confidence = "low" if tie else "high"
-    culprits = tuple(culprit_of(known, rank, mixed, confidence, "entered another operation") for rank in odd)
+    culprits = tuple(known.culprit(rank, mixed, confidence, "entered another operation") for rank in odd)
     missing = ("which of the two is meant: as many ranks entered one as the other",) if tie else ()
-    return diagnosis_of(known, culprits, set(odd), mixed, (told,), missing, "desync")
+    return known.diagnosis(culprits, set(odd), mixed, (told,), missing, "desync")
 
 
 def ranks_in_a_circle(known: HangEvidence) -> list[int]:
@@ -58,13 +57,13 @@ def diagnose_circle(known: HangEvidence, circle: Sequence[int]) -> Diagnosis:
     suspect = odd if odd is not None else _most_missed(open_operations)
     if suspect is None:
         missing = ("which rank left the common order of operations: each of these waits for another of them",)
-        return diagnosis_of(known, (), set(), open_operations[0], (told,), missing, "desync")
+        return known.diagnosis((), set(), open_operations[0], (told,), missing, "desync")
     main = next((p for p in open_operations if suspect in p.absent), open_operations[0])
-    culprit = culprit_of(known, suspect, main, "medium", "skipped an operation")
+    culprit = known.culprit(suspect, main, "medium", "skipped an operation")
     where = [f"rank {suspect} waits{_called_at(known, [suspect])}"] if _called_at(known, [suspect]) else []
     if _called_at(known, main.waiting, main):
         where.append(f"ranks {fold_ranks(main.waiting)} wait for it{_called_at(known, main.waiting, main)}")
-    return diagnosis_of(known, (culprit,), {suspect}, main, (told, *where), (), "desync")
+    return known.diagnosis((culprit,), {suspect}, main, (told, *where), (), "desync")
 
 
 def _called_at(known: HangEvidence, ranks: Sequence[int], p: Pending | None = None) -> str:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from keepstep.core.incident import Confidence, Culprit, Diagnosis, Link
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.core.summary import LinkState, RankState
-from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, HangEvidence, members_of
-from keepstep.locate._hang_words import culprit_of, diagnosis_of
+from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, HangEvidence
 from keepstep.locate._paths import Pair, common_node
 from keepstep.locate._waiting import Pending
 
@@ -46,7 +45,7 @@ def diagnose_silent(known: HangEvidence, p: Pending) -> Diagnosis:
         found = _diagnose_bad_paths(known, [one for one in known.pending if one.unknown], cut)
     else:
         culprits = tuple(_silent_culprit(known, rank, p, pairs) for rank in order[:MAX_CULPRITS])
-        found = diagnosis_of(known, culprits, set(order), p, ())
+        found = known.diagnosis(culprits, set(order), p, ())
     missing = (f"states of ranks {fold_ranks(order)}: reach their nodes by another way",)
     evidence = (*found.evidence, *known.paths.lines(pairs))
     return replace(found, evidence=evidence, missing=missing, paths=tuple(pairs))
@@ -102,8 +101,8 @@ def _diagnose_cut_links(known: HangEvidence, stuck: Sequence[Pending], cut: Sequ
         for pair, flow in zip(pairs[:_MOST_LINKS], cut, strict=False)
     )
     blamed = {rank for pair in pairs for rank in pair}
-    main = next((p for p in stuck if not blamed.isdisjoint(members_of(p))), stuck[0])
-    return diagnosis_of(known, culprits, blamed, main, (_entered(main),))
+    main = next((p for p in stuck if not blamed.isdisjoint(p.members)), stuck[0])
+    return known.diagnosis(culprits, blamed, main, (_entered(main),))
 
 
 def _nodes_of(known: HangEvidence, ranks: tuple[int, int]) -> Pair:
@@ -119,19 +118,19 @@ def _link(
     return Culprit(None, link, hub, "transfer", 0.0, sure, cause, detail)
 
 
+def _rank(known: HangEvidence, rank: int, sure: Confidence, cause: str, detail: str) -> Culprit:
+    """A rank that holds up a transfer as a culprit."""
+    return Culprit(rank, None, known.nodes.get(rank, ""), "transfer", 0.0, sure, cause, detail)
+
+
 def _diagnose_still_gpus(known: HangEvidence, stuck: Sequence[Pending], gpus: Sequence[int]) -> Diagnosis:
     """The network has sent all it was given; these ranks' GPUs give it no more and wait for nobody."""
     main = next((p for p in stuck if not set(gpus).isdisjoint(p.waiting)), stuck[0])
     quiet_s = max(link.quiet_s for rank in gpus for link in known.states[rank].links)
-    culprits = tuple(
-        replace(
-            culprit_of(known, rank, None, "high" if len(gpus) == 1 else "medium", "its GPU stands still"),
-            stage="transfer",
-            detail=f"has moved no data of NCCL's for {quiet_s:.0f} s, and waits for nobody",
-        )
-        for rank in gpus
-    )
-    return diagnosis_of(known, culprits, set(gpus), main, (_entered(main),))
+    sure: Confidence = "high" if len(gpus) == 1 else "medium"
+    detail = f"has moved no data of NCCL's for {quiet_s:.0f} s, and waits for nobody"
+    culprits = tuple(_rank(known, rank, sure, "its GPU stands still", detail) for rank in gpus)
+    return known.diagnosis(culprits, set(gpus), main, (_entered(main),))
 
 
 def _diagnose_bad_paths(known: HangEvidence, stuck: Sequence[Pending], bad: Sequence[Pair]) -> Diagnosis:
@@ -148,30 +147,28 @@ def _diagnose_bad_paths(known: HangEvidence, stuck: Sequence[Pending], bad: Sequ
         detail += f"; every such pair has {hub}: its own connection is the likely cause"
     cause = "path broken" if condition == "broken" else "network"
     mains = [next((p for p in stuck if _goes_over(known, p, pair)), stuck[0]) for pair in bad[:_MOST_LINKS]]
-    ends = [
-        (_end_at(known, main, pair[0]), _end_at(known, main, pair[1]))
-        for main, pair in zip(mains, bad, strict=False)
-    ]
+    both = zip(mains, bad, strict=False)
+    ends = [(_end_at(known, main, pair[0]), _end_at(known, main, pair[1])) for main, pair in both]
     culprits = tuple(_link(known, pair, confidence, cause, detail, hub) for pair in ends)
     told = (_entered(mains[0]),) if mains[0].entered_by_all else ()
-    return diagnosis_of(known, culprits, {rank for pair in ends for rank in pair}, mains[0], told)
+    return known.diagnosis(culprits, {rank for pair in ends for rank in pair}, mains[0], told)
 
 
 def _goes_over(known: HangEvidence, p: Pending, pair: Pair) -> bool:
     """Whether the operation has members on both nodes of the pair."""
-    return {known.nodes.get(rank, "") for rank in members_of(p)}.issuperset(pair)
+    return {known.nodes.get(rank, "") for rank in p.members}.issuperset(pair)
 
 
 def _end_at(known: HangEvidence, p: Pending, node: str) -> int:
     """The lowest rank on the node that is in the operation, or the lowest on the node if none is."""
-    ranks = [rank for rank in members_of(p) if known.nodes.get(rank) == node]
+    ranks = [rank for rank in p.members if known.nodes.get(rank) == node]
     return min(ranks or [rank for rank, its in known.nodes.items() if its == node])
 
 
 def _not_reading(known: HangEvidence, stuck: Sequence[Pending]) -> list[int]:
     """Members that leave received data unread, if they are a minority; none otherwise."""
     inside = {rank for p in stuck for rank in p.waiting}
-    members = {rank for p in stuck for rank in members_of(p)}
+    members = {rank for p in stuck for rank in p.members}
     found = sorted(rank for rank in inside if known.states[rank].unread_bytes > 0)
     return found if 2 * len(found) < len(members) else []
 
@@ -187,27 +184,26 @@ def _diagnose_software(known: HangEvidence, stuck: Sequence[Pending], readers: S
     if not readers:
         ranks = fold_ranks({rank for p in stuck for rank in p.waiting})
         missing = (f"which of ranks {ranks} hangs: their stacks, also of the threads that communicate",)
-        return diagnosis_of(known, (), set(), first, told, missing)
+        return known.diagnosis((), set(), first, told, missing)
+    sure: Confidence = "high" if sound and len(readers) == 1 else "medium"
     culprits = tuple(
-        replace(
-            culprit_of(
-                known, rank, None, "high" if sound and len(readers) == 1 else "medium", "does not read"
-            ),
-            stage="transfer",
-            detail=f"{known.states[rank].unread_bytes} bytes came for it and lie unread",
+        _rank(
+            known,
+            r,
+            sure,
+            "does not read",
+            f"{known.states[r].unread_bytes} bytes came for it and lie unread",
         )
-        for rank in readers[:MAX_CULPRITS]
+        for r in readers[:MAX_CULPRITS]
     )
-    return diagnosis_of(known, culprits, set(readers), first, told)
+    return known.diagnosis(culprits, set(readers), first, told)
 
 
 def _entered(p: Pending) -> str:
     """A line of evidence: all members are in, and how many are through."""
     members = len(p.waiting) + p.through if p.collective else 2
-    through = (
-        f"{p.through} are through" if p.through > 1 else "one is through" if p.through else "none is through"
-    )
-    return f"all {members} members entered {p}, {through}"
+    through = {0: "none is", 1: "one is"}.get(p.through, f"{p.through} are")
+    return f"all {members} members entered {p}, {through} through"
 
 
 def _diagnose_untested(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnosis:
@@ -221,9 +217,9 @@ def _diagnose_untested(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnos
         elsewhere = [rank for rank in ranks if known.nodes.get(rank, "") != known.nodes.get(one, "")]
         other = elsewhere[0] if elsewhere else ranks[1]
         culprit = _link(known, (one, other), "medium", "network", "all entered, nothing comes through")
-        return diagnosis_of(known, (culprit,), {one, other}, first, (told,))
+        return known.diagnosis((culprit,), {one, other}, first, (told,))
     missing = (f"between which of {fold_nodes(names)} nothing comes through: test them pair by pair",)
-    return diagnosis_of(known, (), set(), first, (told,), missing)
+    return known.diagnosis((), set(), first, (told,), missing)
 
 
 def cut_links(states: Mapping[int, RankState], ranks: Collection[int]) -> list[Flow]:

@@ -83,7 +83,7 @@ def transfers_against_peers(evidence: Evidence, layout: InferredLayout) -> list[
         clusters.setdefault(alike, []).append((path, ranks, taken))
     for path, taken in messages_now(evidence).items():
         ranks = path.source, path.target
-        stages = tuple(layout.stage_of(rank) for rank in ranks)
+        stages = tuple(map(layout.stages.get, ranks))
         alike = stages, path.op, 0, round(taken.nbytes), len({nodes.get(rank) for rank in ranks})
         clusters.setdefault(alike, []).append((path, ranks, taken))
     found: list[Transfer] = []

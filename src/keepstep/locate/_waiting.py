@@ -27,8 +27,10 @@ class Pending:
     unknown: tuple[int, ...]  # members whose state is not known
     through: int  # how many members completed it
     stuck_s: float
-    waits: bool = False  # whether a rank was seen to begin to wait for it
-    members: tuple[int, ...] = ()  # all members of a collective, in the group's order
+    waits: bool  # whether a rank was seen to begin to wait for it
+    members: tuple[
+        int, ...
+    ]  # the members of the collective, in the group's order, or the two ends of the message
 
     @property
     def collective(self) -> bool:
@@ -51,7 +53,8 @@ class Pending:
 
 
 _Stream = tuple[str, int, int, int]  # group, op (0 for collectives), source, target
-_Flights = dict[int, dict[int, tuple[int, float]]]  # seq -> rank -> (op, since)
+_Here = dict[int, tuple[int, float]]  # rank -> (op, since)
+_Flights = dict[int, _Here]  # seq -> who is in it
 
 
 def pending_operations(states: Sequence[RankState], groups: Mapping[str, GroupInfo]) -> list[Pending]:
@@ -76,20 +79,19 @@ def pending_operations(states: Sequence[RankState], groups: Mapping[str, GroupIn
     found: list[Pending] = []
     for key, by_seq in flights.items():
         for seq in sorted(by_seq)[:_PER_GROUP]:
-            pending = (
-                _collective(key[0], seq, by_seq[seq], by_rank, groups, progress[key[0]])
-                if key[1] == 0
-                else _message(key, seq, by_seq[seq], by_rank, (key, seq) in waits)
-            )
-            if pending is not None:
-                found.append(pending)
+            here, seen = by_seq[seq], (key, seq) in waits
+            if key[1] == 0:
+                found.append(_collective(key[0], seq, here, seen, by_rank, groups, progress[key[0]]))
+            elif (message := _message(key, seq, here, seen, by_rank)) is not None:
+                found.append(message)
     return sorted(found, key=lambda p: (-len(p.waiting), p.group, p.seq, p.source, p.target))
 
 
 def _collective(
     group: str,
     seq: int,
-    here: Mapping[int, tuple[int, float]],
+    here: _Here,
+    waits: bool,
     by_rank: Mapping[int, RankState],
     groups: Mapping[str, GroupInfo],
     progress: Mapping[int, StreamProgress],
@@ -106,24 +108,20 @@ def _collective(
     ops |= {progress[m].op for m in members if m not in here and started.get(m, 0) == seq}
     return Pending(
         group, tuple(sorted(ops)), seq, -1, -1, tuple(sorted(here)), _firm(here, by_rank), absent, unknown, through,
-        _stuck_s(here, by_rank), members=members,
+        _stuck_s(here, by_rank), waits, members,
     )  # fmt: skip
 
 
 def _message(
-    key: _Stream,
-    seq: int,
-    here: Mapping[int, tuple[int, float]],
-    by_rank: Mapping[int, RankState],
-    waits: bool,
+    key: _Stream, seq: int, here: _Here, waits: bool, by_rank: Mapping[int, RankState]
 ) -> Pending | None:
     """A message of which one side is in flight; None for a send whose receive is in flight too: that one counts."""
     group, op, source, target = key
     receives = op == Op.RECV
     peer = source if receives else target
-    other = _progress(
-        by_rank.get(peer), group, Op.SEND if receives else Op.RECV, target if receives else source
-    )
+    wanted = (target, Op.SEND, group) if receives else (source, Op.RECV, group)
+    streams = by_rank[peer].streams[::-1] if peer in by_rank else ()
+    other = next((one for one in streams if (one.peer, one.op, one.group) == wanted), None)
     came = other is not None and other.started >= seq
     through = other is not None and other.completed >= seq
     if came and not receives:
@@ -132,27 +130,15 @@ def _message(
         group, (op,), seq, source, target, tuple(here), _firm(here, by_rank),
         (peer,) if not came and peer in by_rank else (), () if peer in by_rank else (peer,),
         # A send that is through says nothing about the receive, which ends later.
-        int(through and not receives), _stuck_s(here, by_rank), waits,
+        int(through and not receives), _stuck_s(here, by_rank), waits, (source, target),
     )  # fmt: skip
 
 
-def _progress(state: RankState | None, group: str, op: Op, peer: int) -> StreamProgress | None:
-    """How far a rank is in the messages to or from ``peer``."""
-    streams = state.streams[::-1] if state is not None else ()
-    return next((one for one in streams if (one.peer, one.op, one.group) == (peer, op, group)), None)
-
-
-def _firm(here: Mapping[int, tuple[int, float]], by_rank: Mapping[int, RankState]) -> tuple[int, ...]:
+def _firm(here: _Here, by_rank: Mapping[int, RankState]) -> tuple[int, ...]:
     """Ranks that have made no progress since they entered the operation."""
-    return tuple(
-        sorted(
-            rank
-            for rank, (_, since_s) in here.items()
-            if since_s >= by_rank[rank].last_progress_s - _RECENT_S
-        )
-    )
+    return tuple(rank for rank in sorted(here) if here[rank][1] >= by_rank[rank].last_progress_s - _RECENT_S)
 
 
-def _stuck_s(here: Mapping[int, tuple[int, float]], by_rank: Mapping[int, RankState]) -> float:
+def _stuck_s(here: _Here, by_rank: Mapping[int, RankState]) -> float:
     """How long the operation has been in flight."""
     return max(by_rank[rank].now_s - since_s for rank, (_, since_s) in here.items())

@@ -80,23 +80,22 @@ def locate_by_gaps(
     silent = sorted(set(healthy) - set(ranks))
     missing = (f"healthy and slow steps of ranks {fold_ranks(silent)}",) if silent else ()
     if not ranks:
-        return Diagnosis("slow", (), (), (), missing)
+        return Diagnosis("slow", missing=missing)
     job = median(_middle(slow[rank]) - _middle(healthy[rank]) for rank in ranks)
     own = {rank: _own_s(slow[rank]) - _own_s(healthy[rank]) for rank in ranks}
     greatest = max(own.values())
     usual = median(_middle(healthy[rank]) for rank in ranks)
     if job < _LEAST_SLOWDOWN * usual or greatest < _LEAST_SHARE * job:
         told = f"own time of the ranks grew by at most {greatest:.3g} s, steps by {job:.3g} s"
-        return Diagnosis(
-            "slow", (), (), (told,), (*missing, "ends of the operations, to tell slow transfers")
-        )
+        missing = (*missing, "ends of the operations, to tell slow transfers")
+        return Diagnosis("slow", evidence=(told,), missing=missing)
     chosen = [rank for rank in ranks if own[rank] >= _ALIKE * greatest]
     before_s, after_s = _own_s(healthy[chosen[0]]), _own_s(slow[chosen[0]])
     evidence = [f"ranks {fold_ranks(chosen)}: own time {before_s:.3g} -> {after_s:.3g} s a step"]
     alone = len(chosen) == 1
     if not alone:
         late = _lateness(healthy, slow, chosen)
-        latest = max((late[rank] for rank in chosen), default=0.0)
+        latest = max(late.values())
         if latest >= _LEAST_LATE * job:
             named = [rank for rank in chosen if late[rank] >= _LATE_ALIKE * latest]
             evidence.append(

@@ -6,6 +6,7 @@ import math
 import re
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from keepstep.core.events import phase_title
 from keepstep.core.evidence import Evidence
@@ -28,10 +29,12 @@ def locate_crash(evidence: Evidence) -> Diagnosis:
     """
     crashes = _one_per_rank([finding for finding in evidence.findings if finding.kind == "crash"])
     if not crashes:
-        return Diagnosis("crash", (), (), (), ("a finding about a process that died",), "cause unknown")
+        wanted = ("a finding about a process that died",)
+        return Diagnosis("crash", missing=wanted, summary="cause unknown")
     offsets = evidence.offsets_among({finding.node for finding in crashes})
     clocks_known = offsets is not None or len({finding.node for finding in crashes}) == 1
-    times = {finding.rank: _time_s(finding, offsets) for finding in crashes}
+    # When each process died: on the reference's clock where clocks are known, else on its own node's.
+    times = {f.rank: offsets.to_reference_s(f.node, f.time_s) if offsets else f.time_s for f in crashes}
     order = sorted(
         crashes, key=lambda f: (_is_consequence(f), times[f.rank] if clocks_known else 0.0, f.rank)
     )
@@ -59,10 +62,8 @@ def locate_crash(evidence: Evidence) -> Diagnosis:
 def _one_per_rank(crashes: Sequence[Finding]) -> list[Finding]:
     """Agent and launcher may both report a death: the one with a message, then the earlier, counts."""
     best: dict[int, Finding] = {}
-    for finding in crashes:
-        known = best.get(finding.rank)
-        if known is None or (not finding.message, finding.time_s) < (not known.message, known.time_s):
-            best[finding.rank] = finding
+    for finding in sorted(crashes, key=lambda one: (not one.message, one.time_s)):
+        best.setdefault(finding.rank, finding)
     return list(best.values())
 
 
@@ -71,11 +72,6 @@ def _is_consequence(finding: Finding) -> bool:
     if finding.message:
         return tells_of_another(finding.message)
     return finding.exit_code in _ENDED_BY_LAUNCHER
-
-
-def _time_s(finding: Finding, offsets: ClockOffsets | None) -> float:
-    """When the process died: on the reference's clock where clocks are known, else on its own node's."""
-    return finding.time_s if offsets is None else offsets.to_reference_s(finding.node, finding.time_s)
 
 
 def _tolerance_s(crashes: Sequence[Finding], offsets: ClockOffsets | None) -> float:
@@ -96,25 +92,16 @@ def _confidence(first: Finding, together: Sequence[Finding], crashes: Sequence[F
     return "medium" if 2 * len(together) <= len(crashes) else "low"
 
 
-def _same_message(findings: Sequence[Finding]) -> bool:
-    """Whether all messages are equal apart from numbers, such as ranks and addresses."""
-    return len({re.sub(r"\d+", "#", finding.message) or finding.rank for finding in findings}) == 1
-
-
 def _culprit(finding: Finding, nodes: Mapping[int, str], confidence: Confidence) -> Culprit:
     node = finding.node or nodes.get(finding.rank, "")
     detail = "; ".join(filter(None, (_death(finding), finding.message[:300])))
-    return Culprit(
-        finding.rank, None, node, phase_title(finding.phase), 0.0, confidence, "process died", detail
-    )
+    phase = phase_title(finding.phase)
+    return Culprit(finding.rank, None, node, phase, 0.0, confidence, "process died", detail)
 
 
 def _death(finding: Finding) -> str:
-    if finding.exit_code > 128:
-        try:
-            return f"killed by {signal.Signals(finding.exit_code - 128).name}"
-        except ValueError:
-            pass
+    with suppress(ValueError):
+        return f"killed by {signal.Signals(finding.exit_code - 128).name}"
     return f"exit code {finding.exit_code}"
 
 
@@ -128,11 +115,9 @@ def _lines(
 ) -> tuple[str, ...]:
     lines = [f"rank {first.rank}: {_death(first)} at step {first.step}"]
     if len(together) > 1:
-        alike = (
-            "with the same error: it looks like the program"
-            if _same_message(together)
-            else "at the same moment"
-        )
+        # Errors of one program differ in numbers, such as ranks and addresses.
+        errors = {re.sub(r"\d+", "#", finding.message) or finding.rank for finding in together}
+        alike = "with the same error: it looks like the program" if len(errors) == 1 else "at the same moment"
         lines.append(f"ranks {fold_ranks(f.rank for f in together)} died {alike}")
     later = [finding for finding in crashes if finding not in together]
     lost = [finding.rank for finding in later if _is_consequence(finding)]

@@ -16,9 +16,8 @@ from keepstep.core.incident import Confidence, Diagnosis
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import RankState
 from keepstep.locate._hang_desync import diagnose_circle, diagnose_desync, ranks_in_a_circle
-from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, STOPPED, HangEvidence, Roots, waits_in
+from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, STOPPED, HangEvidence, Roots
 from keepstep.locate._hang_network import cut_links, diagnose_silent, diagnose_transfer
-from keepstep.locate._hang_words import culprit_of, diagnosis_of, last_progress_s, progress_lines
 from keepstep.locate._paths import Paths
 from keepstep.locate._waiting import Pending, pending_operations
 
@@ -50,8 +49,6 @@ def locate_hang(evidence: Evidence) -> Diagnosis:
 def _with_dead(pending: Sequence[Pending], by_rank: Mapping[int, RankState]) -> list[Pending]:
     """The pending operations, dead ranks moved from ``unknown`` to ``absent``: they will never enter."""
     dead = {rank for rank, state in by_rank.items() if not state.alive}
-    if not dead:
-        return list(pending)
     return [
         replace(
             p,
@@ -86,12 +83,10 @@ def _find_roots(known: HangEvidence) -> Roots:
 
 def _still_sends(known: HangEvidence, message: Pending) -> bool:
     """Whether the sender still has this message in flight, which the receiver is waiting for."""
-    if message.collective or message.source not in known.states:
-        return False
-    return any(
-        (flight.op, flight.group, flight.peer, flight.seq)
-        == (Op.SEND, message.group, message.target, message.seq)
-        for flight in known.states[message.source].in_flight
+    wanted = Op.SEND, message.group, message.target, message.seq
+    sender = None if message.collective else known.states.get(message.source)
+    return sender is not None and any(
+        (flight.op, flight.group, flight.peer, flight.seq) == wanted for flight in sender.in_flight
     )
 
 
@@ -101,7 +96,7 @@ def _diagnose_never_entered(known: HangEvidence, roots: Roots) -> Diagnosis:
     for p in known.pending:
         for rank in p.absent:
             waited_for[rank] = waited_for.get(rank, 0) + len(p.waiting)
-    last = last_progress_s(known, roots.ranks)
+    last = known.last_progress_s(roots.ranks)
     order = sorted(roots.ranks, key=lambda rank: (-waited_for[rank], last[rank]))
     first = next(p for p in known.pending if order[0] in p.absent)
     if len(order) > FEW and 2 * len(order) > len(known.states):
@@ -111,12 +106,12 @@ def _diagnose_never_entered(known: HangEvidence, roots: Roots) -> Diagnosis:
         confidence = "low"
     elif known.silent:
         confidence = "medium"
-    culprits = tuple(culprit_of(known, rank, first, confidence) for rank in order[:MAX_CULPRITS])
-    roots_text = (
-        f"{len(order)} roots, ranks {fold_ranks(order)}" if len(order) > 1 else f"one root, rank {order[0]}"
-    )
+    culprits = tuple(known.culprit(rank, first, confidence) for rank in order[:MAX_CULPRITS])
+    roots_text = f"{len(order)} roots, ranks {fold_ranks(order)}"
+    if len(order) == 1:
+        roots_text = f"one root, rank {order[0]}"
     graph = f"wait-for graph has {roots_text}"
-    return diagnosis_of(known, culprits, set(order), first, (graph, *progress_lines(known, order)))
+    return known.diagnosis(culprits, set(order), first, (graph, *known.progress_lines(order)))
 
 
 def _left_in(known: HangEvidence, ranks: Sequence[int]) -> list[Pending]:
@@ -127,7 +122,7 @@ def _left_in(known: HangEvidence, ranks: Sequence[int]) -> list[Pending]:
         if p.collective and p.entered_by_all and p.through and not set(ranks).isdisjoint(p.waiting)
     ]
     flows = bool(found) and bool(cut_links(known.states, set(ranks)))
-    waiting = {rank for p in found for rank in p.waiting if flows or waits_in(known, rank, p)}
+    waiting = {rank for p in found for rank in p.waiting if flows or known.waits_in(rank, p)}
     return found if waiting.issuperset(ranks) else []
 
 
@@ -150,16 +145,16 @@ def _diagnose_hardly_any_entered(known: HangEvidence, order: Sequence[int], firs
     where = ", ".join(phases) or "no known phase"
     told = f"ranks {fold_ranks(order)} have not entered {first}; they are in {where}"
     missing = ("what most ranks are busy with: none of it goes through a process group",)
-    return diagnosis_of(known, (), set(), first, (told,), missing)
+    return known.diagnosis((), set(), first, (told,), missing)
 
 
 def _diagnose_gone(known: HangEvidence, gone: Sequence[int]) -> Diagnosis:
     """Dead and stopped processes explain all waits for them, whatever operation they were in."""
     first = next((p for p in known.pending if set(gone) & {*p.absent, *p.waiting}), None)
-    last = last_progress_s(known, gone)
+    last = known.last_progress_s(gone)
     order = sorted(gone, key=lambda rank: (last[rank], rank))
-    culprits = tuple(culprit_of(known, rank, first, "high") for rank in order[:MAX_CULPRITS])
-    return diagnosis_of(known, culprits, set(gone), first, progress_lines(known, order))
+    culprits = tuple(known.culprit(rank, first, "high") for rank in order[:MAX_CULPRITS])
+    return known.diagnosis(culprits, set(gone), first, known.progress_lines(order))
 
 
 def _diagnose_no_root(known: HangEvidence, roots: Roots) -> Diagnosis:
@@ -179,13 +174,13 @@ def _diagnose_no_root(known: HangEvidence, roots: Roots) -> Diagnosis:
     if unfinished:
         ranks = sorted({rank for p in unfinished for rank in p.waiting})
         culprits = tuple(
-            culprit_of(known, r, unfinished[0], "medium", "did not finish") for r in ranks[:MAX_CULPRITS]
+            known.culprit(r, unfinished[0], "medium", "did not finish") for r in ranks[:MAX_CULPRITS]
         )
         told = f"{unfinished[0].through} members are through {unfinished[0]}"
-        return diagnosis_of(known, culprits, set(ranks), unfinished[0], (told,))
+        return known.diagnosis(culprits, set(ranks), unfinished[0], (told,))
     if roots.blocked:
         return diagnose_circle(known, sorted(roots.blocked))
     phases = sorted({phase_title(state.phase) for state in known.states.values()})
     told = f"no rank is in an operation; phases: {', '.join(phases) or 'none told'}"
     missing = ("what all ranks wait for: none of it goes through a process group",)
-    return diagnosis_of(known, (), set(), None, (told,), missing)
+    return known.diagnosis((), set(), None, (told,), missing)

@@ -21,6 +21,7 @@ Role = Literal["tp", "dp", "pp", "cp", "ep", "embedding", "world", "control", "u
 Roles = tuple[Role, ...]
 
 _SMALL_BYTES = 1024  # a smaller operation is for losses, norms, flags or barriers
+# What a group's description suggests.
 _HINTS: tuple[tuple[str, Role], ...] = (
     ("tensor", "tp"), ("mesh_tp", "tp"), ("data_parallel", "dp"), ("mesh_dp", "dp"), ("fsdp", "dp"),
     ("replicate", "dp"), ("shard", "dp"), ("pipeline", "pp"), ("mesh_pp", "pp"), ("context", "cp"),
@@ -36,12 +37,8 @@ class InferredLayout:
     """
 
     roles: Mapping[str, Roles]
-    stages: Mapping[int, int]
+    stages: Mapping[int, int]  # by rank, 0 first
     stage_count: int  # 0 when there is no pipeline, or none that can be told
-
-    def stage_of(self, rank: int) -> int | None:
-        """The rank's pipeline stage, 0 first; None when it cannot be told."""
-        return self.stages.get(rank)
 
     def groups_with(self, role: Role) -> tuple[str, ...]:
         """Names of the groups that have ``role``."""
@@ -153,9 +150,8 @@ def _judge(operations: Mapping[int, _Load]) -> Role:
     if gather is not None and scatter is not None:
         if scatter.mean_place - gather.mean_place > 0.08 or scatter.mean_place > 0.7:
             return "dp"  # sharded data parallel: gradients are scattered after parameters were gathered
-        return (
-            "tp" if scatter.per_iteration >= 4 else "unknown"
-        )  # both throughout the step: sequence parallel
+        # Both throughout the step: sequence parallel.
+        return "tp" if scatter.per_iteration >= 4 else "unknown"
     reduce = large.get(Op.ALLREDUCE) or scatter
     if reduce is None:
         return "unknown"
@@ -174,7 +170,8 @@ def _roles(info: GroupInfo, judged: Role | None, pipeline: Chains, world_size: i
     if role == "dp" and not whole and _is_embedding(info, pipeline):
         role = "embedding"
     if judged == "unknown" and carries is None:
-        role = _hint(info.desc) or role
+        hints: list[Role] = [hinted for word, hinted in _HINTS if word in info.desc.lower()]
+        role = hints[0] if hints else role
     if role == "control" and whole:
         role = "world"
     if carries is None:
@@ -188,9 +185,3 @@ def _is_embedding(info: GroupInfo, pipeline: Chains) -> bool:
     """Whether the group joins the first and the last stage of one pipeline."""
     stages = sorted(pipeline.stages.get(rank, -1) for rank in info.members)
     return pipeline.length >= 2 and stages == [0, pipeline.length - 1]
-
-
-def _hint(desc: str) -> Role | None:
-    """The role that a group's description suggests."""
-    text = desc.lower()
-    return next((role for word, role in _HINTS if word in text), None)

@@ -19,7 +19,7 @@ def inferred(job):
 @pytest.mark.parametrize("own_groups", [False, True])
 def test_pipelines_and_their_stages(dp, pp, micro, own_groups):
     found = inferred(dp_pp(dp, pp, micro=micro, own_groups=own_groups))
-    assert [found.stage_of(rank) for rank in range(dp * pp)] == [rank // dp for rank in range(dp * pp)]
+    assert [found.stages[rank] for rank in range(dp * pp)] == [rank // dp for rank in range(dp * pp)]
     assert found.stage_count == pp
     pipes = found.groups_with("pp")
     assert set(pipes) == ({f"p{d}" for d in range(dp)} if own_groups else {"world"})
@@ -33,7 +33,7 @@ def test_tensor_and_data_parallel(dp, tp):
     assert set(found.groups_with("tp")) == {f"t{d}" for d in range(dp)}
     assert set(found.groups_with("dp")) == {f"d{t}" for t in range(tp)}
     assert found.roles["world"][0] == "world"
-    assert found.stage_of(0) is None
+    assert found.stages.get(0) is None
 
 
 @pytest.mark.parametrize("make", [ddp, fsdp])
@@ -104,5 +104,5 @@ def test_a_declared_layout_names_roles_by_membership_and_stages_by_coordinates()
     }
     told = declared_layout(layout, groups)
     assert [told.roles[name][0] for name in groups] == ["world", "tp", "dp", "pp", "unknown", "unknown"]
-    assert [told.stage_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [told.stages[rank] for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert ParallelLayout.declared("pp2-tp2-dp2").coordinates(1)["pp"] == 1
