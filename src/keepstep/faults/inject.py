@@ -104,7 +104,7 @@ class Injector:
         for fault in self._faults:
             if isinstance(fault, Slow) and self._covers(fault.step, fault.steps):
                 factor *= fault.factor
-            elif isinstance(fault, Stop | Kill | Raise) and fault.step == step and self._first(fault):
+            elif isinstance(fault, Stop | Kill | Raise) and fault.step == step and self._begins(fault):
                 self._strike(fault)
         if factor != self._factor:
             self._log(f"compute factor {factor:g}")
@@ -114,38 +114,31 @@ class Injector:
         """Note that the script enters ``phase``: hangs in that phase, and delays of it, strike here."""
         if phase not in PLACES:
             raise FaultError(f'no such phase: "{phase}"; expected one of {", ".join(PLACES)}')
-        entry = self._entries[phase]
+        step, entry = self.step, self._entries[phase]
         self._entries[phase] += 1
         for fault in self._faults:
             if isinstance(fault, Delay):
                 if (fault.place, fault.entry) == (phase, entry) and self._covers(fault.step, fault.steps):
-                    if self._first(fault):
-                        self._log(str(fault))
+                    self._begins(fault)
                     self._sleep(fault.seconds)
             elif (
-                isinstance(fault, Hang)
-                and fault.place == phase
-                and fault.step == self.step
-                and self._first(fault)
+                isinstance(fault, Hang) and (fault.place, fault.step) == (phase, step) and self._begins(fault)
             ):
-                self._log(str(fault))
                 self._sleep(_FOREVER_S if fault.seconds is None else fault.seconds)
 
     def fetch(self) -> None:
         """Note that the data loader makes a batch: where the loader is to be slow, this sleeps."""
         for fault in self._faults:
             if isinstance(fault, SlowData) and self._covers(fault.step, fault.steps):
-                if self._first(fault):
-                    self._log(str(fault))
+                self._begins(fault)
                 self._sleep(fault.seconds)
 
     def skips(self) -> bool:
         """Whether the script shall leave out the collective that it is about to call; True once."""
-        for fault in self._faults:
-            if isinstance(fault, Skip) and self.step >= fault.step and self._first(fault):
-                self._log(str(fault))
-                return True
-        return False
+        return any(
+            isinstance(fault, Skip) and self.step >= fault.step and self._begins(fault)
+            for fault in self._faults
+        )
 
     def compute_factor(self) -> float:
         """How many times its healthy time this rank's compute takes in the present step; 1.0 when healthy."""
@@ -154,14 +147,15 @@ class Injector:
     def _covers(self, first: int, steps: int | None) -> bool:
         return self.step >= first and (steps is None or self.step < first + steps)
 
-    def _first(self, fault: RankFault) -> bool:
+    def _begins(self, fault: RankFault) -> bool:
+        """Log a fault that strikes for the first time; False if it has struck before."""
         if fault in self._done:
             return False
         self._done.add(fault)
+        self._log(str(fault))
         return True
 
     def _strike(self, fault: Stop | Kill | Raise) -> None:
-        self._log(str(fault))
         if isinstance(fault, Raise):
             raise InjectedError(f"injected: {fault}")
         if isinstance(fault, Kill):

@@ -286,12 +286,12 @@ class _Checkpoints:
         if step is None:
             return None
         self._step = step
-        about, why = None, ""
+        about = None
         try:
-            about = _about(snapshot)
+            about = msgspec.convert(snapshot.get("deepspeed"), _About)
             why = self._unfit(about, load_dir, tag, options)
-        except CheckpointError as error:
-            why = str(error)
+        except msgspec.ValidationError as error:
+            why = f"it is not one of this integration ({error})"
         if self._everywhere(not why) and about:
             return about, snapshot
         self._say(f"the checkpoint in memory is not taken: {why or 'another rank cannot use it'}")
@@ -326,9 +326,8 @@ class _Checkpoints:
     ) -> tuple[str | None, Any]:
         states = snapshot["files"]
         with tempfile.TemporaryDirectory(prefix="keepstep-memory-") as folder:
-            for (
-                name
-            ) in states:  # DeepSpeed checks that the files exist before it asks its engine to load them
+            # DeepSpeed checks that the files exist before it asks its engine to load them.
+            for name in states:
                 Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
                 Path(folder, name).touch()
             with self._memory.giving(folder, states):
@@ -389,13 +388,6 @@ class _Checkpoints:
 
 
 _collective = cast("Any", dist)
-
-
-def _about(snapshot: dict[str, Any]) -> _About:
-    try:
-        return msgspec.convert(snapshot.get("deepspeed"), _About)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"it is not one of this integration ({error})") from None
 
 
 def _latest(folder: str) -> str:

@@ -7,6 +7,7 @@ the micro-batches of all replicas. With ``calculate_per_token_loss`` no factor i
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,9 @@ class MicroBatches:
         at_most: int | None = None,
     ) -> None:
         self._session = session
-        self._replica, self._replicas = replica, replicas
-        self._multiple_of, self._at_most = multiple_of, at_most
+        self._share = partial(
+            session.share, replica=replica, replicas=replicas, multiple_of=multiple_of, at_most=at_most
+        )
         self._factor = 1.0
         if not config.calculate_per_token_loss:
             inner: Callable[[Any], Any] | None = config.grad_scale_func
@@ -65,11 +67,7 @@ class MicroBatches:
                 "megatron-core has no calculator of micro-batches yet: call init_num_microbatches_calculator first"
             )
         samples = calculator.get_current_running_global_batch_size()
-        own = self._session.share(
-            *(samples // calculator.get_micro_batch_size(), self._replica, self._replicas),
-            multiple_of=self._multiple_of,
-            at_most=self._at_most,
-        )
+        own = self._share(samples // calculator.get_micro_batch_size())
         calculator.num_micro_batches = len(own)
         self._factor = len(own) * self._session.weight
         return own

@@ -9,6 +9,7 @@ replicas make a new schedule in the same step, also those whose share stays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
@@ -56,12 +57,12 @@ class Pipeline(Generic[_Made]):
         at_most: int | None = None,
     ) -> None:
         self._session, self._make = session, make
-        self._count, self._replica, self._replicas = count, replica, replicas
-        self._multiple_of, self._at_most = multiple_of, at_most
-        self._made: tuple[tuple[int, int], _Made] | None = None
-        self._apart = (
-            False  # whether ranks of different replicas may run unequal shares; unknown before `share`
+        self._share = partial(
+            session.share, count, replica, replicas, multiple_of=multiple_of, at_most=at_most
         )
+        self._made: tuple[tuple[int, int], _Made] | None = None
+        # Whether ranks of different replicas may run unequal shares; unknown before `share`.
+        self._apart = False
 
     def share(self) -> tuple[range, _Made]:
         """The numbers of the micro-batches that this replica computes in this step, and a schedule for that many.
@@ -71,12 +72,7 @@ class Pipeline(Generic[_Made]):
         Raises:
             ValueError: the schedule scales gradients itself, or `keepstep.Session.share` refuses.
         """
-        own = self._session.share(
-            *(self._count, self._replica, self._replicas),
-            multiple_of=self._multiple_of,
-            at_most=self._at_most,
-            movable=self._apart,
-        )
+        own = self._share(movable=self._apart)
         now = self._session.division, len(own)
         if self._made is None or self._made[0] != now:
             made = self._make(len(own))

@@ -17,10 +17,6 @@ class _Version(msgspec.Struct):
     schema: int
 
 
-_decoder = msgspec.json.Decoder(Incident)
-_version_decoder = msgspec.json.Decoder(_Version)
-
-
 def incident_to_json(incident: Incident, *, indent: int = 2) -> bytes:
     """An incident as a JSON object in UTF-8; with ``indent`` 0 on one line."""
     encoded = msgspec.json.encode(incident)
@@ -34,13 +30,13 @@ def incident_from_json(data: bytes, *, where: str = "incident") -> Incident:
         RunError: the data is no incident, or was written by a newer keepstep.
     """
     try:
-        version = _version_decoder.decode(data).schema
+        version = msgspec.json.decode(data, type=_Version).schema
         if version > INCIDENT_SCHEMA:
             raise RunError(
                 f"{where}: written with incident schema {version}, this keepstep reads up to {INCIDENT_SCHEMA}; "
                 f"read it with the keepstep that wrote it, or a newer one"
             )
-        return _decoder.decode(data)
+        return msgspec.json.decode(data, type=Incident)
     except msgspec.MsgspecError as error:
         raise RunError(f"{where}: is no incident of keepstep: {error}") from error
 

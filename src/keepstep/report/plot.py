@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,8 @@ from typing import Any
 from keepstep.core.errors import UsageError
 from keepstep.core.incident import Incident
 
-_INK, _BAND, _LINE, _MARK = (
-    "#333333",
-    "#9ecae1",
-    "#08519c",
-    "#d95f02",
-)  # distinguishable without colour vision
+# Colours that can be told apart without colour vision.
+_INK, _BAND, _LINE, _MARK = "#333333", "#9ecae1", "#08519c", "#d95f02"
 
 
 def plot_step_times(
@@ -29,7 +26,9 @@ def plot_step_times(
     if out.suffix not in (".png", ".svg"):
         raise UsageError(f"{out}: plots are written as .png or .svg; name the file so")
     pyplot = _pyplot()
-    steps = _by_step(points)
+    steps: defaultdict[int, list[float]] = defaultdict(list)
+    for _, step, seconds in points:
+        steps[step].append(seconds)
     if not steps:
         raise UsageError(f"{out}: nothing to plot, no finished step was recorded")
     table = [(step, min(v), sorted(v)[len(v) // 2], max(v)) for step, v in sorted(steps.items())]
@@ -69,13 +68,6 @@ def _draw_incident(axes: Any, incident: Incident, last_step: int) -> None:
     text = f"{incident.number:04d} {incident.kind}"
     at: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
     axes.annotate(text, (onset, 1.0), xytext=(3, -10), fontsize=8, color=_INK, **at)
-
-
-def _by_step(points: Iterable[tuple[int, int, float]]) -> dict[int, list[float]]:
-    steps: dict[int, list[float]] = {}
-    for _rank, step, seconds in points:
-        steps.setdefault(step, []).append(seconds)
-    return steps
 
 
 def _pyplot() -> Any:
