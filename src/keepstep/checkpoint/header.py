@@ -319,14 +319,14 @@ def _part(node: Any) -> float:
 
 
 def split_of(word: str) -> tuple[int, int]:
-    """The axis that a word of ``ShardEntry.placements`` splits, -1 for none, and its split factor, 0 without one.
+    """The axis that a word of ``ShardEntry.placements`` splits, -1 for none, and its factor, 1 for an ordinary split.
 
     Raises CheckpointError when the word is no placement.
     """
     found = _PLACEMENT.fullmatch(word)
     if found is None or bool(found[1]) != bool(int(found[3] or 0)):
         raise CheckpointError(f"a placement {word[:40]!r}, which this keepstep does not know")
-    return (-1, 0) if word == "R" else (int(found[2]), int(found[3] or 0))
+    return (-1, 1) if word == "R" else (int(found[2]), int(found[3] or 0) or 1)
 
 
 def wrong(path: str, why: str) -> CheckpointError:

@@ -397,7 +397,7 @@ def placement_of(word: str) -> Placement:
     axis, factor = split_of(word)
     if axis < 0:
         return Replicate()
-    if not factor:
+    if not word.startswith("_"):
         return Shard(axis)
     from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 

@@ -67,6 +67,7 @@ class Cache:
     def __init__(self, limit_bytes: int, backing: Backing | None = None) -> None:
         self.limit_bytes = limit_bytes
         self.board = sealed_memfd("keepstep-board", BOARD_BYTES)
+        self._table = Board(os.dup(self.board))
         self._backing = backing or Backing()
         self._slots: dict[int, list[int]] = {}
         self._backed: set[int] = set()
@@ -75,6 +76,10 @@ class Cache:
     def used_bytes(self) -> int:
         """Size of all slots, including pages that the kernel has not provided yet."""
         return sum(size_of(descriptor) for slots in self._slots.values() for descriptor in slots)
+
+    def newest(self, rank: int) -> Key | None:
+        """The newest snapshot that a rank has sealed."""
+        return max(self._table.held(rank), default=None)
 
     def slots(self, rank: int) -> list[int]:
         """The file descriptors of a rank's slots."""
@@ -146,7 +151,7 @@ class Cache:
         backups are of ranks with their old numbers.
         """
         same = frozenset(key for rank in ranks for key in self.alike(rank))
-        board, old = Board(os.dup(self.board)), self._slots
+        board, old = self._table, self._slots
         board.keep(None, None)
         for owner, slots in old.items():
             for index, descriptor in enumerate(slots):
@@ -165,7 +170,6 @@ class Cache:
                         board.put(rank, index, record.key)
                     else:
                         slot.clear()
-        board.close()
 
     def lacks(self, ranks: Iterable[int]) -> int:
         """Bytes that this node lacks to keep what these ranks `leave` while as many other ranks take their place."""
@@ -182,7 +186,7 @@ class Cache:
         A snapshot that is backed up, or about to be, is kept as well: the job goes on with it if a node is lost before
         all ranks have the newest.
         """
-        board = Board(os.dup(self.board))
+        board = self._table
         backed_up, first = board.kept()
         for rank in ranks:
             held = [board.at(rank, index) for index in range(len(self.slots(rank)))]
@@ -206,7 +210,6 @@ class Cache:
             self._slots[backup_of(rank)] = [descriptor for _, descriptor in left]
             for place in range(SLOTS_PER_RANK):
                 board.put(backup_of(rank), place, left[place][0] if place < len(left) else None)
-        board.close()
 
     def give_up(self, rank: int) -> None:
         """Close a rank's slots; the memory stays while another process maps it."""
@@ -215,6 +218,7 @@ class Cache:
 
     def close(self) -> None:
         """Close all descriptors."""
+        self._table.close()
         for descriptor in (self.board, *(d for slots in self._slots.values() for d in slots)):
             os.close(descriptor)
         self._slots = {}

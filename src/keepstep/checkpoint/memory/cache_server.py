@@ -53,12 +53,10 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
     """Answer that comes with the descriptors of the board and of the rank's slots, in this order.
 
     Attributes:
-        used_bytes: size of all slots of the node.
-        limit_bytes: the most that these may take together.
+        limit_bytes: the most that all slots of the node may take together.
         backed: whether the rank has the additional slots that backups need.
     """
 
-    used_bytes: int
     limit_bytes: int
     backed: bool = False
 
@@ -96,7 +94,7 @@ class CacheServer(LocalServer):
             return Refused(f"not a request to the cache: {error}"), []
         except CheckpointError as error:
             return Refused(str(error)), []
-        granted = Granted(self._cache.used_bytes, self._cache.limit_bytes, self._cache.backed(request.rank))
+        granted = Granted(self._cache.limit_bytes, self._cache.backed(request.rank))
         return granted, [self._cache.board, *self._cache.slots(request.rank)]
 
 
@@ -105,7 +103,6 @@ class Answer(NamedTuple):
 
     board: int
     slots: list[int]
-    used_bytes: int
     limit_bytes: int
     backed: bool
 
@@ -139,4 +136,4 @@ def ask(address: str, request: Open | Reserve | GiveUp) -> Answer:
         for descriptor in descriptors:
             os.close(descriptor)
         raise CheckpointError(str(error)) from None
-    return Answer(descriptors[0], list(descriptors[1:]), answer.used_bytes, answer.limit_bytes, answer.backed)
+    return Answer(descriptors[0], list(descriptors[1:]), answer.limit_bytes, answer.backed)

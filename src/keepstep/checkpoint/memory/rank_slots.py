@@ -110,10 +110,8 @@ class RankSlots:
         if None not in held:
             backed_up, _ = self.board.kept()
             newer = [(one != backed_up, one, index) for index, one in enumerate(held) if one and one > key]
-            if newer:
-                self.drop(
-                    max(newer)[2]
-                )  # the snapshot that is backed up is forgotten only if there is no other
+            if newer:  # the snapshot that is backed up is forgotten only if there is no other
+                self.drop(max(newer)[2])
 
     def reopen(self) -> None:
         """Map the slots as the cache has them now, after another process filled one."""

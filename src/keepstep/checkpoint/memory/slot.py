@@ -27,9 +27,7 @@ BACKING_SLOTS = 2
 
 _KEEP = MOST_OWNERS * SLOTS_PER_RANK  # index of the board's word that `Board.keep` writes first
 BOARD_BYTES = (_KEEP + SLOTS_PER_RANK) * 8
-_WISH_OFFSET = (
-    64  # place in a slot of the key that is to be brought to storage; the commit record ends before it
-)
+_WISH_OFFSET = 64  # place in a slot, behind the commit record, of the key that is to be brought to storage
 _ALIKE_OFFSET = 72  # place in a slot of the key that all ranks have saved alike
 _POPULATED_AT_ONCE = 64 << 20
 
@@ -185,13 +183,6 @@ class Board:
         self._words.release()
         with contextlib.suppress(BufferError):
             self.memory.close()
-
-
-def newest_on(board: int, rank: int) -> Key | None:
-    """The newest snapshot of a rank, read from the board behind a descriptor."""
-    row = 8 * SLOTS_PER_RANK
-    words = memoryview(os.pread(board, row, rank * row)).cast("Q")
-    return max((key for key in map(Key.unpack, words) if key is not None), default=None)
 
 
 def backups_on(board: int) -> list[int]:

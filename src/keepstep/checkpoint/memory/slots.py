@@ -19,9 +19,7 @@ from keepstep.checkpoint.header import MOST_HEADER_BYTES, StateHeader, decode_he
 from keepstep.core.errors import CheckpointError
 from keepstep.core.ranges import fold_ranks
 
-SPARE_HEADER_BYTES = (
-    1 << 16
-)  # spare bytes of a slot, for later snapshots whose plain values are a little longer
+SPARE_HEADER_BYTES = 1 << 16  # for later snapshots whose plain values are a little longer
 _RECORD = struct.Struct("<8Q")
 _STEP_BITS = 47
 LAST_STEP = (1 << _STEP_BITS) - 2  # the largest step that a packed key can hold

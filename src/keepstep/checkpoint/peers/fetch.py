@@ -16,6 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import MOST_HEADER_BYTES
 from keepstep.checkpoint.memory.incoming import Incoming, Room
@@ -167,14 +169,7 @@ class Fetch:
             raise CheckpointError(answer.reason)
         if not isinstance(answer, Have) or not 0 <= answer.header_checksum < 1 << 64:
             raise Violation("malformed", "an answer to another question")
-        record = Record(
-            answer.step,
-            answer.incarnation,
-            answer.data_bytes,
-            answer.header_bytes,
-            answer.storages,
-            answer.header_checksum,
-        )
+        record = Record(*msgspec.structs.astuple(answer))
         if record.key != self._key or record.header_bytes > MOST_HEADER_BYTES:
             raise Violation("malformed", "a record of another state, or of none")
         with self._changed:
@@ -188,8 +183,15 @@ class Fetch:
     ) -> BlockingConnection:
         """Receive header and checksums. Returns the connection that brought them."""
         while True:
+            at = record.header_at - native.DATA_OFFSET
             try:
-                self._receive_header(connection, incoming, record)
+                connection.send(SendHeader())
+                while at < len(incoming.body):
+                    piece = connection.receive()
+                    if not isinstance(piece, Piece) or len(piece.data) > len(incoming.body) - at:
+                        raise Violation("malformed", "more header than was announced, or something else")
+                    incoming.body[at : at + len(piece.data)] = piece.data
+                    at += len(piece.data)
                 return connection
             except (OSError, Violation) as error:
                 self._leave(connection)
@@ -197,17 +199,6 @@ class Fetch:
             time.sleep(_FIRST_WAIT_S)
             connection = self._patiently()
             self.resumed += 1
-
-    @staticmethod
-    def _receive_header(connection: BlockingConnection, incoming: Incoming, record: Record) -> None:
-        at = record.header_at - native.DATA_OFFSET
-        connection.send(SendHeader())
-        while at < len(incoming.body):
-            piece = connection.receive()
-            if not isinstance(piece, Piece) or len(piece.data) > len(incoming.body) - at:
-                raise Violation("malformed", "more header than was announced, or something else")
-            incoming.body[at : at + len(piece.data)] = piece.data
-            at += len(piece.data)
 
     def _take(self, first: BlockingConnection, incoming: Incoming, record: Record) -> None:
         total = record.data_bytes

@@ -130,8 +130,7 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
     """
     own = set(rank.own())
     rows = yield row_of(own, rank.begun())
-    _check_caches(rows)
-    held = [keys_of(row) for row in rows]
+    held = _in_caches(rows)
     begun = all(row[0] for row in rows)
     ask = len({max(keys, default=None) for keys in held}) > 1 or not held[0]
     talk = _Talk(rank, incarnation, held)
@@ -193,9 +192,7 @@ def begin(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
     Raises:
         CheckpointError: a source does not answer; the incarnation of a state there is unknown, and might be used again.
     """
-    rows = yield row_of(rank.own())
-    _check_caches(rows)
-    held = [keys_of(row) for row in rows]
+    held = _in_caches((yield row_of(rank.own())))
     talk = _Talk(rank, incarnation, held)
     if not all(held):
         yield from talk.elsewhere()
@@ -214,12 +211,14 @@ def refuse(why: str) -> Generator[Row, Rows, Agreed]:
     raise CheckpointError(f"{_NO_CHECKPOINT}: {why}; {_MEND}")
 
 
-def _check_caches(rows: Rows) -> None:
+def _in_caches(rows: Rows) -> list[frozenset[Key]]:
+    """The keys that the cache of each rank holds. Raises CheckpointError when a node has no cache."""
     without = [number for number, row in enumerate(rows) if row[1]]
     if without:
         raise CheckpointError(
             f"{_NO_CHECKPOINT}: the node of ranks {fold_ranks(without)} has no cache, see what they say; {_MEND}"
         )
+    return [keys_of(row) for row in rows]
 
 
 @dataclass(slots=True)

@@ -135,7 +135,10 @@ def local_runs(shard: ShardEntry) -> list[list[Run]]:
         CheckpointError: a placement is not known, or does not fit the shape.
     """
     axes: list[list[Run]] = [[(0, size)] if size else [] for size in shard.global_shape]
-    splits = [_split_of(word, len(axes)) for word in shard.placements]
+    splits = [split_of(word) for word in shard.placements]
+    for word, (axis, factor) in zip(shard.placements, splits, strict=True):
+        if axis >= len(axes) or factor > MOST_RUNS:
+            raise CheckpointError(f"placement {word!r} does not fit a tensor of {len(axes)} dimensions")
     for axis in range(len(axes)):
         cuts = [
             (factor, count, at)
@@ -150,16 +153,6 @@ def local_runs(shard: ShardEntry) -> list[list[Run]]:
         for _, count, at in reversed([cut for cut in cuts if cut[0] > 1 and reverse]):
             axes[axis] = _part(axes[axis], 1, count, at)
     return axes
-
-
-def _split_of(word: str, dimensions: int) -> tuple[int, int]:
-    """The axis that a placement splits (-1: none, for a replica) and its factor, 1 for an ordinary split."""
-    axis, factor = split_of(word)
-    if not word.startswith("_"):
-        factor = 1
-    if axis >= dimensions or not 0 < factor <= MOST_RUNS:
-        raise CheckpointError(f"placement {word!r} does not fit a tensor of {dimensions} dimensions")
-    return axis, factor
 
 
 def _part(runs: list[Run], factor: int, count: int, at: int) -> list[Run]:

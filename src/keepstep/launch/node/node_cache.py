@@ -92,11 +92,7 @@ class NodeCache:
 
     def newest(self, rank: int) -> Key | None:
         """The newest snapshot that a rank of this node has sealed."""
-        if self._made is None:
-            return None
-        from keepstep.checkpoint.memory.slot import newest_on
-
-        return newest_on(self._made[0].board, rank)
+        return self._made[0].newest(rank) if self._made else None
 
     def newest_alike(self, rank: int) -> Key | None:
         """The newest snapshot of a rank of this node that is the same on all ranks of the job."""

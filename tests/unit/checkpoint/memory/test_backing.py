@@ -137,7 +137,8 @@ def test_slots_of_a_backup_can_be_given_up_those_of_a_rank_cannot(served: Served
     assert stands(served.address, backup_of(3)) == {Key(0, 1): data}
     with closing(board_of(served)) as board:
         board.put(backup_of(3), 0, None)
-    assert ask(served.address, GiveUp(backup_of(3))).used_bytes == 0
+    ask(served.address, GiveUp(backup_of(3))).close()
+    assert served.cache.used_bytes == 0
     assert stands(served.address, backup_of(3)) == {}
     with pytest.raises(CheckpointError, match=f">= {MOST_RANKS}"):
         ask(served.address, GiveUp(3))

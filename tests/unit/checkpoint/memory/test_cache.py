@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers_and_nothing_changes(
 
 def test_a_client_gets_its_slots_and_the_figures(served) -> None:  # type: ignore[no-untyped-def]
     answer = ask(served.address, Reserve(2, MIB, 2))
-    assert (answer.used_bytes, answer.limit_bytes) == (2 * MIB, served.cache.limit_bytes)
+    assert (served.cache.used_bytes, answer.limit_bytes) == (2 * MIB, served.cache.limit_bytes)
     slot, board = Slot(answer.slots[0]), Board(answer.board)
     os.close(answer.slots[1])
     slot.memory[5000] = 9
