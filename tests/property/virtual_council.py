@@ -134,10 +134,10 @@ class Assembly:
         if self.now_s < one.slept_until_s:
             return
         connected = (self.random.random() < 0.1 and not one.deaf) or self._is_led(one)
-        for to in one.elector.tick(self.now_s, connected=connected):
-            other = self._find(to.seat)
+        for seat, ask in one.elector.tick(self.now_s, connected=connected):
+            other = self._find(seat)
             if other is not None:
-                self._send(one, other, lambda other=other, ask=to.ask: self._asked(other, one, ask))
+                self._send(one, other, lambda other=other, ask=ask: self._asked(other, one, ask))
         if (
             one.leader is not None
             and one.elector.leads != one.leader.term

@@ -41,10 +41,7 @@ def ask(
     key = wire.RunKey(wire.read_secret(Path(str(run["secret_file"]))), str(run.get("run_id", wire.UNNAMED)))
     tls = wire.client_context(paths) if paths else None
     hello = wire.Hello("client", os.uname().nodename, -1, os.getpid())
-    trouble: list[Exception] = []  # the newest failure to connect
-
-    def note(error: Exception, attempt: int) -> None:
-        trouble[:] = [error]
+    trouble: list[Exception] = []  # why connecting failed, the newest last
 
     async def answer() -> Answer:
         said: asyncio.Queue[wire.Message] = asyncio.Queue()
@@ -54,7 +51,7 @@ def ask(
             role="client",
             greet=lambda: [hello],
             message=said.put_nowait,
-            trouble=note,
+            trouble=lambda error, _: trouble.append(error),
             tls=tls,
         )
         try:

@@ -45,22 +45,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _read(rank: int, path: Path) -> list[Span] | None:
     try:
-        return list(_spans(path))
+        reader = RingReader(str(path))
+        header, records = reader.header, reader.snapshot()
+        last_ns = int(max(records["start_ns"].max(), records["end_ns"].max())) if len(records) else 0
+        now_ns = time.monotonic_ns() if path.is_relative_to("/proc") else last_ns
+        shift_ns = header.realtime_ns - header.monotonic_ns
+        return list(spans_of(records, reader.groups(), shift_ns=shift_ns, now_ns=now_ns))
     except RingError as error:
         print(f"keepstep: rank {rank} left out: {error}", file=sys.stderr)
         return None
-
-
-def _spans(path: Path) -> Iterator[Span]:
-    reader = RingReader(str(path))
-    header = reader.header
-    live = path.is_relative_to("/proc")
-    records = reader.snapshot()
-    last_ns = int(max(records["start_ns"].max(), records["end_ns"].max())) if len(records) else 0
-    now_ns = time.monotonic_ns() if live else last_ns
-    yield from spans_of(
-        records, reader.groups(), shift_ns=header.realtime_ns - header.monotonic_ns, now_ns=now_ns
-    )
 
 
 def _marks(run: Run) -> Iterator[tuple[float, str]]:

@@ -9,6 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +102,7 @@ def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
         master_addr=job.master_addr if endpoint is None or rendezvous.backend == "static" else endpoint.host,
         master_port=job.master_port if alone else 0,
     )
-    workers = [
-        worker_plan(
-            *(job, place, local, environ),
-            {ERROR_FILE: str(folder / "logs" / f"rank-{place.first_rank + local:05d}" / "error.json")},
-        )
-        for local in range(job.nproc)
-    ]
+    logs = {local: folder / "logs" / f"rank-{place.first_rank + local:05d}" for local in range(job.nproc)}
     secret = run_folder.secret_path(job, folder, home_folder(environ))
     meeting = endpoint or Endpoint("127.0.0.1", 0)
     pages = {place.first_rank + local: "/proc/LAUNCHER/fd/N" for local in range(job.nproc)}
@@ -132,12 +127,7 @@ def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
         if job.watch
         else None,
         "workers": [
-            {
-                "rank": worker.rank,
-                "local_rank": worker.local_rank,
-                "command": list(worker.command),
-                "environment": dict(worker.environment),
-            }
-            for worker in workers
+            asdict(worker_plan(job, place, local, environ, {ERROR_FILE: str(log / "error.json")}))
+            for local, log in logs.items()
         ],
     }

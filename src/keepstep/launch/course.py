@@ -65,11 +65,6 @@ class Course:
         self.has_parted = False
 
     @property
-    def incarnation(self) -> int:
-        """The newest incarnation of this node; 0 before the first."""
-        return self.place.incarnation if self.place else 0
-
-    @property
     def together(self) -> bool:
         """Whether the nodes of the job begin again together, as the controller orders it."""
         return self.link is not None and self.link.member.begins_again

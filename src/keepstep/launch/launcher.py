@@ -160,8 +160,8 @@ class Launcher:
             self._watching.renew()
             if (following.world_size, following.first_rank) != (place.world_size, place.first_rank):
                 await self._watching.renewed()
-                if following.world_size != place.world_size:
-                    await crew.restarts.dismiss()
+                if following.world_size != place.world_size and crew.restarts.survivors:
+                    await crew.restarts.survivors.dismiss()
                 self._caching.move(place, following)
             place = following
             if workers.failures:

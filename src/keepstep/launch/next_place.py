@@ -102,7 +102,8 @@ def tell_failed(parts: Parts, failure: root_cause.Failure) -> None:
 def tell_found(parts: Parts, failure: root_cause.Failure) -> None:
     """Tell the controller, if there is one, of a failure, as evidence about who is to blame."""
     if link := parts.course.link:
-        found = root_cause.finding(failure, parts.run.job.node, parts.course.incarnation)
+        assert parts.course.place is not None
+        found = root_cause.finding(failure, parts.run.job.node, parts.course.place.incarnation)
         link.send(link.member.found(found))
 
 

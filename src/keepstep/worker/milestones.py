@@ -15,9 +15,8 @@ from types import ModuleType
 from typing import Any
 
 PIPE = "KEEPSTEP_MILESTONES"  # path of a pipe that the launcher reads
-IMPORTS = (
-    "KEEPSTEP_IMPORTS"  # path of the file to list imported modules in; unset if the launcher has the list
-)
+# Path of the file to list imported modules in; unset if the launcher has the list.
+IMPORTS = "KEEPSTEP_IMPORTS"
 
 _reached: set[str] = set()
 _preset: dict[str, str] = {}  # environment variables that the script set before it imported torch
@@ -28,7 +27,8 @@ def install() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     if IMPORTS in os.environ:
-        _preset.update(_changed(_started_with()))
+        before = _started_with()
+        _preset.update({name: value for name, value in os.environ.items() if before.get(name) != value})
 
     def stepped(*_: Any) -> None:
         if "step" not in _reached:
@@ -102,7 +102,3 @@ def _started_with() -> dict[str, str]:
         pairs = file.read().split(b"\0")
     split = (os.fsdecode(pair).partition("=") for pair in pairs if b"=" in pair)
     return {name: value for name, _, value in split}
-
-
-def _changed(before: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if before.get(name) != value}

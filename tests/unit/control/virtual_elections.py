@@ -8,7 +8,6 @@ from tests.unit.control.virtual_job import JobState
 from tests.unit.control.virtual_parts import Host
 
 from keepstep import wire
-from keepstep.launch.controller.lease import ToSeat
 
 ELECTOR_S = 0.3
 
@@ -18,8 +17,8 @@ def elect(job: JobState, host: Host) -> None:
     if not host.alive or host.exit_code is not None:
         return
     elector = host.elector
-    for to in elector.tick(job.now_s, connected=host.connection is not None and not host.part.is_void):
-        _ask(job, host, to)
+    for seat, ask in elector.tick(job.now_s, connected=host.connection is not None and not host.part.is_void):
+        _ask(job, host, seat, ask)
     site = host.site
     if site is not None and not site.over and elector.leads != site.term and elector.council is not None:
         job.kill_site(site)
@@ -56,13 +55,13 @@ def _where(job: JobState, asked: Host, by: Host) -> None:
     _pass(job, asked, by, told)
 
 
-def _ask(job: JobState, host: Host, to: ToSeat) -> None:
-    other = _at(job, to.seat)
+def _ask(job: JobState, host: Host, seat: wire.Seat, ask: wire.Ask) -> None:
+    other = _at(job, seat)
     if other is None:
         return
 
     def arrived() -> None:
-        answer = other.elector.asked(to.ask, job.now_s)
+        answer = other.elector.asked(ask, job.now_s)
         if answer is not None:
             _pass(job, other, host, lambda: host.elector.answered(answer, job.now_s))
 

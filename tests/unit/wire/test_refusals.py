@@ -50,8 +50,8 @@ async def controller() -> AsyncIterator[Listening]:
 @asynccontextmanager
 async def elections() -> AsyncIterator[Listening]:
     one = Elections(
-        *(1, "node-0", 100, "127.0.0.1"),
-        tls=None,
+        wire.Seat(1, "node-0", 100, "127.0.0.1", 0),
+        tls=(None, None),
         member_is_connected=lambda: True,
         changed=lambda: None,
         led=lambda: None,
@@ -109,9 +109,8 @@ class Peer:
 
     async def receive(self) -> bytes:
         """What comes next; nothing once the other end has closed."""
-        async with asyncio.timeout(60):
-            with suppress(ConnectionError):
-                return await self._reader.read(HANDSHAKE_LIMIT)
+        with suppress(ConnectionError):
+            return await asyncio.wait_for(self._reader.read(HANDSHAKE_LIMIT), 60)
         return b""
 
     async def prove(self) -> None:

@@ -12,14 +12,6 @@ from typing import Any, NoReturn
 
 from keepstep.core.errors import UsageError
 
-WITHOUT_MEANING = {
-    "monitor_interval": "a worker's death is noticed at once",
-    "start_method": "workers are started as programs",
-    "event_log_handler": "events are kept in the run folder",
-    "logs_specs": "logs go to the run folder or --log-dir",
-}
-"""Flags of torchrun that are accepted without effect, and why; each that is given is named once with -v."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Flag:
@@ -42,57 +34,64 @@ def _words(text: str) -> list[str]:
     return [word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")]
 
 
-_SIZE = (
-    _Flag("--nnodes", "nodes, or MIN:MAX of them", "1:1", metavar="N"),
-    _Flag("--nproc-per-node", "workers on this node: a number, auto, cpu or gpu", "1", metavar="N"),
-    _Flag("--node-rank", "rank of this node (static rendezvous)", 0, kind=int, metavar="I"),
-    _Flag("--role", "name of the workers' role", "default"),
-)
-_RENDEZVOUS = (
-    _Flag("--rdzv-backend", "static or c10d; both meet at the controller", "static"),
-    _Flag("--rdzv-endpoint", "where the nodes meet", "", metavar="HOST:PORT"),
-    _Flag("--rdzv-id", "name of the job, the same on all nodes", "none"),
-    _Flag("--rdzv-conf", "k=v,...: is_host, join_timeout, timeout are used", "", metavar="CONF"),
-    _Flag("--standalone", "one node, any free port", switch=True),
-    _Flag("--master-addr", "address of node 0 (static rendezvous)", "127.0.0.1", metavar="HOST"),
-    _Flag("--master-port", "port on node 0 (static rendezvous)", kind=int, metavar="PORT"),
-    _Flag("--local-addr", "address at which the other nodes reach this one", metavar="HOST"),
-)
-_LIFE = (
-    _Flag("--max-restarts", "restarts of all workers before giving up", 0, kind=int, metavar="N"),
-    _Flag("--signals-to-handle", "signals that end the job", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
-    _Flag("--shutdown-timeout", "seconds from the signal to SIGKILL (30)", kind=int, metavar="S"),
-    _Flag("--monitor-interval", "accepted, has no effect", 0.1, kind=float, metavar="S"),
-    _Flag("--start-method", "accepted, has no effect", "spawn", choices=("spawn", "fork", "forkserver")),
-    _Flag("--event-log-handler", "accepted, has no effect", "null"),
-)
-_WORKER = (
-    _Flag("-m --module", "the script is a module, as in `python -m`", switch=True),
-    _Flag("--no-python", "the script is a program; do not put python before it", switch=True),
-    _Flag("--run-path", "the script is an absolute path of a Python file", switch=True),
-    _Flag("--virtual-local-rank", "LOCAL_RANK is 0, each worker sees its own GPU only", switch=True),
-    _Flag(
-        "--numa-binding",
-        "bind workers to the CPUs near their GPU",
-        choices=("node", "socket", "exclusive", "core-complex"),
-        from_environment=False,
-    ),
-)
-_LOGS = (
-    _Flag("--log-dir", "folder for logs instead of the run folder", metavar="DIR"),
-    _Flag("-r --redirects", "write streams to files: 1 stdout, 2 stderr, 3 both; or RANK:N,...", "0"),
-    _Flag("-t --tee", "the same, and to the console too", "0"),
-    _Flag("--local-ranks-filter", "local ranks shown on the console", "", metavar="RANKS"),
-    _Flag("--duplicate-stdout-filters", "lines with one of these words also go to a file", kind=_words),
-    _Flag("--duplicate-stderr-filters", "lines with one of these words also go to a file", kind=_words),
-    _Flag("--logs-specs", "accepted, has no effect", from_environment=False),
-)
+_UNUSED = "has no effect: "  # how the text of a flag begins that only torchrun needs
 _GROUPS = {
-    "nodes and workers": _SIZE,
-    "rendezvous": _RENDEZVOUS,
-    "life": _LIFE,
-    "what to start": _WORKER,
-    "logs": _LOGS,
+    "nodes and workers": (
+        _Flag("--nnodes", "nodes, or MIN:MAX of them", "1:1", metavar="N"),
+        _Flag("--nproc-per-node", "workers on this node: a number, auto, cpu or gpu", "1", metavar="N"),
+        _Flag("--node-rank", "rank of this node (static rendezvous)", 0, kind=int, metavar="I"),
+        _Flag("--role", "name of the workers' role", "default"),
+    ),
+    "rendezvous": (
+        _Flag("--rdzv-backend", "static or c10d; both meet at the controller", "static"),
+        _Flag("--rdzv-endpoint", "where the nodes meet", "", metavar="HOST:PORT"),
+        _Flag("--rdzv-id", "name of the job, the same on all nodes", "none"),
+        _Flag("--rdzv-conf", "k=v,...: is_host, join_timeout, timeout are used", "", metavar="CONF"),
+        _Flag("--standalone", "one node, any free port", switch=True),
+        _Flag("--master-addr", "address of node 0 (static rendezvous)", "127.0.0.1", metavar="HOST"),
+        _Flag("--master-port", "port on node 0 (static rendezvous)", kind=int, metavar="PORT"),
+        _Flag("--local-addr", "address at which the other nodes reach this one", metavar="HOST"),
+    ),
+    "life": (
+        _Flag("--max-restarts", "restarts of all workers before giving up", 0, kind=int, metavar="N"),
+        _Flag("--signals-to-handle", "signals that end the job", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
+        _Flag("--shutdown-timeout", "seconds from the signal to SIGKILL (30)", kind=int, metavar="S"),
+        _Flag(
+            "--monitor-interval",
+            f"{_UNUSED}a worker's death is noticed at once",
+            0.1,
+            kind=float,
+            metavar="S",
+        ),
+        _Flag(
+            "--start-method",
+            f"{_UNUSED}workers are started as programs",
+            "spawn",
+            choices=("spawn", "fork", "forkserver"),
+        ),
+        _Flag("--event-log-handler", f"{_UNUSED}events are kept in the run folder", "null"),
+    ),
+    "what to start": (
+        _Flag("-m --module", "the script is a module, as in `python -m`", switch=True),
+        _Flag("--no-python", "the script is a program; do not put python before it", switch=True),
+        _Flag("--run-path", "the script is an absolute path of a Python file", switch=True),
+        _Flag("--virtual-local-rank", "LOCAL_RANK is 0, each worker sees its own GPU only", switch=True),
+        _Flag(
+            "--numa-binding",
+            "bind workers to the CPUs near their GPU",
+            choices=("node", "socket", "exclusive", "core-complex"),
+            from_environment=False,
+        ),
+    ),
+    "logs": (
+        _Flag("--log-dir", "folder for logs instead of the run folder", metavar="DIR"),
+        _Flag("-r --redirects", "write streams to files: 1 stdout, 2 stderr, 3 both; or RANK:N,...", "0"),
+        _Flag("-t --tee", "the same, and to the console too", "0"),
+        _Flag("--local-ranks-filter", "local ranks shown on the console", "", metavar="RANKS"),
+        _Flag("--duplicate-stdout-filters", "lines with one of these words also go to a file", kind=_words),
+        _Flag("--duplicate-stderr-filters", "lines with one of these words also go to a file", kind=_words),
+        _Flag("--logs-specs", f"{_UNUSED}logs go to the run folder or --log-dir", from_environment=False),
+    ),
 }
 
 
@@ -205,9 +204,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace
 
 def without_meaning(given: argparse.Namespace) -> list[str]:
     """A sentence for each given flag of torchrun that has no effect."""
-    usual = {flag.dest: flag.default for flag in (*_LIFE, *_LOGS)}
     return [
-        f"--{name.replace('_', '-')} has no effect: {reason}"
-        for name, reason in WITHOUT_MEANING.items()
-        if getattr(given, name) != usual[name]
+        f"{flag.flags} {flag.text}"
+        for flags in _GROUPS.values()
+        for flag in flags
+        if flag.text.startswith(_UNUSED) and getattr(given, flag.dest) != flag.default
     ]

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -103,10 +104,8 @@ def _move_aside(path: Path) -> None:
         )
     previous = path / "previous"
     make_folder(previous)
-    number = 1
-    while (previous / str(number)).exists():
-        number += 1
-    aside = previous / str(number)
+    numbered = (previous / str(number) for number in count(1))
+    aside = next(folder for folder in numbered if not folder.exists())
     make_new_folder(aside)
     for name in _CONTENT:
         if os.path.lexists(path / name):

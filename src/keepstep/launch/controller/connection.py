@@ -70,7 +70,7 @@ class Link:
         self.member = Member(join, os.getpid(), lambda: addresses.free_port(join.address), time.time)
         if token:
             self._elections = Elections(
-                *(token, join.node, os.getpid(), self.address),
+                wire.Seat(token, join.node, os.getpid(), self.address, 0),
                 tls=contexts(job),
                 member_is_connected=self._is_led,
                 changed=self._look,

@@ -22,22 +22,19 @@ class Elections:
 
     def __init__(
         self,
-        token: int,
-        node: str,
-        pid: int,
-        address: str,
+        seat: wire.Seat,
         *,
         tls: tuple[ssl.SSLContext | None, ssl.SSLContext | None],
         member_is_connected: Callable[[], bool],
         changed: Callable[[], None],
         led: Callable[[], None],
     ) -> None:
-        """``address``: this node's, numeric. ``tls``: contexts of a server and of a client.
+        """``seat``: this launcher's, whose port is not known yet. ``tls``: contexts of a server and of a client.
 
         ``member_is_connected`` tells whether a controller's orders are heard. ``changed`` is called about five times a
         second, to act on what the elector knows; ``led`` when the controller's host says that it has the lease.
         """
-        self._seat = wire.Seat(token, node, pid, address, 0)
+        self._seat = seat
         self._tls = tls
         self._member_is_connected, self._changed, self._led = member_is_connected, changed, led
         self._dice = random.Random()
@@ -86,10 +83,10 @@ class Elections:
         while True:
             now_s = _now_s()
             self._keep_clients(self.elector)
-            for to in self.elector.tick(now_s, connected=self._member_is_connected()):
-                client = self._clients.get(to.seat.token)
+            for seat, ask in self.elector.tick(now_s, connected=self._member_is_connected()):
+                client = self._clients.get(seat.token)
                 if client is not None and client.connected:  # a question that waits would come too late
-                    client.send(to.ask)
+                    client.send(ask)
             if not self._member_is_connected() and now_s - self._looked_s >= _LOOK_S:
                 self._looked_s = now_s
                 for client in self._clients.values():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -20,14 +19,6 @@ TTL_S = 3.0
 UNREACHED_S = 20.0  # seconds after which a leader that does not reach its own controller resigns
 _RENEWALS = 3  # how often a lease is renewed before it would end
 _SPREAD_S = 1.5  # seconds over which electors begin to stand, at random
-
-
-@dataclass(frozen=True, slots=True)
-class ToSeat:
-    """A question to another elector."""
-
-    seat: wire.Seat
-    ask: wire.Ask
 
 
 class Elector:
@@ -56,9 +47,8 @@ class Elector:
         self._lonely = False  # waits at random before it stands, because no controller is heard
         self._has_resigned = False
         self._acted_s: float | None = None  # when this launcher had the lease last, while it leads
-        self._reached_s: float | None = (
-            None  # as leader: when this node last reached the controller that it hosts
-        )
+        # When this node last reached the controller that it hosts, while it leads.
+        self._reached_s: float | None = None
 
     @property
     def term(self) -> int:
@@ -173,8 +163,11 @@ class Elector:
             self._holder, self._until_s, self._stands = self.seat.token, now_s + TTL_S, 0
             self._next_s = now_s
 
-    def tick(self, now_s: float, *, connected: bool) -> list[ToSeat]:
-        """Renew the lease or stand for it when it is time. ``connected``: to a controller whose orders count."""
+    def tick(self, now_s: float, *, connected: bool) -> list[tuple[wire.Seat, wire.Ask]]:
+        """Renew the lease or stand for it when it is time; returns questions, each with the seat that it is for.
+
+        ``connected``: to a controller whose orders count.
+        """
         others = self._others()
         if not others and not self.leads:
             return []
@@ -207,14 +200,14 @@ class Elector:
         self._asked_s.clear()
         return self._ask(others, self._stands, now_s)
 
-    def _ask(self, others: list[wire.Seat], term: int, now_s: float) -> list[ToSeat]:
+    def _ask(self, others: list[wire.Seat], term: int, now_s: float) -> list[tuple[wire.Seat, wire.Ask]]:
         self._number += 1
         self._asked_s = {n: s for n, s in self._asked_s.items() if now_s - s < TTL_S}
         self._asked_s[self._number] = now_s
         ask = wire.Ask(self._number, 0, self.seat.token, term, self.leads, _order(self.council))
         if self.leads and self.leader.term == self.leads:
             ask = structs.replace(ask, address=self.leader.address, port=self.leader.port)
-        return [ToSeat(seat, structs.replace(ask, to=seat.token)) for seat in others]
+        return [(seat, structs.replace(ask, to=seat.token)) for seat in others]
 
     def _others(self) -> list[wire.Seat]:
         """The other seats of the council; none where this launcher has no seat in it."""

@@ -63,9 +63,8 @@ class Member:
         self._halted = -1  # incarnation up to which nothing runs here
         self._running = -1  # the newest incarnation whose workers were started
         self._findings: list[Finding] = []
-        self._failures: dict[
-            int, wire.Failed
-        ] = {}  # what a new controller needs for its budgets, by incarnation
+        # What a new controller needs for its budgets, by incarnation.
+        self._failures: dict[int, wire.Failed] = {}
         self._ended: wire.Ended | None = None
         self._alone_since_s: float | None = None  # since when the controller's host has not answered
         self._away_since_s: float | None = None  # since when there is no connection

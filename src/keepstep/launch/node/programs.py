@@ -209,11 +209,8 @@ def controller_command(
     """The controller's command line. ``seat``: this launcher's, and ``term``, where the controller can move."""
     backups = job.checkpoint_backups and job.watch and job.max_nodes > 1
     return [
-        *(sys.executable, "-m", "keepstep.control"),
-        *("--run-dir", str(folder)),
+        *_program("keepstep.control", job, folder, secret),
         *("--listen", str(listen)),
-        *("--secret-file", str(secret)),
-        f"--run-id={job.run_id}",
         *("--nodes", str(job.max_nodes)),
         *("--join-timeout", f"{job.rendezvous.join_timeout_s:g}"),
         *(("--shrink-after", f"{job.shrink_after_s:g}") if job.elastic else ()),
@@ -227,7 +224,6 @@ def controller_command(
         *(("--backups", str(job.checkpoint_backups)) if backups else ()),
         *(("--seat", str(seat), "--term", str(term)) if seat else ()),
         *(("--council", str(council_file(folder, term))) if seat else ()),
-        *_tls(job),
     ]
 
 
@@ -248,16 +244,12 @@ def agent_command(
     the address of the node's cache, "" without one.
     """
     command = [
-        *(sys.executable, "-m", "keepstep.agent"),
-        *("--run-dir", str(folder)),
+        *_program("keepstep.agent", job, folder, secret),
         *("--controller", str(controller)),
-        *("--secret-file", str(secret)),
-        f"--run-id={job.run_id}",
         *("--node", job.node),
         *("--node-rank", str(node_rank)),
         *("--world-size", str(world_size)),
         *(("--cache", cache) if cache else ()),
-        *_tls(job),
     ]
     if job.persisting:
         command += ["--checkpoint-dir", job.persisting.where, "--checkpoint-keep", str(job.persisting.keep)]
@@ -271,7 +263,10 @@ def agent_command(
     return command
 
 
-def _tls(job: Job) -> list[str]:
-    if job.tls is None:
-        return []
-    return ["--tls-cert", job.tls.cert, "--tls-key", job.tls.key, "--tls-ca", job.tls.ca]
+def _program(module: str, job: Job, folder: Path, secret: Path) -> list[str]:
+    """The beginning of a command line: what both programs are told."""
+    command = [sys.executable, "-m", module, "--run-dir", str(folder), "--secret-file", str(secret)]
+    command += [f"--run-id={job.run_id}"]
+    if job.tls:
+        command += ["--tls-cert", job.tls.cert, "--tls-key", job.tls.key, "--tls-ca", job.tls.ca]
+    return command

@@ -59,11 +59,6 @@ class Restarts:
         self._causes: list[Cause] = []
         self._loaded: dict[int, int] = {}  # step of the state that a rank began with, by rank
 
-    async def dismiss(self) -> None:
-        """End all survivors, because the next incarnation has another size."""
-        if self.survivors:
-            await self.survivors.dismiss()
-
     def environment(self, place: Place, local_rank: int) -> dict[str, str]:
         """Variables by which a worker tells its milestones, its imports, and that it can outlive its incarnation."""
         if self._milestones is None:

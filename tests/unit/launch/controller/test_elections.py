@@ -13,9 +13,11 @@ KEY = wire.RunKey(b"s" * 32, "job-a")
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(120):
+    async def met() -> None:
         while not condition():
             await asyncio.sleep(0.02)
+
+    await asyncio.wait_for(met(), 120)
 
 
 def test_a_launcher_of_another_job_has_no_part_in_an_election() -> None:
@@ -25,7 +27,7 @@ def test_a_launcher_of_another_job_has_no_part_in_an_election() -> None:
 
     async def play() -> None:
         one = Elections(
-            *(1, "node-0", 100, "127.0.0.1"),
+            wire.Seat(1, "node-0", 100, "127.0.0.1", 0),
             tls=(None, None),
             member_is_connected=lambda: True,
             changed=lambda: None,
@@ -60,7 +62,7 @@ def test_another_launcher_leads_when_the_first_is_gone() -> None:
         nonlocal connected
         nodes = [
             Elections(
-                *(n + 1, f"node-{n}", 100 + n, "127.0.0.1"),
+                wire.Seat(n + 1, f"node-{n}", 100 + n, "127.0.0.1", 0),
                 tls=(None, None),
                 member_is_connected=lambda: connected,
                 changed=lambda: None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from keepstep import wire
-from keepstep.launch.controller.lease import TTL_S, UNREACHED_S, Elector, ToSeat
+from keepstep.launch.controller.lease import TTL_S, UNREACHED_S, Elector
 from keepstep.launch.controller.member import Member
 
 SEATS = tuple(wire.Seat(n + 1, f"gpu-{n}", 100 + n, f"10.0.0.{n}", 7000) for n in range(3))
@@ -19,13 +19,13 @@ def electors() -> list[Elector]:
     return found
 
 
-def deliver(found: list[Elector], asks: list[ToSeat], now_s: float) -> list[bool]:
+def deliver(found: list[Elector], asks: list[tuple[wire.Seat, wire.Ask]], now_s: float) -> list[bool]:
     granted: list[bool] = []
-    for to in asks:
-        answer = found[to.seat.token - 1].asked(to.ask, now_s)
+    for seat, ask in asks:
+        answer = found[seat.token - 1].asked(ask, now_s)
         assert answer is not None
         granted.append(answer.granted)
-        found[to.ask.by - 1].answered(answer, now_s)
+        found[ask.by - 1].answered(answer, now_s)
     return granted
 
 
@@ -34,7 +34,7 @@ def test_the_first_leader_is_elected_by_nobody_and_renews() -> None:
     assert [one.leads for one in found] == [1, 0, 0]
     asks = found[0].tick(0.1, connected=True)
     assert not found[0].may_act(0.1)
-    assert {to.ask.previous for to in asks} == {1}
+    assert {ask.previous for _, ask in asks} == {1}
     assert deliver(found, asks, 0.1) == [True, True]
     assert found[0].may_act(0.1 + TTL_S - 0.01)
     assert not found[0].may_act(0.2 + TTL_S)
@@ -50,7 +50,7 @@ def test_one_is_elected_when_the_leader_is_gone_and_the_other_learns_it() -> Non
     found = electors()
     assert found[1].tick(TTL_S + 0.1, connected=False) == []  # begins to wait, each for another time
     asks = found[1].tick(TTL_S + 1.1, connected=False)
-    assert [to.ask.term for to in asks] == [2, 2]
+    assert [ask.term for _, ask in asks] == [2, 2]
     deliver(found, asks[1:], TTL_S + 1.1)
     assert (found[1].leads, found[1].may_act(TTL_S + 1.2)) == (2, True)
     found[1].serves(4000)
@@ -168,7 +168,7 @@ def test_a_leader_that_most_still_grant_stays_whatever_term_few_others_have_come
     found = electors()
     asks = found[0].tick(0.1, connected=True)
     deliver(found, asks, 0.1)
-    late = wire.Answer(asks[0].ask.number, 2, False, 9)
+    late = wire.Answer(asks[0][1].number, 2, False, 9)
     found[0].answered(late, 1.0)
     assert found[0].may_act(1.0)
     found[0].answered(late, 0.2 + TTL_S)
