@@ -45,10 +45,8 @@ def ranks_to_look_at(
     number = {name: number for number, name in enumerate(dict.fromkeys((*before.names, *after.names)))}
     members = {number[name]: info.members for name, info in groups.items() if name in number}
     old, new = (_Numbered(one, np.array([number[name] for name in one.names])) for one in (before, after))
-    (collectives, receives), (collectives_now, receives_now) = (
-        _times(old, np.minimum),
-        _times(new, np.maximum),
-    )
+    collectives, receives = _times(old, np.minimum)
+    collectives_now, receives_now = _times(new, np.maximum)
     found: set[int] = set()
     for group in _grown_groups(collectives, collectives_now, members, least_s):
         found.update(members[group])
@@ -147,9 +145,7 @@ def _growth(then: _Times, now: _Times) -> _Times:
 
 
 def _reduced(keys: Ints, values: Floats, by: np.ufunc) -> _Times:
-    order = np.argsort(
-        keys, kind="stable"
-    )  # four times as fast as the default, as there are many sorted runs
+    order = np.argsort(keys, kind="stable")  # four times as fast as the default: there are many sorted runs
     keys, values = keys[order], values[order]
     first = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1]))) if len(keys) else order
     return keys[first], by.reduceat(values, first) if len(keys) else values
@@ -187,8 +183,6 @@ def _latencies(numbered: _Numbered, wanted: Ints) -> _Times:
     at = np.minimum(np.searchsorted(message[sent], message[received]), len(sent) - 1)
     matched = message[sent[at]] == message[received]
     received, sent = received[matched], sent[at[matched]]
-    ended_s, started_s = (
-        begin_s[received] + streams["end_s"][received],
-        begin_s[sent] + streams["start_s"][sent],
-    )
+    ended_s = begin_s[received] + streams["end_s"][received]
+    started_s = begin_s[sent] + streams["start_s"][sent]
     return keys[received], (ended_s - started_s) * streams["count"][received]

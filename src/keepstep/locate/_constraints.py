@@ -80,9 +80,7 @@ def constraints_between_nodes(
                 continue
             seen_operations.add(number)
             for node in shared[number].marks:
-                if node == hub:
-                    continue
-                constraint = _between(shared[number], hub, node)
+                constraint = _between(shared[number], hub, node) if node != hub else None
                 if constraint is None:
                     continue
                 pairs.setdefault((hub, node), []).append(constraint)
@@ -107,13 +105,9 @@ def _shared(rows: Sequence[tuple[str, ClockSample]]) -> _Shared | None:
     """The operation that the samples (with their nodes) belong to; None when they cannot belong to one."""
     first = rows[0][1]
     p2p = first.op in MESSAGES
-    ranks = {row.rank for _, row in rows}
-    if len(ranks) != len(rows) or any(row.end_s < row.start_s for _, row in rows):
-        return None
-    if p2p:
-        if MESSAGES.difference(row.op for _, row in rows):
-            return None
-    elif any(row.op != first.op for _, row in rows):
+    ranks, ops = {row.rank for _, row in rows}, {row.op for _, row in rows}
+    fits = ops >= MESSAGES if p2p else len(ops) == 1
+    if not fits or len(ranks) != len(rows) or any(row.end_s < row.start_s for _, row in rows):
         return None
     by_node: dict[str, list[ClockSample]] = {}
     for node, row in rows:
@@ -130,17 +124,14 @@ def _shared(rows: Sequence[tuple[str, ClockSample]]) -> _Shared | None:
     if first.op in SYNCHRONISING:
         return _Shared(marks, everybody, everybody)
     if p2p:
-        return _Shared(marks, _nodes_with(rows, Op.SEND), _nodes_with(rows, Op.RECV))
+        senders, receivers = ({node for node, row in rows if row.op == op} for op in (Op.SEND, Op.RECV))
+        return _Shared(marks, frozenset(senders), frozenset(receivers))
     root = frozenset(node for node, row in rows if row.rank == row.peer)
     if first.op in _FROM_ROOT:
         return _Shared(marks, root, everybody - root)
     if first.op in _TO_ROOT:
         return _Shared(marks, everybody - root, root)
     return _Shared(marks, frozenset(), frozenset())
-
-
-def _nodes_with(rows: Sequence[tuple[str, ClockSample]], op: Op) -> frozenset[str]:
-    return frozenset(node for node, row in rows if row.op == op)
 
 
 def _between(operation: _Shared, hub: str, node: str) -> Constraint | None:
@@ -151,8 +142,8 @@ def _between(operation: _Shared, hub: str, node: str) -> Constraint | None:
         low = here.start_s - there.end_s
     if node in operation.starters and hub in operation.enders:
         high = here.end_s - there.start_s
-    if math.isfinite(low) and math.isfinite(high):
-        middle = here.mean_end_s - there.mean_end_s
     if math.isinf(low) and math.isinf(high):
         return None
+    if math.isfinite(low) and math.isfinite(high):
+        middle = here.mean_end_s - there.mean_end_s
     return Constraint(low, high, middle, there.end_s)

@@ -166,9 +166,8 @@ def _scan(age: Floats, low: Floats, high: Floats, left: float, right: float) -> 
     here = possible if len(possible) else np.array([int(np.argmax(gaps))])
     step = (right - left) / (_GRID - 1)
     offsets = float(np.min(bottoms[here])), float(np.max(tops[here]))
-    return len(possible) > 0, _Feasible(
-        *offsets, float(drifts[here[0]]) - step, float(drifts[here[-1]]) + step
-    )
+    ends = float(drifts[here[0]]) - step, float(drifts[here[-1]]) + step
+    return len(possible) > 0, _Feasible(*offsets, *ends)
 
 
 def _slope(age: Floats, middle: Floats) -> float:
@@ -181,11 +180,9 @@ def _slope(age: Floats, middle: Floats) -> float:
     x = np.array([float(np.median(age[part])) for part in parts])
     y = np.array([float(np.median(middle[part])) for part in parts])
     first, second = np.triu_indices(len(x), 1)
-    apart = x[second] - x[first]
-    slope = (
-        float(np.median((y[second] - y[first])[apart > 0] / apart[apart > 0])) if np.any(apart > 0) else 0.0
-    )
-    return min(max(slope, -MAX_DRIFT), MAX_DRIFT)
+    apart, grown = x[second] - x[first], y[second] - y[first]
+    slopes = grown[apart > 0] / apart[apart > 0]
+    return min(max(float(np.median(slopes)), -MAX_DRIFT), MAX_DRIFT) if len(slopes) else 0.0
 
 
 def _overlap(low: Floats, high: Floats) -> tuple[float, float, int]:
@@ -218,9 +215,7 @@ def _propagate(reference: str, edges: Sequence[_Edge], at_s: Mapping[str, float]
         np.minimum.at(high, hub, high[node] - lower)
         if np.array_equal(old_low, low) and np.array_equal(old_high, high):
             break
-        if np.any(
-            low > high
-        ):  # the bounds around a cycle contradict each other: the last possible ones are kept
+        if np.any(low > high):  # bounds around a cycle contradict each other: the last possible ones are kept
             low, high = old_low, old_high
             break
     clocks: dict[str, NodeClock] = {}
@@ -240,9 +235,8 @@ def _tightest_tree(reference: str, edges: Sequence[_Edge]) -> dict[str, tuple[fl
     tree = {reference: (0.0, 0.0, 0.0)}
     for node, candidates in into.items():  # nodes are in breadth-first order: hubs come before their nodes
         placed = [edge for edge in candidates if edge.hub in tree]
-        if node in tree or not placed:
-            continue
-        best = min(placed, key=lambda edge: edge.high_s - edge.low_s)
-        offset, drift, drift_bound = tree[best.hub]
-        tree[node] = (offset + best.estimate_s, drift + best.drift, drift_bound + best.drift_bound)
+        if placed and node not in tree:
+            best = min(placed, key=lambda edge: edge.high_s - edge.low_s)
+            offset, drift, drift_bound = tree[best.hub]
+            tree[node] = (offset + best.estimate_s, drift + best.drift, drift_bound + best.drift_bound)
     return tree

@@ -91,10 +91,8 @@ def sharpen(evidence: Evidence, diagnosis: Diagnosis) -> Diagnosis:
         ):
             if one.cause == "compute":
                 causes.append(([one], costs.of_rank(one.rank, found.one_block(one.rank))))
-            else:
-                starved[one.node, one.cause].append(
-                    one
-                )  # a host cause of a node is one, however many ranks it hits
+            else:  # a host cause of a node is one, however many ranks it hits
+                starved[one.node, one.cause].append(one)
     for together in starved.values():
         excess: dict[int, Floats] = {}
         for one in together:
@@ -161,16 +159,11 @@ class _Medians:
             if one.kind in COMPUTE:
                 pair = times[one.rank].setdefault((one.kind, one.index), ([], []))
                 pair[one.step >= onset_step].append(one.own_s)
-        return _Medians(
-            {
-                rank: {
-                    block: (median(before), median(since))
-                    for block, (before, since) in rows.items()
-                    if before and since
-                }
-                for rank, rows in times.items()
-            }
-        )
+        seconds: dict[int, dict[_Block, tuple[float, float]]] = {}
+        for rank, rows in times.items():
+            known = ((block, pair) for block, pair in rows.items() if all(pair))
+            seconds[rank] = {block: (median(before), median(since)) for block, (before, since) in known}
+        return _Medians(seconds)
 
     def explains(self, rank: int, growth_s: float) -> bool:
         """Whether the rank's blocks account for the growth of its own time."""
