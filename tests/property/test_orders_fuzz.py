@@ -42,7 +42,7 @@ def test_an_agent_survives_any_page(writes: list[tuple[int, bytes]], state: int)
         pages = RankPages({4: f"/proc/{os.getpid()}/fd/{descriptor}"})
         holding = Holding(pages, 0, lambda rank, step: step + 1)
         said = holding.receive(Hold(7, 9, 2.0)) + holding.receive(RunTests(7, 8, (RankTests(4, (), {}),)))
-        worker.put_report(8, {"rank": 4, "devices": [], "links": [], "missing": []})
+        worker.report.put(8, {"rank": 4, "devices": [], "links": [], "missing": []})
         worker.words[Word.ACK], worker.words[Word.STATE] = 7, state
         for place, content in writes:
             os.pwrite(descriptor, content, place)
@@ -77,7 +77,7 @@ def test_an_agent_tells_a_split_or_none(
             "share": 4,
             "step": 3,
         }
-        worker.put_split(body | changed)
+        worker.split.add(body | changed)
         for place, content in writes:
             os.pwrite(descriptor, content, place)
         told = [microbatches.look()]
@@ -95,7 +95,7 @@ def test_a_worker_reads_tests_or_none(content: bytes, order: int, lease_ns: int)
     with page() as (descriptor, worker):
         worker.words[Word.TESTS] = 5
         os.pwrite(descriptor, len(content).to_bytes(8, "little") + content, 4096)
-        found = worker.tests()
+        found = worker.tests.newest()
         assert found is None or isinstance(found[1], dict)
         worker.words[Word.ORDER], worker.words[Word.LEASE_NS] = order, lease_ns
         now_ns = time.monotonic_ns()

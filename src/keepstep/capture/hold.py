@@ -108,10 +108,10 @@ class Hold:
                 if tests is None:
                     if not drained.is_alive():
                         tests = HeldTests(int(os.environ.get("RANK", "0")))
-                        page.put_report(order, tests.endpoint())
+                        page.report.put(order, tests.endpoint())
                         page.say(order, State.HELD, steps)
                 elif running is None or not running.is_alive():
-                    asked = page.tests()
+                    asked = page.tests.newest()
                     if asked is not None and asked[0] != ran:
                         ran = asked[0]
                         running = _beside(_reporting(tests, page, *asked))
@@ -122,7 +122,7 @@ class Hold:
 
 
 def _reporting(tests: HeldTests, page: OrdersPage, number: int, body: dict[str, Any]) -> Callable[[], None]:
-    return lambda: page.put_report(number, tests.run(body))
+    return lambda: page.report.put(number, tests.run(body))
 
 
 def _drain() -> Callable[[], None]:

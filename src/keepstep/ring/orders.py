@@ -20,8 +20,7 @@ PAGE_BYTES = 262_144
 MOST_LEASE_S = 10.0  # the longest lease of a hold, whatever was ordered
 
 _MAGIC = 0x4B53_4F52_4445_5231  # "KSORDER1"
-_TESTS, _REPORT, _SHARES, _SPLIT = range(4)
-_BODIES = (4096, 36864, 65536, 245_760, PAGE_BYTES)  # where each body begins, and where the page ends
+_TESTS, _REPORT, _SHARES, _SPLIT = 4096, 36864, 65536, 245_760  # where each body begins
 
 
 class Word(IntEnum):
@@ -67,10 +66,60 @@ def steps_made(descriptor: int) -> int:
     return int.from_bytes(os.pread(descriptor, 8, 8 * Word.COUNT), "little")
 
 
+class Body:
+    """The place of one body on a page; ``word`` announces the number that the body there belongs to."""
+
+    def __init__(self, words: memoryview, memory: mmap.mmap, word: Word, begin: int, end: int) -> None:
+        self._words, self._map, self._word = words, memory, word
+        self._begin, self._most = begin, end - begin - 8
+
+    def put(self, number: int, body: dict[str, Any]) -> None:
+        """Write a body, then announce it: the word gets its number last. Raises RingError when it is too large."""
+        text = json.dumps({"number": number, "body": body}, separators=(",", ":")).encode()
+        begin = self._begin
+        if len(text) > self._most:
+            raise RingError(f"{len(text)} bytes do not fit on an orders page ({self._most})")
+        self._map[begin + 8 : begin + 8 + len(text)] = text
+        self._map[begin : begin + 8] = len(text).to_bytes(8, "little")
+        self._words[self._word] = number
+
+    def add(self, body: dict[str, Any]) -> None:
+        """Write a body under the next number."""
+        self.put(self._words[self._word] + 1, body)
+
+    def newest(self, known: int = 0) -> tuple[int, dict[str, Any]] | None:
+        """The body and the number that is announced for it; None for no number, or if that number is ``known``."""
+        number = self._words[self._word]
+        body = self.under(number) if number not in (0, known) else None
+        return None if body is None else (number, body)
+
+    def under(self, number: int) -> dict[str, Any] | None:
+        """The body of this number; None when another is announced, or it is torn or damaged, which its number shows."""
+        begin = self._begin
+        length = int.from_bytes(self._map[begin : begin + 8], "little")
+        if self._words[self._word] != number or length > self._most:
+            return None
+        try:
+            found: Any = json.loads(self._map[begin + 8 : begin + 8 + length])
+        except (ValueError, RecursionError):
+            return None
+        match found:
+            case {"number": known, "body": dict()} if known == number:
+                return cast("dict[str, Any]", found["body"])
+            case _:
+                return None
+
+
 class OrdersPage:
     """One side's view of a page.
 
     While nothing is ordered, a step costs no more than reading ``words[Word.ORDER]``.
+
+    Attributes:
+        tests: written by the agent: tests for the rank to run while it is held.
+        report: by the worker: its endpoint under the hold's number, or figures under the number of the tests.
+        shares: by the agent: shares of micro-batches.
+        split: by the worker: how it divides micro-batches from now on.
     """
 
     def __init__(self, where: str | int) -> None:
@@ -88,6 +137,10 @@ class OrdersPage:
         self.words = memoryview(self._map).cast("Q")
         if self.words[Word.MAGIC] != _MAGIC:
             raise RingError(f"{where}: is no orders page of this version of keepstep")
+        self.tests = Body(self.words, self._map, Word.TESTS, _TESTS, _REPORT)
+        self.report = Body(self.words, self._map, Word.REPORT, _REPORT, _SHARES)
+        self.shares = Body(self.words, self._map, Word.SHARES, _SHARES, _SPLIT)
+        self.split = Body(self.words, self._map, Word.SPLIT, _SPLIT, PAGE_BYTES)
 
     def order(self, number: int, boundary: int, lease_ns: int) -> None:
         """Agent: hold at ``boundary``, or renew the lease of hold ``number``."""
@@ -130,76 +183,7 @@ class OrdersPage:
         words[Word.STEPS] = steps
         words[Word.ACK] = number
 
-    def put_tests(self, number: int, body: dict[str, Any]) -> None:
-        """Agent: order tests for the rank to run while it is held. Raises RingError when they are too many."""
-        self._put(_TESTS, Word.TESTS, number, body)
-
-    def tests(self) -> tuple[int, dict[str, Any]] | None:
-        """Worker: the tests that are ordered, with their number; None without any."""
-        return self._newest(_TESTS, Word.TESTS, 0)
-
-    def put_report(self, number: int, body: dict[str, Any]) -> None:
-        """Worker: report its endpoint under the hold's number, or figures under the number of the tests."""
-        self._put(_REPORT, Word.REPORT, number, body)
-
-    def report(self, number: int) -> dict[str, Any] | None:
-        """Agent: the worker's report under ``number``; None while there is none."""
-        return self._get(_REPORT, number) if self.words[Word.REPORT] == number else None
-
-    def put_shares(self, number: int, body: dict[str, Any]) -> None:
-        """Agent: order shares of micro-batches. Raises RingError when there are too many."""
-        self._put(_SHARES, Word.SHARES, number, body)
-
-    def shares(self, known: int) -> tuple[int, dict[str, Any]] | None:
-        """Worker: the shares that are ordered, with their number; None without any, or if that number is ``known``."""
-        return self._newest(_SHARES, Word.SHARES, known)
-
-    def put_split(self, body: dict[str, Any]) -> None:
-        """Worker: report how it divides micro-batches from now on."""
-        self._put(_SPLIT, Word.SPLIT, self.words[Word.SPLIT] + 1, body)
-
-    def split(self, known: int) -> tuple[int, dict[str, Any]] | None:
-        """Agent: the split that the worker has put, with its number; None if that number is ``known``."""
-        return self._newest(_SPLIT, Word.SPLIT, known)
-
     def close(self) -> None:
         """Let go of the memory."""
         self.words.release()
         self._map.close()
-
-    def _put(self, place: int, word: Word, number: int, body: dict[str, Any]) -> None:
-        """Write a body to a place, then announce it: the word gets its number last."""
-        text = json.dumps({"number": number, "body": body}, separators=(",", ":")).encode()
-        begin, most = _BODIES[place], _room(place)
-        if len(text) > most:
-            raise RingError(f"{len(text)} bytes do not fit on an orders page ({most})")
-        self._map[begin + 8 : begin + 8 + len(text)] = text
-        self._map[begin : begin + 8] = len(text).to_bytes(8, "little")
-        self.words[word] = number
-
-    def _newest(self, place: int, word: Word, known: int) -> tuple[int, dict[str, Any]] | None:
-        """The body at a place with the number that a word announces; None for no number, or one that is known."""
-        number = self.words[word]
-        body = self._get(place, number) if number not in (0, known) else None
-        return None if body is None else (number, body)
-
-    def _get(self, place: int, number: int) -> dict[str, Any] | None:
-        """The body at a place; None when it is torn, old or damaged, which its number shows."""
-        begin = _BODIES[place]
-        length = int.from_bytes(self._map[begin : begin + 8], "little")
-        if length > _room(place):
-            return None
-        try:
-            found: Any = json.loads(self._map[begin + 8 : begin + 8 + length])
-        except (ValueError, RecursionError):
-            return None
-        match found:
-            case {"number": known, "body": dict()} if known == number:
-                return cast("dict[str, Any]", found["body"])
-            case _:
-                return None
-
-
-def _room(place: int) -> int:
-    """Most bytes that a body may have."""
-    return _BODIES[place + 1] - _BODIES[place] - 8

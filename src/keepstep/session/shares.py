@@ -105,7 +105,7 @@ class Shares:
 
     def _read(self) -> None:
         """Note the order that has come since the last call, if it is valid and for this incarnation."""
-        if self._page is None or (found := self._page.shares(self._seen)) is None:
+        if self._page is None or (found := self._page.shares.newest(self._seen)) is None:
             return
         self._seen, body = found
         shares = body.get("shares")
@@ -119,7 +119,7 @@ class Shares:
         first, self._step = step != self._step, step  # only the first division of a step is told
         if first and split != self._told and self._page is not None:
             self._told = split
-            self._page.put_split({"incarnation": self._incarnation, "step": step, **split})
+            self._page.split.add({"incarnation": self._incarnation, "step": step, **split})
 
 
 def _page() -> OrdersPage | None:

@@ -93,7 +93,7 @@ def test_held_at_the_boundary_until_called_off(rank: Rank) -> None:
     assert rank.page.state(7) is State.COMING
     thread = rank.step(3)
     rank.until(7, State.HELD)
-    assert rank.page.report(7) is not None  # where it takes transfers
+    assert rank.page.report.under(7) is not None  # where it takes transfers
     rank.page.release()
     assert ended(thread)
     assert rank.page.state(7) is State.RELEASED
@@ -143,9 +143,9 @@ def test_tests_are_run_while_held_and_random_numbers_are_left_alone(rank: Rank) 
     rank.order(7, boundary=3)
     thread = rank.step(3)
     rank.until(7, State.HELD)
-    rank.page.put_tests(9, {"rank": 0, "transfers": [], "endpoints": {}, "limit_s": 5})
+    rank.page.tests.put(9, {"rank": 0, "transfers": [], "endpoints": {}, "limit_s": 5})
     deadline_s = time.monotonic() + PATIENCE_S
-    while (report := rank.page.report(9)) is None:
+    while (report := rank.page.report.under(9)) is None:
         assert time.monotonic() < deadline_s
         time.sleep(0.002)
     rank.page.release()

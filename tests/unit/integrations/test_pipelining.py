@@ -168,7 +168,7 @@ def test_shares_stay_equal_where_stages_meet_in_each_micro_batch(start: Callable
             job.order(1, [8, 4])
         shares, _ = job.step()
         assert [len(one) for one in shares] == [6] * 4
-    split = job.pages[0].split(0)
+    split = job.pages[0].split.newest(0)
     assert split is not None
     assert split[1]["movable"] is False
     assert job.end() == [0] * 4

@@ -59,45 +59,45 @@ def test_states_belong_to_their_hold(sides: tuple[OrdersPage, OrdersPage]) -> No
 
 def test_bodies_carry_their_number(sides: tuple[OrdersPage, OrdersPage]) -> None:
     agent, worker = sides
-    assert worker.tests() is None
-    agent.put_tests(11, {"limit_s": 2})
-    assert worker.tests() == (11, {"limit_s": 2})
-    worker.put_report(11, {"rank": 3})
-    assert agent.report(11) == {"rank": 3}
-    assert agent.report(12) is None
+    assert worker.tests.newest() is None
+    agent.tests.put(11, {"limit_s": 2})
+    assert worker.tests.newest() == (11, {"limit_s": 2})
+    worker.report.put(11, {"rank": 3})
+    assert agent.report.under(11) == {"rank": 3}
+    assert agent.report.under(12) is None
     worker.words[Word.REPORT] = 12
-    assert agent.report(12) is None  # the word is new, the body is the old one
+    assert agent.report.under(12) is None  # the word is new, the body is the old one
 
 
 @pytest.mark.parametrize("damage", [b"\xff" * 8, (5).to_bytes(8, "little") + b"[1,2]", bytes(8)])
 def test_a_damaged_body_is_none(sides: tuple[OrdersPage, OrdersPage], damage: bytes) -> None:
     agent, worker = sides
-    agent.put_tests(11, {"limit_s": 2})
+    agent.tests.put(11, {"limit_s": 2})
     agent._map[4096 : 4096 + len(damage)] = damage
-    assert worker.tests() is None
+    assert worker.tests.newest() is None
 
 
 def test_a_body_that_does_not_fit_is_refused(sides: tuple[OrdersPage, OrdersPage]) -> None:
     with pytest.raises(RingError, match="do not fit"):
-        sides[0].put_tests(1, {"text": "x" * 40_000})
-    sides[1].put_report(1, {"text": "x" * 28_000})
+        sides[0].tests.put(1, {"text": "x" * 40_000})
+    sides[1].report.put(1, {"text": "x" * 28_000})
     with pytest.raises(RingError, match="do not fit"):
-        sides[1].put_report(1, {"text": "x" * 29_000})
+        sides[1].report.put(1, {"text": "x" * 29_000})
 
 
 def test_shares_of_the_largest_job_fit_beside_all_else(sides: tuple[OrdersPage, OrdersPage]) -> None:
     agent, worker = sides
-    assert worker.shares(0) is None
-    assert agent.split(0) is None
-    worker.put_report(1, {"text": "x" * 28_000})
-    agent.put_shares(3, {"shares": [1_000_000] * 16_384})
-    worker.put_split({"count": 64})
-    worker.put_split({"count": 32})
-    assert worker.shares(3) is None
-    assert worker.shares(0) == (3, {"shares": [1_000_000] * 16_384})
-    assert agent.split(0) == (2, {"count": 32})
-    assert agent.split(2) is None
-    assert agent.report(1) == {"text": "x" * 28_000}
+    assert worker.shares.newest(0) is None
+    assert agent.split.newest(0) is None
+    worker.report.put(1, {"text": "x" * 28_000})
+    agent.shares.put(3, {"shares": [1_000_000] * 16_384})
+    worker.split.add({"count": 64})
+    worker.split.add({"count": 32})
+    assert worker.shares.newest(3) is None
+    assert worker.shares.newest(0) == (3, {"shares": [1_000_000] * 16_384})
+    assert agent.split.newest(0) == (2, {"count": 32})
+    assert agent.split.newest(2) is None
+    assert agent.report.under(1) == {"text": "x" * 28_000}
 
 
 def test_what_is_no_page_is_refused(tmp_path: os.PathLike[str]) -> None:

@@ -99,7 +99,7 @@ class Job:
         return everybody, weight
 
     def order(self, number: int, shares: Any, incarnation: int = 3) -> None:
-        self.pages[0].put_shares(number, {"incarnation": incarnation, "shares": shares})
+        self.pages[0].shares.put(number, {"incarnation": incarnation, "shares": shares})
 
     def end(self) -> list[int]:
         self._say("end\n")
@@ -152,7 +152,7 @@ def test_all_take_what_is_ordered_and_learn_the_same(start: Callable[..., Job]) 
     seen = [counts(job) for _ in range(3)]
     assert seen[-1] == [6, 5, 1]
     assert all(one in ([4, 4, 4], [6, 5, 1]) for one in seen)
-    split = job.pages[1].split(0)
+    split = job.pages[1].split.newest(0)
     assert split is not None
     changed = split[1]["step"]
     assert split[1] == {
@@ -205,7 +205,7 @@ def test_where_nothing_may_be_ordered_shares_are_equal(start: Callable[..., Job]
     job = start(2, KEEPSTEP_MICROBATCHES="0")
     job.order(1, [8, 4])
     assert [counts(job) for _ in range(3)] == [[6, 6]] * 3
-    split = job.pages[0].split(0)
+    split = job.pages[0].split.newest(0)
     assert split is not None
     assert (split[0], split[1]["number"]) == (1, 0)
     assert job.end() == [0, 0]
@@ -217,7 +217,7 @@ def test_an_order_is_obeyed(start: Callable[..., Job], case: str) -> None:
     assert [counts(job) for _ in range(2)] == [[6, 6]] * 2
     job.order(1, [8, 4])
     assert [counts(job) for _ in range(3)][-1] == [8, 4]
-    split = job.pages[0].split(0)
+    split = job.pages[0].split.newest(0)
     assert split is not None
     assert split[1]["movable"]
     assert split[1]["count"] == 12
@@ -230,7 +230,7 @@ def test_ranks_that_meet_in_each_micro_batch_keep_equal_shares(start: Callable[.
     assert counts(job) == [6, 6]
     job.order(1, [8, 4])
     assert [counts(job) for _ in range(3)] == [[6, 6]] * 3
-    split = job.pages[0].split(0)
+    split = job.pages[0].split.newest(0)
     assert split is not None
     assert not split[1]["movable"]
     assert job.end() == [0, 0]

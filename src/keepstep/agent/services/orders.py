@@ -155,7 +155,7 @@ class Holding:
                 self._untold.add(tests.rank)  # the order is repeated because the answer may have been lost
                 continue
             try:
-                self._pages[tests.rank].put_tests(message.tests, asdict(tests))
+                self._pages[tests.rank].tests.put(message.tests, asdict(tests))
                 self._tests[tests.rank] = message.tests
                 self._untold.add(tests.rank)
             except RingError as error:
@@ -172,8 +172,8 @@ class Holding:
         state = page.state(self._number)
         endpoint = None
         if state is State.HELD:
-            known = next((one for one in self._told if one.rank == rank and one.state == State.HELD), None)
-            endpoint = known.endpoint if known else _checked(page.report(self._number), TransferEndpoint)
+            told = next((one for one in self._told if one.rank == rank and one.state == State.HELD), None)
+            endpoint = told.endpoint if told else _checked(page.report.under(self._number), TransferEndpoint)
         return HeldRank(rank, state, endpoint)
 
     def _tell(self, states: tuple[HeldRank, ...]) -> Held:
@@ -181,7 +181,7 @@ class Holding:
         return Held(self._number, self._node_rank, states)
 
     def _figures(self, rank: int) -> RankFigures | None:
-        figures = _checked(self._pages[rank].report(self._tests[rank]), RankFigures)
+        figures = _checked(self._pages[rank].report.under(self._tests[rank]), RankFigures)
         if figures is None or figures.rank != rank:
             return None
         if max(len(figures.devices), len(figures.links), len(figures.missing)) > _MOST_FIGURES:
@@ -205,7 +205,7 @@ class Microbatches:
         found: list[Split] = []
         for rank in self._pages.paths:
             try:
-                told = self._pages[rank].split(self._told.get(rank, 0))
+                told = self._pages[rank].split.newest(self._told.get(rank, 0))
             except RingError:
                 continue
             split = _checked(told[1] | {"rank": rank}, Split) if told is not None else None
@@ -221,7 +221,7 @@ class Microbatches:
             return
         try:
             body = {"incarnation": shares.incarnation, "shares": list(shares.shares)}
-            self._pages[shares.rank].put_shares(shares.number, body)
+            self._pages[shares.rank].shares.put(shares.number, body)
         except RingError as error:
             logger.warning("rank %d is not told its micro-batches: %s", shares.rank, error)
 

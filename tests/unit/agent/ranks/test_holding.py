@@ -39,7 +39,7 @@ class Node:
         return [answer for message in messages for answer in self.holding.receive(message)]
 
     def held(self, rank: int, number: int) -> None:
-        self.workers[rank].put_report(number, ENDPOINT)
+        self.workers[rank].report.put(number, ENDPOINT)
         self.workers[rank].say(number, State.HELD, 20)
 
 
@@ -116,9 +116,9 @@ def test_tests_are_put_once_and_figures_told_as_often_as_asked(node: Node) -> No
     assert node.say(tests) == []  # of no hold that was ordered
     node.say(Hold(7, 9, 5.0))
     assert not [m for m in node.say(tests) if isinstance(m, Measured)]
-    assert (node.workers[1].tests() or (0,))[0] == 8
-    assert node.workers[0].tests() is None
-    node.workers[1].put_report(8, FIGURES)
+    assert (node.workers[1].tests.newest() or (0,))[0] == 8
+    assert node.workers[0].tests.newest() is None
+    node.workers[1].report.put(8, FIGURES)
     (told,) = node.holding.poll()
     assert isinstance(told, Measured)
     assert (told.number, told.tests, told.figures.rank, told.figures.devices[0].value) == (7, 8, 1, 2.0)
@@ -137,7 +137,7 @@ def test_tests_are_put_once_and_figures_told_as_often_as_asked(node: Node) -> No
 )
 def test_figures_that_are_none_are_not_passed_on(node: Node, report: dict[str, object]) -> None:
     node.say(Hold(7, 9, 5.0), RunTests(7, 8, (RankTests(1, (), {}),)))
-    node.workers[1].put_report(8, report)
+    node.workers[1].report.put(8, report)
     assert [message for message in node.holding.poll() if isinstance(message, Measured)] == []
 
 
