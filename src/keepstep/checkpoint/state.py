@@ -53,6 +53,13 @@ class Span:
         """Address of the first byte, on ``storage.device``."""
         return self.storage.data_ptr() + self.start
 
+    def extend(self, first: int, last: int) -> None:
+        """Have the span reach from ``first`` (rounded down to 64) to ``last``, exclusive, besides what it has."""
+        start, end = first // ALIGNMENT * ALIGNMENT, last
+        if self.nbytes:
+            start, end = min(start, self.start), max(end, self.start + self.nbytes)
+        self.start, self.nbytes = start, end - start
+
     def view(self) -> torch.Tensor:
         """The bytes as a uint8 tensor of shape (nbytes,) that shares their memory."""
         empty: Any = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
@@ -78,7 +85,7 @@ def flatten(
     taken = _Taken()
     tree = taken.node(state, "", 0)
     offset, storages = 0, list[StorageEntry]()
-    spans = taken.spans()
+    spans = taken.spans
     for span in spans:
         storages.append(StorageEntry(offset, span.nbytes))
         offset = -(-(offset + span.nbytes) // ALIGNMENT) * ALIGNMENT
@@ -194,15 +201,6 @@ def _built_pairs(pairs: list[Any], tensors: Sequence[Any], path: str) -> list[tu
 
 
 @dataclass(slots=True)
-class _Reach:
-    """The part of a live storage that the tensors met so far reach, in bytes; ``last`` is the end, exclusive."""
-
-    storage: torch.UntypedStorage
-    first: int
-    last: int
-
-
-@dataclass(slots=True)
 class _Taken:
     """The tensors and storages met so far on the way through a state.
 
@@ -210,17 +208,9 @@ class _Taken:
     """
 
     tensors: list[TensorEntry] = field(default_factory=list[TensorEntry])
-    _reaches: list[_Reach] = field(default_factory=list[_Reach])
-    _storages: dict[int, int] = field(default_factory=dict[int, int])  # index in _reaches, by identity
+    spans: list[Span] = field(default_factory=list[Span])  # one per storage
+    _storages: dict[int, int] = field(default_factory=dict[int, int])  # index in spans, by identity
     _seen: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict[int, tuple[torch.Tensor, int]])
-
-    def spans(self) -> list[Span]:
-        """One span per storage, from the first byte that is reached (rounded down to 64) to the last."""
-        found: list[Span] = []
-        for reach in self._reaches:
-            start = reach.first // ALIGNMENT * ALIGNMENT if reach.last else 0
-            found.append(Span(reach.storage, start, max(0, reach.last - start)))
-        return found
 
     def node(self, value: Any, path: str, depth: int) -> Any:
         kind = cast("type[Any]", type(value))
@@ -323,17 +313,15 @@ class _Taken:
             tensor = tensor.detach().resolve_conj().resolve_neg()
         name = _NAMES[tensor.dtype]
         storage = tensor.untyped_storage()
-        place = self._storages.setdefault(identity(storage), len(self._reaches))
-        if place == len(self._reaches):
-            self._reaches.append(_Reach(storage, storage.nbytes(), 0))
+        place = self._storages.setdefault(identity(storage), len(self.spans))
+        if place == len(self.spans):
+            self.spans.append(Span(storage, 0, 0))
         shape, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         if 0 in shape:
             offset, stride = 0, (0,) * len(shape)
         entry = TensorEntry(place, name, shape, stride, offset, str(tensor.device), shard)
-        if 0 not in shape:
-            reach = self._reaches[place]
-            reach.first = min(reach.first, offset * ITEM_BYTES[name])
-            reach.last = max(reach.last, entry.reach_bytes)
+        if entry.reach_bytes:
+            self.spans[place].extend(offset * ITEM_BYTES[name], entry.reach_bytes)
         self.tensors.append(entry)
         return len(self.tensors) - 1
 

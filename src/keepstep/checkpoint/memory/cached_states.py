@@ -6,13 +6,13 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import StateHeader
-from keepstep.checkpoint.memory.cache_server import Answer, GiveUp, Open, Reserve, ask
+from keepstep.checkpoint.memory.cache_server import GiveUp, Open, Reserve, ask
 from keepstep.checkpoint.memory.incoming import Incoming
-from keepstep.checkpoint.memory.slot import SLOTS_PER_RANK, Board, Slot
+from keepstep.checkpoint.memory.slot import SLOTS_PER_RANK, Board, Slot, map_slots
 from keepstep.checkpoint.memory.slots import Key, Record, free_slots, read_header, slot_bytes
 from keepstep.checkpoint.storage.manifest import key_text
 from keepstep.core.errors import CheckpointError
@@ -111,7 +111,7 @@ class CachedStates:
         Args:
             owner: a rank, or the backup of one.
             slots: how many slots the owner is to have. When all of them hold something, a rank gets one more.
-            record: the record of the state.
+            record: record of the state.
             needed: for a backup: the keys that must not be lost; the oldest of the others is overwritten.
 
         Raises:
@@ -249,22 +249,14 @@ class CachedStates:
         return None
 
     def _open(self, owner: int, request: Reserve | None = None) -> None:
-        board, fresh = _mapped(ask(self._address, request or Open(owner)))
-        if self._board is None:
-            self._board = board
-        else:
-            board.close()
-        old, slots = self._slots.setdefault(owner, []), list[Slot]()
-        for index, slot in enumerate(fresh):
-            if index < len(old) and os.path.sameopenfile(old[index].fileno(), slot.fileno()):
-                slot.close()
-                slots.append(old[index])
-                continue
-            slots.append(slot)
-            if index < len(old):
+        old = self._slots.get(owner, [])
+        with closing(ask(self._address, request or Open(owner))) as answer:
+            if self._board is None:
+                self._board = Board(os.dup(answer.board))
+            slots = map_slots(answer.slots, old, apart=True)
+        for index, slot in enumerate(old):
+            if slot not in slots:
                 self._let_go(owner, index)
-        for index in range(len(slots), len(old)):
-            self._let_go(owner, index)
         self._slots[owner] = slots
 
     def _let_go(self, rank: int, index: int) -> None:
@@ -278,23 +270,3 @@ class CachedStates:
         for index in range(len(self._slots.get(owner, ()))):
             self._let_go(owner, index)
         self._slots.pop(owner, None)
-
-
-def _mapped(answer: Answer) -> tuple[Board, list[Slot]]:
-    """Map the board and all slots of an answer; when one cannot be mapped, everything is closed again."""
-    left = [answer.board, *answer.slots]
-    with ExitStack() as stack:
-        try:
-            board = Board(left.pop(0))
-            stack.callback(board.close)
-            slots: list[Slot] = []
-            while left:
-                slots.append(Slot(left[0], apart=True))
-                stack.callback(slots[-1].close)
-                del left[0]
-        except BaseException:
-            for descriptor in left:
-                os.close(descriptor)
-            raise
-        stack.pop_all()
-    return board, slots

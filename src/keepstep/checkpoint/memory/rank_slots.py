@@ -6,12 +6,13 @@ import os
 import re
 import threading
 from collections.abc import Callable, Collection
+from contextlib import closing
 from dataclasses import dataclass
 
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import StateHeader
 from keepstep.checkpoint.memory.cache_server import Open, Reserve, ask
-from keepstep.checkpoint.memory.slot import Board, Slot
+from keepstep.checkpoint.memory.slot import Board, Slot, map_slots
 from keepstep.checkpoint.memory.slots import Key, Record, kept_slots, next_slot, read_header
 from keepstep.core.errors import CheckpointError
 
@@ -32,9 +33,9 @@ class RankSlots:
     def __init__(self, address: str, rank: int, *, count: int = 2) -> None:
         """Raises CheckpointError when the cache at ``address`` does not answer."""
         self._address, self._rank, self._count = address, rank, count
-        answer = ask(address, Open(rank))
-        self.board = Board(answer.board)
-        self.slots = [Slot(descriptor) for descriptor in answer.slots]
+        with closing(ask(address, Open(rank))) as answer:
+            self.board = Board(os.dup(answer.board))
+            self.slots = map_slots(answer.slots)
         self.limit_bytes, self._backed = answer.limit_bytes, answer.backed
         self._populating: threading.Thread | None = None
         self._stopped = threading.Event()
@@ -115,25 +116,17 @@ class RankSlots:
 
     def reopen(self) -> None:
         """Map the slots as the cache has them now, after another process filled one."""
-        self._open(Open(self._rank), ())
+        self._open(Open(self._rank))
 
-    def _open(self, request: Open | Reserve, keep: Collection[int]) -> None:
-        """Map the slots and the board anew; slots in ``keep`` stay mapped as they are."""
+    def _open(self, request: Open | Reserve) -> None:
         self.stop_populating()
-        answer = ask(self._address, request)
+        with closing(ask(self._address, request)) as answer:
+            slots = map_slots(answer.slots, self.slots)
         self.limit_bytes, self._backed = answer.limit_bytes, answer.backed
-        self.board.close()
-        self.board = Board(answer.board)
-        old, self.slots = self.slots, list[Slot]()
-        for index, slot in enumerate(old):
-            if index not in keep:
+        for slot in self.slots:
+            if slot not in slots:
                 slot.close()
-        for index, descriptor in enumerate(answer.slots):
-            if index in keep:
-                self.slots.append(old[index])
-                os.close(descriptor)
-            else:
-                self.slots.append(Slot(descriptor))
+        self.slots = slots
 
     def digest(self, key: Key) -> int:
         """A hash of the snapshot ``key`` without rank and device number, to compare ranks; 0 when it is not here."""
@@ -186,10 +179,11 @@ class RankSlots:
             CheckpointError: the node's limit or memory does not allow it.
         """
         keep = tuple(i for i in range(len(self.slots)) if i != index)
-        self._open(Reserve(self._rank, nbytes, max(self._count, len(self.slots)), keep), keep)
+        old = self.slots
+        self._open(Reserve(self._rank, nbytes, max(self._count, len(old)), keep))
         if index is not None:
             self.slots[index].lock()
-        fresh = [slot for i, slot in enumerate(self.slots) if i not in keep]
+        fresh = [slot for slot in self.slots if slot not in old]
         self._stopped.clear()
         self._populating = threading.Thread(
             target=lambda: [slot.populate(self._stopped) for slot in fresh],

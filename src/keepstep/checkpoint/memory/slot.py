@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
 
 from keepstep.checkpoint import native
 from keepstep.checkpoint.memory.slots import Key, Record, read_record
@@ -38,7 +38,7 @@ def backup_of(rank: int) -> int:
 
 
 class Slot:
-    """A slot, mapped into memory. Owns its descriptor.
+    """A slot, mapped into memory. Owns its descriptor, which is closed also when it cannot be mapped.
 
     A lock belongs to the process: a process should map a slot only once, because closing any of its maps ends the lock.
     With ``apart`` the lock belongs to this map alone, for processes in which several parts read slots; such a lock
@@ -47,15 +47,18 @@ class Slot:
 
     def __init__(self, descriptor: int, *, apart: bool = False) -> None:
         """Raises CheckpointError when the file's size is not sealed: it could shrink while somebody reads it."""
-        if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise CheckpointError("a slot of the cache whose size is not sealed")
-        if apart:  # such a lock belongs to the open file, so it must be one that no other process shares
-            own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-            os.close(descriptor)
-            descriptor = own
         self._descriptor, self._apart = descriptor, apart
-        self.nbytes = size_of(descriptor)
-        self.memory = mmap.mmap(descriptor, self.nbytes)
+        try:
+            if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise CheckpointError("a slot of the cache whose size is not sealed")
+            if apart:  # such a lock belongs to the open file, so it must be one that no other process shares
+                self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+                os.close(descriptor)
+            self.nbytes = size_of(self._descriptor)
+            self.memory = mmap.mmap(self._descriptor, self.nbytes)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
 
     def record(self) -> Record | None:
         """The commit record; None while the slot is not sealed."""
@@ -231,6 +234,20 @@ def mapped(descriptor: int) -> Generator[Slot]:
         yield slot
     finally:
         slot.close()
+
+
+def map_slots(descriptors: Iterable[int], old: Sequence[Slot] = (), *, apart: bool = False) -> list[Slot]:
+    """The slots behind descriptors, which stay open; slots of ``old`` that are there again stay as they are."""
+    slots: list[Slot] = []
+    with contextlib.ExitStack() as fresh:
+        for index, descriptor in enumerate(descriptors):
+            if index < len(old) and os.path.sameopenfile(old[index].fileno(), descriptor):
+                slots.append(old[index])
+            else:
+                slots.append(Slot(os.dup(descriptor), apart=apart))
+                fresh.callback(slots[-1].close)
+        fresh.pop_all()
+    return slots
 
 
 def size_of(descriptor: int) -> int:

@@ -134,7 +134,8 @@ def test_a_file_that_could_shrink_is_no_slot() -> None:
     os.ftruncate(descriptor, MIB)
     with pytest.raises(CheckpointError, match="not sealed"):
         Slot(descriptor)
-    os.close(descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_a_slot_that_somebody_reads_is_not_taken(served) -> None:  # type: ignore[no-untyped-def]
