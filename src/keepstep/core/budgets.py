@@ -16,9 +16,8 @@ from keepstep.core.lost_connection import tells_of_another
 
 WINDOW_S = 3600.0
 FLAG = "--restart-budget"
-_VARIES = re.compile(
-    r"0x[0-9a-f]+|\d+", re.IGNORECASE
-)  # addresses, processes and times differ in equal errors
+# Addresses, processes and times differ in equal errors.
+_VARIES = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 _MOST_QUOTED = 120  # characters of an error
 
 
@@ -105,20 +104,19 @@ def refusal(limits: Limits, causes: Sequence[Cause]) -> Refusal | None:
     if limits.same and sum(_same(cause, last) for cause in causes) >= limits.same:
         error = last.error if len(last.error) <= _MOST_QUOTED else f"{last.error[:_MOST_QUOTED]}…"
         when = f"at step {last.step}" if last.step > 0 else "before its first step"
+        times = {1: "once", 2: "twice"}.get(limits.same, f"{limits.same} times")
         return Refusal(
-            f"rank {last.rank} on node {last.node} has failed {_times(limits.same)} {when} with the same error "
+            f"rank {last.rank} on node {last.node} has failed {times} {when} with the same error "
             f"({error}): a restart would not help; mend that, or allow it with {FLAG} same=0"
         )
     recent = [cause for cause in causes if cause.at_s > last.at_s - WINDOW_S]
     of_node = [cause for cause in recent if cause.node == last.node]
     of_rank = [cause for cause in of_node if cause.rank == last.rank >= 0]
-    counts = (
-        ("rank", f"rank {last.rank} on node {last.node}", last.node, len(of_rank)),
-        ("node", f"node {last.node}", last.node, len(of_node)),
-        ("hour", "the job", "", len(recent)),
-    )
-    for name, who, node, count in counts:
-        limit: int = getattr(limits, name)
+    for name, limit, who, node, count in (
+        ("rank", limits.rank, f"rank {last.rank} on node {last.node}", last.node, len(of_rank)),
+        ("node", limits.node, f"node {last.node}", last.node, len(of_node)),
+        ("hour", limits.hour, "the job", "", len(recent)),
+    ):
         if limit and count > limit:
             allowed = f"{limit} restarts are allowed ({FLAG} {name}={limit})"
             return Refusal(f"{who} has failed {count} times within an hour, {allowed}", node)
@@ -137,7 +135,3 @@ def _same(one: Cause, last: Cause) -> bool:
         and not last.is_echo
         and _VARIES.sub("#", one.error) == _VARIES.sub("#", last.error)
     )
-
-
-def _times(count: int) -> str:
-    return {1: "once", 2: "twice"}.get(count, f"{count} times")

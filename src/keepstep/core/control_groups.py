@@ -56,11 +56,8 @@ def _mounted(lines: Sequence[str], controller: str) -> Iterator[tuple[str, str]]
         fields, tail = before.split(), after.split()
         if len(fields) < 5 or len(tail) < 3:
             continue
-        if (
-            tail[0] == "cgroup2"
-            if not controller
-            else tail[0] == "cgroup" and controller in tail[2].split(",")
-        ):
+        of_controller = tail[0] == "cgroup" and controller in tail[2].split(",")
+        if of_controller if controller else tail[0] == "cgroup2":
             yield _unescaped(fields[3]), _unescaped(fields[4])
 
 

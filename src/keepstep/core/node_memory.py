@@ -9,11 +9,8 @@ from pathlib import Path
 
 from keepstep.core.control_groups import PROC, ROOT, folders
 
-_LIMITS = (
-    "memory.max",
-    "memory.high",
-    "memory.limit_in_bytes",
-)  # above ``high`` a group is slowed to a crawl
+# Above ``high`` a group is slowed to a crawl.
+_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 _USED = ("memory.current", "memory.usage_in_bytes")
 _NO_LIMIT = 1 << 60  # version 1 says "none" with a number of about 2^63
 _UNKNOWN = 1 << 62  # bytes, where the machine's memory cannot be read

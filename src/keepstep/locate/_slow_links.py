@@ -136,19 +136,14 @@ def blame_links(transfers: Sequence[Transfer], evidence: Evidence, slowdown_s: f
     Otherwise nobody is named, and ``missing`` says between whom to test.
     """
     floor, nodes = _least_gain_s(slowdown_s), evidence.nodes
-    slow = [
-        t for t in transfers if t.gain_s >= max(floor, 2 * t.error_s * t.count) and _is_slow(t, slowdown_s)
-    ]
+    grown = [t for t in transfers if t.gain_s >= max(floor, 2 * t.error_s * t.count)]
+    slow = sorted((t for t in grown if _is_slow(t, slowdown_s)), key=lambda t: -t.gain_s)
     if not slow:
         return SlowLinks()
-    slow.sort(key=lambda t: -t.gain_s)
     spans = {t.path: tuple(sorted({nodes.get(rank, "") for rank in t.ranks})) for t in transfers}
     share = min(slow[0].gain_s / slowdown_s, 9.99) if slowdown_s > 0 else 0.0
-    found = SlowLinks(
-        evidence=tuple(_describe(t) for t in slow[:3]),
-        summary=f"transfers on {slow[0].path} are slow",
-        share=share,
-    )
+    summary = f"transfers on {slow[0].path} are slow"
+    found = SlowLinks(evidence=tuple(_describe(t) for t in slow[:3]), summary=summary, share=share)
     direct = [t for t in slow if len(spans[t.path]) <= 2]
     if direct:
         return replace(found, culprits=_named(direct, slow, spans, nodes, share))
@@ -200,11 +195,12 @@ def _named(
     confidence: Confidence = "high" if share >= 0.5 and not direct[0].of_peers else "medium"
     hub = common_node(chosen)
     detail = f"every slow pair has {hub}: its own connection is the likely cause" if hub else ""
-    culprits: list[Culprit] = []
-    for span in chosen:
-        worst = max((t for t in direct if spans[t.path] == span), key=lambda t: t.gain_s)
-        culprits.append(_culprit((span[0], span[-1]), worst, nodes, confidence, detail, hub))
-    return tuple(culprits)
+    # The transfers are sorted: the first of a pair is the one that costs most.
+    worst = [next(t for t in direct if spans[t.path] == span) for span in chosen]
+    return tuple(
+        _culprit((span[0], span[-1]), transfer, nodes, confidence, detail, hub)
+        for span, transfer in zip(chosen, worst, strict=True)
+    )
 
 
 def _common_pair(
@@ -215,11 +211,7 @@ def _common_pair(
     if len(common) < 2 or len(common) > _MAX_PAIRS_NODES:
         return None, common or list(spans[slow[0].path])
     weight = min(t.nbytes for t in slow) / 4
-    cleared = {
-        spans[t.path]
-        for t in transfers
-        if len(spans[t.path]) == 2 and t.ratio <= _FAST_RATIO and t.nbytes >= weight
-    }
+    cleared = {spans[t.path] for t in transfers if t.ratio <= _FAST_RATIO and t.nbytes >= weight}
     left = [pair for pair in itertools.combinations(common, 2) if pair not in cleared]
     return (left[0] if len(left) == 1 else None), sorted({node for pair in left for node in pair}) or common
 
@@ -257,19 +249,13 @@ def _ends(pair: Pair, transfer: Transfer, nodes: Mapping[int, str]) -> tuple[int
 
 def _describe(transfer: Transfer) -> str:
     """A line of evidence: how much longer the transfer takes."""
+    path, before_ms, after_ms = transfer.path, transfer.before_s * 1e3, transfer.after_s * 1e3
     if transfer.of_peers:
-        return (
-            f"{transfer.path}: {transfer.after_s * 1e3:.1f} ms per operation after the last arrival, comparable paths "
-            f"{transfer.before_s * 1e3:.1f} ms, {transfer.nbytes / 1e6:.2g} MB each"
-        )
-    if transfer.path.source >= 0:
-        longer = (transfer.after_s - transfer.before_s) * 1e3
-        return (
-            f"{transfer.path}: a message takes {longer:+.1f} ms longer, {transfer.count:.0f} per iteration, "
-            f"{transfer.nbytes / 1e6:.2g} MB each"
-        )
-    return (
-        f"{transfer.path} (ranks {fold_ranks(transfer.ranks)}): after the last arrival "
-        f"{transfer.before_s * 1e3:.1f} -> {transfer.after_s * 1e3:.1f} ms per operation, "
-        f"{transfer.nbytes / 1e6:.2g} MB each"
-    )
+        told = f"{path}: {after_ms:.1f} ms per operation after the last arrival, comparable paths {before_ms:.1f} ms"
+    elif path.source >= 0:
+        longer_ms = (transfer.after_s - transfer.before_s) * 1e3
+        told = f"{path}: a message takes {longer_ms:+.1f} ms longer, {transfer.count:.0f} per iteration"
+    else:
+        told = f"{path} (ranks {fold_ranks(transfer.ranks)}): after the last arrival "
+        told += f"{before_ms:.1f} -> {after_ms:.1f} ms per operation"
+    return f"{told}, {transfer.nbytes / 1e6:.2g} MB each"

@@ -38,12 +38,6 @@ class _Job:
     nodes: Mapping[int, str]
     offsets: ClockOffsets | None
 
-    def on_one_clock(self, rank: int, time_s: float) -> float:
-        """A time on the clock of the rank's node as time on the reference's."""
-        if self.offsets is None:
-            return time_s
-        return self.offsets.to_reference_s(self.nodes.get(rank, ""), time_s)
-
     def reducing(self) -> list[tuple[int, ...]]:
         """The members of each group that reduces gradients."""
         return [self.groups[name].members for name in self.layout.groups_with("dp") if name in self.groups]
@@ -225,9 +219,10 @@ def _operations(
     found: list[Operation] = []
 
     def add(rank: int, kind: OperationKind, index: int, start_s: float, seconds: float) -> None:
-        at_s = job.on_one_clock(rank, start_s)
+        if job.offsets is not None:
+            start_s = job.offsets.to_reference_s(job.nodes.get(rank, ""), start_s)
         step = iterations[rank].step
-        found.append(Operation(rank, step, homes[rank], stages.get(rank, 0), kind, index, at_s, seconds))
+        found.append(Operation(rank, step, homes[rank], stages.get(rank, 0), kind, index, start_s, seconds))
 
     done = {rank: row.start_s for rank, row in iterations.items()}
     for one in blocks:

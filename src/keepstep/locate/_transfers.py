@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from statistics import median
 
-from keepstep.core.events import Op
+from keepstep.core.events import MESSAGES, Op, ends_of
 from keepstep.core.evidence import Evidence
 from keepstep.core.node_clocks import ClockOffsets
 from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
@@ -173,12 +173,9 @@ def _messages(summaries: Sequence[IterationSummary]) -> dict[Path, list[_Message
     receives: dict[tuple[str, int, int, int], tuple[StreamSummary, float]] = {}
     for summary in summaries:
         for stream in summary.streams:
-            if stream.count == 0:
-                continue
-            if stream.op == Op.SEND:
-                sends[stream.group, summary.rank, stream.peer, summary.step] = (stream, summary.start_s)
-            elif stream.op == Op.RECV:
-                receives[stream.group, stream.peer, summary.rank, summary.step] = (stream, summary.start_s)
+            if stream.count and stream.op in MESSAGES:
+                key = stream.group, *ends_of(stream.op, summary.rank, stream.peer), summary.step
+                (sends if stream.op == Op.SEND else receives)[key] = (stream, summary.start_s)
     rows: dict[Path, list[_Message]] = {}
     for key, (receive, receiver_s) in receives.items():
         if key not in sends:
@@ -188,9 +185,8 @@ def _messages(summaries: Sequence[IterationSummary]) -> dict[Path, list[_Message
             continue
         group, source, target, _ = key
         latency = (receiver_s + receive.end_s) - (sender_s + send.start_s)
-        message = _Message(
-            latency, receive.busy_s / receive.count, receive.count, send.bytes / send.count, receiver_s
-        )
+        receiving, nbytes = receive.busy_s / receive.count, send.bytes / send.count
+        message = _Message(latency, receiving, receive.count, nbytes, receiver_s)
         rows.setdefault(Path(group, int(Op.SEND), source, target), []).append(message)
     return rows
 

@@ -158,8 +158,7 @@ def _peer_base(now: Profile, layout: InferredLayout) -> Floats:
     base: Floats = np.zeros(len(stage))
     for index in np.unique(stage):
         here = stage == index
-        ordered = np.sort(now.self_s[here])
-        base[here] = ordered[(len(ordered) - 1) // 2]
+        base[here] = np.quantile(now.self_s[here], 0.5, method="lower")
     return base
 
 
@@ -169,9 +168,8 @@ def _slow_ranks(growth: _Growth) -> Ints:
     noise = growth.after.noise_s if growth.before is None else growth.before.noise_s
     noise = np.maximum(np.minimum(noise, _MOST_NOISE * growth.base_s), _USUAL_NOISE * growth.base_s)
     counts = growth.after.counts.astype(np.float64)
-    error = noise * np.sqrt(
-        1.6 / np.maximum(counts, 1) + (0 if growth.before is None else 1.6 / growth.before.counts)
-    )
+    of_before = 0 if growth.before is None else 1.6 / growth.before.counts
+    error = noise * np.sqrt(1.6 / np.maximum(counts, 1) + of_before)
     least = MIN_PEER_RATIO if growth.before is None else MIN_RATIO
     slow = (
         (growth.ratio >= least * growth.common)
@@ -206,16 +204,11 @@ def _starved(growth: _Growth, causes: Sequence[HostCause]) -> Ints:
 
     Then all ranks that reported are slow alike, and the ranks that are not slow did not report.
     """
-    lost = {
-        cause.rank: cause.share * growth.job_after_s for cause in causes if cause.share >= _LEAST_HOST_SHARE
-    }
+    graver = [cause for cause in causes if cause.share >= _LEAST_HOST_SHARE]
+    lost = {cause.rank: cause.share * growth.job_after_s for cause in graver}
     gains = zip(growth.ranks.tolist(), growth.gain_s.tolist(), strict=True)
-    found = [
-        place
-        for place, (rank, gain_s) in enumerate(gains)
-        if lost.get(rank, 0.0) >= _HOST_EXPLAINS * gain_s > 0
-    ]
-    return np.array(found if len(found) == len(growth.ranks) else [], dtype=np.int64)
+    explained = all(lost.get(rank, 0.0) >= _HOST_EXPLAINS * gain_s > 0 for rank, gain_s in gains)
+    return np.arange(len(growth.ranks) if explained else 0)
 
 
 def _diagnosis(
@@ -230,25 +223,16 @@ def _diagnosis(
     lines: list[str] = []
     last = True
     if len(chosen):
-        lines.extend(_self_evidence(growth, chosen))
         last, told = arrival_evidence(evidence, int(growth.ranks[chosen[0]]))
-        lines.extend(told)
+        lines = _self_evidence(growth, chosen) + told
     culprits = [_culprit(evidence, growth, int(position), stages, last) for position in chosen]
     if growth.before is None:
-        missing = (
-            *missing,
-            "a healthy time: the job was slow from the first iteration, peers are the measure",
-        )
+        wanted = "a healthy time: the job was slow from the first iteration, peers are the measure"
+        missing = (*missing, wanted)
     blamed = {int(growth.ranks[p]) for p in chosen}
     blamed |= {rank for culprit in links.culprits if culprit.link for rank in culprit.link.ranks}
-    return Diagnosis(
-        "slow",
-        (*culprits, *links.culprits),
-        _victims(growth, blamed),
-        (*lines, *links.evidence),
-        missing + links.missing,
-        links.summary,
-    )
+    named, told = (*culprits, *links.culprits), (*lines, *links.evidence)
+    return Diagnosis("slow", named, _victims(growth, blamed), told, missing + links.missing, links.summary)
 
 
 def _culprit(
@@ -265,9 +249,8 @@ def _culprit(
         lost_s = host.share * growth.job_after_s
         if lost_s >= _HOST_EXPLAINS * float(growth.gain_s[position]):
             cause = host.cause
-        details.append(
-            f"{host.cause}: {host.share:.0%} of the time lost{', ' + host.detail if host.detail else ''}"
-        )
+        why = f", {host.detail}" if host.detail else ""
+        details.append(f"{host.cause}: {host.share:.0%} of the time lost{why}")
     confidence: Confidence = "high"
     if growth.before is None:
         confidence = "medium" if len(growth.ranks) >= 3 else "low"
@@ -313,18 +296,18 @@ def _self_evidence(growth: _Growth, chosen: Ints) -> list[str]:
     for position in chosen[:3]:
         rank, base, now = growth.ranks[position], growth.base_s[position], growth.after.self_s[position]
         against = "peers'" if growth.before is None else "own"
-        share = min(float(growth.share[position]), 1.0)
-        extra = (
-            "" if growth.before is None else f", {share:.0%} of the job's +{growth.slowdown_s * 1e3:.0f} ms"
-        )
-        lines.append(f"rank {rank}: {against} time {base * 1e3:.0f} -> {now * 1e3:.0f} ms{extra}")
+        line = f"rank {rank}: {against} time {base * 1e3:.0f} -> {now * 1e3:.0f} ms"
+        if growth.before is not None:
+            share = min(float(growth.share[position]), 1.0)
+            line += f", {share:.0%} of the job's +{growth.slowdown_s * 1e3:.0f} ms"
+        lines.append(line)
     others = np.setdiff1d(np.arange(len(growth.ranks)), chosen)
     if len(others):
         ratio = growth.ratio[others]
         lines.append(f"{len(others)} other ranks: own time x{ratio.min():.2f} to x{ratio.max():.2f}")
-    if growth.before is not None and len(others):
-        waits = (growth.after.blocked_s - growth.before.blocked_s)[others]
-        lines.append(f"they wait {float(np.median(waits)) * 1e3:+.0f} ms more per iteration")
+        if growth.before is not None:
+            waits = (growth.after.blocked_s - growth.before.blocked_s)[others]
+            lines.append(f"they wait {float(np.median(waits)) * 1e3:+.0f} ms more per iteration")
     return lines
 
 
