@@ -27,9 +27,7 @@ def ask(
     """Ask the controller of the run ``name`` a question; returns its answer of this ``kind``.
 
     ``only`` and ``gone`` end error messages: what needs a running job, and what to do when the controller goes away.
-
-    Raises:
-        RunError: there is no controller, it refuses, or does not answer in time.
+    Raises RunError where there is no controller, it refuses, or does not answer in time.
     """
     logging.getLogger("keepstep.wire").addHandler(logging.NullHandler())  # the error raised says it
     found = open_run(name)

@@ -38,12 +38,7 @@ _ABOUT = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print how often to save.
-
-    Raises:
-        UsageError: a value cannot be used, or there is neither a size nor a number of parameters.
-        RunError: the run has no finished step.
-    """
+    """Print how often to save. Raises UsageError for values that cannot be used, RunError for a run without a step."""
     parser = Parser("checkpoint plan", _ABOUT)
     text = "a run whose measured step time is taken"
     parser.add_argument("run", nargs="?", default="", metavar="RUN", help=text)

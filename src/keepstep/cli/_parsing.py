@@ -22,11 +22,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{self._command}: {message}; see `keepstep {self._command} --help`")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The values of all flags and arguments.
-
-        Raises:
-            UsageError: a flag or argument is unknown, missing, or cannot have its value.
-        """
+        """The values of all flags and arguments. Raises UsageError for one that is unknown, missing or wrong."""
         # Plain parse_args refuses RUN --json INCIDENT; the intermixed one loses "--" and takes flags after it.
         parse = self.parse_args if "--" in argv else self.parse_intermixed_args
         return parse(list(argv))
@@ -71,9 +67,7 @@ def choose(
     """The verb that ``argv`` begins with and the words after it; or an exit code, when help was printed.
 
     ``verbs``: a line of help for each verb; ``flags``: further flags of the command, with a line of help each.
-
-    Raises:
-        UsageError: there is no such verb.
+    Raises UsageError where there is no such verb.
     """
     word, *rest = argv or ("",)
     if word in verbs:

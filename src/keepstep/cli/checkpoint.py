@@ -110,9 +110,7 @@ def verify(path: str, step: int | None, json: bool) -> int:
 def export(path: str, step: int | None, safetensors: Path | None, dcp: Path | None) -> int:
     """Write a step as one file of tensors, or as a folder of torch.distributed.checkpoint.
 
-    Raises:
-        UsageError: not just one of the two is asked for.
-        CheckpointError: there is no such step, or not all of it is sound.
+    Raises UsageError unless just one of the two is asked for, CheckpointError where no such step is there and sound.
     """
     if (safetensors is None) == (dcp is None):
         raise UsageError("give either --safetensors FILE or --dcp FOLDER")
@@ -134,8 +132,7 @@ def export(path: str, step: int | None, safetensors: Path | None, dcp: Path | No
 def prune(path: str, keep: int, dry_run: bool, json: bool) -> int:
     """Remove whole steps but the newest ``keep``, and broken ones that are older than a whole one.
 
-    Raises:
-        CheckpointError: no step is whole, so none is removed; or one cannot be removed.
+    Raises CheckpointError where no step is whole, so that none is removed; or where one cannot be removed.
     """
     storage = open_storage(path)
     steps = scan(storage)

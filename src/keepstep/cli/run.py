@@ -26,9 +26,7 @@ from keepstep.launch.workers.guard import Guard
 def main(argv: Sequence[str]) -> int:
     """Run a job; returns its exit code.
 
-    Raises:
-        UsageError: the command line or a setting cannot be used, or the script is not there.
-        RunError: the run folder cannot be used.
+    Raises UsageError where the command line cannot be used or the script is not there, RunError for the run folder.
     """
     environ = dict(os.environ)
     job = job_from_command_line(argv, environ)

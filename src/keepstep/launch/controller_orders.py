@@ -83,10 +83,7 @@ class Orders:
         course.settle(Outcome("stopped", course.stop_code, stop.reason))
 
     def watch_lease(self, link: Link) -> None:
-        """End the workers from now on when nothing is heard of the controller for too long.
-
-        Another node may be given this node's place then.
-        """
+        """From now on, end the workers when the controller is silent for too long: another node may get their place."""
         self._lease = asyncio.get_running_loop().create_task(self._watch_lease(link))
 
     async def _watch_lease(self, link: Link) -> None:

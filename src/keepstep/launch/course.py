@@ -85,11 +85,7 @@ class Course:
         self.outcome = asyncio.get_running_loop().create_future()
 
     async def until(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for ``work``.
-
-        Raises:
-            EndedEarly: a signal or the controller has ended the job first.
-        """
+        """Wait for ``work``. Raises EndedEarly if a signal or the controller ends the job first."""
         task = asyncio.get_running_loop().create_task(work)
         waits: list[asyncio.Future[Any]] = [task, self.outcome]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

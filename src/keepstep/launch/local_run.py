@@ -43,11 +43,8 @@ class LocalRun:
     ) -> None:
         """Write ``run.json``, by which others find the run.
 
-        Args:
-            place: this node's.
-            controller: where it can be met.
-            term: of the controller, where it may move to another node; else 0.
-            rings: paths by rank.
+        ``place``: this node's. ``controller``: where it can be met. ``term``: of the controller, where it may move to
+        another node; else 0. ``rings``: paths by rank.
         """
         job = self.job
         described = {

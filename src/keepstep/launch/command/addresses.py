@@ -21,11 +21,7 @@ _PORTS_WANTED, _PORTS_TRIED = 1000, 16
 
 
 def resolve(host: str) -> list[str]:
-    """The numeric addresses of a host, IPv4 first.
-
-    Raises:
-        RunError: the name is unknown.
-    """
+    """The numeric addresses of a host, IPv4 first. Raises RunError where the name is unknown."""
     try:
         found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
     except OSError as error:

@@ -194,11 +194,7 @@ def _add_own(group: Any) -> None:
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-    """Parse the command line.
-
-    Raises:
-        UsageError: a flag is unknown, lacks its value or cannot have it; the script is missing.
-    """
+    """Parse the command line. Raises UsageError for an unknown flag, a value that is missing or wrong, or no script."""
     return parser(environ).parse_args(list(argv))
 
 

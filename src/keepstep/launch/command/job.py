@@ -118,11 +118,7 @@ class Job:
 
 
 def job_from_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Job:
-    """Parse and check everything that was asked for.
-
-    Raises:
-        UsageError: a flag or setting cannot be used; the message says which one and what to write.
-    """
+    """Parse and check everything that was asked for. Raises UsageError, which says what to write instead."""
     given = flags.parse(argv, environ)
     settings = resolve(
         SETTINGS,
@@ -242,11 +238,7 @@ def _layout(text: str, world_size: int | None) -> str:
 
 
 def stream_masks(flag: str, text: str, nproc: int) -> tuple[int, ...]:
-    """``3`` or ``0:1,1:3`` as one mask for each local rank.
-
-    Raises:
-        UsageError: the text has another form.
-    """
+    """``3`` or ``0:1,1:3`` as one mask for each local rank. Raises UsageError for a text of another form."""
     if re.fullmatch("[0-3]", text):
         return (int(text),) * nproc
     if not re.fullmatch("([0-9]+:[0-3],)*[0-9]+:[0-3]", text):

@@ -48,8 +48,7 @@ class Rendezvous:
 def rendezvous_from(given: argparse.Namespace, max_nodes: int, join_timeout_s: float) -> Rendezvous:
     """How the nodes meet, from torchrun's flags.
 
-    Raises:
-        UsageError: keepstep has no such backend, the nodes have no place to meet, or a value has another form.
+    Raises UsageError: there is no such backend, the nodes have no place to meet, or a value has another form.
     """
     backend = given.rdzv_backend
     if backend not in ("static", "c10d"):
@@ -87,11 +86,7 @@ def rendezvous_from(given: argparse.Namespace, max_nodes: int, join_timeout_s: f
 
 
 def node_range(text: str) -> tuple[int, int]:
-    """``N`` or ``MIN:MAX`` as (min, max).
-
-    Raises:
-        UsageError: the text is neither, or not 0 < MIN <= MAX.
-    """
+    """``N`` or ``MIN:MAX`` as (min, max). Raises UsageError for another text, or if not 0 < MIN <= MAX."""
     match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text)
     if match:
         low = int(match[1])
@@ -102,11 +97,7 @@ def node_range(text: str) -> tuple[int, int]:
 
 
 def parse_endpoint(flag: str, text: str, default_port: int | None) -> Endpoint:
-    """``HOST``, ``HOST:PORT``, ``[V6]:PORT`` as an endpoint.
-
-    Raises:
-        UsageError: the text is none of them, or the port is missing and has no default.
-    """
+    """``HOST``, ``HOST:PORT``, ``[V6]:PORT`` as an endpoint. Raises UsageError for another text or no port."""
     match = re.fullmatch(r"\s*(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]\s]+))(?::([0-9]+))?\s*", text)
     if not match:
         raise UsageError(f"{flag} {text}: give HOST:PORT (an IPv6 address in brackets)")

@@ -34,8 +34,7 @@ class Persisting:
 def persisting_from(value: Mapping[str, Any]) -> Persisting | None:
     """How the settings have checkpoints brought to storage; None: they stay in memory.
 
-    Raises:
-        UsageError: a value cannot be used, or there is no such storage.
+    Raises UsageError where a value cannot be used, or there is no such storage.
     """
     where, every = str(value["checkpoint_dir"]), str(value["checkpoint_every"]).strip()
     if not where:

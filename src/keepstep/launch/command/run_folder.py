@@ -60,10 +60,8 @@ def _as_name(text: str) -> str:
 def create(job: Job, path: Path, *, first: bool) -> Path:
     """Make the folder; the launcher of node 0 (``first``) also moves an earlier run's content aside.
 
-    Without ``--run-dir`` a name that is taken gets a number appended.
-
-    Raises:
-        RunError: the folder cannot be made or written, others can write to it, or it is that of a living run.
+    Without ``--run-dir`` a name that is taken gets a number appended. Raises RunError where the folder cannot be made
+    or written, others can write to it, or it is that of a living run.
     """
     try:
         if job.run_dir is None and not job.rendezvous.endpoint:
@@ -135,13 +133,9 @@ def _lives(mark: Any) -> bool:
 
 
 def secret_path(job: Job, folder: Path, home: Path | None) -> Path:
-    """The file with the secret.
+    """The file with the secret: ``--secret-file``; ``RUN/secret`` on one node or with ``--run-dir``; else in the home.
 
-    It is ``--secret-file``, else ``RUN/secret`` on one node or with ``--run-dir``, which several nodes may share, else
-    a file in the user's home.
-
-    Raises:
-        UsageError: it would be in the user's home, and there is none.
+    Raises UsageError where it would be in the user's home, and there is none.
     """
     if job.secret_file:
         return job.secret_file
@@ -156,12 +150,9 @@ def secret_path(job: Job, folder: Path, home: Path | None) -> Path:
 
 
 def ensure_secret(path: Path) -> bool:
-    """Make the secret file (0600) unless it is there; returns whether it was made.
+    """Make the secret file (0600), whole at once, unless it is there; returns whether it was made.
 
-    The file appears whole, also for other nodes that share the folder.
-
-    Raises:
-        AuthenticationError: it cannot be made, or the one that is there cannot be used.
+    Raises AuthenticationError where it cannot be made, or the one that is there cannot be used.
     """
     from keepstep.wire.secret import read_secret, write_secret
 

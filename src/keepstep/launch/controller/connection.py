@@ -81,9 +81,7 @@ class Link:
     def open(self) -> None:
         """Begin to connect.
 
-        Raises:
-            AuthenticationError: the secret cannot be read (yet).
-            UsageError: the certificates cannot be loaded.
+        Raises AuthenticationError where the secret cannot be read (yet), UsageError where a certificate cannot be.
         """
         # What goes wrong is in the message of ``join``, so that the logger need not say it at every attempt.
         logging.getLogger("keepstep.wire").addHandler(logging.NullHandler())
@@ -130,8 +128,7 @@ class Link:
     async def join(self, timeout_s: float) -> Place:
         """Wait for the other nodes and return this node's place; a spare waits for as long as the job lasts.
 
-        Raises:
-            RunError: the controller refused, or not all nodes came within ``timeout_s``; says what was wrong last.
+        Raises RunError, which says what was wrong last: refused, or not all nodes came within ``timeout_s``.
         """
         waiting = asyncio.get_running_loop().create_task(self._join_with_newest_secret())
         try:
@@ -305,10 +302,7 @@ def another_job(controller: Endpoint, error: wire.AnotherJob) -> str:
 
 
 def contexts(job: Job) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
-    """TLS contexts of a server and of a client; None: the job uses no TLS.
-
-    Raises UsageError where the files cannot be loaded.
-    """
+    """TLS contexts of a server and of a client; None: no TLS. Raises UsageError where files cannot be loaded."""
     return (wire.server_context(job.tls), wire.client_context(job.tls)) if job.tls else (None, None)
 
 

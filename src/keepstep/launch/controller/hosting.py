@@ -44,9 +44,9 @@ class Hosting:
         gave_up: Callable[[], None],
         moved: Callable[[], None],
     ) -> None:
-        """``ready`` is called once the controller can be met here, ``gave_up`` when it has died too often.
+        """``ready`` is called once the controller can be met here, ``moved`` when it is at another address.
 
-        ``moved`` is called when it is at another address.
+        ``gave_up`` is called when it has died too often.
         """
         self._run, self._job = run, run.job
         self._on_ready, self._on_gave_up, self._on_moved = ready, gave_up, moved
@@ -78,8 +78,7 @@ class Hosting:
     async def can_begin(self) -> None:
         """Check that the controller of a job of several nodes can listen here and hold connections to all of them.
 
-        Raises:
-            RunError: it cannot, and why.
+        Raises RunError where it cannot.
         """
         if trouble := descriptors.lack(self._job.max_nodes, descriptors.hard_limit()):
             raise RunError(trouble)
@@ -137,22 +136,14 @@ class Hosting:
         )
 
     def start(self) -> None:
-        """Start the controller here.
-
-        Raises:
-            KeepstepError, OSError: there is no secret that it could use.
-        """
+        """Start the controller here. Raises KeepstepError or OSError where there is no secret that it could use."""
         if run_folder.ensure_secret(self._run.secret) and self._job.secret_file:
             self._run.say(f"made a new secret: {self._run.secret}; every node needs this file")
         self.at = self._listen
         self._launch()
 
     async def is_ready(self) -> None:
-        """Wait until nodes can meet at the controller that was started here.
-
-        Raises:
-            RunError: they cannot.
-        """
+        """Wait until nodes can meet at the controller that was started here. Raises RunError where they cannot."""
         try:
             await asyncio.wait_for(self._ready.wait(), _READY_S)
         except asyncio.TimeoutError:

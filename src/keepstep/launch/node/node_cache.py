@@ -71,10 +71,7 @@ class NodeCache:
         return found
 
     async def stored(self, wait_s: float, in_vain: Callable[[], bool]) -> str:
-        """Wait until what was to be on storage is there; returns a line about what is not, else "".
-
-        ``in_vain``: whether to wait no longer.
-        """
+        """Wait until all is on storage, or ``in_vain()``; returns a line about what is not, else ""."""
         if self._made is None or self._job.persisting is None:
             return ""
         where, deadline_s, said = self._job.persisting.where, time.monotonic() + wait_s, False

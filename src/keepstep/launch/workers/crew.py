@@ -56,8 +56,7 @@ class Crew:
     def start(self, place: Place, environment: Mapping[int, Mapping[str, str]]) -> Workers:
         """Begin an incarnation. ``environment``: what each worker alone is given, by local rank.
 
-        Raises:
-            RunError: a worker cannot be started; those that were are to be ended with ``end``.
+        Raises RunError where a worker cannot be started; those that were are to be ended with ``end``.
         """
         job, attempt = self._run.job, place.incarnation
         if self.workers is None:

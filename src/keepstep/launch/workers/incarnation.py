@@ -53,11 +53,7 @@ class Workers:
         self.failed_s = 0.0
 
     def start(self, environ: Mapping[str, str]) -> None:
-        """Start all workers.
-
-        Raises:
-            RunError: one cannot be started; those that were are to be ended with ``end``.
-        """
+        """Start all workers. Raises RunError where one cannot be started; ``end`` then ends those that were."""
         for plan in self._plans:
             streams = self._streams[plan.local_rank]
             opened = [open_for_worker(path) for path in (streams.stdout, streams.stderr)]

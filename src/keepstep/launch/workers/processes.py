@@ -79,15 +79,10 @@ class Processes:
         stderr: int | None = None,
         pass_fds: Sequence[int] = (),
     ) -> Child:
-        """Start a program; ``on_exit`` is called from ``reap`` once it has ended.
+        """Start a program in just this environment; ``on_exit`` is called from ``reap`` once it has ended.
 
-        Args:
-            environment: the whole environment of the child.
-            saves: whether the child has something to save when the launcher dies: it is sent SIGTERM then, and
-                SIGKILL seconds later. Others are sent SIGKILL at once.
-
-        Raises:
-            RunError: the program cannot be started.
+        ``saves``: whether it has something to save when the launcher dies: it is sent SIGTERM then, and SIGKILL seconds
+        later. Others are sent SIGKILL at once. Raises RunError where the program cannot be started.
         """
         launcher, soft = os.getpid(), self._descriptors
         death_signal = signal.SIGTERM if saves else signal.SIGKILL
@@ -187,15 +182,11 @@ def _exiting(pid: int, thread: int) -> int | None:
 def give_priority(
     child: Child, *, low: bool, idle: bool = False, then: Callable[[], None] = lambda: None
 ) -> None:
-    """Let a child run only on CPU time that others leave, or as usual again; calls ``then`` once that is so.
+    """Let a child's session run only on CPU time that others leave (``low``), or as usual; calls ``then`` after that.
 
     Without privileges the kernel allows one such change in a tenth of a second on the whole machine, so that it is
-    tried again, until the next call for this child. Needs a running event loop.
-
-    Args:
-        child: whose whole session gets the priority.
-        low: whether it is to be low.
-        idle: whether to use ``SCHED_IDLE``, too, which still works where control groups switch autogroups off.
+    tried again, until the next call for this child. Needs a running event loop. ``idle``: whether to use
+    ``SCHED_IDLE``, too, which still works where control groups switch autogroups off.
     """
     child.low = low
 

@@ -29,11 +29,7 @@ class Rings:
         self._made: dict[str, dict[int, int]] = {"ring": {}, "orders": {}, "links": {}}  # descriptors by rank
 
     def make(self, place: Place, nproc: int, records: int) -> None:
-        """Make them for all workers of this node.
-
-        Raises:
-            KeepstepError, OSError, ImportError, ValueError: they cannot be made.
-        """
+        """Make them for all workers of this node. Raises KeepstepError, OSError, ImportError or ValueError."""
         from keepstep.ring import create, link_table, orders
 
         for rank in range(place.first_rank, place.first_rank + nproc):
