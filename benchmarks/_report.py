@@ -16,7 +16,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -36,7 +36,7 @@ class Line:
     unit: str
     goal: str | None = None
     met: bool | None = None
-    peers: dict[str, float | int | str] = field(default_factory=dict)
+    peers: Mapping[str, float | int | str] = field(default_factory=dict)
     limit: str | None = None
 
 

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._report import Line, Report, bench_arguments
-from benchmarks.campaign.trial import TRAIN, processes_of
+from benchmarks.campaign.trial import ROOT, processes_of
 
+TRAIN = ROOT / "examples" / "gpt" / "train.py"
 RANKS = 8
 HEALTHY, SLOW = 20, 10
 HEALTHY_GOAL = "20 of 20 accuse nobody"

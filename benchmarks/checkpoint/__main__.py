@@ -104,11 +104,11 @@ def worker(mib: int, repetitions: int, peer_repetitions: int, folder: str) -> di
         found[name] = overlapped(compute, optimizer, save, checkpoint.wait, plain_copy, timed, repetitions)
 
     checkpoint.wait()
-    before = [native.checksum(p.detach().numpy()) for p in parameters]
+    before = [native.checksum(p.detach().numpy().data) for p in parameters]
     for p in parameters:
         p.data.zero_()
     found["restore"] = paired(lambda: checkpoint.load(state), max(3, repetitions // 2))
-    if before != [native.checksum(p.detach().numpy()) for p in parameters]:
+    if before != [native.checksum(p.detach().numpy().data) for p in parameters]:
         raise RuntimeError("the restore gave other bytes than were saved")
     found["used"] = sum(slot.nbytes for slot in snapshots._cache.slots)
     found["peers"], found["missing"] = peers(state, Path(folder), paired, peer_repetitions, dist.get_rank())
@@ -119,12 +119,12 @@ def real_of(matrix: Any, seconds: float) -> Callable[[], None]:
     """Matrix products that take about ``seconds`` when nothing else runs."""
     began = time.perf_counter()
     for _ in range(20):
-        matrix @ matrix
+        matrix.matmul(matrix)
     times = max(1, round(seconds / ((time.perf_counter() - began) / 20)))
 
     def run() -> None:
         for _ in range(times):
-            matrix @ matrix
+            matrix.matmul(matrix)
 
     return run
 
@@ -270,18 +270,18 @@ def flash_checkpoint(state: dict[str, Any], folder: Path) -> Iterator[Callable[[
     import logging
 
     import torch.distributed as dist
-    from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType
-    from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
+    from dlrover.trainer.torch.flash_checkpoint import checkpointer as flash  # pyright: ignore[reportMissingImports]
+    from dlrover.trainer.torch.flash_checkpoint import ddp  # pyright: ignore[reportMissingImports]
 
     logging.disable(logging.WARNING)
     ranks = dist.get_world_size()
-    checkpointer = DdpCheckpointer(str(folder / "flash"), local_shard_num=ranks, global_shard_num=ranks)
+    checkpointer = ddp.DdpCheckpointer(str(folder / "flash"), local_shard_num=ranks, global_shard_num=ranks)
     engine = checkpointer._engine
     steps = iter(range(1, 1 << 40))
 
     def save() -> None:
         step = next(steps)
-        checkpointer.save_checkpoint(step, state, storage_type=StorageType.MEMORY)
+        checkpointer.save_checkpoint(step, state, storage_type=flash.StorageType.MEMORY)
         if engine._cached_step != step:
             raise RuntimeError(f"it left step {step} out")
 

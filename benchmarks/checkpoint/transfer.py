@@ -83,7 +83,7 @@ def pairs(mib: int, repetitions: int) -> dict[str, Any]:
                 board, slot = Board(answer.board), Slot(answer.slots[0], apart=True)
                 stack.callback(board.close)
                 stack.callback(slot.close)
-                slot.populate()
+                slot.populate(threading.Event())
 
                 def room(record: Record) -> Incoming:
                     assert slot_bytes(record) <= slot.nbytes
@@ -109,7 +109,8 @@ def pairs(mib: int, repetitions: int) -> dict[str, Any]:
             found: dict[str, Any] = {"bytes": told["bytes"]}
             for name, owner in (("backup", backup_of(0)), ("fetch", 0)):
                 room = room_of(owner)
-                ours(room), raw()
+                ours(room)
+                raw()
                 rows = []
                 for number in range(repetitions):
                     row = [0.0, 0.0]

@@ -174,7 +174,7 @@ class Campaign:
     """
 
     name: str
-    doc: str
+    doc: str | None
     cases: Mapping[str, Callable[[random.Random], Any]]
     carry_out: Callable[[Any, Path], Judged]
     before: Callable[[], object]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from benchmarks.checkpoint_faults.campaign import moment
 from benchmarks.checkpoint_faults.job import Phase
@@ -71,7 +71,14 @@ class Plan:
         return NODES * self.per_node
 
 
-def _shape(chances: random.Random) -> dict[str, int]:
+class _Shape(TypedDict):
+    """What a `Plan` has of the job."""
+
+    per_node: int
+    rate: int
+
+
+def _shape(chances: random.Random) -> _Shape:
     return {
         "per_node": chances.choice((1,) * 7 + (2,)),
         "rate": chances.choice((0, 0, 40_000_000, 15_000_000)),
@@ -98,12 +105,15 @@ def _while_saving(phase: Phase, count: int = 1) -> Callable[[random.Random], Pla
 
 
 def _while_backed_up(chances: random.Random) -> Plan:
-    shape = {**_shape(chances), "rate": chances.choice((8_000_000, 20_000_000))}
+    shape: _Shape = {**_shape(chances), "rate": chances.choice((8_000_000, 20_000_000))}
     return Plan((_loss(chances, "transfer", 10 ** chances.uniform(-4, 0)),), **shape)
 
 
 def _while_restoring(chances: random.Random) -> Plan:
-    shape = {**_shape(chances), "rate": chances.choice((40_000_000, 15_000_000))}  # so that it takes a while
+    shape: _Shape = {
+        **_shape(chances),
+        "rate": chances.choice((40_000_000, 15_000_000)),
+    }  # so that it takes a while
     first = _loss(chances, "phase", moment(chances), phase=Phase.SEAL, steps=chances.randint(1, 6))
     if chances.random() < 0.7:
         rank = first.nodes[0] * shape["per_node"]

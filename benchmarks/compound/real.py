@@ -122,8 +122,8 @@ def run(
         incidents = [
             json.loads(path.read_bytes()) for path in sorted((folder / "run/incidents").glob("[0-9]*.json"))
         ]
-        for pattern in _KEPT if keep else ():
-            for path in folder.glob(pattern):
+        if keep is not None:
+            for path in (path for pattern in _KEPT for path in folder.glob(pattern)):
                 kept = keep / path.relative_to(folder)
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, kept)

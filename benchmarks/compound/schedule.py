@@ -70,9 +70,9 @@ class Schedule:
 def load(path: Path = FILE, scale: float | None = None) -> Schedule:
     """Read the schedule; ``scale`` in place of the one that it has."""
     told = json.loads(path.read_text())
-    scale = told["scale"] if scale is None else scale
+    factor = told["scale"] if scale is None else scale
     events = [Event(**one) for one in told["events"]]
-    scaled = tuple(replace(one, times=1 + scale * (one.times - 1)) for one in events)
+    scaled = tuple(replace(one, times=1 + factor * (one.times - 1)) for one in events)
     return Schedule(told["iterations"], scaled)
 
 

@@ -22,9 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks._intervals import interval
@@ -59,7 +60,12 @@ class Bench:
         return self._until_s - time.monotonic()
 
     def job(
-        self, part: str, *, ranks: int = 1, watch: bool = True, **environment: str
+        self,
+        part: str,
+        *,
+        ranks: int = 1,
+        watch: bool = True,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> list[dict[str, Any]]:
         """The result of each rank. Raises RuntimeError with the job's last words."""
         self._jobs += 1
@@ -108,9 +114,9 @@ def end(launcher: subprocess.Popen[bytes]) -> None:
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def events(bench: Bench, ranks: int = 1, **environment: str) -> None:
+def events(bench: Bench, ranks: int = 1, environment: Mapping[str, str] = MappingProxyType({})) -> None:
     """Records of a training, and times of single calls beside the profiler's."""
-    found = bench.job("events", ranks=ranks, **environment)
+    found = bench.job("events", ranks=ranks, environment=environment)
     for rank, result in enumerate(found):
         who = "" if ranks == 1 else f"{ranks} ranks on one GPU: rank {rank}: "
         training, ring = result["training"], result["ring"]
@@ -162,12 +168,12 @@ def times(bench: Bench, who: str, batch: dict[str, Any]) -> None:
 
 def shared(bench: Bench) -> None:
     """The same with two ranks on the GPU."""
-    import torch
+    from torch.cuda import nccl
 
-    if bench.device == "cuda" and (version := torch.cuda.nccl.version()) < SHARED_FROM:
+    if bench.device == "cuda" and (version := nccl.version()) < SHARED_FROM:
         said = ".".join(map(str, version))
         raise RuntimeError(f"NCCL {said}; ranks may share a GPU from 2.30 on (NCCL_MULTI_RANK_GPU_ENABLE=1)")
-    events(bench, 2, NCCL_MULTI_RANK_GPU_ENABLE="1")
+    events(bench, 2, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
 
 
 def gemm(bench: Bench) -> None:

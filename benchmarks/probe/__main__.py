@@ -73,6 +73,7 @@ def call_worker(rounds: int) -> dict[str, Any]:
     world = dist.group.WORLD
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     assert world is not None
+    assert isinstance(alone, dist.ProcessGroup)
 
     def p2p() -> None:
         requests = dist.batch_isend_irecv(
@@ -88,7 +89,7 @@ def call_worker(rounds: int) -> dict[str, Any]:
             "all_reduce": lambda group=group: dist.all_reduce(tensor, group=group),
             "all_reduce, async": lambda group=group: dist.all_reduce(
                 tensor, group=group, async_op=True
-            ).wait(),
+            ).wait(),  # pyright: ignore[reportOptionalMemberAccess] - an assertion would be measured, too
             "barrier": lambda group=group: dist.barrier(group),
             "functional all_reduce (C++)": lambda name=name: functional.wait_tensor(
                 torch.ops._c10d_functional.all_reduce(tensor, "sum", name)
@@ -132,6 +133,7 @@ def own_cost(probe: Any, group: Any) -> dict[str, float]:
     from keepstep.capture.operations import METHODS, Caller
 
     finished = dist.all_reduce(torch.ones(1), async_op=True)
+    assert finished is not None
     finished.wait()
     finished = getattr(finished, "native", finished)
     tensor = torch.ones(256)

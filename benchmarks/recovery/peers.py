@@ -17,6 +17,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,7 +81,7 @@ def _module() -> torch.nn.Module:
 
 def nvrx_rank(folder: Path, step_s: float) -> None:
     """One of five processes."""
-    from nvidia_resiliency_ext import inprocess
+    from nvidia_resiliency_ext import inprocess  # pyright: ignore[reportMissingImports]
 
     assignment = inprocess.Compose(
         inprocess.rank_assignment.MaxActiveWorldSize(ranks()), inprocess.rank_assignment.ShiftRanks()
@@ -97,7 +98,7 @@ def nvrx_rank(folder: Path, step_s: float) -> None:
         model = torch.nn.parallel.DistributedDataParallel(_module())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         file = Path("/dev/shm") / f"{folder.name}-{rank}.pt"
-        found = torch.load(file) if file.exists() else {"step": 0}
+        found: dict[str, Any] = torch.load(file) if file.exists() else {"step": 0}
         ballast = Ballast()
         steps = torch.tensor(found["step"])
         dist.all_reduce(steps, op=dist.ReduceOp.MIN)
@@ -134,7 +135,7 @@ def nvrx_rank(folder: Path, step_s: float) -> None:
 
 def torchft_rank(folder: Path, step_s: float) -> None:
     """One replica: one process."""
-    import torchft
+    import torchft  # pyright: ignore[reportMissingImports]
 
     replica = int(os.environ["REPLICA"])
     module = _module()
@@ -142,7 +143,7 @@ def torchft_rank(folder: Path, step_s: float) -> None:
     ballast = Ballast()
     ballast.initialise()  # before it is known whether there is another to learn from
 
-    def load(state: dict[str, object]) -> None:
+    def load(state: dict[str, Any]) -> None:
         module.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
         ballast.load_state_dict(state["ballast"])

@@ -28,6 +28,8 @@ class Ballast(torch.nn.Module):
     As large models do it: memory without values first, which are restored, or made by `initialise` in a new training.
     """
 
+    numbers: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("numbers", torch.empty(max(1, ballast_bytes() // 4)))
