@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 
-class SlowFile:
+class SlowFile(io.BufferedWriter):
     """A file whose first write takes ``seconds``: an emulated slow storage."""
 
-    def __init__(self, file: BinaryIO, seconds: float) -> None:
-        self._file, self._seconds = file, seconds
+    def __init__(self, path: Path, seconds: float) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self._seconds = seconds
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Any, /) -> int:
         time.sleep(self._seconds)
         self._seconds = 0.0
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
+        return super().write(data)
 
 
 class SlowWriter(dcp.FileSystemWriter):
@@ -63,8 +62,8 @@ class Checkpoints:
                     shutil.rmtree(older, ignore_errors=True)
             return
         partial = self.folder / f"rank{self.rank}.partial"
-        with open(partial, "wb") as file:
-            torch.save(state, SlowFile(file, self.seconds))
+        with SlowFile(partial, self.seconds) as file:
+            torch.save(state, file)
         partial.replace(self.folder / f"rank{self.rank}.pt")
 
     def remove(self) -> None:

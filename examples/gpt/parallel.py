@@ -64,7 +64,8 @@ def _replicate(stage: Stage, sizes: Sizes, mesh: DeviceMesh, device: torch.devic
     if sizes.dp_kind == "fsdp":
         for block in stage.blocks:
             fully_shard(block, mesh=mesh["dp"])
-        return fully_shard(stage, mesh=mesh["dp"])
+        fully_shard(stage, mesh=mesh["dp"])
+        return stage
     if sizes.tp > 1:
         _pre_dp_module_transform(stage)
     return DistributedDataParallel(
@@ -119,7 +120,7 @@ def _schedule(
         for index, module in stages
     ]
     if len(pipe) > 1:
-        return ScheduleInterleaved1F1B(pipe, sizes.microbatches, loss_fn=cross_entropy)
+        return ScheduleInterleaved1F1B([*pipe], sizes.microbatches, loss_fn=cross_entropy)
     kind = ScheduleGPipe if sizes.schedule == "gpipe" else Schedule1F1B
     return kind(pipe[0], sizes.microbatches, loss_fn=cross_entropy)
 

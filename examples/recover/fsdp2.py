@@ -59,7 +59,7 @@ def train(session: keepstep.Session, total: int, folder: Path | None) -> None:
         optimizer.zero_grad()
         if folder:
             with (folder / f"losses-{session.rank}").open("a") as file:
-                file.write(f"{step} {loss.item().hex()}\n")
+                file.write(f"{step} {float(loss.item()).hex()}\n")
         if session.rank == 0:
             print(f"step {step}: loss {loss.item():.4f}", flush=True)
 

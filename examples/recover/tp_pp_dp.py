@@ -76,7 +76,7 @@ def train(session: keepstep.Session, total: int, folder: Path | None) -> None:
         optimizer.zero_grad()
         if losses and folder:
             with (folder / f"losses-{session.rank}").open("a") as file:
-                file.write(f"{step} {' '.join(loss.item().hex() for loss in losses)}\n")
+                file.write(f"{step} {' '.join(float(loss.item()).hex() for loss in losses)}\n")
         if losses and session.rank == session.world_size - 1:
             print(f"step {step}: loss {sum(loss.item() for loss in losses) / MICRO_BATCHES:.4f}", flush=True)
 
