@@ -11,8 +11,7 @@ from __future__ import annotations
 from keepstep.wire.messages.backups import *
 from keepstep.wire.messages.limits import *
 from keepstep.wire.messages.membership import *
-from keepstep.wire.messages.shares import *
-from keepstep.wire.messages.validation import *
+from keepstep.wire.messages.orders import *
 from keepstep.wire.messages.watching import *
 
 AgentMessage = (

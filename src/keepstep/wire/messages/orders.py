@@ -1,4 +1,4 @@
-"""Messages for holding a job's ranks briefly in order to test them."""
+"""Messages about what ranks are ordered to do: to be held and tested, and to compute shares of micro-batches."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ from typing import Annotated
 
 import msgspec
 
+from keepstep.core.microbatch_shares import Split
 from keepstep.core.validation import RankFigures, RankTests, TransferEndpoint, Validation
-from keepstep.wire.messages.limits import LEAST_HOLD_S, MOST_HOLD_S, Message
+from keepstep.wire.messages.limits import (
+    LEAST_HOLD_S,
+    MOST_HELD_RANKS,
+    MOST_HOLD_S,
+    MOST_REPLICAS,
+    Count,
+    Message,
+    Rank,
+)
 
 
 class HeldRank(msgspec.Struct, frozen=True, array_like=True):
@@ -74,3 +83,22 @@ class Validated(Message, frozen=True):
     outcome: Validation | None = None
     nodes: tuple[tuple[int, str], ...] = ()  # rank and node name of each tested rank
     refused: str = ""
+
+
+class Splits(Message, frozen=True):
+    """How the ranks of a node divide micro-batches. Sent when that has changed."""
+
+    node_rank: int
+    ranks: Annotated[tuple[Split, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
+
+
+class Shares(Message, frozen=True):
+    """Micro-batches per replica, sent to the job's first rank, which tells the others.
+
+    ``number`` only grows during a run.
+    """
+
+    number: int
+    rank: Rank
+    incarnation: int
+    shares: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_REPLICAS)]
