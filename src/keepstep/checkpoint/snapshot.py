@@ -90,20 +90,14 @@ class Snapshots:
         elsewhere: bool = False,
         left: list[torch.UntypedStorage] | None = None,
     ) -> None:
-        """Opens the cache.
+        """Opens the cache at ``address``; CheckpointError when there is none.
 
         Args:
-            address: address of the node's cache.
-            worker: the rank that this process plays.
-            gather: called by all ranks together.
             slots: how many slots the rank gets; 0: two that take turns, and with storage one more for a step that is
                 on its way there.
             storing: where and how often steps go to storage; None: never.
             elsewhere: whether the node's agent is asked for states that the cache lacks.
             left: memory that nobody uses any more; `load` may put it under what it brings back.
-
-        Raises:
-            CheckpointError: there is no cache at ``address``.
         """
         self._worker, self._gather, self._process = worker, gather, os.getpid()
         self._slots = slots or (_TURNS if storing is None else _TURNS + 1)
@@ -145,7 +139,7 @@ class Snapshots:
         begun_s = time.monotonic()
         blocked_s, self._blocked_s = self._blocked_s, 0.0
         if not self._begun:
-            self._begin_anew()
+            self._settle(talk(begin(self._restoring(), self._worker.incarnation), self._gather))
         header, spans, text = self._flatten(state, step)
         key = Key(self._incarnation, step)
         key.pack()
@@ -207,8 +201,6 @@ class Snapshots:
             rank.finish()
         self._settle(agreed)
         if agreed.key is None:
-            if agreed.given_up:
-                self._say(agreed.given_up, every_rank=False)
             return None
         own, moved = self._worker.rank, agreed.moved
         if own == 0 or (own in moved and len(moved) < self._worker.world_size):
@@ -259,14 +251,10 @@ class Snapshots:
             every_rank=False,
         )
 
-    def _begin_anew(self) -> None:
-        """Agree with all ranks on which snapshot to keep until there is a newer one."""
-        agreed = talk(begin(self._restoring(), self._worker.incarnation), self._gather)
+    def _settle(self, agreed: Agreed) -> None:
+        """Go on from what all ranks have agreed on."""
         if agreed.given_up:
             self._say(agreed.given_up, every_rank=False)
-        self._settle(agreed)
-
-    def _settle(self, agreed: Agreed) -> None:
         self._cache.settle(agreed.key, agreed.pending, wanted=agreed.wanted)
         if agreed.key and agreed.alike:
             self._cache.say_alike(agreed.key)
@@ -343,15 +331,12 @@ class Snapshots:
             if digest and self._last and all(row[0] == digest for row in rows):
                 self._cache.say_alike(self._last)
             return self._cache.take(lambda: newest_common(map(keys_of, rows)))
-        deadline = time.monotonic() + PATIENCE_S
+        deadline, world_size = time.monotonic() + PATIENCE_S, self._worker.world_size
         while True:
-            index = self._cache.take(self._complete)
+            index = self._cache.take(lambda: newest_common(map(self._cache.board.held, range(world_size))))
             if index is not None or time.monotonic() > deadline:
                 return index
             time.sleep(_POLL_S)
-
-    def _complete(self) -> Key | None:
-        return newest_common(self._cache.board.held(rank) for rank in range(self._worker.world_size))
 
     def _flatten(self, state: Any, step: int) -> tuple[StateHeader, list[Span], bytes]:
         worker = self._worker

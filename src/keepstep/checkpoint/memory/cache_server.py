@@ -113,11 +113,7 @@ class Answer(NamedTuple):
 
 
 def ask(address: str, request: Open | Reserve | GiveUp) -> Answer:
-    """Send one request to the cache at ``address``, which workers find in the variable `ADDRESS`.
-
-    Raises:
-        CheckpointError: it refused, is not there, or is not of this user.
-    """
+    """Ask the cache at ``address``. Raises CheckpointError when it refuses, is gone, or is not of this user."""
     try:
         with connect(address, "cache", _PATIENCE_S) as connection:
             connection.send(msgspec.json.encode(request))

@@ -43,11 +43,7 @@ class Incoming:
         """The part of the slot for storages, header and table of checksums, to be written before `seal`."""
 
     def seal(self, *, threads: int = 1) -> StateHeader:
-        """Verify every byte and write the commit record.
-
-        Raises:
-            CheckpointError: the bytes are damaged, or not those that the record announces.
-        """
+        """Write the commit record, unless a byte is damaged or not what was announced (CheckpointError)."""
         with memoryview(self._slot.memory) as view:
             header = read_header(view, self.record)
             damaged = damaged_storages(view, header, threads)
@@ -83,11 +79,7 @@ class StateSource(Protocol):
         ...
 
     def keys(self, rank: int) -> frozenset[Key]:
-        """The snapshots of a rank that the source has, as far as can be told without reading them.
-
-        Raises:
-            CheckpointError: the source is out of reach.
-        """
+        """What the source has of a rank, unread. Raises CheckpointError when the source is out of reach."""
         ...
 
     def bring(self, key: Key, rank: int, room: Room) -> str:

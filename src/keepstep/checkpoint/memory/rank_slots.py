@@ -174,9 +174,7 @@ class RankSlots:
         """Reserve slots of ``nbytes``: all of them when there are none yet, else a larger one in place of ``index``.
 
         The kernel provides the pages in the background, and ``limit_bytes`` is set to the node's limit for all ranks.
-
-        Raises:
-            CheckpointError: the node's limit or memory does not allow it.
+        Raises CheckpointError when the node's limit or memory does not allow it.
         """
         keep = tuple(i for i in range(len(self.slots)) if i != index)
         old = self.slots

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from keepstep.checkpoint.memory.slots import LAST_STEP, Key
+from keepstep.checkpoint.memory.slots import LAST_STEP, Key, newest_common
 
 _MOST_SKIPPED = 20  # the next target is at most 2**20 steps ahead of the newest snapshot
 
@@ -43,11 +43,6 @@ class Stock:
             self.keep,
             min((one for one in self.own if first and one >= first), default=None),
         )
-
-    def of(self, node: int, own: int) -> frozenset[Key]:
-        """The snapshots of all ranks of ``node`` that this node holds, whose own number is ``own``."""
-        found = self.backups.get(node, frozenset[Key]())
-        return found | self.own if node == own else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +208,7 @@ class BackupPlan:
         if newest is None:
             self.first = None
         elif self.first is None:
-            common = max(owns[0].intersection(*owns[1:]), default=None)
+            common = newest_common(owns)
             start = common if common and self._tries == 0 else _after(newest, self._tries)
             self.first = start if self.keep is None or start > self.keep else _after(self.keep, 0)
         elif all(stock.first == self.first for stock in stocks.values()):
@@ -247,8 +242,8 @@ def _holders(stocks: Mapping[int, Stock]) -> dict[Key, dict[int, set[int]]]:
     """The nodes that hold a snapshot, by its key and the node whose ranks it is of."""
     found: dict[Key, dict[int, set[int]]] = {}
     for node, stock in stocks.items():
-        for home in {node, *stock.backups}:
-            for key in stock.of(home, node):
+        for home, keys in ((node, stock.own), *stock.backups.items()):
+            for key in keys:
                 found.setdefault(key, {}).setdefault(home, set()).add(node)
     return found
 

@@ -133,11 +133,9 @@ class Fetch:
             ) from None
 
     def _ask(self) -> BlockingConnection:
-        """Connect to the node that has the state, and ask for it.
+        """Connect to the node that has the state, and ask for it; CheckpointError when it lacks the state.
 
-        Raises:
-            CheckpointError: the node lacks the state.
-            OSError, Violation: there is no connection, or the peer has no proof.
+        Raises OSError and Violation when there is no connection, or the peer has no proof.
         """
         endpoints = [one for one in self._where()[:MOST_NODE_ENDPOINTS] if is_usable(one)]
         if not endpoints:

@@ -40,8 +40,7 @@ class Filling:
     ) -> None:
         """Plans the restore and changes nothing yet. Pages of ``left``, memory that nobody uses, may be reused.
 
-        Raises:
-            CheckpointError: the state does not have the structure of the snapshot.
+        Raises CheckpointError when the state does not have the structure of the snapshot.
         """
         self._header, self._slot, self._threads, self._left = header, slot, threads, left
         self._plan = array("Q")  # rows of offset in the slot, address, nbytes

@@ -119,13 +119,9 @@ def restore_address(cache: str) -> str:
 
 
 class RestoreService:
-    """Answers requests, called from any thread. The only I/O is that of the sources.
+    """Answers requests, called from any thread. The only I/O is that of the sources, of which the cheapest is first.
 
-    Args:
-        ranks: those of this node.
-        sources: the cheapest first.
-        held: what a rank has sealed.
-        filling: makes room.
+    ``held`` tells what a rank of this node has sealed.
     """
 
     def __init__(

@@ -23,17 +23,12 @@ class Restoring:
     """Carries out what `resume.Rank` describes for one rank. ``error`` is the reason when its state cannot be filled.
 
     Attributes:
-        cache: the rank's slots.
-        rank: number of the rank.
-        world_size: ranks of the job.
         state: the state that is to be filled; None for `resume.begin`, which fills none.
         slots: how many slots the rank is to have.
         service: client of the agent's restore service; None when there are no sources besides the cache.
         required: whether other sources must answer, because they may have a state when all caches are empty.
         elastic: whether `digest` is needed to find out if all ranks have the same state.
-        threads: number of threads that copy.
         left: memory that nobody uses any more; it may be put under what is brought back.
-        say: prints a line for the operator.
     """
 
     cache: RankSlots
@@ -77,10 +72,9 @@ class Restoring:
             self.say(line)
         for line in offered.troubles:
             self.say(f"{line}: what is there is not looked at")
-        troubles, unsure = offered.troubles, bool(offered.troubles)
-        return Elsewhere(
-            offered.keys, offered.incarnation, offered.refused, troubles if self.required else (), unsure
-        )
+        troubles = offered.troubles if self.required else ()
+        unsure = bool(offered.troubles)
+        return Elsewhere(offered.keys, offered.incarnation, offered.refused, troubles, unsure)
 
     def bring(self, key: Key) -> None:
         if self.service is None:

@@ -120,9 +120,7 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
     Other sources are asked when the caches alone do not decide: when not all ranks have the same newest state. Ranks
     that died during the very first snapshot begin anew, because no snapshot was ever whole.
 
-    Args:
-        rank: this rank.
-        incarnation: the launcher's number of the incarnation; the agreed one is at least that.
+    ``incarnation`` is the launcher's number of the incarnation; the agreed one is at least that.
 
     Raises:
         CheckpointError: there are states, but none that all ranks can have whole, or a source did not answer that may
@@ -189,8 +187,7 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
 def begin(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
     """Agree on which snapshot to keep until there is a newer one, when nothing is restored.
 
-    Raises:
-        CheckpointError: a source does not answer; the incarnation of a state there is unknown, and might be used again.
+    Raises CheckpointError when a source does not answer: the incarnation of a state there might be used again.
     """
     held = _in_caches((yield row_of(rank.own())))
     talk = _Talk(rank, incarnation, held)

@@ -69,16 +69,6 @@ def export_dcp(storage: Storage, manifest: Manifest, target: Path) -> int:
     return len(collected.entries)
 
 
-def torch_state(shard: StoredShard) -> tuple[Any, list[torch.Tensor]]:
-    """The state of a rank and its tensors in the header's order, sharing memory with the shard."""
-    whole = (
-        torch.frombuffer(shard.data, dtype=torch.uint8) if shard.data else torch.empty(0, dtype=torch.uint8)
-    )
-    storages = [whole[one.offset : one.offset + one.nbytes] for one in shard.header.storages]
-    tensors = [tensor_of(entry, storages[entry.storage]) for entry in shard.header.tensors]
-    return build(shard.header.tree, tensors, ""), tensors
-
-
 _Items = list[tuple[WriteItem, torch.Tensor | io.BytesIO]]
 
 
@@ -107,7 +97,10 @@ class _Collected:
     def items(self, shard: StoredShard) -> _Items:
         """The items that a rank writes, with their content."""
         rank = shard.header.rank
-        state, tensors = torch_state(shard)
+        whole_data = torch.frombuffer(shard.data or bytearray(1), dtype=torch.uint8)
+        storages = [whole_data[one.offset : one.offset + one.nbytes] for one in shard.header.storages]
+        tensors = [tensor_of(entry, storages[entry.storage]) for entry in shard.header.tensors]
+        state: Any = build(shard.header.tree, tensors, "")
         index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
         paths = tensor_paths(shard.header)
         flattened: Any = cast("Any", _nested_dict).flatten_state_dict(

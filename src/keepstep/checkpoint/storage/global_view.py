@@ -22,7 +22,6 @@ class Block:
     """A block of a sharded tensor that one rank holds.
 
     Attributes:
-        rank: the rank that holds it.
         tensor: index of the tensor in the rank's header.
         local: first index of the block in the rank's local part, by dimension.
         whole: first index of the block in the whole tensor.
@@ -59,9 +58,7 @@ def whole_tensors(
     ranks (random number states, say) is there once for each different content: that of the lowest rank under its own
     name, those of others as ``NAME@rank3``.
 
-    Args:
-        headers: the headers of all ranks, in order.
-        fingerprint: gives a hash of a tensor's content, from a rank and the tensor's index in the rank's header.
+    ``fingerprint`` gives a hash of a tensor's content, from a rank and the tensor's index in the rank's header.
 
     Raises:
         CheckpointError: parts of one tensor contradict each other, or do not cover it.

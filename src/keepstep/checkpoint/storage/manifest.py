@@ -129,10 +129,9 @@ def decode_own(data: bytes, kind: type[_Struct], text: Callable[[_Struct], bytes
 
 
 def decode_manifest(data: bytes, folder: str) -> Manifest:
-    """The manifest in a file from outside, checked: names harmless, files of all ranks listed, and of this folder.
+    """The manifest in a file from outside: names harmless, files of all ranks listed, and of this folder.
 
-    Raises:
-        CheckpointError: the message says what is wrong.
+    Raises CheckpointError, which says what is wrong, for any other content.
     """
     where = f"{folder}/{MANIFEST}"
     found = decode_own(data, Manifest, _text, where)

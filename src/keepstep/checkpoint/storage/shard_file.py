@@ -114,8 +114,7 @@ def safetensors_header(header: StateHeader, pieces: list[NamedPiece]) -> bytes:
 def safetensors_table(entries: list[Entry], about: dict[str, str]) -> bytes:
     """The bytes before the data of a safetensors file: the length of the table of tensors, and the table.
 
-    Raises:
-        CheckpointError: the table is longer than readers of safetensors accept.
+    Raises CheckpointError when the table is longer than readers of safetensors accept.
     """
     table: dict[str, object] = {"__metadata__": {"format": "pt", **about}}
     at = 0
@@ -142,10 +141,9 @@ def encode_shard(header: StateHeader, begin: int, pieces: list[NamedPiece], data
 
 
 def decode_shard(data: bytes, where: str) -> tuple[ShardFile, StateHeader]:
-    """A rank's JSON file, checked: its pieces cover each byte of each storage once, and fill the safetensors file.
+    """A rank's JSON file. Its pieces cover each byte of each storage once, and fill the safetensors file.
 
-    Raises:
-        CheckpointError: the message says what is wrong.
+    Raises CheckpointError, which says what is wrong, for any other file.
     """
     shard = open_shard(data, where)
     try:
@@ -168,11 +166,7 @@ def decode_shard(data: bytes, where: str) -> tuple[ShardFile, StateHeader]:
 
 
 def open_shard(data: bytes, where: str) -> ShardFile:
-    """A rank's JSON file, with its checksum verified but its state not decoded.
-
-    Raises:
-        CheckpointError: the message says what is wrong.
-    """
+    """A rank's JSON file, with its checksum verified (CheckpointError) but its state not decoded."""
     if len(data) > 2 * MOST_HEADER_BYTES:
         raise CheckpointError(f"{where}: has {len(data)} bytes, more than any state's header")
     return decode_own(data, ShardFile, msgspec.json.encode, where)
