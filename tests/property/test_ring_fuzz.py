@@ -72,7 +72,7 @@ def use_everything(path: Path) -> np.ndarray | None:
     return np.concatenate([reader.snapshot(), *(b.started for b in batches), *(b.finished for b in batches)])
 
 
-def passes_by_chance(slot: bytes) -> bool:
+def passes_by_chance(slot: bytes | bytearray) -> bool:
     """Whether the check of a record, of 16 bits, fits it: it does to one in 65,536 that are not what was written."""
     ticket, start, _, _, nbytes, seq_peer, thread_site, meta = struct.unpack_from("<8Q", slot)
     return meta >> 48 == record_check((ticket - 2) // 2, start, nbytes, seq_peer, thread_site, meta)

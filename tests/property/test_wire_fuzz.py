@@ -208,6 +208,6 @@ def test_councils_are_bounded(seats: list[wire.Seat], term: int, leader: wire.Se
 def test_an_elector_is_none_of_the_controllers_peers_and_the_other_way_round() -> None:
     for role, roles in (("elector", None), ("launcher", wire.TO_ELECTOR), ("agent", wire.TO_ELECTOR)):
         client = wire.ClientChannel(KEY, role, ENDS[0])  # type: ignore[arg-type]
-        server = wire.ServerChannel(KEY, ENDS[1], **({"roles": roles} if roles else {}))
+        server = wire.ServerChannel(KEY, ENDS[1], roles=roles) if roles else wire.ServerChannel(KEY, ENDS[1])
         with pytest.raises(WireError):
             server.receive(client.open())

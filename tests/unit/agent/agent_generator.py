@@ -30,6 +30,7 @@ BACKWARD, OPTIMIZER, DATA, EVALUATION, CHECKPOINT, GC = 2, 3, 4, 5, 6, 7
 ASYNC, END_BY_WAIT, SYNC_KNOWN = 1, 2, 8
 MS = 1_000_000
 WORLD, TP, PP, DP = 0, 1, 2, 3
+Key = tuple[tuple[object, ...], int]  # what is matched, and how many have to arrive
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Operation:
     """What a rank started: its row, when it began, and (for waits) under which key it is matched."""
 
     row: dict[str, int]
-    key: tuple[object, ...]
+    key: Key
     waited_ns: int = 0
 
 
@@ -49,7 +50,7 @@ class Job:
     seed: int = 0
     transfer_ms: float = 2.0
     jitter: float = 0.0
-    arrived: dict[tuple[object, ...], dict[int, int]] = field(default_factory=dict)
+    arrived: dict[Key, dict[int, int]] = field(default_factory=dict)
     ranks: list[Rank] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -159,7 +160,7 @@ class Rank:
         row = self.record(P2P, RECV, group=PP, peer=peer, size=size, flags=ASYNC | END_BY_WAIT)
         return self._arrive(row, (("p2p", peer, self.number, row["seq"]), 2), by_peer=peer)
 
-    def _arrive(self, row: dict[str, int], key: tuple[object, ...], by_peer: int | None = None) -> Operation:
+    def _arrive(self, row: dict[str, int], key: Key, by_peer: int | None = None) -> Operation:
         if row["op"] == RECV:
             # A receive is over when the matching send came and it was posted itself.
             key = ((*key[0], "recv"), 2)
@@ -201,6 +202,7 @@ class Rank:
 
     def table(self) -> np.ndarray:
         rows = np.zeros(len(self.rows), RECORD)
+        assert RECORD.names is not None
         for name in RECORD.names:
             rows[name] = [row[name] for row in self.rows]
         return rows

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 from tests.twins.capture import python_native
 
-from keepstep.capture._native import Buckets, Here, Hidden, Oldest
+from keepstep.capture._native import Buckets, Here, Hidden, Oldest  # pyright: ignore[reportMissingModuleSource]
 from keepstep.capture.patches import Patches
 from keepstep.capture.phases import Phases
 

@@ -70,16 +70,20 @@ class FakeWriter:
         self.log.append("close")
 
 
+def recorder_of(writer: Any) -> Recorder:  # Any: a stand-in for the native writer
+    return Recorder(lambda: writer)
+
+
 def claimed() -> tuple[Recorder, FakeWriter]:
     writer = FakeWriter()
-    recorder = Recorder(lambda: writer)
+    recorder = recorder_of(writer)
     assert recorder.claim()
     return recorder, writer
 
 
 def test_nothing_is_recorded_before_the_claim_nor_after_the_end() -> None:
     writer = FakeWriter()
-    recorder = Recorder(lambda: writer)
+    recorder = recorder_of(writer)
     assert recorder.phase(Phase.DATA) is None
     assert recorder.claim()
     assert recorder.claim()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_a_job_that_died_before_it_was_watched_is_not_healthy(
     "end", [{}, {"exit_code": 0, "reason": "finished"}, {"exit_code": 130, "reason": "signal SIGINT"}]
 )
 def test_a_run_that_goes_on_finished_or_was_ended_is_healthy(
-    end: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    end: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", _run(tmp_path, **end)]) == 0
     assert capsys.readouterr().out.startswith("healthy")

@@ -127,7 +127,7 @@ class PlainLocators(Locators):
     ) -> Diagnosis:
         pairs = tuple((one, other) for one in names for other in names if one < other)
         lost = [pair for pair in pairs if any(p.outcome == "timeout" and p.source == pair[0] for p in probes)]
-        first = {node: rank for rank, node in reversed(nodes.items())}
+        first = {node: rank for rank, node in reversed([*nodes.items()])}
         blamed = tuple(
             Culprit(None, Link((first[a], first[b]), (a, b)), "", "transfer", 0, "high", "path broken")
             for a, b in lost

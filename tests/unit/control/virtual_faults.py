@@ -67,7 +67,7 @@ class World(Job):
         if host is not None:
             self.disturbances += 1
             host.alive, host.running = False, -1
-            self._end_site(host, self.random.choice((0.0, DEAD_HOST_S)))
+            self.end_site(host, self.random.choice((0.0, DEAD_HOST_S)))
             after_s = self.random.choice((0.0, DEAD_HOST_S))
             for connection in (host.connection, host.agent):
                 if connection is not None:
@@ -86,7 +86,7 @@ class World(Job):
             return
         self.disturbances += 1
         host.alive, host.running = False, -1
-        self._end_site(host, 0.0)
+        self.end_site(host, 0.0)
         if host.connection is not None:
             self.break_connection(host.connection, host)
         if host.agent is not None:
@@ -197,7 +197,7 @@ class World(Job):
             self.at(self.random.uniform(0, 0.05), lambda c=connection: self._closed_here(c, c.host))
         site.peers.clear()
 
-    def _end_site(self, host: Host, after_s: float) -> None:
+    def end_site(self, host: Host, after_s: float) -> None:
         """It ends with its host; the others notice later."""
         if host.site is None:
             return

@@ -81,6 +81,14 @@ class JobState(ABC):
         """Break a connection; each side notices in its own time."""
 
     @abstractmethod
+    def fail(self) -> None:
+        """Let workers of a node, or of two, fail."""
+
+    @abstractmethod
+    def end_site(self, host: Host, after_s: float) -> None:
+        """End the controller that runs on a host, if one does; the others notice ``after_s`` later."""
+
+    @abstractmethod
     def kill_site(self, site: Site) -> None:
         """Kill a controller's process."""
 

@@ -136,6 +136,8 @@ class Job(JobState):
     def _reach(self, site: Site, effect: Reach) -> None:
         """The controller tries it until it is reached, or has gone."""
         controller, connection = site.controller, site.peers.get(effect.peer)
+        if connection is None:
+            return
 
         def attempt() -> None:
             if site.controller is not controller or site.peers.get(effect.peer) is not connection:
@@ -146,8 +148,7 @@ class Job(JobState):
             else:
                 self._carry_out(site, controller.reached(effect.peer))
 
-        if connection is not None:
-            self.at(self.delay_s(), attempt)
+        self.at(self.delay_s(), attempt)
 
     def _send(self, connection: Connection, message: wire.Message) -> None:
         if connection.up and connection.there:
@@ -374,7 +375,7 @@ class Job(JobState):
             if host.connection is not None:
                 self.at(0.5, lambda connection=host.connection: self.break_connection(connection, host))
             if host.part.stop is None:  # what the end is, its controller goes on telling
-                self.at(0.5, lambda: self._end_site(host, 0.0))
+                self.at(0.5, lambda: self.end_site(host, 0.0))
 
     def _finish(self, host: Host, incarnation: int) -> None:
         if any((incarnation, node_rank) not in self.played for node_rank in range(self.sizes[incarnation])):

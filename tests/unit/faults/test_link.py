@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from keepstep.core.errors import FaultError
-from keepstep.faults import Interface, LinkInjector, parse
+from keepstep.faults import Interface, LinkFault, LinkInjector, parse
 
 HOSTS = {name: Interface("eth0", f"10.0.0.{i}", f"ns-{name}") for i, name in enumerate("abc", 1)}
 
@@ -21,9 +21,15 @@ class Recorder:
             raise FaultError("refused")
 
 
+def link_fault(text: str) -> LinkFault:
+    (fault,) = parse(text)
+    assert isinstance(fault, LinkFault)
+    return fault
+
+
 def test_a_pair_is_slowed_both_ways_by_destination_and_undone() -> None:
     run = Recorder()
-    with LinkInjector(HOSTS, run=run).inject(parse("slow link from a to b to 20mbit")[0]):
+    with LinkInjector(HOSTS, run=run).inject(link_fault("slow link from a to b to 20mbit")):
         did = list(run.commands)
     assert did[0] == "tc -netns ns-a qdisc add dev eth0 root handle 1: htb default 1"
     assert any("ns-a" in line and "dst 10.0.0.2/32" in line for line in did)
@@ -38,8 +44,8 @@ def test_a_pair_is_slowed_both_ways_by_destination_and_undone() -> None:
 def test_two_pairs_share_a_host_and_end_on_their_own() -> None:
     run = Recorder()
     injector = LinkInjector(HOSTS, run=run)
-    with injector.inject(parse("slow link from a to b to 20mbit")[0]):
-        with injector.inject(parse("slow link from a to c to 30mbit")[0]):
+    with injector.inject(link_fault("slow link from a to b to 20mbit")):
+        with injector.inject(link_fault("slow link from a to c to 30mbit")):
             roots = [line for line in run.commands if "qdisc add" in line]
         assert len(roots) == 3
         before = len(run.commands)
@@ -53,9 +59,9 @@ def test_two_pairs_share_a_host_and_end_on_their_own() -> None:
 def test_a_host_and_its_link_down() -> None:
     run = Recorder()
     injector = LinkInjector(HOSTS, run=run)
-    with injector.inject(parse("slow link of a to 5mbit")[0]):
+    with injector.inject(link_fault("slow link of a to 5mbit")):
         pass
-    with injector.inject(parse("link down of b")[0]):
+    with injector.inject(link_fault("link down of b")):
         pass
     assert [line.split(" dev ")[0] for line in run.commands] == [
         "tc -netns ns-a qdisc add",
@@ -68,7 +74,7 @@ def test_a_host_and_its_link_down() -> None:
 def test_what_was_done_is_undone_when_a_later_command_fails() -> None:
     run = Recorder(fail_at=5)  # the second host's root
     injector = LinkInjector(HOSTS, run=run)
-    with pytest.raises(FaultError), injector.inject(parse("slow link from a to b to 20mbit")[0]):
+    with pytest.raises(FaultError), injector.inject(link_fault("slow link from a to b to 20mbit")):
         raise AssertionError("not reached")
     assert run.commands[-1] == "tc -netns ns-a qdisc del dev eth0 root"
 
@@ -76,9 +82,9 @@ def test_what_was_done_is_undone_when_a_later_command_fails() -> None:
 def test_a_host_that_is_slowed_as_a_whole_cannot_be_slowed_again() -> None:
     injector = LinkInjector(HOSTS, run=Recorder())
     with (
-        injector.inject(parse("slow link of a to 5mbit")[0]),
+        injector.inject(link_fault("slow link of a to 5mbit")),
         pytest.raises(FaultError, match="slowed already"),
-        injector.inject(parse("slow link from a to b to 20mbit")[0]),
+        injector.inject(link_fault("slow link from a to b to 20mbit")),
     ):
         raise AssertionError("not reached")
 
@@ -86,7 +92,7 @@ def test_a_host_that_is_slowed_as_a_whole_cannot_be_slowed_again() -> None:
 def test_an_unknown_host_is_named_with_those_there_are() -> None:
     with (
         pytest.raises(FaultError, match=r'no host "z".*a, b, c'),
-        LinkInjector(HOSTS, run=Recorder()).inject(parse("link down of z")[0]),
+        LinkInjector(HOSTS, run=Recorder()).inject(link_fault("link down of z")),
     ):
         raise AssertionError("not reached")
 

@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("lightning", reason="Lightning is not installed: pip install 'keepstep[lightning]'")
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch import LightningModule, Trainer  # pyright: ignore[reportMissingImports]
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher  # pyright: ignore[reportMissingImports]
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy  # pyright: ignore[reportMissingImports]
+from lightning.pytorch.utilities.combined_loader import CombinedLoader  # pyright: ignore[reportMissingImports]
 
 from keepstep.checkpoint import RandomState
 from keepstep.checkpoint.memory.cache_server import NO_CACHE

@@ -262,7 +262,7 @@ def dp_pp(dp, pp, micro=4, forward=0.02, backward=0.04, own_groups=False, **opti
         after = (rank + dp) if stage < pp - 1 else None
 
         def block(phase, seconds, source, target, wire=wire):
-            parts = [("recv", wire, source, MB)] if source is not None else []
+            parts: list[tuple] = [("recv", wire, source, MB)] if source is not None else []
             parts.append(("compute", phase, seconds))
             return parts + ([("send", wire, target, MB)] if target is not None else [])
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
-from keepstep.core.traced_operations import Operation
+from keepstep.core.traced_operations import Operation, OperationKind
+
+Block = Literal["forward", "backward"]
+SEND: dict[Block, OperationKind] = {"forward": "forward-send", "backward": "backward-send"}
+RECV: dict[Block, OperationKind] = {"forward": "forward-recv", "backward": "backward-recv"}
 
 
-def order(stage: int, stages: int, batches: int) -> list[tuple[str, int]]:
+def order(stage: int, stages: int, batches: int) -> list[tuple[Block, int]]:
     """Blocks of one rank in 1F1B order."""
     warm = min(stages - stage - 1, batches)
-    blocks = [("forward", index) for index in range(warm)]
+    blocks: list[tuple[Block, int]] = [("forward", index) for index in range(warm)]
     for index in range(batches - warm):
-        blocks += [("forward", warm + index), ("backward", index)]
-    return blocks + [("backward", index) for index in range(batches - warm, batches)]
+        blocks.extend([("forward", warm + index), ("backward", index)])
+    blocks.extend([("backward", index) for index in range(batches - warm, batches)])
+    return blocks
 
 
 def pipeline_step(
@@ -50,16 +56,12 @@ def pipeline_step(
                         continue
                     peer = source * replicas + replica
                     arrived = max(sent + message_s, begin)
-                    found.append(
-                        Operation(peer, step, replica, source, f"{kind}-send", index, sent, message_s)
-                    )  # type: ignore[arg-type]
-                    found.append(
-                        Operation(rank, step, replica, stage, f"{kind}-recv", index, sent, message_s)  # type: ignore[arg-type]
-                    )
+                    found.append(Operation(peer, step, replica, source, SEND[kind], index, sent, message_s))
+                    found.append(Operation(rank, step, replica, stage, RECV[kind], index, sent, message_s))
                     begin = arrived
                 blocks[stage].pop(0)
                 last = lasts(rank, kind, index)
-                found.append(Operation(rank, step, replica, stage, kind, index, begin, last))  # type: ignore[arg-type]
+                found.append(Operation(rank, step, replica, stage, kind, index, begin, last))
                 ends[stage, kind, index] = free[stage] = begin + last
         for stage in range(stages):
             grads_ready.setdefault(stage, []).append((replica, free[stage]))
@@ -78,8 +80,8 @@ def interleaved_step(
     step: int, batches: int, lasts: Callable[[int, str, int], float], message_s: float
 ) -> tuple[list[Operation], float]:
     """Two ranks with two chunks of the model each: what the second sends on goes back to the first."""
-    order_of = [("forward", c, b) for c in (0, 1) for b in range(batches)]
-    order_of += [("backward", c, b) for c in (1, 0) for b in range(batches)]
+    order_of: list[tuple[Block, int, int]] = [("forward", c, b) for c in (0, 1) for b in range(batches)]
+    order_of.extend([("backward", c, b) for c in (1, 0) for b in range(batches)])
     blocks = {rank: list(order_of) for rank in (0, 1)}
     free = {0: 0.0, 1: 0.0}
     counts: dict[tuple[int, str], int] = {}
@@ -102,16 +104,16 @@ def interleaved_step(
                 at = sent.get((kind, source, batch))
                 if at is None:
                     continue
-                index = number(rank, f"{kind}-recv")
-                found.append(Operation(rank, step, 0, rank, f"{kind}-recv", index, at, message_s))  # type: ignore[arg-type]
+                index = number(rank, RECV[kind])
+                found.append(Operation(rank, step, 0, rank, RECV[kind], index, at, message_s))
                 begin = max(begin, at + message_s)
             blocks[rank].pop(0)
             index = number(rank, kind)
             last = lasts(rank, kind, index)
-            found.append(Operation(rank, step, 0, rank, kind, index, begin, last))  # type: ignore[arg-type]
+            found.append(Operation(rank, step, 0, rank, kind, index, begin, last))
             free[rank] = sent[kind, virtual, batch] = begin + last
             target = virtual + 1 if kind == "forward" else virtual - 1
             if 0 <= target < 4:
-                number_ = number(rank, f"{kind}-send")
-                found.append(Operation(rank, step, 0, rank, f"{kind}-send", number_, begin + last, message_s))  # type: ignore[arg-type]
+                number_ = number(rank, SEND[kind])
+                found.append(Operation(rank, step, 0, rank, SEND[kind], number_, begin + last, message_s))
     return found, max(free.values())

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
+from tests.unit.locate.blamed import link_of
 from tests.unit.locate.synthetic_hangs import Stuck
 from tests.unit.locate.synthetic_jobs import ddp, dp_pp, dp_tp, fsdp
 
@@ -54,8 +56,9 @@ def test_a_rank_asleep_in_backward_reads_like_this():
 @pytest.mark.parametrize("name", JOBS)
 def test_dead_and_stopped_processes(name, how, cause):
     job = JOBS[name]()
+    them: dict[str, Any] = {how: {1}}
     for position in range(1, len(job.programs[1]), 3):
-        states = Stuck(job, {1: position}, iterations=3).states(**{how: {1}})
+        states = Stuck(job, {1: position}, iterations=3).states(**them)
         found = locate_hang(Evidence(job.infos, job.nodes, states=states))
         assert [(c.rank, c.cause, c.confidence) for c in found.culprits] == [(1, cause, "high")]
 
@@ -102,7 +105,7 @@ def test_a_transfer_that_does_not_end(name):
         assert all(c.link is not None and c.cause == "network" for c in found.culprits), found
         nodes = {job.nodes[rank] for rank in job.groups[group]}
         if len(nodes) == 2:
-            assert set(found.culprits[0].link.nodes) == nodes
+            assert set(link_of(found.culprits[0]).nodes) == nodes
         assert any("none is through" in line for line in found.evidence)
 
 
@@ -247,7 +250,9 @@ def test_the_send_that_the_network_does_not_complete_is_named_before_anything_is
     links = {rank: [LinkState((rank - 1) % 8, "sender", 2, 12.0)] for rank in range(8)}
     links[5].append(LinkState(6, "network", 7, 12.5))
     found = locate_hang(Evidence(job.infos, job.nodes, states=in_transfer(job, links)))
-    assert [(c.link.ranks, c.cause, c.confidence) for c in found.culprits] == [((5, 6), "network", "high")]
+    assert [(link_of(c).ranks, c.cause, c.confidence) for c in found.culprits] == [
+        ((5, 6), "network", "high")
+    ]
     assert found.culprits[0].detail == "rank 5 to rank 6: 7 steps in flight, none completed for 12 s"
     assert set(found.victims) == set(range(8)) - {5, 6}
 

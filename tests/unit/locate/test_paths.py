@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from tests.unit.locate.blamed import link_of
 from tests.unit.locate.synthetic_hangs import Stuck
 from tests.unit.locate.synthetic_jobs import ddp, dp_pp
 
@@ -50,11 +51,15 @@ def test_a_probe_that_does_not_come_back_breaks_the_path():
     assert set(before.paths) == {(a, b) for a in NODES for b in NODES if a < b}
     found = locate_hang(Evidence(job.infos, job.nodes, states=states, probes=probes([("n1", "n2")])))
     (culprit,) = found.culprits
-    assert (culprit.link.nodes, culprit.cause, culprit.confidence) == (("n1", "n2"), "path broken", "high")
-    assert [job.nodes[rank] for rank in culprit.link.ranks] == ["n1", "n2"]
+    assert (link_of(culprit).nodes, culprit.cause, culprit.confidence) == (
+        ("n1", "n2"),
+        "path broken",
+        "high",
+    )
+    assert [job.nodes[rank] for rank in link_of(culprit).ranks] == ["n1", "n2"]
     assert "probe n1 to n2: no answer in 2.5 s; back: no answer in 2.5 s" in found.evidence
     assert "probes of the other paths looked at (5) came back within 0.4 ms" in found.evidence
-    assert not set(culprit.link.ranks) & set(found.victims)
+    assert not set(link_of(culprit).ranks) & set(found.victims)
 
 
 def some_are_through(states, ranks):
@@ -82,7 +87,11 @@ def test_a_cut_path_is_named_though_others_are_through(last):
     assert all(culprit.confidence == "medium" for culprit in before.culprits)
     found = locate_hang(Evidence(job.infos, job.nodes, states=states, probes=probes([("n1", "n2")])))
     (culprit,) = found.culprits
-    assert (culprit.link.nodes, culprit.cause, culprit.confidence) == (("n1", "n2"), "path broken", "high")
+    assert (link_of(culprit).nodes, culprit.cause, culprit.confidence) == (
+        ("n1", "n2"),
+        "path broken",
+        "high",
+    )
     assert f"{8 - len(last)} are through" in " ".join(found.evidence)
     sound = locate_hang(Evidence(job.infos, job.nodes, states=states, probes=probes()))
     assert [one.rank for one in sound.culprits] == list(last)
@@ -117,7 +126,7 @@ def test_one_direction_is_enough():
         for probe in probes()
     ]
     found = locate_hang(Evidence(job.infos, job.nodes, states=states, probes=one_way))
-    assert [culprit.link.nodes for culprit in found.culprits] == [("n1", "n2")]
+    assert [link_of(culprit).nodes for culprit in found.culprits] == [("n1", "n2")]
     assert "probe n1 to n2: answer after 0.4 ms; back: no route" in found.evidence
 
 
@@ -125,7 +134,9 @@ def test_all_paths_of_a_node_are_its_own_connection():
     job, states = stuck_ring()
     lost = [("n2", other) for other in ("n0", "n1", "n3")]
     found = locate_hang(Evidence(job.infos, job.nodes, states=states, probes=probes(lost)))
-    assert {frozenset(culprit.link.nodes) for culprit in found.culprits} == {frozenset(pair) for pair in lost}
+    assert {frozenset(link_of(culprit).nodes) for culprit in found.culprits} == {
+        frozenset(pair) for pair in lost
+    }
     assert {culprit.node for culprit in found.culprits} == {"n2"}
 
 
@@ -167,7 +178,7 @@ def test_data_that_does_not_arrive_marks_the_path(busy_s, nbytes, named, said):
         found = locate_hang(Evidence(job.infos, job.nodes, states=states, traffic=seen, probes=told))
         assert bool(found.culprits) is named
         if named:
-            assert set(found.culprits[0].link.nodes) == {"n0", "n3"}
+            assert set(link_of(found.culprits[0]).nodes) == {"n0", "n3"}
             assert (found.culprits[0].cause, found.culprits[0].confidence) == ("network", "medium")
             assert any(said in line for line in found.evidence)
             assert ("empty messages pass" in found.culprits[0].detail) is bool(told)
@@ -176,7 +187,7 @@ def test_data_that_does_not_arrive_marks_the_path(busy_s, nbytes, named, said):
 def test_an_answer_after_the_guard_time_marks_the_path():
     job, states = stuck_ring()
     found = locate_hang(Evidence(job.infos, job.nodes, states=states, probes=probes(slow=[("n0", "n1")])))
-    assert [(c.link.nodes, c.confidence) for c in found.culprits] == [(("n0", "n1"), "medium")]
+    assert [(link_of(c).nodes, c.confidence) for c in found.culprits] == [(("n0", "n1"), "medium")]
 
 
 def test_a_message_between_two_ranks_tells_their_nodes():
@@ -184,7 +195,7 @@ def test_a_message_between_two_ranks_tells_their_nodes():
     stream = next(x for x in job.programs[1] if x[0] == "recv")
     states = Stuck(job, broken=[(stream[1], 1)]).states()
     found = locate_hang(Evidence(job.infos, job.nodes, states=states))
-    assert [culprit.link.nodes for culprit in found.culprits] == [("n0", "n1")]
+    assert [link_of(culprit).nodes for culprit in found.culprits] == [("n0", "n1")]
     assert ("n0", "n1") in found.paths
     sound = [PathProbe(a, b, "echo", 1e-4) for a in NODES for b in NODES if a != b]
     assert locate_hang(Evidence(job.infos, job.nodes, states=states, probes=sound)).culprits == ()
@@ -246,10 +257,10 @@ def test_a_silent_node_that_others_reach_is_cut_off_from_who_does_not_get_throug
     )
     for found, confidence in ((by_counters, "medium"), (by_probe, "high")):
         (culprit,) = found.culprits
-        assert (culprit.link.nodes, culprit.stage, culprit.confidence) == (
+        assert (link_of(culprit).nodes, culprit.stage, culprit.confidence) == (
             ("n0", "n1"),
             "transfer",
             confidence,
         )
-        assert not set(culprit.link.ranks) & set(found.victims)
+        assert not set(link_of(culprit).ranks) & set(found.victims)
         assert any("ranks 2-3" in text for text in found.missing)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 from benchmarks.simulate import Fault, Workload
+from tests.unit.locate.blamed import link_of
 
 from keepstep.core.evidence import Evidence
 from keepstep.core.iteration_table import table_of
@@ -35,7 +36,7 @@ def test_a_rank_that_skipped_is_named_though_others_are_silent(where, silent):
 def test_a_stuck_transfer_is_named_though_others_are_silent(silent):
     found = hang(Fault("dp", 24, delay_s=math.inf, first_step=1), silent=silent)
     assert found.kind == "hang"
-    assert [(c.link.nodes, c.stage) for c in found.culprits] == [(("gpu-00006", "gpu-00007"), "transfer")]
+    assert [(link_of(c).nodes, c.stage) for c in found.culprits] == [(("gpu-00006", "gpu-00007"), "transfer")]
 
 
 @pytest.mark.parametrize("silent", ["", SILENT])
@@ -44,7 +45,7 @@ def test_a_stuck_transfer_is_named_though_others_are_silent(silent):
 def test_both_ends_of_a_stuck_message_are_its_victims(rank, peer, batch, silent):
     fault = Fault("message", rank, peer=peer, micro_batch=batch, delay_s=math.inf, first_step=1)
     found = hang(fault, silent=silent)
-    assert [(c.link.ranks, c.stage) for c in found.culprits] == [((rank, peer), "transfer")]
+    assert [(link_of(c).ranks, c.stage) for c in found.culprits] == [((rank, peer), "transfer")]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -79,7 +80,7 @@ def test_a_rank_that_grew_by_little_but_by_all_that_the_job_did(seed):
 
 def test_a_late_member_makes_no_slow_group():
     found = slow(Fault("tp", 21, micro_batch=3, delay_s=0.4, first_step=8))
-    assert {frozenset(c.link.ranks) for c in found.culprits} == {frozenset({20, 21})}
+    assert {frozenset(link_of(c).ranks) for c in found.culprits} == {frozenset({20, 21})}
     late = slow(Fault("forward", 21, micro_batch=3, delay_s=0.4, first_step=8))
     assert all(c.link is None for c in late.culprits)
 
@@ -101,4 +102,4 @@ def test_a_delay_that_clocks_might_drift_apart_by_over_the_given_steps(where, ba
     before, after = [row for row in rows if row.step < 8], [row for row in rows if row.step >= 8]
     found = locate_slow(Evidence(workload.groups(), workload.nodes, before=before, after=after))
     between = {"gpu-00001", "gpu-00002"}
-    assert [(set(c.link.nodes), c.stage) for c in found.culprits] == [(between, "transfer")]
+    assert [(set(link_of(c).nodes), c.stage) for c in found.culprits] == [(between, "transfer")]

@@ -8,7 +8,7 @@ import pytest
 from keepstep.core.events import Op
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis, Link
-from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary, StreamSummary
+from keepstep.core.summary import BlockKind, BlockSummary, GroupInfo, IterationSummary, StreamSummary
 from keepstep.locate import blocks_wanted, sharpen
 from keepstep.locate.slow_blocks import pipelines
 
@@ -21,10 +21,10 @@ LAYOUT = f"dp{REPLICAS}-pp{STAGES}"
 Delays = Mapping[tuple[int, str, int], float]  # rank, kind, micro-batch -> seconds
 
 
-def order(stage: int) -> list[tuple[str, int]]:
+def order(stage: int) -> list[tuple[BlockKind, int]]:
     """1F1B: forwards until the pipe is full, then one backward, one forward."""
     warm = min(STAGES - stage, MICROBATCHES)
-    done = [("forward", number) for number in range(warm)]
+    done: list[tuple[BlockKind, int]] = [("forward", number) for number in range(warm)]
     for number in range(MICROBATCHES):
         done.append(("backward", number))
         if warm + number < MICROBATCHES:

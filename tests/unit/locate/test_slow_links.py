@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from tests.unit.locate.blamed import link_of
 from tests.unit.locate.synthetic_jobs import Conditions, ddp, dp_pp, dp_tp, slow_rank
 
 from keepstep.core.evidence import Evidence
@@ -27,12 +28,12 @@ def test_a_throttled_pair_is_named_or_does_not_matter(name, pair, with_clocks):
     found = locate_slow(Evidence(job.infos, job.nodes, offsets, before=before, after=after))
     if "not slower" in found.summary:
         return
-    assert [set(c.link.nodes) for c in found.culprits] == [set(pair)]
+    assert [set(link_of(c).nodes) for c in found.culprits] == [set(pair)]
     culprit = found.culprits[0]
     assert culprit.rank is None
     assert culprit.cause == "network"
-    assert tuple(job.nodes[rank] for rank in culprit.link.ranks) == culprit.link.nodes
-    assert not set(culprit.link.ranks) & set(found.victims)
+    assert tuple(job.nodes[rank] for rank in link_of(culprit).ranks) == link_of(culprit).nodes
+    assert not set(link_of(culprit).ranks) & set(found.victims)
     assert found.evidence
 
 
@@ -47,10 +48,10 @@ def test_a_ring_over_four_nodes_does_not_tell_the_pair():
 
 def test_one_host_s_connection_is_common_to_its_pairs():
     job = dp_pp(4, 2, clock=CLOCK)
-    slow = {frozenset(("n0", other)): 10.0 for other in ("n1", "n2", "n3")}
+    slow: dict[frozenset[str], float] = {frozenset(("n0", other)): 10.0 for other in ("n1", "n2", "n3")}
     before, after, _ = job.healthy_then(Conditions(links=slow))
     found = locate_slow(Evidence(job.infos, job.nodes, before=before, after=after))
-    assert {frozenset(c.link.nodes) for c in found.culprits} <= slow.keys()
+    assert {frozenset(link_of(c).nodes) for c in found.culprits} <= slow.keys()
     assert {c.node for c in found.culprits} == {"n0"}
 
 
@@ -66,4 +67,4 @@ def test_a_slow_group_among_comparable_ones_without_a_healthy_time():
     job = dp_tp(4, 2, per_node=1)
     _, after, _ = job.healthy_then(Conditions(links={frozenset(("n2", "n3")): 20.0}))
     found = locate_slow(Evidence(job.infos, job.nodes, after=after))
-    assert [set(c.link.nodes) for c in found.culprits] == [{"n2", "n3"}]
+    assert [set(link_of(c).nodes) for c in found.culprits] == [{"n2", "n3"}]

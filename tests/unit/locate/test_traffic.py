@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from tests.unit.locate.blamed import link_of
 from tests.unit.locate.synthetic_jobs import Conditions, ddp
 
 from keepstep.core.evidence import Evidence
@@ -45,14 +46,14 @@ def located(traffic: list[PeerTraffic], pair: tuple[str, str] = ("n1", "n2")):
 def test_the_pair_inside_a_ring_is_told_by_its_connections(pair):
     found = located(ring({pair: FAST / 10}), pair)
     (culprit,) = found.culprits
-    assert set(culprit.link.nodes) == set(pair)
+    assert set(link_of(culprit).nodes) == set(pair)
     assert culprit.cause == "network"
     assert any("200 Mbit/s -> 20 Mbit/s" in line for line in found.evidence)
     assert found.missing == ()
 
 
 def test_all_paths_slower_alike_name_nobody():
-    slow = dict.fromkeys(itertools.pairwise((*NODES, "n0")), FAST / 10)
+    slow: dict[tuple[str, str], float] = dict.fromkeys(itertools.pairwise((*NODES, "n0")), FAST / 10)
     assert located(ring(slow)).culprits == ()
 
 

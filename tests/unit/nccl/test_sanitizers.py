@@ -46,7 +46,7 @@ def test_threads_groups_and_splits(tmp_path: Path, rings: list[int], flags: str,
     page = orders.OrdersPage(descriptor)
     page.take_times(time.monotonic_ns() + 300 * 10**9)
     where = f"/proc/{os.getpid()}/fd/{descriptor}"
-    environment = built.environment(rings[0], LD_PRELOAD="", **({"KEEPSTEP_ORDERS": where} if timed else {}))
+    environment = built.environment(rings[0], LD_PRELOAD="") | ({"KEEPSTEP_ORDERS": where} if timed else {})
     rounds = 300 if timed else 10  # the events are made meanwhile
     done = subprocess.run(
         [program, str(rounds)], env=environment, capture_output=True, text=True, timeout=240

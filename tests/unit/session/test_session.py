@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def test_micro_batches_are_shared_out_within_a_step() -> None:
         next(keepstep.Session().microbatches(3))
 
 
-WRONG: list[tuple[dict[str, int], str]] = [
+WRONG: list[tuple[dict[str, Any], str]] = [
     ({"count": 0}, "0 micro-batches"),
     ({"count": 1 << 31}, "2147483648 micro-batches"),
     ({"count": 4, "replica": 1}, "both replica= and replicas="),
@@ -79,7 +80,7 @@ WRONG: list[tuple[dict[str, int], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "said"), WRONG)
-def test_what_cannot_be_shared_out_is_said(arguments: dict[str, int], said: str) -> None:
+def test_what_cannot_be_shared_out_is_said(arguments: dict[str, Any], said: str) -> None:
     session = keepstep.Session()
     session.step = 0
     with pytest.raises(ValueError, match=said):

@@ -99,7 +99,8 @@ def test_a_training_that_handles_every_exception_is_left_all_the_same(launcher: 
     def train() -> None:
         entries.append(1)
         while len(entries) == 1:
-            launcher.threads or launcher.play(again)
+            if not launcher.threads:
+                launcher.play(again)
             try:
                 time.sleep(0.01)
             except Exception:

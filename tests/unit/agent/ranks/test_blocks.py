@@ -27,7 +27,14 @@ def cut(*rows: Any, start_ms: int = 0, end_ms: int = 100) -> Cut:
 
 def told(one: Cut) -> list[tuple[str, int, int, float, float, float]]:
     return [
-        (b.kind, b.peer, b.index, *(round(s * 1e3, 6) for s in (b.start_s, b.duration_s, b.own_s)))
+        (
+            b.kind,
+            b.peer,
+            b.index,
+            round(b.start_s * 1e3, 6),
+            round(b.duration_s * 1e3, 6),
+            round(b.own_s * 1e3, 6),
+        )
         for b in blocks_of(one, 3)
     ]
 

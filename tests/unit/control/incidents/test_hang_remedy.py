@@ -14,7 +14,7 @@ from keepstep.control.incidents.hang_case import HangCase
 from keepstep.control.incidents.hang_evidence import blamed_by, evidence, outlook
 from keepstep.control.incidents.hang_remedy import HangRemedy
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Action, Culprit, Incident, Link
+from keepstep.core.incident import Action, Confidence, Culprit, Incident, Link
 from keepstep.core.summary import RankState
 from keepstep.wire.messages import Kill, States
 
@@ -67,7 +67,9 @@ def test_evidence(first: RankState, last: RankState, limit_s: float, why: str) -
 class Stand:
     """A desk, and the case of a hang of which these ranks are blamed."""
 
-    def __init__(self, ranks: Collection[int] = (2,), world: int = 8, confidence: str = "high") -> None:
+    def __init__(
+        self, ranks: Collection[int] = (2,), world: int = 8, confidence: Confidence = "high"
+    ) -> None:
         self.cluster = Cluster(1)
         self.cluster.world_size = world
         self.cluster.plays(self.cluster.node(0, "node-0"), tuple(range(world)))
@@ -77,8 +79,8 @@ class Stand:
         self.closed = False
         culprits = tuple(
             Culprit(rank=rank, node="node-0", cause="?", confidence=confidence) for rank in ranks
-        )  # type: ignore[arg-type]
-        self.incident: Any = Incident(1, "hang", 7, 7, None, None, culprits, (), (), (), "")
+        )
+        self.incident: Any = Incident(1, "hang", 7, 7, None, None, culprits, (), (), ())
         self.stuck = {rank: Finding("hang", rank, "node-0", 0.0, 7, limit_s=LIMIT_S) for rank in ranks}
         self.actions: list[Action] = []
         self.agents = self

@@ -43,6 +43,9 @@ class Case:
 class Desk(Office):
     """Nodes of one rank each, which do what is ordered only when the test says so."""
 
+    order: Callable[[Shares, int], None]
+    order_number: Callable[[int], int]
+
     def __init__(self, spares: int = 0) -> None:
         super().__init__()
         self.cluster = Cluster(4)

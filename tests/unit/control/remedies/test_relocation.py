@@ -51,7 +51,7 @@ class Office:
         )
     )
     ordered: list[Any] = field(default_factory=list[Any])
-    asked: list[Any] = field(default_factory=list[Any])
+    asked: list[tuple[list[tuple[str, str]], int]] = field(default_factory=list)
 
     @property
     def agents(self) -> Office:

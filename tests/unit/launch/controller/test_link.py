@@ -217,11 +217,12 @@ def test_a_launcher_follows_another_job_at_its_endpoint(tmp_path: Path) -> None:
         while not link.stranger:
             await asyncio.sleep(0.01)
         await before.close()
-        callbacks = wire.ServerCallbacks(
-            lambda connection, message: isinstance(message, wire.Join) and connection.send(placement(0)),
-            opened.append,
-            lambda _, __: None,
-        )
+
+        def answer(connection: wire.Connection, message: wire.Message) -> None:
+            if isinstance(message, wire.Join):
+                connection.send(placement(0))
+
+        callbacks = wire.ServerCallbacks(answer, opened.append, lambda _, __: None)
         server = await wire.serve("127.0.0.1", link.controller.port, wire.RunKey(secret, "job-b"), callbacks)
         assert (await joining).node_rank == 1
         assert link.stranger == ""

@@ -29,7 +29,7 @@ def test_a_worker_that_is_killed_for_its_hang_has_failed_before_others_can_fail_
             WorkerPlan(rank, rank, command, {ERROR_FILE: str(tmp_path / f"error-{rank}.json")})
             for rank in (0, 1)
         ]
-        streams = {rank: WorkerStreams(None, None, ()) for rank in (0, 1)}
+        streams = {rank: WorkerStreams(None, None, {}) for rank in (0, 1)}
         told: list[Failure] = []
         workers = Workers(plans, streams, run.processes, restarts, failed=told.append, finished=lambda: None)
         workers.start(os.environ)

@@ -18,7 +18,7 @@ PLACE = Place(node_rank=0, first_rank=4, world_size=8, node_count=2, master_addr
 @pytest.fixture
 def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of native modules with a plugin in it, and a home without settings of NCCL's."""
-    from keepstep.ring import _native
+    from keepstep.ring import _native  # pyright: ignore[reportMissingModuleSource]
 
     library = tmp_path / "libkeepstep_nccl_profiler.so"
     library.write_bytes(b"")
