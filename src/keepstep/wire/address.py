@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from typing import Any
 
@@ -35,13 +36,10 @@ def notice_dead_host(connection: Any) -> None:
     """Have the kernel close a connection if the other host has not answered for about 3 s."""
     if not hasattr(connection, "setsockopt"):
         return
-    try:
+    with contextlib.suppress(OSError):  # some socket families lack these options and work without them
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_KEEPIDLE"):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
-    except OSError:
-        return  # some socket families lack these options; the connection works without them
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)

@@ -42,11 +42,6 @@ class BlockingConnection:
         self._channel: ClientChannel | ServerChannel | None = None
         notice_dead_host(connection)
 
-    @property
-    def established(self) -> bool:
-        """Both ends have proved themselves."""
-        return self._channel is not None and self._channel.established
-
     def patience(self, seconds: float) -> None:
         """Give up a single read or write after this time."""
         value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
@@ -248,7 +243,7 @@ class BlockingServer:
             connection.refuse(violation)
             self._refused(violation, peer)
         except OSError as error:
-            if connection.established or self._closed or number not in self._unproven:
+            if self._closed or number not in self._unproven:
                 logger.debug("%s has gone: %s", peer, error)
             else:
                 self._refused(left_without_proof(), peer)
