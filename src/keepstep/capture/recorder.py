@@ -7,28 +7,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from keepstep.core.events import WORLD_PEER, Kind, Phase
-
-if TYPE_CHECKING:
-    from keepstep.ring import RingWriter
+from keepstep.ring import Operation, RingWriter
 
 NO_GROUP = -1
 PHASE = int(Kind.PHASE)
 MAX_STUMBLES = 32
-
-
-class Operation(Protocol):
-    """A record that has started and may not have ended yet: a native object of ``keepstep.ring``."""
-
-    @property
-    def ended(self) -> bool: ...
-    @property
-    def seq(self) -> int: ...
-    def __call__(self, *_: object) -> None: ...
-    def waiting(self, *_: object) -> None: ...
-    def fail(self, *_: object) -> None: ...
 
 
 Start = Callable[[int, int, int, int, int, int, int], Operation]
@@ -36,8 +22,6 @@ Start = Callable[[int, int, int, int, int, int, int], Operation]
 
 def open_ring() -> RingWriter:
     """Claim the ring that the launcher made for this rank. Raises RingError, KeyError or ValueError."""
-    from keepstep.ring import RingWriter
-
     return RingWriter(
         os.environ["KEEPSTEP_RING"],
         rank=int(os.environ.get("RANK", "0")),
