@@ -52,7 +52,8 @@ def render(
     moments = lines_of_time(incident) if timeline else []
     actions = [one for one in incident.actions if not moments or one.begun_unix_s is None]
     lines += _actions(incident, actions, now_unix_s)
-    lines += _timeline(moments)
+    for place, (column, text) in enumerate(moments):
+        lines += _wrapped("" if place else "timeline", text, column)
     if incident.status != "open" or incident.lost_s is not None:
         lines.append(_line("status", _closing(incident)))
     lines.append(_line("next", f"keepstep report {run} {incident.number:04d}"))
@@ -79,9 +80,10 @@ def _line(label: str, text: str) -> str:
     return f"{label:<{_LABEL}}{shown}".rstrip()
 
 
-def _wrapped(label: str, text: str) -> list[str]:
-    pieces = textwrap.wrap(text, WIDTH - _LABEL, break_long_words=True, break_on_hyphens=False) or [""]
-    return [_line(label if index == 0 else "", piece) for index, piece in enumerate(pieces)]
+def _wrapped(label: str, text: str, column: str = "") -> list[str]:
+    """Lines with ``text`` to the right of label and ``column``, which are in the first of them."""
+    first, *others = textwrap.wrap(text, WIDTH - _LABEL - len(column), break_on_hyphens=False) or [""]
+    return [_line(label, column + first), *(_line("", " " * len(column) + piece) for piece in others)]
 
 
 def _beside(label: str, left: str, right: str) -> list[str]:
@@ -202,16 +204,6 @@ def _outlook(incident: Incident, now_unix_s: float | None) -> str:
     else:
         when = f"in {max(math.ceil(at_s - now_unix_s), 1)} s"
     return f"{incident.next_action} {when} if nothing moves"
-
-
-def _timeline(moments: Sequence[tuple[str, str]]) -> list[str]:
-    lines: list[str] = []
-    for place, (column, text) in enumerate(moments):
-        pieces = textwrap.wrap(text, WIDTH - _LABEL - len(column), break_on_hyphens=False) or [""]
-        for index, piece in enumerate(pieces):
-            before = column if index == 0 else " " * len(column)
-            lines.append(_line("timeline" if place == index == 0 else "", before + piece))
-    return lines
 
 
 def _closing(incident: Incident) -> str:

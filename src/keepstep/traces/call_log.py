@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import itertools
 import re
@@ -36,12 +37,8 @@ class CallLog:
 
 def looks_like_call_log(path: Path) -> bool:
     """Whether a file, or a file in a tar archive, begins with a call."""
-    try:
-        for _, lines in _files(path):
-            if any(_LINE.match(line) for line in itertools.islice(lines, 20)):
-                return True
-    except (OSError, EOFError, tarfile.TarError):
-        return False
+    with contextlib.suppress(OSError, EOFError, tarfile.TarError):
+        return any(_LINE.match(line) for _, lines in _files(path) for line in itertools.islice(lines, 20))
     return False
 
 
