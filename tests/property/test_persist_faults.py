@@ -143,14 +143,13 @@ def test_nothing_wrong_is_restored_and_nothing_promised_is_lost(seed: int) -> No
             declared.append(key)
             for rank in range(RANKS):
                 cache.seal(key, rank, RANKS, state_of(key, rank))
-                nodes[rank].follow([(key, rank)])
+                nodes[rank].follow([(one, rank) for one in declared])
                 nodes[rank].want(declared)
         if chance.random() < 0.02 and turn < 350:  # an agent dies and comes back
             rank = chance.randrange(RANKS)
             nodes[rank] = node(rank)
             nodes[rank].want(declared)
-            for key in declared:
-                nodes[rank].follow([(key, rank)])
+            nodes[rank].follow([(one, rank) for one in declared])
         if turn == 200:
             storage.rate = 0.0
         chance.choice(nodes).work()
@@ -162,7 +161,7 @@ def test_nothing_wrong_is_restored_and_nothing_promised_is_lost(seed: int) -> No
             storage.reads_lie = False
     assert storage.faults > 20
     assert promised == set(keys), [line for one in nodes for line in one.troubles()]
-    assert nodes[0].follow(()) == frozenset()
+    assert nodes[0].follow([(key, 0) for key in keys]) == frozenset()
     assert_restores_nothing_wrong(storage, promised)
     for step in scan(storage):
         assert step.whole

@@ -112,7 +112,7 @@ class Checkpoints:
         ranks = set(self._place.ranks)
         pending = frozenset(key for key, ready in wished.items() if ready >= ranks) - (whole or frozenset())
         self._declare(pending, whole)
-        self.states.pin(self._persister.follow(*self.states.changes()))
+        self.states.pin(self._persister.follow(self.states.sealed()))
         self._tell(pending, whole)
 
     def _declare(self, pending: frozenset[Key], whole: frozenset[Key] | None) -> None:

@@ -32,7 +32,6 @@ class CachedStates:
         self._reading: Counter[Slot] = Counter()
         self._pinned: frozenset[Key] = frozenset()
         self._filling: set[int] = set()  # ranks whose slots are being filled
-        self._told: set[tuple[Key, int]] = set()
         self._guard = threading.RLock()  # several threads of the agent use this object
 
     @property
@@ -49,12 +48,9 @@ class CachedStates:
         with self._guard:
             return self.board.held(owner)
 
-    def changes(self) -> tuple[list[tuple[Key, int]], list[tuple[Key, int]]]:
-        """(key, rank) of each state that was sealed, and of each that was overwritten, since the last call."""
-        now = {(key, rank) for rank in self._ranks for key in self.held(rank)}
-        sealed, gone = sorted(now - self._told), sorted(self._told - now)
-        self._told = now
-        return sealed, gone
+    def sealed(self) -> list[tuple[Key, int]]:
+        """(key, rank) of each state that a rank of the node has sealed."""
+        return [(key, rank) for rank in self._ranks for key in self.held(rank)]
 
     def wished(self) -> dict[Key, set[int]]:
         """For each step that is to be brought to storage, the ranks that have sealed it."""
@@ -176,11 +172,7 @@ class CachedStates:
 
     @contextmanager
     def reading(self, key: Key, rank: int) -> Generator[tuple[Slot, Record]]:
-        """Opens a state: its slot and record, pinned while the context is open.
-
-        Raises:
-            CheckpointError: the cache does not hold it any more.
-        """
+        """Opens a state, pinned meanwhile: its slot and record. Raises CheckpointError when it is not there."""
         with self._guard:
             index = self._lock(rank, key)
             record = self._slots[rank][index].record() if index is not None else None
@@ -203,11 +195,7 @@ class CachedStates:
 
     @contextmanager
     def source(self, key: Key, rank: int) -> Generator[tuple[StateHeader, memoryview]]:
-        """Opens a state: its header and bytes, pinned while the context is open.
-
-        Raises:
-            CheckpointError: the cache does not hold it any more, or its header is damaged.
-        """
+        """Opens a state, pinned meanwhile: header and bytes. CheckpointError: not there, or a damaged header."""
         with self.reading(key, rank) as (slot, record), memoryview(slot.memory) as view:
             header = read_header(view, record)
             with view[native.DATA_OFFSET : native.DATA_OFFSET + header.data_bytes] as data:

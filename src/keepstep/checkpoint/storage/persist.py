@@ -202,18 +202,10 @@ class Persister:
             self._listed = self._listed and not remove_others
             self._changed.notify()
 
-    def follow(
-        self, sealed: Iterable[tuple[Key, int]], gone: Iterable[tuple[Key, int]] = ()
-    ) -> frozenset[Key]:
-        """Note which states, by key and rank, were sealed in the cache and which are gone from it.
-
-        Returns the steps that the cache must keep.
-        """
+    def follow(self, cached: Iterable[tuple[Key, int]]) -> frozenset[Key]:
+        """Note which states, by key and rank, the cache holds. Returns the steps that it must keep."""
         with self._changed:
-            for key, rank in sealed:
-                self._plan.sealed(key, rank)
-            for key, rank in gone:
-                self._plan.evicted(key, rank)
+            self._plan.cached = frozenset(cached)
             self._changed.notify()
             return self._plan.pinned
 

@@ -83,7 +83,8 @@ class PersistPlan:
         self._chance = random.Random(seed)
         self._wanted: set[Key] = set()
         self._remove_others = False
-        self._sealed: dict[Key, set[int]] = {}
+        self.cached: frozenset[tuple[Key, int]] = frozenset()
+        """Step and rank of all parts that are whole in the node's cache; whoever sees the cache sets them."""
         self._written: set[tuple[Key, int]] = set()
         self._stored: dict[Key, bool] = {}
         self._tries: dict[Task, _Tries] = {}
@@ -103,17 +104,6 @@ class PersistPlan:
             for task, tries in self._tries.items()
             if isinstance(task, Remove) or task.key in self._wanted
         }
-
-    def sealed(self, key: Key, rank: int) -> None:
-        """Note that a rank's part of a step is whole in the node's cache."""
-        self._sealed.setdefault(key, set()).add(rank)
-
-    def evicted(self, key: Key, rank: int) -> None:
-        """Note that a rank's part of a step is not in the cache any more."""
-        ranks = self._sealed.get(key, set())
-        ranks.discard(rank)
-        if not ranks:
-            self._sealed.pop(key, None)
 
     def listed(self, stored: Mapping[Key, bool]) -> None:
         """Note all steps found on storage, with True for those that are whole."""
@@ -169,7 +159,7 @@ class PersistPlan:
     def pinned(self) -> frozenset[Key]:
         """Steps that must stay in the node's cache, because they are wanted and not whole on storage."""
         return frozenset(
-            key for key in self._wanted if self._sealed.get(key) and not self._stored.get(key, False)
+            key for key, _ in self.cached if key in self._wanted and not self._stored.get(key, False)
         )
 
     @property
@@ -192,9 +182,7 @@ class PersistPlan:
         for key in sorted(self._wanted):
             if self._stored.get(key, False):
                 continue
-            lost = [
-                r for r in self.ranks if r not in self._sealed.get(key, ()) and (key, r) not in self._written
-            ]
+            lost = [r for r in self.ranks if (key, r) not in self.cached and (key, r) not in self._written]
             if lost:
                 lines.append(
                     f"{key_text(key)}: wanted on storage, but not in the cache of ranks {', '.join(map(str, lost))}"
@@ -205,7 +193,7 @@ class PersistPlan:
         open_steps = sorted(key for key in self._wanted if not self._stored.get(key, False))
         for key in open_steps:
             for rank in self.ranks:
-                if rank in self._sealed.get(key, ()) and (key, rank) not in self._written:
+                if (key, rank) in self.cached and (key, rank) not in self._written:
                     yield WriteShard(key, rank)
         for key in open_steps:
             if all((key, rank) in self._written for rank in self.ranks):

@@ -78,11 +78,11 @@ def test_a_wanted_step_outlasts_later_saves_until_it_is_on_storage(
     persister = Persister(PersistPlan([0], leader=True), storage, states.source, world_size=1, clock=clock)
     try:
         persister.want([Key(0, 2)])
-        states.pin(persister.follow(*states.changes()))
-        assert persister.follow(()) == {Key(0, 2)}
+        states.pin(persister.follow(states.sealed()))
+        assert persister.follow(states.sealed()) == {Key(0, 2)}
         assert persister.work()
         worker.save(3, 4, 5, 6, 7)
-        states.pin(persister.follow(*states.changes()))
+        states.pin(persister.follow(states.sealed()))
         assert Key(0, 2) in states.held(0)
         assert "No space left on device" in persister.troubles()[0]
         storage.full = False
@@ -95,7 +95,7 @@ def test_a_wanted_step_outlasts_later_saves_until_it_is_on_storage(
         assert refused == []
         state = rebuilt(found.header, found.data)
         assert (state["step"], state["w"].unique().tolist()) == (2, [2.0])
-        states.pin(persister.follow(*states.changes()))
+        states.pin(persister.follow(states.sealed()))
         worker.save(8, 9, 10)
         assert Key(0, 2) not in states.held(0)
         with (
@@ -105,7 +105,7 @@ def test_a_wanted_step_outlasts_later_saves_until_it_is_on_storage(
             states.source(Key(0, 2), 0),
         ):
             pass
-        states.pin(persister.follow(*states.changes()))
+        states.pin(persister.follow(states.sealed()))
         assert persister.troubles() == []
     finally:
         states.close()

@@ -163,26 +163,26 @@ def persister(storage: Storage, cache: Cache, ranks: tuple[int, ...], world_size
 def test_two_nodes_bring_a_step_to_storage(storage: Storage) -> None:
     cache = Cache()
     nodes = [persister(storage, cache, (0, 1), 3), persister(storage, cache, (2,), 3)]
-    for rank, node in ((0, nodes[0]), (1, nodes[0]), (2, nodes[1])):
+    here = [(KEY, 0), (KEY, 1)]
+    for rank in range(3):
         cache.seal(KEY, rank, 3, sample_state(rank))
-        node.follow([(KEY, rank)])
-    for node in nodes:
+    for node, cached in zip(nodes, (here, [(KEY, 2)]), strict=True):
+        assert node.follow(cached) == frozenset()
         node.want([KEY])
-        assert node.follow(()) == {KEY}
+        assert node.follow(cached) == {KEY}
     assert nodes[0].work()
     assert nodes[0].work()
     assert nodes[0].work()
-    assert nodes[0].follow(()) == {KEY}
+    assert nodes[0].follow(here) == {KEY}
     assert nodes[1].work()
     assert nodes[1].work()
     again = persister(storage, cache, (0, 1), 3)  # the agent died and came back
     again.want([KEY])
-    for rank in (0, 1):
-        again.follow([(KEY, rank)])
+    again.follow(here)
     while again.work():
         pass
     assert again.whole == {KEY}
-    assert again.follow(()) == frozenset()
+    assert again.follow(here) == frozenset()
     assert scan(storage)[0].whole
 
 

@@ -24,7 +24,7 @@ def test_shards_then_the_manifest_oldest_step_first() -> None:
     one.want([NEW, OLD])
     for key in (NEW, OLD):
         for rank in (0, 1):
-            one.sealed(key, rank)
+            one.cached |= {(key, rank)}
     found = [next_done(one) for _ in range(7)]
     shards = [WriteShard(key, rank) for key in (OLD, NEW) for rank in (0, 1)]
     assert found == [*shards, Conclude(OLD), Conclude(NEW), None]
@@ -35,12 +35,12 @@ def test_shards_then_the_manifest_oldest_step_first() -> None:
 def test_a_later_save_never_discards_a_pending_one() -> None:
     one = plan()
     one.want([OLD])
-    one.sealed(OLD, 0)
+    one.cached |= {(OLD, 0)}
     task = one.next(0.0)
     assert task
     one.failed(task, "No space left on device", 0.0)
     for step in range(11, 40):
-        one.sealed(Key(0, step), 0)
+        one.cached |= {(Key(0, step), 0)}
     one.want([OLD, NEW])
     assert one.pinned == {OLD, NEW}
     assert one.next(0.0) == WriteShard(NEW, 0)
@@ -52,7 +52,7 @@ def test_a_later_save_never_discards_a_pending_one() -> None:
 def test_tries_are_spaced_doubled_and_told() -> None:
     one = plan()
     one.want([OLD])
-    one.sealed(OLD, 0)
+    one.cached |= {(OLD, 0)}
     now_s, gaps = 0.0, []
     for _ in range(7):
         task = one.next(now_s)
@@ -76,7 +76,7 @@ def test_tries_are_spaced_doubled_and_told() -> None:
 def test_waiting_for_other_nodes_is_no_failure() -> None:
     one = plan(leader=False)
     one.want([OLD])
-    one.sealed(OLD, 0)
+    one.cached |= {(OLD, 0)}
     next_done(one)
     task = one.next(0.0)
     assert task == Conclude(OLD)
@@ -93,11 +93,11 @@ def test_waiting_for_other_nodes_is_no_failure() -> None:
 def test_what_is_in_no_cache_is_told() -> None:
     one = plan(0, 1)
     one.want([OLD])
-    one.sealed(OLD, 0)
+    one.cached |= {(OLD, 0)}
     assert one.troubles(0.0) == [
         "step 10 (incarnation 0): wanted on storage, but not in the cache of ranks 1"
     ]
-    one.evicted(OLD, 0)
+    one.cached -= {(OLD, 0)}
     assert one.next(0.0) is None
     assert one.pinned == frozenset()
 
@@ -107,7 +107,7 @@ def test_only_older_steps_are_removed_once_a_newer_wanted_one_is_whole() -> None
     one.listed({Key(0, 1): True, Key(0, 2): False, Key(0, 30): True})
     one.want([NEW], remove_others=True)
     assert one.next(0.0) is None
-    one.sealed(NEW, 0)
+    one.cached |= {(NEW, 0)}
     assert [next_done(one) for _ in range(5)] == [
         WriteShard(NEW, 0), Conclude(NEW), Remove(Key(0, 1)), Remove(Key(0, 2)), None,
     ]  # fmt: skip
