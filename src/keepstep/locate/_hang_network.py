@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from keepstep.core.incident import Confidence, Culprit, Diagnosis, Link
 from keepstep.core.ranges import fold_nodes, fold_ranks
@@ -19,16 +19,7 @@ _MOST_PATHS = 1024  # paths that are probed at once
 _PROBERS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """A link that stands still, from ``rank`` to ``link.peer``."""
-
-    rank: int
-    link: LinkState
-
-    def __str__(self) -> str:
-        stands = f"{self.link.in_flight} steps in flight, none completed for {self.link.quiet_s:.0f} s"
-        return f"rank {self.rank} to rank {self.link.peer}: {stands}"
+Flow = tuple[int, LinkState]  # a rank, and where its transfers to a peer stand still
 
 
 def diagnose_silent(known: HangEvidence, p: Pending) -> Diagnosis:
@@ -94,12 +85,14 @@ def diagnose_transfer(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnosi
 
 def _diagnose_cut_links(known: HangEvidence, stuck: Sequence[Pending], cut: Sequence[Flow]) -> Diagnosis:
     """NCCL's proxy threads know which sends the network does not complete, so no probe is needed."""
-    pairs = list(dict.fromkeys((flow.rank, flow.link.peer) for flow in cut))
+    pairs = list(dict.fromkeys((rank, link.peer) for rank, link in cut))
     hub = common_node([_nodes_of(known, pair) for pair in pairs])
-    culprits = tuple(
-        _link(known, pair, "high", "network", str(flow), hub)
-        for pair, flow in zip(pairs[:_MOST_LINKS], cut, strict=False)
-    )
+    told = [
+        f"rank {rank} to rank {link.peer}: {link.in_flight} steps in flight, none completed for {link.quiet_s:.0f} s"
+        for rank, link in cut
+    ]
+    named = zip(pairs[:_MOST_LINKS], told, strict=False)
+    culprits = tuple(_link(known, pair, "high", "network", detail, hub) for pair, detail in named)
     blamed = {rank for pair in pairs for rank in pair}
     main = next((p for p in stuck if not blamed.isdisjoint(p.members)), stuck[0])
     return known.diagnosis(culprits, blamed, main, (_entered(main),))
@@ -225,12 +218,12 @@ def _diagnose_untested(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnos
 def cut_links(states: Mapping[int, RankState], ranks: Collection[int]) -> list[Flow]:
     """Links on which the network has data and completes none, the longest first: all other ranks wait for these."""
     found = [
-        Flow(rank, link)
+        (rank, link)
         for rank in sorted(set(ranks) & set(states))
         for link in states[rank].links
         if link.at == "network" and link.quiet_s >= _LEAST_QUIET_S
     ]
-    return sorted(found, key=lambda flow: -flow.link.quiet_s)
+    return sorted(found, key=lambda flow: -flow[1].quiet_s)
 
 
 def _still_gpus(states: Mapping[int, RankState], ranks: Collection[int]) -> list[int]:

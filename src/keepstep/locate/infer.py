@@ -167,8 +167,9 @@ def _roles(info: GroupInfo, judged: Role | None, pipeline: Chains, world_size: i
     if info.name in pipeline.groups:
         carries = {"pipeline": "pp", "ring": "cp"}.get(pipeline.shape)  # pyright: ignore[reportAssignmentType]
     whole = len(info.members) == world_size and world_size > 1
-    if role == "dp" and not whole and _is_embedding(info, pipeline):
-        role = "embedding"
+    stages = sorted(pipeline.stages.get(rank, -1) for rank in info.members)
+    if role == "dp" and not whole and pipeline.length >= 2 and stages == [0, pipeline.length - 1]:
+        role = "embedding"  # the group joins the first and the last stage of one pipeline
     if judged == "unknown" and carries is None:
         hints: list[Role] = [hinted for word, hinted in _HINTS if word in info.desc.lower()]
         role = hints[0] if hints else role
@@ -179,9 +180,3 @@ def _roles(info: GroupInfo, judged: Role | None, pipeline: Chains, world_size: i
     if role in ("unknown", "control", "world"):
         return (carries, "world") if whole else (carries,)
     return (role, carries)
-
-
-def _is_embedding(info: GroupInfo, pipeline: Chains) -> bool:
-    """Whether the group joins the first and the last stage of one pipeline."""
-    stages = sorted(pipeline.stages.get(rank, -1) for rank in info.members)
-    return pipeline.length >= 2 and stages == [0, pipeline.length - 1]

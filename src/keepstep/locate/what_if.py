@@ -168,13 +168,9 @@ def what_if(graph: StepGraph) -> WhatIf:
         places = [place for place in graph.places([rank]) if graph.nodes[place].key[1] in COMPUTE]
         if places:
             ratio[rank] = float(graph.durations[places].sum() / max(ideal_durations[places].sum(), 1e-12))
-    return WhatIf(
-        actual,
-        ideal,
-        {rank: recovered([rank]) for rank in sorted(graph.stage_of)},
-        {stage: recovered(ranks) for stage, ranks in sorted(stages.items())},
-        ratio,
-    )
+    by_rank = {rank: recovered([rank]) for rank in sorted(graph.stage_of)}
+    by_stage = {stage: recovered(ranks) for stage, ranks in sorted(stages.items())}
+    return WhatIf(actual, ideal, by_rank, by_stage, ratio)
 
 
 class _Recorded:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.detect.gpu import GpuSample, low_clock, usual_clock
+from keepstep.detect.host_causes import GpuSample, low_clock, usual_clock
 
 HOT, POWER, IDLE = 0x20, 0x04, 0x01
 

@@ -80,28 +80,18 @@ class ClockSampler:
         place = np.where(known, group, 0)
         useful = np.where(kinds == _P2P, self._p2p[place], self._collective[place])
         picked = finished[known & useful & ((finished["seq"] & self._mask[place]) == 0)]
-        for row in picked.tolist() if len(picked) else ():
-            self._pick(dict(zip(picked.dtype.names or (), row, strict=True)))
-
-    def _pick(self, row: dict[str, int]) -> None:
-        group = row["group"]
-        count = self._counts.get(group, 0) + 1
-        self._counts[group] = count
-        if count > MOST_PER_GROUP or row["op"] not in _ORDERING or row["flags"] & _NO_ORDER:
-            return
-        if row["kind"] == _P2P and row["peer"] in self._local:
-            return
-        sample = ClockSample(
-            self._names[group],
-            row["op"],
-            row["peer"],
-            row["seq"],
-            self._rank,
-            row["start_ns"] * 1e-9,
-            row["end_ns"] * 1e-9,
-        )
-        self._waiting.append(sample)
-        self._kept.append(sample)
+        fields: list[tuple[int, ...]] = picked[
+            ["group", "op", "peer", "seq", "start_ns", "end_ns", "kind", "flags"]
+        ].tolist()
+        for number, op, peer, seq, start_ns, end_ns, kind, flags in fields:
+            count = self._counts[number] = self._counts.get(number, 0) + 1
+            inside = kind == _P2P and peer in self._local
+            if count > MOST_PER_GROUP or op not in _ORDERING or flags & _NO_ORDER or inside:
+                continue
+            times_s = start_ns * 1e-9, end_ns * 1e-9
+            sample = ClockSample(self._names[number], op, peer, seq, self._rank, *times_s)
+            self._waiting.append(sample)
+            self._kept.append(sample)
 
     def drain(self) -> tuple[ClockSample, ...]:
         """The samples since the last call. To be called once a second, because it adapts the powers to the counts."""

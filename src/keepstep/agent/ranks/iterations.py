@@ -220,7 +220,7 @@ class IterationCutter:
         rows = self._buffer.gather()
         begun = rows[rows["start_ns"] < end_ns]
         start_ns = self._edge_ns if self._edge_ns is not None else _first_activity(begun, end_ns)
-        pauses, evaluation_ns, checkpoint_ns, begun = self._without_pauses(begun, start_ns, end_ns, taken)
+        found = self._without_pauses(begun, start_ns, end_ns, taken)
         step, follows = self._number(taken)
         complete = follows and (self._edge_ns is not None or taken[0].number == 0)
         whole = self._whole
@@ -233,9 +233,7 @@ class IterationCutter:
             self.renumbered += 1
         if not complete:
             return None
-        warm_up = step < WARM_UP_STEPS
-        step += self.first_step
-        return Cut(step, start_ns, end_ns, begun, pauses, evaluation_ns, checkpoint_ns, warm_up, whole)
+        return Cut(step + self.first_step, start_ns, end_ns, *found, step < WARM_UP_STEPS, whole)
 
     def _count_passes(self, begun: Rows) -> None:
         """Count passes for the next iteration: those that began after the last one ended."""
@@ -276,21 +274,17 @@ class IterationCutter:
             rows = self._buffer.gather()
             begun = rows[rows["start_ns"] < end_ns]
             if self._edge_ns is not None and len(begun):
-                start_ns, warm_up = self._edge_ns, step < WARM_UP_STEPS
                 self.step = step + self.first_step
-                pauses, evaluation_ns, checkpoint_ns, begun = self._without_pauses(
-                    begun, start_ns, end_ns, None
-                )
-                times = start_ns, end_ns, begun, pauses, evaluation_ns, checkpoint_ns
-                cuts.append(Cut(self.step, *times, warm_up, self._whole))
+                found = self._without_pauses(begun, self._edge_ns, end_ns, None)
+                cuts.append(Cut(self.step, self._edge_ns, end_ns, *found, step < WARM_UP_STEPS, self._whole))
             self._edge_ns, self._whole = end_ns, True
             self._buffer.drop_before(end_ns)
         return cuts
 
     def _without_pauses(
         self, begun: Rows, start_ns: int, end_ns: int, taken: list[_Marker] | None
-    ) -> tuple[Union, int, int, Rows]:
-        """The iteration's pauses, the time of evaluation and of checkpoints, and the records outside all pauses."""
+    ) -> tuple[Rows, Union, int, int]:
+        """The records outside all pauses, the iteration's pauses, and the time of evaluation and of checkpoints."""
         pauses, evaluation_ns, checkpoint_ns = NOTHING, 0, 0
         if self._last_pause_ns >= self._paused_before_ns:
             pauses, evaluation_ns, checkpoint_ns = _pauses(
@@ -306,9 +300,12 @@ class IterationCutter:
             symbols(content), content["start_ns"], start_ns + pauses.total_ns, end_ns
         )
         if unmarked:
-            pauses, unmarked = _with_unmarked(pauses, start_ns, unmarked)
+            # It lies at the iteration's start, and lasts longer by the marked pauses inside it.
+            until_ns, marked_ns = start_ns + unmarked + pauses.total_ns, pauses.total_ns
+            pauses = pauses.joined(Union(np.array([start_ns], np.int64), np.array([until_ns], np.int64)))
+            evaluation_ns += pauses.total_ns - marked_ns
             begun = _outside(begun, pauses)
-        return pauses, evaluation_ns + unmarked, checkpoint_ns, begun
+        return begun, pauses, evaluation_ns, checkpoint_ns
 
 
 def _first_activity(rows: Rows, end_ns: int) -> int:
@@ -342,17 +339,6 @@ def _pauses(rows: Rows, start_ns: int, end_ns: int, last: _Marker | None) -> tup
     evaluation, checkpoint, hold = unions
     joined = evaluation.joined(checkpoint).joined(hold)
     return joined, evaluation.less(checkpoint), checkpoint.total_ns
-
-
-def _with_unmarked(pauses: Union, start_ns: int, length_ns: int) -> tuple[Union, int]:
-    """Add a pause at the iteration's start, ``length_ns`` long plus the marked pauses inside it.
-
-    Returns all pauses and how much they grew.
-    """
-    end_ns = start_ns + length_ns + pauses.total_ns
-    begin = Union(np.array([start_ns], np.int64), np.array([end_ns], np.int64))
-    joined = pauses.joined(begin)
-    return joined, joined.total_ns - pauses.total_ns
 
 
 def _outside(rows: Rows, pauses: Union) -> Rows:

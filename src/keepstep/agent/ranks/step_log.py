@@ -69,10 +69,8 @@ class StepLog:
 
     def _write_until(self, last: int) -> None:
         for step in sorted(number for number in self._open if number <= last):
-            line = (
-                json.dumps({"step": step, "ranks": self._open.pop(step)}, separators=(",", ":")).encode()
-                + b"\n"
-            )
+            text = json.dumps({"step": step, "ranks": self._open.pop(step)}, separators=(",", ":"))
+            line = f"{text}\n".encode()
             if self._size + len(line) > self._limit:
                 self._rotate()
             self._file.write(line)

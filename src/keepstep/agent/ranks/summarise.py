@@ -1,4 +1,4 @@
-"""Sums one iteration's records by group, operation and peer, and computes the time in which the rank did not wait.
+"""Sums one iteration's records, computes the time in which the rank did not wait, and lists its passes and messages.
 
 A rank waits in an operation
 
@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.intervals import Times, Union, clipped
 from keepstep.agent.ranks.iterations import Cut
-from keepstep.core.events import Flag, Kind, Phase
-from keepstep.core.summary import IterationSummary, StreamSummary
+from keepstep.core.events import Flag, Kind, Op, Phase
+from keepstep.core.summary import BlockKind, BlockSummary, IterationSummary, StreamSummary
 
 # Enum members as plain integers: looking them up and comparing them costs more than comparing whole arrays.
-_PHASE = int(Kind.PHASE)
+_PHASE, _P2P = int(Kind.PHASE), int(Kind.P2P)
 _GC, _OPTIMIZER, _DATA, _BACKWARD = (
     int(code) for code in (Phase.GC, Phase.OPTIMIZER, Phase.DATA, Phase.BACKWARD)
 )
@@ -40,6 +40,13 @@ _END_BY_WAIT = int(Flag.END_BY_WAIT)
 _KNOWN_ASYNC = int(Flag.ASYNC | Flag.SYNC_KNOWN)
 # Phases by priority: a moment that lies in several of them counts as the first.
 _PHASES = (_GC, _OPTIMIZER, _DATA, _BACKWARD)
+_KINDS: tuple[tuple[BlockKind, int, int], ...] = (
+    ("forward", _PHASE, int(Phase.MODEL)),
+    ("backward", _PHASE, _BACKWARD),
+    ("send", _P2P, int(Op.SEND)),
+    ("recv", _P2P, int(Op.RECV)),
+)
+MOST_BLOCKS = 4096  # most blocks of one rank in one iteration
 
 
 def summarise(cut: Cut, rank: int, groups: Mapping[int, str]) -> IterationSummary:
@@ -196,3 +203,38 @@ def _surely_blocked(operations: Rows, begin: Times, until: Times) -> Times:
         last = begun[np.maximum(np.searchsorted(begun, until[mine], "left") - 1, 0)]
         sure[mine] = np.maximum(begin[mine], np.minimum(last, until[mine]))
     return sure
+
+
+def blocks_of(cut: Cut, rank: int) -> tuple[BlockSummary, ...]:
+    """The blocks of an iteration, numbered from 0 for each kind and peer; none if there are more than 4,096."""
+    rows = cut.rows[cut.rows["start_ns"] >= cut.start_ns]
+    operations = cut.rows[cut.rows["kind"] != _PHASE]
+    begin, until = waited(operations, cut.end_ns)
+    waits = Union(*clipped(begin, until, cut.start_ns, cut.end_ns)).joined(cut.pauses)
+    found: list[BlockSummary] = []
+    for kind, code, op in _KINDS:
+        chosen = rows[(rows["kind"] == code) & (rows["op"] == op)]
+        if len(chosen) + len(found) > MOST_BLOCKS:
+            return ()
+        found += _blocks(kind, chosen, waits, cut, rank)
+    return tuple(found)
+
+
+def _blocks(kind: BlockKind, rows: Rows, waits: Union, cut: Cut, rank: int) -> list[BlockSummary]:
+    rows = rows[np.argsort(rows["start_ns"], kind="stable")]
+    starts = rows["start_ns"]
+    ends = np.where(rows["end_ns"] == 0, cut.end_ns, np.minimum(rows["end_ns"], cut.end_ns))
+    own = ends - starts - waits.within(starts, ends)
+    numbers: dict[int, int] = {}
+    found: list[BlockSummary] = []
+    for start, end, alone, peer in zip(
+        starts.tolist(), ends.tolist(), own.tolist(), rows["peer"].tolist(), strict=True
+    ):
+        number = numbers.get(peer, 0)
+        numbers[peer] = number + 1
+        found.append(
+            BlockSummary(
+                rank, cut.step, kind, peer, number, start * 1e-9, (end - start) * 1e-9, max(alone, 0) * 1e-9
+            )
+        )
+    return found

@@ -6,11 +6,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from keepstep.agent.ranks.blocks import blocks_of
 from keepstep.agent.ranks.clocks import ClockSampler
 from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.iterations import Cut, IterationCutter
-from keepstep.agent.ranks.summarise import blocked, summarise
+from keepstep.agent.ranks.summarise import blocked, blocks_of, summarise
 from keepstep.agent.ranks.watch import RankWatch
 from keepstep.core.events import Kind, Phase
 from keepstep.core.finding import Finding

@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from ctypes import c_void_p, cast
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from statistics import median
 from typing import Any
 
 from keepstep.core.summary import HostCause
-from keepstep.detect.gpu import GpuSample, low_clock, usual_clock
+from keepstep.detect.host_causes import GpuSample, low_clock, usual_clock
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -78,10 +78,9 @@ class Gpus:
             recent, before = looks[gpu.number][-_RECENT:], looks[gpu.number][:-_RECENT]
             if not recent or now_s - recent[-1].time_s > _FRESH_S:
                 continue
-            others = (
-                usual_clock(those[-_RECENT:]) for number, those in looks.items() if number != gpu.number
-            )
-            low = low_clock(recent, max(usual_clock(before), median([*filter(None, others)] or [0])))
+            others = (those[-_RECENT:] for number, those in looks.items() if number != gpu.number)
+            neighbours = [clock for those in others if (clock := usual_clock(those))]
+            low = low_clock(recent, max(usual_clock(before), median(neighbours or [0])))
             if low is None:
                 continue
             ranks: Iterable[int] = ()
@@ -89,9 +88,8 @@ class Gpus:
                 ranks = (rank for rank, pid in sorted(processes.items()) if pid in gpu.processes)
             elif len(processes) == len(gpus):
                 ranks = (in_order[gpu.number],)
-            found += [
-                HostCause(rank, "GPU clock", low.share, f"GPU {gpu.number}: {low.detail}") for rank in ranks
-            ]
+            detail = f"GPU {gpu.number}: {low.detail}"
+            found += [replace(low, rank=rank, detail=detail) for rank in ranks]
         return tuple(found)
 
     def _run(self, nvml: Any) -> None:

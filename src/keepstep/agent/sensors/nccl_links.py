@@ -63,11 +63,8 @@ def standing_still(path: str, rank: int, groups: Sequence[GroupInfo]) -> tuple[L
     members = {one.index: _members(one, rank, groups) for one in seen.communicators}
     found: dict[tuple[int, Standstill], LinkState] = {}
     for link, judged in zip(seen.links, judge(seen), strict=True):
-        at, ranks, number = (
-            _STANDS.get(int(judged["flow"])),
-            members.get(int(link["comm"])),
-            int(link["peer"]),
-        )
+        at, ranks = _STANDS.get(int(judged["flow"])), members.get(int(link["comm"]))
+        number = int(link["peer"])
         if at is None or ranks is None or not 0 <= number < len(ranks):
             continue
         one = LinkState(ranks[number], at, max(int(judged["in_flight"]), 0), float(judged["quiet_s"]))
@@ -80,19 +77,11 @@ def standing_still(path: str, rank: int, groups: Sequence[GroupInfo]) -> tuple[L
 
 def _members(communicator: Communicator, rank: int, groups: Sequence[GroupInfo]) -> tuple[int, ...] | None:
     """Global ranks in the order of a communicator's own ranks; None if several groups may be meant."""
-    could = {
-        group.members
-        for group in groups
-        if len(group.members) == communicator.size
-        and 0 <= communicator.rank < communicator.size
-        and group.members[communicator.rank] == rank
-    }
-    named = {
-        group.members
-        for group in groups
-        if communicator.name and communicator.name in (group.name, group.desc)
-    }
-    could = could & named or could
+    place, size, name = communicator.rank, communicator.size, communicator.name
+    same_size = [one for one in groups if len(one.members) == size and 0 <= place < size]
+    fitting = [one for one in same_size if one.members[place] == rank]
+    named = [one for one in fitting if name and name in (one.name, one.desc)]
+    could = {group.members for group in named or fitting}
     return next(iter(could)) if len(could) == 1 else None
 
 
@@ -101,11 +90,8 @@ def described(seen: LinkSnapshot) -> dict[str, Any]:
     links: list[dict[str, Any]] = []
     for row, judged in zip(seen.links, judge(seen), strict=True):
         figures = {name: _known(judged[name].item()) for name in judged.dtype.names}
-        links.append(
-            {name: row[name].item() for name in row.dtype.names}
-            | figures
-            | {"flow": Flow(judged["flow"]).name}
-        )
+        counters = {name: row[name].item() for name in row.dtype.names}
+        links.append(counters | figures | {"flow": Flow(judged["flow"]).name})
     return {
         "taken_ns": seen.taken_ns,
         "pid": seen.pid,

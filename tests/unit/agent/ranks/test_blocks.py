@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from keepstep.agent.ranks.blocks import MOST_BLOCKS, blocks_of
 from keepstep.agent.ranks.intervals import NOTHING
 from keepstep.agent.ranks.iterations import Cut
+from keepstep.agent.ranks.summarise import MOST_BLOCKS, blocks_of
 from keepstep.core.events import Flag, Kind, Op, Phase
 from keepstep.ring.rows import RECORD
 
