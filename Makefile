@@ -82,7 +82,7 @@ types: $(DEV)
 	$(BIN)/pyright
 
 docs: $(DEV)
-	$(BIN)/mkdocs build --quiet --strict
+	$(BIN)/mkdocs build --strict  # not --quiet: warnings would be neither shown nor counted
 
 check: lint types docs
 

@@ -22,7 +22,8 @@ NO_SOURCES = {  # forms of names, in CONTRIBUTING.md
 }
 LABEL = re.compile(r"\]\[([^\]]+)\]")
 DEFINED = re.compile(r"^\[([^\]]+)\]: ", re.MULTILINE)
-LINK = re.compile(r"(?:\]\(|^\[[^\]]+\]: )([^)#\s]+\.md)", re.MULTILINE)
+LINK = re.compile(r"(?:\]\(|^\[[^\]]+\]: )([^)#\s]*)(?:#([^)\s]*))?", re.MULTILINE)
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def lines(text: str) -> Iterator[tuple[int, str, str | None]]:
@@ -70,14 +71,23 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed == sorted(str(page.relative_to(ROOT / "docs")) for page in DOCS)
 
 
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as mkdocs makes them."""
+    words = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in HEADING.findall(prose(text)))
+    return {re.sub(r"[-\s]+", "-", word) for word in words}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    """Pages that are linked are there, and labels are defined; mkdocs checks headings, in docs only."""
+    """What is linked is there, page and heading, and labels are defined."""
     text = re.sub(r"`[^`]*`", "", prose(page.read_text()))
     assert set(LABEL.findall(text)) == set(DEFINED.findall(text))
-    missing = [
-        link for link in LINK.findall(text) if "://" not in link and not (page.parent / link).is_file()
-    ]
+    missing: list[str] = []
+    for name, anchor in LINK.findall(text):
+        target = page.parent / name if name else page
+        if URL.match(name) or (target.exists() and (not anchor or anchor in anchors(target.read_text()))):
+            continue
+        missing.append(f"{name}#{anchor}")
     assert not missing
 
 
