@@ -113,13 +113,8 @@ def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
         if job.watch or not alone
         else None,
         "agent": agent_command(
-            job,
-            folder,
-            secret,
-            meeting,
-            node_rank,
-            {"ring": pages, "orders": pages, "links": pages},
-            world_size=place.world_size,
+            *(job, folder, secret, meeting, place),
+            pages={"ring": pages, "orders": pages, "links": pages},
             cache="CACHE",
         )
         if job.watch

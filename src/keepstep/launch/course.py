@@ -14,7 +14,7 @@ from keepstep.launch.local_run import LocalRun
 from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.node_checks import NodeChecks
 from keepstep.launch.node.watching import Watching
-from keepstep.launch.workers.crew import Crew
+from keepstep.launch.workers.incarnation import Crew
 
 if TYPE_CHECKING:
     from keepstep.launch.controller.connection import Link

@@ -26,20 +26,18 @@ from keepstep.launch.controller.hosting import Hosting
 from keepstep.launch.controller_orders import Orders
 from keepstep.launch.course import Course, EndedEarly, Outcome, Parts
 from keepstep.launch.local_run import LocalRun
-from keepstep.launch.next_place import after, may_follow, tell_failed, tell_found
+from keepstep.launch.next_place import after, may_follow, say_goodbye, sweep, tell_failed, tell_found
 from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.node_checks import NodeChecks, versions
 from keepstep.launch.node.watching import Watching
-from keepstep.launch.parting import say_goodbye, sweep
 from keepstep.launch.workers import root_cause
-from keepstep.launch.workers.crew import Crew
 from keepstep.launch.workers.guard import Guard
+from keepstep.launch.workers.incarnation import Crew, Workers
 from keepstep.launch.workers.processes import Processes
 from keepstep.launch.workers.recovery_times import sentence
 
 if TYPE_CHECKING:
     from keepstep.launch.controller.connection import Link
-    from keepstep.launch.workers.incarnation import Workers
 
 CANNOT_START = 2
 

@@ -54,7 +54,10 @@ def reached(name: str, step: int = 0) -> None:
     try:
         _tell(path, name, step)
         if name in ("groups", "step") and IMPORTS in os.environ:
-            _write_imports(os.environ[IMPORTS])
+            from keepstep.core.own_folders import write_whole
+
+            content = {"modules": installed_modules(sys.modules), "environment": _preset}
+            write_whole(Path(os.environ[IMPORTS]), json.dumps(content).encode())
             _tell(path, "imports")
     except Exception:
         return  # the script must go on, and the launcher can do without these reports
@@ -67,13 +70,6 @@ def _tell(path: str, name: str, step: int = 0) -> None:
         os.write(pipe, f"{name} {rank} {incarnation} {time.monotonic_ns()} {step}\n".encode())
     finally:
         os.close(pipe)
-
-
-def _write_imports(path: str) -> None:
-    from keepstep.core.own_folders import write_whole
-
-    content = {"modules": installed_modules(sys.modules), "environment": _preset}
-    write_whole(Path(path), json.dumps(content).encode())
 
 
 def installed_modules(modules: Mapping[str, ModuleType | None]) -> list[str]:

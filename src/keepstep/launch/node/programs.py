@@ -19,7 +19,7 @@ from keepstep.core.errors import RunError, UnsafePathError
 from keepstep.core.own_folders import make_folder, open_file
 from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
-from keepstep.launch.command.placement import COOKIE, OURS
+from keepstep.launch.command.placement import COOKIE, OURS, Place
 from keepstep.launch.node.preloaded import Waiting
 from keepstep.launch.workers.guard import signal_group
 from keepstep.launch.workers.processes import Child, Processes, end_group, give_priority
@@ -232,10 +232,8 @@ def agent_command(
     folder: Path,
     secret: Path,
     controller: Endpoint,
-    node_rank: int,
+    place: Place,
     pages: Mapping[str, Mapping[int, str]],
-    *,
-    world_size: int,
     cache: str,
 ) -> list[str]:
     """The agent's command line.
@@ -247,8 +245,8 @@ def agent_command(
         *_program("keepstep.agent", job, folder, secret),
         *("--controller", str(controller)),
         *("--node", job.node),
-        *("--node-rank", str(node_rank)),
-        *("--world-size", str(world_size)),
+        *("--node-rank", str(place.node_rank)),
+        *("--world-size", str(place.world_size)),
         *(("--cache", cache) if cache else ()),
     ]
     if job.persisting:

@@ -137,11 +137,7 @@ class Watching:
         log = run.folder / "nodes" / str(place.node_rank) / "agent.log"
 
         def command() -> list[str]:
-            return agent_command(
-                *(run.job, run.folder, run.secret, controller, place.node_rank, pages),
-                world_size=place.world_size,
-                cache=cache,
-            )
+            return agent_command(run.job, run.folder, run.secret, controller, place, pages, cache)
 
         def gave_up(reason: str) -> None:
             self._gave_up = True

@@ -74,17 +74,13 @@ def _guard(reader: int, launcher: int, cookie: bytes) -> None:
             with contextlib.suppress(OSError):
                 signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _close_all_but(reader)
+        os.closerange(0, reader)
+        os.closerange(reader + 1, 65536)
         groups = _listen(reader)
         if groups is not None:
             _end(groups, cookie)
     finally:
         os._exit(0)
-
-
-def _close_all_but(kept: int) -> None:
-    os.closerange(0, kept)
-    os.closerange(kept + 1, 65536)
 
 
 def _listen(reader: int) -> dict[int, bool] | None:

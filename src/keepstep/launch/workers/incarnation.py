@@ -1,4 +1,4 @@
-"""The workers of one node and one incarnation: started together, watched, ended together."""
+"""The workers of one node: started together, watched, ended together, and begun again in the next incarnation."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from keepstep.launch.command.placement import WorkerPlan
+from keepstep.core.incident import Recovery
+from keepstep.launch.command import run_folder
+from keepstep.launch.command.placement import ERROR_FILE, OURS, Place, WorkerPlan, worker_plan
+from keepstep.launch.local_run import LocalRun
 from keepstep.launch.workers.processes import Child, Processes, descendants, end_group, failing_status
 from keepstep.launch.workers.restarts import Restarts
 from keepstep.launch.workers.root_cause import Failure, examine, first
-from keepstep.launch.workers.streams import WorkerStreams, open_for_worker
+from keepstep.launch.workers.streams import Following, WorkerStreams, open_for_worker, worker_streams
 
 _SWEEP_PATIENCE_S = 5.0
 _UNKILLABLE_S = 10.0
@@ -172,7 +175,7 @@ class Workers:
         assert child.status is not None
         if child.status != 0 and plan.local_rank not in self._falling:
             failure = self._examine(plan, child.pid, child.status, child.ended_s)
-            by_us = self._ended_by_us(child)
+            by_us = any(child.status in (-number, 128 + number) for number in self._asked)
             # A worker that was already ending with an error of its own has failed, whatever signal it was sent.
             if not by_us or failure.error_file:
                 if by_us:
@@ -190,9 +193,6 @@ class Workers:
             if not self._asked:
                 self._failed(failure)
 
-    def _ended_by_us(self, child: Child) -> bool:
-        return any(child.status in (-number, 128 + number) for number in self._asked)
-
     def _examine(self, plan: WorkerPlan, pid: int, status: int, failed_s: float) -> Failure:
         unix_s = time.time() - (time.monotonic() - failed_s)
         found = examine(plan, pid, status, unix_s, self._streams[plan.local_rank].stderr)
@@ -200,6 +200,81 @@ class Workers:
         if not reason or status != -signal.SIGKILL or found.error_file:
             return found
         return replace(found, message=reason, detail=reason, by_keepstep=True)
+
+
+class Crew:
+    """Makes the workers of each incarnation, and keeps what makes a restart quick.
+
+    Attributes:
+        workers: of the newest incarnation; None before the first.
+        following: shows the workers' output; stopped, it has shown all of it.
+        restarts: what is kept from one incarnation for the next.
+    """
+
+    def __init__(
+        self,
+        run: LocalRun,
+        environ: Mapping[str, str],
+        *,
+        failed: Callable[[Failure], None],
+        finished: Callable[[], None],
+        recovered: Callable[[Recovery], None],
+    ) -> None:
+        """``environ``: of each worker, beside what its place adds.
+
+        ``failed`` is told the first failure of an incarnation, ``finished`` that all its workers ended well, and
+        ``recovered`` that all ranks train again after a restart.
+        """
+        self._run, self.environ = run, environ
+        self._failed, self._finished = failed, finished
+        self._logs = run_folder.LogFiles(run.folder, run.job.streams.log_dir, run.job.run_id)
+        self.following = Following(run.job, self._logs)
+        self.workers: Workers | None = None
+        self.restarts = Restarts(
+            run, environ, recovered=recovered, raised=lambda rank: self.workers and self.workers.raised(rank)
+        )
+
+    @property
+    def failures(self) -> list[Failure]:
+        """Failures in the newest incarnation, in the order in which they were seen."""
+        return self.workers.failures if self.workers else []
+
+    def start(self, place: Place, environment: Mapping[int, Mapping[str, str]]) -> Workers:
+        """Begin an incarnation. ``environment``: what each worker alone is given, by local rank.
+
+        Raises RunError where a worker cannot be started; those that were are to be ended with ``end``.
+        """
+        job, attempt = self._run.job, place.incarnation
+        if self.workers is None:
+            self.restarts.standbys.folder = self._run.folder / "nodes" / str(place.node_rank)
+        plans: list[WorkerPlan] = []
+        streams: dict[int, WorkerStreams] = {}
+        for local in range(job.nproc):
+            rank = place.first_rank + local
+            error_file = {ERROR_FILE: str(self._logs.error_file(rank, local, attempt))}
+            more = {**error_file, **environment[local], **self.restarts.environment(place, local)}
+            plans.append(worker_plan(job, place, local, self.environ, more))
+            streams[local] = worker_streams(job, self._logs, rank, local, attempt)
+        self.workers = Workers(
+            *(plans, streams, self._run.processes, self.restarts),
+            failed=self._failed,
+            finished=self._finished,
+        )
+        self.following.start(streams, place)
+        self.workers.start({k: v for k, v in self.environ.items() if k not in OURS})
+        self.restarts.started(plans, place)
+        return self.workers
+
+    async def end(self, number: int, kill_now: asyncio.Event) -> list[Child]:
+        """End all workers, as `Workers.end` does."""
+        if self.workers is None:
+            return []
+        return await self.workers.end(number, self._run.job.shutdown_timeout_s, kill_now)
+
+    def close(self) -> None:
+        """Let go of everything, because no incarnation follows."""
+        self.following.stop()
+        self.restarts.end()
 
 
 async def _either(first: asyncio.Event, second: asyncio.Event | None, timeout_s: float) -> None:

@@ -98,18 +98,14 @@ def _error_file(path: Path) -> tuple[str, str, float] | None:
     text = said if isinstance(said, str) else str(_field(said, "message") or "")
     trace = str(_field(_field(said, "extraInfo"), "py_callstack") or text)
     if isinstance(said, dict) or text:
-        return _one_line(text or trace), trace.strip(), at_s
+        lines = [line.strip() for line in (text or trace).splitlines() if line.strip()]
+        return lines[0][:500] if lines else "", trace.strip(), at_s
     return None
 
 
 def _field(value: Any, name: str) -> Any:
     """A field of what may be an object of JSON; None where it is none, or has no such field."""
     return cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None
-
-
-def _one_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0][:500] if lines else ""
 
 
 def _last_lines(path: Path) -> list[str]:

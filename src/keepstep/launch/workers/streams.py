@@ -160,15 +160,12 @@ class Following:
                         follower.follow(of_worker.shown[stream], prefix)
             self._followers += [follower for follower in followers if follower.busy]
         if self._followers:
-            self._later()
-
-    def _later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(TEE_INTERVAL_S, self._pump)
+            self._pump()
 
     def _pump(self) -> None:
         for follower in self._followers:
             follower.pump()
-        self._later()
+        self._timer = asyncio.get_running_loop().call_later(TEE_INTERVAL_S, self._pump)
 
     def stop(self) -> None:
         """Write what is left, and follow nothing any more."""

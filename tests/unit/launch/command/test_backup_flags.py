@@ -10,6 +10,7 @@ from keepstep.agent.arguments import parse
 from keepstep.core.errors import UsageError
 from keepstep.launch.command.job import Job, job_from_command_line
 from keepstep.launch.command.meeting import Endpoint
+from keepstep.launch.command.placement import Place
 from keepstep.launch.node.programs import agent_command, controller_command
 
 MEETING = Endpoint("10.0.0.1", 29400)
@@ -21,10 +22,9 @@ def job_of(*words: str) -> Job:
 
 
 def agent_of(job: Job, cache: str = "keepstep-cache-1") -> list[str]:
+    place = Place(0, 0, world_size=2, node_count=2, master_addr="10.0.0.1", master_port=0)
     return agent_command(
-        *(job, Path("run"), Path("secret"), MEETING, 0, {"ring": {0: "/proc/1/fd/9"}}),
-        world_size=2,
-        cache=cache,
+        job, Path("run"), Path("secret"), MEETING, place, {"ring": {0: "/proc/1/fd/9"}}, cache
     )
 
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from keepstep import wire
-from keepstep.launch.controller.cut_off import LONG_STILL_S, CutOff, Standstill
 from keepstep.launch.controller.lease import Elector
 from keepstep.launch.controller.member import LEASE_S, Member
+from keepstep.launch.controller_orders import LONG_STILL_S, CutOff, Standstill
 
 
 def test_it_is_told_once_it_is_longer_than_the_job_ever_paused() -> None:
