@@ -81,8 +81,9 @@ lint: $(DEV)
 types: $(DEV)
 	$(BIN)/pyright
 
+# Not --quiet: warnings would be neither shown nor counted.
 docs: $(DEV)
-	$(BIN)/mkdocs build --strict  # not --quiet: warnings would be neither shown nor counted
+	$(BIN)/mkdocs build --strict
 
 check: lint types docs
 
