@@ -3,6 +3,7 @@ PYTHON      ?= python3
 VENV        ?= .venv
 TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
+WHEELS      ?=
 JOBS        ?= 2
 
 BIN    := $(VENV)/bin
@@ -14,7 +15,7 @@ NCCL   := $(VENV)/nccl/.ready
 PYTEST := $(BIN)/python -m pytest -q
 NATIVE := $(wildcard native/*.hpp native/*.cpp native/*.map)
 
-.PHONY: help setup demo nccl test test-long test-fast lint types docs format check wheels soak bench clean
+.PHONY: help setup demo nccl test test-long test-fast lint types docs format check wheels wheels-check soak bench clean
 
 help:
 	@echo "make demo    set up, watch a real training job, slow one rank, print the verdict"
@@ -22,10 +23,11 @@ help:
 	@echo "make test-long  the same with ten times the chance, all campaigns and frameworks (hours)"
 	@echo "make nccl    get NCCL, for the tests of the shim that need its header (700 MB)"
 	@echo "make check   linters, types, layers, docs"
-	@echo "make wheels  a wheel for this Python that needs no compiler (glibc 2.28 or newer)"
+	@echo "make wheels  wheels that need no compiler (glibc 2.28 or newer), and the demo from one"
+	@echo "make wheels-check  the demo from a wheel of dist/ in an empty environment"
 	@echo "make soak    the seeded fault campaigns (hours; resumable)"
 	@echo "make bench   all benchmarks, side by side with peers"
-	@echo "knobs: PYTHON=$(PYTHON) TORCH=$(TORCH) TORCH_INDEX=URL VENV=$(VENV) JOBS=$(JOBS)"
+	@echo "knobs: PYTHON=$(PYTHON) TORCH=$(TORCH) TORCH_INDEX=URL VENV=$(VENV) JOBS=$(JOBS) WHEELS='--python P --arch A'"
 
 setup: $(DEV)
 
@@ -87,9 +89,15 @@ docs: $(DEV)
 
 check: lint types docs
 
-# A wheel for this Python that runs on any Linux with glibc 2.28 or newer: zig's wheel brings the compiler (100 MB).
+WHEEL_CHECK = $(VENV)/wheels/bin/python tools/wheel_check.py dist --torch "$(TORCH)" --torch-index "$(TORCH_INDEX)"
+
+# Wheels for any Linux with glibc 2.28 or newer, for the Pythons on the PATH: zig's wheel brings the compiler (100 MB).
 wheels: $(VENV)/.ready-wheels
-	$(VENV)/wheels/bin/python tools/wheels.py dist
+	$(VENV)/wheels/bin/python tools/wheels.py dist $(WHEELS)
+	@$(WHEEL_CHECK) --if-any
+
+wheels-check: $(VENV)/.ready-wheels
+	@$(WHEEL_CHECK)
 
 $(VENV)/.ready-wheels:
 	@mkdir -p $(VENV)

@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scikit_build_core import build as _build
-from scikit_build_core.build import *  # noqa: F403 - the hooks that are not wrapped below
+from scikit_build_core import build as _build  # pyright: ignore[reportMissingImports]
+
+# The hooks that are not wrapped below.
+from scikit_build_core.build import *  # noqa: F403  # pyright: ignore[reportMissingImports, reportWildcardImportFromLibrary]
 
 COMPILERS = ("c++", "g++", "clang++", "icpx")
 """Names under which CMake looks for one, too."""
