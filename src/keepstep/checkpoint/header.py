@@ -257,7 +257,10 @@ def _references(node: Any, path: str, tensors: int, depth: int) -> Iterator[tupl
         for index, item in enumerate(items):
             yield from _references(item, join(path, str(index)), tensors, depth + 1)
     elif tag in ("dict", "ordered"):
-        for pair in _pairs(tag, items, path):
+        pairs = items[1:] if tag == "ordered" else items
+        if (tag == "ordered" and not items) or any(not isinstance(p, list) or len(p) != 2 for p in pairs):  # pyright: ignore[reportUnknownArgumentType]
+            raise wrong(path, "a dict of something else than pairs")
+        for pair in pairs:
             for _ in _references(pair[0], path, 0, depth + 1):
                 raise AssertionError  # cannot happen: with 0 tensors any reference in a key was refused
             yield from _references(pair[1], join(path, key_text(pair[0])), tensors, depth + 1)
@@ -272,13 +275,6 @@ def _tagged(node: Any, path: str) -> tuple[str, list[Any]]:
         items = cast("list[Any]", node)
         return cast("str", items[0]), items[1:]
     raise wrong(path, "neither a plain value nor a list that begins with a tag")
-
-
-def _pairs(tag: str, items: list[Any], path: str) -> list[tuple[Any, Any]]:
-    pairs = items[1:] if tag == "ordered" else items
-    if (tag == "ordered" and not items) or any(not isinstance(p, list) or len(p) != 2 for p in pairs):  # pyright: ignore[reportUnknownArgumentType]
-        raise wrong(path, "a dict of something else than pairs")
-    return pairs
 
 
 def plain_value(tag: str, items: list[Any], path: str) -> Any:

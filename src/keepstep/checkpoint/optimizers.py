@@ -6,7 +6,7 @@ A snapshot may copy these tensors in the background until then.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -42,7 +42,7 @@ class OptimizerWatch:
         """The storages (by `state.identity`) that only a known optimizer's step is expected to change."""
         if self.in_backward:
             return set()
-        return {found for optimizer in self._known for found in _identities(_tensors(optimizer))}
+        return {found for optimizer in self._known for found in _storages(optimizer)}
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -57,12 +57,12 @@ class OptimizerWatch:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if callable(closure) and type(optimizer).__module__.startswith("torch.optim."):
             return args[:1], {**kwargs, "closure": lambda: self._after_first(closure(), optimizer)}
-        self._before_step(_identities(_tensors(optimizer)))
+        self._before_step(_storages(optimizer))
         return None
 
     def _after_first(self, loss: Any, optimizer: torch.optim.Optimizer) -> Any:
         """Call ``before_step`` once the closure has returned ``loss``: no tensor has been changed until then."""
-        self._before_step(_identities(_tensors(optimizer)))
+        self._before_step(_storages(optimizer))
         return loss
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -77,8 +77,8 @@ def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
             yield from cast("dict[str, Any]", state).values()
 
 
-def _identities(values: Iterable[Any]) -> Iterator[int]:
-    for value in values:
+def _storages(optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    for value in _tensors(optimizer):
         if isinstance(value, torch.Tensor):
             local = local_of(value)
             if type(local) in (torch.Tensor, torch.nn.Parameter):

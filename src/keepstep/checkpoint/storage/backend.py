@@ -134,13 +134,12 @@ class LocalStorage:
         draft.unlink(missing_ok=True)
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
-            try:
-                size = sum(_write_all(descriptor, chunk) for chunk in chunks)
+            with os.fdopen(descriptor, "wb") as file:  # NFS may report a failed write only on close
+                size = sum(map(file.write, chunks))
+                file.flush()
                 os.fsync(descriptor)
                 # Drop the pages, so that reading back reads the device, and training keeps the page cache.
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)  # NFS may report a failed write only on close
             os.replace(draft, path / name)
         except BaseException:
             draft.unlink(missing_ok=True)
@@ -270,17 +269,6 @@ def _as_os_error(path: str) -> Generator[None]:
     except Exception as error:
         lines = str(error).splitlines() or [""]
         raise OSError(errno.EIO, f"{type(error).__name__} {lines[0][:200]}".strip(), path) from error
-
-
-def _write_all(descriptor: int, chunk: Bytes) -> int:
-    view = memoryview(chunk).cast("B")
-    done = 0
-    while done < len(view):
-        wrote = os.write(descriptor, view[done:])
-        if wrote <= 0:
-            raise OSError(errno.EIO, "nothing could be written")
-        done += wrote
-    return done
 
 
 def _make(path: Path) -> None:

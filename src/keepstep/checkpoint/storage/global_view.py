@@ -92,7 +92,12 @@ def whole_tensors(
                     starts[path].add(block.whole)
                     whole.blocks.append(block)
     for path in starts:
-        _check_covered(found[path])
+        shape, blocks = found[path].shape, found[path].blocks
+        wanted, have = math.prod(shape), sum(math.prod(block.sizes) for block in blocks)
+        if wanted != have:
+            raise CheckpointError(
+                f"{path}: the ranks' parts have {have} of its {wanted} elements; a rank's part is missing"
+            )
     return found
 
 
@@ -156,9 +161,13 @@ def _part(runs: list[Run], factor: int, count: int, at: int) -> list[Run]:
     """Cut the runs into ``factor`` chunks and each of these into ``count``; the ``at``-th of each, joined."""
     if at >= count:
         raise CheckpointError(f"coordinate {at} on a mesh dimension of {count}")
-    found = _joined(
-        run for turn in range(factor) for run in _chunk(list(_chunk(runs, factor, turn)), count, at)
-    )
+    found: list[Run] = []
+    for turn in range(factor):
+        for start, size in _chunk(list(_chunk(runs, factor, turn)), count, at):
+            if found and sum(found[-1]) == start:
+                found[-1] = (found[-1][0], found[-1][1] + size)
+            else:
+                found.append((start, size))
     if len(found) > MOST_RUNS:
         raise CheckpointError(f"a dimension is cut into more than {MOST_RUNS} runs")
     return found
@@ -174,21 +183,3 @@ def _chunk(runs: list[Run], chunks: int, at: int) -> Iterator[Run]:
         if low < high:
             yield start + low - passed, high - low
         passed += count
-
-
-def _joined(runs: Iterator[Run]) -> list[Run]:
-    found: list[Run] = []
-    for start, count in runs:
-        if found and sum(found[-1]) == start:
-            found[-1] = (found[-1][0], found[-1][1] + count)
-        else:
-            found.append((start, count))
-    return found
-
-
-def _check_covered(whole: WholeTensor) -> None:
-    wanted, have = math.prod(whole.shape), sum(math.prod(block.sizes) for block in whole.blocks)
-    if wanted != have:
-        raise CheckpointError(
-            f"{whole.name}: the ranks' parts have {have} of its {wanted} elements; a rank's part is missing"
-        )

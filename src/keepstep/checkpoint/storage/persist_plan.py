@@ -67,11 +67,8 @@ class _Tries:
 class PersistPlan:
     """The plan of one node. Times are seconds of any steady clock.
 
-    Args:
-        ranks: ranks that run on the node.
-        leader: whether this node writes manifests and removes steps; true for one node of the job.
-        backoff: delays between tries.
-        seed: seed of the random numbers that shorten delays.
+    ``leader``: whether this node writes manifests and removes steps; true for one node of the job. ``seed``: of the
+    random numbers that shorten delays.
     """
 
     def __init__(
@@ -91,11 +88,9 @@ class PersistPlan:
         self._flying: set[Task] = set()
 
     def want(self, keys: Iterable[Key], *, remove_others: bool = False) -> None:
-        """Declare the steps that are to be on storage, in place of those declared before.
+        """Declare all steps that are to be on storage, in place of those declared before.
 
-        Args:
-            keys: all steps that are wanted.
-            remove_others: whether to remove all other steps from storage, once a newer wanted step is whole there.
+        ``remove_others``: whether to remove all other steps from storage, once a newer wanted step is whole there.
         """
         self._wanted = set(keys)
         self._remove_others = remove_others
