@@ -15,7 +15,8 @@ NCCL   := $(VENV)/nccl/.ready
 PYTEST := $(BIN)/python -m pytest -q
 NATIVE := $(wildcard native/*.hpp native/*.cpp native/*.map)
 
-.PHONY: help setup demo nccl test test-long test-fast lint types docs format check wheels wheels-check soak bench clean
+.PHONY: help setup demo nccl test test-long test-fast lint types docs format check wheels wheels-check
+.PHONY: soak bench clean
 
 help:
 	@echo "make demo    set up, watch a real training job, slow one rank, print the verdict"
@@ -27,7 +28,8 @@ help:
 	@echo "make wheels-check  the demo from a wheel of dist/ in an empty environment"
 	@echo "make soak    the seeded fault campaigns (hours; resumable)"
 	@echo "make bench   all benchmarks, side by side with peers"
-	@echo "knobs: PYTHON=$(PYTHON) TORCH=$(TORCH) TORCH_INDEX=URL VENV=$(VENV) JOBS=$(JOBS) WHEELS='--python P --arch A'"
+	@echo "knobs: PYTHON=$(PYTHON) TORCH=$(TORCH) TORCH_INDEX=URL VENV=$(VENV) JOBS=$(JOBS)"
+	@echo "       WHEELS='--python PYTHON ... --arch x86_64 aarch64'"
 
 setup: $(DEV)
 
@@ -89,9 +91,11 @@ docs: $(DEV)
 
 check: lint types docs
 
-WHEEL_CHECK = $(VENV)/wheels/bin/python tools/wheel_check.py dist --torch "$(TORCH)" --torch-index "$(TORCH_INDEX)"
+WHEEL_CHECK = $(VENV)/wheels/bin/python tools/wheel_check.py dist \
+  --torch "$(TORCH)" --torch-index "$(TORCH_INDEX)"
 
-# Wheels for any Linux with glibc 2.28 or newer, for the Pythons on the PATH: zig's wheel brings the compiler (100 MB).
+# Wheels for any Linux with glibc 2.28 or newer, for the Pythons on the PATH. zig's wheel brings the compiler
+# (100 MB), which first compiles its own C++ library for each processor.
 wheels: $(VENV)/.ready-wheels
 	$(VENV)/wheels/bin/python tools/wheels.py dist $(WHEELS)
 	@$(WHEEL_CHECK) --if-any

@@ -17,7 +17,7 @@ from typing import Any
 from scikit_build_core import build as _build  # pyright: ignore[reportMissingImports]
 
 # The hooks that are not wrapped below.
-from scikit_build_core.build import *  # noqa: F403  # pyright: ignore[reportMissingImports, reportWildcardImportFromLibrary]
+from scikit_build_core.build import *  # noqa: F403 # pyright: ignore
 
 COMPILERS = ("c++", "g++", "clang++", "icpx")
 """Names under which CMake looks for one, too."""
@@ -28,7 +28,7 @@ OR_A_WHEEL = "or install a keepstep wheel, which needs none: docs/howto/install.
 def missing(told: str) -> str | None:
     """What to install before a build can succeed, in one line; nothing when all is there.
 
-    ``told`` is what the user tells CMake: who names a compiler, or where headers are, is left to CMake's own words.
+    ``told`` is what the user tells CMake: a compiler or folder named there is CMake's to judge.
     """
     if sys.platform != "linux":
         return f"keepstep runs on Linux only, and this is {sys.platform}"
@@ -39,8 +39,8 @@ def missing(told: str) -> str | None:
         return f"keepstep: no C++ compiler, {why}: install one (Debian: apt install g++), {OR_A_WHEEL}"
     headers = Path(sysconfig.get_path("include"), "Python.h")
     if "INCLUDE_DIR" not in told.upper() and not headers.exists():
-        why = f"{headers} does not exist"
-        return f"keepstep: no headers of Python, {why}: install them (Debian: apt install python3-dev), {OR_A_WHEEL}"
+        install = "install them (Debian: apt install python3-dev)"
+        return f"keepstep: no headers of Python, {headers} does not exist: {install}, {OR_A_WHEEL}"
     return None
 
 
