@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from keepstep.core.errors import FaultError
 from keepstep.faults.grammar import LinkFault, SlowLink
 
 _UNLIMITED = "40gbit"  # a rate for the traffic that is not slowed, because htb requires one
+_WHOLE = 0  # number of a limit on all traffic of a host; those for single destinations count from 10
 _DEFAULT_CLASS = 1
 
 
@@ -40,14 +41,6 @@ def run_command(command: Sequence[str]) -> None:
         raise FaultError(f"{' '.join(command)}: {said} (link faults need root)")
 
 
-@dataclass
-class _Shaping:
-    """The limits in force on one interface: on all of its traffic, or on classes for single destinations."""
-
-    whole: bool = False
-    classes: set[int] = field(default_factory=set[int])
-
-
 class LinkInjector:
     """Carries out link faults between named hosts.
 
@@ -62,7 +55,7 @@ class LinkInjector:
     ) -> None:
         self._hosts = dict(hosts)
         self._run = run
-        self._shaping: dict[str, _Shaping] = {}
+        self._limits: dict[str, set[int]] = {}  # numbers of the limits in force, by host
         self._lock = threading.Lock()
         self._active = ExitStack()
 
@@ -123,20 +116,20 @@ class LinkInjector:
 
     def _slow_host(self, host: str, interface: Interface, rate: str, undo: ExitStack) -> None:
         with self._lock:
-            shaping = self._shaping_of(host)
-            if shaping.classes:
+            limits = self._limits_of(host)
+            if limits:
                 raise _slowed(host)
-            limits = ("rate", rate, "burst", "64kb", "latency", "400ms")
-            self._tc(interface, "qdisc", "add", "root", "tbf", *limits)
-            shaping.whole = True
-        undo.callback(self._clear, host, interface, None)
+            shape = ("rate", rate, "burst", "64kb", "latency", "400ms")
+            self._tc(interface, "qdisc", "add", "root", "tbf", *shape)
+            limits.add(_WHOLE)
+        undo.callback(self._clear, host, interface, _WHOLE)
 
     def _slow_towards(
         self, host: str, interface: Interface, destination: str, rate: str, undo: ExitStack
     ) -> None:
         with self._lock:
-            shaping = self._shaping_of(host)
-            if not shaping.classes:
+            limits = self._limits_of(host)
+            if not limits:
                 default = str(_DEFAULT_CLASS)
                 self._tc(interface, "qdisc", "add", "root", "handle", "1:", "htb", "default", default)
                 try:
@@ -145,32 +138,29 @@ class LinkInjector:
                 except FaultError:
                     self._tc(interface, "qdisc", "del", "root")
                     raise
-            number = max(shaping.classes, default=9) + 1
-            shaping.classes.add(number)
+            number = max(limits, default=9) + 1
+            limits.add(number)
         undo.callback(self._clear, host, interface, number)
         slow = ("parent", "1:", "classid", f"1:{number}", "htb", "rate", rate, "ceil", rate)
         self._tc(interface, "class", "add", *slow)
         match = ("u32", "match", "ip", "dst", f"{destination}/32", "flowid", f"1:{number}")
         self._tc(interface, "filter", "add", "protocol", "ip", "parent", "1:", "prio", str(number), *match)
 
-    def _shaping_of(self, host: str) -> _Shaping:
+    def _limits_of(self, host: str) -> set[int]:
         """What is in force on a host, of whose link a part may still be slowed."""
-        shaping = self._shaping.setdefault(host, _Shaping())
-        if shaping.whole:
+        limits = self._limits.setdefault(host, set())
+        if _WHOLE in limits:
             raise _slowed(host)
-        return shaping
+        return limits
 
-    def _clear(self, host: str, interface: Interface, number: int | None) -> None:
+    def _clear(self, host: str, interface: Interface, number: int) -> None:
         with self._lock:
-            shaping = self._shaping[host]
-            if number is not None:
-                shaping.classes.discard(number)
-            if shaping.classes and number is not None:
+            self._limits[host].discard(number)
+            if self._limits[host]:
                 of_filter = ("parent", "1:", "protocol", "ip", "prio", str(number))
                 self._tc(interface, "filter", "del", *of_filter)
                 self._tc(interface, "class", "del", "classid", f"1:{number}")
                 return
-            shaping.whole = False
             self._tc(interface, "qdisc", "del", "root")
 
     def _tc(self, interface: Interface, kind: str, verb: str, *arguments: str) -> None:
