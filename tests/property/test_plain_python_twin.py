@@ -16,7 +16,7 @@ from tests.twins.ring import python_format, python_reader, python_writer
 
 from keepstep.checkpoint import native as checkpoint_native
 from keepstep.ring import native as ring_native
-from keepstep.ring.rows import RECORD, STREAM
+from keepstep.ring.reader import RECORD, STREAM
 
 MAKERS = {"native": ring_native.create, "python": python_format.create}
 WRITERS: dict[str, Any] = {"native": ring_native.RingWriter, "python": python_writer.RingWriter}

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from keepstep.ring.native import Operation, RingWriter, create
 
 if TYPE_CHECKING:
-    from keepstep.ring.reader import Batch, RingHeader, RingReader
-    from keepstep.ring.rows import RECORD, STREAM
+    from keepstep.ring.reader import RECORD, STREAM, Batch, RingHeader, RingReader
 
 __all__ = ["RECORD", "STREAM", "Batch", "Operation", "RingHeader", "RingReader", "RingWriter", "create"]
 
@@ -19,6 +18,6 @@ __all__ = ["RECORD", "STREAM", "Batch", "Operation", "RingHeader", "RingReader",
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from keepstep.ring import reader, rows
+    from keepstep.ring import reader
 
-    return getattr(rows if name in ("RECORD", "STREAM") else reader, name)
+    return getattr(reader, name)

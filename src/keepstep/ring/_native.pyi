@@ -1,4 +1,4 @@
-"""The native seam, typed. Tables come as packed bytes; ``rows.py`` holds their numpy types."""
+"""The native seam, typed. Tables come as packed bytes; ``reader.py`` holds their numpy types."""
 
 from __future__ import annotations
 

@@ -13,7 +13,19 @@ import numpy.typing as npt
 from keepstep.core.own_folders import write_whole
 from keepstep.core.summary import GroupInfo
 from keepstep.ring.native import Reader
-from keepstep.ring.rows import RECORD, STREAM
+
+RECORD = np.dtype([
+    ("ticket", "u8"), ("start_ns", "i8"), ("end_ns", "i8"), ("wait_ns", "i8"), ("bytes", "u8"),
+    ("seq", "u4"), ("peer", "i4"), ("thread", "u4"), ("site", "u4"),
+    ("group", "i2"), ("kind", "u1"), ("op", "u1"), ("flags", "u2"),
+], align=True)  # fmt: skip
+"""One operation or phase. ``end_ns`` 0: in flight; ``wait_ns`` 0: no wait seen; times on the node's CLOCK_MONOTONIC."""
+
+STREAM = np.dtype([
+    ("started", "u8"), ("completed", "u8"), ("last_start_ns", "i8"), ("last_end_ns", "i8"),
+    ("peer", "i4"), ("group", "i2"), ("kind", "u1"), ("op", "u1"),
+], align=True)  # fmt: skip
+"""One (group, peer, direction): operations started (= last ``seq``) and completed; ``op`` of the last one started."""
 
 Rows = npt.NDArray[np.void]
 

@@ -48,7 +48,7 @@ from tests.twins.ring.python_format import (
 )
 
 from keepstep.core.errors import RingError
-from keepstep.ring.rows import RECORD, STREAM
+from keepstep.ring.reader import RECORD, STREAM
 
 Words = npt.NDArray[np.uint64]
 

@@ -8,7 +8,7 @@ from keepstep.agent.ranks.intervals import NOTHING
 from keepstep.agent.ranks.iterations import Cut
 from keepstep.agent.ranks.summarise import MOST_BLOCKS, blocks_of
 from keepstep.core.events import Flag, Kind, Op, Phase
-from keepstep.ring.rows import RECORD
+from keepstep.ring.reader import RECORD
 
 MS = 1_000_000
 
