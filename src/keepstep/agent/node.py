@@ -107,7 +107,10 @@ class NodeAgent:
         """Read every ring; True if any had new records."""
         busy, self.filled = False, 0.0
         for ring in self._rings:
-            busy = self._poll_safely(ring, now_ns) or busy
+            try:
+                busy = self._poll_ring(ring, now_ns) or busy
+            except (RingError, OSError) as error:  # noqa: PERF203  it is tried again later
+                self._complain(ring, str(error), now_ns)
         self._log_steps()
         for message in self._holding.poll():
             self._send(message)
@@ -239,14 +242,6 @@ class NodeAgent:
         self._pages.close()
         self._log.close()
 
-    def _poll_safely(self, ring: _Ring, now_ns: int) -> bool:
-        """Poll one ring; if it cannot be read, it is tried again later."""
-        try:
-            return self._poll_ring(ring, now_ns)
-        except (RingError, OSError) as error:
-            self._complain(ring, str(error), now_ns)
-            return False
-
     def _poll_ring(self, ring: _Ring, now_ns: int) -> bool:
         if ring.reader is None:
             if now_ns < ring.next_try_ns:
@@ -255,13 +250,11 @@ class NodeAgent:
         header = ring.reader.header
         if not header.pid:
             return False
-        if ring.header is None or (header.pid, header.incarnation) != (
-            ring.header.pid,
-            ring.header.incarnation,
-        ):
+        before = ring.header
+        if before is None or (header.pid, header.incarnation) != (before.pid, before.incarnation):
             self._attach(ring, header)
         elif header.records:
-            self.filled = max(self.filled, (header.written - ring.header.written) / header.records)
+            self.filled = max(self.filled, (header.written - before.written) / header.records)
         ring.header = header
         ring.track.cutter.first_step = header.first_step
         batch = ring.reader.poll()
@@ -278,11 +271,9 @@ class NodeAgent:
             self._note_stopped(ring, self._process_state(ring), now_ns)
         stopped_ns = now_ns - ring.stopped_since_ns if ring.stopped_since_ns else 0
         held = self._holding.held(ring.rank, now_ns)
-        if (
-            not ring.ended
-            and (found := track.look(now_ns, ring.reader.in_flight, stopped_ns=stopped_ns, held=held))
-            is not None
-        ):
+        in_flight = ring.reader.in_flight
+        found = None if ring.ended else track.look(now_ns, in_flight, stopped_ns=stopped_ns, held=held)
+        if found is not None:
             ring.ended = ring.process is None or not alive(ring.process)
             if not ring.ended:  # the launcher, not the agent, reports dead processes
                 logger.info("rank %d: %s", ring.rank, found)

@@ -138,7 +138,6 @@ def _resolve(
 
 
 def _from_text(setting: Setting, text: str) -> Value:
-    """A value from the environment."""
     kind = type(setting.default)
     if kind is bool:
         word = text.strip().lower()
@@ -152,7 +151,6 @@ def _from_text(setting: Setting, text: str) -> Value:
 
 
 def _from_file(setting: Setting, value: object, path: Path | None) -> Value:
-    """A value from the configuration file."""
     kind = type(setting.default)
     if isinstance(value, bool) == (kind is bool):
         if isinstance(value, kind):

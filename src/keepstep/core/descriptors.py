@@ -56,17 +56,13 @@ def socket_inodes(pid: int | str = "self") -> dict[int, int]:
     return found
 
 
-def needed(nodes: int) -> int:
-    """Descriptors that the controller of a job of so many nodes needs."""
-    return _PER_NODE * nodes + _BESIDE
-
-
 def lack(nodes: int, hard: int) -> str:
     """Why the controller of so many nodes cannot run under this hard limit, and what to do; "" when it can."""
-    if needed(nodes) <= hard:
+    needed = _PER_NODE * nodes + _BESIDE
+    if needed <= hard:
         return ""
     return (
-        f"{nodes:,} nodes need {needed(nodes):,} descriptors; the hard limit of this process is {hard:,}: "
+        f"{nodes:,} nodes need {needed:,} descriptors; the hard limit of this process is {hard:,}: "
         "raise it with ulimit -Hn or LimitNOFILE="
     )
 

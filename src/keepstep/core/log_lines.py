@@ -27,11 +27,10 @@ class OneLineFormatter(logging.Formatter):
     """Formats a record as one line; a traceback follows it in lines that cannot be taken for records."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The record's line."""
         return one_line(super().formatMessage(record))
 
     def formatException(self, ei: _Raised) -> str:
-        """The traceback; only the end of a long one."""
+        # Only the end of a long traceback is kept.
         lines = super().formatException(ei)[-_LONGEST_TRACE:].split("\n")
         return "\n".join(f"  | {one_line(line)}" for line in lines)
 

@@ -29,9 +29,8 @@ def real_path(path: Path) -> Path:
     """
     for one in (path, *path.parents):
         if one.is_symlink() and one.parent.stat().st_mode & stat.S_IWOTH and _is_foreign(one.lstat()):
-            raise UnsafePathError(
-                errno.ELOOP, "is a symbolic link that another user put there: use another folder", str(one)
-            )
+            text = "is a symbolic link that another user put there: use another folder"
+            raise UnsafePathError(errno.ELOOP, text, str(one))
     real = path.resolve()
     for one in (real, *real.parents):
         if one.exists() and (status := one.stat()).st_mode & stat.S_IWOTH and _is_foreign(status):

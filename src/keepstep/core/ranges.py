@@ -24,8 +24,16 @@ def expand_ranks(text: str) -> tuple[int, ...]:
         UsageError: the text is no such list.
     """
     ranks: set[int] = set()
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        ranks.update(_range(part, text))
+    for piece in filter(None, (piece.strip() for piece in text.split(","))):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece, re.ASCII)
+        if match is None:
+            raise UsageError(f"list {text!r}: {piece!r} is neither a number nor a range like 1-8")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or last - first >= _MAX_EXPANDED:
+            raise UsageError(
+                f"list {text!r}: the range {piece!r} is empty or too long; write the smaller number first"
+            )
+        ranks.update(range(first, last + 1))
     return tuple(sorted(ranks))
 
 
@@ -48,9 +56,8 @@ def fold_nodes(names: Iterable[str]) -> str:
     folded = [(name, name) for name in plain]
     for (prefix, suffix, width), numbers in numbered.items():
         inner = _fold_numbers(sorted(numbers), width)
-        folded.append(
-            (prefix, f"{prefix}[{inner}]{suffix}" if len(numbers) > 1 else f"{prefix}{inner}{suffix}")
-        )
+        inner = f"[{inner}]" if len(numbers) > 1 else inner
+        folded.append((prefix, f"{prefix}{inner}{suffix}"))
     return ",".join(text for _, text in sorted(folded))
 
 
@@ -70,17 +77,3 @@ def _fold_numbers(numbers: Iterable[int], width: int) -> str:
         members = [f"{number:0{width}d}" for _, number in run]
         parts.append(members[0] if len(members) == 1 else f"{members[0]}-{members[-1]}")
     return ",".join(parts)
-
-
-def _range(piece: str, text: str) -> range:
-    """The numbers of ``"7"`` or ``"1-8"``; ``text`` is the whole list, for the error message."""
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece, re.ASCII)
-    if match is None:
-        raise UsageError(f"list {text!r}: {piece!r} is neither a number nor a range like 1-8")
-    first = int(match[1])
-    last = first if match[2] is None else int(match[2])
-    if last < first or last - first >= _MAX_EXPANDED:
-        raise UsageError(
-            f"list {text!r}: the range {piece!r} is empty or too long; write the smaller number first"
-        )
-    return range(first, last + 1)

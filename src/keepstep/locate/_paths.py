@@ -129,10 +129,8 @@ def with_probes(diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:
     links = [culprit.link.nodes for culprit in diagnosis.culprits if culprit.link is not None]
     bad = set(paths.bad(links))
     culprits = tuple(
-        replace(culprit, confidence="high")
-        if culprit.link is not None and culprit.link.nodes in bad
-        else culprit
-        for culprit in diagnosis.culprits
+        replace(one, confidence="high") if one.link is not None and one.link.nodes in bad else one
+        for one in diagnosis.culprits
     )
     lines = [line for line in paths.lines(links) if line not in diagnosis.evidence]
     return replace(diagnosis, culprits=culprits, evidence=(*diagnosis.evidence, *lines))

@@ -125,14 +125,10 @@ def _own_s(steps: Sequence[CallStep]) -> float:
         before_s, waits, total = step.begin_s, False, 0.0
         for call in step.calls:
             total += 0.0 if waits else call.at_s - before_s
-            before_s, waits = call.at_s, _waits(call)
+            small = call.nbytes <= _SMALL_BYTES and call.function != "Send"
+            before_s, waits = call.at_s, small or call.function == "Recv"
         totals.append(total)
     return median(totals)
-
-
-def _waits(call: Call) -> bool:
-    """Whether the host waits after the call."""
-    return call.function == "Recv" or (call.nbytes <= _SMALL_BYTES and call.function != "Send")
 
 
 def _lateness(

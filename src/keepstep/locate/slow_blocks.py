@@ -110,10 +110,7 @@ def sharpen(evidence: Evidence, diagnosis: Diagnosis) -> Diagnosis:
 
 
 def _judged(
-    diagnosis: Diagnosis,
-    causes: Sequence[tuple[Sequence[Culprit], Excess]],
-    costs: StepCosts,
-    slowdown_s: float,
+    diagnosis: Diagnosis, causes: Sequence[tuple[list[Culprit], Excess]], costs: StepCosts, slowdown_s: float
 ) -> Diagnosis:
     """The diagnosis without the culprits whose delay costs nothing, with those beside them whose delay costs much."""
     absorbed = costs.absorbed([excess for _, excess in causes])
@@ -122,14 +119,13 @@ def _judged(
         without_s, known = costs.without(excess), together[0] in diagnosis.culprits
         if not known and (nothing or costs.actual_s - without_s < MIN_SHARE * slowdown_s):
             continue
+        whose = f"{_whose(together)} delay"
         if nothing:
             culprits = [one for one in culprits if one not in together]
-            told.append(f"{_whose(together)} delay is absorbed: the step would be no shorter without it")
+            told.append(f"{whose} is absorbed: the step would be no shorter without it")
             continue
         culprits += [] if known else together
-        told.append(
-            f"without {_whose(together)} delay a step would take {without_s:.3g} s, not {costs.actual_s:.3g} s"
-        )
+        told.append(f"without {whose} a step would take {without_s:.3g} s, not {costs.actual_s:.3g} s")
     left = replace(diagnosis, culprits=tuple(culprits), evidence=(*diagnosis.evidence, *told[:_MOST_TOLD]))
     if culprits or not diagnosis.culprits:
         blamed = {one.rank for one in culprits}

@@ -26,7 +26,7 @@ from keepstep.checkpoint.memory.slots import Key, Record
 from keepstep.checkpoint.peers.fetch import Cancelled, Fetch
 from keepstep.checkpoint.peers.state_server import Rate, state_server
 from keepstep.checkpoint.storage.manifest import key_text
-from keepstep.core.errors import CheckpointError
+from keepstep.core.errors import CheckpointError, KeepstepError
 from keepstep.core.summary import Endpoint
 from keepstep.wire.messages import (
     MOST_HELD_KEYS,
@@ -92,9 +92,8 @@ class NodeBackups:
         self._order: BackUp | None = None
         self._told: Inventory | None = None
         self._told_s = 0.0
-        self._backed: set[int] | None = (
-            None  # other nodes' ranks with backups here; None: not read from the cache yet
-        )
+        # Other nodes' ranks with backups here; None: not read from the cache yet.
+        self._backed: set[int] | None = None
         self._failure = ""  # why the cache cannot be read
         self._able: dict[int, bool] = {}  # whether a rank has enough slots to be backed up, once known
         self._transfers: dict[int, _Transfer] = {}
@@ -202,13 +201,11 @@ class NodeBackups:
             try:
                 self._look()
                 self._failure = ""
-            except (
-                Exception
-            ) as error:  # the cache fails: its launcher ends, or runs out of memory or descriptors
+            # The cache fails when its launcher ends, or runs out of memory or descriptors.
+            except Exception as error:
                 if str(error) != self._failure:
                     self._failure = str(error)
-                    ours = isinstance(error, CheckpointError | OSError)
-                    log.warning("backups: %s", error, exc_info=None if ours else error)
+                    log.warning("backups: %s", error, exc_info=unexpected(error))
                 if self._told:  # as far as is known, only the trouble has changed since the last inventory
                     self._tell(msgspec.structs.replace(self._told, trouble=self.trouble()), time.monotonic())
             self._wake.wait(_LOOK_S)
@@ -301,7 +298,7 @@ class NodeBackups:
         """Bring one backup here, in a thread of its own."""
         transfer = self._transfers[rank]
         failure = "no node that has it gives states on an address that others reach"
-        done = False
+        done, name = False, key_text(key)
         for source in range(self._sources(rank)):
             fetch = self.fetch(key, rank, lambda source=source: self._where(rank, source))
             with self._guard:
@@ -315,27 +312,16 @@ class NodeBackups:
                         backup_of(rank), SLOTS_PER_BACKUP, record, self._needed(key)
                     )
                 )
-                log.info(
-                    "%s of rank %d is backed up here after %.2f s",
-                    key_text(key),
-                    rank,
-                    time.monotonic() - began_s,
-                )
+                took_s = time.monotonic() - began_s
+                log.info("%s of rank %d is backed up here after %.2f s", name, rank, took_s)
                 failure, done = "", True
                 break
             except Cancelled:
                 failure = ""
                 break
             except Exception as error:  # another node or the cache failed; it is tried again
-                failure = f"{error}"[:400]
-                ours = isinstance(error, CheckpointError | OSError)
-                log.warning(
-                    "%s of rank %d is not backed up here: %s",
-                    key_text(key),
-                    rank,
-                    error,
-                    exc_info=None if ours else error,
-                )
+                failure, why = f"{error}"[:400], unexpected(error)
+                log.warning("%s of rank %d is not backed up here: %s", name, rank, error, exc_info=why)
         with self._guard:
             del self._transfers[rank]
             wait_s = min(2 * self._waits.get(rank, (0.0, _AGAIN_S[0] / 2, ""))[1], _AGAIN_S[1])
@@ -442,6 +428,11 @@ def _decisive(inventory: Inventory) -> tuple[Inventory, list[tuple[int, bool, in
         for row in inventory.own
     ]
     return msgspec.structs.replace(inventory, own=(), alike=None), kept if inventory.first else []
+
+
+def unexpected(error: Exception) -> Exception | None:
+    """The error, if its traceback should be logged: it is neither ours nor the system's."""
+    return None if isinstance(error, KeepstepError | OSError) else error
 
 
 def _stop(transfer: _Transfer) -> None:

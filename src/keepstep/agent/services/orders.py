@@ -184,9 +184,8 @@ class Holding:
         figures = _checked(self._pages[rank].report.under(self._tests[rank]), RankFigures)
         if figures is None or figures.rank != rank:
             return None
-        if max(len(figures.devices), len(figures.links), len(figures.missing)) > _MOST_FIGURES:
-            return None
-        return figures
+        counts = len(figures.devices), len(figures.links), len(figures.missing)
+        return figures if max(counts) <= _MOST_FIGURES else None
 
 
 class Microbatches:
