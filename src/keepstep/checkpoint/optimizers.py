@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -69,16 +70,11 @@ class OptimizerWatch:
         self._known.add(optimizer)
 
 
-def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-    for state in cast("dict[Any, Any]", optimizer.state).values():
-        if isinstance(state, dict):
-            yield from cast("dict[str, Any]", state).values()
-
-
 def _storages(optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    for value in _tensors(optimizer):
+    parameters = (group["params"] for group in optimizer.param_groups)
+    states = cast("dict[Any, Any]", optimizer.state).values()
+    of_states = (cast("dict[str, Any]", state).values() for state in states if isinstance(state, dict))
+    for value in chain.from_iterable(chain(parameters, of_states)):
         if isinstance(value, torch.Tensor):
             local = local_of(value)
             if type(local) in (torch.Tensor, torch.nn.Parameter):

@@ -274,15 +274,10 @@ class Snapshots:
             return False
         deadline_s = time.monotonic() + (PATIENCE_S if persist else 0.0)
         while True:
-            rows = self._gather(
-                row_of(
-                    self._cache.wanted(),
-                    len(self._cache.wanted()) >= self._slots - _TURNS,
-                    time.monotonic() >= deadline_s,
-                    self._cadence.proposal(),
-                    self._unkept.pack() if self._unkept else 0,
-                )
-            )
+            pending = self._cache.wanted()
+            full, late = len(pending) >= self._slots - _TURNS, time.monotonic() >= deadline_s
+            unkept = self._unkept.pack() if self._unkept else 0
+            rows = self._gather(row_of(pending, full, late, self._cadence.proposal(), unkept))
             self._cadence.agree(row[2] for row in rows)
             self._let_go(rows)
             if not any(row[0] for row in rows):
@@ -290,10 +285,7 @@ class Snapshots:
                 return True
             if any(row[1] for row in rows):
                 if persist:
-                    self._say(
-                        f"step {step} is not brought to {self._storing_where}: the one before is not there yet",
-                        every_rank=False,
-                    )
+                    self._say_left_out(step, "the one before is not there yet")
                 return False
             time.sleep(_STORED_POLL_S)
 
@@ -303,10 +295,7 @@ class Snapshots:
             key = Key.unpack(row[3])
             if key is not None:
                 self._cache.let_go(key)
-                self._say(
-                    f"step {key.step} is not brought to {self._storing_where}: rank {number} did not keep it",
-                    every_rank=False,
-                )
+                self._say_left_out(key.step, f"rank {number} did not keep it")
         self._unkept = None
         pending = self._cache.wanted()
         alone = {key for key in pending if not all(key in keys_of(row) for row in rows)}
@@ -316,13 +305,13 @@ class Snapshots:
             # Ranks learn within seconds of each other that a step is on storage.
             if now_s - since_s > _ALONE_S:
                 self._cache.let_go(key)
-                self._say(
-                    f"step {key.step} is not brought to {self._storing_where}: not all ranks have it any more"
-                )
+                self._say_left_out(key.step, "not all ranks have it any more", every_rank=True)
 
-    @property
-    def _storing_where(self) -> str:
-        return f"storage {self._storing.where}" if self._storing else "storage"
+    def _say_left_out(self, step: int, why: str, *, every_rank: bool = False) -> None:
+        assert self._storing
+        self._say(
+            f"step {step} is not brought to storage {self._storing.where}: {why}", every_rank=every_rank
+        )
 
     def _slot(self) -> int | None:
         if not self._worker.one_node or self._worker.elastic:

@@ -69,6 +69,7 @@ class Fetch:
     ) -> None:
         """The transfer fails when no byte arrives for ``patience_s``."""
         self._key, self._rank, self._where, self._run_key = key, rank, where, run
+        self._what = f"{key_text(key)} of rank {rank}"
         self._tls, self._patience_s = tls, patience_s
         self._changed = threading.Condition()
         self._connections: set[BlockingConnection] = set()
@@ -126,11 +127,9 @@ class Fetch:
 
     def _broke(self, error: Exception) -> None:
         """Note that a connection broke. Raises CheckpointError when no byte has arrived for too long."""
-        log.info("%s of rank %d: a connection broke: %s", key_text(self._key), self._rank, error)
+        log.info("%s: a connection broke: %s", self._what, error)
         if time.monotonic() - self._moved_s > self._patience_s:
-            raise CheckpointError(
-                f"{key_text(self._key)} of rank {self._rank} does not come: {error}"
-            ) from None
+            raise CheckpointError(f"{self._what} does not come: {error}") from None
 
     def _ask(self) -> BlockingConnection:
         """Connect to the node that has the state, and ask for it; CheckpointError when it lacks the state.
@@ -174,7 +173,7 @@ class Fetch:
             if self._record is None:
                 self._record, self._left = record, record.data_bytes
             elif record != self._record:
-                raise CheckpointError(f"{key_text(self._key)} of rank {self._rank} is another one by now")
+                raise CheckpointError(f"{self._what} is another one by now")
 
     def _take_header(
         self, connection: BlockingConnection, incoming: Incoming, record: Record

@@ -286,17 +286,15 @@ def _give(tensor: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
 
 def _names(items: list[WriteItem]) -> list[str]:
     """A unique name for each item in the rank's state; further blocks of a tensor get their offsets as a suffix."""
-    used: set[str] = set()
-    found: list[str] = []
+    found: dict[str, None] = {}  # a set that keeps its order
     for item in items:
         name = item.index.fqn
-        if name in used:
+        if name in found:
             name += "@" + "-".join(map(str, item.index.offset or ()))
-        while name in used:
+        while name in found:
             name += "'"
-        used.add(name)
-        found.append(name)
-    return found
+        found[name] = None
+    return list(found)
 
 
 def _resolved(value: torch.Tensor | io.BytesIO) -> torch.Tensor:

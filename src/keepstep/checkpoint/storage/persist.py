@@ -344,11 +344,12 @@ def _entries(
     storage: Storage, key: Key, rank: int, world_size: int, files: dict[str, int]
 ) -> dict[str, StoredFile]:
     """The manifest's entries for a rank's two files, from its JSON file. Raises Incomplete when a file is missing."""
-    name, where = header_file(rank), f"{folder_name(key)}/{header_file(rank)}"
-    absent = next((one for one in (data_file(rank), name) if one not in files), None)
+    folder, name, data = folder_name(key), header_file(rank), data_file(rank)
+    where = f"{folder}/{name}"
+    absent = next((one for one in (data, name) if one not in files), None)
     if absent:
-        raise Incomplete(f"{folder_name(key)}/{absent} is not there yet")
-    content = read_whole(storage, folder_name(key), name, files[name], 2 * MOST_HEADER_BYTES)
+        raise Incomplete(f"{folder}/{absent} is not there yet")
+    content = read_whole(storage, folder, name, files[name], 2 * MOST_HEADER_BYTES)
     shard = open_shard(content, where)
     try:
         place = msgspec.json.decode(shard.state, type=_Place)
@@ -358,11 +359,9 @@ def _entries(
         raise CheckpointError(
             f"{where}: is that of rank {place.rank} of {place.world_size} at step {place.step}"
         )
-    if files[data_file(rank)] != shard.data.nbytes:
-        raise CheckpointError(
-            f"{folder_name(key)}/{data_file(rank)}: has {files[data_file(rank)]} bytes instead of {shard.data.nbytes}"
-        )
-    return {name: stored_file(content), data_file(rank): shard.data}
+    if files[data] != shard.data.nbytes:
+        raise CheckpointError(f"{folder}/{data}: has {files[data]} bytes instead of {shard.data.nbytes}")
+    return {name: stored_file(content), data: shard.data}
 
 
 def _unexpected(error: Exception) -> Exception | None:
