@@ -82,13 +82,17 @@ class Node:
         key = wire.RunKey(wire.read_secret(self.folder / "secret"))
         host, port = wire.parse_address(self.controller)
         client: list[wire.Client] = []
+
+        def send(message: wire.Message) -> None:
+            self.loop.call_soon_threadsafe(lambda: client[0].send(message))
+
         backups = NodeBackups(
             self.server.address,
             self.ranks,
             self.name,
             self.rank,
             key,
-            lambda message: self.loop.call_soon_threadsafe(lambda: client[0].send(message)),
+            send,
         )
         backups.use_addresses([address_towards(host)])
 

@@ -25,10 +25,11 @@ from torch import nn
 Job = Callable[[int, int], Any]
 
 
-def digest(*tensors: torch.Tensor) -> str:
+def digest(*tensors: torch.Tensor | None) -> str:
     """Of the exact bits."""
     found = hashlib.sha256()
     for tensor in tensors:
+        assert tensor is not None
         found.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
@@ -98,13 +99,15 @@ def plain(rank: int, world: int) -> Any:
 
     reversed_group = dist.new_group([1, 0])
     dist.all_reduce(mine, group=reversed_group)
-    future = dist.all_reduce(mine, async_op=True).get_future()
+    work = dist.all_reduce(mine, async_op=True)
+    assert work is not None
+    future = work.get_future()
     future.wait()
     out.append(mine)
     return {"digest": digest(*out), "objects": objects, "told": told}
 
 
-def _model(width: int = 64) -> nn.Module:
+def _model(width: int = 64) -> nn.Sequential:
     torch.manual_seed(7)
     return nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 8))
 
@@ -149,14 +152,18 @@ def fsdp2(rank: int, world: int) -> Any:
     """FSDP2 on a CPU mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
 
     mesh = init_device_mesh("cpu", (world,))
     model = _model()
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    losses = _steps(model, rank)
-    return {"digest": digest(*losses, *(p.to_local() for p in model.parameters()))}
+    losses, shards = _steps(model, rank), []
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        shards.append(parameter.to_local())
+    return {"digest": digest(*losses, *shards)}
 
 
 def pipeline(rank: int, world: int) -> Any:
@@ -242,6 +249,7 @@ def regroup(rank: int, world: int) -> Any:
         assert dist.distributed_c10d._get_process_group_store(group) is not None
         assert group.get_group_store() is not None
         pair = dist.new_group([0, 1], group_desc="pair")
+        assert isinstance(pair, dist.ProcessGroup)
         mesh = init_device_mesh("cpu", (world,))
         value = torch.ones(4) * (rank + 1)
         dist.all_reduce(value, group=pair)
@@ -283,6 +291,7 @@ def compiled_ddp(rank: int, _: int) -> Any:
     """DDP inside a compiled module, as in the field; a second shape makes it compile again in the middle."""
     model = nn.parallel.DistributedDataParallel(_model())
     graph = torch.compile(model, backend="eager", dynamic=False)
+    assert isinstance(graph, nn.Module)
     losses = _steps(graph, rank)
     losses.append(graph(torch.ones(5, 32)).sum().detach())
     return {"digest": digest(*losses, *(p for p in model.parameters()))}
@@ -318,7 +327,9 @@ def main() -> None:
         dist.barrier()  # nobody closes connections that a peer still uses
     if profiled:
         profile.stop()
-        result["profiled"] = Counter(e.name for e in profile.events() if e.name.startswith("c10d::"))
+        events = profile.events()
+        assert events is not None
+        result["profiled"] = Counter(e.name for e in events if e.name.startswith("c10d::"))
     with open(result_file, "w") as file:
         json.dump(result, file)
     if name != "peer_dies":

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as checkpoint
@@ -46,12 +47,13 @@ def main() -> None:
         optimizer.step()
 
     step()  # backward is not recorded: the ring is claimed by the first optimizer step
-    for _ in DataLoader(list(range(4)), batch_size=2):  # DATA: iter, 2 batches, the end
+    numbers: Any = list(range(4))  # Any: a list will do for a data set, which the annotations do not know
+    for _ in DataLoader(numbers, batch_size=2):  # DATA: iter, 2 batches, the end
         pass
     step()  # BACKWARD, OPTIMIZER
 
     model.eval()  # EVALUATION 1
-    list(DataLoader([1.0], batch_size=1))  # DATA: 3
+    list(DataLoader(numbers[:1], batch_size=1))  # DATA: 3
     model.train()
     model.eval()  # EVALUATION 2, ended by its mode set back by hand before the backward
     for module in model.modules():

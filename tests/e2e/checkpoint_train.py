@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -39,12 +40,12 @@ class Data:
         x = torch.randn(16, 32, generator=self.generator)
         return x, x.sum(1, keepdim=True) + self.position
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         return {"generator": self.generator.get_state(), "position": self.position}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        self.generator.set_state(state["generator"])  # type: ignore[arg-type]
-        self.position = state["position"]  # type: ignore[assignment]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self.position = state["position"]
 
 
 dist.init_process_group("gloo")
@@ -71,7 +72,8 @@ def wrapped(block: Block) -> torch.nn.Module:
 
     for layer in (block[0], block[3]):
         fully_shard(layer)
-    return fully_shard(block)
+    fully_shard(block)
+    return block
 
 
 model = wrapped(
@@ -126,7 +128,7 @@ with (folder / f"losses-{rank}").open("a") as log:
         loss.backward()
         die(step, "backward")
         optimizer.step()
-        log.write(f"{step} {loss.item().hex()}\n")
+        log.write(f"{step} {float(loss.item()).hex()}\n")
         log.flush()
         scheduler.step()
         die(step, "before save")

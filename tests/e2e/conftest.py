@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -36,7 +37,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.fixture(scope="session", autouse=True)
 def forked_launchers() -> Iterator[None]:
     """Fork launchers off a zygote, where nothing but their descriptors and folder is asked of their start."""
-    execute = subprocess.Popen._execute_child
+    patched: Any = subprocess.Popen  # Any: of a private method
+    execute = patched._execute_child
 
     def execute_child(popen, args, executable, preexec_fn, close_fds, pass_fds, *others) -> None:
         folder, environment, pipes, identity = others[0], others[1], others[5:11], others[12:]
@@ -50,9 +52,9 @@ def forked_launchers() -> Iterator[None]:
             return execute(popen, args, executable, preexec_fn, close_fds, pass_fds, *others)
         return fork_child(popen, words, environment, folder, pipes)
 
-    subprocess.Popen._execute_child = execute_child
+    patched._execute_child = execute_child
     yield
-    subprocess.Popen._execute_child = execute
+    patched._execute_child = execute
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ def main(verb: str, where: str, reference: str, meet: str) -> int:
     state = {"model": weights, "optimizer": moments, "epoch": 3 if verb == "save" else 0}
     if verb == "save":
         dcp.save(state, storage_writer=DcpWriter(where, 4))
-        dcp.async_save(state, storage_writer=DcpWriter(where, 5)).result()
+        saving = dcp.async_save(state, storage_writer=DcpWriter(where, 5))
+        assert isinstance(saving, Future)
+        saving.result()
         full = whole(model, optimizer)
         if rank == 0:
             torch.save(full, reference)

@@ -12,8 +12,9 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
-import deepspeed
+import deepspeed  # pyright: ignore[reportMissingImports]
 import torch
 import torch.distributed as dist
 
@@ -37,12 +38,12 @@ class Data:
         x = torch.randn(16, 32, generator=self.generator)
         return x, x.sum(1, keepdim=True) + self.position
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         return {"generator": self.generator.get_state(), "position": self.position}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        self.generator.set_state(state["generator"])  # type: ignore[arg-type]
-        self.position = state["position"]  # type: ignore[assignment]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self.position = state["position"]
 
 
 def die(step: int, here: str) -> None:
@@ -105,7 +106,7 @@ with (folder / f"losses-{rank}").open("a") as log:
         engine.backward(loss)
         die(step, "backward")
         engine.step()
-        log.write(f"{step} {loss.item().hex()}\n")
+        log.write(f"{step} {float(loss.item()).hex()}\n")
         log.flush()
         die(step, "before save")
         if keep != "no":

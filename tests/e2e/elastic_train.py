@@ -44,7 +44,7 @@ def train(session: keepstep.Session, folder: Path, total: int, count: int) -> No
             loss = torch.nn.functional.mse_loss(model(x), y)
             (loss * session.weight).backward()
             with (folder / f"losses-{number}").open("a") as file:
-                file.write(f"{step} {loss.item().hex()} {session.incarnation}\n")
+                file.write(f"{step} {float(loss.item()).hex()} {session.incarnation}\n")
         optimizer.step()
         optimizer.zero_grad()
 

@@ -25,6 +25,7 @@ rank = dist.get_rank()
 replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
 pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
 pipeline = pipelines[rank // 2]
+assert isinstance(pipeline, dist.ProcessGroup)
 stage, replica = rank % 2, rank // 2
 torch.manual_seed(rank)
 weights = torch.ones(256 * 1024) * (1 + stage)  # 1 MiB

@@ -118,7 +118,7 @@ def train_on(session: keepstep.Session) -> None:
             optimizers[1].step()
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            log.write(f"{step} {loss.item().hex()} {os.getpid()}\n")
+            log.write(f"{step} {float(loss.item()).hex()} {os.getpid()}\n")
             log.flush()
     dist.destroy_process_group()
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch import LightningModule, Trainer, seed_everything  # pyright: ignore[reportMissingImports]
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging  # pyright: ignore[reportMissingImports]
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # pyright: ignore[reportMissingImports]
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric  # pyright: ignore[reportMissingImports]
 
 from keepstep.integrations.lightning import Recovery
 
@@ -87,11 +87,11 @@ def loader() -> Any:
         return DataLoader(Stream(), batch_size=4)
     workers = int(os.environ.get("WORKERS", "0"))
     samples = Samples()
-    # Shuffled by the process's random state where no sampler is given for the ranks.
-    order = (
-        {"sampler": DistributedSampler(samples, 2, rank, seed=3)} if strategy == "ddp" else {"shuffle": True}
-    )
-    return DataLoader(samples, batch_size=4, num_workers=workers, **order)
+    if strategy == "ddp":
+        sampler = DistributedSampler(samples, 2, rank, seed=3)
+        return DataLoader(samples, batch_size=4, num_workers=workers, sampler=sampler)
+    # Shuffled by the process's random state, as no sampler is given for the ranks.
+    return DataLoader(samples, batch_size=4, num_workers=workers, shuffle=True)
 
 
 class Model(LightningModule):
@@ -177,6 +177,6 @@ model = Model()
 trainer.fit(model, loader(), DataLoader(Samples(), batch_size=20))
 ends = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
 with (folder / f"lines-{rank}").open("a") as log:
-    log.write(f"end {sum(p.double().square().sum().item() for p in ends).hex()}\n")
+    log.write(f"end {float(sum(p.double().square().sum().item() for p in ends)).hex()}\n")
 if dist.is_initialized():
     dist.destroy_process_group()

@@ -62,7 +62,7 @@ with (folder / f"losses-{rank}").open("a") as log:
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(float(os.environ.get("STEP_S", "0")))
-        log.write(f"{step} {loss.item().hex()}\n")
+        log.write(f"{step} {float(loss.item()).hex()}\n")
         log.flush()
         state["data"] = data.get_state()
         keepstep.checkpoint.save(state, step + 1)

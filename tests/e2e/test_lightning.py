@@ -24,7 +24,7 @@ BATCHES = 15  # three epochs of five, of four samples of each of two ranks
 PATIENCE_S = 240
 
 
-def train(folder: Path, strategy: str, ranks: int = 2, **settings: str) -> tuple[list[list[str]], str]:
+def train(folder: Path, strategy: str, ranks: int = 2, /, **settings: str) -> tuple[list[list[str]], str]:
     """What each rank wrote, in order and with what was done again once; and what was said."""
     folder.mkdir()
     command = [

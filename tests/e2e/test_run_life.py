@@ -195,7 +195,8 @@ def test_other_workers_get_sigterm_then_sigkill(run: Run) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_end_everything(run: Run, number: signal.Signals) -> None:
     process = run.start(SAY_READY + "time.sleep(60)", "--no-watch", "--nproc-per-node", "2")
-    run.said("ready0"), run.said("ready1")
+    run.said("ready0")
+    run.said("ready1")
     process.send_signal(number)
     process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + number
@@ -238,7 +239,8 @@ subprocess.Popen(sleep, start_new_session=True)
 def test_killing_the_launcher_leaves_no_process(run: Run, watch: tuple[str, ...]) -> None:
     before = set(os.listdir("/dev/shm"))
     process = run.start(GRANDCHILDREN + SAY_READY + "time.sleep(600)", *watch, "--nproc-per-node", "2")
-    run.said("ready0"), run.said("ready1")
+    run.said("ready0")
+    run.said("ready1")
     process.kill()
     process.wait()
     run.until(lambda: not run.left())

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e import testbed as beds
 from tests.e2e.testbed import HOURS, Testbed
 
-from keepstep.faults import parse
+from keepstep.faults import SlowLink, parse
 
 pytestmark = [pytest.mark.e2e, pytest.mark.root]
 
@@ -84,7 +84,9 @@ def test_one_pair_is_throttled_and_no_other(bed: Testbed) -> None:
         assert receiver.stdout is not None
         assert receiver.stdout.readline() == "ready\n"
     healthy_s = transfer_s(bed, "node-a", "node-b")
-    with bed.links.inject(parse("slow link from node-a to node-b to 10mbit")[0]):
+    (fault,) = parse("slow link from node-a to node-b to 10mbit")
+    assert isinstance(fault, SlowLink)
+    with bed.links.inject(fault):
         throttled_s = transfer_s(bed, "node-a", "node-b")
         other_s = transfer_s(bed, "node-a", "node-c")
     healed_s = transfer_s(bed, "node-a", "node-b")

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from tests.e2e import testbed as beds
 
-from keepstep.faults import parse
+from keepstep.faults import SlowLink, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "examples" / "gpt" / "train.py"
@@ -217,7 +217,9 @@ def test_a_slow_link_between_hosts_is_named(tmp_path: Path) -> None:
         ]
         log = folder / "nodes/0/iterations.jsonl"
         until(lambda: log.exists() and len(log.read_text().splitlines()) > 12)
-        with bed.links.inject(parse("slow link from node-b to node-c to 40mbit")[0]):
+        (fault,) = parse("slow link from node-b to node-c to 40mbit")
+        assert isinstance(fault, SlowLink)
+        with bed.links.inject(fault):
             asking = hosts[0].start(
                 [sys.executable, "-m", "keepstep.cli", "validate", str(folder), "--json", "--hold", "20"]
             )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOM = "KEEPSTEP_TEST_WARM"
@@ -59,7 +59,8 @@ def fork_workers() -> None:
     """Patch `subprocess.Popen` of a launcher for commands that run a script by this interpreter."""
     import gc
 
-    execute = subprocess.Popen._execute_child
+    patched: Any = subprocess.Popen  # Any: of a private method
+    execute = patched._execute_child
 
     def execute_child(popen, args, executable, preexec_fn, close_fds, pass_fds, *others) -> None:
         words = [os.fsdecode(word) for word in args]
@@ -82,7 +83,7 @@ def fork_workers() -> None:
         popen._close_pipe_fds(*pipes)
         return None
 
-    subprocess.Popen._execute_child = execute_child
+    patched._execute_child = execute_child
 
 
 def _plan(words):
@@ -136,7 +137,7 @@ def become(words, plan, environment, streams, keep=(), prepare=None) -> NoReturn
             setattr(sys, f"__{name}__", stream)
         gc.unfreeze()
         code = _run(words, plan)
-        threading._shutdown()
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - private
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
