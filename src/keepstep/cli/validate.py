@@ -10,7 +10,7 @@ from keepstep.cli._parsing import Parser, number, print_json
 from keepstep.core.errors import RunError, UsageError
 from keepstep.core.ranges import expand_ranks
 
-_MOST_RANKS = 8192  # control/incidents/validation_case.py has the same limit
+_MOST_RANKS = 8192  # control/incidents/validations.py has the same limit
 
 _ABOUT = "Compare devices and links while the training waits. Exit code 0: alike, 1: one stands out."
 

@@ -24,10 +24,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def parse(argv: list[str]) -> Options:
-    """The command line. What is not given has the default of `Settings` or `Options`.
+    """The command line; what is not given has the default of `Settings` or `Options`.
 
-    Raises:
-        UsageError: an address, a budget or the paths for TLS cannot be used.
+    Raises UsageError where an address, a budget or the paths for TLS cannot be used.
     """
     parser = argparse.ArgumentParser(
         prog="python -m keepstep.control",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from keepstep.checkpoint.memory.slots import Key
@@ -17,7 +17,6 @@ from keepstep.wire.messages import (
     Locate,
     Located,
     Pull,
-    RankKeys,
 )
 
 _AWAY_S = 10.0  # a node not seen since this controller began is lost after so long
@@ -64,8 +63,8 @@ class Backups:
         if message.node_rank != node.rank:
             return
         self.forget(node.rank)
-        told = _Told(message, _by_rank(message.own), _by_rank(message.backups))
-        self._told[node.rank] = told
+        own, backups = ({row.rank: row.keys for row in rows} for rows in (message.own, message.backups))
+        told = self._told[node.rank] = _Told(message, own, backups)
         for rank in (*told.own, *told.backups):
             self._holders.setdefault(rank, set()).add(node.rank)
         self._changed = True
@@ -210,10 +209,6 @@ class Backups:
         ranks = tuple(rank for home in order.backs for rank in homes[home])
         keep, first, target = (key.pack() if key else 0 for key in (order.keep, order.first, order.target))
         return BackUp(keep, first, target, tuple(pulls), ranks, order.settled)
-
-
-def _by_rank(rows: Iterable[RankKeys]) -> dict[int, tuple[int, ...]]:
-    return {row.rank: row.keys for row in rows}
 
 
 def _stock(told: _Told, homes: Mapping[int, Sequence[int]], home_of: Mapping[int, int]) -> Stock:

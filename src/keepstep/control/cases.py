@@ -21,7 +21,7 @@ from keepstep.control.incidents.open_cases import OpenCases
 from keepstep.control.incidents.register import Register
 from keepstep.control.incidents.slow_case import SlowCase
 from keepstep.control.incidents.validations import Validations
-from keepstep.control.membership.own_pauses import RankMoves
+from keepstep.control.membership.pauses import RankMoves
 from keepstep.control.membership.rendezvous import MOST_RANKS
 from keepstep.control.remedies.mitigation import Mitigation
 from keepstep.control.settings import Settings
@@ -33,10 +33,7 @@ _MOST_SLOW_CASES = 16
 
 
 class Cases:
-    """Opens cases, hands them what concerns them, and forgets them when they are closed.
-
-    ``effects``: what the controller is about to do; ``unix_s``: Unix time of a moment on the controller's clock.
-    """
+    """Opens cases, hands them what concerns them, and forgets them when they are closed."""
 
     def __init__(
         self,
@@ -111,7 +108,9 @@ class Cases:
 
     def found(self, finding: Finding, now_s: float) -> None:
         """Take what an agent or a launcher has found."""
-        if not 0 <= finding.rank < MOST_RANKS or not _is_finite(finding):
+        values = [getattr(finding, field.name) for field in fields(finding)]
+        is_finite = all(math.isfinite(value) for value in values if isinstance(value, float))
+        if not 0 <= finding.rank < MOST_RANKS or not is_finite:
             self.ignored += 1
             return
         kind = finding.kind
@@ -294,8 +293,3 @@ class Cases:
 
     def _names(self, node_ranks: Iterable[int]) -> tuple[str, ...]:
         return tuple(self.desk.cluster.nodes[rank].name for rank in node_ranks)
-
-
-def _is_finite(finding: Finding) -> bool:
-    values = (getattr(finding, field.name) for field in fields(finding))
-    return all(math.isfinite(value) for value in values if isinstance(value, float))

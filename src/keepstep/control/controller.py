@@ -20,8 +20,7 @@ from keepstep.control.membership.council import Councils
 from keepstep.control.membership.ending import Ending
 from keepstep.control.membership.job_state import JobStates
 from keepstep.control.membership.operator_orders import OperatorOrders
-from keepstep.control.membership.own_pauses import Growth, RankMoves
-from keepstep.control.membership.pauses import Pauses
+from keepstep.control.membership.pauses import Growth, Pauses, RankMoves
 from keepstep.control.membership.peers import Admission, Peer, Peers
 from keepstep.control.membership.placing import Placing
 from keepstep.control.membership.reforming import Reforming
@@ -352,7 +351,7 @@ class Controller:
         self._tick_councils(now_s)
 
     def _watch_nodes(self, now_s: float) -> None:
-        if self.peers.is_quiet(now_s):
+        if now_s < self.peers.quiet_until_s:
             return
         for node in self.peers.watch(now_s):
             if not self.ending.over and self.cases.lost(node, now_s):

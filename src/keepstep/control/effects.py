@@ -1,4 +1,7 @@
-"""What the core of the controller wants done by its server."""
+"""What the core of the controller wants done by its server.
+
+All parts of the core add to one list of effects (``effects``), which the controller hands out after each call.
+"""
 
 from __future__ import annotations
 

@@ -196,7 +196,11 @@ def between(summaries: Sequence[IterationSummary], first_step: int, until_step: 
 def medians(summaries: Sequence[IterationSummary], name: str) -> dict[int, float]:
     """The median of one field for each rank."""
     table = table_of(summaries)
-    ranks, values = table.column("rank"), table.column(name)
+    return medians_of(table.column("rank"), table.column(name))
+
+
+def medians_of(ranks: NDArray[Any], values: NDArray[Any]) -> dict[int, float]:
+    """The median of the values of each rank, in any order."""
     order = np.lexsort((values, ranks))
     known, first, counts = np.unique(ranks[order], return_index=True, return_counts=True)
     values = values[order].astype(np.float64)

@@ -40,13 +40,8 @@ def consolidation_of(
     """The `best_consolidation` of a measured job; None, too, where something of it is not known.
 
     The time of a stage on a healthy node is the median of its ranks, each divided by the slowness of its node.
-
-    Args:
-        seconds: measured seconds for a micro-batch, by rank (`rank_seconds`).
-        splits: how ranks divide micro-batches, by rank.
-        stage_of: pipeline stages 0, 1, … by rank; empty where there is no pipeline.
-        ranks_of: the ranks of each node, by node rank.
-        slow: how many times as long a node takes, by node rank.
+    ``seconds``: measured for a micro-batch, by rank (`rank_seconds`). ``stage_of``: pipeline stages 0, 1, … by rank;
+    empty where there is no pipeline. ``slow``: how many times as long a node takes, by node rank.
     """
     stage_of = stage_of or dict.fromkeys(splits, 0)
     node_of = {rank: node for node, ranks in ranks_of.items() for rank in ranks}

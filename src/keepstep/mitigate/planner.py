@@ -52,15 +52,10 @@ class Planner:
         self, now_s: float, began_s: float, healthy_s: float, iteration_s: float, untreated_s: float,
         remedies: Mapping[str, Remedy],
     ) -> Remedy | None:  # fmt: skip
-        """The remedy to apply now, if any.
+        """The remedy to apply now, if any, of those that are possible (by name, whether in force or not).
 
-        Args:
-            now_s: any clock that only grows.
-            began_s: when the slowdown began, on that clock.
-            healthy_s: what an iteration took before the slowdown.
-            iteration_s: what an iteration takes now.
-            untreated_s: what an iteration would take without the remedies that are in force.
-            remedies: the remedies that are possible, by name, whether in force or not.
+        The slowdown began at ``began_s`` on the clock of ``now_s``. An iteration took ``healthy_s`` before it, takes
+        ``iteration_s`` now, and would take ``untreated_s`` without the remedies that are in force.
         """
         if self._since_s is None:
             self._since_s = self._looked_s = min(began_s, now_s)
@@ -81,9 +76,8 @@ class Planner:
         basis = tuple(names), (rate, *costs)
         if _differs(basis, self._made_for):
             self._made_for = basis
-            self._schedule = schedule(
-                rate, offers, list(self._durations), self._credit_s + _dearest_s(offers)
-            )
+            credit_s = self._credit_s + max((one.cost_s for one in offers), default=0.0)
+            self._schedule = schedule(rate, offers, list(self._durations), credit_s)
             self._optimum = rate, offers
         for threshold_s, place in self._schedule.buys:
             if place < len(names) and names[place] not in self._applied and self._lost_s >= threshold_s:
@@ -125,10 +119,6 @@ class Planner:
 def _rate(healthy_s: float, iteration_s: float) -> float:
     """The share of time that is lost: seconds lost each second."""
     return max(1 - healthy_s / iteration_s, 0.0) if iteration_s > 0 else 0.0
-
-
-def _dearest_s(offers: list[Offer]) -> float:
-    return max((one.cost_s for one in offers), default=0.0)
 
 
 def _differs(new: _Basis, old: _Basis) -> bool:

@@ -8,7 +8,7 @@ from statistics import median_low
 
 import numpy as np
 
-from keepstep.core.iteration_table import medians, table_of
+from keepstep.core.iteration_table import medians, medians_of, table_of
 from keepstep.core.microbatch_shares import Split, fits
 from keepstep.core.summary import GroupInfo, IterationSummary
 from keepstep.mitigate.allocation import allocate_microbatches
@@ -70,9 +70,8 @@ def measure(
     which, streams = table.flat()
     waits = np.where(across[streams["group"]], streams["blocked_s"], 0.0)
     durations = table.column("duration_s")
-    active = _medians(
-        table.column("rank"), durations - np.bincount(which, weights=waits, minlength=len(table))
-    )
+    waited = np.bincount(which, weights=waits, minlength=len(table))
+    active = medians_of(table.column("rank"), durations - waited)
     first = next(iter(splits.values()))
     count = first.replicas
     shares, seconds, fixed = [0] * count, [0.0] * count, [0.0] * count
@@ -106,11 +105,3 @@ def _is_across(group: GroupInfo | None, replica_of: Mapping[int, int]) -> bool:
         return False
     first = replica_of.get(group.members[0]) if group.members else None
     return any(replica_of.get(rank) != first for rank in group.members)
-
-
-def _medians(ranks: np.ndarray, values: np.ndarray) -> dict[int, float]:
-    order = np.lexsort((values, ranks))
-    known, first, counts = np.unique(ranks[order], return_index=True, return_counts=True)
-    ordered = values[order]
-    middle = (ordered[first + (counts - 1) // 2] + ordered[first + counts // 2]) / 2
-    return dict(zip(known.tolist(), middle.tolist(), strict=True))

@@ -66,13 +66,10 @@ def plain(rate: float, offers: Sequence[Offer]) -> Schedule:
 def schedule(
     rate: float, offers: Sequence[Offer], durations: Sequence[float] = (), credit_s: float = 0.0
 ) -> Schedule:
-    """When to buy which remedy of a slowdown that loses ``rate`` a second.
+    """When to buy which remedy of a slowdown that loses ``rate`` seconds a second while nothing is done.
 
-    Args:
-        rate: seconds lost a second while nothing is done.
-        offers: the remedies.
-        durations: seconds that this job's slowdowns have lasted.
-        credit_s: what all of them have cost less than `RATIO` times the optimum, in seconds.
+    ``durations``: seconds that this job's slowdowns have lasted. ``credit_s``: what all of them have cost less than
+    `RATIO` times the optimum, in seconds.
     """
     base = plain(rate, offers)
     orders = _orders(rate, offers)

@@ -19,19 +19,13 @@ _ALIKE = 1.01  # times that differ by a smaller factor count as equal, so that f
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Which nodes take each other's places, and what that does to the slowest link, or to the iteration.
+    """Which nodes take each other's places, and what that does to the slowest link, or to the iteration."""
 
-    Attributes:
-        swaps: pairs of node ranks; no node is in two.
-        before_s: time of the slowest link for the traffic of an iteration; where nodes are slow, of the iteration.
-        after_s: the same time after these swaps.
-        bound_s: no disjoint swaps lead to a time more than 2 % below this one.
-    """
-
-    swaps: tuple[tuple[int, int], ...]
+    swaps: tuple[tuple[int, int], ...]  # pairs of node ranks; no node is in two
+    # Time of the slowest link for the traffic of an iteration; where nodes are slow, of the iteration.
     before_s: float
-    after_s: float
-    bound_s: float
+    after_s: float  # the same time after these swaps
+    bound_s: float  # no disjoint swaps lead to a time more than 2 % below this one
 
 
 def best_exchange(
@@ -92,9 +86,7 @@ class _Search:
         links: Mapping[tuple[int, int], float],
     ) -> None:
         self._load, self._links = load, links
-        self.healthy_s = (
-            max(load.values(), default=0.0) * healthy
-        )  # time of the slowest link, if all were healthy
+        self.healthy_s = max(load.values(), default=0.0) * healthy  # of the slowest link, if all were healthy
         self._heaviest = dict.fromkeys(range(count), 0.0)  # traffic of each place's busiest link
         for pair, carried in load.items():
             for place in pair:

@@ -23,13 +23,7 @@ _OPERATIONS = 64  # more than any operation code
 def volumes(
     rows: Sequence[IterationSummary], groups: Mapping[str, GroupInfo], node_of: Mapping[int, int]
 ) -> dict[tuple[int, int], float]:
-    """Bytes of an iteration by pair of nodes, in both directions together.
-
-    Args:
-        rows: summaries of some iterations.
-        groups: process groups by name.
-        node_of: node ranks by rank.
-    """
+    """Bytes of an iteration by pair of nodes, in both directions together. ``node_of``: node ranks by rank."""
     found: dict[tuple[int, int], float] = {}
 
     def add(sender: int, receiver: int, count: float) -> None:

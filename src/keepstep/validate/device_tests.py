@@ -84,9 +84,8 @@ def _products_on_cpu(rank: int) -> DeviceFigure:
         now - before
         for now, before in zip((time.perf_counter(), time.thread_time(), throttled_s()), begun, strict=True)
     )
-    limited_s = min(
-        limited_s, max(wall_s - busy_s, 0.0)
-    )  # the kernel adds throttled time over cores and processes
+    # The kernel adds throttled time over cores and processes.
+    limited_s = min(limited_s, max(wall_s - busy_s, 0.0))
     speed = _teraflops(_CPU_SIZE, seconds * (1 + limited_s / max(busy_s, 1e-9)))
     taken = max(wall_s - busy_s - limited_s, 0.0) / wall_s
     return DeviceFigure(rank, "fp32", speed, "TFLOP/s", limited_s / (busy_s + limited_s), taken)

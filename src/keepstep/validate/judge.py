@@ -20,7 +20,6 @@ def judge(
     ranks: Sequence[int],
     figures: Sequence[RankFigures],
     nodes: Mapping[int, str],
-    missing: Sequence[str] = (),
     held_s: float = 0.0,
 ) -> Validation:
     """The outcome of tests of ``ranks``; ``figures`` may be incomplete. ``nodes``: node name by rank.
@@ -30,10 +29,10 @@ def judge(
     devices: dict[int, SlowDevice] = {}
     for test in dict.fromkeys(one.test for figure in figures for one in figure.devices):
         known = {one.rank: one for figure in figures for one in figure.devices if one.test == test}
-        for slow in _slow_devices(known):
-            rank = slow.figure.rank
-            if rank not in devices or slow.share < devices[rank].share:
-                devices[rank] = slow
+        middle, bar = _bar([one.value for one in known.values()])
+        for rank, one in known.items():
+            if one.value < bar and (rank not in devices or one.value / middle < devices[rank].share):
+                devices[rank] = SlowDevice(one, middle, one.value / middle)
     # A rank that gets too little of the processor to send and receive has slow links for that reason.
     starved = {rank for rank, slow in devices.items() if cause_of(slow) == "cpu quota"}
     links: list[SlowLink] = []
@@ -57,7 +56,7 @@ def judge(
         figures=tuple(replace(one, missing=()) for one in figures),
         devices=tuple(sorted(devices.values(), key=lambda slow: slow.share)),
         links=tuple(sorted(links, key=lambda slow: slow.share)),
-        missing=(*missing, *silent, *told, *_taken(figures, nodes)),
+        missing=(*silent, *told, *_taken(figures, nodes)),
         held_s=held_s,
     )
 
@@ -92,12 +91,6 @@ def link_speeds(figures: Sequence[RankFigures]) -> dict[tuple[int, int], float]:
             pair = one.source, one.target
             speeds[pair] = max(speeds.get(pair, 0.0), one.bytes_per_s)
     return speeds
-
-
-def _slow_devices(known: Mapping[int, DeviceFigure]) -> list[SlowDevice]:
-    """The ranks that are slow in one test."""
-    middle, bar = _bar([one.value for one in known.values()])
-    return [SlowDevice(one, middle, one.value / middle) for one in known.values() if one.value < bar]
 
 
 def _taken(figures: Sequence[RankFigures], nodes: Mapping[int, str]) -> list[str]:

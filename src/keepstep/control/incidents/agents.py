@@ -61,10 +61,7 @@ class Question:
 
 
 class Agents:
-    """The connected agents of a job, and the questions to them that are open.
-
-    ``effects``: what the controller is about to do; ``unix_s``: Unix time of a moment on the controller's clock.
-    """
+    """The connected agents of a job, and the questions to them that are open."""
 
     def __init__(
         self,

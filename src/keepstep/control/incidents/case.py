@@ -13,7 +13,7 @@ from keepstep.control.incidents.agents import Agents
 from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.register import Register, Saying
 from keepstep.control.incidents.validations import Validations
-from keepstep.control.membership.own_pauses import RankMoves
+from keepstep.control.membership.pauses import RankMoves
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Action, Diagnosis, Event, Incident, IncidentKind
 from keepstep.core.summary import PeerTraffic

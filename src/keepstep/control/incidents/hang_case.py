@@ -189,7 +189,9 @@ class HangCase(Case):
         diagnosis = self._locate(states, traffic, now_s)
         silence = _is_silence(diagnosis.culprits)
         knows_less = not diagnosis.culprits or (silence and old is not None and not _is_silence(old.culprits))
-        if old is not None and old.culprits and knows_less and not self._acquitted(old):
+        # Links that were blamed are acquitted once they have answered probes.
+        acquitted = old is not None and self._probes and all(one.link is not None for one in old.culprits)
+        if old is not None and old.culprits and knows_less and not acquitted:
             return diagnosis  # the incident keeps its earlier diagnosis, which knows more
         if old is None and self._all_wait and not self._stuck and not _is_locked_up(diagnosis, traffic):
             self.closed = self._tries >= _MOST_TRIES
@@ -201,11 +203,13 @@ class HangCase(Case):
             late = f"states of {fold_nodes(self._unanswered)}: no answer from there in time"
             told = replace(diagnosis, missing=(*diagnosis.missing, late))
         stuck_s, step = self._stuck_for(now_s), self._step + 1
+        first_s = self._first_s
+        noticed = () if first_s is None else (Event("noticed", self._desk.unix_s(first_s), step),)
         began = {
             "onset_step": step,
             "detected_step": step,
             "onset_unix_s": self._desk.unix_s(now_s - stuck_s),
-            "events": self._first_events(),
+            "events": noticed,
         }
         if old is None:
             self._verdict_s = now_s
@@ -213,18 +217,9 @@ class HangCase(Case):
         self._conclude(told, now_s, began, stuck_s=stuck_s, ranks_reporting=reporting)
         return diagnosis
 
-    def _first_events(self) -> tuple[Event, ...]:
-        if self._first_s is None:
-            return ()
-        return (Event("noticed", self._desk.unix_s(self._first_s), self._step + 1),)
-
     def _looked_at_silence(self) -> bool:
         """Whether a silent node may be blamed: an agent that died is back within a few seconds."""
         return self._probed and self._tries >= (_TRIES if self._stuck else _LOOKS_AT_SILENT)
-
-    def _acquitted(self, old: Incident) -> bool:
-        """Whether the links that were blamed have answered probes since."""
-        return bool(self._probes) and all(culprit.link is not None for culprit in old.culprits)
 
     def _locate(self, states: Sequence[RankState], traffic: Sequence[PeerTraffic], now_s: float) -> Diagnosis:
         desk, cluster = self._desk, self._desk.cluster

@@ -22,12 +22,9 @@ _NOT_ENDED = {  # why a hung process is not ended, by process state
 
 
 def evidence(first: RankState, last: RankState, limit_s: float) -> str:
-    """Why a process will not go on by itself; "": it may.
+    """Why a process, seen in two states one after the other, will not go on by itself; "": it may.
 
-    Args:
-        first: its state at the look before.
-        last: its state now.
-        limit_s: more than the longest pause that it has shown in this phase, by its own finding.
+    ``limit_s``: more than the longest pause that it has shown in this phase, by its own finding.
     """
     same = (last.process, last.progress) == (first.process, first.progress)
     stuck_s = last.now_s - last.last_progress_s
@@ -54,12 +51,9 @@ def patience_left_s(state: RankState, limit_s: float) -> float:
 def blamed_by(
     incident: Incident, standing: Callable[[int], Finding | None], known_ranks: int
 ) -> tuple[dict[int, float], str]:
-    """The ranks that it would help to end, with their limits; or none, and why not.
+    """The ranks that it would help to end for an open hang, with their limits in seconds; or none, and why not.
 
-    Args:
-        incident: an open hang.
-        standing: the finding of a rank that is still stuck.
-        known_ranks: the number of ranks of the job.
+    ``standing(rank)``: the finding of a rank that is still stuck.
     """
     if incident.kind != "hang":
         return {}, "the program itself has gone astray, and would again"
@@ -83,9 +77,7 @@ def blamed_by(
 def outlook(blamed: Mapping[int, float], states: Mapping[int, RankState]) -> tuple[str, float | None]:
     """What will be done about the blamed ranks if nothing moves, and in how many seconds; None: nothing.
 
-    Args:
-        blamed: limits by rank.
-        states: the last known states, by rank.
+    ``blamed``: limits in seconds by rank; ``states``: the last known ones.
     """
     ranks = fold_ranks(blamed)
     name = f"rank {ranks}" if len(blamed) == 1 else f"ranks {ranks}"

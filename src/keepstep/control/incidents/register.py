@@ -29,10 +29,7 @@ _OUTLOOK = {  # what a slowdown's verdict says comes next, by --mitigate
 
 
 class Register:
-    """The incidents of one job.
-
-    ``effects``: what the controller is about to do; ``now_s``: the time of the last tick.
-    """
+    """The incidents of one job."""
 
     def __init__(
         self,
@@ -43,7 +40,7 @@ class Register:
         unix_s: Callable[[float], float],
     ) -> None:
         self.newest_number = 0  # the highest incident number given out in this run
-        self.now_s = 0.0
+        self.now_s = 0.0  # the time of the last tick
         self._settings, self._cluster, self._reforming = settings, cluster, reforming
         self._effects, self._unix_s = effects, unix_s
         self._changes: deque[int] = deque(maxlen=64)  # steps at which a slowdown began or ended

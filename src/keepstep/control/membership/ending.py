@@ -21,12 +21,10 @@ class Ending:
         self.is_told = False  # launchers have been told of `stop`, so that it cannot be changed
         self.over = False  # all launchers have ended
         self.under_way = False  # true once a stop was ordered or all launchers have ended
-        self.launchers: dict[
-            Launcher, Ended | Bye | None
-        ] = {}  # all that were ever placed, and their last words
+        # All that were ever placed, and their last words.
+        self.launchers: dict[Launcher, Ended | Bye | None] = {}
         self._join_s, self._grace_s = join_s, grace_s
-        self._over_s: float | None = None
-        self._exited = False
+        self._over_s: float | None = None  # since when it is over, until the controller is told to exit
         self._withheld_since_s: float | None = None  # since when the electors have not agreed
 
     @property
@@ -87,9 +85,9 @@ class Ending:
 
     def exit(self, now_s: float) -> Exit | None:
         """The controller's own exit, once, a while after the job's end."""
-        if self._over_s is None or now_s - self._over_s < self._grace_s or self._exited:
+        if self._over_s is None or now_s - self._over_s < self._grace_s:
             return None
-        self._exited = True
+        self._over_s = None
         if self.stop is None:
             return Exit(0, "all launchers have ended")
         return Exit(self.stop.exit_code, self.stop.reason)

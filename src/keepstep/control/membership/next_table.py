@@ -68,11 +68,6 @@ class Trial:
         # Nodes that were left out again, until when they are not taken in (seconds). They are spares meanwhile.
         self._barred: dict[str, float] = {}
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether it has still to be seen that the job trains."""
-        return bool(self.newcomers or self.rigid)
-
     def begin(self, newcomers: Iterable[Launcher], rigid: str) -> None:
         """The job was placed with these newcomers; ``rigid``: why it could not have had another size, if so."""
         self.newcomers, self.rigid = frozenset(newcomers), rigid or self.rigid

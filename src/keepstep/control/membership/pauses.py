@@ -1,7 +1,7 @@
 """A pause: the job is to begin again though nothing has failed. One at a time, and as a rule once a step is sealed.
 
 Pure: orders for the controller come out; `Reforming` ends and begins workers as after a failure. Operators want pauses
-(`operator_orders`), and so does the controller (`own_pauses`), for a remedy or for nodes that have come.
+(`operator_orders`), and so does the controller: `RankMoves` for a remedy, `Growth` for nodes that have come.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from keepstep.control.membership.roll_call import BY_HAND, Occasion
 from keepstep.core.ranges import fold_nodes
 from keepstep.wire.messages import Operated, Seal
 
+_WARM_S = 60.0  # added to the time for sealing, as standbys are to be warm first (`launch.workers.restarts`)
+_TOGETHER_S = 5.0  # quiet time after the last node has come, so that several nodes cost one pause
+_GROWTH_S = 1800.0  # for every rank to seal a step that more nodes can begin with; nobody waits for an answer
 SEAL_S = 120.0  # every rank has to seal a step within so many seconds
 SUSPENDED = "it is suspended; say resume"
 _NOW = "; --now ends the workers at once"
@@ -50,8 +53,7 @@ class Pause:
 class Pauses:
     """Has all ranks seal a step for the pause that is wanted, then has the nodes re-form.
 
-    ``withheld()``: why nodes cannot have each other's states, "" if they can; ``effects``: what the controller is about
-    to do.
+    ``withheld()``: why nodes cannot have each other's states, "" if they can.
     """
 
     def __init__(
@@ -152,3 +154,83 @@ class Pauses:
         if self.wanted is not None and self.wanted.peer is not None:
             self._effects.append(Send((self.wanted.peer,), answer))
         self.wanted = None
+
+
+class RankMoves:
+    """Pauses for remedies S3 and S4, in which ranks move to other nodes. The next rank table shows whether they did."""
+
+    def __init__(self, rendezvous: Rendezvous, reforming: Reforming, pauses: Pauses) -> None:
+        self._rendezvous, self._reforming, self._pauses = rendezvous, reforming, pauses
+
+    def exchange(self, takers: Mapping[int, int], why: str, now_s: float) -> str:
+        """Have nodes take others' ranks when all have sealed a step; why not, or "".
+
+        ``takers``: who takes a node's ranks, by that node; each once (node ranks).
+        """
+        by_rank = self._by_rank
+        if refused := self._objection("exchange"):
+            return refused
+        if not takers.keys() <= by_rank.keys():
+            return f"the job has {len(by_rank)} nodes now"
+        exchange = {by_rank[holder]: by_rank[taker] for holder, taker in takers.items()}
+        for holder, taker in exchange.items():
+            if refused := self._rendezvous.unequal(holder, taker):
+                return refused
+        until_s = now_s + _WARM_S + SEAL_S
+        self._pauses.want(Pause("exchange", until_s, set(by_rank.values()), why=why, exchange=exchange))
+        return ""
+
+    def replace(self, unfit: Mapping[int, str], why: str, now_s: float) -> str:
+        """Have spares take the ranks of these nodes when all have sealed a step; why not, or "".
+
+        ``unfit``: why each is to be replaced, by node rank.
+        """
+        if refused := self._objection("replace") or self.irreplaceable(unfit):
+            return refused
+        by_rank, until_s = self._by_rank, now_s + _WARM_S + SEAL_S
+        named = {launcher: unfit[rank] for rank, launcher in by_rank.items() if rank in unfit}
+        self._pauses.want(Pause("replace", until_s, set(by_rank.values()), why=why, unfit=named))
+        return ""
+
+    def irreplaceable(self, nodes: Collection[int]) -> str:
+        """Why spares cannot take the ranks of these nodes (node ranks); "": they can."""
+        members = [launcher for rank, launcher in self._by_rank.items() if rank in nodes]
+        return self._rendezvous.irreplaceable(members) if len(members) == len(nodes) else "it was not placed"
+
+    def _objection(self, verb: str) -> str:
+        refused = self._pauses.objection(verb)
+        return refused or ("the job begins again just now" if self._reforming.under_way else "")
+
+    @property
+    def _by_rank(self) -> dict[int, Launcher]:
+        """Members by node rank, in the order of the table."""
+        return {one.node_rank: launcher for launcher, one in self._rendezvous.placements.items()}
+
+
+class Growth:
+    """Wants a pause for newcomers, once all ranks have sealed a step that all of them can begin with."""
+
+    def __init__(self, rendezvous: Rendezvous, reforming: Reforming, pauses: Pauses) -> None:
+        self._rendezvous, self._reforming, self._pauses = rendezvous, reforming, pauses
+        self._seen: tuple[list[Launcher], int] = ([], 0)
+        self._since_s = 0.0
+        self._wanted: tuple[int, Pause] | None = None  # in which incarnation a pause was wanted last
+
+    @property
+    def newcomers(self) -> list[Launcher]:
+        """Launchers that would be taken in now."""
+        return [] if self._reforming.under_way else self._rendezvous.newcomers
+
+    def tick(self, now_s: float) -> None:
+        """Time passes while the job trains."""
+        newcomers, incarnation = seen = (self.newcomers, self._reforming.incarnation)
+        if seen != self._seen:
+            self._seen, self._since_s = seen, now_s
+        if not newcomers or now_s - self._since_s < _TOGETHER_S or self._pauses.objection("restart"):
+            return
+        if self._wanted is not None and self._wanted[0] == incarnation and self._wanted[1].is_impossible:
+            return
+        why = f"{fold_nodes(one.node for one in newcomers)} can be taken in"
+        pause = Pause("grow", now_s + _GROWTH_S, set(self._rendezvous.placements), why=why, alike=True)
+        self._wanted = (incarnation, pause)
+        self._pauses.want(pause)

@@ -37,7 +37,7 @@ class Peers:
         self.settings, self._cluster, self._rendezvous = settings, cluster, rendezvous
         self._effects, self._pid = effects, pid
         self._ticked_s: float | None = None
-        self._quiet_until_s = 0.0  # until then no agent counts as silent, as the controller slept
+        self.quiet_until_s = 0.0  # until then no agent counts as silent, as the controller slept
 
     def refuse(self, peer: int, reason: str) -> None:
         """Tell a peer why it is refused, and close the connection."""
@@ -57,7 +57,9 @@ class Peers:
                 peer, f"this controller speaks protocol {PROTOCOL}, {hello.node} speaks {hello.protocol}"
             )
             return None
-        if sender.role == "agent" and not self._is_ours(hello):
+        launcher = Launcher(hello.node, hello.launcher)
+        if sender.role == "agent" and hello.launcher and not self._plays(launcher, hello.node_rank):
+            # One that was cut off may have been replaced.
             self.refuse(peer, f"another launcher plays node {hello.node_rank} now")
             return None
         if hello.role != sender.role or hello.node_rank >= MOST_NODES:
@@ -114,12 +116,8 @@ class Peers:
         before_s, self._ticked_s = self._ticked_s, now_s
         if before_s is None or now_s - before_s <= _STALL_S:
             return 0.0
-        self._quiet_until_s = now_s + self.settings.silent_s
+        self.quiet_until_s = now_s + self.settings.silent_s
         return now_s - before_s
-
-    def is_quiet(self, now_s: float) -> bool:
-        """Whether no agent counts as silent now."""
-        return now_s < self._quiet_until_s
 
     def watch(self, now_s: float) -> Iterator[Node]:
         """Note which agents are silent; yield the nodes that have had neither agent nor launcher for too long."""
@@ -139,10 +137,6 @@ class Peers:
         if node is None or node.agent is None or node.heard_s is None:
             return False
         return now_s - node.heard_s <= self.settings.silent_s
-
-    def _is_ours(self, hello: Hello) -> bool:
-        """Whether this agent's launcher plays its node: one that was cut off may have been replaced."""
-        return not hello.launcher or self._plays(Launcher(hello.node, hello.launcher), hello.node_rank)
 
     def _plays(self, launcher: Launcher, node_rank: int) -> bool:
         placements = self._rendezvous.placements

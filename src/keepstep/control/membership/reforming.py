@@ -92,7 +92,7 @@ class Reforming:
     @property
     def is_untried(self) -> bool:
         """Whether it has still to be seen that the job trains: with its newcomers, or in its only possible size."""
-        return self._trial.is_under_way and self.state is State.RUNNING
+        return self.state is State.RUNNING and bool(self._trial.newcomers or self._trial.rigid)
 
     # --- what happens ---------------------------------------------------------------------------------------------
 
@@ -354,9 +354,6 @@ class Reforming:
         excluded = [Exclude(one, f"node {one.node} is excluded: {why}") for one, why in plan.excluded.items()]
         return [Renew(placed), *excluded, Tell(told)]
 
-    def _end_job(self, end: End, now_s: float) -> list[Order]:
-        return [end]
-
     def _told(self, plan: Plan, before: int) -> str:
         most, now = self._rendezvous.max_restarts, len(plan.table)
         replaced = [*plan.vacant, *plan.excluded] if now >= before else []
@@ -379,7 +376,7 @@ class Reforming:
         Action.LOOK_AGAIN: _look_again,
         Action.SAY_WAITING: _say_waiting,
         Action.GIVE_PLACES: _give_places,
-        Action.END_JOB: _end_job,
+        Action.END_JOB: lambda self, end, now_s: [end],
     }
 
 

@@ -52,11 +52,11 @@ class Rendezvous:
         self._last_call_s = last_call_s
         self._joined: dict[
             Launcher, _Joined
-        ] = {}  # launchers with a connection, in the order in which they joined
+        ] = {}  # those with a connection, in the order in which they joined
         self._beyond: set[Launcher] = set()  # before there is a table: those of them that wish to be spares
         self._wishes: dict[int, Launcher] = {}  # launchers that asked for a node rank
         self._range = (0, 0)  # fewest and most nodes that the launchers were started for
-        self._table: dict[Launcher, Placement] = {}
+        self.placements: dict[Launcher, Placement] = {}  # the rank table; empty before it is made
         self._sizes: dict[int, int] = {}  # number of ranks by node rank
         # What all have to be started with alike: --max-restarts, whether they elect; and the node that said so first.
         self._agreed: tuple[int, bool, str] | None = None
@@ -66,7 +66,7 @@ class Rendezvous:
 
     def unequal(self, one: Launcher, other: Launcher) -> str:
         """Why a member cannot take another's place; "": it can."""
-        sizes = [self._sizes[self._table[launcher].node_rank] for launcher in (one, other)]
+        sizes = [self._sizes[self.placements[launcher].node_rank] for launcher in (one, other)]
         if sizes[0] == sizes[1]:
             return ""
         return f"{one.node} runs {sizes[0]} ranks and {other.node} {sizes[1]}; only nodes with as many can be exchanged"
@@ -77,7 +77,7 @@ class Rendezvous:
             return f"{host.node} hosts the controller, so it stays"
         free = [self._joined[spare].join.nproc for spare in self.spares]
         for member in members:
-            size = self._sizes[self._table[member].node_rank]
+            size = self._sizes[self.placements[member].node_rank]
             if size not in free:
                 which = f"of {size} ranks " if free else ""
                 return f"no spare {which}waits to take the place of {member.node}; start one with the same command"
@@ -85,19 +85,14 @@ class Rendezvous:
         return ""
 
     @property
-    def placements(self) -> dict[Launcher, Placement]:
-        """The rank table; empty before it is made."""
-        return self._table
-
-    @property
     def incarnation(self) -> int:
         """The incarnation of the rank table."""
-        return next(iter(self._table.values())).incarnation if self._table else 0
+        return next(iter(self.placements.values())).incarnation if self.placements else 0
 
     @property
     def pauses(self) -> int:
         """How many incarnations up to the table's were no restarts."""
-        return next(iter(self._table.values())).pauses if self._table else 0
+        return next(iter(self.placements.values())).pauses if self.placements else 0
 
     @property
     def max_restarts(self) -> int:
@@ -107,9 +102,9 @@ class Rendezvous:
     @property
     def spares(self) -> list[Launcher]:
         """Launchers that are here and have no place, in the order in which they came."""
-        if not self._table:
+        if not self.placements:
             return [launcher for launcher in self._joined if launcher in self._beyond]
-        return [launcher for launcher in self._joined if launcher not in self._table]
+        return [launcher for launcher in self._joined if launcher not in self.placements]
 
     @property
     def least(self) -> int:
@@ -124,16 +119,16 @@ class Rendezvous:
     @property
     def newcomers(self) -> list[Launcher]:
         """Spares for which there is a place more than the job has now, and that are not ``barred``."""
-        free = [spare for spare in self.spares if spare.node not in self.barred] if self._table else []
-        return free[: max(0, self._limits[1] - len(self._table))]
+        free = [spare for spare in self.spares if spare.node not in self.barred] if self.placements else []
+        return free[: max(0, self._limits[1] - len(self.placements))]
 
     @property
     def _limits(self) -> tuple[int, int]:
         """Fewest and most nodes with which the job goes on, as its launchers say."""
-        joins = [one.join for launcher, one in self._joined.items() if launcher in self._table]
+        joins = [one.join for launcher, one in self._joined.items() if launcher in self.placements]
         most = max((join.max_nodes for join in joins), default=0)
         if most <= 1 or not self.max_restarts:
-            return len(self._table), len(self._table)  # a job of fixed size
+            return len(self.placements), len(self.placements)  # a job of fixed size
         return max(join.min_nodes for join in joins), most
 
     def peer(self, launcher: Launcher) -> int | None:
@@ -156,13 +151,13 @@ class Rendezvous:
             return Placed(refusals=((peer, reason),))
         if self._agreed is None:
             self._agreed = (join.max_restarts, join.seat is not None, join.node)
-        if not self._joined and not self._table:
+        if not self._joined and not self.placements:
             self._since_s = now_s
         known = self._joined.get(launcher)
         if known is not None and known.peer > peer:
             return Placed()  # this came late, from a connection that is broken: the launcher has a newer one
         self._joined[launcher] = _Joined(join, peer)
-        if self._table:
+        if self.placements:
             return self._late(launcher, peer)
         self._count(launcher, join)
         placed = self.tick(now_s)
@@ -175,7 +170,7 @@ class Rendezvous:
         if joined is None or joined.peer != peer:
             return False
         del self._joined[launcher]
-        if not self._table:
+        if not self.placements:
             self._range, self._beyond = (0, 0), set()
             self._wishes.clear()
             for other, one in self._joined.items():
@@ -187,7 +182,7 @@ class Rendezvous:
     def tick(self, now_s: float) -> Placed:
         """Time passes: place all launchers, go on waiting, or give up."""
         here = len(self._joined) - len(self._beyond)
-        if self._table or not here:
+        if self.placements or not here:
             return Placed()
         least, most = self._range
         most = max(most, least, 1)
@@ -222,9 +217,9 @@ class Rendezvous:
         """
         heirs = self._heirs(lost, halted)
         left = [launcher for launcher in lost if launcher not in heirs]
-        if left and not (shrink and len(self._table) - len(left) >= self.least):
+        if left and not (shrink and len(self.placements) - len(left) >= self.least):
             return None
-        ranked = sorted(self._table.items(), key=lambda item: item[1].node_rank)
+        ranked = sorted(self.placements.items(), key=lambda item: item[1].node_rank)
         heirs.update(exchange)
         staying = [(launcher, self._sizes[at.node_rank]) for launcher, at in ranked if launcher not in left]
         playing = [(heirs.get(launcher, launcher), size) for launcher, size in staying]
@@ -233,7 +228,7 @@ class Rendezvous:
             playing += [(one, self._joined[one].join.nproc) for one in free]
         first = playing[0][0]
         stays = first is ranked[0][0]
-        address = self._table[first].master_addr if stays else self._joined[first].join.address
+        address = self.placements[first].master_addr if stays else self._joined[first].join.address
         return _table_of(playing, address, halted[first], incarnation, pauses)
 
     def renew(self, table: dict[Launcher, Placement]) -> Placed:
@@ -247,8 +242,8 @@ class Rendezvous:
         """Which spare takes which lost launcher's place: one that wished for it, else the first that came."""
         free = [spare for spare in self.spares if spare in halted] if lost else []
         heirs: dict[Launcher, Launcher] = {}
-        for launcher in sorted(lost, key=lambda one: self._table[one].node_rank):
-            rank = self._table[launcher].node_rank
+        for launcher in sorted(lost, key=lambda one: self.placements[one].node_rank):
+            rank = self.placements[launcher].node_rank
             fit = [spare for spare in free if self._joined[spare].join.nproc == self._sizes[rank]]
             if fit:
                 wishing = [spare for spare in fit if self._joined[spare].join.node_rank == rank]
@@ -257,14 +252,14 @@ class Rendezvous:
         return heirs
 
     def _set(self, table: dict[Launcher, Placement]) -> None:
-        self._table = table
+        self.placements = table
         ordered = sorted(table.values(), key=lambda placement: placement.first_rank)
         ends = [one.first_rank for one in ordered[1:]] + [one.world_size for one in ordered[-1:]]
         self._sizes = {one.node_rank: end - one.first_rank for one, end in zip(ordered, ends, strict=True)}
         self._beyond.clear()
 
     def _late(self, launcher: Launcher, peer: int) -> Placed:
-        placement = self._table.get(launcher)
+        placement = self.placements.get(launcher)
         if placement is not None:
             return Placed(answers=((peer, placement),))
         join = self._joined[launcher].join
@@ -274,9 +269,9 @@ class Rendezvous:
         if self.max_restarts:
             reason = f"{launcher.node} runs {join.nproc} ranks, but no node of this job does; give --nproc-per-node"
             return Placed(refusals=((peer, f"{reason} {next(iter(self._sizes.values()))}"),))
-        taken = {known.node for known in self._table}
+        taken = {known.node for known in self.placements}
         reason = (
-            f"the job already runs with {len(self._table)} nodes, and process {launcher.pid} on {launcher.node} is "
+            f"the job already runs with {len(self.placements)} nodes, and process {launcher.pid} on {launcher.node} is "
             f"{'not the launcher it began with there' if launcher.node in taken else 'on none of them'}; "
             f"start a new run"
         )
@@ -296,7 +291,7 @@ class Rendezvous:
                 f"node {join.node} was started {this} --no-elect, {self._agreed[2]} {first} it; "
                 "give all nodes the same"
             )
-        if join.node_rank < 0 or self._table:
+        if join.node_rank < 0 or self.placements:
             return ""
         most = max(join.max_nodes, self._nodes)
         if join.node_rank >= most and not join.max_restarts:

@@ -13,11 +13,12 @@ from statistics import median, median_low
 from typing import TYPE_CHECKING
 
 from keepstep.control.cluster import Node
-from keepstep.control.remedies.moves import Look
 from keepstep.core.incident import Culprit
 from keepstep.core.microbatch_shares import Split, equal_shares
+from keepstep.core.summary import PeerTraffic
 
 if TYPE_CHECKING:
+    from keepstep.control.incidents.slow_case import SlowCase
     from keepstep.mitigate import Replicas
 
 _SLOW = 1.2  # a rank is slow that takes so many times as long as the median rank of its stage
@@ -26,20 +27,34 @@ _MOST = 8  # ranks blamed at once
 
 
 @dataclass(frozen=True, slots=True)
-class Devices:
-    """The devices of one job, as measured before its nodes take other places.
+class Look:
+    """What was measured of a slow job.
 
-    Attributes:
-        factors: by node name, for each of its devices: its time for a micro-batch over the median of its stage.
-        stage_s: that median, by stage.
-        stages: pipeline stages by rank.
-        besides_s: seconds of an iteration that are not spent on micro-batches.
+    ``healthy_s`` and ``iteration_s``: seconds of an iteration before the slowdown, and now. ``seconds``: for a
+    micro-batch, by rank; empty where ranks do not report how they divide micro-batches. ``stages``: pipeline stages by
+    rank; None: not known. ``volumes``: bytes of an iteration by pair of nodes, from the operations of ranks.
     """
 
+    cases: Sequence[SlowCase]
+    traffic: Sequence[PeerTraffic]
+    replicas: Replicas | None
+    healthy_s: float
+    iteration_s: float
+    splits: Mapping[int, Split] = field(default_factory=dict[int, Split])
+    seconds: Mapping[int, float] = field(default_factory=dict[int, float])
+    stages: Mapping[int, int] | None = None
+    volumes: Mapping[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices of one job, as measured before its nodes take other places."""
+
+    # By node name, for each of its devices: its time for a micro-batch over the median of its stage.
     factors: Mapping[str, Sequence[float]]
-    stage_s: Mapping[int, float]
-    stages: Mapping[int, int]
-    besides_s: float
+    stage_s: Mapping[int, float]  # that median, by stage
+    stages: Mapping[int, int]  # pipeline stages by rank
+    besides_s: float  # seconds of an iteration that are not spent on micro-batches
 
     @classmethod
     def of(cls, look: Look, nodes: Iterable[Node], saved_s: float) -> Devices | None:
@@ -97,13 +112,9 @@ class SlowRanks:
     def found(
         self, look: Look, step: int, node_of: Mapping[int, str], blamed: Collection[str]
     ) -> tuple[Culprit, ...]:
-        """Culprits: ranks that hold up their replica and were slow in successive looks.
+        """Culprits: ranks that hold up their replica and were slow in successive looks, the last one at this step.
 
-        Args:
-            look: seconds for a micro-batch and stages, by rank.
-            step: the newest iteration in ``look``.
-            node_of: node names by rank.
-            blamed: names of nodes that are blamed already; their ranks are left out.
+        ``blamed``: names of nodes that are blamed already; their ranks are left out.
         """
         slow = {rank: times for rank, times in _slow(look).items() if node_of.get(rank, "") not in blamed}
         self._looks = {rank: self._looks.get(rank, 0) + 1 for rank in slow}
@@ -124,3 +135,11 @@ def _slow(look: Look) -> dict[int, float]:
             slowest[replica] = rank
     times = times_as_long(look)
     return {rank: times[rank] for rank in slowest.values() if times[rank] >= _SLOW}
+
+
+def evidence_of(culprits: Sequence[Culprit], look: Look) -> str:
+    """Evidence: how long a micro-batch takes on the slow ranks."""
+    told = [
+        f"rank {one.rank} {1000 * look.seconds[one.rank]:.3g} ms" for one in culprits if one.rank is not None
+    ]
+    return f"a micro-batch takes {', '.join(told)}; {culprits[0].slowdown:.2g} × the middle rank of its stage"

@@ -15,7 +15,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from keepstep.control.incidents.case import Desk
-from keepstep.control.remedies.moves import Look, Move, culprits_of
+from keepstep.control.remedies.device_speeds import Look
+from keepstep.control.remedies.moves import Move, culprits_of
 from keepstep.core.errors import UsageError
 from keepstep.core.summary import PathProbe, PeerTraffic
 from keepstep.wire.messages import MOST_LOAD_BYTES
@@ -188,7 +189,8 @@ class Relocation(Move):
 
     def told(self) -> str:
         assert self._found is not None
-        return f"{self._swaps_in_words(self._found[0].swaps)} take each other's ranks"
+        swaps = ", ".join(" and ".join(self._names(swap)) for swap in self._found[0].swaps)
+        return f"{swaps} take each other's ranks"
 
     def is_done(self, exchanged: bool) -> bool:
         return exchanged
@@ -314,9 +316,6 @@ class Relocation(Move):
         apart = [name for name in names if name not in link]
         pairs = list(zip(apart[::2], apart[1::2], strict=False))[:_OTHERS]
         return pairs or [(names[0], names[-1])]
-
-    def _swaps_in_words(self, swaps: Sequence[tuple[int, int]]) -> str:
-        return ", ".join(" and ".join(self._names(swap)) for swap in swaps)
 
 
 def _takers(swaps: Iterable[tuple[int, int]]) -> dict[int, int]:

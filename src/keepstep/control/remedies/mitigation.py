@@ -17,10 +17,9 @@ from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.open_cases import OpenCases
 from keepstep.control.incidents.slow_case import SlowCase
 from keepstep.control.membership.reforming import Reforming
-from keepstep.control.remedies.device_speeds import Devices, SlowRanks
-from keepstep.control.remedies.effect import Moved, evidence_of, shares_in_words
+from keepstep.control.remedies.device_speeds import Devices, Look, SlowRanks, evidence_of
 from keepstep.control.remedies.exchange import TOPOLOGY, Relocation
-from keepstep.control.remedies.moves import Look, Move
+from keepstep.control.remedies.moves import Move, Moved, shares_in_words
 from keepstep.control.remedies.ordered_shares import LATE_STEPS, OrderedShares
 from keepstep.control.remedies.replacement import RESTART, Replacement
 from keepstep.core.evidence import Evidence

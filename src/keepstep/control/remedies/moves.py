@@ -1,43 +1,23 @@
-"""Remedies that re-form the job with its ranks on other nodes: what exchange and replacement have in common."""
+"""Remedies that re-form the job with its ranks on other nodes: what they have in common, and how they are told."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from keepstep.control.incidents.case import Desk
-from keepstep.core.incident import Culprit
-from keepstep.core.summary import PeerTraffic
+from keepstep.control.remedies.device_speeds import Devices, Look
+from keepstep.core.incident import Action, Culprit
+from keepstep.core.ranges import fold_ranks
 
 if TYPE_CHECKING:
     from keepstep.control.incidents.slow_case import SlowCase
-    from keepstep.core.microbatch_shares import Split
-    from keepstep.mitigate import Remedy, Replicas
+    from keepstep.mitigate import Remedy
 
 _PAUSE_S = 2.5  # assumed cost until one was measured: that of a small job with warm standbys
 _ORDERED_S = 240.0  # an order without an effect for so long has failed
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """What was measured of a slow job.
-
-    ``healthy_s`` and ``iteration_s``: seconds of an iteration before the slowdown, and now. ``seconds``: for a
-    micro-batch, by rank; empty where ranks do not report how they divide micro-batches. ``stages``: pipeline stages by
-    rank; None: not known. ``volumes``: bytes of an iteration by pair of nodes, from the operations of ranks.
-    """
-
-    cases: Sequence[SlowCase]
-    traffic: Sequence[PeerTraffic]
-    replicas: Replicas | None
-    healthy_s: float
-    iteration_s: float
-    splits: Mapping[int, Split] = field(default_factory=dict[int, "Split"])
-    seconds: Mapping[int, float] = field(default_factory=dict[int, float])
-    stages: Mapping[int, int] | None = None
-    volumes: Mapping[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
 
 
 class Move(ABC):
@@ -102,6 +82,34 @@ class Move(ABC):
         return [self._desk.cluster.nodes[rank].name for rank in nodes]
 
 
+@dataclass(slots=True)
+class Moved:
+    """A move that was ordered for a slowdown."""
+
+    move: Move
+    case: SlowCase
+    action: Action
+    since_s: float  # time of the order; once the job is halted for it, time of the halt
+    devices: Devices | None = None  # as fast as before the move; None once shares that fit them were ordered
+    halted: bool = False
+    step: int = -1  # the last step before the move
+    agent: int | None = None  # peer number of the agent that watched rank 0 until the move
+    done: bool = False
+    pause_s: float | None = None  # how long the move took, up to the first new step
+
+
 def culprits_of(cases: Sequence[SlowCase]) -> list[Culprit]:
     """All culprits of these slowdowns."""
     return [one for case in cases if case.incident is not None for one in case.incident.culprits]
+
+
+def shares_in_words(shares: Sequence[int]) -> str:
+    """Shares in a line: ``13 to replicas 0-2, 7 to replica 3``."""
+    by_share: dict[int, list[int]] = {}
+    for replica, share in enumerate(shares):
+        by_share.setdefault(share, []).append(replica)
+    told = [
+        f"{share} to replica{'s' if len(those) > 1 else ''} {fold_ranks(those)}"
+        for share, those in sorted(by_share.items(), reverse=True)
+    ]
+    return ", ".join(told[:6]) + (", …" if len(told) > 6 else "")

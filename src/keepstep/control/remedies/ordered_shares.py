@@ -5,7 +5,7 @@ An order goes to rank 0, and is repeated until all ranks report that they follow
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from keepstep.control.cluster import Node
@@ -29,16 +29,11 @@ class OrderedShares:
 
     def __init__(self, desk: Desk, reforming: Reforming) -> None:
         self._desk, self._reforming = desk, reforming
-        self._splits: dict[int, Split] = {}
+        self.splits: dict[int, Split] = {}  # how ranks report that they divide micro-batches, by rank
         self._told_of = 0  # the incarnation of the reported splits
         self._ordered: Shares | None = None  # the order that is not yet in force
         self._ordered_s = self._again_s = 0.0
         self._ordered_step = 0
-
-    @property
-    def splits(self) -> Mapping[int, Split]:
-        """How ranks report that they divide micro-batches, by rank."""
-        return self._splits
 
     @property
     def is_ordered(self) -> bool:
@@ -48,20 +43,20 @@ class OrderedShares:
     @property
     def in_force(self) -> bool:
         """Whether the replicas have ordered shares that are unequal."""
-        split = next(iter(self._splits.values()), None)
+        split = next(iter(self.splits.values()), None)
         if split is None or not split.number or self._told_of != self._reforming.incarnation:
             return False
         equal = dict(enumerate(equal_shares(split.count, split.replicas, split.multiple_of)))
-        return any(one.share != equal.get(one.replica) for one in self._splits.values())
+        return any(one.share != equal.get(one.replica) for one in self.splits.values())
 
     @property
     def since_step(self) -> int:
         """The last step before all ranks had their present shares."""
-        return max((split.step for split in self._splits.values()), default=0)
+        return max((split.step for split in self.splits.values()), default=0)
 
     def missing(self) -> str:
         """Why no shares can be ordered; "" when they can."""
-        cluster, splits = self._desk.cluster, self._splits
+        cluster, splits = self._desk.cluster, self.splits
         absent = [rank for rank in cluster.node_of if rank not in splits]
         if absent:
             return f"ranks {fold_ranks(absent)} do not divide micro-batches by a session"
@@ -79,7 +74,7 @@ class OrderedShares:
 
     def fitting(self, replicas: Replicas) -> tuple[list[int], list[int]]:
         """Equal shares, and shares that fit the replicas' speeds. Call it only while nothing is `missing`."""
-        split = next(iter(self._splits.values()))
+        split = next(iter(self.splits.values()))
         equal = equal_shares(split.count, split.replicas, split.multiple_of)
         return equal, replicas.best(split.multiple_of, split.at_most)
 
@@ -93,14 +88,14 @@ class OrderedShares:
                 continue
             if split.incarnation > self._told_of:  # the controller may not know yet that it has begun
                 self._told_of = split.incarnation
-                self._splits.clear()
+                self.splits.clear()
             if split.incarnation == self._told_of:
-                self._splits[split.rank] = split
+                self.splits[split.rank] = split
 
     def begin_again(self) -> None:
         """Forget splits and orders, as the job was re-formed with equal shares."""
         if self._told_of < self._reforming.incarnation:
-            self._splits.clear()
+            self.splits.clear()
         self._ordered = None
 
     def order(self, shares: Sequence[int], now_s: float) -> None:
@@ -115,7 +110,7 @@ class OrderedShares:
         order = self._ordered
         if order is None:
             return ""
-        if self._splits and all(split.number == order.number for split in self._splits.values()):
+        if self.splits and all(split.number == order.number for split in self.splits.values()):
             self._ordered = None
             return "in force"
         late = self._desk.cluster.newest_step > self._ordered_step + LATE_STEPS

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from keepstep.control.remedies.moves import Look, Move, culprits_of
+from keepstep.control.remedies.device_speeds import Look
+from keepstep.control.remedies.moves import Move, culprits_of
 from keepstep.core.ranges import fold_nodes
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from tests.unit.control.membership.test_reforming import SETTINGS, Job, kinds
 
 from keepstep.control.effects import Effect, Send, Tell
 from keepstep.control.membership.operator_orders import OperatorOrders
-from keepstep.control.membership.own_pauses import Growth, RankMoves
-from keepstep.control.membership.pauses import Pauses
+from keepstep.control.membership.pauses import Growth, Pauses, RankMoves
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.reforming_orders import End, Lapsed, Order
 from keepstep.control.membership.rendezvous import Rendezvous
