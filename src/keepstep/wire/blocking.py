@@ -66,7 +66,7 @@ class BlockingConnection:
         if isinstance(channel, ClientChannel):
             self.socket.sendall(channel.open())
         while not channel.established:
-            _, answer = channel.receive(self._frame(end_s))
+            _, answer = self._frame(channel, end_s)
             if answer:
                 self.socket.sendall(answer)
         self.patience(_SILENCE_S)
@@ -74,7 +74,7 @@ class BlockingConnection:
     def receive(self) -> Message:
         """The next message."""
         assert self._channel
-        messages, _ = self._channel.receive(self._frame())
+        messages, _ = self._frame(self._channel)
         return messages[0]
 
     def send(self, message: Message) -> None:
@@ -111,13 +111,13 @@ class BlockingConnection:
         with contextlib.suppress(OSError):
             self.socket.close()
 
-    def _frame(self, end_s: float | None = None) -> bytes:
-        assert self._channel
+    def _frame(
+        self, channel: ClientChannel | ServerChannel, end_s: float | None = None
+    ) -> tuple[list[Message], bytes]:
+        """Read one frame and no byte more; what the channel makes of it."""
         head = self._exactly(LENGTH_BYTES, end_s)
-        length = int.from_bytes(head, "big")
-        if length > self._channel.frame_limit:
-            raise Violation("oversized", f"a frame of {length} bytes of {self._channel.frame_limit} allowed")
-        return head + self._exactly(length, end_s)
+        channel.receive(head)  # refuses a frame that is too long before it is read
+        return channel.receive(self._exactly(int.from_bytes(head, "big"), end_s))
 
     def _exactly(self, count: int, end_s: float | None) -> bytes:
         """Read this many bytes. ``end_s``: when the handshake must be done, None: it is."""

@@ -212,11 +212,6 @@ class _Channel:
         self.ends = ends
         self.established = False
 
-    @property
-    def frame_limit(self) -> int:
-        """Most bytes that the next frame may have, without its length field."""
-        return self._frames.limit
-
     def receive(self, data: bytes) -> tuple[list[Message], bytes]:
         """Take received bytes; return the messages in them and the bytes to send in answer.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import ssl
@@ -243,11 +244,8 @@ class Client:
 
     async def _pause(self, wait_s: float) -> bool:
         """Wait before the next attempt; True if `redirect` has cut the wait short."""
-        waiting = asyncio.ensure_future(self._redirected.wait())
-        try:
-            await asyncio.wait([waiting], timeout=wait_s)
-        finally:
-            waiting.cancel()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._redirected.wait(), wait_s)
         was_redirected = self._redirected.is_set()
         self._redirected.clear()
         return was_redirected

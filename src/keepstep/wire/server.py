@@ -8,6 +8,7 @@ import ssl
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from keepstep.core import descriptors
@@ -188,20 +189,14 @@ class Server:
 
     def __init__(
         self,
-        key: RunKey,
+        channel: Callable[[Ends], ServerChannel],
         callbacks: ServerCallbacks,
-        *,
         tls: ssl.SSLContext | None,
         limits: ServerLimits,
-        check_addresses: bool,
-        roles: Collection[str],
     ) -> None:
         self.limits = limits
         self.counters = Counters()
-        self._key = key
-        self._callbacks = callbacks
-        self._check_addresses = check_addresses
-        self._roles = roles
+        self._channel, self._callbacks = channel, callbacks
         self._loop = asyncio.get_running_loop()
         self._listener: asyncio.Server | None = None
         self._unproven: OrderedDict[int, Connection] = OrderedDict()
@@ -253,8 +248,7 @@ class Server:
         The event loops' own TLS reports a connection only after its handshake, so that a peer that never speaks would
         hold a descriptor and could be neither counted nor closed.
         """
-        channel = ServerChannel(self._key, ends, check_addresses=self._check_addresses, roles=self._roles)
-        return channel, TlsEnd(self._tls) if self._tls is not None else None
+        return self._channel(ends), TlsEnd(self._tls) if self._tls is not None else None
 
     def await_proof(self, connection: Connection) -> asyncio.TimerHandle:
         """Count a new connection, and start the timer that refuses it if no proof comes."""
@@ -315,7 +309,7 @@ async def serve(
     roles: Collection[str] = TO_CONTROLLER,
 ) -> Server:
     """Listen on ``host:port`` (0: any free port) and no other address. Raises OSError when it cannot be bound."""
-    limits = limits or ServerLimits()
-    server = Server(key, callbacks, tls=tls, limits=limits, check_addresses=check_addresses, roles=roles)
+    channel = partial(ServerChannel, key, check_addresses=check_addresses, roles=roles)
+    server = Server(channel, callbacks, tls, limits or ServerLimits())
     await server.listen(host, port)
     return server

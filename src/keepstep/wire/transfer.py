@@ -18,7 +18,6 @@ PIECE_BYTES = 1 << 20
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 56)]
 _Range = Annotated[int, msgspec.Meta(ge=1, le=MOST_RANGE_BYTES)]
-_Piece = Annotated[bytes, msgspec.Meta(min_length=1, max_length=PIECE_BYTES)]
 
 
 class Want(Message, frozen=True):
@@ -59,7 +58,7 @@ class Lacks(Message, frozen=True):
 class Piece(Message, frozen=True):
     """The next bytes of header and checksums."""
 
-    data: _Piece
+    data: Annotated[bytes, msgspec.Meta(min_length=1, max_length=PIECE_BYTES)]
 
 
 class Following(Message, frozen=True):
