@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, cast
 
 from torch.distributed import ProcessGroup
@@ -102,7 +102,6 @@ class Ending(IntEnum):
 
 # Flags and ending for each way to call an operation; precomputed because an enum's "|" costs more than the record.
 _DEVICE = (int(Flag.END_BY_WAIT | Flag.ON_DEVICE), Ending.RETURN)
-_P2P = (int(Flag.END_BY_WAIT), Ending.WAIT)
 _REDUCED = (REDUCED, Ending.REDUCER)
 _ASYNC = (int(Flag.ASYNC | Flag.SYNC_KNOWN | Flag.END_BY_WAIT), Ending.WAIT)
 _UNTOLD = (int(Flag.END_BY_WAIT), Ending.WAIT)
@@ -113,7 +112,7 @@ _CALL, _REDUCER = Ending.CALL, Ending.REDUCER
 def _untold(method: Method, caller: Caller) -> tuple[int, Ending] | None:
     """Flags and ending of a call that moves data on the host; None if its options decide."""
     if method.kind is Kind.P2P:
-        return _P2P
+        return _UNTOLD
     return {Caller.REDUCER: _REDUCED, Caller.NATIVE: _ASYNC}.get(caller)
 
 
@@ -147,9 +146,7 @@ class Operations:
         for name, method in METHODS.items():
             if name not in vars(ProcessGroup):
                 continue  # each torch version has the old names, the new ones, or both
-            patches.replace(
-                ProcessGroup, name, lambda original, n=name, m=method: self._method(n, original, m)
-            )
+            patches.replace(ProcessGroup, name, partial(self._method, name, method))
 
     def group_of(self, group: Any) -> int:
         """The number under which the ring knows a native group."""
@@ -159,7 +156,7 @@ class Operations:
         """Call the method ``name`` of a native group, and record it."""
         return self._calls[caller][name](group, *args)
 
-    def _method(self, name: str, original: Any, method: Method) -> Any:
+    def _method(self, name: str, method: Method, original: Any) -> Any:
         """The recorded method, for native groups only: a Python subclass must find torch's own under its overrides."""
         for caller in Caller:
             self._calls[caller][name] = self.recorded(original, method, caller)
