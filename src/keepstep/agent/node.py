@@ -128,7 +128,6 @@ class NodeAgent:
             self._send(answer)
 
     def _processes(self) -> dict[int, ProcessId]:
-        """The processes of the ranks."""
         return {ring.rank: ring.process for ring in self._rings if ring.process is not None}
 
     def _causes(self) -> tuple[HostCause, ...]:

@@ -83,7 +83,6 @@ class Program:
         )
 
     async def main(self) -> None:
-        """Run until SIGTERM, SIGINT or the launcher's death."""
         self._tick()
         await self._stop.wait()
         await self._end()

@@ -115,26 +115,19 @@ def resolve(
         for name in cast("dict[str, Any]", entries):
             if f"{table}.{name}" not in known:
                 raise UsageError(f"{path}: no setting {table}.{name}; see `keepstep config show`")
-    return {setting.name: _resolve(setting, tables, environ, flags or {}, path) for setting in settings}
 
+    def in_force(setting: Setting) -> Resolved:
+        flag, text = (flags or {}).get(setting.name), environ.get(setting.variable)
+        if flag is not None:
+            return Resolved(setting, flag, "flag")
+        if text is not None:
+            return Resolved(setting, _from_text(setting, text), setting.variable)
+        table = tables.get(setting.table, {})
+        if setting.name in table:
+            return Resolved(setting, _from_file(setting, table[setting.name], path), str(path))
+        return Resolved(setting, setting.default, "default")
 
-def _resolve(
-    setting: Setting,
-    tables: Mapping[str, Any],
-    environ: Mapping[str, str],
-    flags: Mapping[str, Value | None],
-    path: Path | None,
-) -> Resolved:
-    flag = flags.get(setting.name)
-    if flag is not None:
-        return Resolved(setting, flag, "flag")
-    text = environ.get(setting.variable)
-    if text is not None:
-        return Resolved(setting, _from_text(setting, text), setting.variable)
-    table = tables.get(setting.table, {})
-    if setting.name in table:
-        return Resolved(setting, _from_file(setting, table[setting.name], path), str(path))
-    return Resolved(setting, setting.default, "default")
+    return {setting.name: in_force(setting) for setting in settings}
 
 
 def _from_text(setting: Setting, text: str) -> Value:

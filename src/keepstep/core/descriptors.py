@@ -30,10 +30,8 @@ def raise_limit() -> int:
 
 def give_limit(soft: int) -> None:
     """Set the soft limit of this process, as far as the hard limit and the kernel allow."""
-    try:
+    with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    except (OSError, ValueError):
-        return
 
 
 def open_now() -> int:

@@ -43,7 +43,6 @@ class SortedWindow:
         self.values = [value * factor for value in self.values]
 
     def clear(self) -> None:
-        """Forget all values."""
         self.order.clear()
         self.values.clear()
 

@@ -99,7 +99,6 @@ def _diagnose_cut_links(known: HangEvidence, stuck: Sequence[Pending], cut: Sequ
 
 
 def _nodes_of(known: HangEvidence, ranks: tuple[int, int]) -> Pair:
-    """The nodes of two ranks."""
     return known.nodes.get(ranks[0], ""), known.nodes.get(ranks[1], "")
 
 

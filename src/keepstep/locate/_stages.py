@@ -54,9 +54,12 @@ def chains(summaries: Sequence[IterationSummary]) -> Chains:
     stages, length = _walk_down(down, is_target)
     clear = bool((stages[source] >= 0).all())
     # Ranks without a stage now lie on cycles: interleaved stages come back to the first rank.
-    for first in np.sort(source).tolist():
-        if stages[first] < 0:
-            length = max(length, _walk_around(first, down, stages))
+    for here in np.sort(source).tolist():
+        stage = 0
+        while stages[here] < 0:
+            stages[here] = stage
+            here, stage = int(down[here]), stage + 1
+        length = max(length, stage)
     if not length:  # every rank sends to every other, so no order of ranks can be told
         return Chains("other", {}, 0, groups)
     if not clear and not both_ways:
@@ -80,16 +83,6 @@ def _walk_down(down: Ints, is_target: NDArray[np.bool_]) -> tuple[Ints, int]:
         following = down[here]
         here = following[following >= 0]
     return stages, length
-
-
-def _walk_around(first: int, down: Ints, stages: Ints) -> int:
-    """Number the ranks of a cycle in ``stages``, from ``first`` on; returns how many they are."""
-    here, length = first, 0
-    while stages[here] < 0:
-        stages[here] = length
-        length += 1
-        here = int(down[here])
-    return length
 
 
 def _votes(table: IterationTable) -> tuple[Ints, bool, frozenset[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from keepstep.core.summary import PeerTraffic
@@ -29,9 +29,8 @@ class SlowPath:
 
     def __str__(self) -> str:
         speeds = f"{_rate(self.before_Bps)} -> {_rate(self.after_Bps)}"
-        return (
-            f"{self.source} to {self.target}: TCP sends at {speeds}; other paths x{1 / self.others_drop:.2f}"
-        )
+        others = f"other paths x{1 / self.others_drop:.2f}"
+        return f"{self.source} to {self.target}: TCP sends at {speeds}; {others}"
 
 
 def slowest_path(traffic: Sequence[PeerTraffic], among: Collection[str]) -> SlowPath | None:
@@ -51,22 +50,21 @@ def slowest_path(traffic: Sequence[PeerTraffic], among: Collection[str]) -> Slow
         known = sums.get((one.node, target), (0.0,) * 4)
         sums[one.node, target] = [total + figure for total, figure in zip(known, figures, strict=True)]
         length_s = max(length_s, one.after_s)
-    worst: dict[tuple[str, str], tuple[float, SlowPath, float]] = {}
+    worst: dict[tuple[str, str], tuple[SlowPath, float]] = {}
     for (source, target), (bytes0, busy0, bytes1, busy1) in sums.items():
         if min(bytes0, bytes1) < _LEAST_BYTES or min(busy0, busy1) <= 0:
             continue
         path = SlowPath(source, target, bytes0 / busy0, bytes1 / busy1, 1.0)
         pair = (min(source, target), max(source, target))
-        if pair not in worst or path.drop > worst[pair][0]:
-            worst[pair] = (path.drop, path, busy1)
+        if pair not in worst or path.drop > worst[pair][0].drop:
+            worst[pair] = path, busy1
     if len(worst) < 2:
         return None
-    pair = max(worst, key=lambda one: worst[one][0])
-    drop, path, busy_s = worst[pair]
-    others = [row[0] for other, row in worst.items() if other != pair]
-    if drop < MIN_DROP * max(max(others), 1.0) or busy_s < _LEAST_BUSY_SHARE * length_s:
+    path, busy_s = worst.pop(max(worst, key=lambda one: worst[one][0].drop))
+    others = [other.drop for other, _ in worst.values()]
+    if path.drop < MIN_DROP * max(max(others), 1.0) or busy_s < _LEAST_BUSY_SHARE * length_s:
         return None
-    return SlowPath(path.source, path.target, path.before_Bps, path.after_Bps, max(median(others), 1e-9))
+    return replace(path, others_drop=max(median(others), 1e-9))
 
 
 def _rate(bytes_per_s: float) -> str:

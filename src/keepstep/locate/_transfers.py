@@ -192,7 +192,6 @@ def _messages(summaries: Sequence[IterationSummary]) -> dict[Path, list[_Message
 
 
 def _middle(rows: Sequence[_Message]) -> _Message:
-    """The median of each figure."""
     return _Message(*map(median, zip(*map(astuple, rows), strict=True)))
 
 

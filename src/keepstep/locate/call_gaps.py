@@ -114,7 +114,6 @@ def locate_by_gaps(
 
 
 def _middle(steps: Sequence[CallStep]) -> float:
-    """The median duration of some steps."""
     return median(step.duration_s for step in steps)
 
 

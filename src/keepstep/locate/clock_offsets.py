@@ -114,17 +114,13 @@ def _fit(hub: str, node: str, rows: Sequence[Constraint], at_s: float) -> _Edge:
     if fit is None:
         fit = _Feasible(-math.inf, math.inf, -MAX_DRIFT, MAX_DRIFT)
     slope = min(max(_slope(age[kept], middle[kept]), fit.drift_low), fit.drift_high)
-    estimate = _estimate((middle - slope * age)[kept], fit, rows)
+    ends = (middle - slope * age)[kept & np.isfinite(middle)]
+    if len(ends):  # differences between nearly simultaneous ends: their median, kept within what is possible
+        estimate = min(max(float(np.median(ends)), fit.low_s), fit.high_s)
+    else:
+        estimate = first_finite((fit.low_s + fit.high_s) / 2, fit.low_s, fit.high_s, rows[-1].guess_s)
     drift_bound = max(fit.drift_high - slope, slope - fit.drift_low)
     return _Edge(hub, node, estimate, fit.low_s, fit.high_s, slope, drift_bound)
-
-
-def _estimate(middles: Floats, fit: _Feasible, rows: Sequence[Constraint]) -> float:
-    """An offset: the median of differences between nearly simultaneous ends, kept within what is possible."""
-    ends = middles[np.isfinite(middles)]
-    if len(ends):
-        return min(max(float(np.median(ends)), fit.low_s), fit.high_s)
-    return first_finite((fit.low_s + fit.high_s) / 2, fit.low_s, fit.high_s, rows[-1].guess_s)
 
 
 @dataclass(frozen=True, slots=True)

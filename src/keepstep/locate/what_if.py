@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import graphlib
 import itertools
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -262,25 +263,21 @@ class _Blocks:
 
     def that_sends(self, message: Key) -> set[Key]:
         """The block whose result is sent: the one that ends nearest to the send's start."""
-        blocks, numbered = self._of(message)
-        if numbered is not None:
-            return numbered
         at = self._start[message]
-        return {min(blocks, key=lambda block: abs(self._end[block] - at))} if blocks else set()
+        return self._first(message, lambda block: abs(self._end[block] - at))
 
     def that_takes(self, message: Key) -> set[Key]:
         """The block that begins next after the message has come."""
-        blocks, numbered = self._of(message)
-        if numbered is not None:
-            return numbered
-        at = self._end[message]
-        after = [block for block in blocks if self._start[block] >= at - 1e-4]
-        return {min(after, key=lambda block: self._start[block])} if after else set()
+        least = self._end[message] - 1e-4
+        return self._first(
+            message, lambda block: self._start[block] if self._start[block] >= least else math.inf
+        )
 
-    def _of(self, message: Key) -> tuple[list[Key], set[Key] | None]:
-        """The blocks that the message may belong to, and the one with its number where each block has a message."""
+    def _first(self, message: Key, order: Callable[[Key], float]) -> set[Key]:
+        """The block with the message's number where each block has a message; else the first in a finite order."""
         rank, kind, index = message
         blocks = self._blocks[rank, "forward" if kind.startswith("forward") else "backward"]
-        if self._counts[rank, kind] != len(blocks):
-            return blocks, None
-        return blocks, {block for block in blocks if block[2] == index}
+        if self._counts[rank, kind] == len(blocks):
+            return {block for block in blocks if block[2] == index}
+        first = min(blocks, key=order, default=None)
+        return {first} if first is not None and math.isfinite(order(first)) else set()

@@ -31,8 +31,9 @@ class StepMarkers:
         self.per_step = 0
         self.offset = 0
         self._seen: deque[tuple[int, int]] = deque(maxlen=_MEMORY)  # numbers of markers and their classes
-        self._contents: dict[int, Sequence] = {}
-        self._backward: dict[int, bool] = {}
+        self._known: dict[
+            int, tuple[Sequence, bool]
+        ] = {}  # by class, its symbols and whether there is a backward pass
         self._since = 0
         self._rival = 0
 
@@ -42,10 +43,12 @@ class StepMarkers:
         ``backward``: there was a backward pass among them.
         """
         kind = hash(content.tobytes())
-        if kind not in self._contents and len(self._contents) >= _KINDS:
-            self._forget()
-        self._contents.setdefault(kind, content)
-        self._backward[kind] = backward
+        if kind not in self._known and len(self._known) >= _KINDS:
+            self._known = {kind: self._known[kind] for _, kind in self._seen}
+            if len(self._known) >= _KINDS:
+                self._seen.clear()
+                self._known.clear()
+        self._known[kind] = content, backward
         if self._seen and number != self._seen[-1][0] + 1:
             self._seen.clear()
         self._seen.append((number, kind))
@@ -78,9 +81,9 @@ class StepMarkers:
         counts = Counter(kinds)
         fold: dict[int, int] = {}
         for kind, count in counts.items():
-            content = self._contents[kind]
+            content, _ = self._known[kind]
             for other, often in counts.items():
-                base = self._contents[other]
+                base, _ = self._known[other]
                 if 2 * count < often and 0 < len(base) < len(content) and _is_subsequence(base, content):
                     fold[kind] = other
         return [fold.get(kind, kind) for kind in kinds]
@@ -92,19 +95,9 @@ class StepMarkers:
         for place, kind in enumerate(classes):
             by_residue.setdefault((first + place) % per_step, Counter())[kind] += 1
         usual = {residue: counts.most_common(1)[0][0] for residue, counts in by_residue.items()}
-        after_backward = [residue for residue, kind in sorted(usual.items()) if self._backward[kind]]
-        after_anything = [residue for residue, kind in sorted(usual.items()) if len(self._contents[kind])]
+        after_backward = [residue for residue, kind in sorted(usual.items()) if self._known[kind][1]]
+        after_anything = [residue for residue, kind in sorted(usual.items()) if len(self._known[kind][0])]
         return next(iter(after_backward or after_anything), 0)
-
-    def _forget(self) -> None:
-        alive = {kind for _, kind in self._seen}
-        for kind in [kind for kind in self._contents if kind not in alive]:
-            del self._contents[kind]
-            del self._backward[kind]
-        if len(self._contents) >= _KINDS:
-            self._seen.clear()
-            self._contents.clear()
-            self._backward.clear()
 
 
 def marker_period(classes: list[int]) -> int | None:

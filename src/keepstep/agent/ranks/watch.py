@@ -60,17 +60,8 @@ class RankWatch:
         if kind in self._told and abs(onset - self._told[kind]) <= _SAME_STEPS:
             return None
         self._told[kind] = onset
-        return Finding(
-            kind,
-            self._rank,
-            self._node,
-            now_s,
-            self._steps[-1][0],
-            onset_step=onset,
-            before_s=before_s,
-            after_s=after_s,
-            confidence=change.confidence,
-        )
+        seen, sure = (self._rank, self._node, now_s, self._steps[-1][0]), change.confidence
+        return Finding(kind, *seen, onset_step=onset, before_s=before_s, after_s=after_s, confidence=sure)
 
     def _place(self, change: ChangePoint) -> int:
         return min(max(change.index - self._first_index, 0), len(self._steps) - 1)
@@ -101,7 +92,7 @@ class RankWatch:
         if not self._looked:  # steps before the start of this agent count as progress, too
             self._looked = True
             self.hang.observe(now_s, progress, Phase.STARTUP, step=0 if step >= 0 else -1)
-        hanging = self.hang.stuck is not None
+        hanging, seen = self.hang.stuck is not None, (self._rank, self._node, now_s, step)
         stuck = self.hang.observe(
             now_s,
             progress,
@@ -113,16 +104,7 @@ class RankWatch:
             moved_s=moved_s,
         )
         if stuck is not None:
-            return Finding(
-                "hang",
-                self._rank,
-                self._node,
-                now_s,
-                step,
-                stuck_s=stuck.stuck_s,
-                limit_s=stuck.limit_s,
-                phase=phase,
-            )
+            return Finding("hang", *seen, stuck_s=stuck.stuck_s, limit_s=stuck.limit_s, phase=phase)
         if hanging and self.hang.stuck is None:
-            return Finding("resumed", self._rank, self._node, now_s, step, phase=phase)
+            return Finding("resumed", *seen, phase=phase)
         return None

@@ -129,25 +129,20 @@ def _look(nvml: Any, gpu: _Gpu) -> None:
 
 
 def _tell_errors(nvml: Any, gpu: _Gpu) -> None:
-    for name, now in _errors(nvml, gpu.handle).items():
+    handle, found = gpu.handle, dict[str, int]()
+    with suppress(nvml.NVMLError):
+        sort, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        found["uncorrected memory errors"] = nvml.nvmlDeviceGetTotalEccErrors(handle, sort, since)
+    found["NVLink replays"] = 0
+    for link in range(_MOST_LINKS):
+        with suppress(nvml.NVMLError):
+            count = nvml.nvmlDeviceGetNvLinkErrorCounter(handle, link, nvml.NVML_NVLINK_ERROR_DL_REPLAY)
+            found["NVLink replays"] += count
+    for name, now in found.items():
         before = gpu.errors.get(name)
         gpu.errors[name] = now
         if before is not None and now > before:
             logger.warning("GPU %d: %d more %s (%d)", gpu.number, now - before, name, now)
-
-
-def _errors(nvml: Any, handle: Any) -> dict[str, int]:
-    found: dict[str, int] = {}
-    with suppress(nvml.NVMLError):
-        found["uncorrected memory errors"] = nvml.nvmlDeviceGetTotalEccErrors(
-            handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        )
-    replays = 0
-    for link in range(_MOST_LINKS):
-        with suppress(nvml.NVMLError):
-            replays += nvml.nvmlDeviceGetNvLinkErrorCounter(handle, link, nvml.NVML_NVLINK_ERROR_DL_REPLAY)
-    found["NVLink replays"] = replays
-    return found
 
 
 def _register(nvml: Any, gpus: Iterable[_Gpu]) -> Any:

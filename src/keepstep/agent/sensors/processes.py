@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Container, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,19 +65,15 @@ def kill_carriers(environment: Mapping[str, Container[str]]) -> int:
 
 
 def _kill_if_carries(pid: int, environment: Mapping[str, Container[str]]) -> bool:
-    try:
+    with suppress(OSError):
         descriptor = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        if not _carries(PROC / str(pid), environment):
-            return False
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+        try:
+            if _carries(PROC / str(pid), environment):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                return True
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def _carries(entry: Path, environment: Mapping[str, Container[str]]) -> bool:

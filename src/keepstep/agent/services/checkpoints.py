@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.agent.services.node_backups import NeighbourSource, NodeBackups
+from keepstep.agent.services.node_backups import NeighbourSource, NodeBackups, unexpected
 from keepstep.checkpoint.memory.cached_states import CachedStates
 from keepstep.checkpoint.memory.incoming import StateSource
 from keepstep.checkpoint.memory.slots import Key
@@ -23,7 +23,6 @@ from keepstep.checkpoint.storage.manifest import key_text
 from keepstep.checkpoint.storage.persist import Persister
 from keepstep.checkpoint.storage.persist_plan import PersistPlan
 from keepstep.checkpoint.storage.source import StorageSource
-from keepstep.core.errors import KeepstepError
 from keepstep.core.own_folders import write_whole
 
 logger = logging.getLogger("keepstep.agent")
@@ -74,17 +73,15 @@ class Checkpoints:
         service = RestoreService(place.ranks, sources, self.states.held, self.states.filling)
         self._service = RestoreServer(restore_address(place.cache), service)
         self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="keepstep-checkpoints", daemon=True)
         self._declared: tuple[frozenset[Key], bool] = (frozenset(), False)
         self._told: tuple[list[Key], Key | None, list[str]] | None = None
         self._tell_s = 0.0
 
     def start(self) -> None:
-        """Start the threads."""
         self._service.start()
         if self._persister:
             self._persister.start()
-        self._thread = threading.Thread(target=self._run, name="keepstep-checkpoints", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -93,7 +90,7 @@ class Checkpoints:
         self._stopped.set()
         if self._persister:
             self._persister.stop(_STOP_S)
-        if self._thread:
+        if self._thread.is_alive():
             self._thread.join(_STOP_S)
 
     def look(self) -> None:
@@ -118,7 +115,7 @@ class Checkpoints:
     def _declare(self, pending: frozenset[Key], whole: frozenset[Key] | None) -> None:
         """Tell the persister which steps belong on storage; others are removed once it knows what is there."""
         assert self._persister
-        stay = newest(whole or (), self._place.keep)
+        stay = frozenset(sorted(whole or (), reverse=True)[: self._place.keep])
         declared = (pending | stay, bool(self._place.keep) and whole is not None)
         if declared != self._declared:
             self._persister.want(declared[0], remove_others=declared[1])
@@ -132,8 +129,7 @@ class Checkpoints:
                 complaint = ""
             except Exception as error:  # the cache ended before the agent, or memory or descriptors ran out
                 if str(error) != complaint:
-                    ours = isinstance(error, KeepstepError | OSError)
-                    logger.warning("checkpoints: %s", error, exc_info=None if ours else error)
+                    logger.warning("checkpoints: %s", error, exc_info=unexpected(error))
                 complaint = str(error)
                 pending = self._told[0] if self._told else ()
                 self._tell(pending, self._persister.whole if self._persister else None, complaint)
@@ -152,26 +148,15 @@ class Checkpoints:
         if told == self._told or not (self._told or self._persister or troubles):
             return
         self._told, self._tell_s = told, time.monotonic() + _TELL_S
-        write(
-            self._place.folder / FILE,
-            {
-                "unix_s": time.time(),
-                "storage": self._place.storage,
-                "on_the_way": [key.step for key in told[0]],
-                "newest": told[1].step if told[1] else None,
-                "troubles": troubles,
-            },
-        )
-
-
-def newest(keys: Collection[Key], count: int) -> frozenset[Key]:
-    """The ``count`` newest of the keys."""
-    return frozenset(sorted(keys, reverse=True)[:count])
-
-
-def write(path: Path, content: object) -> None:
-    """Replace a file of the run's folder; an error, such as a full disk, is only logged."""
-    try:
-        write_whole(path, f"{json.dumps(content)}\n".encode())
-    except OSError as error:
-        logger.warning("%s: cannot be written: %s", path, error.strerror)
+        content = {
+            "unix_s": time.time(),
+            "storage": self._place.storage,
+            "on_the_way": [key.step for key in told[0]],
+            "newest": told[1].step if told[1] else None,
+            "troubles": troubles,
+        }
+        path = self._place.folder / FILE
+        try:
+            write_whole(path, f"{json.dumps(content)}\n".encode())
+        except OSError as error:  # such as a full disk
+            logger.warning("%s: cannot be written: %s", path, error.strerror)

@@ -120,7 +120,6 @@ class Holding:
         return messages
 
     def release(self) -> None:
-        """Release all held ranks."""
         for page in self._pages.values():
             page.release()
 

@@ -125,7 +125,6 @@ class _Patience:
 
 
 async def _prove(end: socket.socket, channel: ClientChannel) -> None:
-    """Do the handshake."""
     loop = asyncio.get_running_loop()
     answer = channel.open()
     while True:
