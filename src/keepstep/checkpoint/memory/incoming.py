@@ -73,10 +73,8 @@ class StateSource(Protocol):
     Calls block, so they are not for an event loop, but not for ever: a source that hangs is out of reach.
     """
 
-    @property
-    def where(self) -> str:
-        """The name of the source for messages: "the other nodes", "storage /ckpt"."""
-        ...
+    where: str
+    """The name of the source for messages: "the other nodes", "storage /ckpt"."""
 
     def keys(self, rank: int) -> frozenset[Key]:
         """What the source has of a rank, unread. Raises CheckpointError when the source is out of reach."""

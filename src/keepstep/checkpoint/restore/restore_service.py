@@ -109,9 +109,6 @@ _answers = msgspec.json.Decoder(Offered | Brought | Denied)
 
 Wanted = TypeVar("Wanted", Offered, Brought)
 
-Filling = Callable[[int, int, Record], AbstractContextManager[Incoming]]
-"""Makes room for a state, given the rank and how many slots it is to have, as ``CachedStates.filling`` does."""
-
 
 def restore_address(cache: str) -> str:
     """The address of the restore service, from that of the cache."""
@@ -121,7 +118,7 @@ def restore_address(cache: str) -> str:
 class RestoreService:
     """Answers requests, called from any thread. The only I/O is that of the sources, of which the cheapest is first.
 
-    ``held`` tells what a rank of this node has sealed.
+    ``held`` tells what a rank of this node has sealed, ``filling`` makes room as ``CachedStates.filling`` does.
     """
 
     def __init__(
@@ -129,7 +126,7 @@ class RestoreService:
         ranks: Collection[int],
         sources: Sequence[StateSource],
         held: Callable[[int], frozenset[Key]],
-        filling: Filling,
+        filling: Callable[[int, int, Record], AbstractContextManager[Incoming]],
     ) -> None:
         self._sources, self._held, self._filling = tuple(sources), held, filling
         self._one_at_a_time = {rank: threading.Lock() for rank in ranks}

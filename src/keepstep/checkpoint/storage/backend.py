@@ -40,10 +40,8 @@ class Readable(Protocol):
 class StorageReader(Protocol):
     """A storage to read from. Names are those that ``safe_name`` accepts; sizes are in bytes."""
 
-    @property
-    def where(self) -> str:
-        """The path or URL that the user gave, for messages."""
-        ...
+    where: str
+    """The path or URL that the user gave, for messages."""
 
     def folders(self) -> list[str]:
         """Names of the folders; empty when the storage does not exist yet."""
