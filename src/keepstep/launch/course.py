@@ -26,19 +26,14 @@ T = TypeVar("T")
 class Outcome:
     """How an incarnation ended.
 
-    Attributes:
-        kind: ``finished``: all workers ended well. ``failed``: one did not. ``signal``: the launcher was sent one.
-            ``stopped``: the controller ended the job. ``halted``: all nodes re-form. ``alone``: this node is cut off
-            from the controller.
-        code: exit code of the job if it ends with this incarnation.
-        reason: the same in words.
-        number: the signal that ends the workers that still run.
+    ``finished``: all workers ended well. ``failed``: one did not. ``signal``: the launcher was sent one.
+    ``stopped``: the controller ended the job. ``halted``: all nodes re-form. ``alone``: this node is cut off.
     """
 
     kind: Literal["finished", "failed", "signal", "stopped", "halted", "alone"]
-    code: int
-    reason: str
-    number: signal.Signals = signal.SIGTERM
+    code: int  # exit code of the job if it ends with this incarnation
+    reason: str  # the same in words
+    number: signal.Signals = signal.SIGTERM  # ends the workers that still run
 
 
 class EndedEarly(Exception):

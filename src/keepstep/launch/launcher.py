@@ -176,7 +176,7 @@ class Launcher:
         if place.restarts < job.max_restarts:
             workers.watch()
         self._describe()
-        if job.watch and job.rendezvous.endpoint is None and not controller.is_started:
+        if job.watch and job.rendezvous.endpoint is None and controller.at is None:
             self._watching.attempt(controller.start)
         if controller.can_be_met:
             link = self._course.link

@@ -38,25 +38,15 @@ STDOUT, STDERR = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Where the workers' output goes.
+    """Where the workers' output goes."""
 
-    Attributes:
-        redirects: for each local rank ``STDOUT`` | ``STDERR``: what goes into a file.
-        tees: likewise, what goes into a file and to the console.
-        shown: local ranks shown on the console; None: all.
-        stdout_words: lines of stdout with one of these words also go to a file of their own.
-        stderr_words: likewise for stderr.
-        log_dir: folder for logs instead of the run folder.
-        prefix: template of what stands before each line on the console; None: the usual one.
-    """
-
-    redirects: tuple[int, ...]
-    tees: tuple[int, ...]
-    shown: frozenset[int] | None
-    stdout_words: tuple[str, ...]
-    stderr_words: tuple[str, ...]
-    log_dir: Path | None
-    prefix: str | None
+    redirects: tuple[int, ...]  # for each local rank STDOUT | STDERR: what goes into a file
+    tees: tuple[int, ...]  # likewise, what goes into a file and to the console
+    shown: frozenset[int] | None  # local ranks shown on the console; None: all
+    stdout_words: tuple[str, ...]  # lines of stdout with one of these words also go to a file of their own
+    stderr_words: tuple[str, ...]  # likewise for stderr
+    log_dir: Path | None  # folder for logs instead of the run folder
+    prefix: str | None  # template of what stands before each line on the console; None: the usual one
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,23 +26,14 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """How the nodes of a job meet.
+    """How the nodes of a job meet."""
 
-    Attributes:
-        endpoint: where; None: there is only one node.
-        backend: as torchrun calls it; both meet at the controller.
-        node_rank: the one that was asked for; -1: in the order of joining.
-        is_host: whether this node hosts the controller; None: it does where the endpoint's host is this machine.
-        local_addr: this node's address for the others; "": the one towards the endpoint.
-        join_timeout_s: how long to wait for the other nodes.
-    """
-
-    endpoint: Endpoint | None
-    backend: Literal["static", "c10d"]
-    node_rank: int
-    is_host: bool | None
-    local_addr: str
-    join_timeout_s: float
+    endpoint: Endpoint | None  # where; None: there is only one node
+    backend: Literal["static", "c10d"]  # as torchrun calls it; both meet at the controller
+    node_rank: int  # the one that was asked for; -1: in the order of joining
+    is_host: bool | None  # whether this node hosts the controller; None: where it is the endpoint's host
+    local_addr: str  # this node's address for the others; "": the one towards the endpoint
+    join_timeout_s: float  # how long to wait for the other nodes
 
 
 def rendezvous_from(given: argparse.Namespace, max_nodes: int, join_timeout_s: float) -> Rendezvous:

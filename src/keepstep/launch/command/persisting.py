@@ -14,21 +14,13 @@ from keepstep.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Persisting:
-    """How checkpoints get to storage.
+    """How checkpoints get to storage."""
 
-    Attributes:
-        where: absolute path or URL.
-        every: steps from one to the next; 0: as the script asks; None: by the cost model.
-        keep: newest steps that stay there; 0: all.
-        wait_s: how long the end of a run waits for steps on their way there.
-        failures_per_day: failures of the whole job that the cost model expects.
-    """
-
-    where: str
-    every: int | None
-    keep: int
-    wait_s: float
-    failures_per_day: float
+    where: str  # absolute path or URL
+    every: int | None  # steps from one to the next; 0: as the script asks; None: by the cost model
+    keep: int  # newest steps that stay there; 0: all
+    wait_s: float  # how long the end of a run waits for steps on their way there
+    failures_per_day: float  # failures of the whole job that the cost model expects
 
 
 def persisting_from(value: Mapping[str, Any]) -> Persisting | None:

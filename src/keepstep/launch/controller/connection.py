@@ -30,15 +30,7 @@ _STRANGER_S = 12.0  # seconds for which another job's controller may still be at
 
 
 class Link:
-    """Connects for ever in the background; sending never waits for it.
-
-    Attributes:
-        member: what was said and ordered.
-        controller: the address of the controller, as far as it is known.
-        connected: set while the newest controller is connected.
-        stranger: a message about another job's controller at the address of this job's; "": none is there.
-        address: this node's, numeric, where the controller can move to another node; else "".
-    """
+    """Connects for ever in the background; sending never waits for it."""
 
     def __init__(
         self,
@@ -56,15 +48,16 @@ class Link:
         a second, to look whether its host has changed.
         """
         self._run, job = run, run.job
-        self.controller = self._told = controller
+        self.controller = self._told = controller  # the address, as far as it is known, and as it was given
         self._next_try_s = _now_s() + _TRY_S
         self._ordered, self._elected = ordered, elected
         self._client: wire.Client | None = None
         self._changed = asyncio.Event()
         self._trouble = ""
-        self.stranger = ""
+        self.stranger = ""  # a message about another job's controller at the address of this job's
         self._stranger_at, self._stranger_since_s = controller, 0.0
         self._warned_of = ""
+        # This node's, numeric, where the controller can move to another node.
         self.address = addresses.resolve(join.address)[0] if token else ""
         self._elections: Elections | None = None
         self.member = Member(join, os.getpid(), lambda: addresses.free_port(join.address), time.time)
@@ -76,7 +69,7 @@ class Link:
                 changed=self._look,
                 led=lambda: self.member.led(_now_s()),
             )
-        self.connected = asyncio.Event()
+        self.connected = asyncio.Event()  # the newest controller is connected
 
     def open(self) -> None:
         """Begin to connect.
@@ -272,8 +265,7 @@ class Link:
         self.member.disconnected(_now_s())
         self.connected.clear()
 
-    def _note(self, error: Exception, attempt: int) -> None:
-        del attempt
+    def _note(self, error: Exception, _: int) -> None:
         self._trouble = str(error)
         self._meet(error)
         self.member.trouble(error, _now_s())

@@ -26,15 +26,7 @@ _ASK_S = 3.0  # most seconds for finding out what uses the port
 
 
 class Hosting:
-    """Where the controller is, and its process when this node hosts it.
-
-    Attributes:
-        at: the controller's address; None before it is known.
-        met_at: the address to which the link was led last.
-        is_here: whether this node hosts it.
-        seat: this launcher's token where the controller can move; else 0.
-        term: of the controller that runs here.
-    """
+    """Where the controller is, and its process when this node hosts it."""
 
     def __init__(
         self,
@@ -50,11 +42,12 @@ class Hosting:
         """
         self._run, self._job = run, run.job
         self._on_ready, self._on_gave_up, self._on_moved = ready, gave_up, moved
-        self.at: Endpoint | None = None
-        self.met_at: Endpoint | None = None
-        self.is_here = False
+        self.at: Endpoint | None = None  # the controller's address, once it is known
+        self.met_at: Endpoint | None = None  # the address to which the link was led last
+        self.is_here = False  # whether this node hosts it
+        # This launcher's token, where the controller can move.
         self.seat = secrets.randbits(61) + 1 if self._job.elects else 0
-        self.term = 1
+        self.term = 1  # of the controller that runs here
         self._process: Companion | None = None
         self._ready = asyncio.Event()
         self._lost = ""
@@ -64,11 +57,6 @@ class Hosting:
     def pid(self) -> int | None:
         """The controller's process, when this node hosts it."""
         return self._process.pid if self._process else None
-
-    @property
-    def is_started(self) -> bool:
-        """Whether the controller's process is kept running here."""
-        return self._process is not None
 
     @property
     def can_be_met(self) -> bool:

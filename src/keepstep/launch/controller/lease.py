@@ -22,20 +22,15 @@ _SPREAD_S = 1.5  # seconds over which electors begin to stand, at random
 
 
 class Elector:
-    """One launcher's vote, its lease when it has one, and the newest council that it knows.
-
-    Attributes:
-        leads: the term in which this launcher hosts the controller; 0: it does not.
-        leader: the newest controller that is known.
-    """
+    """One launcher's vote, its lease when it has one, and the newest council that it knows."""
 
     def __init__(self, seat: wire.Seat, dice: Callable[[], float]) -> None:
         """``dice`` gives numbers from 0 to 1."""
         self.seat = seat
         self._dice = dice
         self.council: wire.Council | None = None
-        self.leads = 0
-        self.leader = wire.Leads(0)
+        self.leads = 0  # the term in which this launcher hosts the controller; 0: it does not
+        self.leader = wire.Leads(0)  # the newest controller that is known
         self._term: int = 0  # the newest term in which a lease was granted here, or elsewhere
         self._holder = 0  # the seat that has the lease which was granted here
         self._until_s = -math.inf  # time before which no other seat is granted a lease

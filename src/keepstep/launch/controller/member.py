@@ -34,19 +34,7 @@ _UNANSWERED = frozenset(
 
 
 class Member:
-    """What this launcher was ordered and has told.
-
-    Attributes:
-        placement: the newest place in the rank table; None before the first.
-        stop: the order to end the job; None without one.
-        kills: orders to end a worker that hangs, which nobody has carried out yet.
-        seal: the order to tell the next sealed step, which nobody has carried out yet.
-        begins_fresh: whether no process of the incarnation that ends is to play in the next.
-        refusal: why the controller does not let this launcher join; "": it has not refused.
-        is_spare: whether this launcher waits for a place.
-        elector: this launcher's vote, where the controller can move to another node.
-        is_void: whether the connected controller has been replaced by a newer one.
-    """
+    """What this launcher was ordered and has told."""
 
     def __init__(
         self,
@@ -69,15 +57,15 @@ class Member:
         self._alone_since_s: float | None = None  # since when the controller's host has not answered
         self._away_since_s: float | None = None  # since when there is no connection
         self._suspended = False
-        self.placement: wire.Placement | None = None
-        self.stop: wire.Stop | None = None
-        self.kills: list[wire.Kill] = []
-        self.seal: wire.Seal | None = None
-        self.begins_fresh = False
-        self.refusal = ""
-        self.is_spare = False
-        self.elector: Elector | None = None
-        self.is_void = False
+        self.placement: wire.Placement | None = None  # the newest place in the rank table
+        self.stop: wire.Stop | None = None  # the order to end the job
+        self.kills: list[wire.Kill] = []  # orders to end a worker that hangs, not carried out yet
+        self.seal: wire.Seal | None = None  # the order to tell the next sealed step, not carried out yet
+        self.begins_fresh = False  # no process of the incarnation that ends is to play in the next
+        self.refusal = ""  # why the controller does not let this launcher join
+        self.is_spare = False  # this launcher waits for a place
+        self.elector: Elector | None = None  # its vote, where the controller can move to another node
+        self.is_void = False  # the connected controller has been replaced by a newer one
 
     def vote(self, seat: wire.Seat, elector: Elector | None) -> None:
         """Take part in elections from now on."""

@@ -33,16 +33,12 @@ _MOST_UNLIKE = 4
 
 
 class NodeCache:
-    """A cache that outlives the workers, from the first start on.
-
-    Attributes:
-        moved: whether this node plays other ranks than before, whose snapshots are still elsewhere.
-    """
+    """A cache that outlives the workers, from the first start on."""
 
     def __init__(self, run: LocalRun) -> None:
         self._run, self._job = run, run.job
         self._made: tuple[Cache, CacheServer] | None = None
-        self.moved = False
+        self.moved = False  # this node plays other ranks than before, whose snapshots are still elsewhere
 
     @property
     def address(self) -> str:

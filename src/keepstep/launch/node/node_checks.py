@@ -69,11 +69,7 @@ def run(
 
 
 class NodeChecks:
-    """Runs the checks, unless they are switched off (``--no-check``).
-
-    Attributes:
-        found: lines about what was found before the start.
-    """
+    """Runs the checks, unless they are switched off (``--no-check``)."""
 
     def __init__(self, run: LocalRun) -> None:
         self._job, self._warn = run.job, run.warn
@@ -81,7 +77,7 @@ class NodeChecks:
         self._folders = (run.folder, Path(storage)) if storage and "://" not in storage else (run.folder,)
         self._began_s = 0.0  # when this incarnation began; CLOCK_MONOTONIC
         self._running: asyncio.Future[tuple[Found, ...]] | None = None
-        self.found: tuple[str, ...] = ()
+        self.found: tuple[str, ...] = ()  # lines about what was found before the start
 
     def before_start(self) -> None:
         """Check the node, and warn of what is found. Raises RunError where that makes the node unfit."""

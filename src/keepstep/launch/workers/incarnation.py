@@ -25,12 +25,7 @@ _LOOK_S = 0.05
 
 
 class Workers:
-    """The workers of one incarnation.
-
-    Attributes:
-        failures: in the order in which they were seen.
-        failed_s: when the first one was; CLOCK_MONOTONIC, in seconds.
-    """
+    """The workers of one incarnation."""
 
     def __init__(
         self,
@@ -52,8 +47,8 @@ class Workers:
         self._interrupted: set[int] = set()  # failed ranks whose status is the launcher's signal
         self._falling: set[int] = set()  # local ranks that have failed and are not gone yet
         self._reasons: dict[int, str] = {}  # why keepstep killed a worker, by rank
-        self.failures: list[Failure] = []
-        self.failed_s = 0.0
+        self.failures: list[Failure] = []  # in the order in which they were seen
+        self.failed_s = 0.0  # when the first one was; CLOCK_MONOTONIC
 
     def start(self, environ: Mapping[str, str]) -> None:
         """Start all workers. Raises RunError where one cannot be started; ``end`` then ends those that were."""
@@ -203,13 +198,7 @@ class Workers:
 
 
 class Crew:
-    """Makes the workers of each incarnation, and keeps what makes a restart quick.
-
-    Attributes:
-        workers: of the newest incarnation; None before the first.
-        following: shows the workers' output; stopped, it has shown all of it.
-        restarts: what is kept from one incarnation for the next.
-    """
+    """Makes the workers of each incarnation, and keeps what makes a restart quick."""
 
     def __init__(
         self,
@@ -228,8 +217,8 @@ class Crew:
         self._run, self.environ = run, environ
         self._failed, self._finished = failed, finished
         self._logs = run_folder.LogFiles(run.folder, run.job.streams.log_dir, run.job.run_id)
-        self.following = Following(run.job, self._logs)
-        self.workers: Workers | None = None
+        self.following = Following(run.job, self._logs)  # shows the workers' output; stopped, all of it
+        self.workers: Workers | None = None  # of the newest incarnation
         self.restarts = Restarts(
             run, environ, recovered=recovered, raised=lambda rank: self.workers and self.workers.raised(rank)
         )

@@ -25,25 +25,17 @@ _SAME_MOMENT_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A worker that failed.
-
-    Attributes:
-        status: exit code, or -N for signal N.
-        unix_s: when its error file was written, else when it died.
-        message: its error in one line; "" when it left none.
-        detail: the traceback, or what else there is.
-        by_keepstep: whether keepstep ended the process itself.
-    """
+    """A worker that failed."""
 
     rank: int
     local_rank: int
     pid: int
-    status: int
-    unix_s: float
-    message: str
-    detail: str
+    status: int  # exit code, or -N for signal N
+    unix_s: float  # when its error file was written, else when it died
+    message: str  # its error in one line; "" when it left none
+    detail: str  # the traceback, or what else there is
     error_file: Path | None
-    by_keepstep: bool = False
+    by_keepstep: bool = False  # whether keepstep ended the process itself
 
     @property
     def text(self) -> str:

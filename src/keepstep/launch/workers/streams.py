@@ -26,17 +26,11 @@ _FILES = {STDOUT: "stdout.log", STDERR: "stderr.log"}
 
 @dataclass(frozen=True, slots=True)
 class WorkerStreams:
-    """Where one worker's output goes.
+    """Where one worker's output goes."""
 
-    Attributes:
-        stdout: a file, or ``/dev/null``; None: the console.
-        stderr: likewise.
-        shown: files that are followed and shown on the console, by ``STDOUT`` or ``STDERR``.
-    """
-
-    stdout: Path | None
-    stderr: Path | None
-    shown: Mapping[int, Path]
+    stdout: Path | None  # a file, or /dev/null; None: the console
+    stderr: Path | None  # likewise
+    shown: Mapping[int, Path]  # files that are followed and shown on the console, by STDOUT or STDERR
 
 
 def worker_streams(job: Job, logs: LogFiles, rank: int, local_rank: int, attempt: int) -> WorkerStreams:
