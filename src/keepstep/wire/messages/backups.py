@@ -6,25 +6,15 @@ from typing import Annotated
 
 import msgspec
 
-from keepstep.wire.messages.limits import (
-    MOST_HELD_KEYS,
-    MOST_HELD_RANKS,
-    MOST_NODE_ENDPOINTS,
-    Endpoints,
-    Key,
-    KeyOrNone,
-    Line,
-    Message,
-    Rank,
-    Ranks,
-)
+from keepstep.wire.messages import limits
+from keepstep.wire.messages.limits import Message
 
 
 class RankKeys(msgspec.Struct, frozen=True, array_like=True):
     """The sealed snapshots of one rank that a node holds."""
 
-    rank: Rank
-    keys: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MOST_HELD_KEYS)]
+    rank: limits.Rank
+    keys: Annotated[tuple[limits.Key, ...], msgspec.Meta(max_length=limits.MOST_HELD_KEYS)]
 
 
 class Inventory(Message, frozen=True):
@@ -34,14 +24,14 @@ class Inventory(Message, frozen=True):
     """
 
     node_rank: int
-    own: Annotated[tuple[RankKeys, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
+    own: Annotated[tuple[RankKeys, ...], msgspec.Meta(max_length=limits.MOST_HELD_RANKS)]
     # snapshots of other nodes' ranks
-    backups: Annotated[tuple[RankKeys, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
-    keep: KeyOrNone = 0
-    first: KeyOrNone = 0
+    backups: Annotated[tuple[RankKeys, ...], msgspec.Meta(max_length=limits.MOST_HELD_RANKS)]
+    keep: limits.KeyOrNone = 0
+    first: limits.KeyOrNone = 0
     able: bool = True  # its ranks have enough slots to be backed up
-    endpoints: Endpoints = ()  # where its agent serves snapshots to other nodes
-    trouble: Line = ""  # why the last backup could not be fetched
+    endpoints: limits.Endpoints = ()  # where its agent serves snapshots to other nodes
+    trouble: limits.Line = ""  # why the last backup could not be fetched
     alike: RankKeys | None = None  # those of its own snapshots that are the same on all ranks of the job
 
 
@@ -49,24 +39,25 @@ class Locate(Message, frozen=True):
     """Who holds snapshots of these ranks? Answered by `Located`."""
 
     request: int
-    ranks: Ranks
+    ranks: limits.Ranks
 
 
 class Pull(msgspec.Struct, frozen=True, array_like=True):
     """Ranks whose target snapshot to fetch, and endpoints that serve it, best first."""
 
-    ranks: Ranks
-    endpoints: Annotated[tuple[Endpoints, ...], msgspec.Meta(max_length=MOST_NODE_ENDPOINTS)]
+    ranks: limits.Ranks
+    endpoints: Annotated[tuple[limits.Endpoints, ...], msgspec.Meta(max_length=limits.MOST_NODE_ENDPOINTS)]
 
 
 class BackUp(Message, frozen=True):
     """What a node must do so that snapshots survive the loss of a node. Applies until the next one."""
 
-    keep: KeyOrNone = 0  # the snapshot backed up everywhere: nobody may discard it
-    first: KeyOrNone = 0  # workers keep their oldest snapshot not older than this: it may be the next target
-    target: KeyOrNone = 0  # the snapshot to back up now
-    pulls: Annotated[tuple[Pull, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)] = ()
-    ranks: Ranks = ()  # ranks of other nodes whose backups belong on this node
+    keep: limits.KeyOrNone = 0  # the snapshot backed up everywhere: nobody may discard it
+    # workers keep their oldest snapshot not older than this: it may be the next target
+    first: limits.KeyOrNone = 0
+    target: limits.KeyOrNone = 0  # the snapshot to back up now
+    pulls: Annotated[tuple[Pull, ...], msgspec.Meta(max_length=limits.MOST_HELD_RANKS)] = ()
+    ranks: limits.Ranks = ()  # ranks of other nodes whose backups belong on this node
     settled: bool = False  # ``keep`` is on the right nodes: backups of ranks not in ``ranks`` can be deleted
 
 
@@ -76,17 +67,17 @@ class Holder(msgspec.Struct, frozen=True, array_like=True):
     A rank that was not asked for is named if its snapshots are the same on all ranks of the job.
     """
 
-    rank: Rank
+    rank: limits.Rank
     node_rank: int
     node: str
     own: bool
-    keys: Annotated[tuple[Key, ...], msgspec.Meta(max_length=2 * MOST_HELD_KEYS)]
-    endpoints: Endpoints
+    keys: Annotated[tuple[limits.Key, ...], msgspec.Meta(max_length=2 * limits.MOST_HELD_KEYS)]
+    endpoints: limits.Endpoints
 
 
 class Located(Message, frozen=True):
     """Answer to `Locate`. ``waits`` says why it is not known yet; ask again."""
 
     request: int
-    holders: Annotated[tuple[Holder, ...], msgspec.Meta(max_length=8 * MOST_HELD_RANKS)] = ()
+    holders: Annotated[tuple[Holder, ...], msgspec.Meta(max_length=8 * limits.MOST_HELD_RANKS)] = ()
     waits: Annotated[str, msgspec.Meta(max_length=200)] = ""

@@ -7,20 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from keepstep.core.incident import Recovery
-from keepstep.wire.messages.limits import (
-    MOST_SEATS,
-    MOST_TABLE,
-    PROTOCOL,
-    Count,
-    Host,
-    Label,
-    Line,
-    Message,
-    Port,
-    Rank,
-    Term,
-    Token,
-)
+from keepstep.wire.messages import limits
+from keepstep.wire.messages.limits import Message
 
 
 class Hello(Message, frozen=True):
@@ -31,19 +19,19 @@ class Hello(Message, frozen=True):
     node_rank: int  # the sender's node rank; -1: it has none yet
     pid: int
     incarnation: int = 0
-    protocol: int = PROTOCOL
-    failure_domain: Label = ""  # failure domain of the agent's node
+    protocol: int = limits.PROTOCOL
+    failure_domain: limits.Label = ""  # failure domain of the agent's node
     launcher: int = 0  # process ID of the launcher that started this agent; 0: unknown
 
 
 class Seat(msgspec.Struct, frozen=True, array_like=True):
     """A launcher that can vote. Its process draws ``token`` when it starts, so a restarted one differs."""
 
-    token: Token
-    node: Host
-    pid: Count
-    address: Host  # a numeric address
-    port: Port  # where it listens for other launchers
+    token: limits.Token
+    node: limits.Host
+    pid: limits.Count
+    address: limits.Host  # a numeric address
+    port: limits.Port  # where it listens for other launchers
 
 
 class Join(Message, frozen=True):
@@ -56,13 +44,13 @@ class Join(Message, frozen=True):
     node_rank: int = -1  # requested node rank; -1: assign in order of joining
     min_nodes: int = 1
     max_nodes: int = 1
-    max_restarts: Count = 0  # most restarts of the whole job; the same on all nodes
+    max_restarts: limits.Count = 0  # most restarts of the whole job; the same on all nodes
     incarnation: int = -1  # incarnation of the launcher's placement; -1: it is not placed yet
     # software that must be the same on all nodes
-    versions: Annotated[tuple[Label, ...], msgspec.Meta(max_length=8)] = ()
+    versions: Annotated[tuple[limits.Label, ...], msgspec.Meta(max_length=8)] = ()
     unix_s: float = 0.0  # the launcher's clock when it sent this message; 0: unknown
     # problems that its node's checks found
-    checks: Annotated[tuple[Line, ...], msgspec.Meta(max_length=16)] = ()
+    checks: Annotated[tuple[limits.Line, ...], msgspec.Meta(max_length=16)] = ()
     hosts_controller: bool = False
     seat: Seat | None = None  # its seat in elections, if it can vote
 
@@ -73,7 +61,7 @@ class Operate(Message, frozen=True):
     verb: Literal["start", "stop", "suspend", "resume", "restart", "exchange", "replace"]
     now: bool = False  # do not wait until a step is sealed
     # the two nodes that exchange their ranks, or the one to replace
-    nodes: Annotated[tuple[Line, ...], msgspec.Meta(max_length=2)] = ()
+    nodes: Annotated[tuple[limits.Line, ...], msgspec.Meta(max_length=2)] = ()
 
 
 class Sealed(Message, frozen=True):
@@ -81,7 +69,7 @@ class Sealed(Message, frozen=True):
 
     incarnation: int
     step: int
-    why: Line = ""
+    why: limits.Line = ""
 
 
 class Failed(Message, frozen=True):
@@ -105,8 +93,8 @@ class Halted(Message, frozen=True):
     incarnation: int
     free_port: int  # becomes MASTER_PORT if this is node 0
     suspended: bool = False  # copied from the `Halt`, so that a new controller knows
-    unfit: Line = ""  # why workers should not restart on this node
-    rigid: Line = ""  # why its workers cannot run in a job of another size
+    unfit: limits.Line = ""  # why workers should not restart on this node
+    rigid: limits.Line = ""  # why its workers cannot run in a job of another size
 
 
 class Ended(Message, frozen=True):
@@ -122,8 +110,8 @@ class Ended(Message, frozen=True):
 class Kept(Message, frozen=True):
     """Answer to `Council`: from now on this council, and no older one, counts for this launcher."""
 
-    term: Term
-    version: Term
+    term: limits.Term
+    version: limits.Term
 
 
 class Recovered(Message, frozen=True):
@@ -145,8 +133,8 @@ class Welcome(Message, frozen=True):
 
     controller_pid: int
     heartbeat_s: float = 1.0
-    protocol: int = PROTOCOL
-    term: Term = 0  # the controller's term of office; 0: it was not elected
+    protocol: int = limits.PROTOCOL
+    term: limits.Term = 0  # the controller's term of office; 0: it was not elected
 
 
 class Placement(Message, frozen=True):
@@ -165,12 +153,12 @@ class Placement(Message, frozen=True):
 class Row(msgspec.Struct, frozen=True, array_like=True):
     """One launcher of the rank table."""
 
-    node: Host
-    pid: Count
+    node: limits.Host
+    pid: limits.Count
     placement: Placement
 
 
-_Seats = Annotated[tuple[Seat, ...], msgspec.Meta(max_length=MOST_SEATS)]
+_Seats = Annotated[tuple[Seat, ...], msgspec.Meta(max_length=limits.MOST_SEATS)]
 
 
 class Stop(Message, frozen=True):
@@ -188,13 +176,13 @@ class Council(Message, frozen=True):
     before a quorum holds the table (`core.quorum`).
     """
 
-    term: Term
-    version: Term
+    term: limits.Term
+    version: limits.Term
     leader: Seat  # the launcher beside the controller
-    port: Port  # where the controller listens, on the leader's node
+    port: limits.Port  # where the controller listens, on the leader's node
     seats: _Seats
     former: _Seats = ()  # the previous council, which must also agree until it can no longer act alone
-    table: Annotated[tuple[Row, ...], msgspec.Meta(max_length=MOST_TABLE)] = ()
+    table: Annotated[tuple[Row, ...], msgspec.Meta(max_length=limits.MOST_TABLE)] = ()
     stop: Stop | None = None  # how the job ends, whoever leads
 
 
@@ -228,9 +216,9 @@ class Seal(Message, frozen=True):
 class Kill(Message, frozen=True):
     """To a launcher: end this rank's process, which will not recover by itself, as if it had died."""
 
-    rank: Rank
+    rank: limits.Rank
     process: int
-    reason: Line
+    reason: limits.Line
 
 
 class Operated(Message, frozen=True):

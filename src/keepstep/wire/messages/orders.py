@@ -8,15 +8,8 @@ import msgspec
 
 from keepstep.core.microbatch_shares import Split
 from keepstep.core.validation import RankFigures, RankTests, TransferEndpoint, Validation
-from keepstep.wire.messages.limits import (
-    LEAST_HOLD_S,
-    MOST_HELD_RANKS,
-    MOST_HOLD_S,
-    MOST_REPLICAS,
-    Count,
-    Message,
-    Rank,
-)
+from keepstep.wire.messages import limits
+from keepstep.wire.messages.limits import LEAST_HOLD_S, MOST_HOLD_S, Message
 
 
 class HeldRank(msgspec.Struct, frozen=True, array_like=True):
@@ -89,7 +82,7 @@ class Splits(Message, frozen=True):
     """How the ranks of a node divide micro-batches. Sent when that has changed."""
 
     node_rank: int
-    ranks: Annotated[tuple[Split, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
+    ranks: Annotated[tuple[Split, ...], msgspec.Meta(max_length=limits.MOST_HELD_RANKS)]
 
 
 class Shares(Message, frozen=True):
@@ -99,6 +92,6 @@ class Shares(Message, frozen=True):
     """
 
     number: int
-    rank: Rank
+    rank: limits.Rank
     incarnation: int
-    shares: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_REPLICAS)]
+    shares: Annotated[tuple[limits.Count, ...], msgspec.Meta(max_length=limits.MOST_REPLICAS)]
