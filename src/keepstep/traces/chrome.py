@@ -44,11 +44,10 @@ def write_chrome_trace(
     count = 0
     with gzip.open(out, "wb", compresslevel=5) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
-        first = True
+        separator = b""
         for event in _events(ranks, instants):
-            file.write(b"" if first else b",\n")
-            file.write(encoder.encode(event))
-            first = False
+            file.write(separator + encoder.encode(event))
+            separator = b",\n"
             count += event["ph"] == "X"
         file.write(b"\n]}\n")
     return count

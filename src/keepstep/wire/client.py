@@ -236,7 +236,10 @@ class Client:
                 return
             lasted_s = asyncio.get_running_loop().time() - began_s
             failures = 1 if was_connected and lasted_s >= _LASTING_S else failures + 1
-            self._say(error)
+            peer = f"{self._host}:{self._port}"
+            reason = error.reason if isinstance(error, Violation) else "lost"
+            if self.counters.refuse(reason, peer, asyncio.get_running_loop().time()):
+                logger.warning("no connection to the controller at %s: %s; trying again", peer, error)
             self._trouble(error, failures)
             wait_s = min(self.limits.longest_wait_s, self.limits.first_wait_s * 2 ** min(failures - 1, 16))
             if await self._pause(wait_s * random.uniform(0.5, 1.0)):
@@ -277,9 +280,3 @@ class Client:
     def _give_up(self, attempt: _Attempt) -> None:
         if attempt is not self._attempt and attempt.transport is not None:
             attempt.transport.abort()
-
-    def _say(self, error: Exception) -> None:
-        reason = error.reason if isinstance(error, Violation) else "lost"
-        peer = f"{self._host}:{self._port}"
-        if self.counters.refuse(reason, peer, asyncio.get_running_loop().time()):
-            logger.warning("no connection to the controller at %s: %s; trying again", peer, error)

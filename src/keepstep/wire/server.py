@@ -175,7 +175,7 @@ class Connection(asyncio.Protocol):
         try:
             plain, answer = tls.receive(data)
         except ssl.SSLError as error:
-            transport.write(tls.alert())
+            transport.write(tls.close())
             raise Unproven("unauthenticated", f"TLS: {error.reason or error}") from error
         transport.write(answer)
         if tls.has_ended:  # the peer waits until this side ends TLS, too

@@ -47,7 +47,7 @@ class TlsEnd:
         """Take received bytes; return the plain bytes in them and the bytes to send in answer.
 
         Raises:
-            ssl.SSLError: the peer shows no certificate of the authority, or speaks no TLS. Send it ``alert()``.
+            ssl.SSLError: the peer shows no certificate of the authority, or speaks no TLS. Send it ``close()``.
         """
         self._in.write(data)
         plain = bytearray()
@@ -67,12 +67,8 @@ class TlsEnd:
         self._tls.write(data)
         return self._out.read()
 
-    def alert(self) -> bytes:
-        """The bytes that tell the peer about a TLS error."""
-        return self._out.read()
-
     def close(self) -> bytes:
-        """The bytes that tell the peer that nothing follows."""
+        """The bytes that tell the peer that nothing follows, or about the error that `receive` has raised."""
         try:
             if self.is_up:
                 self._tls.unwrap()
