@@ -100,8 +100,8 @@ class Snapshots:
             left: memory that nobody uses any more; `load` may put it under what it brings back.
         """
         self._worker, self._gather, self._process = worker, gather, os.getpid()
-        self._slots = slots or (_TURNS if storing is None else _TURNS + 1)
-        self._cache = RankSlots(address, worker.rank, count=self._slots)
+        count = slots or (_TURNS if storing is None else _TURNS + 1)
+        self._cache = RankSlots(address, worker.rank, count=count)
         self._threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // worker.local_world_size))
         self._incarnation = worker.incarnation
         self._storing = storing
@@ -229,10 +229,8 @@ class Snapshots:
     def _restoring(self, state: Any = None) -> Restoring:
         return Restoring(
             self._cache,
-            self._worker.rank,
             self._worker.world_size,
             state,
-            slots=self._slots,
             service=self._service,
             required=self._storing is not None,
             elastic=self._worker.elastic,
@@ -275,7 +273,7 @@ class Snapshots:
         deadline_s = time.monotonic() + (PATIENCE_S if persist else 0.0)
         while True:
             pending = self._cache.wanted()
-            full, late = len(pending) >= self._slots - _TURNS, time.monotonic() >= deadline_s
+            full, late = len(pending) >= self._cache.count - _TURNS, time.monotonic() >= deadline_s
             unkept = self._unkept.pack() if self._unkept else 0
             rows = self._gather(row_of(pending, full, late, self._cadence.proposal(), unkept))
             self._cadence.agree(row[2] for row in rows)

@@ -163,11 +163,11 @@ class Cache:
         for rank, slots in self._slots.items():
             for index, descriptor in enumerate(slots):
                 with mapped(descriptor) as slot:
-                    record = slot.record()
-                    if record is not None and record.key in same:
-                        slot.say_alike(record.key)
+                    key = slot.key()
+                    if key and key in same:
+                        slot.say_alike(key)
                         slot.want(None)
-                        board.put(rank, index, record.key)
+                        board.put(rank, index, key)
                     else:
                         slot.clear()
 

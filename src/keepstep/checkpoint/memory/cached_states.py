@@ -72,8 +72,7 @@ class CachedStates:
     def _marked(self, rank: int, mark: Callable[[Slot], Key | None]) -> frozenset[Key]:
         """The keys of a rank's sealed slots for which ``mark`` gives the key."""
         held = self.held(rank)
-        records = [slot.record() for slot in self._slots.get(rank, ())]
-        if not held <= {record.key for record in records if record}:
+        if not held <= {slot.key() for slot in self._slots.get(rank, ())}:
             self._open(rank)  # a slot that grew was replaced by another
         return frozenset(filter(None, map(mark, self._slots.get(rank, ())))) & held
 
@@ -88,8 +87,7 @@ class CachedStates:
         """Forget a state that is damaged. Returns False when it is not there, or somebody reads it now."""
         with self._guard:
             for index, slot in enumerate(self._slots.get(rank, ())):
-                record = slot.record()
-                if record is None or record.key != key or self._reading[slot] or not slot.lock():
+                if slot.key() != key or self._reading[slot] or not slot.lock():
                     continue
                 self.board.put(rank, index, None)
                 slot.clear()
@@ -149,9 +147,7 @@ class CachedStates:
     def _free(self, owner: int, needed: Collection[Key | None] | None) -> Iterator[int]:
         """Indices of slots that may be overwritten now, the best first."""
         slots = self._slots[owner]
-        for index in free_slots(
-            [record.key if (record := slot.record()) else None for slot in slots], needed
-        ):
+        for index in free_slots([slot.key() for slot in slots], needed):
             if not self._reading[slots[index]] and slots[index].lock():
                 slots[index].unlock()
                 self._locked.pop((owner, index), None)  # the lock on the slot's previous state
@@ -224,13 +220,11 @@ class CachedStates:
             if fresh:
                 self._open(rank)  # a slot that grew was replaced by another
             for index, slot in enumerate(self._slots.get(rank, ())):
-                record = slot.record()
-                if record is None or record.key != key:
+                if slot.key() != key:
                     continue
                 # A slot that waits for storage is not overwritten, and its worker may lock it until its next step.
                 if (rank, index) in self._locked or slot.wanted() == key or slot.lock(shared=True):
-                    record = slot.record()
-                    if record and record.key == key:
+                    if slot.key() == key:
                         self._locked[rank, index] = key
                         return index
                     slot.unlock()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import StateHeader
 from keepstep.checkpoint.memory.cache_server import Open, Reserve, ask
-from keepstep.checkpoint.memory.slot import Board, Slot, map_slots
-from keepstep.checkpoint.memory.slots import Key, Record, kept_slots, next_slot, read_header
+from keepstep.checkpoint.memory.slot import Board, map_slots
+from keepstep.checkpoint.memory.slots import Key, kept_slots, next_slot, read_header
 from keepstep.core.errors import CheckpointError
 
 _DEVICE = re.compile(rb'"cuda:[0-9]+"')
@@ -32,7 +32,7 @@ class RankSlots:
 
     def __init__(self, address: str, rank: int, *, count: int = 2) -> None:
         """Raises CheckpointError when the cache at ``address`` does not answer."""
-        self._address, self._rank, self._count = address, rank, count
+        self._address, self.rank, self.count = address, rank, count
         with closing(ask(address, Open(rank))) as answer:
             self.board = Board(os.dup(answer.board))
             self.slots = map_slots(answer.slots)
@@ -42,8 +42,7 @@ class RankSlots:
 
     def held(self) -> list[Key | None]:
         """The key of the snapshot in each slot, read from its commit record."""
-        records = [slot.record() for slot in self.slots]
-        return [record.key if record else None for record in records]
+        return [slot.key() for slot in self.slots]
 
     def offers(self, world_size: int) -> tuple[dict[Key, Offer], list[str]]:
         """The snapshots that can be restored unless their storages are damaged, and a line about each other one."""
@@ -56,13 +55,13 @@ class RankSlots:
             try:
                 with memoryview(slot.memory) as view:
                     header = read_header(view, record)
-                own = (header.rank, header.world_size) == (self._rank, world_size)
+                own = (header.rank, header.world_size) == (self.rank, world_size)
                 if not own and slot.alike() != record.key:
                     raise CheckpointError(f"it is of rank {header.rank} of {header.world_size}")
                 found[record.key] = Offer(index, header)
             except CheckpointError as error:
                 refused.append(
-                    f"the snapshot of rank {self._rank} at step {record.step} is not restored: {error}"
+                    f"the snapshot of rank {self.rank} at step {record.step} is not restored: {error}"
                 )
         return found, refused
 
@@ -82,7 +81,7 @@ class RankSlots:
             if held is None or (held not in (key, older) and not (held in pending and slot.wanted())):
                 slot.clear()
         for index, held in enumerate(self.held()):
-            self.board.put(self._rank, index, held)
+            self.board.put(self.rank, index, held)
 
     def wanted(self) -> frozenset[Key]:
         """The keys of snapshots that wait for storage."""
@@ -96,7 +95,7 @@ class RankSlots:
 
     def drop(self, index: int) -> None:
         """Forget the snapshot in the slot with this index."""
-        self.board.put(self._rank, index, None)
+        self.board.put(self.rank, index, None)
         self.slots[index].clear()
 
     def make_way(self, key: Key, usable: Collection[int]) -> None:
@@ -116,7 +115,7 @@ class RankSlots:
 
     def reopen(self) -> None:
         """Map the slots as the cache has them now, after another process filled one."""
-        self._open(Open(self._rank))
+        self._open(Open(self.rank))
 
     def _open(self, request: Open | Reserve) -> None:
         self.stop_populating()
@@ -130,7 +129,10 @@ class RankSlots:
 
     def digest(self, key: Key) -> int:
         """A hash of the snapshot ``key`` without rank and device number, to compare ranks; 0 when it is not here."""
-        for slot, record in self._sealed(key):
+        for slot in self.slots:
+            record = slot.record()
+            if record is None or record.key != key:
+                continue
             with memoryview(slot.memory) as view:
                 text = bytes(view[record.header_at : record.header_at + record.header_bytes])
                 table = bytes(view[record.table_at : record.table_at + 8 * record.storages])
@@ -141,13 +143,9 @@ class RankSlots:
 
     def say_alike(self, key: Key) -> None:
         """Mark that all ranks of the job have saved the same bytes under ``key``."""
-        for slot, _ in self._sealed(key):
-            slot.say_alike(key)
-
-    def _sealed(self, key: Key) -> list[tuple[Slot, Record]]:
-        """The slots that hold the snapshot ``key``, with their records."""
-        records = [(slot, slot.record()) for slot in self.slots]
-        return [(slot, record) for slot, record in records if record and record.key == key]
+        for slot in self.slots:
+            if slot.key() == key:
+                slot.say_alike(key)
 
     def take(self, complete: Callable[[], Key | None]) -> int | None:
         """Lock a slot for the next snapshot and clear it on the board; None while no slot may be overwritten.
@@ -166,7 +164,7 @@ class RankSlots:
             if index is None:
                 return None
             if self.slots[index].lock():
-                self.board.put(self._rank, index, None)
+                self.board.put(self.rank, index, None)
                 return index
             busy.add(index)
 
@@ -178,7 +176,7 @@ class RankSlots:
         """
         keep = tuple(i for i in range(len(self.slots)) if i != index)
         old = self.slots
-        self._open(Reserve(self._rank, nbytes, max(self._count, len(old)), keep))
+        self._open(Reserve(self.rank, nbytes, max(self.count, len(old)), keep))
         if index is not None:
             self.slots[index].lock()
         fresh = [slot for slot in self.slots if slot not in old]

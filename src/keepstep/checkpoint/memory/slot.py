@@ -65,6 +65,11 @@ class Slot:
         with memoryview(self.memory) as view:
             return read_record(view)
 
+    def key(self) -> Key | None:
+        """The key of the snapshot in the slot; None while it is not sealed."""
+        record = self.record()
+        return record.key if record else None
+
     def clear(self) -> None:
         """Make the slot say that it holds nothing."""
         native.clear(self.memory)
@@ -89,9 +94,9 @@ class Slot:
         self._mark(_ALIKE_OFFSET, key)
 
     def _marked(self, offset: int) -> Key | None:
-        record = self.record()
+        key = self.key()
         with memoryview(self.memory)[offset : offset + 8].cast("Q") as word:
-            return record.key if record is not None and word[0] == record.key.pack() else None
+            return key if key and word[0] == key.pack() else None
 
     def _mark(self, offset: int, key: Key | None) -> None:
         with memoryview(self.memory)[offset : offset + 8].cast("Q") as word:

@@ -24,7 +24,6 @@ class Restoring:
 
     Attributes:
         state: the state that is to be filled; None for `resume.begin`, which fills none.
-        slots: how many slots the rank is to have.
         service: client of the agent's restore service; None when there are no sources besides the cache.
         required: whether other sources must answer, because they may have a state when all caches are empty.
         elastic: whether `digest` is needed to find out if all ranks have the same state.
@@ -32,10 +31,8 @@ class Restoring:
     """
 
     cache: RankSlots
-    rank: int
     world_size: int
     state: Any
-    slots: int
     service: RestoreClient | None
     required: bool
     elastic: bool
@@ -62,7 +59,7 @@ class Restoring:
         if self.service is None:
             return Elsewhere()
         try:
-            offered = self.service.offers(self.rank)
+            offered = self.service.offers(self.cache.rank)
         except CheckpointError as error:
             if self.required:
                 return Elsewhere(troubles=(str(error),))
@@ -81,14 +78,14 @@ class Restoring:
             raise CheckpointError("there is no source besides the node's cache")
         self.cache.make_way(key, [offer.slot for offer in self._offers.values()])
         try:
-            brought = self.service.bring(self.rank, key, self.slots)
+            brought = self.service.bring(self.cache.rank, key, self.cache.count)
         except CheckpointError as error:
-            self.say(f"rank {self.rank}: step {key.step} is passed over: {error}")
+            self.say(f"rank {self.cache.rank}: step {key.step} is passed over: {error}")
             raise
         finally:
             self.cache.reopen()  # a slot may have been replaced even when bringing the state failed
         for line in brought.passed:
-            self.say(f"rank {self.rank}: not restored from {line}")
+            self.say(f"rank {self.cache.rank}: not restored from {line}")
         self._brought[key] = brought.where
         if key not in self.own():
             raise CheckpointError(f"step {key.step} of {brought.where} is not in the cache after all")
@@ -98,7 +95,7 @@ class Restoring:
         slot = self.cache.slots[offer.slot]
         if not slot.lock(shared=True):
             self.error = CheckpointError(
-                f"rank {self.rank}: its snapshot is being written by another process"
+                f"rank {self.cache.rank}: its snapshot is being written by another process"
             )
             return Copied.IMPOSSIBLE
         try:
@@ -110,7 +107,7 @@ class Restoring:
         finally:
             slot.unlock()
         if self._filling.damaged:
-            self.say(f"the snapshot of rank {self.rank} at step {key.step} is damaged, not restored")
+            self.say(f"the snapshot of rank {self.cache.rank} at step {key.step} is damaged, not restored")
             return Copied.DAMAGED
         return Copied.WELL
 
