@@ -142,12 +142,9 @@ class Cases:
             if not case.closed and case.takes(finding):
                 case.found(finding, now_s)
                 return
-        if len(self._open.slow) >= _MOST_SLOW_CASES:
-            self._open.slow[-1].found(finding, now_s)
-            return
-        case = SlowCase(self.desk)
-        self._open.slow.append(case)
-        case.found(finding, now_s)
+        if len(self._open.slow) < _MOST_SLOW_CASES:
+            self._open.slow.append(SlowCase(self.desk))
+        self._open.slow[-1].found(finding, now_s)
 
     def watch_waiting(self, now_s: float) -> None:
         """Open a hang's case when all ranks wait for others longer than usual: then none of them is in a pause.

@@ -32,13 +32,16 @@ from keepstep.control.effects import (
     Tell,
     WriteIncident,
 )
-from keepstep.control.files import RunFiles, spoken
 from keepstep.control.incidents.locators import Locators
 from keepstep.control.run_status import status_of
 from keepstep.control.settings import Settings
 from keepstep.core.errors import RunError
+from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
+from keepstep.core.own_folders import make_folder, write_whole
+from keepstep.report.incidents import incident_to_json, read_incidents
 from keepstep.report.verdict import render, render_action, render_closing
+from keepstep.wire.messages import Council, Placement, Stop
 
 logger = logging.getLogger("keepstep.control")
 
@@ -48,6 +51,7 @@ _UNANSWERED = tuple(f"[Errno {one}]" for one in (errno.ETIMEDOUT, errno.EHOSTUNR
 _REACH_S = 5.0  # after so long without an answer an election port is reported as unreachable
 
 _EffectHandler: TypeAlias = Callable[[Any, Any], None]
+Placements = tuple[tuple[str, int, Placement], ...]
 T = TypeVar("T")
 
 
@@ -66,6 +70,63 @@ class Options:
     tls: wire.TlsPaths | None = None
     check_addresses: bool = True
     watch_parent: bool = True
+
+
+class RunFiles:
+    """The controller's part of a run's folder. Each file appears whole; what writes raises OSError when it cannot.
+
+    ``council``: the file of the elected host's council, for a controller that can move to another node.
+    """
+
+    def __init__(self, folder: Path, council: Path | None = None) -> None:
+        self.folder = folder
+        self._council = council
+        self._stop = council.with_suffix(".stop.json") if council is not None else folder / "stop.json"
+        self._incidents = folder / "incidents"
+
+    def incidents(self) -> list[Incident]:
+        """The incidents that earlier controllers of this run wrote. Raises RunError where a file is no incident."""
+        return read_incidents(self._incidents)
+
+    def numbers(self) -> int:
+        """The highest number of an incident file, readable or not: numbers are never used twice."""
+        taken = [int(path.stem) for path in self._incidents.glob("[0-9]*.json") if path.stem.isdigit()]
+        return max(taken, default=0)
+
+    def placements(self) -> Placements:
+        """The rank table that an earlier controller of this run gave out; empty when there is none."""
+        return _read(self.folder / "placement.json", Placements, "is no rank table of keepstep") or ()
+
+    def stop(self) -> Stop | None:
+        """What an earlier controller of this run was ending the job with."""
+        return _read(self._stop, Stop, "says nothing of how the job ends")
+
+    def write_stop(self, stop: Stop) -> None:
+        """Write ``stop.json``; the file of a controller that can move is used in its term alone."""
+        write_whole(self._stop, msgspec.json.encode(stop))
+
+    def council(self) -> Council | None:
+        """The council that elected this host, or that an earlier controller on it proposed last."""
+        return _read(self._council, Council, "is no council of keepstep") if self._council else None
+
+    def write_council(self, council: Council) -> None:
+        """Write the newest council. Call it before anybody is told of that."""
+        if self._council is not None:
+            write_whole(self._council, msgspec.json.encode(council))
+
+    def write_incident(self, incident: Incident) -> None:
+        """Write ``incidents/NNNN.json`` and ``NNNN.txt``."""
+        make_folder(self._incidents)
+        name = f"{incident.number:04d}"
+        text = render(incident, run=spoken(self.folder), timeline=True) + "\n"
+        write_whole(self._incidents / f"{name}.txt", text.encode())
+        write_whole(self._incidents / f"{name}.json", incident_to_json(incident))
+
+    def write_placements(self, placements: Placements) -> None:
+        write_whole(self.folder / "placement.json", msgspec.json.encode(placements))
+
+    def write_status(self, status: msgspec.Struct) -> None:
+        write_whole(self.folder / "status.json", msgspec.json.encode(status))
 
 
 class ControlServer:
@@ -288,3 +349,18 @@ def _tried(read: Callable[[], T], otherwise: T, then: str) -> T:
     except RunError as error:
         logger.warning("%s; %s", error, then)
         return otherwise
+
+
+def _read(path: Path, kind: type[T], otherwise: str) -> T | None:
+    """The content of a file; None without one. Raises RunError with ``otherwise`` for another content."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as error:
+        raise RunError(f"{path}: {otherwise}: {error}") from error
+
+
+def spoken(folder: Path) -> str:
+    """How an operator names the run: by its name under ./runs, where the verbs look, by its path elsewhere."""
+    return folder.name if folder.parent == Path("runs").resolve() else str(folder)

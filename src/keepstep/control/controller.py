@@ -65,10 +65,8 @@ _MOST_TEXT = 500  # characters kept of a message about a failure
 _FINISHED = Stop(0, "all nodes have finished")
 _NOT_AGREED = "most of the nodes that have to agree on who plays which rank are lost, or cut off from here"
 
-_Handler: TypeAlias = Callable[[Any, Peer, Any, float], None]
-_LauncherHandler: TypeAlias = Callable[[Any, Launcher, Any, float], None]
-_NodeHandler: TypeAlias = Callable[[Any, Node, Any, float], None]
-_OrderHandler: TypeAlias = Callable[[Any, Any, float], None]
+_Handlers: TypeAlias = Mapping[type, Callable[[Any, Any, Any, float], None]]
+_OrderHandlers: TypeAlias = Mapping[type, Callable[[Any, Any, float], None]]
 
 
 class Controller:
@@ -124,7 +122,8 @@ class Controller:
         ``council``: the council of this host's launcher. Its rank table is used, and its leader counts as lost where
         that was another launcher.
         """
-        self.ending.restore(stop)
+        if stop is not None:
+            self.ending.begin(stop, is_told=True)
         self.cases.restore(incidents)
         former = None
         if council is not None:
@@ -450,7 +449,7 @@ class Controller:
 
     # --- who handles what -----------------------------------------------------------------------------------------
 
-    _FROM_ANYBODY: ClassVar[Mapping[type, _Handler]] = {
+    _FROM_ANYBODY: ClassVar[_Handlers] = {
         Groups: lambda self, _, message, now_s: self.cluster.learn_groups(message.groups),
         Recovered: lambda self, _, message, now_s: self.cases.recovered(message.recovery, now_s),
         Found: _found,
@@ -461,20 +460,20 @@ class Controller:
         Ended: _ended,
         Bye: _bye,
     }
-    _FROM_LAUNCHERS: ClassVar[Mapping[type, _LauncherHandler]] = {
+    _FROM_LAUNCHERS: ClassVar[_Handlers] = {
         Sealed: _sealed,
         Failed: _failed,
         Halted: _halted,
         Kept: _kept,
     }
-    _FROM_NODES: ClassVar[Mapping[type, _NodeHandler]] = {
+    _FROM_NODES: ClassVar[_Handlers] = {
         **dict.fromkeys((Profile, States, Probed), _answered),
         **dict.fromkeys((Held, Measured), _tested),
         Reachable: lambda self, node, message, now_s: node.answers_at(message.endpoints),
         Splits: lambda self, node, message, now_s: self.cases.mitigation.shares.told(node, message),
         Inventory: lambda self, node, message, now_s: self.backups.heard(node, message),
     }
-    _ORDERS: ClassVar[Mapping[type, _OrderHandler]] = {
+    _ORDERS: ClassVar[_OrderHandlers] = {
         HaltThese: _halt,
         Lost: _lost,
         Exclude: lambda self, order, now_s: self.placing.exclude(order),

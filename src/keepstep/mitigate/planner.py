@@ -42,7 +42,7 @@ class Planner:
         self._lost_s = 0.0
         self._since_s: float | None = None
         self._looked_s = 0.0
-        self._applied: list[str] = []
+        self._applied: set[str] = set()
         self._refused: set[str] = set()
         self._made_for: _Basis = _NOTHING
         self._schedule = Schedule((), 1.0)
@@ -88,14 +88,12 @@ class Planner:
 
     def applied(self, name: str, cost_s: float) -> None:
         """Note that a remedy is in force, and what it has cost."""
-        if name not in self._applied:
-            self._applied.append(name)
+        self._applied.add(name)
         self._spent_s += cost_s
 
     def undone(self, name: str) -> None:
         """Note that a remedy is no longer in force; it may be named again."""
-        if name in self._applied:
-            self._applied.remove(name)
+        self._applied.discard(name)
 
     def refused(self, name: str) -> None:
         """Note that a remedy is impossible or has failed: it is not named again while this slowdown lasts."""

@@ -19,15 +19,12 @@ _ALIKE = 1.1  # replicas are alike if none takes more than this times the median
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """All replicas, by number: their shares, seconds for a micro-batch, and seconds besides micro-batches.
-
-    ``shared_s``: time of an iteration beyond that of the slowest replica, as for the reduction of gradients.
-    """
+    """All replicas, by number: their shares, seconds for a micro-batch, and seconds besides micro-batches."""
 
     shares: tuple[int, ...]
     seconds: tuple[float, ...]
     fixed_s: tuple[float, ...]
-    shared_s: float
+    shared_s: float  # time of an iteration beyond that of the slowest replica, as to reduce gradients
 
     @property
     def alike(self) -> bool:

@@ -43,13 +43,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The remedies worth buying, in order, as (loss so far in seconds, place among the offers).
-
-    ``ratio``: of the paid cost to the optimum, at worst.
-    """
+    """The remedies worth buying, in order, as (loss so far in seconds, place among the offers)."""
 
     buys: tuple[tuple[float, int], ...]
-    ratio: float
+    ratio: float  # of the paid cost to the optimum, at worst
 
 
 def plain(rate: float, offers: Sequence[Offer]) -> Schedule:

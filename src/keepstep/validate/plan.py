@@ -5,7 +5,7 @@ The number of passes does not depend on the group's size: a ring takes 2 (3 if i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from keepstep.core.validation import Topology, Transfer
 
@@ -31,6 +31,9 @@ def tree_passes(size: int) -> tuple[Pairs, ...]:
     return tuple(tuple(passes[key]) for key in sorted(passes))
 
 
+_PASSES: Mapping[Topology, Callable[[int], tuple[Pairs, ...]]] = {"ring": ring_passes, "tree": tree_passes}
+
+
 def transfers(groups: Iterable[Sequence[int]]) -> tuple[Transfer, ...]:
     """The link tests of groups of global ranks, ring and tree of each, in order of their passes.
 
@@ -41,12 +44,8 @@ def transfers(groups: Iterable[Sequence[int]]) -> tuple[Transfer, ...]:
     seen: set[tuple[int, int]] = set()
     number = 0
     for members in groups:
-        topologies: tuple[tuple[Topology, tuple[Pairs, ...]], ...] = (
-            ("ring", ring_passes(len(members))),
-            ("tree", tree_passes(len(members))),
-        )
-        for topology, passes in topologies:
-            for pairs in passes:
+        for topology, passes in _PASSES.items():
+            for pairs in passes(len(members)):
                 for source, target in ((members[a], members[b]) for a, b in pairs):
                     if (source, target) not in seen:
                         seen.add((source, target))

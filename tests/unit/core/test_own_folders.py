@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.agent.ranks.step_log import StepLog
-from keepstep.control.files import RunFiles
+from keepstep.control.control_server import RunFiles
 from keepstep.core import own_folders
 from keepstep.core.errors import UnsafePathError
 from keepstep.core.log_lines import log_into

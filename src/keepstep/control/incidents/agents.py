@@ -30,16 +30,13 @@ MOST_ROWS = 4_000_000  # iteration summaries or states kept for one question
 
 @dataclass(slots=True)
 class Question:
-    """One request to many agents. It is due when all agents that are waited for have answered, or at its deadline.
-
-    ``kind`` is the type of the answers; ``mute`` holds the node ranks whose agents are not waited for.
-    """
+    """One request to many agents. It is due when all agents that are waited for have answered, or at its deadline."""
 
     number: int
-    kind: type
+    kind: type  # of the answers
     unanswered: set[int]  # node ranks
     deadline_s: float
-    mute: frozenset[int] = frozenset()
+    mute: frozenset[int] = frozenset()  # node ranks whose agents are not waited for
     answers: list[Any] = field(default_factory=list[Any])
     rows: int = 0
     is_decided: bool = False  # no further answer is waited for

@@ -28,16 +28,13 @@ def evidence(first: RankState, last: RankState, limit_s: float) -> str:
     """
     same = (last.process, last.progress) == (first.process, first.progress)
     stuck_s = last.now_s - last.last_progress_s
-    if not last.alive or not same or limit_s <= 0 or stuck_s < limit_s:
+    if not last.alive or not same or limit_s <= 0 or patience_left_s(last, limit_s) > 0:
         return ""
     if last.process_state == "T":
         return "its process is stopped"
-    asleep = first.process_state == last.process_state == "S" and last.now_s - first.now_s >= APART_S
-    patience_s = max(limit_s, _PAUSE_S)
-    if asleep and stuck_s >= patience_s:
+    if first.process_state == last.process_state == "S" and last.now_s - first.now_s >= APART_S:
         return f"asleep, no progress for {stuck_s:.0f} s"
-    computes = last.process_state == "R"
-    return f"no progress for {stuck_s:.0f} s" if computes and stuck_s >= _LONG * patience_s else ""
+    return f"no progress for {stuck_s:.0f} s" if last.process_state == "R" else ""
 
 
 def patience_left_s(state: RankState, limit_s: float) -> float:

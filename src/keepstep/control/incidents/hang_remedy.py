@@ -21,10 +21,8 @@ class HangRemedy:
     """The remedy of one hang. ``send`` gives an order to the launcher of its rank; False: that is not connected."""
 
     def __init__(self, desk: Desk, case: HangCase, send: Callable[[Kill], bool]) -> None:
-        self.case = case
+        self._desk, self.case, self._send = desk, case, send
         self.question: int | None = None
-        self._desk = desk
-        self._send = send
         self._looks: dict[int, RankState] = {}  # states at the last look, by rank
         self._looked = 0
         self._looked_s = 0.0

@@ -26,16 +26,7 @@ from keepstep.core.validation import (
 from keepstep.report.validation import of_device, of_link
 from keepstep.validate.judge import best_of, cause_of, judge
 from keepstep.validate.plan import transfers
-from keepstep.wire.messages import (
-    LEAST_HOLD_S,
-    Held,
-    Hold,
-    Measured,
-    Release,
-    RunTests,
-    Validate,
-    Validated,
-)
+from keepstep.wire.messages import LEAST_HOLD_S, Held, Hold, Measured, Release, RunTests, Validate, Validated
 
 LEASE_S = 3.0  # a hold that is not renewed for so long ends by itself
 RENEW_S = 0.5  # how often a hold is renewed

@@ -34,14 +34,10 @@ class Ending:
             return None
         return 0 if self.stop is None or self.stop.by_operator else self.stop.exit_code
 
-    def restore(self, stop: Stop | None) -> None:
-        """An earlier controller told launchers to end with this."""
-        self.is_told = stop is not None
-        self.stop, self.under_way = stop, stop is not None
-
-    def begin(self, stop: Stop) -> None:
-        """The job is to end with this exit code, for this reason."""
+    def begin(self, stop: Stop, *, is_told: bool = False) -> None:
+        """The job is to end with this; ``is_told``: an earlier controller told launchers so."""
         self.stop, self.under_way = stop, True
+        self.is_told |= is_told
 
     def slept(self, seconds: float) -> None:
         """This process did not run for so many seconds: no elector could be heard meanwhile."""

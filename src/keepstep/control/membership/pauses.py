@@ -27,16 +27,14 @@ _NOW = "; --now ends the workers at once"
 
 @dataclass(slots=True)
 class Pause:
-    """What somebody wants: a pause, or that a suspended job goes on.
-
-    ``exchange``: who takes whose place in it, by who has it; ``unfit``: members that spares replace, and why.
-    """
+    """What somebody wants: a pause, or that a suspended job goes on."""
 
     verb: str
     until_s: float  # the pause is given up if not all ranks have sealed a step by then
     unsealed: set[Launcher]  # members whose ranks have not all sealed a step yet
     peer: int | None = None  # connection of the operator who waits for an answer; None: nobody waits
     why: str = BY_HAND
+    # Who takes whose place in it, by who has it; and members that spares replace, and why.
     exchange: Mapping[Launcher, Launcher] = field(default_factory=dict[Launcher, Launcher])
     unfit: Mapping[Launcher, str] = field(default_factory=dict[Launcher, str])
     alike: bool = False  # the sealed step has to be one that more nodes can begin with

@@ -10,15 +10,12 @@ from keepstep.control.membership.rendezvous import Launcher, Placed
 
 @dataclass(frozen=True, slots=True)
 class HaltThese:
-    """Tell these launchers to end their workers of this incarnation, and to say so.
-
-    ``suspend``: until an operator resumes the job; ``fresh``: no process may go on in the next incarnation.
-    """
+    """Tell these launchers to end their workers of this incarnation, and to say so."""
 
     launchers: tuple[Launcher, ...]
     incarnation: int
-    suspend: bool = False
-    fresh: bool = False
+    suspend: bool = False  # until an operator resumes the job
+    fresh: bool = False  # no process may go on in the next incarnation
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,9 +47,7 @@ class Rendezvous:
     """
 
     def __init__(self, nodes: int, *, join_s: float = 600.0, last_call_s: float = 30.0) -> None:
-        self._nodes = nodes
-        self._join_s = join_s
-        self._last_call_s = last_call_s
+        self._nodes, self._join_s, self._last_call_s = nodes, join_s, last_call_s
         self._joined: dict[
             Launcher, _Joined
         ] = {}  # those with a connection, in the order in which they joined

@@ -28,21 +28,18 @@ _MOST = 8  # ranks blamed at once
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What was measured of a slow job.
-
-    ``healthy_s`` and ``iteration_s``: seconds of an iteration before the slowdown, and now. ``seconds``: for a
-    micro-batch, by rank; empty where ranks do not report how they divide micro-batches. ``stages``: pipeline stages by
-    rank; None: not known. ``volumes``: bytes of an iteration by pair of nodes, from the operations of ranks.
-    """
+    """What was measured of a slow job."""
 
     cases: Sequence[SlowCase]
     traffic: Sequence[PeerTraffic]
     replicas: Replicas | None
-    healthy_s: float
-    iteration_s: float
+    healthy_s: float  # seconds of an iteration before the slowdown
+    iteration_s: float  # and now
     splits: Mapping[int, Split] = field(default_factory=dict[int, Split])
+    # For a micro-batch, by rank; empty where ranks do not report how they divide micro-batches.
     seconds: Mapping[int, float] = field(default_factory=dict[int, float])
-    stages: Mapping[int, int] | None = None
+    stages: Mapping[int, int] | None = None  # pipeline stages by rank; None: not known
+    # Bytes of an iteration by pair of nodes, from the operations of ranks.
     volumes: Mapping[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from keepstep.control.files import RunFiles
+from keepstep.control.control_server import RunFiles
 from keepstep.control.membership.council import Councils
 from keepstep.control.membership.rendezvous import Launcher
 from keepstep.wire.messages import Council, Kept, Placement, Seat, Stop
