@@ -65,13 +65,9 @@ def equal_shares(count: int, replicas: int, multiple_of: int = 1) -> list[int]:
 
 def fits(shares: Sequence[int], count: int, replicas: int, multiple_of: int = 1, at_most: int = 0) -> bool:
     """Whether these are possible shares of ``count`` micro-batches."""
-    return (
-        len(shares) == replicas
-        and sum(shares) == count
-        and all(
-            share >= multiple_of and share % multiple_of == 0 and not 0 < at_most < share for share in shares
-        )
-    )
+    whole = all(share >= multiple_of and share % multiple_of == 0 for share in shares)
+    few = not any(0 < at_most < share for share in shares)
+    return len(shares) == replicas and sum(shares) == count and whole and few
 
 
 def share_of(replica: int, shares: Sequence[int]) -> range:

@@ -113,11 +113,8 @@ class ChangePointDetector:
     def update(self, seconds: float) -> ChangePoint | None:
         """Take the next iteration's time; return the change it proves, if any."""
         self._index += 1
-        if (
-            self._index < self._warmup
-            or not abs(seconds) < _ABSURD
-            or (self._min_change > 0 and seconds <= 0)
-        ):
+        is_time = abs(seconds) < _ABSURD and (self._min_change == 0 or seconds > 0)
+        if self._index < self._warmup or not is_time:
             return None
         self._recent.append((self._index, seconds))
         self._waiting.append((self._index, seconds))
@@ -192,10 +189,8 @@ class ChangePointDetector:
         self._scale = math.sqrt(sum(min(value * value, square) for value in values) / len(values)) * 1.01
         self._inflation = {length: self._correlation.inflation(length) for length, _ in _TESTS}
         self._inflation[0] = self._correlation.inflation(len(self._level))
-        if (
-            len(self._recent) >= _DRIFT
-            and abs(self._recent_level() - self._anchor) <= 0.25 * self._min_change * self._anchor
-        ):
+        calm = 0.25 * self._min_change * self._anchor
+        if len(self._recent) >= _DRIFT and abs(self._recent_level() - self._anchor) <= calm:
             self._calm_error = 1.25 * self._scale * math.sqrt(self._correlation.inflation(_DRIFT))
 
     def _tail(self, z: float, upward: bool) -> float:
@@ -311,11 +306,9 @@ class ChangePointDetector:
         taken = values[_split(values, self._anchor, level) :]
         before, self._anchor, self._anchor_count = self._anchor, level, len(taken)
         self._healthy = before if level > before else math.inf
-        chance = _NORMAL.cdf(-moved / error) if error else 0.0
+        sure = _posterior(_NORMAL.cdf(-moved / error) if error else 0.0)
         self._begin(taken, 1.0)
-        return ChangePoint(
-            taken[0][0], self._index, before, level, level / before, _posterior(chance), "drift"
-        )
+        return ChangePoint(taken[0][0], self._index, before, level, level / before, sure, "drift")
 
 
 def change_points(series: Iterable[float], detector: ChangePointDetector) -> list[ChangePoint]:

@@ -74,10 +74,8 @@ def diagnose_transfer(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnosi
         found = _diagnose_bad_paths(known, stuck, bad)
     elif 0 < len(gpus := _still_gpus(known.states, waiting)) <= min(FEW, len(waiting) // 2):
         found = _diagnose_still_gpus(known, stuck, gpus)
-    elif readers := _not_reading(known, stuck):
+    elif (readers := _not_reading(known, stuck)) or known.paths.all_sound(pairs):
         found = _diagnose_software(known, stuck, readers)
-    elif pairs and all(known.paths.condition(pair) == "sound" for pair in pairs):
-        found = _diagnose_software(known, stuck, ())
     else:
         found = _diagnose_untested(known, stuck)
     return replace(found, evidence=(*found.evidence, *known.paths.lines(pairs)), paths=tuple(pairs))
@@ -168,8 +166,7 @@ def _not_reading(known: HangEvidence, stuck: Sequence[Pending]) -> list[int]:
 def _diagnose_software(known: HangEvidence, stuck: Sequence[Pending], readers: Sequence[int]) -> Diagnosis:
     """The paths carry messages, so a member hangs: one of ``readers``, which do not read, if any."""
     first = next((p for p in stuck if not set(readers).isdisjoint(p.waiting)), stuck[0])
-    pairs = {pair for p in stuck for pair in known.pairs(p)}
-    sound = bool(pairs) and all(known.paths.condition(pair) == "sound" for pair in pairs)
+    sound = known.paths.all_sound({pair for p in stuck for pair in known.pairs(p)})
     told = [_entered(first)]
     if sound:
         told.append("the paths are sound: a member hangs in software")

@@ -85,6 +85,10 @@ class Paths:
                 return worst
         return []
 
+    def all_sound(self, pairs: Collection[Pair]) -> bool:
+        """Whether there are pairs and all of them are sound."""
+        return bool(pairs) and all(self.condition(pair) == "sound" for pair in pairs)
+
     def lines(self, pairs: Sequence[Pair]) -> tuple[str, ...]:
         """Lines of evidence: one for every pair that is not sound, and one for all that are."""
         told: list[str] = []

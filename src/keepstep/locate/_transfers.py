@@ -127,7 +127,7 @@ def message_transfers(evidence: Evidence) -> list[Transfer]:
     offsets = _between_ends(old.keys() & new.keys(), evidence)
     transfers: list[Transfer] = []
     for path in [path for path in new if path in old]:
-        then, now = _middle(old[path]), _middle(new[path])
+        ranks, then, now = (path.source, path.target), _middle(old[path]), _middle(new[path])
         ends = evidence.nodes.get(path.source, ""), evidence.nodes.get(path.target, "")
         grown, error = _latency_growth(ends, then, now, offsets)
         if grown < 2 * error:  # clocks drift less from the last healthy iteration to the first slow one
@@ -138,9 +138,7 @@ def message_transfers(evidence: Evidence) -> list[Transfer]:
         known = bound == 0 or latency > 2 * bound
         base = min(then.receiving_s, latency) if known else then.receiving_s
         growth = min(grown, now.receiving_s - then.receiving_s)
-        transfers.append(
-            Transfer(path, (path.source, path.target), now.count, now.nbytes, base, base + growth, error)
-        )
+        transfers.append(Transfer(path, ranks, now.count, now.nbytes, base, base + growth, error))
     return transfers
 
 

@@ -98,9 +98,8 @@ def locate_by_gaps(
         latest = max(late.values())
         if latest >= _LEAST_LATE * job:
             named = [rank for rank in chosen if late[rank] >= _LATE_ALIKE * latest]
-            evidence.append(
-                f"last of these to small collectives: {fold_ranks(named)}, by {latest:.3g} s more than before"
-            )
+            told = f"last of these to small collectives: {fold_ranks(named)}"
+            evidence.append(f"{told}, by {latest:.3g} s more than before")
             chosen, alone = named, len(named) == 1
     culprits = tuple(
         Culprit(

@@ -79,9 +79,8 @@ def infer_layout(groups: Mapping[str, GroupInfo], traffic: Sequence[IterationSum
     table = table_of(traffic)
     pipeline = chains(table)
     families = {name: _family(info) for name, info in groups.items()}
-    by_family: dict[_Family, Role] = {
-        family: _judge(operations) for family, operations in _loads(families, table).items()
-    }
+    loads = _loads(families, table)
+    by_family: dict[_Family, Role] = {family: _judge(operations) for family, operations in loads.items()}
     members = (info.members for info in groups.values())
     world = set(distinct(table.column("rank")).tolist()).union(*members)
     roles = {

@@ -89,7 +89,8 @@ def described(seen: LinkSnapshot) -> dict[str, Any]:
     """A snapshot of a table and its judgement, for JSON. Times are on CLOCK_MONOTONIC; unknown ones are null."""
     links: list[dict[str, Any]] = []
     for row, judged in zip(seen.links, judge(seen), strict=True):
-        figures = {name: _known(judged[name].item()) for name in judged.dtype.names}
+        values = {name: judged[name].item() for name in judged.dtype.names}
+        figures = {name: None if math.isnan(value) else value for name, value in values.items()}
         counters = {name: row[name].item() for name in row.dtype.names}
         links.append(counters | figures | {"flow": Flow(judged["flow"]).name})
     return {
@@ -101,7 +102,3 @@ def described(seen: LinkSnapshot) -> dict[str, Any]:
         "losses": asdict(seen.losses),
         "unsound": seen.unsound,
     }
-
-
-def _known(value: float) -> float | None:
-    return None if isinstance(value, float) and math.isnan(value) else value

@@ -419,14 +419,10 @@ def _rows(held: Iterable[tuple[int, frozenset[Key]]]) -> tuple[RankKeys, ...]:
 
 def _decisive(inventory: Inventory) -> tuple[Inventory, list[tuple[int, bool, int]]]:
     """The part of an inventory on which the controller's decisions depend, without each new snapshot of workers."""
-    kept = [
-        (
-            row.rank,
-            inventory.keep in row.keys,
-            min((word for word in row.keys if word >= inventory.first), default=0),
-        )
-        for row in inventory.own
-    ]
+    kept: list[tuple[int, bool, int]] = []
+    for row in inventory.own:
+        oldest = min((word for word in row.keys if word >= inventory.first), default=0)
+        kept.append((row.rank, inventory.keep in row.keys, oldest))
     return msgspec.structs.replace(inventory, own=(), alike=None), kept if inventory.first else []
 
 
