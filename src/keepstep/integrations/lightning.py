@@ -121,13 +121,13 @@ class _Fit:
 
     def _on_run_start(self, data_fetcher: Any) -> None:
         """Runs before an epoch's first batch, or its next one after a restore."""
-        data = _Data(data_fetcher)
+        stateful = _are_stateful(data_fetcher)
         if not self._resumes:
             self._begin(data_fetcher)
             return
         done = self._loop.batch_progress
-        if not data.stateful and not done.is_last_batch:
-            data.skip(done.current.ready, self._rest.data)
+        if not stateful and not done.is_last_batch:
+            _skip(data_fetcher, done.current.ready, self._rest.data)
         self._begin(data_fetcher)
         # The rest of the epoch must not count as a restart, because Lightning would repeat a part of the last batch.
         self._loop.restarting = self._trainer.fit_loop._restarting = self._resumes = False
@@ -144,34 +144,30 @@ class _Fit:
             checkpoint.save(self._state, self._step, overlap=not self._loop.batch_progress.is_last_batch)
 
 
-class _Data:
-    """The data loaders of a `fit`, whose position is restored."""
+def _are_stateful(fetcher: Any) -> bool:
+    """Whether the data loaders of a `fit` keep their position. Raises CheckpointError where it would be lost."""
+    loaders = fetcher.combined_loader.flattened
+    kept = [hasattr(one, "state_dict") and hasattr(one, "load_state_dict") for one in loaders]
+    reason = ""
+    if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
+        reason = "training_step(dataloader_iter) takes batches that nobody counts: take a batch"
+    elif any(kept) and not all(kept):
+        reason = "some train dataloaders have state_dict and others not: all or none"
+    elif any(kept) and fetcher.length is None:
+        reason = "a train dataloader with state_dict and no length is read one batch ahead: give it __len__"
+    if reason:
+        raise CheckpointError(f"the data position of this Lightning trainer cannot be kept: {reason}")
+    return all(kept)
 
-    def __init__(self, fetcher: Any) -> None:
-        self._fetcher = fetcher
-        loaders = fetcher.combined_loader.flattened
-        kept = [hasattr(one, "state_dict") and hasattr(one, "load_state_dict") for one in loaders]
-        self.stateful = all(kept)
-        reason = ""
-        if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
-            reason = "training_step(dataloader_iter) takes batches that nobody counts: take a batch"
-        elif any(kept) and not self.stateful:
-            reason = "some train dataloaders have state_dict and others not: all or none"
-        elif any(kept) and fetcher.length is None:
-            reason = (
-                "a train dataloader with state_dict and no length is read one batch ahead: give it __len__"
-            )
-        if reason:
-            raise CheckpointError(f"the data position of this Lightning trainer cannot be kept: {reason}")
 
-    def skip(self, batches: int, begun_with: dict[str, Any]) -> None:
-        """Start the epoch's order again with its original random states, and skip the first batches."""
-        self._fetcher.combined_loader.reset()  # ends its workers, which were started with other random states
-        checkpoint.RandomState().load_state_dict(begun_with)
-        iter(self._fetcher)
-        for _ in range(batches):
-            next(self._fetcher)
-        self._fetcher.fetched -= batches  # Lightning adds the skipped batches itself
+def _skip(fetcher: Any, batches: int, begun_with: dict[str, Any]) -> None:
+    """Start the epoch's order again with its original random states, and skip the first batches."""
+    fetcher.combined_loader.reset()  # ends its workers, which were started with other random states
+    checkpoint.RandomState().load_state_dict(begun_with)
+    iter(fetcher)
+    for _ in range(batches):
+        next(fetcher)
+    fetcher.fetched -= batches  # Lightning adds the skipped batches itself
 
 
 class _Later:

@@ -88,12 +88,12 @@ def test_loaders_whose_position_cannot_be_told_are_refused(
     fetcher: Any, loaders: tuple[Any, ...], reason: str
 ) -> None:
     with pytest.raises(CheckpointError, match=reason):
-        lightning._Data(fetched(fetcher(), *loaders))
+        lightning._are_stateful(fetched(fetcher(), *loaders))
 
 
 def test_other_loaders_are_taken() -> None:
-    assert not lightning._Data(fetched(_PrefetchDataFetcher(), Sized(), Stream())).stateful
-    assert lightning._Data(fetched(_PrefetchDataFetcher(), StatefulSized())).stateful
+    assert not lightning._are_stateful(fetched(_PrefetchDataFetcher(), Sized(), Stream()))
+    assert lightning._are_stateful(fetched(_PrefetchDataFetcher(), StatefulSized()))
 
 
 @pytest.mark.parametrize("prefetched", [True, False])
@@ -107,7 +107,7 @@ def test_what_is_passed_over_is_not_seen_again(prefetched: bool) -> None:
             return 5
 
     fetcher = fetched(_PrefetchDataFetcher(), Numbers() if prefetched else SizedNumbers())
-    lightning._Data(fetcher).skip(3, RandomState().state_dict())
+    lightning._skip(fetcher, 3, RandomState().state_dict())
     fetcher.fetched += 3  # as Lightning's loop does
     assert [next(fetcher)[0] for _ in range(2)] == [[3], [4]]
     assert fetcher.done
