@@ -339,7 +339,7 @@ class NodeAgent:
         latest = track.latest
         return RankBeat(
             ring.rank,
-            track.step,
+            track.cutter.step,
             phase,
             track.progress,
             latest.duration_s if latest else 0.0,

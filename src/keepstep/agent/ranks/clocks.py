@@ -63,11 +63,10 @@ class ClockSampler:
 
     def take(self, finished: Rows) -> None:
         """Take completed records, which are searched together about once a second."""
-        if len(finished):
-            self._unseen.append(finished)
-            self._unseen_count += len(finished)
-            if self._unseen_count > _MOST_UNSEEN:
-                self._look()
+        self._unseen.append(finished)
+        self._unseen_count += len(finished)
+        if self._unseen_count > _MOST_UNSEEN:
+            self._look()
 
     def _look(self) -> None:
         unseen, self._unseen, self._unseen_count = self._unseen, [], 0

@@ -52,7 +52,7 @@ def rank_state(
     return RankState(
         rank=track.rank,
         alive=process_state not in ("", "Z", "X"),
-        step=track.step,
+        step=track.cutter.step,
         phase=phase,
         phase_since_s=since_ns * 1e-9,
         progress=track.progress,

@@ -38,7 +38,7 @@ class RankTrack:
     """One incarnation of one rank, without any I/O.
 
     Attributes:
-        cutter: cuts the rank's records into iterations, and knows its phase and micro-batch.
+        cutter: cuts the rank's records into iterations, and knows its step, phase and micro-batch.
         watch: makes findings of the iterations and of the rank's progress.
         waiting: whether the rank makes no progress because it is blocked in an operation.
         history: the last 256 iterations of which no record was lost.
@@ -65,11 +65,6 @@ class RankTrack:
         self.waiting = False
         self._next_search_ns = 0
 
-    @property
-    def step(self) -> int:
-        """The last finished step; -1 before the first."""
-        return self.cutter.step
-
     def phase(self) -> tuple[int, int]:
         """The rank's phase, and since when in ns; the time of the last progress if that is not known."""
         phase, since_ns = self.cutter.phase()
@@ -85,13 +80,17 @@ class RankTrack:
         """
         taken = Taken()
         if len(started) or len(finished):
-            self._count(started, finished)
-            if len(started) and int(started["group"].max()) >= len(self.groups):
-                self.groups = list(groups())
-                self._names = {number: group.name for number, group in enumerate(self.groups)}
-                self.clock.know(self.groups)
-            self.clock.take(finished)
-            self._learn_phases(finished)
+            self.progress += len(started) + len(finished)
+            if len(started):
+                self.last_progress_ns = max(self.last_progress_ns, int(started["start_ns"][-1]))
+                if int(started["group"].max()) >= len(self.groups):
+                    self.groups = list(groups())
+                    self._names = {number: group.name for number, group in enumerate(self.groups)}
+                    self.clock.know(self.groups)
+            if len(finished):
+                self.last_progress_ns = max(self.last_progress_ns, int(finished["end_ns"].max()))
+                self.clock.take(finished)
+                self._learn_phases(finished)
         self.lost += lost
         for cut in self.cutter.feed(started, finished, lost, now_ns):
             self._iteration(cut, now_ns, taken)
@@ -136,7 +135,7 @@ class RankTrack:
             now_ns * 1e-9,
             self.progress,
             phase,
-            self.step,
+            self.cutter.step,
             self.waiting,
             stopped_ns * 1e-9,
             held,
@@ -145,13 +144,6 @@ class RankTrack:
         if found is not None:
             self._note([found])
         return found
-
-    def _count(self, started: Rows, finished: Rows) -> None:
-        self.progress += len(started) + len(finished)
-        if len(started):
-            self.last_progress_ns = max(self.last_progress_ns, int(started["start_ns"][-1]))
-        if len(finished):
-            self.last_progress_ns = max(self.last_progress_ns, int(finished["end_ns"].max()))
 
     def _learn_phases(self, finished: Rows) -> None:
         """Learn from finished phases how long data loading and optimizer steps usually take."""

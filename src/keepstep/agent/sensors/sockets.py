@@ -68,17 +68,12 @@ class SocketSensor:
     def __init__(self) -> None:
         self._looks: deque[_Look] = deque(maxlen=_LOOKS)
         self._last: dict[int, Connection] = {}
-        self._last_s = 0.0
+        self.looked_s = 0.0  # when the last sample was taken; 0 before the first
         self._own: dict[int, int] = {}  # process IDs of workers, by inode of the socket
         self._unread: dict[int, int] = {}  # unread bytes by process ID
         self._foreign: set[int] = set()  # inodes of other processes' sockets
         self._count = 0
         self._off = False
-
-    @property
-    def looked_s(self) -> float:
-        """When the last sample was taken; 0 before the first."""
-        return self._last_s
 
     def look(self, now_s: float, processes: Iterable[ProcessId]) -> None:
         """Take a sample of all workers' connections. If the kernel gives no counters, this is logged once."""
@@ -152,9 +147,9 @@ class SocketSensor:
                 continue
             known = sent.get((one.source, one.target), (0, 0.0))
             sent[one.source, one.target] = (known[0] + nbytes, known[1] + max(busy_s, 0.0))
-        if self._last_s:
-            self._looks.append(_Look(self._last_s, now_s, sent))
-        self._last, self._last_s = own, now_s
+        if self.looked_s:
+            self._looks.append(_Look(self.looked_s, now_s, sent))
+        self._last, self.looked_s = own, now_s
 
 
 def connections() -> Iterator[Connection]:
