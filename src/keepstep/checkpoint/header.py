@@ -157,7 +157,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> StateHeader:
 
 
 def with_checksums(header: StateHeader, checksums: tuple[int, ...]) -> StateHeader:
-    """The header with the checksums of its storages, in their order. Raises CheckpointError for another count."""
+    """The header with the checksums of its storages, in order. Raises CheckpointError for another count."""
     if len(checksums) != len(header.storages):
         raise CheckpointError(f"{len(checksums)} checksums for {len(header.storages)} storages")
     storages = tuple(
@@ -170,8 +170,8 @@ def with_checksums(header: StateHeader, checksums: tuple[int, ...]) -> StateHead
 def references(header: StateHeader) -> Iterator[tuple[str, str, int]]:
     """(path, tag, index) of each tensor, array and scalar, in the order of the tree.
 
-    A path is written as the keys that lead there, joined by dots: ``model.layers.0.weight``. Raises CheckpointError
-    when the tree breaks the format that this module describes.
+    A path is written as the keys that lead there, joined by dots: ``model.layers.0.weight``. Raises
+    CheckpointError when the tree breaks the format that this module describes.
     """
     yield from _references(header.tree, "", len(header.tensors), 0)
 
@@ -315,7 +315,7 @@ def _part(node: Any) -> float:
 
 
 def split_of(word: str) -> tuple[int, int]:
-    """The axis that a word of ``ShardEntry.placements`` splits, -1 for none, and its factor, 1 for an ordinary split.
+    """The axis that a word of ``ShardEntry.placements`` splits (-1: none) and its factor, 1: a plain split.
 
     Raises CheckpointError when the word is no placement.
     """

@@ -124,14 +124,14 @@ class Snapshots:
             self._make_first_room(_slot_bytes(header, text), header.data_bytes)
 
     def save(self, state: Any, step: int, *, overlap: bool = True, persist: bool | None = None) -> None:
-        """Take a snapshot of ``state``, as `api.save` describes; CheckpointError also if ``step`` has not grown.
+        """Take a snapshot of ``state``, as `api.save` says; CheckpointError also if ``step`` has not grown.
 
         The first call of an incarnation that has not restored is collective, and so are calls that may bring the step
         to storage. When no slot is free, because other ranks do not save or it is being read, the snapshot is left out
         and a line says so; where all ranks are on one node, up to 30 s are spent waiting for a slot.
 
-        While an earlier step is on its way to storage, a step that is due is left to a later save; ``persist`` waits
-        up to 30 s, then leaves the step out and says so.
+        While an earlier step is on its way to storage, one that is due is left to a later save; ``persist``
+        waits up to 30 s, then leaves the step out and says so.
         """
         if self._process != os.getpid():
             raise CheckpointError("a forked process cannot save: only the one that began to save can")

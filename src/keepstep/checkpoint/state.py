@@ -54,7 +54,7 @@ class Span:
         return self.storage.data_ptr() + self.start
 
     def extend(self, first: int, last: int) -> None:
-        """Have the span reach from ``first`` (rounded down to 64) to ``last``, exclusive, besides what it has."""
+        """Have the span also reach from ``first`` (rounded down to 64) to ``last``, exclusive."""
         start, end = first // ALIGNMENT * ALIGNMENT, last
         if self.nbytes:
             start, end = min(start, self.start), max(end, self.start + self.nbytes)
@@ -381,7 +381,7 @@ def shard_entry(tensor: DTensor, path: str) -> ShardEntry:
 
 
 def placement_of(word: str) -> Placement:
-    """The placement that a word of ``ShardEntry.placements`` stands for; CheckpointError for any other word."""
+    """The placement that a word of ``ShardEntry.placements`` stands for; CheckpointError: it is none."""
     axis, factor = split_of(word)
     if axis < 0:
         return Replicate()

@@ -113,7 +113,7 @@ class Answer(NamedTuple):
 
 
 def ask(address: str, request: Open | Reserve | GiveUp) -> Answer:
-    """Ask the cache at ``address``. Raises CheckpointError when it refuses, is gone, or is not of this user."""
+    """Ask the cache at ``address``. CheckpointError: it refuses, is not there, or is not of this user."""
     try:
         with connect(address, "cache", _PATIENCE_S) as connection:
             connection.send(msgspec.json.encode(request))

@@ -119,7 +119,7 @@ class CachedStates:
             with ExitStack() as stack:
                 with self._guard:
                     index = self._make_way(owner, slots, slot_bytes(record, spare=needed is None), needed)
-                    # Mapped again for a lock of its own: readers in this process lock another map of the slot.
+                    # Mapped again for a lock of its own: readers in this process lock another map of it.
                     slot = Slot(os.dup(self._slots[owner][index].fileno()), apart=True)
                     stack.callback(slot.close)
                     incoming = stack.enter_context(Incoming(slot, self.board, owner, index, record))
@@ -168,7 +168,7 @@ class CachedStates:
 
     @contextmanager
     def reading(self, key: Key, rank: int) -> Generator[tuple[Slot, Record]]:
-        """Opens a state, pinned meanwhile: its slot and record. Raises CheckpointError when it is not there."""
+        """Opens a state, pinned meanwhile: slot and record. CheckpointError: it is not there any more."""
         with self._guard:
             index = self._lock(rank, key)
             record = self._slots[rank][index].record() if index is not None else None
@@ -191,7 +191,7 @@ class CachedStates:
 
     @contextmanager
     def source(self, key: Key, rank: int) -> Generator[tuple[StateHeader, memoryview]]:
-        """Opens a state, pinned meanwhile: header and bytes. CheckpointError: not there, or a damaged header."""
+        """Opens a state, pinned meanwhile: header and bytes. CheckpointError: not there, header damaged."""
         with self.reading(key, rank) as (slot, record), memoryview(slot.memory) as view:
             header = read_header(view, record)
             with view[native.DATA_OFFSET : native.DATA_OFFSET + header.data_bytes] as data:

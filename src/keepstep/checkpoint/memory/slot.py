@@ -242,7 +242,7 @@ def mapped(descriptor: int) -> Generator[Slot]:
 
 
 def map_slots(descriptors: Iterable[int], old: Sequence[Slot] = (), *, apart: bool = False) -> list[Slot]:
-    """The slots behind descriptors, which stay open; slots of ``old`` that are there again stay as they are."""
+    """The slots behind descriptors, which stay open; one of ``old`` that is there again stays as it is."""
     slots: list[Slot] = []
     with contextlib.ExitStack() as fresh:
         for index, descriptor in enumerate(descriptors):

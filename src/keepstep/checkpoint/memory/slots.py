@@ -95,10 +95,9 @@ def read_record(slot: memoryview) -> Record | None:
     magic, *fields, own = _RECORD.unpack(raw)
     if magic != native.MAGIC or own != native.checksum(raw[:-8]):
         return None
-    step, incarnation, data_bytes, header_bytes, storages, header_checksum = fields
-    if header_bytes > MOST_HEADER_BYTES or data_bytes > len(slot) or storages > len(slot):
+    record = Record(*fields)
+    if record.header_bytes > MOST_HEADER_BYTES or max(record.data_bytes, record.storages) > len(slot):
         return None
-    record = Record(step, incarnation, data_bytes, header_bytes, storages, header_checksum)
     return record if slot_bytes(record) <= len(slot) else None
 
 

@@ -116,9 +116,9 @@ def restore_address(cache: str) -> str:
 
 
 class RestoreService:
-    """Answers requests, called from any thread. The only I/O is that of the sources, of which the cheapest is first.
+    """Answers requests, called from any thread. The only I/O is that of the sources, the cheapest first.
 
-    ``held`` tells what a rank of this node has sealed, ``filling`` makes room as ``CachedStates.filling`` does.
+    ``held`` tells what a rank of this node has sealed, ``filling`` makes room, as ``CachedStates`` does.
     """
 
     def __init__(

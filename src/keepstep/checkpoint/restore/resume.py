@@ -187,7 +187,7 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
 def begin(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
     """Agree on which snapshot to keep until there is a newer one, when nothing is restored.
 
-    Raises CheckpointError when a source does not answer: the incarnation of a state there might be used again.
+    Raises CheckpointError when a source does not answer: an incarnation that is there might be used again.
     """
     held = _in_caches((yield row_of(rank.own())))
     talk = _Talk(rank, incarnation, held)

@@ -73,7 +73,7 @@ class Storage(StorageReader, Protocol):
 
 
 def safe_name(name: str) -> str:
-    """The name itself, if it has no separator, is not hidden and at most 100 characters; else CheckpointError."""
+    """The name, if it has no separator, is not hidden and at most 100 characters; else CheckpointError."""
     if not _NAME.fullmatch(name):
         raise CheckpointError(f"{name[:100]!r}: is no name of a checkpoint's file")
     return name

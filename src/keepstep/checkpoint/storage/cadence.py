@@ -54,8 +54,8 @@ class Cadence:
     def note(self, step: int, now_s: float, blocked_s: float, *, pending: bool) -> None:
         """Measure the time between saves, at the beginning of a save; ``now_s`` is of any steady clock.
 
-        ``blocked_s``: how long training waited for the previous save. ``pending``: whether a step is on its way to
-        storage.
+        ``blocked_s``: how long training waited for the previous save. ``pending``: whether a step is on its
+        way to storage.
         """
         self._saves += 1
         if self._noted:

@@ -58,7 +58,7 @@ def whole_tensors(
     ranks (random number states, say) is there once for each different content: that of the lowest rank under its own
     name, those of others as ``NAME@rank3``.
 
-    ``fingerprint`` gives a hash of a tensor's content, from a rank and the tensor's index in the rank's header.
+    ``fingerprint`` gives a hash of a tensor's content, from a rank and the index in the rank's header.
 
     Raises:
         CheckpointError: parts of one tensor contradict each other, or do not cover it.

@@ -111,7 +111,8 @@ def write_shard(
     stored = StoredFile(storage.write(folder, data_file(header.rank), chunks()), found.hexdigest())
     for index in damaged_storages(data, header, begin=0):
         raise SnapshotDamaged(
-            f"storage {index} in the cache is not what the snapshot of rank {header.rank} at step {header.step} was"
+            f"storage {index} in the cache is not what the snapshot of rank {header.rank} "
+            f"at step {header.step} was"
         )
     check_file(storage, folder, data_file(header.rank), stored)
     write_checked(storage, folder, header_file(header.rank), encode_shard(header, len(table), pieces, stored))
@@ -173,7 +174,7 @@ def remove(storage: Storage, key: Key) -> None:
 
 
 class Persister:
-    """Carries out a plan, which nobody else may use, in a thread of its own; methods may be called from any thread."""
+    """Carries out a plan, which nobody else may use, in a thread. Methods may be called from any thread."""
 
     def __init__(
         self,

@@ -67,8 +67,8 @@ class _Tries:
 class PersistPlan:
     """The plan of one node. Times are seconds of any steady clock.
 
-    ``leader``: whether this node writes manifests and removes steps; true for one node of the job. ``seed``: of the
-    random numbers that shorten delays.
+    ``leader``: whether this node writes manifests and removes steps; true for one node of the job.
+    ``seed``: of the random numbers that shorten delays.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PersistPlan:
     def want(self, keys: Iterable[Key], *, remove_others: bool = False) -> None:
         """Declare all steps that are to be on storage, in place of those declared before.
 
-        ``remove_others``: whether to remove all other steps from storage, once a newer wanted step is whole there.
+        ``remove_others``: whether to remove all other steps, once a newer wanted one is whole on storage.
         """
         self._wanted = set(keys)
         self._remove_others = remove_others

@@ -90,10 +90,17 @@ class PatientStorage:
         if not self._places.acquire(timeout=self._patience_s):
             raise hung
         future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(what())
+            except Exception as error:  # raised again in the thread that waits for the future
+                future.set_exception(error)
+            finally:
+                self._places.release()
+
         try:
-            threading.Thread(
-                target=self._run, args=(what, future), name="keepstep-storage", daemon=True
-            ).start()
+            threading.Thread(target=run, name="keepstep-storage", daemon=True).start()
         except RuntimeError as error:
             self._places.release()
             raise OSError(errno.EAGAIN, str(error)) from None
@@ -101,14 +108,6 @@ class PatientStorage:
             future.add_done_callback(late)
             raise hung
         return future.result()
-
-    def _run(self, what: Callable[[], T], future: Future[T]) -> None:
-        try:
-            future.set_result(what())
-        except Exception as error:  # raised again in the thread that waits for the future
-            future.set_exception(error)
-        finally:
-            self._places.release()
 
 
 class _PatientFile:

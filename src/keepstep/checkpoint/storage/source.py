@@ -64,8 +64,8 @@ class StorageSource:
     def look(self) -> _Seen:
         """The offered steps, a line for each newer step that is refused, and the highest incarnation seen (-1: none).
 
-        Steps that were not written to the end are passed over without a word: nobody was promised them. Raises
-        CheckpointError when the storage cannot be listed.
+        Steps that were not written to the end are passed over without a word: nobody was promised them.
+        Raises CheckpointError when the storage cannot be listed.
         """
         with self._guard:
             if time.monotonic() - self._listed_s >= _LISTED_S:
@@ -168,9 +168,9 @@ class _Common:
     def fill(self, reader: ShardReader, data: memoryview, until_s: float) -> None:
         """Bring the bytes of all storages: read, or copied from what another rank reads.
 
-        A rank waits for others only after it has read all of its own, so no ranks wait for each other in a circle. What
-        is copied is verified with everything else by the seal. Raises CheckpointError when what is on storage is not
-        what was written.
+        A rank waits for others only after it has read all of its own, so no ranks wait for each other in a
+        circle. What is copied is verified with everything else by the seal. Raises CheckpointError when what
+        is on storage is not what was written.
         """
         entries = reader.header.storages
         parts = [data[entry.offset : entry.offset + entry.nbytes] for entry in entries]
