@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import NoReturn
 
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.memory.incoming import Incoming, Room
-from keepstep.checkpoint.memory.slots import Key, Record
+from keepstep.checkpoint.memory.cached_states import CachedStates
+from keepstep.checkpoint.memory.incoming import Room
+from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.restore.restore_service import (
     MOST_MESSAGE_BYTES,
     Bring,
@@ -34,10 +34,17 @@ class Source:
         raise self._error
 
 
-@contextmanager
-def no_room(rank: int, slots: int, record: Record) -> Iterator[Incoming]:
-    raise CheckpointError("no memory")
-    yield
+class NoMemory(CachedStates):
+    """A cache without any room."""
+
+    def __init__(self) -> None:
+        super().__init__("", ())
+
+    def held(self, owner: int) -> frozenset[Key]:
+        return frozenset()
+
+    def filling(self, *_: object) -> NoReturn:
+        raise CheckpointError("no memory")
 
 
 keys = st.frozensets(st.builds(Key, st.integers(0, (1 << 15) - 1), st.integers(0, 1 << 40)), max_size=40)
@@ -45,7 +52,7 @@ errors = st.text().flatmap(
     lambda text: st.sampled_from([CheckpointError(text), OSError(5, text), ValueError(text)])
 )
 services = st.lists(st.builds(Source, st.text(max_size=2000), keys, errors), max_size=8).map(
-    lambda sources: RestoreService([0, 3], sources, lambda rank: frozenset(), no_room)
+    lambda sources: RestoreService([0, 3], sources, NoMemory())
 )
 
 

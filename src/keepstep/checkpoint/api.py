@@ -165,10 +165,8 @@ def _worker() -> Worker:
 
 
 def _storing() -> Storing | None:
-    where, every = (
-        os.environ.get("KEEPSTEP_CHECKPOINT_DIR"),
-        os.environ.get("KEEPSTEP_CHECKPOINT_EVERY", "auto"),
-    )
+    where = os.environ.get("KEEPSTEP_CHECKPOINT_DIR")
+    every = os.environ.get("KEEPSTEP_CHECKPOINT_EVERY", "auto")
     if not where:
         return None
     failures_per_day = float(os.environ.get("KEEPSTEP_FAILURES_PER_DAY", 1.0))

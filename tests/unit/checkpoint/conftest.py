@@ -69,9 +69,7 @@ def served() -> Iterator[Served]:
 def empty_service(served: Served) -> Iterator[None]:
     """An agent's service with nothing to offer, for ranks 0 to 3."""
     states = CachedStates(served.address, range(4))
-    server = RestoreServer(
-        restore_address(served.address), RestoreService(range(4), [], states.held, states.filling)
-    )
+    server = RestoreServer(restore_address(served.address), RestoreService(range(4), [], states))
     server.start()
     yield
     server.stop()

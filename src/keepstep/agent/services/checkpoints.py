@@ -70,7 +70,7 @@ class Checkpoints:
             sources.append(StorageSource(storage, place.world_size))
             plan = PersistPlan(place.ranks, leader=place.node_rank == 0, seed=place.node_rank)
             self._persister = Persister(plan, storage, self.states.source, world_size=place.world_size)
-        service = RestoreService(place.ranks, sources, self.states.held, self.states.filling)
+        service = RestoreService(place.ranks, sources, self.states)
         self._service = RestoreServer(restore_address(place.cache), service)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="keepstep-checkpoints", daemon=True)

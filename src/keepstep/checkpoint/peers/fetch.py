@@ -201,13 +201,9 @@ class Fetch:
         total = record.data_bytes
         self._missing = deque((at, min(RANGE_BYTES, total - at)) for at in range(0, total, RANGE_BYTES))
         count = min(len(self._missing), max(CONNECTIONS, len(self._where()[:MOST_NODE_ENDPOINTS])))
-        for number in range(count):
-            threading.Thread(
-                target=self._work,
-                args=(incoming.body, None if number else first),
-                name="keepstep-fetch",
-                daemon=True,
-            ).start()
+        body = incoming.body
+        for one in [first, *[None] * count][:count]:
+            threading.Thread(target=self._work, args=(body, one), name="keepstep-fetch", daemon=True).start()
         with self._changed:
             self._changed.wait_for(lambda: not self._receiving and (self._failure or not self._left))
             if self._left:

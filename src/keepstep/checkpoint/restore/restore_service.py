@@ -12,17 +12,17 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, TypeVar
 
 import msgspec
 
-from keepstep.checkpoint.memory.incoming import Incoming, StateSource
+from keepstep.checkpoint.memory.cached_states import CachedStates
+from keepstep.checkpoint.memory.incoming import StateSource
 from keepstep.checkpoint.memory.slot import MOST_RANKS, SLOTS_PER_RANK
-from keepstep.checkpoint.memory.slots import Key, Record
+from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.storage.source import MOST_OFFERED, StorageSource
 from keepstep.core.errors import CheckpointError
 from keepstep.core.local_socket import accept, connect, listen
@@ -116,19 +116,10 @@ def restore_address(cache: str) -> str:
 
 
 class RestoreService:
-    """Answers requests, called from any thread. The only I/O is that of the sources, the cheapest first.
+    """Answers requests, called from any thread. The only I/O is that of the sources, the cheapest first."""
 
-    ``held`` tells what a rank of this node has sealed, ``filling`` makes room, as ``CachedStates`` does.
-    """
-
-    def __init__(
-        self,
-        ranks: Collection[int],
-        sources: Sequence[StateSource],
-        held: Callable[[int], frozenset[Key]],
-        filling: Callable[[int, int, Record], AbstractContextManager[Incoming]],
-    ) -> None:
-        self._sources, self._held, self._filling = tuple(sources), held, filling
+    def __init__(self, ranks: Collection[int], sources: Sequence[StateSource], states: CachedStates) -> None:
+        self._sources, self._states = tuple(sources), states
         self._one_at_a_time = {rank: threading.Lock() for rank in ranks}
         self._brought: dict[int, tuple[Key, Brought]] = {}
 
@@ -171,10 +162,10 @@ class RestoreService:
         assert key
         with self._one_at_a_time[request.rank]:
             brought = self._brought.get(request.rank)
-            if brought and brought[0] == key and key in self._held(request.rank):
+            if brought and brought[0] == key and key in self._states.held(request.rank):
                 return brought[1]  # a worker and the one that took its place have asked for the same
             passed: list[str] = []
-            room = partial(self._filling, request.rank, request.slots)
+            room = partial(self._states.filling, request.rank, request.slots)
             for source in self._sources:
                 try:
                     where = source.bring(key, request.rank, room)

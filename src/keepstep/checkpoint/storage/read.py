@@ -160,11 +160,8 @@ def header_of(storage: StorageReader, manifest: Manifest, rank: int) -> tuple[Sh
         raise Unread(f"{where}: cannot be read: {why(error)}") from None
     _compare(where, stored, stored_file(data))
     shard, header = decode_shard(data, where)
-    if (header.incarnation, header.step, header.rank, header.world_size) != (
-        *manifest.key,
-        rank,
-        manifest.world_size,
-    ):
+    place = (header.incarnation, header.step, header.rank, header.world_size)
+    if place != (*manifest.key, rank, manifest.world_size):
         raise CheckpointError(
             f"{where}: is that of rank {header.rank} of {header.world_size} at step {header.step} "
             f"(incarnation {header.incarnation})"

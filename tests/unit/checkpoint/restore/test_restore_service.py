@@ -8,9 +8,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import pytest
 
+from keepstep.checkpoint.memory.cached_states import CachedStates
 from keepstep.checkpoint.memory.incoming import Incoming, Room
 from keepstep.checkpoint.memory.slots import Key, Record
 from keepstep.checkpoint.restore import restore_service as module
@@ -53,7 +55,7 @@ class Node:
 
     def __init__(self, *sources: Source) -> None:
         self.sources = sources
-        self.service = RestoreService([0, 1], sources, self.held, self.filling)
+        self.service = RestoreService([0, 1], sources, cast("CachedStates", self))
 
     def held(self, rank: int) -> frozenset[Key]:
         return frozenset(key for source in self.sources for key, to in source.brought if to == rank)

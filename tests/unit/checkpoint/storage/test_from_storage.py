@@ -317,7 +317,7 @@ def test_a_storage_that_hangs_is_named_and_the_next_source_serves(
     store(tmp_path, Key(0, 7), [sample_state(1), sample_state(2)])
     hangs = Hanging(tmp_path, reads=1)
     sources = [StorageSource(hangs, 2, patience_s=0.3), StorageSource(LocalStorage(tmp_path), 2)]
-    service = RestoreService([0, 1], sources, states.held, states.filling)
+    service = RestoreService([0, 1], sources, states)
     request = {"type": "Bring", "rank": 0, "key": Key(0, 7).pack(), "slots": 2}
     answer = msgspec.json.decode(service.answer(msgspec.json.encode(request)), type=Brought)
     assert hangs.hung.is_set()
