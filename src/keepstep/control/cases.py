@@ -233,13 +233,10 @@ class Cases:
 
     def _tick_remedy(self, now_s: float) -> None:
         case = self._open.hang
+        waits = self._open.reforming.under_way or self.desk.validations.under_way
         if case is None or case.closed or self._open.crash is not None or self._open.ending.under_way:
             self._remedy = None
-        elif (
-            self._settings.restart_hangs
-            and not self._open.reforming.under_way
-            and not self.desk.validations.under_way
-        ):
+        elif self._settings.restart_hangs and not waits:
             if self._remedy is None or self._remedy.case is not case:
                 self._remedy = HangRemedy(self.desk, case, self._end_hung)
             self._remedy.tick(now_s)
@@ -255,17 +252,13 @@ class Cases:
 
     def answered(self, node: Node, answer: Profile | States | Probed, now_s: float) -> None:
         """Take a node's answer, and decide its question once all have answered."""
-        question = self.desk.agents.answered(node, answer, now_s)
+        question, hang = self.desk.agents.answered(node, answer, now_s), self._open.hang
         if question is None:
             return
         if question.is_decided:
             self._decide(question, now_s)
-        elif (
-            isinstance(answer, Probed)
-            and self._open.hang is not None
-            and self._open.hang.probing == question.number
-        ):
-            self._open.hang.probed(probes_of(question), now_s, final=False)
+        elif isinstance(answer, Probed) and hang is not None and hang.probing == question.number:
+            hang.probed(probes_of(question), now_s, final=False)
 
     def _decide(self, question: Question, now_s: float) -> None:
         if question.kind is Probed:

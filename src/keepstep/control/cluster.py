@@ -193,12 +193,8 @@ class Cluster:
 
     def causes(self, now_s: float) -> list[HostCause]:
         """Causes outside the processes that agents have reported within the last half minute."""
-        return [
-            cause
-            for node in self.nodes.values()
-            if now_s - node.causes_s <= _CAUSES_S
-            for cause in node.causes
-        ]
+        recent = (node.causes for node in self.nodes.values() if now_s - node.causes_s <= _CAUSES_S)
+        return [cause for causes in recent for cause in causes]
 
     def trains(self, steps_unseen: bool) -> bool:
         """Whether every rank has finished a step or, with ``steps_unseen``, has at least made progress."""

@@ -19,8 +19,7 @@ from keepstep.control.incidents.open_cases import OpenCases
 from keepstep.control.membership.council import Councils
 from keepstep.control.membership.ending import Ending
 from keepstep.control.membership.job_state import JobStates
-from keepstep.control.membership.operator_orders import OperatorOrders
-from keepstep.control.membership.pauses import Growth, Pauses, RankMoves
+from keepstep.control.membership.pauses import Growth, OperatorOrders, Pauses, RankMoves
 from keepstep.control.membership.peers import Admission, Peer, Peers
 from keepstep.control.membership.placing import Placing
 from keepstep.control.membership.reforming import Reforming
@@ -162,12 +161,9 @@ class Controller:
     def reached(self, peer: int) -> list[Effect]:
         """Note that the election port of this launcher can be reached, as `Reach` had asked."""
         sender = self.peers.connected.get(peer)
-        if (
-            sender is not None
-            and sender.launcher is not None
-            and self.rendezvous.peer(sender.launcher) == peer
-        ):
-            self.councils.electors.reached(sender.launcher)
+        launcher = sender.launcher if sender is not None else None
+        if launcher is not None and self.rendezvous.peer(launcher) == peer:
+            self.councils.electors.reached(launcher)
         return self._taken()
 
     def message(self, peer: int, message: Message, now_s: float) -> list[Effect]:
@@ -318,9 +314,7 @@ class Controller:
         self._reform(self._pauses.sealed(launcher, *sealed, now_s), now_s)
 
     def _halted(self, launcher: Launcher, message: Halted, now_s: float) -> None:
-        told = (message.suspended, message.unfit, message.rigid)
-        halted = (message.incarnation, message.free_port, now_s, *told)
-        self._reform(self.reforming.halted(launcher, *halted), now_s)
+        self._reform(self.reforming.halted(launcher, message, now_s), now_s)
 
     def _failed(self, launcher: Launcher, failed: Failed, now_s: float) -> None:
         self.reforming.spending.failed(launcher.node, failed, now_s)

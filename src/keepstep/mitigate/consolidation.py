@@ -53,17 +53,14 @@ def consolidation_of(
         times.setdefault(stage_of[rank], []).append(seconds[rank] / slow.get(node, 1.0))
     if sorted(times) != list(range(len(times))):
         return None
-    places = [
-        [(splits[rank].replica, stage_of[rank]) for rank in ranks_of[node]] for node in sorted(ranks_of)
-    ]
+    by_node = [ranks_of[node] for node in sorted(ranks_of)]
+    places = [[(splits[rank].replica, stage_of[rank]) for rank in ranks] for ranks in by_node]
     stages = [median(times[stage]) for stage in sorted(times)]
     exchange = best_consolidation(places, stages, slow, splits[next(iter(node_of))])
     if exchange is None:
         return None
     # A node blamed for one device has others that are fast, and a node may have become fast again.
-    devices = [
-        [seconds[rank] / stages[stage_of[rank]] for rank in ranks_of[node]] for node in sorted(ranks_of)
-    ]
+    devices = [[seconds[rank] / stages[stage_of[rank]] for rank in ranks] for ranks in by_node]
     before_s = _measured_s(places, stages, devices, splits)
     for one, other in exchange.swaps:
         devices[one], devices[other] = devices[other], devices[one]
@@ -114,10 +111,9 @@ def best_consolidation(
         places: by node rank, the replica and stage of each of its ranks; a tensor group may be named once or often.
         stages: seconds for a micro-batch of each stage on a healthy node.
         slow: how many times as long a node takes, by node rank; above 1.
-        split: how the job's micro-batches are divided, from any rank.
+        split: from any rank.
 
-    Raises:
-        UsageError: a number is impossible, a node has no rank, or a stage of a replica is on no node.
+    Raises UsageError: a number is impossible, a node has no rank, or a stage of a replica is on no node.
     """
     _check(places, stages, slow, split)
     search = _Search(places, stages, slow, split)
@@ -277,15 +273,14 @@ class _Search:
 
     def find_least(self) -> None:
         """Search for the least time, ``least_s``."""
-        self._limit_s, self._best = math.inf, None
-        self._begin()
+        self._search(math.inf, None)
 
     def find_fewest(self) -> None:
         """Search for the fewest swaps close to the least time; of these, the fewest slow nodes in outer stages."""
-        self._limit_s, self._best = self.least_s * _ALIKE, (len(self._order) + 1, 0, 0.0)
-        self._begin()
+        self._search(self.least_s * _ALIKE, (len(self._order) + 1, 0, 0.0))
 
-    def _begin(self) -> None:
+    def _search(self, limit_s: float, best: tuple[int, int, float] | None) -> None:
+        self._limit_s, self._best = limit_s, best
         self.is_exact, self._looked_at = True, 0
         self._seen: dict[object, int] = {}
         self._descend(0, {}, [], 0)

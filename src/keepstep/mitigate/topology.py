@@ -41,14 +41,9 @@ def best_exchange(
     (tens of slow links) the search ends with the best one so far; then ``bound_s`` says how much better another set
     could be.
 
-    Args:
-        nodes: how many the job has.
-        traffic: bytes in an iteration by pair of node ranks; the two directions are summed.
-        seconds_per_byte: of a healthy link.
-        slow_links: by pair of node ranks, seconds for a byte.
-
-    Raises:
-        UsageError: a number is negative or not finite, or a pair is none of two of the job's nodes.
+    ``traffic``: bytes in an iteration by pair of node ranks; the two directions are summed. ``seconds_per_byte``: of a
+    healthy link. ``slow_links``: the same by pair of node ranks. Raises UsageError where a number is negative or not
+    finite, or a pair is none of two of the job's ``nodes``.
     """
     load = _by_pair(nodes, traffic, "traffic")
     links = _by_pair(nodes, slow_links, "slow links")

@@ -20,9 +20,8 @@ def degraded_groups(
 ) -> tuple[str, ...]:
     """Groups whose transfers take over 1.1 times the median of groups with the same operation, bytes and size.
 
-    Their transfers must also cost at least ``least_s`` more in an iteration.
-
-    A group's transfer time is what the last of its members to arrive sees: the shortest of an operation's durations.
+    Their transfers must also cost at least ``least_s`` more in an iteration. A group's transfer time is what the last
+    of its members to arrive sees: the shortest of an operation's durations.
     """
     fastest: dict[_Key, dict[str, float]] = {}
     counts: dict[_Key, int] = {}  # operations per iteration

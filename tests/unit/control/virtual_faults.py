@@ -8,7 +8,7 @@ from tests.unit.control.virtual_launchers import Job
 from tests.unit.control.virtual_parts import DEAD_HOST_S, Host, Site
 
 from keepstep import wire
-from keepstep.control.membership.operator_orders import STOPPED
+from keepstep.control.membership.pauses import STOPPED
 from keepstep.control.membership.rendezvous import Launcher
 from keepstep.core.finding import Finding
 

@@ -1,7 +1,4 @@
-"""The remedy of a hang: processes that are to blame, and will not go on by themselves, are ended.
-
-Their launchers then restart the job as after any crash. A verdict may come early, so a kill needs evidence of its own.
-"""
+"""The remedy of a hang: processes to blame that will not go on are ended; then launchers restart the job as ever."""
 
 from __future__ import annotations
 

@@ -108,10 +108,8 @@ class Register:
         if incident.kind == "crash" or standing is None:
             return "", None
         if not settings.restart_hangs:
-            return (
-                "none: hangs are reported, not ended (--on-hang restart with --max-restarts ends them)",
-                None,
-            )
+            how = "--on-hang restart with --max-restarts ends them"
+            return f"none: hangs are reported, not ended ({how})", None
         if self._reforming.restarts >= settings.max_restarts:
             return "none: no restart is left", None
         blamed, why_not = blamed_by(incident, standing, self._cluster.known_ranks)

@@ -51,11 +51,9 @@ class Peers:
 
     def hello(self, sender: Peer, hello: Hello, now_s: float) -> Node | None:
         """A peer says what it is. Returns the node whose agent it is from now on, if it is one."""
-        peer = sender.number
-        if hello.protocol != PROTOCOL:
-            self.refuse(
-                peer, f"this controller speaks protocol {PROTOCOL}, {hello.node} speaks {hello.protocol}"
-            )
+        peer, protocol = sender.number, hello.protocol
+        if protocol != PROTOCOL:
+            self.refuse(peer, f"this controller speaks protocol {PROTOCOL}, {hello.node} speaks {protocol}")
             return None
         launcher = Launcher(hello.node, hello.launcher)
         if sender.role == "agent" and hello.launcher and not self._plays(launcher, hello.node_rank):

@@ -21,6 +21,7 @@ from keepstep.control.membership.roll_call import BY_HAND, LOST_CODE, Occasion, 
 from keepstep.control.membership.transitions import CONCLUSIONS, TRANSITIONS, Action, Event, State
 from keepstep.control.settings import Settings
 from keepstep.core.ranges import fold_nodes
+from keepstep.wire.messages import Halted
 
 _UNDER_WAY = frozenset((State.HALTING, State.WAITING, State.SUSPENDED))
 
@@ -162,33 +163,20 @@ class Reforming:
         if not self.under_way:
             self._absence.finished.add(launcher)
 
-    def halted(
-        self,
-        launcher: Launcher,
-        incarnation: int,
-        free_port: int,
-        now_s: float,
-        suspended: bool = False,
-        unfit: str = "",
-        rigid: str = "",
-    ) -> list[Order]:
-        """A launcher runs no workers any more, and has this port free.
-
-        ``suspended``: because an operator wanted that. ``unfit``: why none should begin again on its node. ``rigid``:
-        why its ranks cannot go on in a job of another size.
-        """
-        self._incarnations.stopped(incarnation)
-        if incarnation < self.incarnation or self.state is State.OVER:
+    def halted(self, launcher: Launcher, halted: Halted, now_s: float) -> list[Order]:
+        """A launcher runs no workers any more."""
+        self._incarnations.stopped(halted.incarnation)
+        if halted.incarnation < self.incarnation or self.state is State.OVER:
             return []
         orders: list[Order] = []
         if launcher in self._rendezvous.placements:
             # An earlier controller may have told it to halt, or it was cut off and has ended its workers by itself.
-            if suspended and self.state is State.RUNNING:
+            if halted.suspended and self.state is State.RUNNING:
                 self._occasion = Occasion(BY_HAND, is_held=True)
             orders = self._fire(Event.HALTED, now_s)
-            self._roll.answered(launcher, unfit, rigid)
+            self._roll.answered(launcher, halted.unfit, halted.rigid)
         if self.under_way:
-            self._roll.halted[launcher] = free_port
+            self._roll.halted[launcher] = halted.free_port
         return [*orders, *self._conclude(now_s)]
 
     def trains(self) -> None:

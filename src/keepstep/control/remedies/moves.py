@@ -51,7 +51,6 @@ class Move(ABC):
         """Order what the last `remedy` would do; why that is refused, or ""."""
 
     def order(self, now_s: float) -> str:
-        """Order what the last `remedy` would do; why that is refused, or ""."""
         refused = self._have_done(now_s)
         self._ordered_s = None if refused else now_s
         return refused

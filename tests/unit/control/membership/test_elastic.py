@@ -9,13 +9,12 @@ import pytest
 from tests.unit.control.membership.test_reforming import SETTINGS, Job, kinds
 
 from keepstep.control.effects import Effect, Send, Tell
-from keepstep.control.membership.operator_orders import OperatorOrders
-from keepstep.control.membership.pauses import Growth, Pauses, RankMoves
+from keepstep.control.membership.pauses import Growth, OperatorOrders, Pauses, RankMoves
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.reforming_orders import End, Lapsed, Order
 from keepstep.control.membership.rendezvous import Rendezvous
 from keepstep.control.membership.roll_call import Occasion
-from keepstep.wire.messages import Join, Message, Operate, Operated, Seal
+from keepstep.wire.messages import Halted, Join, Message, Operate, Operated, Seal
 
 RIGID = "what rank 0 saves is not known to be the same on all ranks"
 
@@ -134,7 +133,7 @@ def test_ranks_whose_states_are_not_known_to_be_the_same_are_waited_for() -> Non
     job = Elastic()
     job.lose(1, 5.0)
     job.halt(0, now_s=9.0)
-    said = told(job.reforming.halted(job.launcher(2), 0, 4002, 9.0, rigid=RIGID))
+    said = told(job.reforming.halted(job.launcher(2), Halted(0, 4002, rigid=RIGID), 9.0))
     assert said.endswith(f"600 s at most; it does not go on with fewer nodes: {RIGID}")
     assert job.wait(9.1, 500.0) == []
     job.come(7, now_s=501.0)
@@ -242,7 +241,7 @@ def test_who_holds_a_place_is_not_excluded() -> None:
     job.halt(
         8, 7, incarnation=2, now_s=31.0
     )  # the spare takes the place of the newcomer, so there is none for gpu-0
-    job.reforming.halted(job.launcher(0), 2, 4000, 31.0, unfit="disk full")
+    job.reforming.halted(job.launcher(0), Halted(2, 4000, unfit="disk full"), 31.0)
     orders = job.halt(2, incarnation=2, now_s=31.0)
     assert kinds(orders) == ["Renew", "Tell"]
     assert job.places().keys() == {"gpu-0", "gpu-2", "gpu-8"}
@@ -252,7 +251,7 @@ def test_who_has_just_come_does_not_say_that_the_job_may_have_another_size() -> 
     job = Elastic(shrink_s=0.0)
     job.come(7, now_s=4.0)
     job.go(1, 5.0)
-    job.reforming.halted(job.launcher(0), 0, 4000, 9.0, rigid=RIGID)
+    job.reforming.halted(job.launcher(0), Halted(0, 4000, rigid=RIGID), 9.0)
     job.halt(2, 7, now_s=9.0)
     job.wait(9.0, 9.2)
     assert "gpu-7" in job.places()

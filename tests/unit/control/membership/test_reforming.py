@@ -11,7 +11,7 @@ from keepstep.control.membership.restart_budget import Spending
 from keepstep.control.settings import Settings
 from keepstep.core.budgets import Limits
 from keepstep.wire import encode
-from keepstep.wire.messages import Failed, Join, Placement, Seat
+from keepstep.wire.messages import Failed, Halted, Join, Placement, Seat
 
 SETTINGS = Settings(backups=1)
 
@@ -54,7 +54,7 @@ class Job:
     def halt(self, *numbers: int, incarnation: int = 0, now_s: float = 2.0) -> list[Order]:
         orders: list[Order] = []
         for number in numbers:
-            orders += self.reforming.halted(self.launcher(number), incarnation, 4000 + number, now_s)
+            orders += self.reforming.halted(self.launcher(number), Halted(incarnation, 4000 + number), now_s)
         return orders
 
     def wait(self, since_s: float, until_s: float) -> list[Order]:
@@ -164,7 +164,7 @@ def test_a_node_that_a_budget_refuses_is_replaced_though_no_spare_is_left_for_an
         job.fail(1, incarnation)
         job.halt(1, 3, incarnation=incarnation)
         unfit = "disk full" if incarnation else ""
-        job.reforming.halted(job.launcher(0), incarnation, 4000, 2.0, unfit=unfit)
+        job.reforming.halted(job.launcher(0), Halted(incarnation, 4000, unfit=unfit), 2.0)
         job.halt(2, incarnation=incarnation)
     assert sorted(job.table()) == ["gpu-0", "gpu-2", "gpu-3"]
 
