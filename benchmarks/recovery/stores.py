@@ -108,7 +108,7 @@ def _prepare(way: Way, resolver: str) -> None:
     if resolver:
         _ask(resolver)
     if not way.looks_up:
-        from keepstep import _numeric_peers
+        from keepstep.worker import _numeric_peers  # pyright: ignore[reportMissingModuleSource]
 
         _numeric_peers.install()
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.core.errors import UsageError
+from keepstep.core.tls_paths import TlsPaths
 from keepstep.wire.address import parse_address
 from keepstep.wire.secret import UNNAMED
-from keepstep.wire.tls import TlsPaths
 
 
 @dataclass(frozen=True, slots=True)

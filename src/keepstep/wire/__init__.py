@@ -25,6 +25,7 @@ The controller's side is ``serve``. ``wire.run(main())`` runs a coroutine on uvl
 
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
+from keepstep.core.tls_paths import TlsPaths
 from keepstep.wire.address import parse_address
 from keepstep.wire.channel import TO_ELECTOR, ClientChannel, Ends, Role, ServerChannel, encode
 from keepstep.wire.client import Client, ClientLimits
@@ -34,5 +35,5 @@ from keepstep.wire.loops import run
 from keepstep.wire.messages import *  # noqa: F403
 from keepstep.wire.secret import MOST_NAME, UNNAMED, RunKey, read_secret, write_secret
 from keepstep.wire.server import Connection, Server, ServerCallbacks, ServerLimits, serve
-from keepstep.wire.tls import TlsPaths, client_context, server_context
+from keepstep.wire.tls import client_context, server_context
 from keepstep.wire.violation import AnotherJob, Reason, Unproven, Violation, job_named

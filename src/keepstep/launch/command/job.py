@@ -11,11 +11,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from keepstep.core.budgets import Limits, limits_of
 from keepstep.core.config import config_path, resolve
 from keepstep.core.errors import UsageError
+from keepstep.core.tls_paths import TlsPaths
 from keepstep.launch.command import flags
 from keepstep.launch.command.meeting import (
     DEFAULT_MASTER_PORT,
@@ -27,9 +28,6 @@ from keepstep.launch.command.meeting import (
 )
 from keepstep.launch.command.persisting import Persisting, persisting_from
 from keepstep.launch.command.run_settings import SETTINGS
-
-if TYPE_CHECKING:
-    from keepstep.wire.tls import TlsPaths
 
 Number = TypeVar("Number", int, float)
 
@@ -313,9 +311,7 @@ def _tls(value: Mapping[str, Any]) -> TlsPaths | None:
             raise UsageError(
                 f"{flag} {file or '(missing)'}: mutual TLS needs --tls-cert, --tls-key and --tls-ca"
             )
-    from keepstep.wire.tls import TlsPaths
-
-    return TlsPaths(*(os.path.abspath(file) for file in files.values()))
+    return TlsPaths(*(str(Path(file).absolute()) for file in files.values()))
 
 
 def interpreter(environ: Mapping[str, str]) -> str:

@@ -137,10 +137,11 @@ def test_neither_torch_numpy_nor_msgspec_is_imported() -> None:
     code = (
         "import sys, contextlib, io\n"
         "from keepstep.cli import main\n"
+        "tls = [word for name in ('cert', 'key', 'ca') for word in (f'--tls-{name}', sys.argv[1])]\n"
         "with contextlib.redirect_stdout(io.StringIO()):\n"
-        "    assert main(['run', '--dry-run', 't.py']) == 0\n"
+        "    assert main(['run', '--dry-run', *tls, 't.py']) == 0\n"
         "import keepstep.launch.launcher\n"
         "print([m for m in ('torch', 'numpy', 'msgspec') if m in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, __file__], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

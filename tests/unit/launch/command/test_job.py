@@ -25,6 +25,18 @@ def test_one_node_by_default() -> None:
     assert plain.signals == (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
+def test_tls_files_are_found_from_other_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``link/..`` is the folder around the target of a link, not the one around the link."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "x.pem").touch()
+    (tmp_path / "link").symlink_to("a/b")
+    monkeypatch.chdir(tmp_path)
+    tls = job(*(word for name in ("cert", "key", "ca") for word in (f"--tls-{name}", "link/../x.pem"))).tls
+    monkeypatch.chdir("/")
+    assert tls is not None
+    assert all(Path(file).is_file() for file in (tls.cert, tls.key, tls.ca))
+
+
 def test_a_port_given_for_one_node_is_kept_with_the_id() -> None:
     static = job("--master-port", "1234", "--rdzv-id", "j1")
     assert (static.master_port, static.run_id) == (1234, "j1")
