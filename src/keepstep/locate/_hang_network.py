@@ -86,7 +86,8 @@ def _diagnose_cut_links(known: HangEvidence, stuck: Sequence[Pending], cut: Sequ
     pairs = list(dict.fromkeys((rank, link.peer) for rank, link in cut))
     hub = common_node([_nodes_of(known, pair) for pair in pairs])
     told = [
-        f"rank {rank} to rank {link.peer}: {link.in_flight} steps in flight, none completed for {link.quiet_s:.0f} s"
+        f"rank {rank} to rank {link.peer}: {link.in_flight} steps in flight, "
+        f"none completed for {link.quiet_s:.0f} s"
         for rank, link in cut
     ]
     named = zip(pairs[:_MOST_LINKS], told, strict=False)

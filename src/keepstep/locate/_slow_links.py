@@ -251,7 +251,8 @@ def _describe(transfer: Transfer) -> str:
     """A line of evidence: how much longer the transfer takes."""
     path, before_ms, after_ms = transfer.path, transfer.before_s * 1e3, transfer.after_s * 1e3
     if transfer.of_peers:
-        told = f"{path}: {after_ms:.1f} ms per operation after the last arrival, comparable paths {before_ms:.1f} ms"
+        told = f"{path}: {after_ms:.1f} ms per operation after the last arrival, "
+        told += f"comparable paths {before_ms:.1f} ms"
     elif path.source >= 0:
         longer_ms = (transfer.after_s - transfer.before_s) * 1e3
         told = f"{path}: a message takes {longer_ms:+.1f} ms longer, {transfer.count:.0f} per iteration"

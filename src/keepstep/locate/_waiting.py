@@ -28,9 +28,7 @@ class Pending:
     through: int  # how many members completed it
     stuck_s: float
     waits: bool  # whether a rank was seen to begin to wait for it
-    members: tuple[
-        int, ...
-    ]  # the members of the collective, in the group's order, or the two ends of the message
+    members: tuple[int, ...]  # of the collective, in the group's order; the two ends of a message
 
     @property
     def collective(self) -> bool:

@@ -31,9 +31,8 @@ class StepMarkers:
         self.per_step = 0
         self.offset = 0
         self._seen: deque[tuple[int, int]] = deque(maxlen=_MEMORY)  # numbers of markers and their classes
-        self._known: dict[
-            int, tuple[Sequence, bool]
-        ] = {}  # by class, its symbols and whether there is a backward pass
+        # By class its symbols, and whether there is a backward pass among them.
+        self._known: dict[int, tuple[Sequence, bool]] = {}
         self._since = 0
         self._rival = 0
 

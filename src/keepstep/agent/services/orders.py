@@ -65,10 +65,7 @@ class Holding:
     def __init__(
         self, pages: RankPages, node_rank: int, steps_at_end_of: Callable[[int, int], int | None]
     ) -> None:
-        """``steps_at_end_of(rank, step)``: how many optimizer steps the rank has made at the end of iteration ``step``.
-
-        None if that is not known.
-        """
+        """``steps_at_end_of(rank, step)``: its optimizer steps until the end of that iteration; None: unknown."""
         self._pages, self._node_rank = pages, node_rank
         self._steps_at_end_of = steps_at_end_of
         self._number = 0  # number of the hold that was ordered last
