@@ -112,7 +112,7 @@ def check(python: str, tag: str, wheel: Path, torch: str, index: str, quick: boo
         print(f"wheels-check: torch {brought}; the demo:\n", flush=True)
         shutil.copytree(ROOT / "examples", place / "examples", ignore=shutil.ignore_patterns("__pycache__"))
         code = subprocess.call([program, str(place / "examples" / "demo.py")], cwd=place, env=environ)
-        print(f"\nwheels-check: the demo ended with {code}" + (f"; look into {place}" if code else ""))
+        print(f"\nwheels-check: the demo ended with {code}; {place} " + ("is kept" if code else "is removed"))
     if code == 0:
         shutil.rmtree(place)
     return code
