@@ -87,7 +87,7 @@ def nvrx_rank(folder: Path, step_s: float) -> None:
         inprocess.rank_assignment.MaxActiveWorldSize(ranks()), inprocess.rank_assignment.ShiftRanks()
     )
 
-    def train(call_wrapper: inprocess.CallWrapper = None) -> None:
+    def train(call_wrapper: Any = None) -> None:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.TCPStore(
             "127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer, seed_everything  # pyright: ignore[reportMissingImports]
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging  # pyright: ignore[reportMissingImports]
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # pyright: ignore[reportMissingImports]
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from torchmetrics import MeanMetric  # pyright: ignore[reportMissingImports]
 
@@ -104,7 +105,8 @@ class Model(LightningModule):
         if strategy == "fsdp2":
             from torch.distributed.fsdp import fully_shard
 
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+            mesh: Any = self.device_mesh  # Any: there is one with this strategy
+            fully_shard(self.net, mesh=mesh["data_parallel"])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["batches"] = self.batches
@@ -118,9 +120,8 @@ class Model(LightningModule):
         die(self.batches, "forward")
         self.log("seen", loss, on_step=False, on_epoch=True)
         self.mean(loss.detach())
-        self._write(
-            f"{self.batches} {self.current_epoch} {self.global_step} {index.tolist()} {loss.item().hex()}"
-        )
+        seen = float(loss.item()).hex()
+        self._write(f"{self.batches} {self.current_epoch} {self.global_step} {index.tolist()} {seen}")
         self.batches += 1
         return loss
 
@@ -137,9 +138,10 @@ class Model(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         die(self.batches - 1, "epoch end")
-        seen = self.trainer.callback_metrics["seen"].item().hex()
-        rate = self.optimizers().param_groups[0]["lr"].hex()
-        self._write(f"epoch {self.current_epoch} {seen} {self.mean.compute().item().hex()} {rate}")
+        optimizer: Any = self.optimizers()  # Any: there is one, so that it is no list
+        seen = float(self.trainer.callback_metrics["seen"].item()).hex()
+        mean, rate = float(self.mean.compute().item()).hex(), optimizer.param_groups[0]["lr"].hex()
+        self._write(f"epoch {self.current_epoch} {seen} {mean} {rate}")
         self.mean.reset()
 
     def configure_optimizers(self) -> Any:
@@ -175,7 +177,7 @@ trainer = Trainer(
 )
 model = Model()
 trainer.fit(model, loader(), DataLoader(Samples(), batch_size=20))
-ends = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+ends = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
 with (folder / f"lines-{rank}").open("a") as log:
     log.write(f"end {float(sum(p.double().square().sum().item() for p in ends)).hex()}\n")
 if dist.is_initialized():
