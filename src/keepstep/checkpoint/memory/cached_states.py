@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator
 from contextlib import ExitStack, closing, contextmanager
 
 from keepstep.checkpoint import native
@@ -132,7 +132,12 @@ class CachedStates:
         """The index of a slot of ``nbytes`` that may be overwritten."""
         self._open(owner)
         there = self._slots[owner]
-        free = list(self._free(owner, needed))
+        free: list[int] = []
+        for index in free_slots([slot.key() for slot in there], needed):
+            if not self._reading[there[index]] and there[index].lock():
+                there[index].unlock()
+                self._locked.pop((owner, index), None)  # the lock on the slot's previous state
+                free.append(index)
         if not free and needed is not None and len(there) >= slots:
             raise CheckpointError(f"all {slots} slots of the backup are needed or being read")
         fitting = [i for i in free if there[i].nbytes >= nbytes and there[i].record() is None]
@@ -143,15 +148,6 @@ class CachedStates:
             keep = tuple(i for i in range(len(there)) if i != index)
             self._open(owner, Reserve(owner, nbytes, max(slots, len(keep) + 1), keep))
         return index
-
-    def _free(self, owner: int, needed: Collection[Key | None] | None) -> Iterator[int]:
-        """Indices of slots that may be overwritten now, the best first."""
-        slots = self._slots[owner]
-        for index in free_slots([slot.key() for slot in slots], needed):
-            if not self._reading[slots[index]] and slots[index].lock():
-                slots[index].unlock()
-                self._locked.pop((owner, index), None)  # the lock on the slot's previous state
-                yield index
 
     def pin(self, keys: Collection[Key]) -> None:
         """Keep the slots of all ranks that hold one of ``keys`` from being overwritten, and no other slots."""
